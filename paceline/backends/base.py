@@ -1,0 +1,100 @@
+"""The contract between the engine and whatever runs a forward pass.
+
+The engine speaks numpy and never sees a backend's own arrays. One ForwardBatch is a flat list of
+rows; each request owns a contiguous range of them. The rows of a request form a tree whose root
+is its last committed token's successor: a decode is one row, a draft is a tree, and a chain or a
+prefill chunk is the degenerate tree in which each row's parent is the row before it.
+
+    request      |------- A --------|-- B --|
+    row           0   1   2   3   4   5   6
+    parents      -1   0   1   1   3  -1   0      local to the request; -1: the committed context
+    positions     9  10  11  11  12   4   5      context length + depth
+    KV index      9  10  11  12  13   4   5      context length + local row (before commit)
+
+Row r of a request writes its key and value at KV index `context_length + local row`; the page
+table turns an index into a place. It attends to all committed indices and to its own ancestors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+
+class KVPool(Protocol):
+    """A backend's key and value storage for `num_pages` pages. Opaque to the engine."""
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def bytes_per_page(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """Everything one forward pass needs."""
+
+    tokens: Int32Array  # [rows]
+    positions: Int32Array  # [rows]
+    parents: Int32Array  # [rows] local index of the parent row, -1 for the committed context
+    row_offsets: Int32Array  # [requests + 1] rows of request i are row_offsets[i]:row_offsets[i + 1]
+    context_lengths: Int32Array  # [requests] committed tokens before these rows
+    page_tables: Int32Array  # [requests, max pages] page numbers; unused entries are -1
+    logit_rows: Int32Array  # [outputs] ascending rows whose logits are wanted
+    pool: KVPool
+    feature_layers: tuple[int, ...] = ()  # hidden_states indices to return: 0 is the embedding, i is after layer i - 1
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.context_lengths)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class ForwardOutput:
+    """What one forward pass gives back. The arrays are valid until the backend's next pass."""
+
+    logits: Float32Array  # [outputs, vocab]
+    features: Float32Array | None = None  # [rows, len(feature_layers) * hidden], if asked
+
+
+class Backend(Protocol):
+    """A loaded model that can run forward passes."""
+
+    name: str
+    page_size: int  # tokens per KV page
+    max_rows: int  # most rows of one ForwardBatch
+    batch_invariant: bool  # a token's logits depend, bit for bit, on its own prefix alone
+    supports_features: bool
+
+    def make_pool(self, num_pages: int) -> KVPool:
+        """Storage for `num_pages` pages of keys and values of this model."""
+        ...
+
+    def bytes_per_page(self) -> int: ...
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput: ...
+
+    def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
+        """Copy keys and values from KV places to others (place = page * page_size + offset).
+
+        A commit of an accepted path that is not already in place uses this. Sources are read
+        before any destination is written.
+        """
+        ...
+
+
+def chain_parents(row_counts: Sequence[int]) -> Int32Array:
+    """Parents of requests whose rows are chains of the given lengths."""
+    return np.concatenate([np.arange(-1, count - 1, dtype=np.int32) for count in row_counts])

@@ -1,0 +1,33 @@
+"""What a user can do wrong, each with what was wrong, what was expected and what to do.
+
+Every error that reaches a user derives from PacelineError and its message names the remedy.
+`assert` is kept for invariants of our own code.
+"""
+
+
+class PacelineError(Exception):
+    """Base of every error a user can cause and mend."""
+
+
+class ConfigError(PacelineError):
+    """An option is unknown, has the wrong type, or is out of range."""
+
+
+class ModelError(PacelineError):
+    """A model cannot be found, fetched or read."""
+
+
+class CheckpointError(ModelError):
+    """A model file is truncated, corrupt, or of a kind that is not supported."""
+
+
+class UnsupportedModelError(ModelError):
+    """The file is sound, but its architecture or tensor format is not one we run."""
+
+
+class RequestError(PacelineError):
+    """A request cannot be served as asked: bad parameters, bad ids, too long."""
+
+
+class BackendError(PacelineError):
+    """A backend is not available on this machine or failed during a pass."""
