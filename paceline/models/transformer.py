@@ -1,0 +1,236 @@
+"""The transformer: one readable model for every family, in torch.
+
+Families differ only by what ModelConfig declares: biases, q/k norms, windows, rope, experts. A pass
+takes rows, not sequences: each row knows its position, and a RowView says which keys the rows of
+one request may see. So prefill, decoding and draft trees are the same code.
+
+The shapes are those of checkpoint.py; constructors mirror its names and ask for each tensor once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from paceline.models.config import ModelConfig, MoeConfig
+from paceline.models.rope import rope_frequencies
+
+# Gives the named tensor in the model's dtype and on its device, once its shape is checked.
+Take = Callable[[str, tuple[int, ...]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RowView:
+    """The rows of one request in a pass, and the keys they may see."""
+
+    rows: slice
+    places: torch.Tensor  # int64 [keys] KV places of the committed context, then of the rows themselves
+    masks: Mapping[int | None, torch.Tensor]  # window -> bool [rows, keys], True where a row sees a key
+
+
+@dataclass(frozen=True)
+class KeyValues:
+    """Keys and values of every layer, addressed by place (page * page_size + offset)."""
+
+    keys: torch.Tensor  # [layers, places, kv_heads, head_dim]
+    values: torch.Tensor  # [layers, places, kv_heads, head_dim]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All rows of a pass."""
+
+    tokens: torch.Tensor  # int64 [rows]
+    positions: torch.Tensor  # int64 [rows]
+    places: torch.Tensor  # int64 [rows] where each row's key and value go
+    views: Sequence[RowView]  # one per request
+
+
+class FeedForward(Protocol):
+    """What follows attention in a layer: an MLP or a mixture of them."""
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+class Linear:
+    """A matrix [out, in], with or without a bias [out]."""
+
+    def __init__(self, take: Take, name: str, shape: tuple[int, int], bias: bool = False) -> None:
+        self.weight = take(f"{name}.weight", shape)
+        self.bias = take(f"{name}.bias", shape[:1]) if bias else None
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.weight, self.bias)
+
+
+class RMSNorm:
+    """Scale the last axis to a root mean square of one, then by a learned weight."""
+
+    def __init__(self, take: Take, name: str, size: int, eps: float) -> None:
+        self.weight = take(f"{name}.weight", (size,))
+        self.eps = eps
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = hidden.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(hidden.dtype)
+
+
+class MLP:
+    """The gated feed-forward block: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, take: Take, name: str, hidden_size: int, intermediate_size: int) -> None:
+        self.gate = Linear(take, f"{name}.gate_proj", (intermediate_size, hidden_size))
+        self.up = Linear(take, f"{name}.up_proj", (intermediate_size, hidden_size))
+        self.down = Linear(take, f"{name}.down_proj", (hidden_size, intermediate_size))
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+
+
+class MixtureOfExperts:
+    """Each row goes through its few most probable experts, weighted by the router."""
+
+    def __init__(self, take: Take, name: str, hidden_size: int, moe: MoeConfig) -> None:
+        self.moe = moe
+        self.router = Linear(take, f"{name}.gate", (moe.num_experts, hidden_size))
+        self.experts = [
+            MLP(take, f"{name}.experts.{expert}", hidden_size, moe.intermediate_size)
+            for expert in range(moe.num_experts)
+        ]
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        probabilities = self.router(hidden).float().softmax(-1)  # [rows, experts]
+        weights, chosen = probabilities.topk(self.moe.experts_per_token)  # both [rows, experts_per_token]
+        if self.moe.normalize_weights:
+            weights = weights / weights.sum(-1, keepdim=True)
+        output = torch.zeros_like(hidden)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            rows, rank = torch.where(chosen == expert)
+            share = weights[rows, rank, None].to(hidden.dtype)
+            output[rows] += share * self.experts[expert](hidden[rows])
+        return output
+
+
+class Attention:
+    """Grouped-query attention of rows over the keys their views show them."""
+
+    def __init__(self, take: Take, name: str, config: ModelConfig, layer: int) -> None:
+        hidden, head = config.hidden_size, config.head_dim
+        query_size, key_size = config.num_heads * head, config.num_kv_heads * head
+        self.layer, self.config = layer, config
+        self.query = Linear(take, f"{name}.q_proj", (query_size, hidden), config.qkv_bias)
+        self.key = Linear(take, f"{name}.k_proj", (key_size, hidden), config.qkv_bias)
+        self.value = Linear(take, f"{name}.v_proj", (key_size, hidden), config.qkv_bias)
+        self.output = Linear(take, f"{name}.o_proj", (hidden, query_size), config.output_bias)
+        self.query_norm = (
+            RMSNorm(take, f"{name}.q_norm", head, config.rms_norm_eps) if config.qk_norm else None
+        )
+        self.key_norm = RMSNorm(take, f"{name}.k_norm", head, config.rms_norm_eps) if config.qk_norm else None
+
+    def __call__(
+        self, hidden: torch.Tensor, rows: Rows, rotation: tuple[torch.Tensor, torch.Tensor], cache: KeyValues
+    ) -> torch.Tensor:
+        heads_shape = (len(hidden), -1, self.config.head_dim)
+        query = self.query(hidden).view(heads_shape)  # [rows, heads, head_dim]
+        key = self.key(hidden).view(heads_shape)  # [rows, kv_heads, head_dim]
+        value = self.value(hidden).view(heads_shape)  # [rows, kv_heads, head_dim]
+        if self.query_norm and self.key_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        keys, values = cache.keys[self.layer], cache.values[self.layer]
+        # Written before anything is read: the rows of a request see each other through the cache.
+        keys[rows.places] = rotate(key, rotation)
+        values[rows.places] = value
+        query = rotate(query, rotation)
+        mixed = torch.empty_like(query)
+        window = self.config.window(self.layer)
+        for view in rows.views:
+            mixed[view.rows] = attend(
+                query[view.rows], keys[view.places], values[view.places], view.masks[window]
+            )
+        return self.output(mixed.flatten(1))
+
+
+class Layer:
+    """Attention, then a feed-forward block, each on a normed copy and added back."""
+
+    def __init__(self, take: Take, config: ModelConfig, layer: int) -> None:
+        name, eps = f"model.layers.{layer}", config.rms_norm_eps
+        self.attention_norm = RMSNorm(take, f"{name}.input_layernorm", config.hidden_size, eps)
+        self.attention = Attention(take, f"{name}.self_attn", config, layer)
+        self.feed_forward_norm = RMSNorm(take, f"{name}.post_attention_layernorm", config.hidden_size, eps)
+        self.feed_forward: FeedForward
+        if config.moe and layer in config.moe.layers:
+            self.feed_forward = MixtureOfExperts(take, f"{name}.mlp", config.hidden_size, config.moe)
+        else:
+            self.feed_forward = MLP(take, f"{name}.mlp", config.hidden_size, config.intermediate_size)
+
+    def __call__(
+        self, hidden: torch.Tensor, rows: Rows, rotation: tuple[torch.Tensor, torch.Tensor], cache: KeyValues
+    ) -> torch.Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), rows, rotation, cache)
+        return hidden + self.feed_forward(self.feed_forward_norm(hidden))
+
+
+class Transformer:
+    """A whole decoder: token rows in, hidden states and logits out."""
+
+    def __init__(self, config: ModelConfig, take: Take) -> None:
+        self.config = config
+        matrix = (config.vocab_size, config.hidden_size)
+        self.embedding = take("model.embed_tokens.weight", matrix)
+        self.layers = [Layer(take, config, layer) for layer in range(config.num_layers)]
+        self.norm = RMSNorm(take, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self.head = self.embedding if config.tie_embeddings else take("lm_head.weight", matrix)
+        frequencies = rope_frequencies(config.rope, config.head_dim)
+        self.frequencies = torch.from_numpy(frequencies).to(self.embedding.device)  # float32 [head_dim // 2]
+
+    def hidden_states(
+        self, rows: Rows, cache: KeyValues, wanted: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The last layer's output [rows, hidden], before the final norm, and the wanted hidden states.
+
+        Index 0 is the embedding's output, index i the output of layer i - 1.
+        """
+        rotation = self.rotation(rows.positions)
+        hidden = self.embedding[rows.tokens]
+        seen = {0: hidden}
+        for index, layer in enumerate(self.layers, start=1):
+            hidden = layer(hidden, rows, rotation, cache)
+            if index in wanted:
+                seen[index] = hidden
+        return hidden, [seen[index] for index in wanted]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores over the vocabulary [rows, vocab] of last hidden states [rows, hidden]."""
+        return F.linear(self.norm(hidden), self.head)
+
+    def rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of every row's angles, each [rows, 1, head_dim // 2], for all heads alike."""
+        # Angles stay float32 in every dtype: bfloat16 cannot count positions above 256.
+        angles = (positions.float()[:, None] * self.frequencies)[:, None, :]
+        return angles.cos().to(self.embedding.dtype), angles.sin().to(self.embedding.dtype)
+
+
+def rotate(heads: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Heads [rows, heads, head_dim] turned by their positions; element i pairs with i + head_dim // 2."""
+    cosine, sine = rotation
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Values mixed by softmax(query · key): [rows, heads, head_dim].
+
+    query is [rows, heads, head_dim], keys and values [keys, kv_heads, head_dim], mask [rows, keys].
+    Neighbouring query heads share a key head.
+    """
+    num_rows, num_heads, head_dim = query.shape
+    grouped = query.view(num_rows, keys.shape[1], -1, head_dim)  # [rows, kv_heads, group, head_dim]
+    scores = torch.einsum("rhgd,khd->hgrk", grouped, keys) * head_dim**-0.5
+    weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(values.dtype)
+    return torch.einsum("hgrk,khd->rhgd", weights, values).reshape(num_rows, num_heads, head_dim)

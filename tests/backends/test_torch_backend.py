@@ -1,0 +1,171 @@
+"""The reference backend computes what transformers computes, however the rows are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from paceline.backends.torch_backend import TorchBackend, ancestors, kv_places
+from paceline.errors import BackendError
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.registry import load_checkpoint
+from tests.backends.driver import Driven, drive, run
+from tests.tiny import FAMILIES, VOCAB_SIZE, random_model, save_checkpoint
+
+PROMPT = np.random.default_rng(1).integers(0, VOCAB_SIZE, 40).tolist()
+CLOSE = 1e-4
+
+#       ┌ 1 ─ 3 ─ 6          two roots (0 and 5), siblings, and branches whose rows interleave,
+#   0 ──┤                    so that no path but the first is contiguous
+#       └ 2 ─ 4 ─ 7
+#   5 ─ 8
+TREE_PARENTS = [-1, 0, 0, 1, 2, -1, 3, 4, 5]
+TREE_TOKENS = [11, 22, 33, 44, 44, 55, 66, 172, 0]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same weights in transformers and in our backend."""
+
+    reference: PreTrainedModel
+    checkpoint: Checkpoint
+    backend: TorchBackend
+
+    def request(self) -> Driven:
+        return drive(self.backend, pages_each=6)[0]
+
+    def expected(self, tokens: Sequence[int]) -> np.ndarray:
+        """transformers' logits [tokens, vocab]."""
+        with torch.inference_mode():
+            return self.reference(torch.tensor([list(tokens)])).logits[0].numpy()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    checkpoint = load_checkpoint(save_checkpoint(request.param, tmp_path_factory.mktemp(request.param)))
+    return Pair(random_model(request.param), checkpoint, TorchBackend.load(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return load_checkpoint(save_checkpoint("llama", tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoint: Checkpoint) -> TorchBackend:
+    return TorchBackend.load(checkpoint)
+
+
+def path_to(row: int) -> list[int]:
+    """Rows of TREE from a root down to `row`."""
+    return [*path_to(TREE_PARENTS[row]), row] if row >= 0 else []
+
+
+@pytest.mark.parametrize("chunk", [40, 17, 1], ids=["one prefill", "chunks", "token by token"])
+def test_logits_equal_transformers_however_a_prompt_is_cut(pair: Pair, chunk: int) -> None:
+    request = pair.request()
+    logits = [request.extend(PROMPT[start : start + chunk]) for start in range(0, len(PROMPT), chunk)]
+    np.testing.assert_allclose(np.concatenate(logits), pair.expected(PROMPT), rtol=0, atol=CLOSE)
+
+
+def test_every_node_of_a_draft_tree_sees_its_own_path_only(pair: Pair) -> None:
+    request = pair.request()
+    request.extend(PROMPT)
+    logits = request.run(TREE_TOKENS, TREE_PARENTS)
+    for row in range(len(TREE_TOKENS)):
+        path = [TREE_TOKENS[node] for node in path_to(row)]
+        np.testing.assert_allclose(logits[row], pair.expected(PROMPT + path)[-1], rtol=0, atol=CLOSE)
+
+
+def test_decoding_goes_on_from_a_committed_branch(pair: Pair) -> None:
+    request = pair.request()
+    request.extend(PROMPT)
+    request.run(TREE_TOKENS, TREE_PARENTS)
+    accepted = path_to(7)
+    request.commit(accepted)
+    text = PROMPT + [TREE_TOKENS[row] for row in accepted]
+    for token in (5, 120, 77):
+        text.append(token)
+        logits = request.extend([token])
+        np.testing.assert_allclose(logits[0], pair.expected(text)[-1], rtol=0, atol=CLOSE)
+
+
+def test_a_mixed_batch_gives_each_request_its_own_logits(pair: Pair) -> None:
+    decoding, drafting, prefilling = drive(pair.backend, pages_each=6, count=3)
+    decoding.extend(PROMPT[:20])
+    drafting.extend(PROMPT[5:38])
+    requests = [decoding.ask([7]), drafting.ask(TREE_TOKENS, TREE_PARENTS), prefilling.ask(PROMPT[::-1])]
+    # the decode, the drafted leaf 6, and the last row of the prefill
+    logits = run(requests, logit_rows=[0, 1 + 6, 1 + len(TREE_TOKENS) + len(PROMPT) - 1]).logits
+    leaf = [TREE_TOKENS[row] for row in path_to(6)]
+    for got, text in zip(logits, [[*PROMPT[:20], 7], PROMPT[5:38] + leaf, PROMPT[::-1]], strict=True):
+        np.testing.assert_allclose(got, pair.expected(text)[-1], rtol=0, atol=CLOSE)
+
+
+def test_features_are_the_hidden_states_of_transformers(pair: Pair) -> None:
+    request = pair.request()
+    output = run([request.ask(PROMPT)], logit_rows=[], feature_layers=(0, 2, 3))
+    # transformers' last hidden state is already normed, ours is not: take what its norm is given
+    given: list[torch.Tensor] = []
+    hook = pair.reference.model.norm.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
+    with torch.inference_mode():
+        states = pair.reference(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+    hook.remove()
+    expected = torch.cat((states[0][0], states[2][0], given[0][0]), dim=-1)
+    assert output.features is not None
+    np.testing.assert_allclose(output.features, expected.numpy(), rtol=1e-5, atol=CLOSE)
+    assert output.logits.shape == (0, VOCAB_SIZE)
+
+
+def test_bfloat16_is_near_float32(pair: Pair) -> None:
+    short = TorchBackend.load(pair.checkpoint, dtype="bfloat16")
+    logits = drive(short, pages_each=3)[0].run(PROMPT)
+    assert logits.dtype == np.float32
+    # 8 bits of mantissa through three layers, for logits that spread over two units; the median,
+    # because a row whose router was undecided may take another expert
+    assert 0 < np.median(np.abs(logits - pair.expected(PROMPT))) < 0.1
+
+
+def test_move_reads_every_source_before_it_writes(llama: TorchBackend) -> None:
+    pool = llama.make_pool(1)
+    pool.cache.keys[:] = torch.arange(16)[None, :, None, None]
+    llama.move(pool, np.array([0, 1, 2], np.int32), np.array([1, 2, 0], np.int32))
+    assert pool.cache.keys[-1, :4, 0, 0].tolist() == [2, 0, 1, 3]
+
+
+def test_a_pool_tells_its_true_size(llama: TorchBackend) -> None:
+    pool = llama.make_pool(3)
+    stored = pool.cache.keys.nbytes + pool.cache.values.nbytes
+    assert stored == 3 * pool.bytes_per_page == 3 * llama.bytes_per_page()
+
+
+def test_ancestors_of_a_tree() -> None:
+    table = ancestors(np.array(TREE_PARENTS, np.int32))
+    assert [np.flatnonzero(row).tolist() for row in table] == [path_to(row) for row in range(len(table))]
+
+
+def test_places_follow_the_page_table() -> None:
+    places = kv_places(np.array([7, 2, -1], np.int32), 18)
+    assert places.tolist() == [*range(112, 128), 32, 33]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float16"}, "no dtype 'float16'; choose one of float32, bfloat16"),
+        ({"device": "tpu9"}, "choose cpu, cuda or cuda:N"),
+        ({"device": "meta"}, "choose cpu, cuda or cuda:N"),
+        ({"device": "cuda:99"}, "choose device cpu, or install a torch build with CUDA"),
+        ({"max_rows": 0}, "give 1 or more"),
+    ],
+)
+def test_what_cannot_be_loaded_says_what_to_choose(
+    checkpoint: Checkpoint, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(BackendError, match=message):
+        TorchBackend.load(checkpoint, **options)
