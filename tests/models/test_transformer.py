@@ -1,0 +1,113 @@
+"""The parts of the transformer, each against its definition written out in loops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from paceline.backends.torch_backend import TorchBackend
+from paceline.errors import CheckpointError
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.config import MoeConfig, RopeConfig
+from paceline.models.registry import load_checkpoint
+from paceline.models.rope import rope_frequencies
+from paceline.models.transformer import MLP, MixtureOfExperts, RMSNorm, attend, rotate
+from tests.tiny import FAMILIES, save_checkpoint
+
+LLAMA3 = RopeConfig(theta=500.0, scaling="llama3", factor=8.0, original_max_position=64)
+
+
+def random_take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor that depends on its name and shape only."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode())))
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("llama-llama3-rope", LLAMA3),
+        ("llama-linear-rope", RopeConfig(theta=1000.0, scaling="linear", factor=2.5)),
+    ],
+)
+def test_scaled_frequencies_are_those_of_transformers(family: str, rope: RopeConfig) -> None:
+    expected, _ = ROPE_INIT_FUNCTIONS[rope.scaling](FAMILIES[family], torch.device("cpu"))
+    np.testing.assert_allclose(rope_frequencies(rope, head_dim=10), expected.numpy(), rtol=1e-6)
+
+
+def test_plain_frequencies_fall_from_one_to_nearly_one_over_theta() -> None:
+    frequencies = rope_frequencies(RopeConfig(theta=10000.0), head_dim=8)
+    assert frequencies.dtype == np.float32
+    np.testing.assert_allclose(frequencies, [1, 0.1, 0.01, 0.001], rtol=1e-6)
+
+
+def test_ready_divisors_of_a_gguf_file_do_what_llama3_scaling_does() -> None:
+    plain = RopeConfig(theta=500.0)
+    divisors = rope_frequencies(plain, 10) / rope_frequencies(LLAMA3, 10)
+    ready = replace(plain, frequency_divisors=tuple(divisors.tolist()))
+    np.testing.assert_allclose(rope_frequencies(ready, 10), rope_frequencies(LLAMA3, 10), rtol=1e-6)
+
+
+def test_rotation_turns_each_pair_by_its_angle() -> None:
+    heads, angles = normal(4, 2, 6), normal(4, 1, 3)
+    pairs = torch.complex(heads[..., :3], heads[..., 3:]) * torch.polar(torch.ones_like(angles), angles)
+    turned = rotate(heads, (angles.cos(), angles.sin()))
+    torch.testing.assert_close(turned, torch.cat((pairs.real, pairs.imag), dim=-1))
+
+
+def test_attention_mixes_the_visible_values_of_the_shared_key_head() -> None:
+    query, keys, values = normal(3, 4, 6), normal(5, 2, 6), normal(5, 2, 6) + 1
+    mask = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 1, 0], [0, 0, 1, 1, 1]], dtype=torch.bool)
+    mixed = attend(query, keys, values, mask)
+    for row in range(3):
+        for head in range(4):
+            shared, seen = head // 2, mask[row]
+            weights = (keys[seen, shared] @ query[row, head] / 6**0.5).softmax(0)
+            torch.testing.assert_close(mixed[row, head], weights @ values[seen, shared])
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_row_is_the_weighted_sum_of_its_most_probable_experts(normalize: bool) -> None:
+    moe = MoeConfig(5, 2, 7, normalize, frozenset({0}))
+    block = MixtureOfExperts(random_take, "mlp", 6, moe)
+    experts = [MLP(random_take, f"mlp.experts.{expert}", 6, 7) for expert in range(5)]
+    hidden = normal(9, 6)
+    for row, output in zip(hidden, block(hidden), strict=True):
+        probabilities = (random_take("mlp.gate.weight", (5, 6)) @ row).softmax(0)
+        best = probabilities.argsort(descending=True)[:2].tolist()
+        total = sum(probabilities[expert] for expert in best) if normalize else 1
+        expected = sum(probabilities[expert] / total * experts[expert](row) for expert in best)
+        torch.testing.assert_close(output, expected)
+
+
+def test_a_norm_sums_in_float32_whatever_the_dtype() -> None:
+    norm = RMSNorm(lambda name, shape: torch.ones(shape, dtype=torch.bfloat16), "norm", 4096, eps=1e-6)
+    # 4096 equal squares: summed in bfloat16 they would stop growing long before the end
+    normed = norm(torch.full((1, 4096), 3.0, dtype=torch.bfloat16))
+    assert normed.dtype == torch.bfloat16
+    assert torch.all(normed == 1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return load_checkpoint(save_checkpoint("qwen2", tmp_path_factory.mktemp("qwen2")))
+
+
+def test_a_missing_tensor_is_named(checkpoint: Checkpoint) -> None:
+    missing = "model.layers.1.self_attn.k_proj.bias"
+    rest = {name: tensor for name, tensor in checkpoint.tensors.items() if name != missing}
+    with pytest.raises(CheckpointError, match=f"no tensor {missing}.*fetch it again"):
+        TorchBackend.load(replace(checkpoint, tensors=rest))
+
+
+def test_a_tensor_of_another_shape_is_named(checkpoint: Checkpoint) -> None:
+    wider = replace(checkpoint, config=replace(checkpoint.config, intermediate_size=86))
+    with pytest.raises(CheckpointError, match=r"gate_proj.weight .* \[85, 60\].*\[86, 60\]"):
+        TorchBackend.load(wider)
