@@ -1,0 +1,86 @@
+"""The tensors a model must have, from its config alone, and the check that a file has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from paceline.errors import CheckpointError
+from paceline.models.checkpoint import Tensor
+from paceline.models.config import ModelConfig
+
+# Written by some converters, recomputed by us
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.masked_bias")
+MAX_NAMES_IN_ERROR = 5
+
+
+def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The name and shape of every tensor that a model of this config has."""
+    yield "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
+    for layer in range(config.num_layers):
+        for name, shape in _layer_tensors(config, layer):
+            yield f"model.layers.{layer}.{name}", shape
+    yield "model.norm.weight", (config.hidden_size,)
+    if not config.tie_embeddings:
+        yield "lm_head.weight", (config.vocab_size, config.hidden_size)
+
+
+def _layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, head_dim = config.hidden_size, config.head_dim
+    query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    yield "input_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden,)
+    for projection, size in (("q", query_size), ("k", kv_size), ("v", kv_size)):
+        yield f"self_attn.{projection}_proj.weight", (size, hidden)
+        if config.qkv_bias:
+            yield f"self_attn.{projection}_proj.bias", (size,)
+    yield "self_attn.o_proj.weight", (hidden, query_size)
+    if config.output_bias:
+        yield "self_attn.o_proj.bias", (hidden,)
+    if config.qk_norm:
+        yield "self_attn.q_norm.weight", (head_dim,)
+        yield "self_attn.k_norm.weight", (head_dim,)
+    if config.moe is None or layer not in config.moe.layers:
+        yield from _mlp_tensors("mlp", hidden, config.intermediate_size)
+        return
+    yield "mlp.gate.weight", (config.moe.num_experts, hidden)
+    for expert in range(config.moe.num_experts):
+        yield from _mlp_tensors(f"mlp.experts.{expert}", hidden, config.moe.intermediate_size)
+
+
+def _mlp_tensors(prefix: str, hidden: int, intermediate: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{prefix}.gate_proj.weight", (intermediate, hidden)
+    yield f"{prefix}.up_proj.weight", (intermediate, hidden)
+    yield f"{prefix}.down_proj.weight", (hidden, intermediate)
+
+
+def select_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
+    """Exactly the tensors that `config` asks for, each found and of the right shape.
+
+    A tensor that the config does not explain is an error too: to ignore it would be to run
+    another model than the one in the file.
+    """
+    selected: dict[str, Tensor] = {}
+    for name, shape in expected_tensors(config):
+        if name not in tensors:
+            raise CheckpointError(
+                f"{source.name} lacks the tensor {name}, which a {config.family} model of {config.num_layers} "
+                f"layers has. The file is incomplete or its configuration is wrong: fetch the model again."
+            )
+        if tensors[name].shape != shape:
+            raise CheckpointError(
+                f"{source.name}: tensor {name} has shape {list(tensors[name].shape)}; its configuration "
+                f"asks for {list(shape)}. Weights and configuration do not belong together: fetch the model again."
+            )
+        selected[name] = tensors[name]
+    known = {"lm_head.weight"} if config.tie_embeddings else set()
+    unknown = sorted(
+        n for n in tensors if n not in selected and n not in known and not n.endswith(IGNORED_SUFFIXES)
+    )
+    if unknown:
+        more = f" and {len(unknown) - MAX_NAMES_IN_ERROR} more" if len(unknown) > MAX_NAMES_IN_ERROR else ""
+        raise CheckpointError(
+            f"{source.name} has tensors that a {config.family} model of this configuration does not have: "
+            f"{', '.join(unknown[:MAX_NAMES_IN_ERROR])}{more}. The configuration belongs to another model."
+        )
+    return selected
