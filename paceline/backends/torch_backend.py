@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from paceline.backends.base import ForwardBatch, ForwardOutput, Int32Array, KVPool
-from paceline.errors import BackendError, CheckpointError
+from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.transformer import KeyValues, Rows, RowView, Take, Transformer
 
@@ -145,19 +145,8 @@ def kv_places(page_table: Int32Array, length: int) -> Int32Array:
 def _take_from(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Take:
     """A reader of single tensors, so that no second copy of all weights is ever alive."""
 
-    def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if name not in checkpoint.tensors:
-            raise CheckpointError(
-                f"{checkpoint.source} has no tensor {name}, which a {checkpoint.config.family} model needs; "
-                "the file is incomplete, fetch it again."
-            )
-        tensor = checkpoint.tensors[name]
-        if tensor.shape != shape:
-            raise CheckpointError(
-                f"Tensor {name} of {checkpoint.source} has shape {list(tensor.shape)}, but its configuration "
-                f"asks for {list(shape)}; the two are of different models, fetch them again."
-            )
-        return torch.from_numpy(tensor.float32()).to(device=device, dtype=dtype)
+    def take(name: str) -> torch.Tensor:
+        return torch.from_numpy(checkpoint.tensors[name].float32()).to(device=device, dtype=dtype)
 
     return take
 

@@ -4,7 +4,7 @@ Families differ only by what ModelConfig declares: biases, q/k norms, windows, r
 takes rows, not sequences: each row knows its position, and a RowView says which keys the rows of
 one request may see. So prefill, decoding and draft trees are the same code.
 
-The shapes are those of checkpoint.py; constructors mirror its names and ask for each tensor once.
+The weights have the names and shapes listed in checkpoint.py; constructors ask for each of them once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import torch.nn.functional as F
 from paceline.models.config import ModelConfig, MoeConfig
 from paceline.models.rope import rope_frequencies
 
-# Gives the named tensor in the model's dtype and on its device, once its shape is checked.
-Take = Callable[[str, tuple[int, ...]], torch.Tensor]
+# Gives the named tensor of the checkpoint in the model's dtype and on its device.
+Take = Callable[[str], torch.Tensor]
+# Cosine and sine of every row's angles, each [rows, 1, head_dim // 2], for all heads alike.
+Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Rows:
 
 
 class FeedForward(Protocol):
-    """What follows attention in a layer: an MLP or a mixture of them."""
+    """What follows attention in a layer: one MLP or a mixture of them."""
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
@@ -59,9 +61,9 @@ class FeedForward(Protocol):
 class Linear:
     """A matrix [out, in], with or without a bias [out]."""
 
-    def __init__(self, take: Take, name: str, shape: tuple[int, int], bias: bool = False) -> None:
-        self.weight = take(f"{name}.weight", shape)
-        self.bias = take(f"{name}.bias", shape[:1]) if bias else None
+    def __init__(self, take: Take, name: str, bias: bool = False) -> None:
+        self.weight = take(f"{name}.weight")
+        self.bias = take(f"{name}.bias") if bias else None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, self.weight, self.bias)
@@ -70,8 +72,8 @@ class Linear:
 class RMSNorm:
     """Scale the last axis to a root mean square of one, then by a learned weight."""
 
-    def __init__(self, take: Take, name: str, size: int, eps: float) -> None:
-        self.weight = take(f"{name}.weight", (size,))
+    def __init__(self, take: Take, name: str, eps: float) -> None:
+        self.weight = take(f"{name}.weight")
         self.eps = eps
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -83,10 +85,10 @@ class RMSNorm:
 class MLP:
     """The gated feed-forward block: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, take: Take, name: str, hidden_size: int, intermediate_size: int) -> None:
-        self.gate = Linear(take, f"{name}.gate_proj", (intermediate_size, hidden_size))
-        self.up = Linear(take, f"{name}.up_proj", (intermediate_size, hidden_size))
-        self.down = Linear(take, f"{name}.down_proj", (hidden_size, intermediate_size))
+    def __init__(self, take: Take, name: str) -> None:
+        self.gate = Linear(take, f"{name}.gate_proj")
+        self.up = Linear(take, f"{name}.up_proj")
+        self.down = Linear(take, f"{name}.down_proj")
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down(F.silu(self.gate(hidden)) * self.up(hidden))
@@ -95,13 +97,10 @@ class MLP:
 class MixtureOfExperts:
     """Each row goes through its few most probable experts, weighted by the router."""
 
-    def __init__(self, take: Take, name: str, hidden_size: int, moe: MoeConfig) -> None:
+    def __init__(self, take: Take, name: str, moe: MoeConfig) -> None:
         self.moe = moe
-        self.router = Linear(take, f"{name}.gate", (moe.num_experts, hidden_size))
-        self.experts = [
-            MLP(take, f"{name}.experts.{expert}", hidden_size, moe.intermediate_size)
-            for expert in range(moe.num_experts)
-        ]
+        self.router = Linear(take, f"{name}.gate")
+        self.experts = [MLP(take, f"{name}.experts.{expert}") for expert in range(moe.num_experts)]
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         probabilities = self.router(hidden).float().softmax(-1)  # [rows, experts]
@@ -120,20 +119,16 @@ class Attention:
     """Grouped-query attention of rows over the keys their views show them."""
 
     def __init__(self, take: Take, name: str, config: ModelConfig, layer: int) -> None:
-        hidden, head = config.hidden_size, config.head_dim
-        query_size, key_size = config.num_heads * head, config.num_kv_heads * head
-        self.layer, self.config = layer, config
-        self.query = Linear(take, f"{name}.q_proj", (query_size, hidden), config.qkv_bias)
-        self.key = Linear(take, f"{name}.k_proj", (key_size, hidden), config.qkv_bias)
-        self.value = Linear(take, f"{name}.v_proj", (key_size, hidden), config.qkv_bias)
-        self.output = Linear(take, f"{name}.o_proj", (hidden, query_size), config.output_bias)
-        self.query_norm = (
-            RMSNorm(take, f"{name}.q_norm", head, config.rms_norm_eps) if config.qk_norm else None
-        )
-        self.key_norm = RMSNorm(take, f"{name}.k_norm", head, config.rms_norm_eps) if config.qk_norm else None
+        self.config, self.layer = config, layer
+        self.query = Linear(take, f"{name}.q_proj", config.qkv_bias)
+        self.key = Linear(take, f"{name}.k_proj", config.qkv_bias)
+        self.value = Linear(take, f"{name}.v_proj", config.qkv_bias)
+        self.output = Linear(take, f"{name}.o_proj", config.output_bias)
+        self.query_norm = RMSNorm(take, f"{name}.q_norm", config.rms_norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(take, f"{name}.k_norm", config.rms_norm_eps) if config.qk_norm else None
 
     def __call__(
-        self, hidden: torch.Tensor, rows: Rows, rotation: tuple[torch.Tensor, torch.Tensor], cache: KeyValues
+        self, hidden: torch.Tensor, rows: Rows, rotation: Rotation, cache: KeyValues
     ) -> torch.Tensor:
         heads_shape = (len(hidden), -1, self.config.head_dim)
         query = self.query(hidden).view(heads_shape)  # [rows, heads, head_dim]
@@ -159,18 +154,18 @@ class Layer:
     """Attention, then a feed-forward block, each on a normed copy and added back."""
 
     def __init__(self, take: Take, config: ModelConfig, layer: int) -> None:
-        name, eps = f"model.layers.{layer}", config.rms_norm_eps
-        self.attention_norm = RMSNorm(take, f"{name}.input_layernorm", config.hidden_size, eps)
+        name = f"model.layers.{layer}"
+        self.attention_norm = RMSNorm(take, f"{name}.input_layernorm", config.rms_norm_eps)
         self.attention = Attention(take, f"{name}.self_attn", config, layer)
-        self.feed_forward_norm = RMSNorm(take, f"{name}.post_attention_layernorm", config.hidden_size, eps)
+        self.feed_forward_norm = RMSNorm(take, f"{name}.post_attention_layernorm", config.rms_norm_eps)
         self.feed_forward: FeedForward
         if config.moe and layer in config.moe.layers:
-            self.feed_forward = MixtureOfExperts(take, f"{name}.mlp", config.hidden_size, config.moe)
+            self.feed_forward = MixtureOfExperts(take, f"{name}.mlp", config.moe)
         else:
-            self.feed_forward = MLP(take, f"{name}.mlp", config.hidden_size, config.intermediate_size)
+            self.feed_forward = MLP(take, f"{name}.mlp")
 
     def __call__(
-        self, hidden: torch.Tensor, rows: Rows, rotation: tuple[torch.Tensor, torch.Tensor], cache: KeyValues
+        self, hidden: torch.Tensor, rows: Rows, rotation: Rotation, cache: KeyValues
     ) -> torch.Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), rows, rotation, cache)
         return hidden + self.feed_forward(self.feed_forward_norm(hidden))
@@ -181,11 +176,10 @@ class Transformer:
 
     def __init__(self, config: ModelConfig, take: Take) -> None:
         self.config = config
-        matrix = (config.vocab_size, config.hidden_size)
-        self.embedding = take("model.embed_tokens.weight", matrix)
+        self.embedding = take("model.embed_tokens.weight")
         self.layers = [Layer(take, config, layer) for layer in range(config.num_layers)]
-        self.norm = RMSNorm(take, "model.norm", config.hidden_size, config.rms_norm_eps)
-        self.head = self.embedding if config.tie_embeddings else take("lm_head.weight", matrix)
+        self.norm = RMSNorm(take, "model.norm", config.rms_norm_eps)
+        self.head = self.embedding if config.tie_embeddings else take("lm_head.weight")
         frequencies = rope_frequencies(config.rope, config.head_dim)
         self.frequencies = torch.from_numpy(frequencies).to(self.embedding.device)  # float32 [head_dim // 2]
 
@@ -209,14 +203,14 @@ class Transformer:
         """Scores over the vocabulary [rows, vocab] of last hidden states [rows, hidden]."""
         return F.linear(self.norm(hidden), self.head)
 
-    def rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of every row's angles, each [rows, 1, head_dim // 2], for all heads alike."""
+    def rotation(self, positions: torch.Tensor) -> Rotation:
+        """How far each row is turned by its position."""
         # Angles stay float32 in every dtype: bfloat16 cannot count positions above 256.
         angles = (positions.float()[:, None] * self.frequencies)[:, None, :]
         return angles.cos().to(self.embedding.dtype), angles.sin().to(self.embedding.dtype)
 
 
-def rotate(heads: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Heads [rows, heads, head_dim] turned by their positions; element i pairs with i + head_dim // 2."""
     cosine, sine = rotation
     first, second = heads.chunk(2, dim=-1)
