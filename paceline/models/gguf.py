@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import CheckpointError, UnsupportedModelError
+from paceline.models.files import damaged, map_file
 from paceline.models.gguf_blocks import FORMATS, FORMATS_BY_NUMBER, BlockFormat, Bytes, dequantize
 
 # a scalar, a string, a list of strings or of arrays, or a numpy array of numbers
@@ -74,24 +75,9 @@ class GgufFile:
     tensors: dict[str, GgufTensor]
 
 
-def damaged(path: Path, what: str) -> CheckpointError:
-    """The error for a file that is not what it should be, with the remedy."""
-    return CheckpointError(
-        f"{path.name}: {what}. The file is truncated or damaged: fetch it again (an alias with "
-        f"`paceline models pull ALIAS`), or convert the model again."
-    )
-
-
 def read_gguf(path: Path) -> GgufFile:
     """The metadata and the mapped tensors of the GGUF file at `path`, all sizes checked."""
-    try:
-        size = path.stat().st_size
-        if size == 0:
-            raise damaged(path, "the file is empty")
-        content: Bytes = np.memmap(path, dtype=np.uint8, mode="r")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"Cannot read {path}: {error}. Check the path and its permissions.") from error
-    reader = _Reader(path, content.view(np.ndarray))
+    reader = _Reader(path, map_file(path))
     tensor_count, entry_count = _read_preamble(reader)
     metadata = _read_metadata(reader, entry_count)
     split_count = metadata.get("split.count", 1)

@@ -15,7 +15,8 @@ from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import ModelConfig
 from paceline.models.families import model_config
 from paceline.models.fields import Fields
-from paceline.models.gguf import GgufFile, GgufTensor, damaged
+from paceline.models.files import damaged
+from paceline.models.gguf import GgufFile, GgufTensor
 from paceline.models.layout import select_tensors
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}

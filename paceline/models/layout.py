@@ -64,13 +64,13 @@ def select_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], source: P
     for name, shape in expected_tensors(config):
         if name not in tensors:
             raise CheckpointError(
-                f"{source.name} lacks the tensor {name}, which a {config.family} model of {config.num_layers} "
-                f"layers has. The file is incomplete or its configuration is wrong: fetch the model again."
+                f"{source.name} lacks the tensor {name}, which a {config.family} model of "
+                f"{config.num_layers} layers has. The file is incomplete: fetch the model again."
             )
         if tensors[name].shape != shape:
             raise CheckpointError(
                 f"{source.name}: tensor {name} has shape {list(tensors[name].shape)}; its configuration "
-                f"asks for {list(shape)}. Weights and configuration do not belong together: fetch the model again."
+                f"asks for {list(shape)}. They do not belong together: fetch the model again."
             )
         selected[name] = tensors[name]
     known = {"lm_head.weight"} if config.tie_embeddings else set()

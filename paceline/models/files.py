@@ -1,0 +1,60 @@
+"""Opening the files of a model: mapped bytes and JSON, with errors that name the remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import CheckpointError
+
+
+def damaged(path: Path, what: str) -> CheckpointError:
+    """The error for a file that is not what it should be, with the remedy."""
+    return CheckpointError(
+        f"{path.name}: {what}. The file is truncated or damaged: fetch it again (an alias with "
+        f"`paceline models pull ALIAS`), or convert the model again."
+    )
+
+
+def map_file(path: Path) -> npt.NDArray[np.uint8]:
+    """The bytes of a file, uint8 [size], mapped and read only when touched."""
+    try:
+        if path.stat().st_size == 0:
+            raise damaged(path, "the file is empty")
+        return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"Cannot read {path}: {error}. Check the path and its permissions.") from error
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """The JSON object in a file."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot read {path}: {error.strerror or error}. "
+            f"A model folder needs this file: fetch the model again."
+        ) from error
+    return parse_json(content, path)
+
+
+def parse_json(content: bytes, path: Path) -> dict[str, object]:
+    """The JSON object that `content`, a part of the file at `path`, spells."""
+    try:
+        value = json.loads(content, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"it is not valid JSON ({str(error)[:200]})") from error
+    if not isinstance(value, dict):
+        raise damaged(path, "it is not a JSON object")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Two entries of one name are an attempt to be read in two ways, so they are refused."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a key appears twice")
+    return values

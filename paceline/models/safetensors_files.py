@@ -1,0 +1,164 @@
+"""A folder of safetensors as a Checkpoint: config.json beside one file, or shards and their index.
+
+    8 bytes: length of the header | header: JSON of {name: {dtype, shape, data_offsets}} | data
+
+We read the format ourselves: it is small, every number in it is checked against the file's size,
+and the tensors stay mapped until a backend asks for them. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import CheckpointError, UnsupportedModelError
+from paceline.models.checkpoint import Checkpoint, Tensor
+from paceline.models.families import model_config
+from paceline.models.files import damaged, map_file, parse_json, read_json
+from paceline.models.gguf_blocks import FORMATS, Bytes, dequantize
+from paceline.models.layout import select_tensors
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+KINDS = ("F32", "F16", "BF16")
+
+# mixtral names its experts otherwise: name in the file -> our name
+MIXTRAL_EXPERT = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.weight")
+MIXTRAL_PARTS = {"1": "gate", "2": "down", "3": "up"}
+
+
+@dataclass(frozen=True)
+class SafeTensor:
+    """One tensor of a mapped safetensors file; implements checkpoint.Tensor."""
+
+    shape: tuple[int, ...]
+    kind: str
+    data: Bytes  # [rows, bytes per row], a view of the mapped file
+
+    def float32(self) -> npt.NDArray[np.float32]:
+        """The values as float32, a new array of `shape`."""
+        return dequantize(self.kind, self.data).reshape(self.shape)
+
+    def blocks(self) -> Bytes:
+        """The stored bytes: uint8 [rows, bytes per row]."""
+        return self.data
+
+
+def safetensors_checkpoint(folder: Path) -> Checkpoint:
+    """The model in a folder, its config and tensors checked against each other."""
+    config = model_config(read_json(folder / "config.json"), f"{folder.name}/config.json")
+    tensors: dict[str, Tensor] = {}
+    for path, names in _files(folder).items():
+        found = read_safetensors(path)
+        for name in names if names is not None else found:
+            if name not in found:
+                raise damaged(path, f"it lacks the tensor {name}, which {INDEX_FILE} says is in it")
+            if (our_name := _our_name(name)) in tensors:
+                raise damaged(path, f"the tensor {name} is there twice")
+            tensors[our_name] = found[name]
+    return Checkpoint(config, select_tensors(config, tensors, folder), folder)
+
+
+def read_safetensors(path: Path) -> dict[str, SafeTensor]:
+    """The mapped tensors of one safetensors file, under the file's own names, all sizes checked."""
+    content = map_file(path)
+    if len(content) < 8:
+        raise damaged(path, f"it has only {len(content)} bytes")
+    header_bytes = int.from_bytes(content[:8].tobytes(), "little")
+    if header_bytes > min(MAX_HEADER_BYTES, len(content) - 8):
+        raise damaged(path, f"its header claims {header_bytes} bytes, but the file has {len(content)}")
+    header = parse_json(content[8 : 8 + header_bytes].tobytes(), path)
+    header.pop("__metadata__", None)
+    data = content[8 + header_bytes :]
+    tensors: dict[str, SafeTensor] = {}
+    spans: list[tuple[int, int, str]] = []
+    for name, entry in header.items():
+        kind, shape, begin, end = _checked_entry(path, name, entry, len(data))
+        row_bytes = (shape[-1] if shape else 1) * FORMATS[kind].block_bytes
+        tensors[name] = SafeTensor(shape, kind, data[begin:end].reshape(-1, row_bytes))
+        spans.append((begin, end, name))
+    spans.sort()
+    for (_, end, name), (begin, _, next_name) in pairwise(spans):
+        if begin < end:
+            raise damaged(path, f"tensors {name} and {next_name} overlap")
+    return tensors
+
+
+def _checked_entry(path: Path, name: str, entry: object, size: int) -> tuple[str, tuple[int, ...], int, int]:
+    """The kind, shape, begin and end of a header entry, found to be possible in `size` bytes of data."""
+    if not isinstance(entry, dict):
+        raise damaged(path, f"the header entry of {name} is not an object")
+    kind, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or 0 in shape:
+        raise damaged(path, f"tensor {name} has an impossible shape or place")
+    if kind not in KINDS:
+        raise UnsupportedModelError(
+            f"{path.name}: tensor {name} has dtype {kind!r}; supported are {', '.join(KINDS)}. "
+            f"Use a float version of the model, or a GGUF file of it."
+        )
+    begin, end = offsets
+    if not begin <= end <= size:
+        raise damaged(path, f"tensor {name} should end at byte {end} of the data, which has {size}")
+    if prod(shape) * FORMATS[kind].block_bytes != end - begin:
+        raise damaged(
+            path, f"tensor {name} of shape {shape} and type {kind} does not fill its {end - begin} bytes"
+        )
+    return kind, tuple(shape), begin, end
+
+
+def _are_counts(values: object) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _files(folder: Path) -> Mapping[Path, list[str] | None]:
+    """The files to read and the tensors wanted of each; None is all."""
+    if (folder / INDEX_FILE).is_file():
+        return _shards(folder)
+    if (folder / SINGLE_FILE).is_file():
+        return {folder / SINGLE_FILE: None}
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    hint = f" {pickled[0]} can hold code and is never loaded: convert it to safetensors." if pickled else ""
+    raise CheckpointError(
+        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}.{hint} "
+        f"Give a folder with safetensors and config.json."
+    )
+
+
+def _shards(folder: Path) -> Mapping[Path, list[str] | None]:
+    index = folder / INDEX_FILE
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise damaged(index, "it has no weight_map")
+    shards: dict[Path, list[str] | None] = {}
+    for name, file_name in weight_map.items():
+        # a shard is a file of this folder, never a path out of it
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise damaged(
+                index, f"the shard of {name} is {str(file_name)[:80]!r}, not the name of a file here"
+            )
+        names = shards.setdefault(folder / file_name, [])
+        assert names is not None
+        names.append(name)
+    missing = sorted(path.name for path in shards if not path.is_file())
+    if missing:
+        raise CheckpointError(
+            f"{folder.name} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:5])}. "
+            f"The download is incomplete: fetch the model again."
+        )
+    return shards
+
+
+def _our_name(name: str) -> str:
+    """The name of checkpoint.py for a tensor's name in the file."""
+    if match := MIXTRAL_EXPERT.fullmatch(name):
+        return f"{match[1]}.mlp.experts.{match[2]}.{MIXTRAL_PARTS[match[3]]}_proj.weight"
+    return name.replace(".block_sparse_moe.gate.", ".mlp.gate.")
