@@ -1,0 +1,134 @@
+"""Chat templates: the model's own Jinja template, sandboxed, from messages to a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from paceline.errors import CheckpointError, RequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+Message = Mapping[str, object]
+
+
+class ChatTemplate:
+    """A model's chat template. `special_tokens` are its texts, such as {"bos_token": "<s>"}."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> str:
+        """The prompt that the messages spell, ending where the answer starts if `add_generation_prompt`."""
+        template = self._compiled
+        if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
+            raise RequestError("Each tool must be an object with its JSON schema.")
+        checked = [_checked_message(number, message) for number, message in enumerate(messages)]
+        if not checked:
+            raise RequestError("A chat needs at least one message.")
+        try:
+            return template.render(
+                messages=checked,
+                tools=list(tools) if tools is not None else None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        # a template is a program of the model's author: whatever it trips over is told as is
+        except Exception as error:
+            raise RequestError(f"The model's chat template refuses these messages: {error}.") from error
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            return environment.from_string(self.source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise CheckpointError(
+                f"The model's chat template is not valid Jinja: {error}. Fetch the model again, "
+                f"or give a plain prompt instead of messages."
+            ) from error
+
+
+def _checked_message(number: int, message: Message) -> dict[str, object]:
+    """The message as a plain dict, its text parts joined; RequestError when it is not one."""
+    if not isinstance(message, Mapping):
+        raise RequestError(
+            f"Message {number} is {type(message).__name__}, not an object with role and content."
+        )
+    if message.get("role") not in ROLES:
+        raise RequestError(
+            f"Message {number} has role {str(message.get('role'))[:80]!r}; "
+            f"expected one of {', '.join(ROLES)}."
+        )
+    content = message.get("content")
+    if isinstance(content, list):
+        content = _joined_parts(number, content)
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise RequestError(f"Message {number} needs a content that is a text or a list of text parts.")
+    return {**message, "content": content} if "content" in message else dict(message)
+
+
+def _joined_parts(number: int, parts: list[object]) -> str:
+    texts = []
+    for part in parts:
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            raise RequestError(
+                f"Message {number} has a part that is not text; only text parts are supported."
+            )
+        texts.append(str(part["text"]))
+    return "\n".join(texts)
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """{% generation %} marks the assistant's words for training; to us it is only its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: Jinja's own filter would escape HTML characters, which models were not trained on."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -1,0 +1,199 @@
+"""Text to token ids and back, over the `tokenizers` library, whatever file the vocabulary came from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+
+from paceline.errors import CheckpointError, RequestError, UnsupportedModelError
+from paceline.models.chat import ChatTemplate, Message
+from paceline.models.files import damaged, read_json
+
+SURROGATES = re.compile("[\ud800-\udfff]")
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+WORD_SPACE = "▁"  # how sentencepiece vocabularies spell a space
+
+
+class Tokenizer:
+    """A model's vocabulary, special tokens and chat template."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        eos_ids: Iterable[int],
+        chat_template: str | None,
+    ) -> None:
+        """`special_tokens` has the texts of bos_token, eos_token, ... as far as the model has them."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._added: dict[int, tokenizers.AddedToken] = backend.get_added_tokens_decoder()
+        self._template = ChatTemplate(chat_template, special_tokens) if chat_template else None
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_id: int | None = (
+            self.id_of(special_tokens["bos_token"]) if "bos_token" in special_tokens else None
+        )
+        self.eos_ids = frozenset(eos_ids)
+        self.chat_template = chat_template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`. Special tokens written in it count as such.
+
+        Lone surrogates, which are no text, are replaced by U+FFFD.
+        """
+        if not isinstance(text, str):
+            raise RequestError(f"A prompt must be a text, not {type(text).__name__}.")
+        encoding = self._backend.encode(replace_surrogates(text), add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        try:
+            return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        except (OverflowError, TypeError) as error:
+            raise RequestError(
+                f"Token ids must be integers from 0 to {self.vocab_size - 1}: {error}."
+            ) from error
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, not always whole characters; none for an id without a token.
+
+        The bytes of all tokens, joined and decoded, are decode's text (but for the one leading
+        space that sentencepiece vocabularies add in front of a text and drop again).
+        """
+        return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token steers the model rather than spelling text."""
+        return token_id in self._added and bool(self._added[token_id].special)
+
+    def id_of(self, token: str) -> int | None:
+        """The id of the token spelled `token`, or None."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> str:
+        """The prompt for a conversation, by the model's own template. Encode it without special tokens."""
+        if self._template is None:
+            raise RequestError("This model has no chat template: give it a plain prompt instead of messages.")
+        return replace_surrogates(self._template.render(messages, add_generation_prompt, tools))
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        """The bytes of every id: bytes [vocab_size]."""
+        spell = _speller(self._backend)
+        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        for token, token_id in vocabulary.items():
+            table[token_id] = token.encode() if token_id in self._added else spell(token)
+        return table
+
+
+def replace_surrogates(text: str) -> str:
+    """`text` with every lone surrogate replaced by U+FFFD."""
+    return SURROGATES.sub("\ufffd", text)
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for.
+
+    Printable characters of Latin-1 stand for themselves; the other bytes, in order, are given the
+    characters from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _speller(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
+    """The function from a token's spelling to its bytes, by the kind of decoder the vocabulary has."""
+    state = backend.decoder.__getstate__() if backend.decoder is not None else b""
+    if b'"ByteLevel"' in state:
+        return _byte_level_speller()
+    if b'"ByteFallback"' in state:
+        return _spell_with_byte_fallback
+    raise UnsupportedModelError(
+        "The tokenizer is neither byte-level BPE nor sentencepiece with byte fallback, so its text cannot be "
+        "streamed byte by byte. Use a model of a supported family."
+    )
+
+
+def _byte_level_speller() -> Callable[[str], bytes]:
+    alphabet = byte_alphabet()
+
+    def spell(token: str) -> bytes:
+        if not all(character in alphabet for character in token):
+            return token.encode()  # an unused placeholder
+        return bytes([alphabet[character] for character in token])
+
+    return spell
+
+
+def _spell_with_byte_fallback(token: str) -> bytes:
+    if match := BYTE_TOKEN.fullmatch(token):
+        return bytes([int(match[1], 16)])
+    return token.replace(WORD_SPACE, " ").encode()
+
+
+def folder_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model folder: tokenizer.json and the small files beside it."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json. Fetch the whole model, or save its tokenizer there with "
+            f"transformers: AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise damaged(path, f"the tokenizers library cannot read it ({str(error)[:200]})") from error
+    settings = _optional_json(folder / "tokenizer_config.json")
+    special_tokens = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = settings.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            special_tokens[name] = text
+    eos_ids = set(_ids(_optional_json(folder / "generation_config.json").get("eos_token_id")))
+    eos_ids |= set(_ids(_optional_json(folder / "config.json").get("eos_token_id")))
+    if (
+        "eos_token" in special_tokens
+        and (eos := backend.token_to_id(special_tokens["eos_token"])) is not None
+    ):
+        eos_ids.add(eos)
+    return Tokenizer(backend, special_tokens, eos_ids, _folder_template(folder, settings))
+
+
+def _folder_template(folder: Path, settings: Mapping[str, object]) -> str | None:
+    """The chat template: chat_template.jinja, else the one (or the default one) in tokenizer_config.json."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise damaged(path, f"it cannot be read ({error})") from error
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _optional_json(path: Path) -> dict[str, object]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _ids(value: object) -> list[int]:
+    """One id or a list of ids, as configurations write either."""
+    values = value if isinstance(value, list) else [value]
+    return [entry for entry in values if type(entry) is int and entry >= 0]

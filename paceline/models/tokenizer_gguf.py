@@ -1,0 +1,187 @@
+"""A Tokenizer from the metadata of a GGUF file.
+
+Two kinds of vocabulary are read: `gpt2`, byte-level BPE with the file's merges, and `llama`,
+sentencepiece BPE with byte fallback, whose merges follow from the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from paceline.errors import UnsupportedModelError
+from paceline.models.fields import Fields
+from paceline.models.files import damaged
+from paceline.models.gguf import GgufFile
+from paceline.models.tokenizer import WORD_SPACE, Tokenizer
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # token types
+
+GPT2_SPLIT = None  # the pattern built into the library's ByteLevel
+_CONTRACTIONS_AND_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SIGNS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2_SPLIT = _CONTRACTIONS_AND_WORDS + r"\p{N}" + _SIGNS_AND_SPACES
+LLAMA3_SPLIT = _CONTRACTIONS_AND_WORDS + r"\p{N}{1,3}" + _SIGNS_AND_SPACES
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """How a byte-level vocabulary's text is cut into words before merging."""
+
+    split: str | None  # a pattern, or None for GPT-2's
+    add_bos: bool = False  # when the file does not say
+    whole_words_first: bool = False  # a word that is a token is not merged from its parts
+
+
+PRE_TOKENIZERS = {
+    "default": PreTokenizer(GPT2_SPLIT),
+    "gpt-2": PreTokenizer(GPT2_SPLIT),
+    # The published tokenizer also splits off each digit first, which matters only for runs of white
+    # space before a digit. We do as transformers does with this file, which leaves that step out.
+    "smollm": PreTokenizer(GPT2_SPLIT),
+    "qwen2": PreTokenizer(QWEN2_SPLIT),
+    "deepseek-r1-qwen": PreTokenizer(QWEN2_SPLIT),
+    "llama-bpe": PreTokenizer(LLAMA3_SPLIT, add_bos=True, whole_words_first=True),
+}
+
+# Files name one end token; these control tokens end an answer too, in the models that have them
+END_OF_ANSWER = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>")
+
+
+def gguf_tokenizer(file: GgufFile) -> Tokenizer:
+    """The tokenizer that a GGUF file carries."""
+    fields = Fields(file.metadata, file.path.name)
+    kind = fields.text("tokenizer.ggml.model")
+    if kind not in BUILDERS:
+        raise UnsupportedModelError(
+            f"{file.path.name}: tokenizer {kind!r} is not supported. Supported are {', '.join(BUILDERS)}; "
+            f"or give a folder with safetensors and tokenizer.json."
+        )
+    vocabulary = _Vocabulary(file)
+    backend = BUILDERS[kind](vocabulary)
+    backend.add_special_tokens(vocabulary.added(CONTROL, special=True))
+    backend.add_tokens(vocabulary.added(USER_DEFINED, special=False))
+    eos_ids = {vocabulary.tokens.index(text) for text in END_OF_ANSWER if text in vocabulary.control}
+    for name in ("eos", "eot", "eom"):
+        if (token_id := vocabulary.special_id(name)) is not None:
+            eos_ids.add(token_id)
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: vocabulary.special_id(key) for name, key in names.items()}
+    special_tokens = {name: vocabulary.tokens[i] for name, i in ids.items() if i is not None}
+    template = fields.text("tokenizer.chat_template") if fields.has("tokenizer.chat_template") else None
+    return Tokenizer(backend, special_tokens, eos_ids, template)
+
+
+class _Vocabulary:
+    """The lists that describe a vocabulary in a GGUF file, found to fit each other."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self.fields = Fields(file.metadata, file.path.name)
+        self.tokens = self.texts("tokenizer.ggml.tokens")
+        types = file.metadata.get("tokenizer.ggml.token_type", np.full(len(self.tokens), NORMAL))
+        if not isinstance(types, np.ndarray) or types.shape != (len(self.tokens),):
+            raise damaged(file.path, "tokenizer.ggml.token_type does not have one entry per token")
+        self.types: list[int] = types.tolist()
+        pairs = zip(self.tokens, self.types, strict=True)
+        self.control = {token for token, kind in pairs if kind == CONTROL}
+
+    def texts(self, key: str) -> list[str]:
+        values = self.file.metadata.get(key)
+        if not isinstance(values, list) or not values or not all(type(value) is str for value in values):
+            raise damaged(self.file.path, f"{key} is missing or is not a list of texts")
+        return values  # type: ignore[return-value]
+
+    def special_id(self, name: str) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        if not self.fields.has(key):
+            return None
+        return self.fields.integer(key, least=0, most=len(self.tokens) - 1)
+
+    def added(self, kind: int, special: bool) -> list[tokenizers.AddedToken]:
+        chosen = (token for token, own in zip(self.tokens, self.types, strict=True) if own == kind and token)
+        return [tokenizers.AddedToken(token, normalized=False, special=special) for token in chosen]
+
+    def bpe(self, merges: Sequence[tuple[str, str]], **options: bool) -> models.BPE:
+        ids = {token: number for number, token in enumerate(self.tokens)}
+        try:
+            return models.BPE(vocab=ids, merges=merges, **options)
+        except Exception as error:  # the library raises bare Exception
+            raise damaged(
+                self.file.path, f"its vocabulary and merges do not fit ({str(error)[:200]})"
+            ) from error
+
+    def bos_processor(self, default: bool) -> processors.TemplateProcessing | None:
+        """What puts the begin-of-sequence token before a text, if this vocabulary wants that."""
+        bos = self.special_id("bos")
+        if bos is None or not self.fields.flag("tokenizer.ggml.add_bos_token", default):
+            return None
+        token = self.tokens[bos]
+        return processors.TemplateProcessing(single=[token, "$A"], special_tokens=[(token, bos)])
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    name = vocabulary.fields.text("tokenizer.ggml.pre", "default")
+    if name not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"{vocabulary.file.path.name}: pre-tokenizer {name!r} is not supported. Supported are "
+            f"{', '.join(PRE_TOKENIZERS)}; or give a folder with safetensors and tokenizer.json."
+        )
+    style = PRE_TOKENIZERS[name]
+    lines = vocabulary.texts("tokenizer.ggml.merges")
+    if not all(line.count(" ") == 1 for line in lines):
+        raise damaged(vocabulary.file.path, "tokenizer.ggml.merges has an entry that is not a pair")
+    merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
+    backend = tokenizers.Tokenizer(vocabulary.bpe(merges, ignore_merges=style.whole_words_first))
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=style.split is None)
+    if style.split is None:
+        backend.pre_tokenizer = to_bytes
+    else:
+        words = pre_tokenizers.Split(tokenizers.Regex(style.split), behavior="isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    backend.decoder = decoders.ByteLevel()
+    if (processor := vocabulary.bos_processor(default=style.add_bos)) is not None:
+        backend.post_processor = processor
+    return backend
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    if not {f"<0x{byte:02X}>" for byte in range(256)} <= set(vocabulary.tokens):
+        raise UnsupportedModelError(
+            f"{vocabulary.file.path.name}: its sentencepiece vocabulary has no byte tokens. "
+            f"Give a folder with safetensors and tokenizer.json instead."
+        )
+    backend = tokenizers.Tokenizer(vocabulary.bpe(_merges(vocabulary), fuse_unk=True, byte_fallback=True))
+    prefix = vocabulary.fields.flag("tokenizer.ggml.add_space_prefix", True)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement=WORD_SPACE, prepend_scheme="first" if prefix else "never", split=False
+    )
+    steps = [decoders.Replace(WORD_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps + ([decoders.Strip(content=" ", left=1)] if prefix else []))
+    if (processor := vocabulary.bos_processor(default=True)) is not None:
+        backend.post_processor = processor
+    return backend
+
+
+def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """The merges that scores imply: every way to cut a token into two tokens, best score first."""
+    scores = vocabulary.file.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, np.ndarray) or scores.shape != (len(vocabulary.tokens),):
+        raise damaged(vocabulary.file.path, "tokenizer.ggml.scores does not have one number per token")
+    ids = {token: number for number, token in enumerate(vocabulary.tokens)}
+    found = []
+    for token, kind, score in zip(vocabulary.tokens, vocabulary.types, scores.tolist(), strict=True):
+        if kind != NORMAL:
+            continue
+        cuts = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in ids and token[i:] in ids]
+        cuts.sort(key=lambda cut: (ids[cut[0]], ids[cut[1]]))
+        found += [(score, len(left), len(right), (left, right)) for left, right in cuts]
+    found.sort(key=lambda merge: merge[:3], reverse=True)
+    return [pair for *_, pair in found]
+
+
+BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}
