@@ -1,0 +1,44 @@
+"""Who decides how much is drafted. For now the decision is one fixed plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from paceline.draft.trees import PLAIN, DraftPlan
+
+if TYPE_CHECKING:
+    from paceline.engine.request import Request
+    from paceline.engine.stats import StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the engine is when a step begins."""
+
+    running: int
+    waiting: int
+
+
+class Controller(Protocol):
+    """Plans each step and learns from its facts."""
+
+    def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
+        """One plan for each running request, in order."""
+        ...
+
+    def observe(self, stats: StepStats) -> None: ...
+
+
+class FixedController:
+    """Gives every request the same plan; by default plain decoding."""
+
+    def __init__(self, plan: DraftPlan = PLAIN) -> None:
+        self._plan = plan
+
+    def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
+        return [self._plan] * len(running)
+
+    def observe(self, stats: StepStats) -> None:
+        pass

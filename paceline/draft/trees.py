@@ -1,0 +1,105 @@
+"""Drafted nodes of a batch, and what a request may draft in a step.
+
+A chain is the degenerate tree and an empty tree is plain decoding, so nothing downstream asks which
+of the three it got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """What the controller allows a request this step. Budget 0 is plain decoding."""
+
+    drafter: str | None = None  # a name of the engine's drafters
+    budget: int = 0  # most nodes of the tree
+    branching: int = 1  # most children of a node; 1 is a chain
+
+    def shrunk(self, budget: int) -> DraftPlan:
+        """This plan with at most `budget` nodes; the plain plan when none are left."""
+        if budget >= self.budget:
+            return self
+        return DraftPlan(self.drafter, budget, self.branching) if budget > 0 else PLAIN
+
+    def __post_init__(self) -> None:
+        assert (self.budget > 0) == (self.drafter is not None), "a budget belongs to a drafter"
+
+
+PLAIN = DraftPlan()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTrees:
+    """The drafted nodes of several requests, flat.
+
+    A node's parent is a node before it of the same request, or -1: the request's last token.
+    """
+
+    tokens: Int32Array  # [nodes]
+    parents: Int32Array  # [nodes] local to the request, -1 for the root's children
+    offsets: Int32Array  # [requests + 1] nodes of request i are offsets[i]:offsets[i + 1]
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tokens)
+
+    def tree(self, request: int) -> tuple[Int32Array, Int32Array]:
+        """Tokens and parents of one request's nodes."""
+        start, end = self.offsets[request], self.offsets[request + 1]
+        return self.tokens[start:end], self.parents[start:end]
+
+    def tree_lists(self, request: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of one request's nodes, as lists: quicker to walk."""
+        tokens, parents = self.tree(request)
+        return tokens.tolist(), parents.tolist()
+
+    @staticmethod
+    def from_lists(trees: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DraftTrees:
+        """The trees given as one (tokens, parents) pair per request."""
+        offsets = np.zeros(len(trees) + 1, dtype=np.int32)
+        np.cumsum([len(tokens) for tokens, _ in trees], out=offsets[1:])
+        tokens = np.array([token for tree_tokens, _ in trees for token in tree_tokens], dtype=np.int32)
+        parents = np.array([parent for _, tree_parents in trees for parent in tree_parents], dtype=np.int32)
+        return DraftTrees(tokens, parents, offsets)
+
+    @staticmethod
+    def chains(chains: Sequence[Sequence[int]]) -> DraftTrees:
+        """One chain of tokens per request."""
+        return DraftTrees.from_lists([(chain, range(-1, len(chain) - 1)) for chain in chains])
+
+    def check(self, budgets: Sequence[int], vocab_size: int) -> None:
+        """Nothing, if these are sound trees within the budgets; ValueError names what is not.
+
+        Drafters are plug-ins: a node out of order or a repeated sibling would corrupt the output
+        or waste the pass, so their trees are checked before they are used.
+        """
+        if self.num_requests != len(budgets):
+            raise ValueError(f"expected trees for {len(budgets)} requests, got {self.num_requests}")
+        for request, budget in enumerate(budgets):
+            tokens, parents = self.tree(request)
+            if len(tokens) > budget:
+                raise ValueError(f"tree {request} has {len(tokens)} nodes, its budget is {budget}")
+            if len(parents) != len(tokens):
+                raise ValueError(f"tree {request} has {len(tokens)} tokens but {len(parents)} parents")
+            if ((parents < -1) | (parents >= np.arange(len(parents)))).any():
+                raise ValueError(f"tree {request} is not in topological order: parents {parents.tolist()}")
+            if ((tokens < 0) | (tokens >= vocab_size)).any():
+                raise ValueError(f"tree {request} has a token outside 0..{vocab_size - 1}: {tokens.tolist()}")
+            siblings = set(zip(parents.tolist(), tokens.tolist(), strict=True))
+            if len(siblings) != len(tokens):
+                raise ValueError(f"tree {request} repeats a token among siblings: {tokens.tolist()}")
+
+
+NO_TREE: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())

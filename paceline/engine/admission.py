@@ -1,0 +1,123 @@
+"""From what a user asks to queued requests: checks, seeds, and one request for each of the n outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.engine.detokenizer import Detokenizer
+from paceline.engine.request import Request
+from paceline.errors import RequestError
+from paceline.verify.noise import derive_seed
+from paceline.verify.params import SamplingParams
+from paceline.verify.sampling import Sampler
+
+
+class TextTokenizer(Protocol):
+    """The part of a tokenizer that the engine needs."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def is_special(self, token_id: int) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the engine can take."""
+
+    vocab_size: int
+    max_model_len: int  # most tokens of a request, prompt and output
+    max_num_seqs: int  # most requests of a pass
+    max_num_batched_tokens: int  # most rows of a pass
+
+
+def make_requests(
+    request_id: str,
+    index: int,
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    limits: Limits,
+    tokenizer: TextTokenizer,
+    engine_seed: int,
+    pool_tokens: int,
+    now: float,
+) -> list[Request]:
+    """One request for each of the n outputs of the index-th arrival.
+
+    Seeds: a request without one gets derive_seed(engine seed, index), so a program that sends the
+    same requests in the same order gets the same answers. Child 0 has the request's seed, child i
+    derive_seed(seed, i).
+    """
+    prompt = _checked_prompt(prompt_token_ids, limits)
+    _check_ids(params, limits.vocab_size)
+    room = limits.max_model_len - len(prompt)
+    max_output = room if params.max_tokens is None else min(params.max_tokens, room)
+    if len(prompt) + max_output > pool_tokens:
+        raise RequestError(
+            f"the request needs room for {len(prompt) + max_output} tokens ({len(prompt)} of prompt, "
+            f"{max_output} of output), but the KV cache holds {pool_tokens}. "
+            "Shorten it, or raise kv_cache_memory_bytes."
+        )
+    seed = derive_seed(engine_seed, index) if params.seed is None else params.seed
+    ending_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
+    children: list[Request] = []
+    for child in range(params.n):
+        child_seed = derive_seed(seed, child) if child else seed
+        children.append(
+            Request(
+                request_id=request_id,
+                child=child,
+                arrival_order=(index, child),
+                prompt_token_ids=prompt,
+                params=params,
+                seed=child_seed,
+                max_output=max_output,
+                ending_ids=ending_ids,
+                sampler=Sampler(params, child_seed, prompt, ending_ids),
+                detokenizer=Detokenizer(tokenizer, params),
+                arrival_time=now,
+                leader=children[0] if child else None,
+            )
+        )
+    return children
+
+
+def _checked_prompt(prompt_token_ids: Sequence[int], limits: Limits) -> list[int]:
+    """The prompt as a list of ints that a model of these limits can take."""
+    try:
+        prompt = [token.__index__() for token in prompt_token_ids]
+    except (AttributeError, TypeError):
+        raise RequestError(
+            f"prompt_token_ids must be a list of integers, got {prompt_token_ids!r:.80}."
+        ) from None
+    if not prompt:
+        raise RequestError("the prompt is empty: give at least one token (a text, or token ids).")
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= limits.vocab_size:
+        raise RequestError(
+            f"token id {low if low < 0 else high} is outside the vocabulary: ids go from 0 to "
+            f"{limits.vocab_size - 1}. Use ids of this model's own tokenizer."
+        )
+    if len(prompt) >= limits.max_model_len:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens and the context holds {limits.max_model_len}, at least one "
+            f"of them output. Shorten the prompt by {len(prompt) - limits.max_model_len + 1} tokens, or raise "
+            "max_model_len if the model allows it."
+        )
+    return prompt
+
+
+def _check_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse ids of options that the vocabulary does not have."""
+    for name, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_ids)):
+        for token in ids:
+            if token >= vocab_size:
+                raise RequestError(
+                    f"{name} names token id {token}, but ids go from 0 to {vocab_size - 1}. "
+                    "Use ids of this model's own tokenizer."
+                )

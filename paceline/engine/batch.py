@@ -1,0 +1,113 @@
+"""Building the ForwardBatch of a pass in arrays that are made once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.backends.base import ForwardBatch, Int32Array, KVPool
+from paceline.draft.trees import DraftTrees
+from paceline.engine.scheduler import Scheduled
+from paceline.kv.cache import KVCache
+
+
+class BatchBuilder:
+    """Turns scheduled parts and their draft trees into rows.
+
+    A part's rows are its known tokens as a chain, then its draft nodes, whose -1 is the last of
+    the chain. Logits are wanted of that last row, of every node, and of the prompt rows whose
+    log-probabilities were asked for.
+    """
+
+    def __init__(self, max_rows: int, max_sequences: int) -> None:
+        self._tokens = np.empty(max_rows, dtype=np.int32)
+        self._positions = np.empty(max_rows, dtype=np.int32)
+        self._parents = np.empty(max_rows, dtype=np.int32)
+        self._logit_rows = np.empty(max_rows, dtype=np.int32)
+        self._row_offsets = np.zeros(max_sequences + 1, dtype=np.int32)
+        self._context_lengths = np.empty(max_sequences, dtype=np.int32)
+        self._steps = np.arange(-1, max_rows, dtype=np.int32)  # -1, 0, 1, ...: a chain's parents
+
+    def build(
+        self,
+        parts: Sequence[Scheduled],
+        trees: DraftTrees | None,
+        kv: KVCache,
+        pool: KVPool,
+        feature_layers: tuple[int, ...] = (),
+    ) -> ForwardBatch:
+        """The batch of one pass. Its arrays are valid until the next call. No trees: nothing is drafted."""
+        row = outputs = pages = 0
+        for index, part in enumerate(parts):
+            request, count = part.request, part.num_tokens
+            context = request.num_computed
+            end = row + count
+            if count == 1:
+                self._tokens[row] = request.token_ids[context]
+                self._positions[row] = context
+                self._parents[row] = -1
+            else:
+                self._tokens[row:end] = request.token_ids[context : context + count]
+                self._positions[row:end] = self._steps[1 : count + 1] + context
+                self._parents[row:end] = self._steps[:count]
+            skipped, wanted = prompt_rows(part)
+            for local in range(skipped, skipped + wanted):
+                self._logit_rows[outputs] = row + local
+                outputs += 1
+            if part.reaches_end:
+                self._logit_rows[outputs] = end - 1
+                outputs += 1
+            if trees is not None:
+                end, outputs = self._add_tree(trees.tree(index), row, end, outputs)
+            self._context_lengths[index] = context
+            self._row_offsets[index + 1] = end
+            pages = max(pages, kv.num_pages(request.slot))
+            row = end
+        count = len(parts)
+        return ForwardBatch(
+            tokens=self._tokens[:row],
+            positions=self._positions[:row],
+            parents=self._parents[:row],
+            row_offsets=self._row_offsets[: count + 1],
+            context_lengths=self._context_lengths[:count],
+            page_tables=_page_tables(parts, kv, pages),
+            logit_rows=self._logit_rows[:outputs],
+            pool=pool,
+            feature_layers=feature_layers,
+        )
+
+    def _add_tree(
+        self, tree: tuple[Int32Array, Int32Array], start: int, end: int, outputs: int
+    ) -> tuple[int, int]:
+        """Add a tree's rows below row end - 1 of a part that began at `start`; the new end and outputs."""
+        tokens, parents = tree
+        root = end - 1 - start
+        for node in range(len(tokens)):
+            parent = root + 1 + int(parents[node])
+            self._tokens[end + node] = tokens[node]
+            self._parents[end + node] = parent
+            self._positions[end + node] = self._positions[start + parent] + 1
+            self._logit_rows[outputs + node] = end + node
+        return end + len(tokens), outputs + len(tokens)
+
+
+def prompt_rows(part: Scheduled) -> tuple[int, int]:
+    """Which rows of a part give wanted prompt log-probabilities: the first, and how many.
+
+    The row of prompt token i gives that of token i + 1; token 0 has none.
+    """
+    request = part.request
+    if not request.wants_prompt_logprobs:
+        return 0, 0
+    first = max(len(request.prompt_logprobs) - 1, 0) - request.num_computed
+    end = min(part.num_tokens, len(request.prompt_token_ids) - 1 - request.num_computed)
+    return max(first, 0), max(end - max(first, 0), 0)
+
+
+def _page_tables(parts: Sequence[Scheduled], kv: KVCache, pages: int) -> Int32Array:
+    """The page tables of the parts' slots: int32 [parts, pages]."""
+    if len(parts) == 1:
+        slot = parts[0].request.slot
+        return kv.page_tables[slot : slot + 1, :pages]
+    return np.ascontiguousarray(kv.page_tables[[part.request.slot for part in parts], :pages])

@@ -1,0 +1,310 @@
+"""The engine: requests in, one step at a time, tokens out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.backends.base import Backend, Float32Array, ForwardBatch, ForwardOutput
+from paceline.control.controller import Controller, FixedController, Load
+from paceline.draft.base import Drafter, Features
+from paceline.draft.trees import NO_TREE, DraftTrees
+from paceline.engine.admission import Limits, TextTokenizer, make_requests
+from paceline.engine.batch import BatchBuilder, prompt_rows
+from paceline.engine.request import Request
+from paceline.engine.scheduler import Scheduled, Scheduler
+from paceline.engine.stats import StepStats
+from paceline.errors import BackendError, RequestError
+from paceline.kv.cache import KVCache
+from paceline.verify.logprobs import token_logprobs
+from paceline.verify.params import SamplingParams
+from paceline.verify.pathwise import NOTHING, Verdict, verify_pathwise
+from paceline.verify.sampling import Workspace
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to one request."""
+
+    request: Request
+    text: str  # may be empty while characters or stop strings are incomplete
+    token_ids: tuple[int, ...]
+
+
+class Engine:
+    """Serves requests with continuous batching. Not thread-safe: one thread adds, steps and aborts."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        tokenizer: TextTokenizer,
+        limits: Limits,
+        *,
+        num_pages: int,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+        controller: Controller | None = None,
+        drafters: Mapping[str, Drafter] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.backend = backend
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.kv = KVCache(
+            num_pages, backend.page_size, limits.max_num_seqs, limits.max_model_len, enable_prefix_caching
+        )
+        self.scheduler = Scheduler(
+            self.kv, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len
+        )
+        self.stats = StepStats()  # of the last step
+        self._pool = self.kv.add_pool(backend)
+        self._seed = seed
+        self._controller = controller or FixedController()
+        self._drafters = dict(drafters or {})
+        self._feature_layers = tuple(
+            sorted({layer for drafter in self._drafters.values() for layer in drafter.needs.feature_layers})
+        )
+        self._builder = BatchBuilder(limits.max_num_batched_tokens, limits.max_num_seqs)
+        self._workspace = Workspace(limits.vocab_size)
+        self._clock = clock
+        self._live: dict[str, list[Request]] = {}
+        self._num_arrived = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def add_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str | None = None
+    ) -> list[Request]:
+        """The queued requests, one for each of the n outputs. RequestError if it cannot be served."""
+        name = str(self._num_arrived) if request_id is None else request_id
+        if name in self._live:
+            raise RequestError(f"a request with id {name!r} is already running; give each its own id.")
+        children = make_requests(
+            name,
+            self._num_arrived,
+            prompt_token_ids,
+            params,
+            limits=self.limits,
+            tokenizer=self.tokenizer,
+            engine_seed=self._seed,
+            pool_tokens=self.kv.pages.num_pages * self.kv.page_size,
+            now=self._clock(),
+        )
+        self._num_arrived += 1
+        self._live[name] = list(children)
+        for request in children:
+            self.scheduler.add(request)
+        return children
+
+    def abort(self, request_id: str) -> list[Request]:
+        """The requests of this id that were still unfinished and are now ended with reason "abort"."""
+        aborted = self._live.get(request_id, [])
+        for request in list(aborted):
+            self._finish(request, "abort")
+        return aborted
+
+    def step(self) -> list[Delta]:
+        """What one pass over the model adds to the requests in it."""
+        times = [time.perf_counter()]
+
+        running = self.scheduler.running
+        plans = self._controller.plan(running, Load(len(running), len(self.scheduler.waiting)))
+        preempted_before = self.scheduler.num_preemptions
+        parts = self.scheduler.schedule(plans)
+        if not parts:
+            return []
+        times.append(time.perf_counter())
+        try:
+            trees = self._propose(parts)
+            times.append(time.perf_counter())
+            batch = self._builder.build(parts, trees, self.kv, self._pool, self._feature_layers)
+            output = self.backend.forward(batch)
+            times.append(time.perf_counter())
+            verdicts = self._verify(parts, trees, output.logits)
+            times.append(time.perf_counter())
+        except Exception as error:  # the pass is lost, the engine is not
+            return self._fail(parts, error)
+        deltas = [self._advance(part, verdict) for part, verdict in zip(parts, verdicts, strict=True)]
+        self._observe(parts, verdicts, batch, output)
+        times.append(time.perf_counter())
+
+        self.stats = self._facts(parts, verdicts, batch, times)
+        self.stats.preemptions = self.scheduler.num_preemptions - preempted_before
+        self._controller.observe(self.stats)
+        return deltas
+
+    def _propose(self, parts: Sequence[Scheduled]) -> DraftTrees | None:
+        """The trees of all parts; None when nothing is drafted."""
+        names = {part.plan.drafter for part in parts if part.plan.budget > 0}
+        if not names:
+            return None
+        trees: list[tuple[Sequence[int], Sequence[int]]] = [NO_TREE] * len(parts)
+        for name in sorted(filter(None, names)):
+            chosen = [
+                index
+                for index, part in enumerate(parts)
+                if part.plan.budget > 0 and part.plan.drafter == name
+            ]
+            plans = [parts[index].plan for index in chosen]
+            proposed = self._drafters[name].propose([parts[index].request for index in chosen], plans)
+            proposed.check([plan.budget for plan in plans], self.limits.vocab_size)
+            for number, index in enumerate(chosen):
+                trees[index] = proposed.tree_lists(number)
+        return DraftTrees.from_lists(trees)
+
+    def _verify(
+        self, parts: Sequence[Scheduled], trees: DraftTrees | None, logits: Float32Array
+    ) -> list[Verdict]:
+        """One verdict for each part. Unusable logits end their own request only."""
+        verdicts = []
+        first = 0
+        for index, part in enumerate(parts):
+            skipped, wanted = prompt_rows(part)
+            tokens, parents = NO_TREE if trees is None else trees.tree_lists(index)
+            end = first + wanted + (1 + len(tokens) if part.reaches_end else 0)
+            try:
+                if wanted:
+                    start = part.request.num_computed + skipped
+                    self._take_prompt_logprobs(part.request, start, logits[first : first + wanted])
+                verdict = NOTHING
+                if part.reaches_end:
+                    verdict = self._walk(part.request, tokens, parents, logits[first + wanted : end])
+            except BackendError as error:
+                verdict = Verdict((), (), error=error)
+            verdicts.append(verdict)
+            first = end
+        return verdicts
+
+    def _walk(
+        self, request: Request, tokens: Sequence[int], parents: Sequence[int], logits: Float32Array
+    ) -> Verdict:
+        """The verdict on one request's tree."""
+        return verify_pathwise(
+            logits,
+            tokens,
+            parents,
+            request.sampler,
+            position=len(request.token_ids),
+            num_output=request.num_output,
+            is_last=request.ends_by,
+            num_logprobs=request.params.logprobs,
+            workspace=self._workspace,
+        )
+
+    def _take_prompt_logprobs(self, request: Request, start: int, logits: Float32Array) -> None:
+        """Keep the log-probabilities of the prompt tokens after position `start`."""
+        if not request.prompt_logprobs:
+            request.prompt_logprobs.append(None)
+        for row, line in enumerate(logits):
+            token = request.prompt_token_ids[start + row + 1]
+            request.prompt_logprobs.append(token_logprobs(line, token, request.params.prompt_logprobs or 0))
+
+    def _advance(self, part: Scheduled, verdict: Verdict) -> Delta:
+        """Give a request its tokens, keep their keys and values, and end it where it must end."""
+        request = part.request
+        if verdict.error is not None:
+            self._finish(request, "error", error=verdict.error)
+            return Delta(request, request.detokenizer.take(), ())
+        reason: str | None = None
+        taken = 0
+        for token in verdict.tokens:
+            taken += 1
+            reason = self._take_token(request, token)
+            if reason is not None:
+                break
+        if verdict.logprobs:
+            request.logprobs.extend(verdict.logprobs[:taken])
+        kept = [part.num_tokens + node for node in verdict.accepted[:taken]]
+        self.kv.commit(request.slot, request.token_ids, part.num_tokens, kept)
+        request.num_computed += part.num_tokens + len(kept)
+        if reason is not None:
+            self._finish(request, reason)
+        return Delta(request, request.detokenizer.take(), verdict.tokens[:taken])
+
+    def _take_token(self, request: Request, token: int) -> str | None:
+        """Append one token; why the request ends with it, if it does."""
+        request.token_ids.append(token)
+        num_output = request.num_output
+        if num_output == 1:
+            request.first_token_time = self._clock()
+        if token in request.ending_ids:
+            if request.params.include_stop_str_in_output:
+                request.detokenizer.append(token, num_output)
+            if token in request.params.stop_ids:
+                request.stop_reason = token
+            return "stop"
+        stop = request.detokenizer.append(token, num_output)
+        if stop is not None:
+            request.stop_reason = stop
+            return "stop"
+        return "length" if num_output >= request.max_output else None
+
+    def _finish(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        """End a request. After an error its keys and values are not offered to others."""
+        request.finish_reason = reason
+        request.error = error
+        request.finished_time = self._clock()
+        request.detokenizer.finish()
+        self.scheduler.remove(request, forget=error is not None)
+        for drafter in self._drafters.values():
+            drafter.forget(request)
+        siblings = self._live[request.request_id]
+        self._live[request.request_id] = [other for other in siblings if other is not request]
+        if not self._live[request.request_id]:
+            del self._live[request.request_id]
+
+    def _fail(self, parts: Sequence[Scheduled], error: Exception) -> list[Delta]:
+        """End the requests of a pass that raised."""
+        for part in parts:
+            self._finish(part.request, "error", error=error)
+        return [Delta(part.request, part.request.detokenizer.take(), ()) for part in parts]
+
+    def _observe(
+        self,
+        parts: Sequence[Scheduled],
+        verdicts: Sequence[Verdict],
+        batch: ForwardBatch,
+        output: ForwardOutput,
+    ) -> None:
+        """Count what drafts did, and show the pass to every drafter, also to those that did not propose."""
+        if not self._drafters:
+            return
+        for index, (part, verdict) in enumerate(zip(parts, verdicts, strict=True)):
+            rows = int(batch.row_offsets[index + 1] - batch.row_offsets[index])
+            if rows > part.num_tokens:
+                part.request.speculative.add(rows - part.num_tokens, len(verdict.accepted))
+        features = None if output.features is None else Features(output.features, batch.row_offsets)
+        requests = [part.request for part in parts]
+        for drafter in self._drafters.values():
+            drafter.observe(requests, verdicts, features)
+
+    def _facts(
+        self,
+        parts: Sequence[Scheduled],
+        verdicts: Sequence[Verdict],
+        batch: ForwardBatch,
+        times: Sequence[float],
+    ) -> StepStats:
+        """The facts of a step whose phases ended at `times`."""
+        known = sum(part.num_tokens for part in parts)
+        return StepStats(
+            requests=len(parts),
+            rows=batch.num_rows,
+            prefill_tokens=known - sum(part.num_tokens == 1 for part in parts),
+            new_tokens=sum(len(verdict.tokens) for verdict in verdicts),
+            drafted=batch.num_rows - known,
+            accepted=sum(len(verdict.accepted) for verdict in verdicts),
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            kv_usage=self.kv.usage,
+            prefix_queries=self.kv.prefix_queries,
+            prefix_hits=self.kv.prefix_hits,
+            plan_time=times[1] - times[0],
+            draft_time=times[2] - times[1],
+            forward_time=times[3] - times[2],
+            verify_time=times[4] - times[3],
+            commit_time=times[5] - times[4],
+        )

@@ -1,0 +1,99 @@
+"""A request: one prompt and the one output that grows from it. Plain Python, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from paceline.engine.detokenizer import Detokenizer
+from paceline.verify.logprobs import Logprob
+from paceline.verify.params import SamplingParams
+from paceline.verify.sampling import Sampler
+
+
+class Status(Enum):
+    WAITING = "waiting"  # in the queue, holds no KV
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class SpeculativeCounts:
+    """What drafting did for a request. All zero when nothing was drafted."""
+
+    num_spec_steps: int = 0  # steps with at least one drafted token
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)  # [i] steps that accepted i tokens
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count one step's draft."""
+        self.num_spec_steps += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_draft_tokens += accepted
+        self.acceptance_histogram.extend([0] * (accepted + 1 - len(self.acceptance_histogram)))
+        self.acceptance_histogram[accepted] += 1
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """The engine changes a request only between two passes; drafters and controllers only read it."""
+
+    request_id: str
+    child: int  # which of the n outputs of request_id
+    arrival_order: tuple[int, int]  # (order of request_id, child): who came first
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_output: int  # tokens until max_tokens or the end of the context
+    ending_ids: frozenset[int]  # end-of-sequence (unless ignored) and stop ids
+    sampler: Sampler
+    detokenizer: Detokenizer
+    arrival_time: float
+    leader: Request | None = None  # the first of the n children: the others wait for its prompt's pages
+
+    token_ids: list[int] = field(default_factory=list)  # prompt and output
+    status: Status = Status.WAITING
+    slot: int = -1  # line of the KV page table while running
+    num_computed: int = 0  # tokens whose keys and values are committed
+    finish_reason: str | None = None  # stop | length | abort | error
+    stop_reason: int | str | None = None  # the stop id or stop string that ended it
+    error: Exception | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_cached_tokens: int = 0  # found in the prefix cache when first admitted
+    num_preemptions: int = 0
+    speculative: SpeculativeCounts = field(default_factory=SpeculativeCounts)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens still to compute before the next one can be chosen; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still missing."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(
+            self.prompt_token_ids
+        )
+
+    def ends_by(self, token: int, num_output: int) -> bool:
+        """Whether the output ends with this token, by itself, when `num_output` tokens precede it."""
+        return token in self.ending_ids or num_output + 1 >= self.max_output

@@ -1,0 +1,149 @@
+"""Who takes part in the next pass, with how many rows.
+
+Strictly first come, first served. A decoding request always gets its row, prefill chunks share
+what is left in order of arrival, drafts get the rest. A request is admitted when all its tokens
+fit, and nobody passes it in the queue, so a large one cannot starve; when pages run out, the
+youngest gives up its own and is computed again later, so the oldest always advances.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.engine.request import Request, Status
+from paceline.kv.cache import KVCache
+
+PROMPT_LOGPROB_ROWS = 64  # each such row has the whole vocabulary's logits: keep the chunk small
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """One request's part of a pass: known tokens to compute, then a draft below the last of them."""
+
+    request: Request
+    num_tokens: int
+    plan: DraftPlan = PLAIN
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the pass computes all known tokens, so that a new one can be chosen."""
+        return self.num_tokens == self.request.num_pending
+
+
+class Scheduler:
+    """Owns the queue and the running list, both in order of arrival."""
+
+    def __init__(
+        self, kv: KVCache, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+    ) -> None:
+        self._kv = kv
+        self._max_num_seqs = max_num_seqs
+        self._max_rows = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.waiting.append(request)
+
+    def remove(self, request: Request, forget: bool = False) -> None:
+        """Take a request out of the engine, wherever it is. `forget`: its KV is not to be trusted."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self._kv.release(request.slot, forget)
+        elif request.status is Status.WAITING:
+            self.waiting.remove(request)
+        request.slot = -1
+        request.status = Status.FINISHED
+
+    def schedule(self, plans: Sequence[DraftPlan]) -> list[Scheduled]:
+        """The parts of the next pass, KV reserved. `plans` belong to the running requests.
+
+        A plan's budget may be shrunk, never raised.
+        """
+        allowed = dict(zip(self.running, plans, strict=True))
+        decoding = sum(request.num_pending == 1 for request in self.running)
+        prefill_rows = self._max_rows - decoding
+        parts: list[Scheduled] = []
+        for request in list(self.running):
+            if request.status is not Status.RUNNING:  # preempted for an older one
+                continue
+            tokens = 1 if request.num_pending == 1 else self._chunk(request, prefill_rows)
+            if tokens == 0:
+                continue
+            if not self._reserve_or_preempt(request, request.num_computed + tokens):
+                break  # it was the youngest left
+            if request.num_pending > 1:
+                prefill_rows -= tokens
+            parts.append(Scheduled(request, tokens, allowed[request]))
+        if len(self.running) == len(allowed):  # after a preemption there is no room for more
+            self._admit(parts, prefill_rows)
+        self._shrink_drafts(parts)
+        return parts
+
+    def _chunk(self, request: Request, rows: int) -> int:
+        """How many of its pending tokens a request computes, given the free rows."""
+        limit = PROMPT_LOGPROB_ROWS if request.wants_prompt_logprobs else rows
+        return min(request.num_pending, rows, limit)
+
+    def _reserve_or_preempt(self, request: Request, length: int) -> bool:
+        """Whether the request has room for `length` tokens; younger ones, then itself, are preempted for it."""
+        while not self._kv.reserve(request.slot, length):
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Send a running request back to the queue; its tokens stay, its keys and values are recomputed."""
+        self.running.remove(request)
+        self._kv.release(request.slot)
+        request.slot, request.num_computed = -1, 0
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)  # it is older than everyone in the queue
+
+    def _admit(self, parts: list[Scheduled], rows: int) -> None:
+        """Start waiting requests, in order, as long as slots, rows and pages last."""
+        while self.waiting and rows > 0 and len(self.running) < self._max_num_seqs:
+            request = self.waiting[0]
+            leader = request.leader
+            if leader is not None and leader.status is Status.RUNNING and leader.num_output == 0:
+                break  # its prompt's pages will soon be there to share
+            opened = self._kv.open(request.token_ids, reuse=not request.wants_prompt_logprobs)
+            if opened is None:
+                break
+            self.waiting.popleft()
+            request.slot, request.num_computed = opened
+            if request.num_preemptions == 0:
+                request.num_cached_tokens = request.num_computed
+            request.status = Status.RUNNING
+            insort(self.running, request, key=lambda running: running.arrival_order)
+            tokens = self._chunk(request, rows)
+            rows -= tokens
+            parts.append(Scheduled(request, tokens))
+
+    def _shrink_drafts(self, parts: list[Scheduled]) -> None:
+        """Fit the plans into the rows, pages and context that are left, in order of arrival."""
+        rows = self._max_rows - sum(part.num_tokens for part in parts)
+        for part in parts:
+            if part.plan.budget == 0:
+                continue
+            request = part.request
+            committed = request.num_computed + part.num_tokens
+            useful = request.max_output - request.num_output - 1  # the bonus token comes on top
+            budget = min(part.plan.budget, rows, self._max_model_len - committed)
+            if not part.reaches_end or useful <= 0:
+                budget = 0
+            while budget > 0 and not self._kv.reserve(request.slot, committed + budget):
+                budget -= 1
+            part.plan = part.plan.shrunk(max(budget, 0))
+            rows -= part.plan.budget

@@ -1,0 +1,37 @@
+"""StepStats: the only stream of facts about a step. The controller, metrics and bench read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class StepStats:
+    """One step. Times are seconds."""
+
+    requests: int = 0  # requests in the pass
+    rows: int = 0  # rows of the pass
+    prefill_tokens: int = 0  # rows that only compute known tokens, beyond each request's last
+    new_tokens: int = 0  # tokens that requests gained
+    drafted: int = 0  # draft nodes in the pass
+    accepted: int = 0  # draft nodes on accepted paths
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0  # in this step
+    kv_usage: float = 0.0  # share of pages held
+    prefix_queries: int = 0  # tokens looked up, since the start
+    prefix_hits: int = 0  # tokens found, since the start
+    plan_time: float = 0.0  # controller and scheduler
+    draft_time: float = 0.0
+    forward_time: float = 0.0
+    verify_time: float = 0.0
+    commit_time: float = 0.0  # commit, detokenization, observers
+
+    @property
+    def total_time(self) -> float:
+        return self.plan_time + self.draft_time + self.forward_time + self.verify_time + self.commit_time
+
+    @property
+    def overhead(self) -> float:
+        """Seconds of the step outside the forward pass and the drafters."""
+        return self.total_time - self.forward_time - self.draft_time

@@ -1,0 +1,197 @@
+"""KVCache: one page table over several pools of keys and values.
+
+A sequence has a slot: a line of the page table and a committed length. A step reserves room for
+its rows, and commit keeps the accepted ones, moved together if they lie apart:
+
+    committed            rows of the step, as the pass wrote them
+    0 ... context - 1  | last token | node 0 | node 1 | node 2 |      accepted: nodes 0 and 2
+                       | last token | node 0 | node 2 |               after commit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.backends.base import KVPool
+from paceline.kv.pages import PagePool, page_tokens, pages_for
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class PoolOwner(Protocol):
+    """The part of a backend that the cache needs."""
+
+    def make_pool(self, num_pages: int) -> KVPool: ...
+
+    def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None: ...
+
+
+@dataclass
+class _Sequence:
+    """What the cache knows about one slot."""
+
+    salt: str
+    pages: list[int] = field(default_factory=list)
+    length: int = 0  # committed tokens
+    indexed: int = 0  # full pages already offered for reuse
+
+
+class KVCache:
+    """Keys and values of all sequences: `open`, `reserve`, `commit`, `release`."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        max_sequences: int,
+        max_length: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.page_size = page_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pages = PagePool(num_pages)
+        # [slots, max pages] page numbers, -1 where there is none
+        self.page_tables = np.full((max_sequences, pages_for(max_length, page_size)), -1, dtype=np.int32)
+        self.prefix_queries = 0  # tokens looked up
+        self.prefix_hits = 0  # tokens found
+        self._pools: list[tuple[PoolOwner, KVPool]] = []
+        self._sequences: dict[int, _Sequence] = {}
+        self._free_slots = list(range(max_sequences - 1, -1, -1))
+
+    def add_pool(self, owner: PoolOwner) -> KVPool:
+        """A new pool of the owner's that shares this page table."""
+        pool = owner.make_pool(self.pages.num_pages)
+        self._pools.append((owner, pool))
+        return pool
+
+    @property
+    def usage(self) -> float:
+        """The share of pages that sequences hold."""
+        return 1.0 - self.pages.num_available / self.pages.num_pages
+
+    def length(self, slot: int) -> int:
+        """How many tokens of a slot are committed."""
+        return self._sequences[slot].length
+
+    def num_pages(self, slot: int) -> int:
+        """How many pages a slot holds."""
+        return len(self._sequences[slot].pages)
+
+    def open(self, token_ids: Sequence[int], salt: str = "", reuse: bool = True) -> tuple[int, int] | None:
+        """A slot with room for all the tokens, and how many of them were found; None if there is no room.
+
+        The last token is never among the found: its logits are needed. Only sequences with equal
+        salt share pages.
+        """
+        if not self._free_slots:
+            return None
+        reuse = reuse and self.enable_prefix_caching
+        found = self._find_prefix(token_ids, salt) if reuse else []
+        fresh = pages_for(len(token_ids), self.page_size) - len(found)
+        if fresh > self.pages.num_available - sum(self.pages.is_cached(page) for page in found):
+            return None
+        for page in found:
+            self.pages.hold(page)
+        slot = self._free_slots.pop()
+        cached = len(found) * self.page_size
+        sequence = _Sequence(salt, found, length=cached, indexed=len(found))
+        self._sequences[slot] = sequence
+        self.page_tables[slot, : len(found)] = found
+        self.reserve(slot, len(token_ids))
+        if reuse:
+            self.prefix_queries += len(token_ids)
+            self.prefix_hits += cached
+        return slot, cached
+
+    def reserve(self, slot: int, length: int) -> bool:
+        """Whether the slot now has room for `length` tokens. Takes nothing if it cannot have all."""
+        pages = self._sequences[slot].pages
+        missing = pages_for(length, self.page_size) - len(pages)
+        if missing > self.pages.num_available:
+            return False
+        for _ in range(missing):
+            page = self.pages.take()
+            self.page_tables[slot, len(pages)] = page
+            pages.append(page)
+        return True
+
+    def commit(
+        self, slot: int, token_ids: Sequence[int], in_place: int, accepted_rows: Sequence[int] = ()
+    ) -> None:
+        """Keep the first `in_place` rows of the pass, then the accepted ones, given as local rows.
+
+        `token_ids` are the sequence's tokens, at least as many as are now committed.
+        """
+        sequence = self._sequences[slot]
+        if accepted_rows:
+            self._move_together(sequence, in_place, accepted_rows)
+        sequence.length += in_place + len(accepted_rows)
+        if self.enable_prefix_caching and sequence.length >= (sequence.indexed + 1) * self.page_size:
+            self._offer_full_pages(slot, sequence, token_ids)
+
+    def release(self, slot: int, forget: bool = False) -> None:
+        """Let go of a slot. Its full pages stay findable unless `forget` says they cannot be trusted."""
+        sequence = self._sequences.pop(slot)
+        for page in reversed(sequence.pages):  # descendants first: they are evicted before their ancestors
+            self.pages.drop(page, forget)
+        self.page_tables[slot, : len(sequence.pages)] = -1
+        self._free_slots.append(slot)
+
+    def _find_prefix(self, token_ids: Sequence[int], salt: str) -> list[int]:
+        """Indexed pages that hold the beginning of these tokens, the last token excluded."""
+        found: list[int] = []
+        parent: int | str | None = salt
+        for number in range((len(token_ids) - 1) // self.page_size):
+            assert parent is not None
+            page = self.pages.find(parent, page_tokens(token_ids, number, self.page_size))
+            if page is None:
+                break
+            found.append(page)
+            parent = self.pages.serial(page)
+        return found
+
+    def _offer_full_pages(self, slot: int, sequence: _Sequence, token_ids: Sequence[int]) -> None:
+        """Index the pages that are full now; where an equal page exists already, use that one instead.
+
+        Using the existing page frees ours, and keeps every indexed page's parent indexed and held.
+        """
+        for number in range(sequence.indexed, sequence.length // self.page_size):
+            parent = self.pages.serial(sequence.pages[number - 1]) if number else sequence.salt
+            if parent is None:  # the parent was forgotten after a failure of another sequence
+                return
+            tokens = page_tokens(token_ids, number, self.page_size)
+            page = sequence.pages[number]
+            existing = self.pages.find(parent, tokens)
+            if existing is None:
+                self.pages.add(page, parent, tokens)
+            else:
+                self.pages.hold(existing)
+                self.pages.drop(page)
+                sequence.pages[number] = existing
+                self.page_tables[slot, number] = existing
+            sequence.indexed = number + 1
+
+    def _move_together(self, sequence: _Sequence, in_place: int, accepted_rows: Sequence[int]) -> None:
+        """Copy accepted rows that lie apart to where the committed sequence continues."""
+        first = sequence.length + in_place
+        moves = [
+            (sequence.length + row, first + offset)
+            for offset, row in enumerate(accepted_rows)
+            if row != in_place + offset
+        ]
+        if not moves:
+            return
+        places = np.array(
+            [[self._place(sequence, index) for index in move] for move in moves], dtype=np.int32
+        )
+        source, destination = np.ascontiguousarray(places.T)
+        for owner, pool in self._pools:
+            owner.move(pool, source, destination)
+
+    def _place(self, sequence: _Sequence, index: int) -> int:
+        return sequence.pages[index // self.page_size] * self.page_size + index % self.page_size

@@ -1,0 +1,112 @@
+"""Pages of keys and values: who holds them, and which can be found again by their tokens.
+
+A page is in exactly one of three states:
+
+    free     nobody holds it and its content is meaningless: never read
+    held     one or more sequences have it in their page table (`holders` counts them)
+    cached   nobody holds it, but it is full and indexed by its tokens; evicted, oldest first, when
+             free pages run out
+
+The index is exact. Each indexed page has a serial number of its own, and its key is its parent's
+serial number with its own tokens: equal keys mean equal tokens all the way to the root, with no
+trust in a hash. A page's holders hold its ancestors too and let go of them last, so an ancestor is
+never evicted before its descendants.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+Key = tuple[int | str, tuple[int, ...]]  # parent's serial number (at the root: the salt), the page's tokens
+
+
+class PagePool:
+    """The bookkeeping of `num_pages` page numbers."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._holders = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._index: dict[Key, int] = {}
+        self._keys: dict[int, Key] = {}  # of indexed pages
+        self._serials: dict[int, int] = {}  # of indexed pages
+        self._next_serial = 0
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `take` could still give."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    def free_pages(self) -> list[int]:
+        """The page numbers whose content is meaningless."""
+        return list(self._free)
+
+    def take(self) -> int:
+        """A page of one's own, with meaningless content. There must be one available."""
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._cached.popitem(last=False)
+            self._unindex(page)
+        self._holders[page] = 1
+        return page
+
+    def hold(self, page: int) -> None:
+        """Hold a page that was found by `find`."""
+        if self._holders[page] == 0:
+            del self._cached[page]
+        self._holders[page] += 1
+
+    def drop(self, page: int, forget: bool = False) -> None:
+        """Let go of a page. `forget`: its content is not to be trusted, so do not keep it for others."""
+        self._holders[page] -= 1
+        if forget and page in self._keys:
+            self._unindex(page)
+        if self._holders[page] > 0:
+            return
+        if page in self._keys:
+            self._cached[page] = None
+        else:
+            self._free.append(page)
+
+    def is_cached(self, page: int) -> bool:
+        """Whether nobody holds this findable page."""
+        return page in self._cached
+
+    def find(self, parent: int | str, tokens: tuple[int, ...]) -> int | None:
+        """The indexed page with these tokens after this parent."""
+        return self._index.get((parent, tokens))
+
+    def add(self, page: int, parent: int | str, tokens: tuple[int, ...]) -> None:
+        """Make a full page findable."""
+        key = (parent, tokens)
+        assert key not in self._index
+        assert page not in self._keys
+        self._index[key] = page
+        self._keys[page] = key
+        self._serials[page] = self._next_serial
+        self._next_serial += 1
+
+    def serial(self, page: int) -> int | None:
+        """The serial number of an indexed page, None of any other."""
+        return self._serials.get(page)
+
+    def _unindex(self, page: int) -> None:
+        del self._index[self._keys.pop(page)]
+        del self._serials[page]
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """How many pages this many tokens take."""
+    return -(-num_tokens // page_size)
+
+
+def page_tokens(token_ids: Sequence[int], page: int, page_size: int) -> tuple[int, ...]:
+    """The tokens of the page-th page of a sequence."""
+    return tuple(token_ids[page * page_size : (page + 1) * page_size])

@@ -1,0 +1,81 @@
+"""Refusing what a user cannot mean: unknown names, wrong types, values out of range."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from paceline.errors import PacelineError
+
+Class = TypeVar("Class", bound=type[Any])
+
+
+def unknown_option(name: str, allowed: Iterable[str], where: str) -> str:
+    """The message for an option that does not exist, with the nearest one that does."""
+    names = sorted(allowed)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown option {name!r} for {where}: {hint}The options are {', '.join(names)}."
+
+
+def refuse_unknown(error: type[PacelineError]) -> Callable[[Class], Class]:
+    """A class decorator: keywords the class does not have raise `error` instead of TypeError."""
+
+    def decorate(cls: Class) -> Class:
+        original = cls.__init__
+        names = [name for name in inspect.signature(original).parameters if name != "self"]
+
+        @functools.wraps(original)
+        def checked(self: Any, *args: Any, **options: Any) -> None:
+            for name in options:
+                if name not in names:
+                    raise error(unknown_option(name, names, cls.__name__))
+            original(self, *args, **options)
+
+        cls.__init__ = checked
+        return cls
+
+    return decorate
+
+
+def check_integer(
+    error: type[PacelineError], name: str, value: object, low: int, high: int | None, remedy: str = ""
+) -> int:
+    """The value, if it is an integer from low to high (no upper end: None)."""
+    allowed = f"an integer from {low}" + (f" to {high}" if high is not None else " up")
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise error(f"{name} must be {allowed}, got {value!r} ({type(value).__name__}). {remedy}".rstrip())
+    integer = int(value.__index__())
+    if integer < low or (high is not None and integer > high):
+        raise error(f"{name} must be {allowed}, got {integer}. {remedy}".rstrip())
+    return integer
+
+
+def check_number(
+    error: type[PacelineError],
+    name: str,
+    value: object,
+    low: float,
+    high: float,
+    low_open: bool = False,
+    remedy: str = "",
+) -> float:
+    """The value as a float, if it is a finite number from low to high (low itself excluded if open)."""
+    allowed = f"a number {'above' if low_open else 'from'} {low:g} {'and up ' if low_open else ''}to {high:g}"
+    if isinstance(value, bool) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        raise error(f"{name} must be {allowed}, got {value!r} ({type(value).__name__}). {remedy}".rstrip())
+    number = float(value)  # type: ignore[arg-type]
+    if math.isnan(number) or number < low or number > high or (low_open and number == low):
+        raise error(f"{name} must be {allowed}, got {number!r}. {remedy}".rstrip())
+    return number
+
+
+def check_bool(error: type[PacelineError], name: str, value: object) -> bool:
+    """The value, if it is True or False."""
+    if not isinstance(value, bool):
+        raise error(f"{name} must be True or False, got {value!r} ({type(value).__name__}).")
+    return value

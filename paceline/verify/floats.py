@@ -1,0 +1,59 @@
+"""A logarithm and an exponential whose bits are ours.
+
+The C library, numpy's vector units and a GPU each round log and exp their own way, and one
+different bit in a Gumbel draw can be one different token. These two use only additions,
+multiplications and one division of IEEE doubles in a fixed order, so every implementation of them
+gives the same bits. Both are accurate to about one unit in the last place.
+
+Here they are in numpy, to be read; `kernels.py` has them compiled.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+Float64Array = npt.NDArray[np.float64]
+
+# ln 2 in two parts: the first has 32 bits, so that its product with an exponent is exact
+LN2_HIGH = 2977044471 / 2**32
+LN2_LOW = 1.9082149292705877e-10
+LOG2_E = 1.4426950408889634
+SQRT_HALF = 0.7071067811865476
+
+# log((1 + s) / (1 - s)) = 2 s (1 + s^2/3 + s^4/5 + ...) with |s| < 0.172: twelve terms reach 1e-18
+ATANH = np.array([1.0 / (2 * term + 1) for term in range(12)])
+# exp(r) = 1 + r + r^2/2 + ... with |r| < 0.347: fourteen terms reach 1e-17
+TAYLOR = np.array([1.0 / math.factorial(term) for term in range(14)])
+
+EXP_LOWEST = -700.0  # below it exp is taken at it: 1e-304, still a normal double
+ROUNDER = 1.5 * 2.0**52  # adding and subtracting it rounds to an integer
+POWERS = np.array([2.0**-power for power in range(1020)])
+
+
+def log_reference(x: Float64Array) -> Float64Array:
+    """Natural logarithms of positive doubles, the bits of `kernels.log`."""
+    mantissa, exponent = np.frexp(np.asarray(x, dtype=np.float64))
+    low = mantissa < SQRT_HALF
+    mantissa = np.where(low, mantissa * 2.0, mantissa)
+    power = np.where(low, exponent - 1, exponent).astype(np.float64)
+    fraction = mantissa - 1.0
+    ratio = fraction / (2.0 + fraction)
+    square = ratio * ratio
+    series = np.full_like(ratio, ATANH[-1])
+    for coefficient in ATANH[-2::-1]:
+        series = series * square + coefficient
+    return np.asarray(power * LN2_HIGH + (power * LN2_LOW + 2.0 * ratio * series))
+
+
+def exp_reference(x: Float64Array) -> Float64Array:
+    """Exponentials of doubles that are not positive, the bits of `kernels.exp`."""
+    x = np.maximum(np.asarray(x, dtype=np.float64), EXP_LOWEST)
+    power = (x * LOG2_E + ROUNDER) - ROUNDER
+    rest = (x - power * LN2_HIGH) - power * LN2_LOW
+    series = np.full_like(rest, TAYLOR[-1])
+    for coefficient in TAYLOR[-2::-1]:
+        series = series * rest + coefficient
+    return np.asarray(series * POWERS[(-power).astype(np.int64)])

@@ -1,0 +1,49 @@
+"""Log-probabilities of the model's own distribution: of the raw logits, before any option."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import BackendError
+from paceline.verify.kernels import log_normalizer
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability and its rank, 1 being the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+def token_logprobs(logits: npt.NDArray[np.float32], token: int, count: int) -> dict[int, Logprob]:
+    """The given token's Logprob, then those of the `count` likeliest ids, likeliest first.
+
+    Raises BackendError if the logits hold NaN or +inf.
+    """
+    normalizer = log_normalizer(logits)
+    if math.isnan(normalizer):
+        raise BackendError("the model's logits hold NaN or infinity: the model file may be damaged.")
+    chosen = logits[token]
+    rank = int(np.count_nonzero(logits > chosen)) + 1
+    entries = {token: Logprob(float(chosen) - normalizer, rank)}
+    for place, likely in enumerate(_likeliest(logits, count)):
+        if likely != token:
+            entries[likely] = Logprob(float(logits[likely]) - normalizer, place + 1)
+    return entries
+
+
+def _likeliest(logits: npt.NDArray[np.float32], count: int) -> list[int]:
+    """The ids of the `count` largest logits, ties to the lowest id."""
+    count = min(count, len(logits))
+    if count == 0:
+        return []
+    threshold = np.partition(logits, len(logits) - count)[len(logits) - count]
+    candidates = np.flatnonzero(logits >= threshold)
+    order = np.argsort(-logits[candidates], kind="stable")[:count]
+    return [int(token) for token in candidates[order]]

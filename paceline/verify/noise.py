@@ -1,0 +1,86 @@
+"""Noise as a pure function of (seed, position, token id): Philox4x32-10 and the Gumbel draw made of it.
+
+No state is kept, so the noise of a position can be recomputed by a drafter, after a preemption or
+on another device, with the same bits:
+
+    counter = (id // 2, position low, position high, stream)     key = (seed low, seed high)
+    an even id takes output words 0 and 1, an odd id words 2 and 3; their upper 52 bits are k
+    uniform = (k + 0.5) / 2**52        exact, never 0 nor 1
+    gumbel  = -log(-log(uniform))      with the logarithm of floats.py
+
+This is the reference, in numpy; `kernels.py` has the compiled functions that the sampler runs, and a
+test holds them together bit for bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.verify.floats import log_reference
+
+UInt64Array = npt.NDArray[np.uint64]
+
+MASK64 = (1 << 64) - 1
+STREAM_TOKENS = 0  # the target's own choice
+STREAM_SEEDS = 1  # seeds derived from seeds
+
+MASK32 = np.uint64(0xFFFFFFFF)
+MULTIPLIER_0 = np.uint64(0xD2511F53)
+MULTIPLIER_1 = np.uint64(0xCD9E8D57)
+WEYL_0 = 0x9E3779B9
+WEYL_1 = 0xBB67AE85
+SHIFT_32 = np.uint64(32)
+SHIFT_12 = np.uint64(12)
+ONE = np.uint64(1)
+UNIT = 2.0**-52
+
+
+def philox_reference(
+    counter: tuple[UInt64Array, UInt64Array, UInt64Array, UInt64Array], key: tuple[int, int]
+) -> tuple[UInt64Array, UInt64Array, UInt64Array, UInt64Array]:
+    """The four 32-bit output words of Philox4x32-10 for arrays of counter words (each held in a uint64)."""
+    word_0, word_1, word_2, word_3 = counter
+    key_0, key_1 = key
+    for _ in range(10):
+        product_0 = MULTIPLIER_0 * word_0
+        product_1 = MULTIPLIER_1 * word_2
+        word_0, word_2 = (
+            (product_1 >> SHIFT_32) ^ word_1 ^ np.uint64(key_0),
+            (product_0 >> SHIFT_32) ^ word_3 ^ np.uint64(key_1),
+        )
+        word_1, word_3 = product_1 & MASK32, product_0 & MASK32
+        key_0 = (key_0 + WEYL_0) & 0xFFFFFFFF
+        key_1 = (key_1 + WEYL_1) & 0xFFFFFFFF
+    return word_0, word_1, word_2, word_3
+
+
+def noise_bits_reference(
+    seed: int, position: int, ids: npt.NDArray[np.int64], stream: int = STREAM_TOKENS
+) -> UInt64Array:
+    """64 random bits for each token id: uint64 [ids]."""
+    seed &= MASK64
+    words = np.asarray(ids).astype(np.uint64)
+    counter = (
+        words >> ONE,
+        np.full_like(words, position & 0xFFFFFFFF),
+        np.full_like(words, position >> 32),
+        np.full_like(words, stream),
+    )
+    out = philox_reference(counter, (seed & 0xFFFFFFFF, seed >> 32))
+    odd = (words & ONE).astype(bool)
+    bits: UInt64Array = np.where(odd, out[2] | (out[3] << SHIFT_32), out[0] | (out[1] << SHIFT_32))
+    return bits
+
+
+def gumbel_reference(seed: int, position: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """The Gumbel noise of each token id at a position: float64 [ids]."""
+    bits = noise_bits_reference(seed, position, ids)
+    uniform = ((bits >> SHIFT_12).astype(np.float64) + 0.5) * UNIT
+    return -log_reference(-log_reference(uniform))
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """A 64-bit seed for the index-th descendant of a seed."""
+    bits = noise_bits_reference(seed, index, np.zeros(1, dtype=np.int64), stream=STREAM_SEEDS)
+    return int(bits[0])

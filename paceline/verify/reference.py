@@ -1,0 +1,52 @@
+"""The readable reference of `kernels.py`: the same tokens, from numpy and a full sort."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.verify.floats import exp_reference, log_reference
+from paceline.verify.kernels import MASS_ONE
+from paceline.verify.noise import gumbel_reference
+
+
+def choose_token_reference(
+    logits: npt.NDArray[np.float32],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    position: int,
+) -> int:
+    """The token of argmax(log p + gumbel) over the kept ids, or -1 if the logits are not usable."""
+    scaled = logits.astype(np.float64) / temperature
+    peak = scaled.max()
+    if not np.isfinite(peak):
+        return -1
+    likeliest_first = np.argsort(-scaled, kind="stable")
+    kept = likeliest_first[scaled[likeliest_first] > -np.inf]
+    if min_p > 0:
+        kept = kept[scaled[kept] >= peak + log_reference(np.array(min_p))]
+    if top_k > 0:
+        kept = kept[:top_k]
+    if top_p < 1:
+        distance = scaled[kept] - peak
+        masses = np.floor(exp_reference(distance) * MASS_ONE).astype(np.int64)
+        reached = np.cumsum(masses)
+        need = max(1, min(int(reached[-1]), math.ceil(top_p * float(reached[-1]))))
+        kept = kept[: int(np.argmax(reached >= need)) + 1]
+    kept = np.sort(kept)
+    scores = scaled[kept] + gumbel_reference(seed, position, kept)
+    return int(kept[np.argmax(scores)])
+
+
+def log_normalizer_reference(logits: npt.NDArray[np.float32]) -> float:
+    """log(sum(exp(logits))) in double, summed in id order."""
+    values = logits.astype(np.float64)
+    total = np.add.accumulate(exp_reference(values - values.max()))[
+        -1
+    ]  # accumulate: one by one, not in pairs
+    return float(values.max() + log_reference(total))

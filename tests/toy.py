@@ -1,0 +1,300 @@
+"""A toy model whose logits are a hash of what it finds in its own paged pool.
+
+The toy keeps, at every KV place, the token and the position it was written for. The logits of a
+row are a hash of its whole path, read back through the page table: one wrong page, one stale
+place, one ancestor too many, one missed move, and the output is another. It also checks the
+contract of ForwardBatch as strictly as it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.backends.base import Float32Array, ForwardBatch, ForwardOutput, Int32Array, KVPool
+from paceline.control.controller import Controller, FixedController
+from paceline.draft.base import Drafter, DrafterNeeds, Features
+from paceline.draft.trees import DraftPlan, DraftTrees
+from paceline.engine.admission import Limits
+from paceline.engine.engine import Engine
+from paceline.engine.request import Request
+from paceline.verify.pathwise import Verdict
+
+VOCAB = 97
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+class ToyPool:
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages = num_pages
+        self.bytes_per_page = 8 * page_size
+        self.tokens = np.full(num_pages * page_size, -7, dtype=np.int64)  # [places]
+        self.positions = np.full(num_pages * page_size, -7, dtype=np.int64)  # [places]
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class ToyBackend:
+    """Implements Backend. `nan_after` makes logits NaN on paths that contain this token."""
+
+    name = "toy"
+    batch_invariant = True
+    supports_features = True
+
+    def __init__(
+        self, page_size: int = 4, max_rows: int = 64, vocab: int = VOCAB, nan_after: int | None = None
+    ) -> None:
+        self.page_size = page_size
+        self.max_rows = max_rows
+        self.vocab = vocab
+        self.nan_after = nan_after
+        self.fail_next: Exception | None = None
+        self.batches: list[tuple[int, int]] = []  # (requests, rows) of each pass
+        self.moved = 0
+        self._logits = np.empty((max_rows, vocab), dtype=np.float32)
+
+    def make_pool(self, num_pages: int) -> ToyPool:
+        return ToyPool(num_pages, self.page_size)
+
+    def bytes_per_page(self) -> int:
+        return 8 * self.page_size
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        self._check(batch)
+        self.batches.append((batch.num_requests, batch.num_rows))
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        pool = batch.pool
+        assert isinstance(pool, ToyPool)
+        places = [self._write(batch, pool, request) for request in range(batch.num_requests)]
+        owner = np.searchsorted(batch.row_offsets, batch.logit_rows, side="right") - 1
+        for output, (row, request) in enumerate(zip(batch.logit_rows, owner, strict=True)):
+            path = self._path(batch, int(request), int(row))
+            tokens = pool.tokens[places[request][path]]
+            positions = pool.positions[places[request][path]]
+            self._logits[output] = self.logits_of(tokens, positions)
+            if self.nan_after is not None and self.nan_after in tokens:
+                self._logits[output] = np.nan
+        features = None
+        if batch.feature_layers:
+            features = batch.tokens.astype(np.float32)[:, None].repeat(len(batch.feature_layers), axis=1)
+        return ForwardOutput(self._logits[: len(batch.logit_rows)], features)
+
+    def logits_of(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Float32Array:
+        """Logits after a path: peaked enough that a draft can be right, and a function of all of it."""
+        items = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(1_000_003) + positions.astype(np.uint64)
+        state = _mix(_mix(items * _ODD) + np.arange(len(items), dtype=np.uint64)).sum(dtype=np.uint64)
+        bits = _mix(state + np.arange(self.vocab, dtype=np.uint64) * _ODD)
+        return ((bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)) ** 8 * np.float32(12)
+
+    def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
+        assert isinstance(pool, ToyPool)
+        assert (source != destination).all(), "a row that is in place must not be moved"
+        pool.tokens[destination] = pool.tokens[source].copy()
+        pool.positions[destination] = pool.positions[source].copy()
+        self.moved += len(source)
+
+    def _write(self, batch: ForwardBatch, pool: ToyPool, request: int) -> npt.NDArray[np.int64]:
+        """Store a request's rows; the places of all its KV indices."""
+        start, end = batch.row_offsets[request], batch.row_offsets[request + 1]
+        length = int(batch.context_lengths[request] + end - start)
+        indices = np.arange(length)
+        pages = batch.page_tables[request][indices // self.page_size]
+        assert ((pages >= 0) & (pages < pool.num_pages)).all(), "an index without a page"
+        places = pages.astype(np.int64) * self.page_size + indices % self.page_size
+        written = places[batch.context_lengths[request] :]
+        pool.tokens[written] = batch.tokens[start:end]
+        pool.positions[written] = batch.positions[start:end]
+        return places
+
+    def _path(self, batch: ForwardBatch, request: int, row: int) -> list[int]:
+        """KV indices of a row's committed context, its ancestors and itself, in order."""
+        start, context = int(batch.row_offsets[request]), int(batch.context_lengths[request])
+        ancestors = []
+        local = row - start
+        while local >= 0:
+            ancestors.append(context + local)
+            local = int(batch.parents[start + local])
+        return [*range(context), *reversed(ancestors)]
+
+    def _check(self, batch: ForwardBatch) -> None:
+        assert 0 < batch.num_rows <= self.max_rows
+        for array in (batch.tokens, batch.positions, batch.parents, batch.row_offsets, batch.logit_rows):
+            assert array.dtype == np.int32
+            assert array.flags.c_contiguous
+        assert batch.page_tables.dtype == np.int32
+        assert batch.page_tables.flags.c_contiguous
+        assert batch.row_offsets[0] == 0
+        assert batch.row_offsets[-1] == batch.num_rows
+        assert (np.diff(batch.row_offsets) > 0).all()
+        assert (np.diff(batch.logit_rows) > 0).all()
+        assert ((batch.tokens >= 0) & (batch.tokens < self.vocab)).all()
+        written: set[int] = set()
+        for request in range(batch.num_requests):
+            start, end = batch.row_offsets[request], batch.row_offsets[request + 1]
+            context = int(batch.context_lengths[request])
+            parents = batch.parents[start:end]
+            assert ((parents >= -1) & (parents < np.arange(end - start))).all()
+            depth = np.zeros(end - start, dtype=np.int64)
+            for local in range(1, end - start):
+                depth[local] = depth[parents[local]] + 1 if parents[local] >= 0 else 0
+            assert (batch.positions[start:end] == context + depth).all()
+            for index in range(context, context + end - start):
+                page = int(batch.page_tables[request, index // self.page_size])
+                place = page * self.page_size + index % self.page_size
+                assert place not in written, "two rows write to one place"
+                written.add(place)
+
+
+class ToyTokenizer:
+    """Ids are letters, special tokens or single bytes: id 0 is end-of-sequence, 1 is special."""
+
+    eos_ids = frozenset({0})
+    bos_id = 1
+    vocab_size = VOCAB
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [1] * add_special_tokens + [2 + ord(letter) % 64 for letter in text]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        kept = [token for token in ids if not (skip_special_tokens and self.is_special(token))]
+        return b"".join(self.token_bytes(token) for token in kept).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id < 2:
+            return (b"<eos>", b"<bos>")[token_id]
+        if token_id < 66:
+            return bytes([32 + token_id])
+        return bytes([0xC3]) if token_id % 3 == 0 else bytes([0x80 + token_id - 66])  # halves of characters
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id < 2
+
+    def apply_chat_template(
+        self, messages: Sequence[object], add_generation_prompt: bool = True, tools: object = None
+    ) -> str:
+        return "".join(str(message) for message in messages)
+
+
+class ScriptedDrafter:
+    """Knows each request's true continuation (by prompt) and drafts it right, wrong or partly right."""
+
+    name = "scripted"
+    needs = DrafterNeeds(feature_layers=(1,))
+
+    def __init__(self, truth: dict[tuple[int, ...], list[int]], style: str) -> None:
+        self.truth = truth
+        self.style = style
+        self.seen: dict[Request, int] = {}
+        self.forgotten: list[Request] = []
+
+    def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
+        trees: list[tuple[list[int], list[int]]] = []
+        for request, plan in zip(requests, plans, strict=True):
+            truth = self.truth[tuple(request.prompt_token_ids)][request.num_output :]
+            trees.append(getattr(self, f"_{self.style}")(truth, plan.budget, request.num_output))
+        return DraftTrees.from_lists(trees)
+
+    def _right(self, truth: list[int], budget: int, step: int) -> tuple[list[int], list[int]]:
+        chain = truth[:budget]
+        return chain, list(range(-1, len(chain) - 1))
+
+    def _wrong(self, truth: list[int], budget: int, step: int) -> tuple[list[int], list[int]]:
+        chain = [(token + 1) % VOCAB for token in truth[:budget]]
+        return chain, list(range(-1, len(chain) - 1))
+
+    def _partly(self, truth: list[int], budget: int, step: int) -> tuple[list[int], list[int]]:
+        chain = [
+            token if depth < step % 3 else (token + 1) % VOCAB for depth, token in enumerate(truth[:budget])
+        ]
+        return chain, list(range(-1, len(chain) - 1))
+
+    def _tree(self, truth: list[int], budget: int, step: int) -> tuple[list[int], list[int]]:
+        """At every level a wrong sibling before the right one, so that accepted rows lie apart."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        parent = -1
+        for token in truth:
+            if len(tokens) + 2 > budget:
+                break
+            wrong_first = (len(tokens) // 2 + step) % 3 != 0
+            pair = [(token + 5) % VOCAB, token] if wrong_first else [token, (token + 5) % VOCAB]
+            tokens += pair
+            parents += [parent, parent]
+            parent = len(tokens) - 1 if wrong_first else len(tokens) - 2
+        return tokens, parents
+
+    def observe(
+        self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
+    ) -> None:
+        assert features is not None
+        for request, verdict in zip(requests, verdicts, strict=True):
+            self.seen[request] = self.seen.get(request, 0) + len(verdict.tokens)
+
+    def forget(self, request: Request) -> None:
+        self.forgotten.append(request)
+
+
+def toy_engine(
+    backend: ToyBackend | None = None,
+    *,
+    max_model_len: int = 256,
+    max_num_seqs: int = 16,
+    max_num_batched_tokens: int = 64,
+    num_pages: int = 400,
+    enable_prefix_caching: bool = True,
+    drafter: Drafter | None = None,
+    budget: int = 0,
+    seed: int = 0,
+) -> Engine:
+    """An engine over the toy model, drafting `budget` nodes a step if a drafter is given."""
+    backend = backend or ToyBackend(max_rows=max_num_batched_tokens)
+    controller: Controller = FixedController()
+    if drafter is not None:
+        controller = FixedController(DraftPlan(drafter.name, budget, branching=2))
+    ticks = iter(range(10**9))
+    return Engine(
+        backend,
+        ToyTokenizer(),
+        Limits(backend.vocab, max_model_len, max_num_seqs, max_num_batched_tokens),
+        num_pages=num_pages,
+        enable_prefix_caching=enable_prefix_caching,
+        seed=seed,
+        controller=controller,
+        drafters={drafter.name: drafter} if drafter else {},
+        clock=lambda: float(next(ticks)),
+    )
+
+
+def drain(engine: Engine, scribble: bool = True) -> dict[Request, str]:
+    """Step until all is done; the streamed text of each request.
+
+    Between steps every free page is filled with rubbish: what is freed must never be read.
+    """
+    texts: dict[Request, str] = {}
+    steps = 0
+    while engine.has_unfinished:
+        for delta in engine.step():
+            texts[delta.request] = texts.get(delta.request, "") + delta.text
+        if scribble:
+            scribble_free_pages(engine)
+        steps += 1
+        assert steps < 20_000, "the engine makes no progress"
+    return texts
+
+
+def scribble_free_pages(engine: Engine) -> None:
+    """Fill all free pages with rubbish."""
+    pool = engine._pool
+    assert isinstance(pool, ToyPool)
+    for page in engine.kv.pages.free_pages():
+        places = slice(page * engine.kv.page_size, (page + 1) * engine.kv.page_size)
+        pool.tokens[places] = -999
+        pool.positions[places] = -999
