@@ -19,6 +19,7 @@ from tests.tiny import FAMILIES, VOCAB_SIZE, random_model, save_checkpoint
 
 PROMPT = np.random.default_rng(1).integers(0, VOCAB_SIZE, 40).tolist()
 CLOSE = 1e-4
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 #       ┌ 1 ─ 3 ─ 6          two roots (0 and 5), siblings, and branches whose rows interleave,
 #   0 ──┤                    so that no path but the first is contiguous
@@ -122,13 +123,26 @@ def test_features_are_the_hidden_states_of_transformers(pair: Pair) -> None:
     assert output.logits.shape == (0, VOCAB_SIZE)
 
 
-def test_bfloat16_is_near_float32(pair: Pair) -> None:
-    short = TorchBackend.load(pair.checkpoint, dtype="bfloat16")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_bfloat16_is_near_float32(pair: Pair, device: str) -> None:
+    short = TorchBackend.load(pair.checkpoint, device=device, dtype="bfloat16")
     logits = drive(short, pages_each=3)[0].run(PROMPT)
     assert logits.dtype == np.float32
     # 8 bits of mantissa through three layers, for logits that spread over two units; the median,
     # because a row whose router was undecided may take another expert
     assert 0 < np.median(np.abs(logits - pair.expected(PROMPT))) < 0.1
+
+
+@needs_cuda
+def test_cuda_computes_what_transformers_does(pair: Pair) -> None:
+    request = drive(TorchBackend.load(pair.checkpoint, device="cuda"), pages_each=6)[0]
+    prefill = request.extend(PROMPT)
+    tree = request.run(TREE_TOKENS, TREE_PARENTS)
+    request.commit(path_to(7))
+    decode = request.extend([5])
+    expected = pair.expected([*PROMPT, *(TREE_TOKENS[row] for row in path_to(7)), 5])
+    got = np.concatenate((prefill, tree[path_to(7)], decode))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=CLOSE)
 
 
 def test_move_reads_every_source_before_it_writes(llama: TorchBackend) -> None:
