@@ -1,1 +1,31 @@
-"""paceline"""
+"""paceline: exact speculative decoding. The public names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import PacelineError
+
+if TYPE_CHECKING:
+    from paceline.engine.outputs import CompletionOutput, RequestOutput
+    from paceline.llm import LLM
+    from paceline.verify.params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "PacelineError", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "paceline.llm",
+    "SamplingParams": "paceline.verify.params",
+    "RequestOutput": "paceline.engine.outputs",
+    "CompletionOutput": "paceline.engine.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when first used, so that small commands start at once."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -106,8 +106,8 @@ def _checked_prompt(prompt_token_ids: Sequence[int], limits: Limits) -> list[int
     if len(prompt) >= limits.max_model_len:
         raise RequestError(
             f"the prompt has {len(prompt)} tokens and the context holds {limits.max_model_len}, at least one "
-            f"of them output. Shorten the prompt by {len(prompt) - limits.max_model_len + 1} tokens, or raise "
-            "max_model_len if the model allows it."
+            f"of them output. Shorten the prompt by {len(prompt) - limits.max_model_len + 1} tokens, or "
+            "raise max_model_len if the model allows it."
         )
     return prompt
 

@@ -93,7 +93,7 @@ class Scheduler:
         return min(request.num_pending, rows, limit)
 
     def _reserve_or_preempt(self, request: Request, length: int) -> bool:
-        """Whether the request has room for `length` tokens; younger ones, then itself, are preempted for it."""
+        """Whether the request has room for `length` tokens, after preempting the youngest if need be."""
         while not self._kv.reserve(request.slot, length):
             youngest = self.running[-1]
             self._preempt(youngest)

@@ -1,0 +1,169 @@
+"""The configuration: frozen slices, one for each component, composed. All defaults live here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from paceline.errors import ConfigError
+from paceline.options import check_bool, check_integer, refuse_unknown, unknown_option
+
+DEFAULT_MODEL = "smollm2-135m"
+BACKENDS = ("auto", "cpu", "torch")
+DTYPES = ("auto", "float32", "bfloat16")
+METHODS: tuple[str, ...] = ()  # drafting methods that exist
+
+
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, and how much of its context."""
+
+    model: str = DEFAULT_MODEL  # an alias, a folder of safetensors, a .gguf file or a hub id
+    tokenizer: str | None = None  # None: the model's own
+    max_model_len: int | None = None  # None: the model's context, or what the KV cache holds if that is less
+
+    def __post_init__(self) -> None:
+        _check_text("model", self.model)
+        if self.tokenizer is not None:
+            _check_text("tokenizer", self.tokenizer)
+        if self.max_model_len is not None:
+            check_integer(ConfigError, "max_model_len", self.max_model_len, 2, None)
+
+
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class BackendOptions:
+    """How a forward pass runs."""
+
+    backend: str = "auto"  # auto: cpu, or torch when a device other than the CPU is named
+    dtype: str = "auto"  # of the torch backend; auto is float32
+    quantization: str = "auto"  # of the cpu backend; none is float32
+    device: str = "cpu"
+    threads: int | None = None  # None: one for each core
+
+    def __post_init__(self) -> None:
+        _check_choice("backend", self.backend, BACKENDS)
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_text("quantization", self.quantization, "Use 'auto' or 'none'.")
+        _check_text("device", self.device, "Use 'cpu' or 'cuda'.")
+        if self.threads is not None:
+            check_integer(ConfigError, "threads", self.threads, 1, 1024)
+        if self.backend == "cpu" and self.device != "cpu":
+            raise ConfigError(f"the cpu backend cannot run on device {self.device!r}; use backend='torch'.")
+        if self.backend == "cpu" and self.dtype not in ("auto", "float32"):
+            raise ConfigError(
+                f"dtype {self.dtype!r} is for the torch backend; the cpu backend takes quantization instead."
+            )
+        if self.name == "torch" and self.quantization not in ("auto", "none"):
+            raise ConfigError(
+                f"quantization {self.quantization!r} is for the cpu backend; the torch backend takes dtype."
+            )
+
+    @property
+    def name(self) -> str:
+        """The backend that runs."""
+        if self.backend != "auto":
+            return self.backend
+        return "cpu" if self.device == "cpu" and self.dtype != "bfloat16" else "torch"
+
+
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class CacheOptions:
+    """Memory for keys and values."""
+
+    kv_cache_memory_bytes: int | None = None  # None: see kv/sizing.py
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kv_cache_memory_bytes is not None:
+            check_integer(ConfigError, "kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, None)
+        check_bool(ConfigError, "enable_prefix_caching", self.enable_prefix_caching)
+
+
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """How much runs at once."""
+
+    max_num_seqs: int = 16  # most requests of a pass
+    max_num_batched_tokens: int = 512  # most rows of a pass: decodes, drafts and prefill chunks together
+
+    def __post_init__(self) -> None:
+        check_integer(ConfigError, "max_num_seqs", self.max_num_seqs, 1, 4096)
+        check_integer(ConfigError, "max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}) so that every "
+                f"request has a row, got {self.max_num_batched_tokens}. Raise the one or lower the other."
+            )
+
+
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class SpeculativeOptions:
+    """Drafting. No method exists yet, so only None or "off" is accepted."""
+
+    speculative_config: Mapping[str, Any] | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.speculative_config not in (None, "off"):
+            known = ", ".join(METHODS) or "none yet in this version"
+            raise ConfigError(
+                f"speculative_config {self.speculative_config!r} names no drafting method that exists "
+                f"({known}). Leave it out, or use None or 'off' for plain decoding."
+            )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an engine is made from."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    backend: BackendOptions = field(default_factory=BackendOptions)
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
+    seed: int = 0  # of requests that bring none of their own
+
+    def __post_init__(self) -> None:
+        check_integer(ConfigError, "seed", self.seed, 0, 2**64 - 1)
+
+    @staticmethod
+    def from_options(**options: Any) -> EngineConfig:
+        """The configuration with these options set, named as users type them; others are refused."""
+        parts: dict[str, Any] = {}
+        for name, kind in _SLICES.items():
+            own = {item.name for item in fields(kind)}
+            parts[name] = kind(**{option: options.pop(option) for option in list(options) if option in own})
+        if "seed" in options:
+            parts["seed"] = options.pop("seed")
+        for option in options:
+            raise ConfigError(unknown_option(option, option_names(), "the engine"))
+        return EngineConfig(**parts)
+
+
+_SLICES: dict[str, type[Any]] = {
+    "model": ModelOptions,
+    "backend": BackendOptions,
+    "cache": CacheOptions,
+    "scheduler": SchedulerOptions,
+    "speculative": SpeculativeOptions,
+}
+
+
+def option_names() -> list[str]:
+    """The names of all engine options."""
+    return [item.name for kind in _SLICES.values() for item in fields(kind)] + ["seed"]
+
+
+def _check_text(name: str, value: object, remedy: str = "") -> None:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{name} must be a non-empty string, got {value!r}. {remedy}".rstrip())
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")

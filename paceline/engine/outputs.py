@@ -1,0 +1,142 @@
+"""What a user gets back. The names are vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from paceline.engine.admission import TextTokenizer
+from paceline.engine.request import Request
+from paceline.verify.logprobs import Logprob
+
+TokenLogprobs = dict[int, Logprob]
+
+
+@dataclass(frozen=True)
+class SpeculativeMetrics:
+    """What drafting did. All zero, and lengths 1, when nothing was drafted."""
+
+    num_spec_steps: int = 0  # steps with at least one drafted token
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)  # [i] steps that accepted i tokens
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per drafted step, the bonus token included."""
+        return 1.0 + self.num_accepted_draft_tokens / max(1, self.num_spec_steps)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted share of drafted tokens."""
+        return self.num_accepted_draft_tokens / max(1, self.num_draft_tokens)
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """When things happened, in seconds of one monotonic clock, and what was spared."""
+
+    arrival_time: float
+    first_token_time: float | None
+    finished_time: float | None
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
+    num_preemptions: int
+    speculative: SpeculativeMetrics
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One of the n outputs."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None  # stop | length | abort | error
+    stop_reason: int | str | None  # the stop id or stop string that ended it
+    logprobs: list[TokenLogprobs] | None
+    cumulative_logprob: float | None
+    error: Exception | None = None  # why, when finish_reason is error
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and its outputs."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+
+
+def request_output(
+    prompt: str | None, children: Sequence[Request], tokenizer: TextTokenizer
+) -> RequestOutput:
+    """The output of a request as it stands, from its n children."""
+    first = children[0]
+    prompt_logprobs = None
+    if first.params.prompt_logprobs is not None:
+        prompt_logprobs = [entry and _with_text(entry, tokenizer) for entry in first.prompt_logprobs]
+        prompt_logprobs = prompt_logprobs or [None]  # a prompt of one token has none to give
+    return RequestOutput(
+        request_id=first.request_id,
+        prompt=prompt,
+        prompt_token_ids=first.prompt_token_ids,
+        prompt_logprobs=prompt_logprobs,
+        outputs=[_completion(request, tokenizer) for request in children],
+        finished=all(request.finished for request in children),
+        metrics=_metrics(children),
+    )
+
+
+def _completion(request: Request, tokenizer: TextTokenizer) -> CompletionOutput:
+    tokens = request.output_token_ids
+    asked = request.params.logprobs is not None
+    chosen = [entry[token].logprob for entry, token in zip(request.logprobs, tokens, strict=False)]
+    return CompletionOutput(
+        index=request.child,
+        text=request.detokenizer.text,
+        token_ids=tokens,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        logprobs=[_with_text(entry, tokenizer) for entry in request.logprobs] if asked else None,
+        cumulative_logprob=sum(chosen) if asked else None,
+        error=request.error,
+    )
+
+
+def _metrics(children: Sequence[Request]) -> RequestMetrics:
+    starts = [request.first_token_time for request in children if request.first_token_time is not None]
+    ends = [request.finished_time for request in children if request.finished_time is not None]
+    counts = [request.speculative for request in children]
+    width = max(len(count.acceptance_histogram) for count in counts)
+    return RequestMetrics(
+        arrival_time=children[0].arrival_time,
+        first_token_time=min(starts, default=None),
+        finished_time=max(ends) if len(ends) == len(children) else None,
+        num_cached_tokens=children[0].num_cached_tokens,
+        num_preemptions=sum(request.num_preemptions for request in children),
+        speculative=SpeculativeMetrics(
+            num_spec_steps=sum(count.num_spec_steps for count in counts),
+            num_draft_tokens=sum(count.num_draft_tokens for count in counts),
+            num_accepted_draft_tokens=sum(count.num_accepted_draft_tokens for count in counts),
+            acceptance_histogram=[
+                sum(
+                    count.acceptance_histogram[place]
+                    for count in counts
+                    if place < len(count.acceptance_histogram)
+                )
+                for place in range(width)
+            ],
+        ),
+    )
+
+
+def _with_text(entry: TokenLogprobs, tokenizer: TextTokenizer) -> TokenLogprobs:
+    """The entries with their tokens' texts."""
+    return {
+        token: replace(logprob, decoded_token=tokenizer.token_bytes(token).decode("utf-8", errors="replace"))
+        for token, logprob in entry.items()
+    }

@@ -1,0 +1,223 @@
+"""LLM: the offline API. The names and shapes are vLLM's, so that only the import changes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from paceline.config import DEFAULT_MODEL, EngineConfig
+from paceline.engine.admission import TextTokenizer
+from paceline.engine.engine import Engine
+from paceline.engine.outputs import RequestOutput, request_output
+from paceline.engine.request import Request
+from paceline.errors import RequestError
+from paceline.options import unknown_option
+from paceline.verify.params import SamplingParams
+
+# a text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
+Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
+Message: TypeAlias = Mapping[str, Any]
+
+
+class ChatTokenizer(TextTokenizer, Protocol):
+    """The part of a tokenizer that the offline API needs."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> str: ...
+
+
+class LLM:
+    """A model that generates. Options are those of paceline.config; unknown ones are refused."""
+
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
+        from paceline.engine.build import build_engine
+
+        config = EngineConfig.from_options(model=model, **options)
+        loaded = build_engine(config)
+        self._set(loaded.engine, loaded.tokenizer)
+
+    @classmethod
+    def from_engine(cls, engine: Engine, tokenizer: ChatTokenizer) -> LLM:
+        """An LLM over an engine that exists already."""
+        llm = cls.__new__(cls)
+        llm._set(engine, tokenizer)
+        return llm
+
+    def _set(self, engine: Engine, tokenizer: ChatTokenizer) -> None:
+        self.engine = engine
+        self._tokenizer = tokenizer
+
+    def get_tokenizer(self) -> ChatTokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """One RequestOutput for each prompt, in order.
+
+        `prompts` is one prompt or a list of them; `sampling_params` one for all or one for each.
+        Nothing runs if any of them is refused. A request that fails while it runs has
+        finish_reason "error" and leaves the others alone. `use_tqdm` shows a progress bar on a
+        terminal.
+        """
+        texts_and_ids = [self._tokenized(prompt) for prompt in _as_prompts(prompts)]
+        return self._run(texts_and_ids, _as_params(sampling_params, len(texts_and_ids)), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """One RequestOutput for each conversation: one list of messages, or a list of such lists."""
+        texts_and_ids = []
+        for conversation in _as_conversations(messages):
+            text = self._tokenizer.apply_chat_template(conversation, add_generation_prompt, tools)
+            texts_and_ids.append((text, self._tokenizer.encode(text, add_special_tokens=False)))
+        return self._run(texts_and_ids, _as_params(sampling_params, len(texts_and_ids)), use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """The text of one output, piece by piece. Stopping early aborts the request."""
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise RequestError(f"stream gives one output, but n is {params.n}. Use generate, or n=1.")
+        _, ids = self._tokenized(prompt)
+        (request,) = self.engine.add_request(ids, params)
+        try:
+            while not request.finished:
+                for delta in self.engine.step():
+                    if delta.request is request and delta.text:
+                        yield delta.text
+            if request.error is not None:
+                raise request.error
+        finally:
+            self.engine.abort(request.request_id)
+
+    def _tokenized(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        """A prompt's text, if it has one, and its token ids."""
+        given = _as_mapping(prompt)
+        if "prompt_token_ids" in given:
+            return given.get("prompt"), given["prompt_token_ids"]
+        text = given.get("prompt")
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"the prompt must be a text that is not empty, or token ids; got {text!r}.")
+        return text, self._tokenizer.encode(text)
+
+    def _run(
+        self,
+        texts_and_ids: Sequence[tuple[str | None, Sequence[int]]],
+        params: Sequence[SamplingParams],
+        show_progress: bool,
+    ) -> list[RequestOutput]:
+        """Add all requests, step until they are done, and give their outputs in order."""
+        groups: list[list[Request]] = []
+        try:
+            for (_, ids), one in zip(texts_and_ids, params, strict=True):
+                groups.append(self.engine.add_request(ids, one))
+            self._step_until_done(groups, show_progress)
+        finally:  # refused half way, or interrupted: leave nothing behind
+            for children in groups:
+                self.engine.abort(children[0].request_id)
+        return [
+            request_output(text, children, self._tokenizer)
+            for (text, _), children in zip(texts_and_ids, groups, strict=True)
+        ]
+
+    def _step_until_done(self, groups: Sequence[Sequence[Request]], show_progress: bool) -> None:
+        unfinished = {id(request) for children in groups for request in children}
+        with _Progress(len(unfinished), show_progress) as progress:
+            while unfinished:
+                for delta in self.engine.step():
+                    if delta.request.finished and id(delta.request) in unfinished:
+                        unfinished.remove(id(delta.request))
+                        progress.advance()
+
+
+class _Progress:
+    """A progress bar over finished requests, on a terminal and if there is more than one; else nothing."""
+
+    def __init__(self, total: int, wanted: bool) -> None:
+        self._bar: Any = None
+        if wanted and total > 1 and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True))
+            self._task = self._bar.add_task("Generating", total=total)
+
+    def __enter__(self) -> _Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def advance(self) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._task)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    """A list of prompts from one prompt or several."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"a prompt must be a text, a list of token ids, or a list of those, got {type(prompts).__name__}."
+        )
+    if not prompts:
+        raise RequestError("there are no prompts: give at least one.")
+    return [prompts] if hasattr(prompts[0], "__index__") else list(prompts)
+
+
+def _as_mapping(prompt: Prompt) -> Mapping[str, Any]:
+    """A prompt in its longest form."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if not isinstance(prompt, Mapping):
+        return {"prompt_token_ids": prompt}
+    for name in prompt:
+        if name not in ("prompt", "prompt_token_ids"):
+            raise RequestError(unknown_option(str(name), ("prompt", "prompt_token_ids"), "a prompt"))
+    return prompt
+
+
+def _as_conversations(messages: Any) -> list[Sequence[Message]]:
+    """A list of conversations from one conversation or several."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise RequestError(
+            "messages must be a non-empty list of {'role': ..., 'content': ...}, or a list of those."
+        )
+    return [messages] if isinstance(messages[0], Mapping) else list(messages)
+
+
+def _as_params(params: Any, count: int) -> list[SamplingParams]:
+    """One SamplingParams for each of `count` prompts."""
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise RequestError(
+            f"sampling_params must be a SamplingParams or a list of them, got {type(params).__name__}."
+        )
+    if len(params) != count:
+        raise RequestError(f"there are {count} prompts but {len(params)} sampling_params: give one for each.")
+    return list(params)
