@@ -89,14 +89,22 @@ def is_sound(alias: Alias, target: Path) -> bool:
     with suppress(OSError, UnicodeDecodeError):
         if marker.read_text() == mark:
             return True
-    with target.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != alias.sha256:
-            return False
+    if _sha256(target) != alias.sha256:
+        return False
     with suppress(OSError):  # a read-only cache is still a good cache, only slower to open
         temporary = marker.with_name(f"{marker.name}.{os.getpid()}")
         temporary.write_text(mark)
         os.replace(temporary, marker)
     return True
+
+
+def _sha256(path: Path) -> str | None:
+    """The hash of a file; None if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None
 
 
 def _assemble(alias: Alias, target: Path, report: Report, download: Download) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.errors import CheckpointError
 
 LARGEST = 1 << 31  # no size of a model we can run comes near; a larger one is damage
+LARGEST_NUMBER = 1e30  # likewise, of numbers with fractions
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Fields:
     def number(self, name: str, default: float | None = None) -> float:
         """The positive finite number `name`, or `default` when absent."""
         value = self._value(name, default)
-        if type(value) not in (int, float) or not 0 < float(value) < math.inf:  # type: ignore[arg-type]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_NUMBER:
             raise self.wrong(name, "a positive number")
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         """The boolean `name`, or `default` when absent."""

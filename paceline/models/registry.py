@@ -104,7 +104,7 @@ def resolve(model: str) -> Path:
     if HUB_ID.fullmatch(model) and not looks_like_path:
         return _from_hub(model)
     raise ModelError(
-        f"There is no model {model!r}: it is not an alias, and no such file or folder exists."
+        f"There is no model {model[:200]!r}: it is not an alias, and no such file or folder exists."
         f"{_suggestion(model)} Give an alias ({', '.join(ALIASES)}), a .gguf file, a folder of safetensors, "
         f"or a hub id such as org/name."
     )

@@ -1,0 +1,50 @@
+"""`paceline models`: thin commands over the registry."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.errors import ModelError
+from paceline.models import commands
+from tests.models.files import config_of, random_tensors, write_gguf
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(commands.app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_list_tells_what_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    rows = json.loads(run("list", "--json"))
+    assert [(row["alias"], row["fetched"]) for row in rows] == [
+        ("smollm2-135m", False),
+        ("qwen2.5-coder-1.5b", False),
+    ]
+    assert "smollm2-135m (default)" in run("list")
+
+
+def test_pull_prints_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "pull", lambda name: Path("models") / name)
+    assert run("pull") == "models/smollm2-135m\n"
+    assert run("pull", "qwen2.5-coder-1.5b") == "models/qwen2.5-coder-1.5b\n"
+
+
+def test_show_tells_config_tensors_and_tokenizer(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "mixtral", random_tensors(config_of("mixtral")), kind="Q8_0")
+    facts = json.loads(run("show", str(path), "--json"))
+    assert facts["config"]["moe"]["layers"] == [0, 1]
+    assert facts["tensors"]["total"]["tensors"] == len(random_tensors(config_of("mixtral")))
+    assert set(facts["tensors"]) == {"F32", "Q8_0", "total", "parameters"}
+    assert facts["tokenizer"] == {"vocab_size": 80, "bos_id": 0, "eos_ids": [0, 1], "chat_template": True}
+    assert "Q8_0" in run("show", str(path))
+
+
+def test_a_users_mistake_reaches_the_command_line_as_our_error() -> None:
+    with pytest.raises(ModelError, match="Did you mean"):
+        run("pull", "smollm2")

@@ -1,0 +1,142 @@
+"""config.json to ModelConfig: what each family's keys mean, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.errors import CheckpointError, UnsupportedModelError
+from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.families import FAMILIES, model_config
+from tests.models.files import MODELS
+
+
+def config(model: str, **changes: Any) -> ModelConfig:
+    """The config of a tiny model with some keys changed; a change to `...` removes the key."""
+    values = MODELS[model] | changes
+    return model_config({key: value for key, value in values.items() if value is not ...}, "config.json")
+
+
+def test_the_families_are_those_we_promise() -> None:
+    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"}
+
+
+def test_biases_and_norms_are_those_of_the_family() -> None:
+    found = {m: (config(m).qkv_bias, config(m).output_bias, config(m).qk_norm) for m in MODELS}
+    assert found["llama"] == found["mistral"] == found["mixtral"] == (False, False, False)
+    assert found["llama-biased"] == (True, True, False)
+    assert found["qwen2"] == (True, False, False)
+    assert found["qwen3"] == found["qwen3_moe"] == (False, False, True)
+    assert config("qwen3", attention_bias=True).output_bias
+
+
+def test_rope_is_read_as_transformers_4_and_5_write_it() -> None:
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3 |= {"original_max_position_embeddings": 64}
+    expected = RopeConfig(5000.0, "llama3", 8.0, 1.0, 4.0, 64)
+    assert config("llama", rope_scaling={"rope_type": "llama3", **llama3}).rope == expected
+    new_style = {"rope_type": "llama3", "rope_theta": 5000.0, **llama3}
+    assert config("llama", rope_theta=..., rope_parameters=new_style).rope == expected
+    assert config("llama", rope_scaling={"type": "linear", "factor": 2}).rope == RopeConfig(
+        5000.0, "linear", 2.0
+    )
+    assert config("llama", rope_scaling=None).rope == RopeConfig(5000.0)
+
+
+def test_keys_left_out_have_the_defaults_of_transformers() -> None:
+    assert config("llama", head_dim=None, num_attention_heads=8).head_dim == 4
+    assert config("llama", num_key_value_heads=...).num_kv_heads == 4
+    assert config("qwen3", head_dim=...).head_dim == 128
+    assert config("mistral", num_key_value_heads=..., num_attention_heads=16).num_kv_heads == 8
+    assert config("llama", rope_theta=...).rope.theta == 10000.0
+    assert config("mixtral", rope_theta=...).rope.theta == 1e6
+    assert config("llama", rms_norm_eps=...).rms_norm_eps == 1e-6
+    assert config("mistral", sliding_window=...).sliding_windows == (4096, 4096)
+
+
+def test_sliding_windows_are_per_layer() -> None:
+    assert config("mistral").sliding_windows == (16, 16)
+    assert config("mistral", sliding_window=None).sliding_windows == ()
+    assert config("llama", sliding_window=16).sliding_windows == ()
+    window = {"use_sliding_window": True, "sliding_window": 16}
+    assert config("qwen2", sliding_window=16).sliding_windows == ()
+    assert config("qwen2", **window, max_window_layers=1).sliding_windows == (None, 16)
+    kinds = ["sliding_attention", "full_attention"]
+    assert config("qwen3", **window, layer_types=kinds).sliding_windows == (16, None)
+    assert config("qwen3_moe", **window).window(1) == 16
+    assert config("qwen2").window(1) is None
+
+
+def test_experts_are_read_for_both_families() -> None:
+    moe = config("mixtral").moe
+    assert moe is not None
+    assert (moe.num_experts, moe.experts_per_token, moe.intermediate_size) == (3, 2, 64)
+    assert moe.normalize_weights
+    assert moe.layers == {0, 1}
+    moe = config("qwen3_moe", norm_topk_prob=...).moe
+    assert moe is not None
+    assert (moe.num_experts, moe.experts_per_token, moe.intermediate_size) == (3, 2, 32)
+    assert not moe.normalize_weights
+    layers = [
+        config("qwen3_moe", mlp_only_layers=[0]).moe,
+        config("qwen3_moe", decoder_sparse_step=2).moe,
+        config("qwen3_moe", num_experts=..., num_local_experts=3).moe,
+    ]
+    assert [entry.layers for entry in layers if entry] == [{1}, {1}, {0, 1}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2' is not supported. Supported are llama, mistral"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn' is not supported. Supported are default"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"partial_rotary_factor": 0.5}, "partial"),
+        ({"quantization_config": {"quant_method": "awq"}}, "GGUF"),
+        ({"head_dim": 7}, "odd"),
+    ],
+)
+def test_what_we_do_not_run_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        config("llama", **changes)
+
+
+@pytest.mark.parametrize("value", [..., 0, -4, 1.5, "4", True, 1 << 40, [4]])
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"])
+def test_a_size_must_be_a_sensible_integer(key: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=key):
+        config("llama", **{key: value})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_key_value_heads": 3},
+        {"rms_norm_eps": float("nan")},
+        {"rms_norm_eps": 0},
+        {"rope_theta": float("inf")},
+        {"rope_theta": 10**400},
+        {"rope_scaling": "linear"},
+        {"rope_scaling": {"type": "linear"}},
+        {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+        {"tie_word_embeddings": "yes"},
+        {"model_type": None},
+    ],
+)
+def test_impossible_values_are_told(changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        config("llama", **changes)
+
+
+def test_impossible_layer_lists_and_expert_counts_are_told() -> None:
+    with pytest.raises(CheckpointError, match="layer_types"):
+        config("qwen3", use_sliding_window=True, layer_types=["full_attention"])
+    with pytest.raises(CheckpointError, match="layer_types"):
+        config("qwen3", use_sliding_window=True, layer_types=["full_attention", {}])
+    with pytest.raises(CheckpointError, match="mlp_only_layers"):
+        config("qwen3_moe", mlp_only_layers="0")
+    with pytest.raises(CheckpointError, match="num_experts_per_tok"):
+        config("qwen3_moe", num_experts_per_tok=4)

@@ -1,0 +1,127 @@
+"""A GGUF file as a checkpoint: the same config, names and values as the folder it was converted from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from paceline.errors import CheckpointError, UnsupportedModelError
+from paceline.models.gguf import GgufFile, read_gguf
+from paceline.models.gguf_checkpoint import gguf_checkpoint, interleaved_row_order
+from paceline.models.registry import resolve
+from tests.models.files import MODELS, config_of, interleave, random_tensors, write_gguf
+
+
+def converted(folder: Path, model: str, kind: str = "F32", **extra: np.ndarray) -> GgufFile:
+    tensors = random_tensors(config_of(model))
+    named = {name.replace("__", "."): tensor for name, tensor in extra.items()}
+    return read_gguf(write_gguf(folder / "model.gguf", model, tensors, kind, named))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_config_names_and_values_survive_the_conversion(tmp_path: Path, model: str) -> None:
+    config = config_of(model)
+    checkpoint = gguf_checkpoint(converted(tmp_path, model))
+    eps = float(np.float32(config.rms_norm_eps))  # the file has float32
+    assert checkpoint.config == replace(config, rms_norm_eps=eps)
+    tensors = random_tensors(config)
+    assert set(checkpoint.tensors) == set(tensors)
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(checkpoint.tensors[name].float32(), tensor, err_msg=name)
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_blocks_have_the_row_order_of_the_values(tmp_path: Path, model: str) -> None:
+    checkpoint = gguf_checkpoint(converted(tmp_path, model, kind="Q4_1"))
+    for name, tensor in checkpoint.tensors.items():
+        blocks = tensor.blocks()
+        assert blocks.dtype == np.uint8
+        rows = tensor.float32().reshape(len(blocks), -1)
+        decoded = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[tensor.kind])
+        np.testing.assert_array_equal(decoded.reshape(rows.shape), rows, err_msg=name)
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (3, 64), (9, 10)])
+def test_the_row_order_undoes_interleaving(heads: int, head_dim: int) -> None:
+    rows = np.arange(heads * head_dim * 3).reshape(-1, 3)
+    np.testing.assert_array_equal(interleave(rows, heads)[interleaved_row_order(heads, head_dim)], rows)
+
+
+def test_llama_3_frequency_divisors_come_from_their_tensor(tmp_path: Path) -> None:
+    divisors = np.array([1, 1, 2.5, 8], dtype=np.float32)
+    file = converted(tmp_path, "llama", rope_freqs__weight=divisors)
+    assert gguf_checkpoint(file).config.rope.frequency_divisors == (1, 1, 2.5, 8)
+
+
+@pytest.mark.parametrize("divisors", [[1, 1, 1], [1, 1, 0, 8], [1, 1, np.nan, 8]])
+def test_impossible_frequency_divisors_are_refused(tmp_path: Path, divisors: list[float]) -> None:
+    file = converted(tmp_path, "llama", rope_freqs__weight=np.array(divisors, dtype=np.float32))
+    with pytest.raises(CheckpointError, match="rope_freqs"):
+        gguf_checkpoint(file)
+
+
+def test_linear_rope_scaling_is_read(tmp_path: Path) -> None:
+    file = converted(tmp_path, "llama")
+    file.metadata.update({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0})
+    rope = gguf_checkpoint(file).config.rope
+    assert (rope.scaling, rope.factor) == ("linear", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("general.architecture", "gemma3", "architecture 'gemma3' is not supported. Supported are llama"),
+        ("llama.rope.scaling.type", "yarn", "yarn"),
+        ("llama.rope.dimension_count", 4, "rope.dimension_count is 4"),
+        ("llama.attention.value_length", 16, "value_length is 16"),
+    ],
+)
+def test_features_that_we_do_not_run_are_refused(
+    tmp_path: Path, key: str, value: object, message: str
+) -> None:
+    file = converted(tmp_path, "llama")
+    file.metadata[key] = value  # type: ignore[assignment]
+    with pytest.raises(UnsupportedModelError, match=message):
+        gguf_checkpoint(file)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("llama.block_count", 3, "lacks the tensor model.layers.2"),
+        ("llama.block_count", 1, "tensors that a llama model of this configuration does not have"),
+        ("llama.block_count", 1 << 40, "block_count|num_hidden_layers"),
+        ("llama.embedding_length", 31, r"asks for \[80, 31\]"),
+        ("llama.attention.head_count", 3, "heads"),
+        ("llama.attention.head_count", 0, "heads"),
+        ("llama.attention.head_count_kv", "two", "heads"),
+        ("llama.attention.layer_norm_rms_epsilon", float("nan"), "rms_norm_eps"),
+        ("llama.context_length", True, "max_position_embeddings"),
+    ],
+)
+def test_metadata_that_lies_is_told(tmp_path: Path, key: str, value: object, message: str) -> None:
+    file = converted(tmp_path, "llama")
+    file.metadata[key] = value  # type: ignore[assignment]
+    with pytest.raises(CheckpointError, match=message):
+        gguf_checkpoint(file)
+
+
+def test_a_tensor_that_no_known_model_has_is_told(tmp_path: Path) -> None:
+    file = converted(tmp_path, "llama", blk__0__ssm_a__weight=np.ones(4, dtype=np.float32))
+    with pytest.raises(CheckpointError, match=r"blk\.0\.ssm_a"):
+        gguf_checkpoint(file)
+
+
+@pytest.mark.real
+def test_the_default_model_is_what_it_is_said_to_be() -> None:
+    checkpoint = gguf_checkpoint(read_gguf(resolve("smollm2-135m")))
+    config = checkpoint.config
+    assert (config.family, config.num_layers, config.hidden_size) == ("llama", 30, 576)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (9, 3, 64)
+    assert (config.vocab_size, config.tie_embeddings, config.rope.theta) == (49152, True, 100000.0)
+    assert checkpoint.tensors["model.embed_tokens.weight"].kind == "Q8_0"
+    assert checkpoint.tensors["model.layers.29.mlp.down_proj.weight"].kind == "Q4_1"

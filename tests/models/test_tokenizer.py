@@ -1,0 +1,283 @@
+"""The tokenizer: equal to transformers', byte-exact, and never surprised by a text."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import tokenizers
+import transformers
+
+from paceline.errors import CheckpointError, PacelineError, RequestError, UnsupportedModelError
+from paceline.models.gguf import GgufFile, read_gguf
+from paceline.models.registry import is_pulled, load_tokenizer, resolve
+from paceline.models.tokenizer import Tokenizer, byte_alphabet, folder_tokenizer
+from paceline.models.tokenizer_gguf import gguf_tokenizer
+from tests.models.files import config_of, random_tensors, write_gguf
+from tests.models.strings import BROKEN, varied_strings
+
+REAL_MODELS = ["smollm2-135m", "qwen2.5-coder-1.5b"]
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "description": '<now> & "später"', "parameters": {}}}
+]
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "hi"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Zwei Sätze: 你好 👋"}],
+    [
+        {"role": "user", "content": "a < b & c"},
+        {"role": "assistant", "content": "<b>yes</b>\n"},
+        {"role": "user", "content": ""},
+    ],
+]
+
+
+@cache
+def real(model: str) -> tuple[Tokenizer, Any]:
+    """Our tokenizer and transformers', from the same file."""
+    if model != "smollm2-135m" and not is_pulled(model):
+        pytest.skip(f"{model} is not in PACELINE_HOME; fetch it with `paceline models pull {model}`")
+    path = resolve(model)
+    theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    return load_tokenizer(path), theirs
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("model", REAL_MODELS)
+def test_ids_and_texts_are_those_of_transformers(model: str) -> None:
+    ours, theirs = real(model)
+    for text in varied_strings():
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text), repr(text)
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), repr(text)
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids), repr(text)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("model", REAL_MODELS)
+def test_broken_unicode_is_read_as_replacement_characters(model: str) -> None:
+    ours, theirs = real(model)
+    for text in BROKEN:
+        mended = "".join("\ufffd" if "\ud800" <= character <= "\udfff" else character for character in text)
+        assert ours.encode(text) == theirs.encode(mended)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("model", REAL_MODELS)
+def test_chat_prompts_are_those_of_transformers(model: str) -> None:
+    ours, theirs = real(model)
+    chats = CHATS + [[{"role": "user", "content": text}] for text in varied_strings()]
+    for messages in chats:
+        for generation in (True, False):
+            expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
+            assert ours.apply_chat_template(messages, add_generation_prompt=generation) == expected
+        with_tools = theirs.apply_chat_template(messages, TOOLS, tokenize=False, add_generation_prompt=True)
+        assert ours.apply_chat_template(messages, tools=TOOLS) == with_tools
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("model", REAL_MODELS)
+def test_bytes_of_tokens_join_to_the_text(model: str) -> None:
+    ours, _ = real(model)
+    for text in varied_strings(300):
+        ids = ours.encode(text)
+        joined = b"".join(ours.token_bytes(token_id) for token_id in ids)
+        assert joined.decode(errors="replace") == ours.decode(ids, skip_special_tokens=False)
+    assert ours.token_bytes(-1) == ours.token_bytes(10**9) == b""
+
+
+@pytest.mark.real
+def test_special_tokens_of_the_default_model() -> None:
+    ours, _ = real("smollm2-135m")
+    assert (ours.vocab_size, ours.bos_id, ours.eos_ids) == (49152, 1, {0, 2})
+    assert ours.is_special(2)
+    assert not ours.is_special(100)
+    assert ours.decode([2]) == ""
+    assert ours.decode([2], skip_special_tokens=False) == "<|im_end|>"
+
+
+@pytest.mark.real
+def test_where_the_published_smollm_tokenizer_differs() -> None:
+    """It splits off digits first, as llama.cpp does; transformers leaves that out for GGUF files.
+
+    The two agree unless a digit follows two or more characters of white space.
+    """
+    ours, theirs = real("smollm2-135m")
+    published = tokenizers.Tokenizer.from_str(theirs.backend_tokenizer.to_str())
+    published.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Digits(individual_digits=True),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    for text in ("in 1999 2 + 2 = 4", "a1b2\n3", "  no digits\n\nhere"):
+        assert ours.encode(text) == published.encode(text).ids
+    assert ours.encode("\n\n1.") != published.encode("\n\n1.").ids
+
+
+def test_the_byte_alphabet_is_that_of_the_library() -> None:
+    assert set(byte_alphabet()) == set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(byte_alphabet().values()) == list(range(256))
+
+
+# ---- vocabularies of sentencepiece, as llama 2 and mistral have them
+
+
+def write_sentencepiece(path: Path) -> Path:
+    """A small vocabulary with scores and byte tokens, as a GGUF file."""
+    words = [
+        "▁",
+        "▁t",
+        "▁the",
+        "he",
+        "in",
+        "ing",
+        "▁a",
+        "er",
+        "re",
+        "th",
+        "the",
+        "ab",
+        "abc",
+        "bc",
+        "▁▁",
+        "bb",
+    ]
+    letters = [chr(code) for code in range(33, 127)]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *letters, "[INST]"]
+    scores = [0.0] * 259 + [-float(i) for i in range(len(words) + len(letters))] + [0.0]
+    types = [2, 3, 3, *[6] * 256, *[1] * (len(words) + len(letters)), 3]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types(types)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_sentencepiece_ids_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+
+    path = write_sentencepiece(tmp_path / "spm.gguf")
+    ours = gguf_tokenizer(read_gguf(path))
+    architecture, vocabulary, _ = get_gguf_tokenizer(str(path))
+    theirs, _ = convert_gguf_tokenizer(architecture, vocabulary)
+    for text in [*varied_strings(400), "the there abc abbc [INST] the thing[INST]  other"]:
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ids == theirs.encode(text, add_special_tokens=False).ids, repr(text)
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, skip_special_tokens=False)
+
+
+def test_sentencepiece_adds_the_begin_token_and_spells_bytes(tmp_path: Path) -> None:
+    ours = gguf_tokenizer(read_gguf(write_sentencepiece(tmp_path / "spm.gguf")))
+    ids = ours.encode("the ü")
+    assert ids[0] == ours.bos_id == 1
+    assert b"".join(ours.token_bytes(token_id) for token_id in ids[1:]).decode() == " the ü"
+    assert ours.decode(ids) == "the ü"
+
+
+def test_sentencepiece_without_byte_tokens_is_refused(tmp_path: Path) -> None:
+    file = read_gguf(write_sentencepiece(tmp_path / "spm.gguf"))
+    file.metadata["tokenizer.ggml.tokens"][5] = "other"  # type: ignore[index]
+    with pytest.raises(UnsupportedModelError, match="byte tokens"):
+        gguf_tokenizer(file)
+
+
+# ---- damaged and unknown vocabularies
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> GgufFile:
+    return read_gguf(write_gguf(tmp_path / "tiny.gguf", "llama", random_tensors(config_of("llama"))))
+
+
+def test_a_tiny_vocabulary_merges_and_knows_its_control_tokens(file: GgufFile) -> None:
+    ours = gguf_tokenizer(file)
+    assert ours.encode("abc<|im_end|>ab") == [79, 1, 78]
+    assert ours.eos_ids == {0, 1}
+    assert ours.apply_chat_template([{"role": "user", "content": "x"}]) == "user: x\n"
+
+
+def test_llama_3_vocabularies_start_with_their_begin_token(file: GgufFile) -> None:
+    file.metadata["tokenizer.ggml.pre"] = "llama-bpe"
+    assert gguf_tokenizer(file).encode("abc") == [0, 79]
+    assert gguf_tokenizer(file).encode("abc", add_special_tokens=False) == [79]
+    file.metadata["tokenizer.ggml.add_bos_token"] = False
+    assert gguf_tokenizer(file).encode("abc") == [79]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("model", "bert", "tokenizer 'bert' is not supported. Supported are gpt2, llama"),
+        ("model", None, "tokenizer.ggml.model"),
+        ("pre", "unheard-of", "pre-tokenizer 'unheard-of' is not supported"),
+        ("tokens", ["a", 5], "tokens is missing or is not a list of texts"),
+        ("merges", ["a"], "not a pair"),
+        ("merges", ["a b", "no such"], "do not fit"),
+        ("merges", None, "merges is missing"),
+        ("token_type", [1], "one entry per token"),
+        ("eos_token_id", 80, "eos_token_id"),
+        ("bos_token_id", -1, "bos_token_id"),
+    ],
+)
+def test_a_vocabulary_that_lies_is_told(file: GgufFile, key: str, value: object, message: str) -> None:
+    file.metadata[f"tokenizer.ggml.{key}"] = value  # type: ignore[assignment]
+    with pytest.raises(PacelineError, match=message):
+        gguf_tokenizer(file)
+
+
+# ---- folders
+
+
+def write_tokenizer_folder(folder: Path) -> None:
+    vocabulary = {"a": 0, "b": 1, "ab": 2}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("a", "b")]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<end>", "<turn>"])
+    backend.enable_truncation(2)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {
+        "eos_token": {"content": "<end>"},
+        "chat_template": "{{ eos_token }}{{ messages[0].content }}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [4]}))
+
+
+def test_a_folder_gives_ids_ends_and_template(tmp_path: Path) -> None:
+    write_tokenizer_folder(tmp_path)
+    ours = folder_tokenizer(tmp_path)
+    assert ours.encode("abab<turn>") == [2, 2, 4]  # never truncated
+    assert (ours.vocab_size, ours.eos_ids, ours.bos_id) == (5, {3, 4}, None)
+    assert ours.apply_chat_template([{"role": "user", "content": "x"}]) == "<end>x"
+    (tmp_path / "chat_template.jinja").write_text("jinja")
+    assert folder_tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "x"}]) == "jinja"
+
+
+def test_a_folder_without_or_with_a_damaged_tokenizer_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+        folder_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 5}')
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        folder_tokenizer(tmp_path)
+
+
+def test_texts_and_ids_of_wrong_types_are_told(file: GgufFile) -> None:
+    ours = gguf_tokenizer(file)
+    with pytest.raises(RequestError, match="must be a text, not int"):
+        ours.encode(5)  # type: ignore[arg-type]
+    for ids in ([-1], [2**40], ["a"]):
+        with pytest.raises(RequestError, match="Token ids"):
+            ours.decode(ids)  # type: ignore[arg-type]
