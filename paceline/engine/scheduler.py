@@ -141,6 +141,8 @@ class Scheduler:
             committed = request.num_computed + part.num_tokens
             useful = request.max_output - request.num_output - 1  # the bonus token comes on top
             budget = min(part.plan.budget, rows, self._max_model_len - committed)
+            if part.plan.branching == 1:
+                budget = min(budget, useful)
             if not part.reaches_end or useful <= 0:
                 budget = 0
             while budget > 0 and not self._kv.reserve(request.slot, committed + budget):

@@ -1,0 +1,221 @@
+"""Pages are shared exactly when tokens are equal from the root on, and never read once freed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import ConfigError
+from paceline.kv.cache import KVCache
+from paceline.kv.sizing import size_cache
+from tests.toy import ToyBackend, ToyPool
+
+PAGE = 4
+
+
+def cache(num_pages=16, **options):
+    return KVCache(num_pages, PAGE, max_sequences=8, max_length=64, **options)
+
+
+def fill(kv, tokens, **options):
+    """Open a slot for the tokens and commit them all; the slot and how many were found."""
+    slot, found = kv.open(tokens, **options)
+    kv.commit(slot, tokens, len(tokens) - found)
+    return slot, found
+
+
+def test_full_pages_are_found_again_after_release():
+    kv = cache()
+    slot, found = fill(kv, list(range(10)))
+    assert found == 0
+    kv.release(slot)
+    _, found = fill(kv, list(range(10)))
+    assert found == 8
+    assert (kv.prefix_queries, kv.prefix_hits) == (20, 8)
+
+
+def test_the_last_token_is_never_found_because_its_logits_are_needed():
+    kv = cache()
+    fill(kv, list(range(8)))
+    _, found = kv.open(list(range(8)))
+    assert found == 4
+
+
+def test_running_sequences_share_pages():
+    kv = cache()
+    first, _ = fill(kv, list(range(9)))
+    second, found = kv.open(list(range(9)))
+    assert found == 8
+    assert kv.page_tables[first, :2].tolist() == kv.page_tables[second, :2].tolist()
+    assert kv.page_tables[first, 2] != kv.page_tables[second, 2]
+
+
+def test_equal_tokens_after_a_different_beginning_are_not_shared():
+    kv = cache()
+    fill(kv, [1, 1, 1, 1, 5, 6, 7, 8, 9])
+    _, found = kv.open([2, 2, 2, 2, 5, 6, 7, 8, 9])
+    assert found == 0
+
+
+def test_other_salt_or_no_wish_to_reuse_finds_nothing():
+    kv = cache()
+    fill(kv, list(range(9)), salt="a")
+    assert kv.open(list(range(9)), salt="b")[1] == 0
+    assert kv.open(list(range(9)), salt="a", reuse=False)[1] == 0
+    assert kv.open(list(range(9)), salt="a")[1] == 8
+    without = cache(enable_prefix_caching=False)
+    fill(without, list(range(9)))
+    assert without.open(list(range(9)))[1] == 0
+
+
+def test_generated_tokens_are_found_too():
+    kv = cache()
+    tokens = [1, 2, 3]
+    slot, _ = kv.open(tokens)
+    kv.commit(slot, tokens, 3)
+    for token in range(10, 16):
+        tokens.append(token)
+        assert kv.reserve(slot, len(tokens))
+        kv.commit(slot, tokens, 1)
+    _, found = kv.open([*tokens, 99])
+    assert found == 8
+
+
+def test_two_that_computed_the_same_page_end_up_with_one():
+    kv = cache()
+    first, _ = kv.open(list(range(9)))
+    second, _ = kv.open(list(range(9)))
+    kv.commit(first, list(range(9)), 9)
+    kv.commit(second, list(range(9)), 9)
+    assert kv.page_tables[first, :2].tolist() == kv.page_tables[second, :2].tolist()
+    assert kv.pages.num_available == 16 - 4  # two shared pages and one partial page each
+
+
+def test_no_room_means_nothing_is_taken():
+    kv = cache(num_pages=4)
+    slot, _ = fill(kv, list(range(9)))
+    before = kv.pages.num_available
+    assert kv.open([50] * 8) is None
+    assert not kv.reserve(slot, 20)
+    assert kv.pages.num_available == before
+    assert kv.reserve(slot, 16)
+
+
+def test_the_least_recently_used_pages_are_evicted_first_and_descendants_before_ancestors():
+    kv = cache(num_pages=6)
+    for start in (0, 100):
+        slot, _ = fill(kv, list(range(start, start + 9)))  # two full pages and a partial one
+        kv.release(slot)
+    slot, _ = fill(kv, [200] * 9, reuse=False)  # three pages: two free ones, and the oldest cached leaf
+    kv.release(slot)
+    assert kv.open(list(range(9)))[1] == 4
+    assert kv.open(list(range(100, 108)))[1] == 4
+
+
+def test_pages_in_use_are_not_evicted():
+    kv = cache(num_pages=4)
+    slot, _ = fill(kv, list(range(9)))
+    table = kv.page_tables[slot, :3].tolist()
+    other, _ = kv.open([7])
+    assert kv.page_tables[other, 0] not in table
+
+
+def test_forgotten_pages_are_not_found():
+    kv = cache()
+    slot, _ = fill(kv, list(range(9)))
+    kv.release(slot, forget=True)
+    assert kv.open(list(range(9)))[1] == 0
+
+
+def test_commit_moves_only_accepted_rows_that_lie_apart():
+    kv = cache()
+    backend = ToyBackend(page_size=PAGE)
+    pool = kv.add_pool(backend)
+    assert isinstance(pool, ToyPool)
+    slot, _ = kv.open([1, 2, 3])
+    kv.commit(slot, [1, 2, 3], 3)
+    kv.reserve(slot, 3 + 6)
+    places = [int(kv.page_tables[slot, index // PAGE]) * PAGE + index % PAGE for index in range(9)]
+    pool.tokens[places] = [1, 2, 3, 40, 50, 51, 60, 61, 70]  # last token, then five nodes
+    kv.commit(slot, [1, 2, 3, 40, 50, 61, 70], 1, [1, 4, 5])
+    assert pool.tokens[places[:7]].tolist() == [1, 2, 3, 40, 50, 61, 70]
+    assert backend.moved == 2
+    assert kv.length(slot) == 7
+    kv.commit(slot, [1, 2, 3, 40, 50, 61, 70, 8, 9], 1, [1])
+    assert backend.moved == 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=60))
+@settings(max_examples=150, deadline=None)
+def test_no_sequence_of_operations_confuses_owners(operations):
+    """Held, cached and free pages always make up the whole, and a found page has the right tokens."""
+    kv = cache(num_pages=12)
+    content: dict[int, tuple[int, ...]] = {}  # what each page was last filled with
+    slots: dict[int, list[int]] = {}
+    for kind, length, alphabet in operations:
+        if kind <= 2:
+            tokens = [(index * (alphabet + 1)) % 7 for index in range(length)]
+            opened = kv.open(tokens)
+            if opened is None:
+                continue
+            slot, found = opened
+            for page in range(found // PAGE):
+                assert content[int(kv.page_tables[slot, page])] == tuple(tokens[: (page + 1) * PAGE])
+            for page in range(found // PAGE, -(-length // PAGE)):
+                content[int(kv.page_tables[slot, page])] = tuple(tokens[: (page + 1) * PAGE])
+            kv.commit(slot, tokens, length - found)
+            slots[slot] = tokens
+        elif slots and kind <= 4:
+            slot, tokens = next(iter(slots.items()))
+            if len(tokens) < 60 and kv.reserve(slot, len(tokens) + 1):
+                tokens.append(alphabet)
+                page = (len(tokens) - 1) // PAGE
+                content[int(kv.page_tables[slot, page])] = tuple(tokens[: (page + 1) * PAGE])
+                kv.commit(slot, tokens, 1)
+        elif slots:
+            slot, _ = slots.popitem()
+            kv.release(slot, forget=alphabet == 0)
+        held = {int(page) for slot in slots for page in kv.page_tables[slot] if page >= 0}
+        assert len(held) + kv.pages.num_available == 12
+        assert not held & set(kv.pages.free_pages())
+        for slot, tokens in slots.items():
+            for page in range(len(tokens) // PAGE):
+                assert content[int(kv.page_tables[slot, page])] == tuple(tokens[: (page + 1) * PAGE])
+    for slot in slots:
+        kv.release(slot)
+    assert kv.pages.num_available == 12
+    assert (kv.page_tables == -1).all()
+    assert kv.page_tables.dtype == np.int32
+
+
+def size(**changes):
+    given = {
+        "page_size": 16,
+        "bytes_per_page": 16 * 46_080,
+        "model_context": 8192,
+        "max_model_len": None,
+        "memory_bytes": None,
+        "available_bytes": 16 * 2**30,
+    }
+    return size_cache(**(given | changes))
+
+
+def test_default_cache_holds_the_context_within_half_a_gigabyte():
+    default = size()
+    assert default.max_model_len == 8192
+    assert default.num_pages * 16 * 46_080 <= 512 * 2**20
+    long = size(model_context=131_072)
+    assert long.max_model_len == long.num_pages * 16 < 131_072
+
+
+def test_an_asked_context_gets_its_memory_or_a_refusal_with_numbers():
+    assert size(model_context=131_072, max_model_len=40_000).num_pages * 16 >= 40_000
+    with pytest.raises(ConfigError, match="max_model_len to"):
+        size(model_context=131_072, max_model_len=130_000)
+    with pytest.raises(ConfigError, match="context is 8192"):
+        size(max_model_len=8193)
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
+        size(memory_bytes=1000)
+    assert size(memory_bytes=100 * 16 * 46_080).num_pages == 100

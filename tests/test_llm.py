@@ -1,0 +1,121 @@
+"""The offline API: shapes a vLLM user knows, over the toy engine and a tiny real checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+import paceline
+from paceline import LLM, SamplingParams
+from paceline.errors import ConfigError, RequestError
+from tests.toy import ToyBackend, ToyTokenizer, toy_engine
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def llm():
+    return LLM.from_engine(toy_engine(), ToyTokenizer())
+
+
+def test_one_prompt_or_many_in_any_form_give_outputs_in_order(llm):
+    ids = ToyTokenizer().encode("hello")
+    (one,) = llm.generate("hello", GREEDY)
+    assert one.prompt == "hello"
+    assert one.prompt_token_ids == ids
+    assert one.finished
+    for prompts in (ids, [ids], {"prompt": "hello"}, [{"prompt_token_ids": ids}], ["hello"]):
+        (same,) = llm.generate(prompts, GREEDY)
+        assert same.outputs[0].token_ids == one.outputs[0].token_ids
+    many = llm.generate(["a", ids, {"prompt": "hello"}], GREEDY)
+    assert [output.prompt for output in many] == ["a", None, "hello"]
+    assert many[1].outputs[0].text == many[2].outputs[0].text == one.outputs[0].text
+
+
+def test_an_output_has_the_parts_that_vllm_users_read(llm):
+    params = SamplingParams(n=2, seed=5, max_tokens=4, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    (output,) = llm.generate("hello", params)
+    assert [completion.index for completion in output.outputs] == [0, 1]
+    first = output.outputs[0]
+    assert (len(first.token_ids), first.finish_reason, first.stop_reason) == (4, "length", None)
+    assert len(first.logprobs) == 4
+    chosen = [entry[token] for entry, token in zip(first.logprobs, first.token_ids, strict=True)]
+    assert first.cumulative_logprob == sum(entry.logprob for entry in chosen)
+    assert all(isinstance(entry.decoded_token, str) for entry in chosen)
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == 6
+    metrics = output.metrics
+    assert metrics.arrival_time < metrics.first_token_time < metrics.finished_time
+    speculative = metrics.speculative
+    assert (speculative.num_spec_steps, speculative.num_draft_tokens) == (0, 0)
+    assert speculative.num_accepted_draft_tokens == 0
+    assert (speculative.mean_acceptance_length, speculative.draft_acceptance_rate) == (1.0, 0.0)
+    assert speculative.acceptance_histogram == []
+
+
+def test_parameters_may_be_one_for_all_or_one_for_each(llm):
+    short, long = SamplingParams(max_tokens=1, ignore_eos=True), SamplingParams(max_tokens=3, ignore_eos=True)
+    assert [len(o.outputs[0].token_ids) for o in llm.generate(["a", "b"], [short, long])] == [1, 3]
+    assert len(llm.generate("a", None)[0].outputs[0].token_ids) <= 16
+    with pytest.raises(RequestError, match="2 prompts but 1"):
+        llm.generate(["a", "b"], [short])
+    with pytest.raises(RequestError, match="must be a SamplingParams"):
+        llm.generate(["a", "b"], {"temperature": 0})
+
+
+def test_chat_takes_one_conversation_or_several(llm):
+    conversation = [{"role": "user", "content": "hi"}]
+    (one,) = llm.chat(conversation, GREEDY)
+    two = llm.chat([conversation, conversation], GREEDY)
+    assert [output.outputs[0].text for output in two] == [one.outputs[0].text] * 2
+    with pytest.raises(RequestError, match="messages"):
+        llm.chat([], GREEDY)
+
+
+def test_stream_gives_the_text_in_pieces_and_stopping_early_aborts(llm):
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    (whole,) = llm.generate("hello", params)
+    assert "".join(llm.stream("hello", params)) == whole.outputs[0].text
+    pieces = llm.stream("hello", params)
+    next(pieces)
+    pieces.close()
+    assert not llm.engine.has_unfinished
+    with pytest.raises(RequestError, match="n is 2"):
+        next(llm.stream("hello", SamplingParams(n=2)))
+
+
+def test_a_failing_request_leaves_the_others_alone():
+    llm = LLM.from_engine(toy_engine(ToyBackend(nan_after=90)), ToyTokenizer())
+    params = SamplingParams(temperature=0, max_tokens=3, logit_bias={90: -100}, ignore_eos=True)
+    bad, good = llm.generate([[5, 90], [5, 6]], params)
+    assert bad.outputs[0].finish_reason == "error"
+    assert bad.outputs[0].error is not None
+    assert good.outputs[0].finish_reason == "length"
+    with pytest.raises(paceline.PacelineError, match="NaN"):
+        list(llm.stream([5, 90], params))
+
+
+@pytest.mark.parametrize(
+    "prompts", ["", [], [""], 5, None, b"bytes", [[]], [None], {"text": "a"}, {"prompt": ""}, [{}]]
+)
+def test_what_is_no_prompt_is_refused_and_nothing_is_left_behind(llm, prompts):
+    with pytest.raises(RequestError):
+        llm.generate(prompts, GREEDY)
+    assert not llm.engine.has_unfinished
+
+
+def test_one_refused_prompt_refuses_the_call_and_leaves_nothing_behind(llm):
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        llm.generate([[5], [5000]], GREEDY)
+    assert not llm.engine.has_unfinished
+
+
+def test_unknown_engine_options_are_refused_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match="did you mean 'max_model_len'"):
+        LLM("no such model", max_model_length=5)
+
+
+def test_the_same_calls_give_the_same_text():
+    runs = [LLM.from_engine(toy_engine(seed=3), ToyTokenizer()).generate(["a", "b", "a"]) for _ in range(2)]
+    texts = [[output.outputs[0].text for output in run] for run in runs]
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[0][2]
