@@ -1,0 +1,3 @@
+from paceline.backends.cpu.backend import CpuBackend
+
+__all__ = ["CpuBackend"]

@@ -1,0 +1,353 @@
+"""The whole forward pass as one compiled function that all threads of a team run together.
+
+A pass is a list of phases. In each phase the threads take tasks from a shared counter until none
+is left, then meet at a barrier. No task's result depends on who ran it or on its neighbours.
+All the pass needs is in one array of int64, the job: sizes and addresses (see the table below).
+"""
+
+from __future__ import annotations
+
+from paceline.backends.cpu.attention import PAGE, attend, copy_key_value, write_key_value
+from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.matmul import DESCRIPTOR, multiply_rows
+from paceline.backends.cpu.rows import (
+    add_row,
+    gate,
+    normalize,
+    normalize_head,
+    read_matrix_row,
+    rotate,
+    write_record,
+    write_records,
+)
+from paceline.backends.cpu.simd import atomic_add, load_float, load_int32, load_int64, store_float, store_int64
+from paceline.backends.cpu.team import STOP, await_generation, barrier
+from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
+
+# The job: index of each field. Sizes are counts; names in *_AT are addresses.
+(
+    # the model, set once
+    LAYERS, HIDDEN, HIDDEN_PADDED, HEADS, KV_HEADS, HEAD_WIDTH, INTERMEDIATE, QUANTIZED, HALF_KV, EPSILON_AT,
+    MATRICES_AT, NORMS_AT, HEAD_NORMS_AT, QKV_BIAS_AT, OUTPUT_BIAS_AT, COSINES_AT, SINES_AT, WINDOWS_AT,
+    # buffers, set once
+    STATE_AT, QKV_AT, QKV_STRIDE, ATTENTION_AT, ATTENTION_PADDED, RECORDS_AT, WIDE_RECORDS_AT, SCRATCH_AT,
+    SCRATCH_BYTES, COUNTERS_AT,
+    # the batch, set for every pass
+    ROWS, TOKENS_AT, POSITIONS_AT, PARENTS_AT, REQUEST_AT, ROW_START_AT, CONTEXT_AT, PAGES_AT, MAX_PAGES, CHAIN_AT,
+    OUTPUTS, LOGIT_ROWS_AT, LOGITS_AT, LOGITS_STRIDE, KV_AT, NUM_PAGES, FEATURE_SLOT_AT, FEATURES_AT,
+    FEATURES_STRIDE,
+    JOB_SIZE,
+) = range(48)  # fmt: skip
+
+# Matrices of a layer, in the order of the descriptor table; behind all layers: the embedding and the head.
+Q, K, V, OUTPUT, GATE, UP, DOWN, LAYER_MATRICES = range(8)
+COUNTERS_PER_LAYER = 12
+
+
+@compiled(inline=True)
+def _field(job, index):  # type: ignore[no-untyped-def]
+    return load_int64(job + 8 * index)
+
+
+@compiled(inline=True)
+def _take(counter, size):  # type: ignore[no-untyped-def]
+    """The first of the next `size` tasks."""
+    return atomic_add(counter, size)
+
+
+@compiled
+def _normalize_rows(job, counter, rows, norm, gathered, scratch):  # type: ignore[no-untyped-def]
+    """Norm of the residual stream into records; of the rows that want logits only, if `gathered`."""
+    padded, state, records = _field(job, HIDDEN_PADDED), _field(job, STATE_AT), _field(job, RECORDS_AT)
+    weight = _field(job, NORMS_AT) + 4 * padded * norm
+    epsilon = load_float(_field(job, EPSILON_AT))
+    while True:
+        row = _take(counter, 1)
+        if row >= rows:
+            return
+        source = load_int32(_field(job, LOGIT_ROWS_AT) + 4 * row) if gathered else row
+        normalize(state + 4 * padded * source, weight, scratch, _field(job, HIDDEN), padded, epsilon)
+        write_records(scratch, padded // GROUP, records, rows, row, _field(job, QUANTIZED))
+
+
+@compiled
+def _project(counter, threads, matrix, records, rows, out, out_stride, bias, added, scratch):  # type: ignore[no-untyped-def]
+    """Tiles of one matrix: out = records @ matrix + bias, or with `added` out += that."""
+    tiles = load_int64(matrix + 24)
+    chunk = max(1, min(8, tiles // (threads * 4)))
+    while True:
+        first = _take(counter, chunk)
+        if first >= tiles:
+            return
+        for tile in range(first, min(first + chunk, tiles)):
+            for start in range(0, rows, 64):
+                count = min(64, rows - start)
+                place = out + start * out_stride + 64 * tile
+                if added == 0:
+                    multiply_rows(matrix, tile, records, rows, start, count, place, out_stride)
+                else:
+                    multiply_rows(matrix, tile, records, rows, start, count, scratch, 64)
+                for row in range(count):
+                    if bias != 0:
+                        add_row(scratch + 64 * row if added else place + row * out_stride, bias + 64 * tile, COLUMNS)
+                    if added:
+                        add_row(place + row * out_stride, scratch + 64 * row, COLUMNS)
+
+
+@compiled
+def _block_address(job, layer, page, head):  # type: ignore[no-untyped-def]
+    """Where the keys of a page start, for a layer and KV head."""
+    width = _field(job, HEAD_WIDTH)
+    padded = (width + 15) // 16 * 16
+    size = (2 if _field(job, HALF_KV) else 4) * PAGE * (width + padded)
+    return _field(job, KV_AT) + ((layer * _field(job, NUM_PAGES) + page) * _field(job, KV_HEADS) + head) * size
+
+
+@compiled
+def _page(job, request, index):  # type: ignore[no-untyped-def]
+    """The page that holds a request's KV index."""
+    return load_int32(_field(job, PAGES_AT) + 4 * (request * _field(job, MAX_PAGES) + index // PAGE))
+
+
+@compiled
+def _place_rows(job, counter, rows, layer):  # type: ignore[no-untyped-def]
+    """Head norms and rope for queries and keys; keys and values into their pages."""
+    heads, kv_heads, width = _field(job, HEADS), _field(job, KV_HEADS), _field(job, HEAD_WIDTH)
+    half, half_kv = width // 2, _field(job, HALF_KV)
+    value_offset = (2 if half_kv else 4) * PAGE * width
+    query_columns = (heads * width + 15) // 16 * 16
+    key_columns = (kv_heads * width + 15) // 16 * 16
+    head_norms = _field(job, HEAD_NORMS_AT)
+    epsilon = load_float(_field(job, EPSILON_AT))
+    while True:
+        task = _take(counter, 1)
+        if task >= rows * 2:
+            return
+        row = task // 2
+        qkv = _field(job, QKV_AT) + row * _field(job, QKV_STRIDE)
+        position = load_int32(_field(job, POSITIONS_AT) + 4 * row)
+        cosines = _field(job, COSINES_AT) + 4 * half * position
+        sines = _field(job, SINES_AT) + 4 * half * position
+        if task % 2 == 0:
+            for head in range(heads):
+                query = qkv + 4 * head * width
+                if head_norms != 0:
+                    normalize_head(query, head_norms + 4 * width * (2 * layer), width, epsilon)
+                rotate(query, cosines, sines, half)
+        else:
+            request = load_int32(_field(job, REQUEST_AT) + 4 * row)
+            start = load_int32(_field(job, ROW_START_AT) + 4 * request)
+            index = load_int32(_field(job, CONTEXT_AT) + 4 * request) + row - start
+            page = _page(job, request, index)
+            for head in range(kv_heads):
+                key = qkv + 4 * (query_columns + head * width)
+                if head_norms != 0:
+                    normalize_head(key, head_norms + 4 * width * (2 * layer + 1), width, epsilon)
+                rotate(key, cosines, sines, half)
+                value = qkv + 4 * (query_columns + key_columns + head * width)
+                address = _block_address(job, layer, page, head)
+                write_key_value(key, value, index % PAGE, address, value_offset, width, half_kv)
+
+
+@compiled
+def _list_blocks(job, layer, row, request, head, first, last, blocks, spare):  # type: ignore[no-untyped-def]
+    """Fill `blocks` with the addresses of the blocks a row attends to, its own path in order."""
+    context = load_int32(_field(job, CONTEXT_AT) + 4 * request)
+    start = load_int32(_field(job, ROW_START_AT) + 4 * request)
+    for block in range(first // PAGE, last // PAGE + 1):
+        store_int64(blocks + 8 * block, _block_address(job, layer, _page(job, request, block * PAGE), head))
+    if load_int32(_field(job, CHAIN_AT) + 4 * request):
+        return
+    # A tree: from the block of the first drafted position on, copy the path's keys and values together.
+    width, half_kv = _field(job, HEAD_WIDTH), _field(job, HALF_KV)
+    size = 2 if half_kv else 4
+    value_offset = size * PAGE * width
+    block_bytes = size * PAGE * (width + (width + 15) // 16 * 16)
+    begin = max(context // PAGE, first // PAGE)
+    node = row - start
+    for position in range(last, begin * PAGE - 1, -1):
+        index = position
+        if position >= context:
+            index = context + node
+            node = load_int32(_field(job, PARENTS_AT) + 4 * (start + node))
+        target = spare + (position // PAGE - begin) * block_bytes
+        source = _block_address(job, layer, _page(job, request, index), head)
+        copy_key_value(source, index % PAGE, target, position % PAGE, value_offset, width, half_kv)
+    for block in range(begin, last // PAGE + 1):
+        store_int64(blocks + 8 * block, spare + (block - begin) * block_bytes)
+
+
+@compiled
+def _attend_rows(job, counter, rows, layer, scratch):  # type: ignore[no-untyped-def]
+    """Attention, a task for each row and KV head."""
+    heads, kv_heads, width = _field(job, HEADS), _field(job, KV_HEADS), _field(job, HEAD_WIDTH)
+    half_kv, shared = _field(job, HALF_KV), heads // kv_heads
+    value_offset = (2 if half_kv else 4) * PAGE * width
+    longest = _field(job, MAX_PAGES) * PAGE
+    blocks, scores = scratch, scratch + 8 * _field(job, MAX_PAGES)
+    result = scores + 4 * longest
+    spare = result + 4 * (width + 15)
+    window = load_int64(_field(job, WINDOWS_AT) + 8 * layer)
+    out_row = 4 * _field(job, ATTENTION_PADDED)
+    while True:
+        task = _take(counter, 1)
+        if task >= rows * kv_heads:
+            return
+        row, head = task // kv_heads, task % kv_heads
+        request = load_int32(_field(job, REQUEST_AT) + 4 * row)
+        last = load_int32(_field(job, POSITIONS_AT) + 4 * row)
+        first = max(0, last - window + 1) if window > 0 else 0
+        _list_blocks(job, layer, row, request, head, first, last, blocks, spare)
+        query = _field(job, QKV_AT) + row * _field(job, QKV_STRIDE) + 4 * head * shared * width
+        out = _field(job, ATTENTION_AT) + row * out_row + 4 * head * shared * width
+        attend(query, shared, 4 * width, width, blocks, value_offset, half_kv, first, last, scores, result, out)
+
+
+@compiled
+def _quantize_rows(job, counter, rows):  # type: ignore[no-untyped-def]
+    """The attention's output into records."""
+    padded = _field(job, ATTENTION_PADDED)
+    while True:
+        row = _take(counter, 1)
+        if row >= rows:
+            return
+        source = _field(job, ATTENTION_AT) + 4 * padded * row
+        write_records(source, padded // GROUP, _field(job, RECORDS_AT), rows, row, _field(job, QUANTIZED))
+
+
+@compiled
+def _gate_rows(job, counter, rows, gates, ups, scratch):  # type: ignore[no-untyped-def]
+    """Gate and up projections of 32 columns at a time, SwiGLU, and their records."""
+    quantized, records = _field(job, QUANTIZED), _field(job, RECORDS_AT)
+    size = RECORD if quantized else 4 * GROUP
+    units = _field(job, INTERMEDIATE) // GROUP
+    ups_at = scratch + 64 * 4 * GROUP
+    while True:
+        unit = _take(counter, 1)
+        if unit >= units:
+            return
+        out = _field(job, WIDE_RECORDS_AT) + unit * rows * size
+        for start in range(0, rows, 64):
+            count = min(64, rows - start)
+            for part in range(2):
+                tile = 2 * unit + part
+                multiply_rows(gates, tile, records, rows, start, count, scratch + 64 * part, 4 * GROUP)
+                multiply_rows(ups, tile, records, rows, start, count, ups_at + 64 * part, 4 * GROUP)
+            for row in range(count):
+                values = scratch + 4 * GROUP * row
+                gate(values, ups_at + 4 * GROUP * row)
+                write_record(values, out + (start + row) * size, quantized)
+
+
+@compiled
+def _save_features(job, counter, rows, index):  # type: ignore[no-untyped-def]
+    """Copy the residual stream of all rows to the features, if this layer's were asked for."""
+    slot = load_int64(_field(job, FEATURE_SLOT_AT) + 8 * index)
+    if slot < 0:
+        return
+    width, padded = _field(job, HIDDEN), _field(job, HIDDEN_PADDED)
+    while True:
+        row = _take(counter, 1)
+        if row >= rows:
+            return
+        source = _field(job, STATE_AT) + 4 * padded * row
+        target = _field(job, FEATURES_AT) + _field(job, FEATURES_STRIDE) * row + 4 * width * slot
+        for k in range(width):
+            store_float(target + 4 * k, load_float(source + 4 * k))
+
+
+@compiled
+def _embed_rows(job, counter, rows, embedding):  # type: ignore[no-untyped-def]
+    """The embedding of each row's token into the residual stream."""
+    while True:
+        row = _take(counter, 1)
+        if row >= rows:
+            return
+        token = load_int32(_field(job, TOKENS_AT) + 4 * row)
+        out = _field(job, STATE_AT) + 4 * _field(job, HIDDEN_PADDED) * row
+        groups, size = load_int64(embedding + 16), load_int64(embedding + 32)
+        read_matrix_row(load_int64(embedding), load_int64(embedding + 8), groups, size, token, out)
+
+
+@compiled
+def _run_layer(control, threads, job, layer, counter, scratch):  # type: ignore[no-untyped-def]
+    """One transformer layer; the first counter it did not use."""
+    rows, records, state = _field(job, ROWS), _field(job, RECORDS_AT), _field(job, STATE_AT)
+    state_stride = 4 * _field(job, HIDDEN_PADDED)
+    matrices = _field(job, MATRICES_AT) + DESCRIPTOR * LAYER_MATRICES * layer
+    _normalize_rows(job, counter, rows, 2 * layer, 0, scratch)
+    barrier(control, threads)
+
+    qkv, qkv_stride, column = _field(job, QKV_AT), _field(job, QKV_STRIDE), 0
+    bias = _field(job, QKV_BIAS_AT)
+    if bias != 0:
+        bias += qkv_stride * layer
+    for part in range(3):
+        matrix = matrices + DESCRIPTOR * part
+        place = counter + 64 * (1 + part)
+        part_bias = bias + 4 * column if bias != 0 else 0
+        _project(place, threads, matrix, records, rows, qkv + 4 * column, qkv_stride, part_bias, 0, scratch)
+        column += COLUMNS * load_int64(matrix + 24)
+    barrier(control, threads)
+
+    _place_rows(job, counter + 64 * 4, rows, layer)
+    barrier(control, threads)
+    _attend_rows(job, counter + 64 * 5, rows, layer, scratch)
+    barrier(control, threads)
+    _quantize_rows(job, counter + 64 * 6, rows)
+    barrier(control, threads)
+
+    bias = _field(job, OUTPUT_BIAS_AT)
+    if bias != 0:
+        bias += state_stride * layer
+    matrix = matrices + DESCRIPTOR * OUTPUT
+    _project(counter + 64 * 7, threads, matrix, records, rows, state, state_stride, bias, 1, scratch)
+    barrier(control, threads)
+
+    _normalize_rows(job, counter + 64 * 8, rows, 2 * layer + 1, 0, scratch)
+    barrier(control, threads)
+    _gate_rows(job, counter + 64 * 9, rows, matrices + DESCRIPTOR * GATE, matrices + DESCRIPTOR * UP, scratch)
+    barrier(control, threads)
+    matrix, wide = matrices + DESCRIPTOR * DOWN, _field(job, WIDE_RECORDS_AT)
+    _project(counter + 64 * 10, threads, matrix, wide, rows, state, state_stride, 0, 1, scratch)
+    barrier(control, threads)
+
+
+@compiled
+def _run_pass(control, index, threads, job):  # type: ignore[no-untyped-def]
+    rows, layers, counter = _field(job, ROWS), _field(job, LAYERS), _field(job, COUNTERS_AT)
+    scratch = _field(job, SCRATCH_AT) + _field(job, SCRATCH_BYTES) * index
+    embedding = _field(job, MATRICES_AT) + DESCRIPTOR * LAYER_MATRICES * layers
+    _embed_rows(job, counter, rows, embedding)
+    barrier(control, threads)
+    counter += 64
+    for layer in range(layers):
+        _save_features(job, counter, rows, layer)
+        _run_layer(control, threads, job, layer, counter + 64, scratch)
+        counter += 64 * COUNTERS_PER_LAYER
+    _save_features(job, counter, rows, layers)
+    outputs = _field(job, OUTPUTS)
+    if outputs > 0:
+        _normalize_rows(job, counter + 64, outputs, 2 * layers, 1, scratch)
+        barrier(control, threads)
+        records, logits, stride = _field(job, RECORDS_AT), _field(job, LOGITS_AT), _field(job, LOGITS_STRIDE)
+        head = embedding + DESCRIPTOR
+        _project(counter + 128, threads, head, records, outputs, logits, stride, 0, 0, scratch)
+    barrier(control, threads)
+
+
+@compiled(cached=True)
+def run_pass(control, threads, job):  # type: ignore[no-untyped-def]
+    """Thread 0's share of a pass; returns when all threads are done."""
+    _run_pass(control, 0, threads, job)
+
+
+@compiled(cached=True)
+def serve_passes(control, index, threads, job, seen):  # type: ignore[no-untyped-def]
+    """A worker: run its share of every pass until none came for a while; the last pass it saw."""
+    while True:
+        generation = await_generation(control, index, seen)
+        if generation == 0 or load_int64(control + 8 * STOP) != 0:
+            return seen
+        seen = generation
+        _run_pass(control, index, threads, job)

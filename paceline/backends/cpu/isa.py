@@ -1,0 +1,201 @@
+"""Which dot-product instruction this CPU has, and how to emit it.
+
+A kernel asks for one thing: for 16 output columns at once, add to 16 int32 accumulators the dot
+product of 4 int8 weights and 4 int8 activations. Each instruction set below answers with its own
+instruction; all give the same integers.
+
+The choice follows numba's own compile target, so that `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES`
+force another one, and numba's cache never mixes them.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+from numba.core.registry import cpu_target
+
+I8, I16, I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
+WEIGHTS = ir.VectorType(I8, 64)  # [16 columns][4 k]
+SUMS = ir.VectorType(I32, 16)
+
+# emit(builder, sums: <16 x i32>, weights: <64 x i8>, activations: i32 holding 4 int8) -> <16 x i32>
+EmitDot = Callable[[ir.IRBuilder, Any, Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Isa:
+    """One way to compute int8 dot products."""
+
+    name: str
+    description: str
+    dot_narrow: EmitDot  # weights in 0..15
+    dot_wide: EmitDot  # weights of 8 bits, signed unless `offset_weights`
+    offset_weights: bool  # 8-bit weights are stored as w + 128, because the instruction wants them unsigned
+    tile_rows: int  # rows of the largest register tile
+    native_half: bool  # half <-> float conversions are instructions
+    prefers_4bit: bool  # dots are so cheap that halving the weight bytes wins even for several rows
+
+
+def splat(builder: ir.IRBuilder, value: Any, vector: ir.VectorType) -> Any:
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, value, I32(0))
+    mask = ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count)
+    return builder.shuffle_vector(first, undefined, mask)
+
+
+def _part(builder: ir.IRBuilder, vector: Any, start: int, count: int) -> Any:
+    """Lanes start..start + count of a vector."""
+    lanes = ir.Constant(ir.VectorType(I32, count), list(range(start, start + count)))
+    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), lanes)
+
+
+def _join(builder: ir.IRBuilder, parts: list[Any]) -> Any:
+    """One vector out of equal parts, a power of two of them."""
+    while len(parts) > 1:
+        lanes = ir.Constant(ir.VectorType(I32, 2 * parts[0].type.count), list(range(2 * parts[0].type.count)))
+        parts = [builder.shuffle_vector(a, b, lanes) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: Any) -> Any:
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    return builder.call(function, arguments)
+
+
+def _by_parts(lanes: int, dot: EmitDot) -> EmitDot:
+    """The dot over 16 columns by an instruction that does `lanes` columns."""
+
+    def emit(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
+        parts = []
+        for start in range(0, 16, lanes):
+            part_weights = _part(builder, weights, 4 * start, 4 * lanes)
+            parts.append(dot(builder, _part(builder, sums, start, lanes), part_weights, activations))
+        return _join(builder, parts)
+
+    return emit
+
+
+def _vnni_512(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
+    spread = splat(builder, activations, SUMS)
+    return call(
+        builder, "llvm.x86.avx512.vpdpbusd.512", SUMS, sums, builder.bitcast(weights, SUMS), spread
+    )
+
+
+def _vnni_256(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
+    eight = ir.VectorType(I32, 8)
+    spread = splat(builder, activations, eight)
+    return call(
+        builder, "llvm.x86.avx512.vpdpbusd.256", eight, sums, builder.bitcast(weights, eight), spread
+    )
+
+
+def _avx2_pairs(builder: ir.IRBuilder, sums: Any, unsigned: Any, signed: Any) -> Any:
+    """u8 x s8 by two multiply-adds; |u8| <= 127 here, so the 16-bit pair sums cannot saturate."""
+    bytes32, words16 = ir.VectorType(I8, 32), ir.VectorType(I16, 16)
+    pairs = call(
+        builder,
+        "llvm.x86.avx2.pmadd.ub.sw",
+        words16,
+        builder.bitcast(unsigned, bytes32),
+        builder.bitcast(signed, bytes32),
+    )
+    ones = ir.Constant(words16, [1] * 16)
+    return builder.add(sums, call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), pairs, ones))
+
+
+def _avx2_narrow(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
+    return _avx2_pairs(builder, sums, weights, splat(builder, activations, ir.VectorType(I32, 8)))
+
+
+def _avx2_wide(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
+    """s8 x s8: move the weight's sign to the activation, then |weight| is unsigned."""
+    bytes32 = ir.VectorType(I8, 32)
+    spread = builder.bitcast(splat(builder, activations, ir.VectorType(I32, 8)), bytes32)
+    magnitude = call(builder, "llvm.x86.avx2.psign.b", bytes32, weights, weights)
+    signed = call(builder, "llvm.x86.avx2.psign.b", bytes32, spread, weights)
+    return _avx2_pairs(builder, sums, magnitude, signed)
+
+
+def _sdot(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
+    four, bytes16 = ir.VectorType(I32, 4), ir.VectorType(I8, 16)
+    spread = builder.bitcast(splat(builder, activations, four), bytes16)
+    return call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", four, sums, weights, spread)
+
+
+def _portable(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
+    """Plain LLVM: widen, multiply, add the four products of each column."""
+    words64 = ir.VectorType(I16, 64)
+    spread = builder.bitcast(splat(builder, activations, SUMS), WEIGHTS)
+    products = builder.mul(builder.sext(weights, words64), builder.sext(spread, words64))
+    for k in range(4):
+        lanes = ir.Constant(SUMS, list(range(k, 64, 4)))
+        column = builder.shuffle_vector(products, ir.Constant(words64, ir.Undefined), lanes)
+        sums = builder.add(sums, builder.sext(column, SUMS))
+    return sums
+
+
+_TABLE = {
+    "avx512-vnni": Isa(
+        "avx512-vnni", "x86 AVX-512 VNNI (vpdpbusd, 512 bits)", _vnni_512, _vnni_512, True, 8, True, True
+    ),
+    "avx-vnni": Isa(
+        "avx-vnni",
+        "x86 AVX-VNNI (vpdpbusd, 256 bits)",
+        _by_parts(8, _vnni_256),
+        _by_parts(8, _vnni_256),
+        True,
+        4,
+        True,
+        True,
+    ),
+    "avx2": Isa(
+        "avx2",
+        "x86 AVX2 (vpmaddubsw)",
+        _by_parts(8, _avx2_narrow),
+        _by_parts(8, _avx2_wide),
+        False,
+        4,
+        True,
+        False,
+    ),
+    "sdot": Isa(
+        "sdot",
+        "Arm dot product (sdot)",
+        _by_parts(4, _sdot),
+        _by_parts(4, _sdot),
+        False,
+        4,
+        True,
+        False,
+    ),
+    "portable": Isa("portable", "plain LLVM vectors", _portable, _portable, False, 4, False, False),
+}
+
+
+def target_features() -> frozenset[str]:
+    """The CPU features numba compiles for, named as LLVM names them."""
+    features = cpu_target.target_context.codegen()._tm_features
+    return frozenset(name[1:] for name in features.split(",") if name.startswith("+"))
+
+
+def select(features: frozenset[str], machine: str) -> Isa:
+    """The best instruction set for a machine ("x86_64", "aarch64", ...) with these LLVM features."""
+    x86 = machine.lower() in ("x86_64", "amd64")
+    if x86 and {"avx512vnni", "avx512bw", "avx512vl", "f16c"} <= features:
+        return _TABLE["avx512-vnni"]
+    if x86 and {"avxvnni", "f16c", "fma"} <= features:
+        return _TABLE["avx-vnni"]
+    if x86 and {"avx2", "f16c", "fma"} <= features:
+        return _TABLE["avx2"]
+    if machine.lower() in ("aarch64", "arm64") and "dotprod" in features:
+        return _TABLE["sdot"]
+    return _TABLE["portable"]
+
+
+ISA = select(target_features(), platform.machine())

@@ -1,0 +1,172 @@
+"""Weights from a checkpoint's tensors into the order in which the tiles read them (see tiles.py).
+
+The 4-bit and 8-bit blocks of a GGUF file are only moved, never rounded again; everything else is
+quantized to int8 in groups of 32, or kept as float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.backends.cpu.isa import ISA
+from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, INT8, tile_bytes
+from paceline.models.checkpoint import Tensor
+
+Bytes = npt.NDArray[np.uint8]
+_CHUNK_ROWS = 2048  # rows packed at a time: bounds the memory of the conversion
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A matrix [rows, depth] as tiles of 16 rows."""
+
+    data: Bytes  # [tiles, bytes of a tile]
+    weight_format: int
+    rows: int
+    depth: int
+
+    @property
+    def groups(self) -> int:
+        return -(-self.depth // GROUP)
+
+    def descriptor(self) -> list[int]:
+        """What the compiled pass needs: address, format, groups, tiles, bytes of a tile."""
+        address = self.data.__array_interface__["data"][0]
+        return [address, self.weight_format, self.groups, self.data.shape[0], self.data.shape[1]]
+
+
+def choose_format(kind: str, quantization: str) -> int:
+    """The format a tensor of this kind is packed in."""
+    if quantization == "none":
+        return FLOAT32
+    if quantization == "native":
+        return {"Q4_0": INT4, "Q4_1": INT4, "Q4_K": INT4K}.get(kind, INT8)
+    return INT8
+
+
+def pack(tensor: Tensor, quantization: str) -> PackedMatrix:
+    """A tensor [rows, depth] packed for the tiles."""
+    rows, depth = tensor.shape
+    weight_format = choose_format(tensor.kind, quantization)
+    padded_depth = -(-depth // GROUP) * GROUP
+    size = tile_bytes(weight_format, padded_depth)
+    data = np.empty((-(-rows // COLUMNS), size), dtype=np.uint8)
+    from_blocks = _FROM_BLOCKS.get((tensor.kind, weight_format))
+    values = tensor.blocks() if from_blocks else tensor.float32()
+    for start in range(0, rows, _CHUNK_ROWS):
+        part: Any = values[start : start + _CHUNK_ROWS]
+        missing = -len(part) % COLUMNS
+        if missing:
+            part = np.concatenate([part, np.zeros((missing, part.shape[1]), dtype=part.dtype)])
+        if from_blocks:
+            packed = from_blocks(part)
+        else:
+            if padded_depth != depth:
+                part = np.pad(part, ((0, 0), (0, padded_depth - depth)))
+            packed = _pack_float32(part) if weight_format == FLOAT32 else _pack_int8_rounded(part)
+        data[start // COLUMNS : start // COLUMNS + len(packed)] = packed
+    return PackedMatrix(data, weight_format, rows, depth)
+
+
+def _interleave(values: Bytes, steps: int) -> Bytes:
+    """[rows, groups, 4 * steps] bytes as [tiles, groups, steps * 16 * 4]: 4 k of each of 16 columns together."""
+    rows, groups, _ = values.shape
+    words = np.ascontiguousarray(values).view(np.uint32).reshape(rows // COLUMNS, COLUMNS, groups, steps)
+    moved = np.ascontiguousarray(words.transpose(0, 2, 3, 1))
+    return moved.view(np.uint8).reshape(rows // COLUMNS, groups, steps * COLUMNS * 4)
+
+
+def _columns(values: npt.NDArray[Any]) -> Bytes:
+    """[rows, groups] numbers as [tiles, groups, bytes of 16 columns]."""
+    rows, groups = values.shape
+    moved = np.ascontiguousarray(values.reshape(rows // COLUMNS, COLUMNS, groups).transpose(0, 2, 1))
+    return moved.view(np.uint8).reshape(rows // COLUMNS, groups, COLUMNS * values.itemsize)
+
+
+def _stream(*parts: Bytes) -> Bytes:
+    """The parts of each group behind each other: [tiles, bytes of a tile]."""
+    joined = np.concatenate(parts, axis=2)
+    return joined.reshape(joined.shape[0], -1)
+
+
+def _halves(blocks: Bytes, start: int) -> npt.NDArray[np.float16]:
+    """The half float at a byte of each block: [rows, blocks]."""
+    return np.ascontiguousarray(blocks[:, :, start : start + 2]).view(np.float16)[:, :, 0]
+
+
+def _signed_bytes(values: npt.NDArray[np.int8]) -> Bytes:
+    unsigned = values.view(np.uint8)
+    return unsigned ^ np.uint8(0x80) if ISA.offset_weights else unsigned
+
+
+def _pack_q4_1(rows: Bytes) -> Bytes:
+    blocks = rows.reshape(len(rows), -1, 20)
+    return _stream(
+        _interleave(blocks[:, :, 4:], 4), _columns(_halves(blocks, 0)), _columns(_halves(blocks, 2))
+    )
+
+
+def _pack_q4_0(rows: Bytes) -> Bytes:
+    """w = d (q - 8) is w = d q + m with m = -8 d, exact in half precision."""
+    blocks = rows.reshape(len(rows), -1, 18)
+    scale = _halves(blocks, 0)
+    return _stream(_interleave(blocks[:, :, 2:], 4), _columns(scale), _columns(scale * np.float16(-8)))
+
+
+def _pack_q4_k(rows: Bytes) -> Bytes:
+    blocks = rows.reshape(len(rows), -1, 144)
+    count, superblocks = blocks.shape[:2]
+    # 6-bit scales and minimums of the 8 groups
+    packed = blocks[:, :, 4:16]
+    low, high = packed[:, :, 0:4], packed[:, :, 4:8]
+    scales = np.concatenate([low & 63, (packed[:, :, 8:12] & 15) | (low >> 6 << 4)], axis=2)
+    minimums = np.concatenate([high & 63, (packed[:, :, 8:12] >> 4) | (high >> 6 << 4)], axis=2)
+    # 64 values share 32 bytes: low nibbles the first group, high nibbles the second
+    halves = blocks[:, :, 16:].reshape(count, superblocks, 4, 2, 16)
+    first = (halves[:, :, :, 0] & 15) | (halves[:, :, :, 1] << 4)
+    second = (halves[:, :, :, 0] >> 4) | (halves[:, :, :, 1] & 0xF0)
+    nibbles = np.stack([first, second], axis=3).reshape(count, superblocks * 8, 16)
+    tiles = count // COLUMNS
+    by_group = lambda values: _columns(values.reshape(count, superblocks * 8)).reshape(  # noqa: E731
+        tiles, superblocks, 8 * COLUMNS
+    )
+    return _stream(
+        _interleave(nibbles, 4).reshape(tiles, superblocks, 2048),
+        _columns(_halves(blocks, 0)),
+        _columns(_halves(blocks, 2)),
+        by_group(scales),
+        by_group(minimums),
+    )
+
+
+def _pack_q8_0(rows: Bytes) -> Bytes:
+    blocks = rows.reshape(len(rows), -1, 34)
+    values = np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8)
+    return _stream(_interleave(_signed_bytes(values), 8), _columns(_halves(blocks, 0)))
+
+
+def _pack_int8_rounded(rows: npt.NDArray[np.float32]) -> Bytes:
+    groups = rows.reshape(len(rows), -1, GROUP)
+    largest = np.maximum(groups.max(axis=2), -groups.min(axis=2))
+    scale = (largest / np.float32(127)).astype(np.float16)
+    inverse = np.divide(1, scale, out=np.zeros(scale.shape, dtype=np.float32), where=scale != 0, dtype=np.float32)
+    values = np.clip(np.rint(groups * inverse[:, :, None]), -127, 127).astype(np.int8)
+    return _stream(_interleave(_signed_bytes(values), 8), _columns(scale))
+
+
+def _pack_float32(rows: npt.NDArray[np.float32]) -> Bytes:
+    count, depth = rows.shape
+    moved = np.ascontiguousarray(rows.reshape(count // COLUMNS, COLUMNS, depth).transpose(0, 2, 1))
+    return moved.view(np.uint8).reshape(count // COLUMNS, depth * COLUMNS * 4)
+
+
+_FROM_BLOCKS = {
+    ("Q4_0", INT4): _pack_q4_0,
+    ("Q4_1", INT4): _pack_q4_1,
+    ("Q4_K", INT4K): _pack_q4_k,
+    ("Q8_0", INT8): _pack_q8_0,
+}

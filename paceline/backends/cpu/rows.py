@@ -1,0 +1,155 @@
+"""What happens to one row at a time: embedding, norm, quantization, rope, SwiGLU.
+
+Every function here reads and writes one row only, in a fixed order, so its result cannot depend on
+the rows beside it. `records` are the quantized activations described in tiles.py: the record of
+group g and row r lies at records + (g * rows + r) * size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.isa import ISA
+from paceline.backends.cpu.simd import (
+    absolute,
+    add,
+    add_ints,
+    divide,
+    exponential,
+    fma,
+    fma_float,
+    larger,
+    largest_lane,
+    load,
+    load_byte,
+    load_float,
+    load_half,
+    multiply,
+    nearest,
+    spread,
+    store,
+    store_bytes,
+    store_float,
+    store_int32,
+    sum_int_lanes,
+    sum_lanes,
+)
+from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, INT8, RECORD
+
+OFFSET = 128 if ISA.offset_weights else 0
+
+
+@compiled
+def write_record(values, record, quantized):  # type: ignore[no-untyped-def]
+    """Store one group of 32 floats as the record that the tiles read."""
+    first, second = load(values), load(values + 64)
+    if quantized == 0:
+        store(record, first)
+        store(record + 64, second)
+        return
+    largest = largest_lane(larger(absolute(first), absolute(second)))
+    scale = largest / np.float32(127)
+    inverse = spread(np.float32(127) / largest if largest > 0 else np.float32(0))
+    first_ints, second_ints = nearest(multiply(first, inverse)), nearest(multiply(second, inverse))
+    store_bytes(record, first_ints)
+    store_bytes(record + 16, second_ints)
+    total = sum_int_lanes(add_ints(first_ints, second_ints))
+    store_float(record + GROUP, scale)
+    store_float(record + GROUP + 4, scale * np.float32(total))
+    store_int32(record + GROUP + 8, total)
+
+
+@compiled
+def write_records(values, groups, records, rows, row, quantized):  # type: ignore[no-untyped-def]
+    """Store a row of `groups` groups of floats as records."""
+    size = RECORD if quantized else 4 * GROUP
+    for group in range(groups):
+        write_record(values + 128 * group, records + (group * rows + row) * size, quantized)
+
+
+@compiled
+def normalize(values, weight, out, width, padded, epsilon):  # type: ignore[no-untyped-def]
+    """RMSNorm of a row of `width` floats, padded with zeros to `padded`, a multiple of 16."""
+    squares = spread(np.float32(0))
+    for k in range(0, padded, 16):
+        part = load(values + 4 * k)
+        squares = fma(part, part, squares)
+    mean = sum_lanes(squares) / np.float32(width)
+    scale = spread(np.float32(1) / np.float32(math.sqrt(mean + epsilon)))
+    for k in range(0, padded, 16):
+        store(out + 4 * k, multiply(multiply(load(values + 4 * k), scale), load(weight + 4 * k)))
+
+
+@compiled
+def add_row(values, other, padded):  # type: ignore[no-untyped-def]
+    """values += other."""
+    for k in range(0, padded, 16):
+        store(values + 4 * k, add(load(values + 4 * k), load(other + 4 * k)))
+
+
+@compiled
+def rotate(values, cosines, sines, half):  # type: ignore[no-untyped-def]
+    """Rope of one head in place: lanes i and i + half turn by the angle of frequency i."""
+    for i in range(half):
+        first, second = load_float(values + 4 * i), load_float(values + 4 * (i + half))
+        cosine, sine = load_float(cosines + 4 * i), load_float(sines + 4 * i)
+        store_float(values + 4 * i, fma_float(-second, sine, first * cosine))
+        store_float(values + 4 * (i + half), fma_float(first, sine, second * cosine))
+
+
+@compiled
+def normalize_head(values, weight, width, epsilon):  # type: ignore[no-untyped-def]
+    """RMSNorm of one head in place (Qwen3); heads need not be a multiple of 16 wide."""
+    squares = np.float32(0)
+    for i in range(width):
+        squares = fma_float(load_float(values + 4 * i), load_float(values + 4 * i), squares)
+    scale = np.float32(1) / np.float32(math.sqrt(squares / np.float32(width) + epsilon))
+    for i in range(width):
+        store_float(values + 4 * i, load_float(values + 4 * i) * scale * load_float(weight + 4 * i))
+
+
+@compiled
+def gate(gates, ups):  # type: ignore[no-untyped-def]
+    """SwiGLU of 32 columns, in place of the gates: silu(gate) * up."""
+    for k in range(0, GROUP, 16):
+        value = load(gates + 4 * k)
+        minus = multiply(value, spread(np.float32(-1)))
+        sigmoid = divide(spread(np.float32(1)), add(spread(np.float32(1)), exponential(minus)))
+        store(gates + 4 * k, multiply(multiply(value, sigmoid), load(ups + 4 * k)))
+
+
+@compiled
+def read_matrix_row(address, weight_format, groups, size, row, out):  # type: ignore[no-untyped-def]
+    """Unpack row `row` of a packed matrix to floats: the embedding of a token."""
+    tile, column = address + row // COLUMNS * size, row % COLUMNS
+    for k in range(groups * GROUP):
+        group, within = k // GROUP, k % GROUP
+        value = np.float32(0)
+        if weight_format == FLOAT32:
+            value = load_float(tile + 4 * (k * COLUMNS + column))
+        elif weight_format == INT8:
+            block = tile + group * 544
+            byte = load_byte(block + within // 4 * 64 + column * 4 + within % 4)
+            if OFFSET == 0 and byte > 127:
+                byte -= 256
+            value = np.float32(byte - OFFSET) * load_half(block + 512 + 2 * column)
+        else:
+            low = within % 16
+            shift = 4 if within >= 16 else 0
+            if weight_format == INT4:
+                block = tile + group * 320
+                nibble = load_byte(block + low // 4 * 64 + column * 4 + low % 4) >> shift & 15
+                scale, minimum = load_half(block + 256 + 2 * column), load_half(block + 288 + 2 * column)
+                value = scale * np.float32(nibble) + minimum
+            elif weight_format == INT4K:
+                block = tile + group // 8 * 2368
+                nibbles = block + group % 8 * 256
+                nibble = load_byte(nibbles + low // 4 * 64 + column * 4 + low % 4) >> shift & 15
+                side = group % 8 * COLUMNS + column
+                scale = load_half(block + 2048 + 2 * column) * np.float32(load_byte(block + 2112 + side))
+                minimum = load_half(block + 2080 + 2 * column) * np.float32(load_byte(block + 2240 + side))
+                value = scale * np.float32(nibble) - minimum
+        store_float(out + 4 * k, value)

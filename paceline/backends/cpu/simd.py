@@ -1,0 +1,373 @@
+"""Vectors of 16 floats or ints as numba values, and the few scalar operations numba lacks.
+
+With these a kernel is ordinary Python that reads like the arithmetic it does. LLVM maps 16 lanes
+onto one 512-bit, two 256-bit or four 128-bit registers. Addresses are plain int64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.imputils import impl_ret_untracked
+from numba.extending import intrinsic, models, register_model
+
+from paceline.backends.cpu.isa import I8, I32, ISA, call, splat
+
+LANES = 16
+_FLOAT, _HALF, _I16, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(64)
+_FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(I32, LANES)
+
+
+class Floats(types.Type):
+    """Numba's type of a vector of 16 float32."""
+
+    def __init__(self) -> None:
+        super().__init__(name="float32x16")
+
+
+class Ints(types.Type):
+    """Numba's type of a vector of 16 int32."""
+
+    def __init__(self) -> None:
+        super().__init__(name="int32x16")
+
+
+floats, ints = Floats(), Ints()
+
+
+@register_model(Floats)
+class _FloatsModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, numba_type: Any) -> None:
+        super().__init__(manager, numba_type, _FLOATS)
+
+
+@register_model(Ints)
+class _IntsModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, numba_type: Any) -> None:
+        super().__init__(manager, numba_type, _INTS)
+
+
+Emit = Callable[..., Any]
+
+
+def _operation(result: Any, *arguments: Any) -> Callable[[Emit], Any]:
+    """Turn `emit(builder, *values)` into a numba intrinsic of this signature."""
+
+    def decorate(emit: Emit) -> Any:
+        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            value = emit(builder, *args)
+            if result == types.void:
+                return context.get_dummy_value()
+            return impl_ret_untracked(context, builder, result, value)
+
+        # An intrinsic's Python function must have one named parameter per argument.
+        names = ", ".join(f"a{index}" for index in range(len(arguments)))
+        scope: dict[str, Any] = {"answer": (result(*arguments), codegen)}
+        exec(f"def {emit.__name__}(typingctx, {names}):\n    return answer", scope)
+        function = scope[emit.__name__]
+        function.__doc__ = emit.__doc__
+        return intrinsic(function)
+
+    return decorate
+
+
+def _at(builder: ir.IRBuilder, address: Any, kind: ir.Type) -> Any:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def _read(builder: ir.IRBuilder, address: Any, kind: ir.Type, align: int) -> Any:
+    value = builder.load(_at(builder, address, kind))
+    value.align = align
+    return value
+
+
+def _write(builder: ir.IRBuilder, address: Any, value: Any, align: int) -> None:
+    builder.store(value, _at(builder, address, value.type)).align = align
+
+
+# Scalars ------------------------------------------------------------------------------------------
+
+
+@_operation(types.float32, types.int64)
+def load_float(builder, address):  # type: ignore[no-untyped-def]
+    """The float32 at an address."""
+    return _read(builder, address, _FLOAT, 4)
+
+
+@_operation(types.void, types.int64, types.float32)
+def store_float(builder, address, value):  # type: ignore[no-untyped-def]
+    """Write a float32."""
+    _write(builder, address, value, 4)
+
+
+@_operation(types.int64, types.int64)
+def load_int32(builder, address):  # type: ignore[no-untyped-def]
+    """The int32 at an address."""
+    return builder.sext(_read(builder, address, I32, 4), _I64)
+
+
+@_operation(types.void, types.int64, types.int64)
+def store_int32(builder, address, value):  # type: ignore[no-untyped-def]
+    """Write an int32."""
+    _write(builder, address, builder.trunc(value, I32), 4)
+
+
+@_operation(types.int64, types.int64)
+def load_int64(builder, address):  # type: ignore[no-untyped-def]
+    """The int64 at an address."""
+    return _read(builder, address, _I64, 8)
+
+
+@_operation(types.void, types.int64, types.int64)
+def store_int64(builder, address, value):  # type: ignore[no-untyped-def]
+    """Write an int64."""
+    _write(builder, address, value, 8)
+
+
+@_operation(types.int64, types.int64)
+def load_byte(builder, address):  # type: ignore[no-untyped-def]
+    """The unsigned byte at an address."""
+    return builder.zext(_read(builder, address, I8, 1), _I64)
+
+
+@_operation(types.void, types.int64, types.int64)
+def store_byte(builder, address, value):  # type: ignore[no-untyped-def]
+    """Write the low byte of an integer."""
+    _write(builder, address, builder.trunc(value, I8), 1)
+
+
+@_operation(types.int64, types.int64)
+def load_word(builder, address):  # type: ignore[no-untyped-def]
+    """The unsigned 16-bit word at an address."""
+    return builder.zext(_read(builder, address, _I16, 2), _I64)
+
+
+@_operation(types.void, types.int64, types.int64)
+def store_word(builder, address, value):  # type: ignore[no-untyped-def]
+    """Write the low 16 bits of an integer."""
+    _write(builder, address, builder.trunc(value, _I16), 2)
+
+
+def _half_bits_to_float(builder: ir.IRBuilder, bits: Any, ints_type: Any, floats_type: Any) -> Any:
+    """Float out of half bits without a half type: shift into place, rebias by a power of two."""
+
+    def constant(value: float, kind: Any) -> Any:
+        lanes = getattr(kind, "count", 0)
+        return ir.Constant(kind, [value] * lanes if lanes else value)
+
+    magnitude = builder.shl(builder.and_(bits, constant(0x7FFF, ints_type)), constant(13, ints_type))
+    scaled = builder.fmul(builder.bitcast(magnitude, floats_type), constant(2.0**112, floats_type))
+    sign = builder.shl(builder.and_(bits, constant(0x8000, ints_type)), constant(16, ints_type))
+    return builder.bitcast(builder.or_(builder.bitcast(scaled, ints_type), sign), floats_type)
+
+
+@_operation(types.float32, types.int64)
+def load_half(builder, address):  # type: ignore[no-untyped-def]
+    """The half float at an address, widened."""
+    bits = builder.zext(_read(builder, address, _I16, 2), I32)
+    return _half_bits_to_float(builder, bits, I32, _FLOAT)
+
+
+@_operation(types.void, types.int64, types.float32)
+def store_half(builder, address, value):  # type: ignore[no-untyped-def]
+    """Write a float32 as half. Only where `ISA.native_half`."""
+    _write(builder, address, builder.fptrunc(value, _HALF), 2)
+
+
+@_operation(types.float32, types.float32, types.float32, types.float32)
+def fma_float(builder, a, b, c):  # type: ignore[no-untyped-def]
+    """a * b + c with one rounding."""
+    return call(builder, "llvm.fma.f32", _FLOAT, a, b, c)
+
+
+# Vectors ------------------------------------------------------------------------------------------
+
+
+@_operation(floats, types.int64)
+def load(builder, address):  # type: ignore[no-untyped-def]
+    """16 floats at an address."""
+    return _read(builder, address, _FLOATS, 4)
+
+
+@_operation(types.void, types.int64, floats)
+def store(builder, address, value):  # type: ignore[no-untyped-def]
+    """Write 16 floats."""
+    _write(builder, address, value, 4)
+
+
+def halves_at(builder: ir.IRBuilder, address: Any) -> Any:
+    """IR: 16 half floats at an address, widened."""
+    if ISA.native_half:
+        return builder.fpext(_read(builder, address, ir.VectorType(_HALF, LANES), 2), _FLOATS)
+    words = _read(builder, address, ir.VectorType(_I16, LANES), 2)
+    return _half_bits_to_float(builder, builder.zext(words, _INTS), _INTS, _FLOATS)
+
+
+@_operation(floats, types.int64)
+def load_halves(builder, address):  # type: ignore[no-untyped-def]
+    """16 half floats at an address, widened."""
+    return halves_at(builder, address)
+
+
+@_operation(types.void, types.int64, ints)
+def store_bytes(builder, address, value):  # type: ignore[no-untyped-def]
+    """Write the low byte of each of 16 ints."""
+    _write(builder, address, builder.trunc(value, ir.VectorType(I8, LANES)), 1)
+
+
+@_operation(floats, types.float32)
+def spread(builder, value):  # type: ignore[no-untyped-def]
+    """One float in all lanes."""
+    return splat(builder, value, _FLOATS)
+
+
+@_operation(floats, floats, floats)
+def add(builder, a, b):  # type: ignore[no-untyped-def]
+    """a + b."""
+    return builder.fadd(a, b)
+
+
+@_operation(floats, floats, floats)
+def multiply(builder, a, b):  # type: ignore[no-untyped-def]
+    """a * b."""
+    return builder.fmul(a, b)
+
+
+@_operation(floats, floats, floats)
+def divide(builder, a, b):  # type: ignore[no-untyped-def]
+    """a / b."""
+    return builder.fdiv(a, b)
+
+
+@_operation(floats, floats, floats, floats)
+def fma(builder, a, b, c):  # type: ignore[no-untyped-def]
+    """a * b + c with one rounding."""
+    return call(builder, "llvm.fma.v16f32", _FLOATS, a, b, c)
+
+
+@_operation(floats, floats, floats)
+def larger(builder, a, b):  # type: ignore[no-untyped-def]
+    """The larger of each lane; NaN where either is NaN, so that a broken row stays visible."""
+    return call(builder, "llvm.maximum.v16f32", _FLOATS, a, b)
+
+
+@_operation(floats, floats)
+def absolute(builder, a):  # type: ignore[no-untyped-def]
+    """|a|."""
+    return call(builder, "llvm.fabs.v16f32", _FLOATS, a)
+
+
+@_operation(ints, floats)
+def nearest(builder, a):  # type: ignore[no-untyped-def]
+    """The nearest integers, ties to even."""
+    rounded = call(builder, "llvm.rint.v16f32", _FLOATS, a)
+    return call(builder, "llvm.fptosi.sat.v16i32.v16f32", _INTS, rounded)
+
+
+@_operation(ints, ints, ints)
+def add_ints(builder, a, b):  # type: ignore[no-untyped-def]
+    """a + b."""
+    return builder.add(a, b)
+
+
+@_operation(floats, floats, types.int64, types.int64)
+def keep_lanes(builder, a, first, last):  # type: ignore[no-untyped-def]
+    """Lanes first..last of a; minus infinity in the others."""
+    lanes = ir.Constant(_INTS, list(range(LANES)))
+    low = builder.icmp_signed(">=", lanes, splat(builder, builder.trunc(first, I32), _INTS))
+    high = builder.icmp_signed("<=", lanes, splat(builder, builder.trunc(last, I32), _INTS))
+    outside = ir.Constant(_FLOATS, [float("-inf")] * LANES)
+    return builder.select(builder.and_(low, high), a, outside)
+
+
+def _fold(builder: ir.IRBuilder, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """One value out of 16 lanes by halving: a fixed order on every machine."""
+    while vector.type.count > 1:
+        half = vector.type.count // 2
+        parts = [
+            builder.shuffle_vector(
+                vector,
+                ir.Constant(vector.type, ir.Undefined),
+                ir.Constant(ir.VectorType(I32, half), list(range(start, start + half))),
+            )
+            for start in (0, half)
+        ]
+        vector = combine(*parts)
+    return builder.extract_element(vector, I32(0))
+
+
+@_operation(types.float32, floats)
+def sum_lanes(builder, a):  # type: ignore[no-untyped-def]
+    """The sum of the lanes, in a fixed order."""
+    return _fold(builder, a, builder.fadd)
+
+
+@_operation(types.float32, floats)
+def largest_lane(builder, a):  # type: ignore[no-untyped-def]
+    """The largest lane."""
+    return _fold(builder, a, lambda x, y: call(builder, f"llvm.maximum.v{x.type.count}f32", x.type, x, y))
+
+
+@_operation(types.int64, ints)
+def sum_int_lanes(builder, a):  # type: ignore[no-untyped-def]
+    """The sum of the lanes."""
+    return builder.sext(_fold(builder, a, builder.add), _I64)
+
+
+@_operation(floats, floats)
+def exponential(builder, x):  # type: ignore[no-untyped-def]
+    """exp(x) to about 2 units in the last place; exactly 0 below -87, and for minus infinity.
+
+    x = n ln 2 + r with |r| <= ln 2 / 2; a polynomial for exp(r), then n is added to the exponent.
+    """
+
+    def constant(value: float) -> Any:
+        return ir.Constant(_FLOATS, [value] * LANES)
+
+    tiny = builder.fcmp_unordered("<", x, constant(-87.0))
+    huge = builder.fcmp_ordered(">", x, constant(88.0))
+    clipped = builder.select(tiny, constant(0.0), builder.select(huge, constant(88.0), x))
+    n = call(builder, "llvm.rint.v16f32", _FLOATS, builder.fmul(clipped, constant(1.4426950216293335)))
+    # ln 2 in two parts, so that n ln 2 is subtracted without loss
+    r = call(builder, "llvm.fma.v16f32", _FLOATS, n, constant(-0.693145751953125), clipped)
+    r = call(builder, "llvm.fma.v16f32", _FLOATS, n, constant(-1.4286068202862268e-06), r)
+    value = constant(0.0013888889225199819)
+    for coefficient in (0.008333333767950535, 0.0416666679084301, 0.1666666716337204, 0.5, 1.0, 1.0):
+        value = call(builder, "llvm.fma.v16f32", _FLOATS, value, r, constant(coefficient))
+    shifted = builder.shl(builder.fptosi(n, _INTS), ir.Constant(_INTS, [23] * LANES))
+    scaled = builder.bitcast(builder.add(builder.bitcast(value, _INTS), shifted), _FLOATS)
+    return builder.select(tiny, constant(0.0), scaled)
+
+
+# Threads ------------------------------------------------------------------------------------------
+
+
+@_operation(types.int64, types.int64, types.int64)
+def atomic_add(builder, address, value):  # type: ignore[no-untyped-def]
+    """Add to the int64 at an address; what it was before."""
+    return builder.atomic_rmw("add", _at(builder, address, _I64), value, "seq_cst")
+
+
+@_operation(types.int64, types.int64)
+def atomic_load(builder, address):  # type: ignore[no-untyped-def]
+    """The int64 at an address, and all that was written before it was."""
+    return builder.load_atomic(_at(builder, address, _I64), "seq_cst", 8)
+
+
+@_operation(types.void, types.int64, types.int64)
+def atomic_store(builder, address, value):  # type: ignore[no-untyped-def]
+    """Write the int64 at an address after all earlier writes."""
+    builder.store_atomic(value, _at(builder, address, _I64), "seq_cst", 8)
+
+
+@_operation(types.void, types.int64)
+def relax(builder, _count):  # type: ignore[no-untyped-def]
+    """Tell the core that this is a waiting loop."""
+    if ISA.name in ("avx512-vnni", "avx-vnni", "avx2"):
+        call(builder, "llvm.x86.sse2.pause", ir.VoidType())
+    elif ISA.name == "sdot":
+        call(builder, "llvm.aarch64.hint", ir.VoidType(), I32(1))
+
