@@ -121,6 +121,7 @@ class Engine:
             trees = self._propose(parts)
             times.append(time.perf_counter())
             batch = self._builder.build(parts, trees, self.kv, self._pool, self._feature_layers)
+            times.append(time.perf_counter())
             output = self.backend.forward(batch)
             times.append(time.perf_counter())
             verdicts = self._verify(parts, trees, output.logits)
@@ -304,7 +305,8 @@ class Engine:
             prefix_hits=self.kv.prefix_hits,
             plan_time=times[1] - times[0],
             draft_time=times[2] - times[1],
-            forward_time=times[3] - times[2],
-            verify_time=times[4] - times[3],
-            commit_time=times[5] - times[4],
+            build_time=times[3] - times[2],
+            forward_time=times[4] - times[3],
+            verify_time=times[5] - times[4],
+            commit_time=times[6] - times[5],
         )

@@ -89,10 +89,9 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of prompt tokens are still missing."""
-        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(
-            self.prompt_token_ids
-        )
+        """Whether log-probabilities of prompt tokens are still missing. Child 0 gets them for all n."""
+        asked = self.params.prompt_logprobs is not None and self.child == 0
+        return asked and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     def ends_by(self, token: int, num_output: int) -> bool:
         """Whether the output ends with this token, by itself, when `num_output` tokens precede it."""

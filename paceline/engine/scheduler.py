@@ -115,9 +115,8 @@ class Scheduler:
         """Start waiting requests, in order, as long as slots, rows and pages last."""
         while self.waiting and rows > 0 and len(self.running) < self._max_num_seqs:
             request = self.waiting[0]
-            leader = request.leader
-            if leader is not None and leader.status is Status.RUNNING and leader.num_output == 0:
-                break  # its prompt's pages will soon be there to share
+            if self._should_wait_for_leader(request):
+                break
             opened = self._kv.open(request.token_ids, reuse=not request.wants_prompt_logprobs)
             if opened is None:
                 break
@@ -130,6 +129,14 @@ class Scheduler:
             tokens = self._chunk(request, rows)
             rows -= tokens
             parts.append(Scheduled(request, tokens))
+
+    def _should_wait_for_leader(self, request: Request) -> bool:
+        """Whether the first of its siblings is just computing prompt pages that it could share."""
+        leader = request.leader
+        if leader is None or not self._kv.enable_prefix_caching:
+            return False
+        shares = len(request.prompt_token_ids) > self._kv.page_size
+        return shares and leader.status is Status.RUNNING and leader.num_output == 0
 
     def _shrink_drafts(self, parts: list[Scheduled]) -> None:
         """Fit the plans into the rows, pages and context that are left, in order of arrival."""

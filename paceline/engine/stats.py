@@ -23,15 +23,17 @@ class StepStats:
     prefix_hits: int = 0  # tokens found, since the start
     plan_time: float = 0.0  # controller and scheduler
     draft_time: float = 0.0
+    build_time: float = 0.0  # making the batch
     forward_time: float = 0.0
     verify_time: float = 0.0
     commit_time: float = 0.0  # commit, detokenization, observers
 
     @property
     def total_time(self) -> float:
-        return self.plan_time + self.draft_time + self.forward_time + self.verify_time + self.commit_time
+        """Seconds of the whole step."""
+        return self.overhead + self.draft_time + self.forward_time
 
     @property
     def overhead(self) -> float:
         """Seconds of the step outside the forward pass and the drafters."""
-        return self.total_time - self.forward_time - self.draft_time
+        return self.plan_time + self.build_time + self.verify_time + self.commit_time
