@@ -53,7 +53,13 @@ class TorchBackend:
         if max_rows < 1:
             raise BackendError(f"max_rows is {max_rows}, but a pass needs at least 1 row; give 1 or more.")
         take = _take_from(checkpoint, _find_device(device), _find_dtype(dtype))
-        return cls(Transformer(checkpoint.config, take), max_rows)
+        try:
+            return cls(Transformer(checkpoint.config, take), max_rows)
+        except torch.OutOfMemoryError as error:
+            raise BackendError(
+                f"The model does not fit into the memory of {device} as {dtype}; "
+                "choose bfloat16, a device with more memory, or a smaller model."
+            ) from error
 
     def bytes_per_page(self) -> int:
         config = self.model.config
@@ -90,9 +96,8 @@ class TorchBackend:
         cache = cast(TorchPool, pool).cache
         read, write = self._tensor(source), self._tensor(destination)
         for stored in (cache.keys, cache.values):
-            stored[:, write] = stored[
-                :, read
-            ]  # indexing by a tensor copies, so a later write cannot disturb it
+            # indexing by a tensor copies what it reads, so that no write can disturb it
+            stored[:, write] = stored[:, read]
 
     def _rows(self, batch: ForwardBatch) -> Rows:
         """The batch as the model wants it: places instead of pages, masks instead of parents."""

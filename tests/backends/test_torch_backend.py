@@ -83,6 +83,17 @@ def test_every_node_of_a_draft_tree_sees_its_own_path_only(pair: Pair) -> None:
         np.testing.assert_allclose(logits[row], pair.expected(PROMPT + path)[-1], rtol=0, atol=CLOSE)
 
 
+def test_two_interleaved_branches_longer_than_a_window(pair: Pair) -> None:
+    """A window counts positions, not rows: here a parent lies two rows but one position before its child."""
+    request = pair.request()
+    request.extend(PROMPT[:10])
+    tokens = PROMPT[10:]
+    logits = request.run(tokens, parents=[-1, -1, *range(len(tokens) - 2)])
+    for branch in (0, 1):
+        expected = pair.expected(PROMPT[:10] + tokens[branch::2])[10:]
+        np.testing.assert_allclose(logits[branch::2], expected, rtol=0, atol=CLOSE)
+
+
 def test_decoding_goes_on_from_a_committed_branch(pair: Pair) -> None:
     request = pair.request()
     request.extend(PROMPT)
@@ -183,3 +194,19 @@ def test_what_cannot_be_loaded_says_what_to_choose(
 ) -> None:
     with pytest.raises(BackendError, match=message):
         TorchBackend.load(checkpoint, **options)
+
+
+def test_a_model_too_large_for_its_device_says_what_to_do(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*arguments: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("paceline.backends.torch_backend.Transformer", out_of_memory)
+    with pytest.raises(BackendError, match=r"does not fit into the memory of cpu.*choose bfloat16"):
+        TorchBackend.load(checkpoint)
+
+
+def test_a_pool_too_large_for_its_device_says_what_to_do(llama: TorchBackend) -> None:
+    with pytest.raises(BackendError, match=r"No memory for a KV pool of 10000000000000 pages.*fewer pages"):
+        llama.make_pool(10**13)

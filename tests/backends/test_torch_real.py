@@ -80,7 +80,7 @@ def file(request: pytest.FixtureRequest) -> Path:
     large = request.param != DEFAULT_MODEL
     if large and not (os.environ.get("PACELINE_TEST_LARGE") == "1" and is_pulled(request.param)):
         pytest.skip(
-            f"takes minutes and 13 GB: run `paceline models pull {request.param}`, set PACELINE_TEST_LARGE=1"
+            f"takes minutes and 10 GB: run `paceline models pull {request.param}`, set PACELINE_TEST_LARGE=1"
         )
     return resolve(request.param)
 
