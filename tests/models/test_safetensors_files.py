@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import struct
@@ -191,6 +192,22 @@ def test_changed_bytes_load_or_are_told(sound: Path, changed: Path, data: st.Dat
         content[place] = byte
     (changed / "model.safetensors").write_bytes(bytes(content))
     loads_or_says_why(changed)
+
+
+@settings(max_examples=200, deadline=2000)
+@given(
+    shape=st.lists(st.integers(-2, 2**64), max_size=4),
+    offsets=st.lists(st.one_of(st.integers(0, 64), st.integers(-(2**64), 2**64)), max_size=3),
+    dtype=st.sampled_from(["F32", "F16", "BF16", "I64", "x", None]),
+)
+def test_lying_headers_load_or_are_told(
+    changed: Path, shape: list[int], offsets: list[int], dtype: str | None
+) -> None:
+    path = changed / "lying.safetensors"
+    path.write_bytes(one_tensor({"shape": shape, "data_offsets": offsets, "dtype": dtype}, data=b"\0" * 64))
+    with contextlib.suppress(PacelineError):
+        for tensor in read_safetensors(path).values():
+            assert tensor.float32().shape == tuple(shape)
 
 
 @settings(max_examples=150, deadline=2000)

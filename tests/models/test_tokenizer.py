@@ -91,6 +91,17 @@ def test_bytes_of_tokens_join_to_the_text(model: str) -> None:
 
 
 @pytest.mark.real
+def test_a_folder_that_transformers_saved_gives_the_same_ids(tmp_path: Path) -> None:
+    ours, theirs = real("smollm2-135m")
+    theirs.save_pretrained(tmp_path)
+    saved = folder_tokenizer(tmp_path)
+    for text in varied_strings(200):
+        assert saved.encode(text) == ours.encode(text)
+    assert saved.apply_chat_template(CHATS[1]) == ours.apply_chat_template(CHATS[1])
+    assert (saved.bos_id, saved.eos_ids) == (1, {2})
+
+
+@pytest.mark.real
 def test_special_tokens_of_the_default_model() -> None:
     ours, _ = real("smollm2-135m")
     assert (ours.vocab_size, ours.bos_id, ours.eos_ids) == (49152, 1, {0, 2})
