@@ -47,7 +47,6 @@ Int64Array = npt.NDArray[np.int64]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 MASS_ONE = 2.0**40  # the mass of the likeliest token; what is 2^-40 of it or less counts as nothing
-_MASS_NOTHING = -28.0  # exp of this is under 2^-40
 _BUCKETS = 2048
 _BUCKET_RANGE = 64.0
 _BLOCK = 512  # pairs of ids whose noise is made at a time, so that it vectorizes
@@ -70,6 +69,8 @@ def inlined(function: Function) -> Function:
 @compiled
 def choose_token(
     logits: Float32Array,
+    peak: float,
+    low: float,
     temperature: float,
     top_k: int,
     top_p: float,
@@ -82,11 +83,14 @@ def choose_token(
 ) -> int:
     """The token of argmax(log p + gumbel) over the kept ids, or -1 if the logits are not usable.
 
+    `peak` and `low` are the largest and smallest logit, NaN if one is NaN; numpy finds them faster.
     `scaled`, `ids` and `weights` are scratch of the vocabulary's size.
     """
-    peak, low = _scale(logits, temperature, scaled)
     if not math.isfinite(peak):
         return -1
+    for token in range(len(logits)):
+        scaled[token] = np.float64(logits[token]) / temperature
+    peak, low = peak / temperature, low / temperature
     if top_k <= 0 and top_p >= 1.0 and min_p <= 0.0:
         return _race_all(scaled, len(logits), seed, position)
     floor = peak + log(min_p) if min_p > 0.0 else -np.inf
@@ -98,33 +102,31 @@ def choose_token(
         weights[:count] = 1
         count = _keep_prefix(scaled, ids, weights, count, top_k, peak, low)
     if top_p < 1.0:
+        for index in range(count):
+            weights[index] = np.int64(exp(scaled[ids[index]] - peak) * MASS_ONE)
         total = 0
         for index in range(count):
-            weights[index] = _mass(scaled[ids[index]] - peak)
-            total += weights[index]
-        need = max(1, min(total, math.ceil(top_p * np.float64(total))))
+            total += int(weights[index])
+        need = max(1, min(total, math.ceil(top_p * total)))
+        count = _drop_light(ids, weights, count, (total - need) // count)
         count = _keep_prefix(scaled, ids, weights, count, need, peak, low)
     return _race(scaled, ids, count, seed, position)
 
 
 @inlined
-def _scale(logits: Float32Array, temperature: float, scaled: Float64Array) -> tuple[float, float]:
-    """Fill `scaled` with logits / temperature; its largest and smallest finite value (NaN if any is NaN)."""
-    peak, low = -np.inf, np.inf
-    broken = False
-    for token in range(len(logits)):
-        value = np.float64(logits[token]) / temperature
-        scaled[token] = value
-        broken |= value != value
-        peak = value if value > peak else peak
-        low = value if value < low and value > -np.inf else low
-    return (np.nan if broken else peak), low
+def _drop_light(ids: Int64Array, weights: Int64Array, count: int, least: int) -> int:
+    """Drop, in place, ids of less than the `least` weight; how many are left.
 
-
-@inlined
-def _mass(distance: float) -> np.int64:
-    """The probability mass of a token this far (not positive) from the likeliest one, as an integer."""
-    return np.int64(exp(distance) * MASS_ONE) if distance > _MASS_NOTHING else np.int64(0)
+    Those that top-p can spare together, shared out evenly, are this light: in a real distribution
+    nearly all. It only makes the search for the threshold shorter.
+    """
+    left = 0
+    for index in range(count):
+        weight = weights[index]
+        ids[left] = ids[index]
+        weights[left] = weight
+        left += weight >= least
+    return left
 
 
 @compiled
@@ -223,19 +225,16 @@ def _race_all(scaled: Float64Array, size: int, seed: np.uint64, position: np.uin
 
 
 @compiled
-def log_normalizer(logits: Float32Array) -> float:
-    """log(sum(exp(logits))) in double, summed in id order; NaN or infinite if the logits are not usable."""
-    peak = -np.inf
-    broken = False
-    for token in range(len(logits)):
-        value = np.float64(logits[token])
-        broken |= value != value
-        peak = value if value > peak else peak
-    if broken or not math.isfinite(peak):
-        return np.nan
+def log_normalizer(logits: Float32Array, peak: float) -> float:
+    """log(sum(exp(logits))) in double, summed in id order. `peak` is the largest logit, a finite one."""
     total = 0.0
-    for token in range(len(logits)):
-        total += exp(np.float64(logits[token]) - peak)
+    terms = np.empty(_BLOCK, dtype=np.float64)
+    for start in range(0, len(logits), _BLOCK):
+        count = min(_BLOCK, len(logits) - start)
+        for index in range(count):  # apart from the sum, so that it vectorizes
+            terms[index] = exp(np.float64(logits[start + index]) - peak)
+        for index in range(count):
+            total += terms[index]
     return peak + log(total)
 
 

@@ -26,9 +26,10 @@ def token_logprobs(logits: npt.NDArray[np.float32], token: int, count: int) -> d
 
     Raises BackendError if the logits hold NaN or +inf.
     """
-    normalizer = log_normalizer(logits)
-    if math.isnan(normalizer):
+    peak = float(logits.max())
+    if not math.isfinite(peak):
         raise BackendError("the model's logits hold NaN or infinity: the model file may be damaged.")
+    normalizer = log_normalizer(logits, peak)
     chosen = logits[token]
     rank = int(np.count_nonzero(logits > chosen)) + 1
     entries = {token: Logprob(float(chosen) - normalizer, rank)}

@@ -106,6 +106,8 @@ class Sampler:
         else:
             token = choose_token(
                 logits,
+                float(logits.max()),
+                float(logits.min()),
                 params.temperature,
                 params.top_k,
                 params.top_p,
