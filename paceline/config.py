@@ -37,9 +37,9 @@ class ModelOptions:
 class BackendOptions:
     """How a forward pass runs."""
 
-    backend: str = "auto"  # auto: cpu, or torch when a device other than the CPU is named
+    backend: str = "auto"  # auto: cpu where it can run the model, else torch
     dtype: str = "auto"  # of the torch backend; auto is float32
-    quantization: str = "auto"  # of the cpu backend; none is float32
+    quantization: str = "auto"  # of the cpu backend: auto | native | int8 | none (float32)
     device: str = "cpu"
     threads: int | None = None  # None: one for each core
 

@@ -1,0 +1,90 @@
+"""Negative controls: the toy model must notice each of these bugs, or the exactness tests prove nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.engine.batch import BatchBuilder
+from paceline.kv.cache import KVCache
+from paceline.kv.pages import PagePool
+from paceline.verify.params import SamplingParams
+from tests.toy import VOCAB, ScriptedDrafter, drain, toy_engine
+
+
+def params(number):
+    return SamplingParams(temperature=1.0, seed=5, max_tokens=6 + 3 * number, logprobs=1, ignore_eos=True)
+
+
+def prompts():
+    rng = np.random.default_rng(0)
+    endings = [rng.integers(2, VOCAB, 9).tolist() for _ in range(6)]
+    # the same pages after different first ones; and the same beginning, for pages held by two at a time
+    return [
+        *endings,
+        [2, 3, 4, 5, *endings[0]],
+        [6, 7, 8, 9, *endings[0]],
+        [*endings[0], 5],
+        [*endings[0], 6],
+    ]
+
+
+def outputs(**options):
+    engine = toy_engine(**options)
+    results = []
+    for _ in range(2):  # the second time with prefix hits
+        added = [engine.add_request(ids, params(number))[0] for number, ids in enumerate(prompts())]
+        drain(engine)
+        results += [(request.output_token_ids, request.logprobs, request.finish_reason) for request in added]
+    return results
+
+
+@pytest.fixture(scope="module")
+def truth():
+    return outputs()
+
+
+def drafted(truth):
+    tokens = {tuple(ids): truth[number][0] for number, ids in enumerate(prompts())}
+    return outputs(drafter=ScriptedDrafter(tokens, "tree"), budget=6)
+
+
+def test_without_a_bug_all_agree(truth):
+    assert drafted(truth) == truth
+    assert outputs(num_pages=30, max_model_len=64) == truth
+
+
+def test_a_commit_that_forgets_to_move_is_noticed(truth, monkeypatch):
+    monkeypatch.setattr(KVCache, "_move_together", lambda *_: None)
+    assert drafted(truth) != truth
+
+
+def test_a_prefix_found_without_looking_at_its_parent_is_noticed(truth, monkeypatch):
+    def careless(self, parent, tokens):
+        return next((page for (_, known), page in self._index.items() if known == tokens), None)
+
+    monkeypatch.setattr(PagePool, "find", careless)
+    assert outputs() != truth
+
+
+def test_pages_freed_while_in_use_are_noticed(truth, monkeypatch):
+    hold = PagePool.hold
+
+    def forgetful(self, page):
+        hold(self, page)
+        self._holders[page] = 1
+
+    monkeypatch.setattr(PagePool, "hold", forgetful)
+    with pytest.raises((AssertionError, KeyError)):
+        assert outputs(num_pages=30, max_model_len=64) == truth
+
+
+def test_a_node_that_sees_its_sibling_is_noticed(truth, monkeypatch):
+    add_tree = BatchBuilder._add_tree
+
+    def chained(self, tree, start, end, outputs):
+        tokens, _ = tree
+        return add_tree(self, (tokens, np.arange(-1, len(tokens) - 1)), start, end, outputs)
+
+    monkeypatch.setattr(BatchBuilder, "_add_tree", chained)
+    assert drafted(truth) != truth
