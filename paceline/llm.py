@@ -34,7 +34,12 @@ class ChatTokenizer(TextTokenizer, Protocol):
 
 
 class LLM:
-    """A model that generates. Options are those of paceline.config; unknown ones are refused."""
+    """A model that generates.
+
+    Options: tokenizer, max_model_len, backend, dtype, quantization, device, threads,
+    kv_cache_memory_bytes, enable_prefix_caching, max_num_seqs, max_num_batched_tokens,
+    speculative_config, seed. paceline/config.py describes each; others are refused.
+    """
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
         from paceline.engine.build import build_engine
@@ -98,11 +103,16 @@ class LLM:
             raise RequestError(f"stream gives one output, but n is {params.n}. Use generate, or n=1.")
         _, ids = self._tokenized(prompt)
         (request,) = self.engine.add_request(ids, params)
+        sent = 0
         try:
-            while not request.finished:
-                for delta in self.engine.step():
-                    if delta.request is request and delta.text:
-                        yield delta.text
+            while not request.finished or sent < len(request.detokenizer.text):
+                if not request.finished:
+                    self.engine.step()
+                # all that is new, not the step's delta: other calls may step the engine in between
+                text = request.detokenizer.text[sent:]
+                if text:
+                    sent += len(text)
+                    yield text
             if request.error is not None:
                 raise request.error
         finally:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 import paceline
 from paceline import LLM, SamplingParams
 from paceline.errors import ConfigError, RequestError
+from tests.models.files import config_of, random_tensors, write_gguf
 from tests.toy import ToyBackend, ToyTokenizer, toy_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -76,6 +81,10 @@ def test_stream_gives_the_text_in_pieces_and_stopping_early_aborts(llm):
     (whole,) = llm.generate("hello", params)
     assert "".join(llm.stream("hello", params)) == whole.outputs[0].text
     pieces = llm.stream("hello", params)
+    start = next(pieces)
+    llm.generate("another call in between", params)
+    assert start + "".join(pieces) == whole.outputs[0].text
+    pieces = llm.stream("hello", params)
     next(pieces)
     pieces.close()
     assert not llm.engine.has_unfinished
@@ -119,3 +128,33 @@ def test_the_same_calls_give_the_same_text():
     texts = [[output.outputs[0].text for output in run] for run in runs]
     assert texts[0] == texts[1]
     assert texts[0][0] != texts[0][2]
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tensors = random_tensors(config_of("llama"))
+    return write_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf", "llama", tensors)
+
+
+@pytest.mark.parametrize("options", [{"backend": "torch"}, {"backend": "cpu", "threads": 1}])
+def test_a_model_file_is_served_from_its_name_alone(tiny_model, options):
+    llm = LLM(str(tiny_model), max_num_batched_tokens=32, **options)
+    tokenizer = llm.get_tokenizer()
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True)
+    first, second = llm.generate(["abcabc", "abab"], params)
+    assert len(first.outputs[0].token_ids) == 12
+    assert first.outputs[0].text == tokenizer.decode(first.outputs[0].token_ids)
+    assert second.prompt_token_ids == tokenizer.encode("abab")
+    assert "".join(llm.stream("abcabc", params)) == first.outputs[0].text
+    with pytest.raises(RequestError, match="context holds"):
+        llm.generate([[5] * 10_000], params)
+
+
+def test_a_context_beyond_the_models_is_refused(tiny_model):
+    with pytest.raises(ConfigError, match="this model's context"):
+        LLM(str(tiny_model), backend="torch", max_model_len=10**6)
+
+
+def test_torch_is_not_imported_until_its_backend_is_used():
+    code = "import sys, paceline.llm, paceline.engine.build, paceline.backends.cpu; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
