@@ -1,4 +1,4 @@
-"""The offline API: shapes a vLLM user knows, over the toy engine and a tiny real checkpoint."""
+"""The offline API: shapes a vLLM user knows, over the toy engine and a tiny model file."""
 
 from __future__ import annotations
 
@@ -156,5 +156,6 @@ def test_a_context_beyond_the_models_is_refused(tiny_model):
 
 
 def test_torch_is_not_imported_until_its_backend_is_used():
-    code = "import sys, paceline.llm, paceline.engine.build, paceline.backends.cpu; sys.exit('torch' in sys.modules)"
+    modules = "sys, paceline.llm, paceline.engine.build, paceline.backends.cpu"
+    code = f"import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
