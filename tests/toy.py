@@ -236,6 +236,7 @@ class ScriptedDrafter:
     ) -> None:
         assert features is not None
         for request, verdict in zip(requests, verdicts, strict=True):
+            assert request not in self.forgotten, "observed after it was forgotten"
             self.seen[request] = self.seen.get(request, 0) + len(verdict.tokens)
 
     def forget(self, request: Request) -> None:

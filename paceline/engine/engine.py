@@ -104,6 +104,7 @@ class Engine:
         aborted = self._live.get(request_id, [])
         for request in list(aborted):
             self._finish(request, "abort")
+        self._forget(aborted)
         return aborted
 
     def step(self) -> list[Delta]:
@@ -133,22 +134,19 @@ class Engine:
         times.append(time.perf_counter())
 
         self.stats = self._facts(parts, verdicts, batch, times)
+        self.stats.new_tokens = sum(len(delta.token_ids) for delta in deltas)
         self.stats.preemptions = self.scheduler.num_preemptions - preempted_before
         self._controller.observe(self.stats)
         return deltas
 
     def _propose(self, parts: Sequence[Scheduled]) -> DraftTrees | None:
         """The trees of all parts; None when nothing is drafted."""
-        names = {part.plan.drafter for part in parts if part.plan.budget > 0}
+        names = {part.plan.drafter for part in parts if part.plan.drafter is not None}
         if not names:
             return None
         trees: list[tuple[Sequence[int], Sequence[int]]] = [NO_TREE] * len(parts)
-        for name in sorted(filter(None, names)):
-            chosen = [
-                index
-                for index, part in enumerate(parts)
-                if part.plan.budget > 0 and part.plan.drafter == name
-            ]
+        for name in sorted(names):
+            chosen = [index for index, part in enumerate(parts) if part.plan.drafter == name]
             plans = [parts[index].plan for index in chosen]
             proposed = self._drafters[name].propose([parts[index].request for index in chosen], plans)
             proposed.check([plan.budget for plan in plans], self.limits.vocab_size)
@@ -250,8 +248,6 @@ class Engine:
         request.finished_time = self._clock()
         request.detokenizer.finish()
         self.scheduler.remove(request, forget=error is not None)
-        for drafter in self._drafters.values():
-            drafter.forget(request)
         siblings = self._live[request.request_id]
         self._live[request.request_id] = [other for other in siblings if other is not request]
         if not self._live[request.request_id]:
@@ -261,6 +257,7 @@ class Engine:
         """End the requests of a pass that raised."""
         for part in parts:
             self._finish(part.request, "error", error=error)
+        self._forget([part.request for part in parts])
         return [Delta(part.request, part.request.detokenizer.take(), ()) for part in parts]
 
     def _observe(
@@ -281,6 +278,13 @@ class Engine:
         requests = [part.request for part in parts]
         for drafter in self._drafters.values():
             drafter.observe(requests, verdicts, features)
+        self._forget([request for request in requests if request.finished])
+
+    def _forget(self, requests: Sequence[Request]) -> None:
+        """Let drafters drop what they keep for requests that have ended."""
+        for drafter in self._drafters.values():
+            for request in requests:
+                drafter.forget(request)
 
     def _facts(
         self,
@@ -295,7 +299,6 @@ class Engine:
             requests=len(parts),
             rows=batch.num_rows,
             prefill_tokens=known - sum(part.num_tokens == 1 for part in parts),
-            new_tokens=sum(len(verdict.tokens) for verdict in verdicts),
             drafted=batch.num_rows - known,
             accepted=sum(len(verdict.accepted) for verdict in verdicts),
             running=len(self.scheduler.running),
