@@ -1,0 +1,171 @@
+"""`paceline bench decode|rows|concurrency|perplexity`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from paceline.config import DEFAULT_MODEL
+from paceline.errors import ConfigError
+
+app = typer.Typer(help="Measure speed and quality on this machine.", no_args_is_help=True)
+
+Model = Annotated[str, typer.Argument(help="An alias, a .gguf file, a folder or a hub id.")]
+Threads = Annotated[int | None, typer.Option(help="Threads; one for each core if not given.")]
+Quantization = Annotated[
+    str, typer.Option(help="How the cpu backend keeps weights: auto, native, int8, none.")
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write all results to this file.")
+]
+
+
+@app.command("decode")
+def decode_command(
+    model: Model = DEFAULT_MODEL,
+    tokens: Annotated[int, typer.Option(help="Tokens to decode, after the first.")] = 128,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt to decode from.")] = 16,
+    prefill: Annotated[int, typer.Option(help="Tokens of the prompt to prefill.")] = 512,
+    rounds: Annotated[int, typer.Option(help="How often each contestant has its turn.")] = 5,
+    threads: Threads = None,
+    quantization: Quantization = "auto",
+    peer: Annotated[str, typer.Option(help="Whom to compare with: llama.cpp or none.")] = "llama.cpp",
+    peer_python: Annotated[
+        str, typer.Option(help="The interpreter that has llama_cpp.", show_default="this one")
+    ] = sys.executable,
+    json_file: JsonFile = None,
+) -> None:
+    """Plain greedy decoding and prefill at batch 1, in turns with llama.cpp on the same file."""
+    from paceline.bench.decode import DecodeOptions, decode_facts, measure_decode
+    from paceline.bench.tables import decode_notes, decode_table, progress
+
+    report = Report(json_file)
+    options = DecodeOptions(
+        model, tokens, prompt_tokens, prefill, rounds, threads, quantization, peer, peer_python
+    )
+    with progress(rounds) as on_turn:
+        contest = measure_decode(options, on_turn)
+    report.show(decode_table(contest), decode_notes(contest), decode_facts(contest))
+
+
+@app.command("rows")
+def rows_command(
+    model: Model = DEFAULT_MODEL,
+    rows: Annotated[str, typer.Option(help="Numbers of rows.")] = "1,2,3,4,5,6,7,8,12,16,24,32,48,64",
+    context: Annotated[int, typer.Option(help="Tokens committed before.")] = 64,
+    rounds: Annotated[int, typer.Option(help="How often each number of rows has its turn.")] = 20,
+    threads: Threads = None,
+    quantization: Quantization = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """The cost of one pass over n rows, compared with one row."""
+    from paceline.bench.loading import load_backend_for_bench, settings
+    from paceline.bench.perplexity import text_ids
+    from paceline.bench.rows import measure_rows
+    from paceline.bench.tables import progress, rows_table
+
+    report = Report(json_file)
+    counts = sorted({1, *_integers("--rows", rows)})
+    loaded = load_backend_for_bench(model, quantization, threads, max_rows=counts[-1])
+    ids = text_ids(loaded.tokenizer)
+    with progress(rounds * len(counts)) as on_turn:
+        costs = measure_rows(loaded.backend, ids, loaded.max_position, counts, context, rounds, on_turn)
+    facts = {"model": model, **asdict(settings(loaded.backend)), "context": context, "rounds": rounds}
+    report.show(rows_table(model, costs, context, rounds), [], {**facts, "rows": costs.facts()})
+
+
+@app.command("concurrency")
+def concurrency_command(
+    model: Model = DEFAULT_MODEL,
+    concurrency: Annotated[str, typer.Option(help="Numbers of requests at once.")] = "1,4,16",
+    tokens: Annotated[int, typer.Option(help="Tokens of each output.")] = 64,
+    rounds: Annotated[int, typer.Option(help="How often each number of requests has its turn.")] = 3,
+    threads: Threads = None,
+    quantization: Quantization = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Total speed of n requests at once, and whether each gets what it gets alone."""
+    from paceline.bench.concurrency import measure_concurrency
+    from paceline.bench.loading import load_engine_for_bench, settings
+    from paceline.bench.perplexity import text_ids
+    from paceline.bench.tables import concurrency_notes, concurrency_table, progress
+
+    report = Report(json_file)
+    counts = sorted({1, *_integers("--concurrency", concurrency)})
+    loaded = load_engine_for_bench(model, quantization, threads, max_num_seqs=counts[-1])
+    with progress(counts[-1] + rounds * len(counts)) as on_turn:
+        result = measure_concurrency(
+            loaded.engine, text_ids(loaded.tokenizer), counts, tokens, rounds, on_turn
+        )
+    facts = {"model": model, **asdict(settings(loaded.engine.backend)), "tokens": tokens, "rounds": rounds}
+    facts |= {"identical_to_alone": result.identical, "concurrency": result.facts()}
+    report.show(concurrency_table(model, result, rounds), concurrency_notes(result), facts)
+    if not result.identical:
+        raise typer.Exit(1)
+
+
+@app.command("perplexity")
+def perplexity_command(
+    model: Model = DEFAULT_MODEL,
+    against: Annotated[
+        str, typer.Option(help="What to compare with: a quantization (none is float32), or torch.")
+    ] = "none",
+    context: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    threads: Threads = None,
+    quantization: Quantization = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Perplexity of a fixed text with quantized weights, and how much worse it is than with float32."""
+    from paceline.bench.quantization import compare_quantizations
+    from paceline.bench.tables import perplexity_table, progress
+
+    report = Report(json_file)
+    with progress(2) as on_turn:
+        comparison = compare_quantizations(model, quantization, against, threads, context, on_turn)
+    facts = {"model": model, "context": context, **comparison.facts()}
+    report.show(perplexity_table(model, comparison), [], facts)
+
+
+class Report:
+    """Where results go: to the terminal and, if one is named, into a JSON file."""
+
+    def __init__(self, json_file: Path | None) -> None:
+        """Refuse a file that cannot be written before minutes are spent on its contents."""
+        from paceline.bench.machine import machine_facts
+
+        if json_file is not None and (json_file.is_dir() or not json_file.resolve().parent.is_dir()):
+            raise ConfigError(f"--json {json_file} cannot be written: give a file in a folder that exists.")
+        self._json_file = json_file
+        self._machine = machine_facts()  # now, for its load
+
+    def show(self, table: Table, notes: Sequence[str], facts: dict[str, Any]) -> None:
+        """Print the table, the notes and the machine, and write the file."""
+        from paceline.bench.tables import machine_line
+
+        console = Console()
+        console.print(table)
+        for note in (*notes, machine_line(self._machine, facts["threads"], facts["quantization"])):
+            console.print(note, highlight=False, markup=False, soft_wrap=True)
+        if self._json_file is not None:
+            self._json_file.write_text(json.dumps({**facts, "machine": self._machine}, indent=2) + "\n")
+
+
+def _integers(option: str, text: str) -> list[int]:
+    """The positive numbers of a list such as 1,4,16."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(
+            f"{option} must be positive numbers with commas between, such as 1,4,16; got {text!r}."
+        )
+    return numbers

@@ -1,0 +1,68 @@
+"""Models loaded for a measurement, and what was chosen for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.backends.base import Backend
+from paceline.config import BackendOptions, EngineConfig, SchedulerOptions
+from paceline.engine.build import Loaded, build_engine, load_backend
+from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
+from paceline.models.tokenizer import Tokenizer
+
+TORCH = "torch"  # named like a quantization: the reference backend in float32
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a backend settled on."""
+
+    quantization: str  # never "auto"
+    threads: int
+
+
+def settings(backend: Any) -> Settings:
+    """The quantization and threads of a backend; the reference backend has neither of its own."""
+    from paceline.backends.cpu.team import default_threads
+
+    return Settings(getattr(backend, "quantization", TORCH), getattr(backend, "threads", default_threads()))
+
+
+@dataclass(frozen=True)
+class LoadedBackend:
+    """A backend without an engine around it."""
+
+    backend: Backend
+    tokenizer: Tokenizer
+    max_position: int  # the model's context
+
+
+def load_backend_for_bench(
+    model: str, quantization: str, threads: int | None, max_rows: int = 1
+) -> LoadedBackend:
+    """The model's backend as an engine would load it, for passes of `max_rows` if those are more."""
+    path = resolve(model)
+    if quantization == TORCH:
+        options = BackendOptions(backend="torch", threads=threads)
+    else:
+        options = BackendOptions(backend="cpu", quantization=quantization, threads=threads)
+    checkpoint = load_checkpoint(path)
+    rows = max(max_rows, SchedulerOptions().max_num_batched_tokens)
+    backend = load_backend(checkpoint, options, rows)
+    return LoadedBackend(backend, load_tokenizer(path), checkpoint.config.max_position)
+
+
+def load_engine_for_bench(model: str, quantization: str, threads: int | None, max_num_seqs: int) -> Loaded:
+    """The model's engine. It keeps no prefixes, so that every round computes its prompts again."""
+    defaults = SchedulerOptions()
+    config = EngineConfig.from_options(
+        model=model,
+        backend="cpu",
+        quantization=quantization,
+        threads=threads,
+        enable_prefix_caching=False,
+        max_num_seqs=max(max_num_seqs, defaults.max_num_seqs),
+        max_num_batched_tokens=max(max_num_seqs, defaults.max_num_batched_tokens),
+    )
+    return build_engine(config)

@@ -1,0 +1,136 @@
+"""Results as tables, and progress while they are measured. All on the terminal; JSON is made elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from paceline.bench.concurrency import Concurrency
+from paceline.bench.decode import Contest, Result
+from paceline.bench.quantization import Comparison
+from paceline.bench.rows import RowCosts
+from paceline.bench.timing import OnTurn
+
+
+@contextmanager
+def progress(total: int) -> Iterator[OnTurn]:
+    """A progress bar on standard error, to be told after each of `total` turns what was done."""
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("warming up", total=total)
+        yield lambda text: bar.update(task, advance=1, description=text)
+
+
+def machine_line(machine: Mapping[str, object], threads: object, quantization: object) -> str:
+    """The machine in one line."""
+    return (
+        f"{machine['cpu']} ({machine['isa']}), {machine['usable_cores']} of {machine['cores']} cores usable, "
+        f"{threads} threads, quantization {quantization}, load {machine['load_average']}"
+    )
+
+
+def decode_table(contest: Contest) -> Table:
+    """Both contestants' speeds, and how many times faster paceline is."""
+    options, peer = contest.options, contest.peer
+    table = Table(
+        title=f"{options.model}: greedy, batch 1, {options.rounds} rounds in turns", title_justify="left"
+    )
+    table.add_column("tokens per second")
+    for heading in ("paceline", *([f"{options.peer} {peer.facts['version']}", "ratio"] if peer else [])):
+        table.add_column(heading, justify="right")
+
+    def add(what: str, tokens: int, decode: bool, best: bool) -> None:
+        def seconds(result: Result) -> float:
+            timing = result.decode if decode else result.prefill
+            return timing.best if best else timing.median
+
+        cells = [f"{tokens / seconds(result):,.1f}" for result in (contest.paceline, peer) if result]
+        ratio = contest.ratio(seconds)
+        table.add_row(what, *cells, *([] if ratio is None else [f"{ratio:.2f}"]))
+
+    add(f"decode {options.tokens}, best", options.tokens, decode=True, best=True)
+    add(f"decode {options.tokens}, median", options.tokens, decode=True, best=False)
+    add(f"prefill {options.prefill}, best", options.prefill, decode=False, best=True)
+    add(f"prefill {options.prefill}, median", options.prefill, decode=False, best=False)
+    return table
+
+
+def decode_notes(contest: Contest) -> list[str]:
+    """What else was found, a line each."""
+    ours, options, fresh = contest.paceline, contest.options, contest.fresh_start
+    notes = [
+        f"time per token: best {1e3 * ours.decode.best / options.tokens:.2f} ms, "
+        f"median {1e3 * ours.decode.median / options.tokens:.2f} ms",
+        f"overhead per step, outside the pass: best {1e3 * ours.overhead.best:.3f} ms, "
+        f"median {1e3 * ours.overhead.median:.3f} ms",
+        f"from process start to first token: {fresh.seconds:.2f} s (compile cache warm)",
+        f"peak memory: {fresh.peak_memory_bytes / 1e6:,.0f} MB",
+    ]
+    if contest.peer is not None:
+        notes.append(
+            f"both chose the same first {contest.agreeing_tokens} of {len(ours.token_ids)} tokens "
+            "(their roundings differ)"
+        )
+    if contest.peer_error is not None:
+        notes.append(f"no numbers of {options.peer}: {contest.peer_error}")
+    return notes
+
+
+def rows_table(model: str, costs: RowCosts, context: int, rounds: int) -> Table:
+    """The cost of a pass by its rows."""
+    table = Table(
+        title=f"{model}: one pass after {context} tokens, {rounds} rounds in turns", title_justify="left"
+    )
+    for heading in ("rows", "best ms", "median ms", "best / 1 row", "median / 1 row"):
+        table.add_column(heading, justify="right")
+    for line in costs.facts():
+        table.add_row(
+            str(line["rows"]),
+            f"{line['ms']:.2f}",
+            f"{line['median_ms']:.2f}",
+            f"{line['ratio']:.2f}",
+            f"{line['median_ratio']:.2f}",
+        )
+    return table
+
+
+def concurrency_table(model: str, result: Concurrency, rounds: int) -> Table:
+    """Total tokens per second by how many requests run at once."""
+    table = Table(
+        title=f"{model}: {result.tokens} greedy tokens a request, prompts included, {rounds} rounds in turns",
+        title_justify="left",
+    )
+    for heading in ("requests", "best tok/s", "median tok/s", "best / 1", "median / 1", "outputs as alone"):
+        table.add_column(heading, justify="right")
+    for count, line in zip(result.timings, result.facts(), strict=True):
+        differing = result.differing[count]
+        table.add_row(
+            str(count),
+            f"{line['tokens_per_second']:,.1f}",
+            f"{line['median_tokens_per_second']:,.1f}",
+            f"{line['ratio']:.2f}",
+            f"{line['median_ratio']:.2f}",
+            "identical" if not differing else f"{len(differing)} differ",
+        )
+    return table
+
+
+def concurrency_notes(result: Concurrency) -> list[str]:
+    """Whether requests disturbed each other, in words."""
+    if result.identical:
+        return ["Every request got, token for token, what it gets alone."]
+    return ["Outputs depended on what else was running: this is a bug, please report it."]
+
+
+def perplexity_table(model: str, comparison: Comparison) -> Table:
+    """Both perplexities and their difference."""
+    title = f"{model}: {comparison.measured.tokens} tokens of the fixed text"
+    table = Table("quantization", title=title, title_justify="left")
+    table.add_column("perplexity", justify="right")
+    for one in (comparison.measured, comparison.against):
+        table.add_row(one.quantization, f"{one.perplexity:.4f}")
+    table.add_row("difference", f"{comparison.difference_percent:+.2f} %")
+    return table
