@@ -1,0 +1,211 @@
+"""`paceline check`: what this machine is, what paceline chose for it, and whether it computes right."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from paceline.config import DEFAULT_MODEL
+from paceline.errors import PacelineError
+from paceline.home import paceline_home
+
+PACKAGES = ("paceline", "numpy", "numba", "llvmlite", "tokenizers", "safetensors", "torch", "triton")
+# of all the features LLVM names, those that decide how kernels are made
+FEATURES: tuple[str, ...] = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vnni")
+FEATURES += ("avxvnni", "neon", "dotprod", "i8mm", "sve")
+COLD = "cold: the first run compiles for about a minute"
+PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time", "1, 2, 3, 4,")
+
+Facts = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one test found."""
+
+    name: str
+    status: str  # ok | failed | skipped
+    detail: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that `paceline check` tells."""
+
+    facts: Facts  # by section
+    outcomes: list[Outcome]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing failed; what was skipped did not."""
+        return all(outcome.status != "failed" for outcome in self.outcomes)
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return {**self.facts, "tests": [asdict(one) for one in self.outcomes], "passed": self.passed}
+
+
+def check(model: str | None = None, with_torch: bool = False) -> Report:
+    """The report on this machine. `model` is tested too; without it the default one, if it was fetched."""
+    facts: Facts = {"machine": machine(), "kernels": kernels(), "versions": versions(), "models": models()}
+    if with_torch:
+        facts["torch"] = torch_facts()
+    return Report(facts, [*kernel_outcomes(), _guarded("model", lambda: model_outcome(model))])
+
+
+def machine() -> dict[str, Any]:
+    """The processor and the memory."""
+    affinity: Any = getattr(os, "sched_getaffinity", None)
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": processor_name(),
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+        "usable cores": len(affinity(0)) if affinity else os.cpu_count(),
+        **_memory(),
+    }
+
+
+def processor_name() -> str:
+    """The name the processor gives itself, as far as the system tells it."""
+    for line in _lines(Path("/proc/cpuinfo")):
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or "unknown"
+
+
+def _memory() -> dict[str, str]:
+    found = {}
+    for line in _lines(Path("/proc/meminfo")):
+        name, _, value = line.partition(":")
+        if name in ("MemTotal", "MemAvailable"):
+            label = "memory" if name == "MemTotal" else "available memory"
+            found[label] = f"{int(value.split()[0]) * 1024 / 2**30:.1f} GiB"
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a file of the system; none where there is no such file."""
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def kernels() -> dict[str, Any]:
+    """Which instructions the cpu backend uses, and whether its code is compiled already."""
+    from paceline.backends.cpu.compiled import cache_folder
+    from paceline.backends.cpu.isa import ISA, target_features
+
+    features = target_features()
+    files = [path for path in cache_folder().rglob("*.nb[ic]") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    return {
+        "instruction set": ISA.name,
+        "description": ISA.description,
+        "features": " ".join(name for name in FEATURES if name in features) or "none of note",
+        "cache": f"warm: {len(files)} files, {size / 1e6:.1f} MB" if files else COLD,
+        "cache folder": str(cache_folder()),
+    }
+
+
+def versions() -> dict[str, Any]:
+    """Python and the packages that matter, without importing them."""
+    found = {"python": platform.python_version(), "executable": sys.executable}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def models() -> dict[str, Any]:
+    """The folder models are kept in, and which aliases are there."""
+    from paceline.models.registry import ALIASES, is_pulled
+
+    states = {name: "fetched" if is_pulled(name) else "not fetched" for name in ALIASES}
+    return {"home": str(paceline_home()), **states}
+
+
+def torch_facts() -> dict[str, Any]:
+    """What torch sees."""
+    try:
+        import torch
+    except ImportError as error:
+        return {"torch": f"cannot be imported: {error}"}
+    found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.cuda.is_available()}
+    for number in range(torch.cuda.device_count()):
+        found[f"cuda:{number}"] = torch.cuda.get_device_name(number)
+    return found
+
+
+def kernel_outcomes() -> Iterator[Outcome]:
+    """One outcome for each weight format: the compiled tiles against plain numpy."""
+    from paceline.check_kernels import CASES, compare
+
+    for name, case in CASES.items():
+        yield _guarded(f"kernel {name}", lambda case=case: compare(case))  # type: ignore[misc]
+
+
+def model_outcome(model: str | None) -> str | None:
+    """What was found when a model generates alone, again, and in company; None if there is no model.
+
+    All three must agree in every token and in every bit of every log-probability.
+    """
+    from paceline.llm import LLM
+    from paceline.models.registry import is_pulled
+    from paceline.verify.params import SamplingParams
+
+    if model is None and not is_pulled(DEFAULT_MODEL):
+        return None
+    # without prefix caching, so that every run really computes
+    llm = LLM(model or DEFAULT_MODEL, backend="cpu", enable_prefix_caching=False, max_model_len=64)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1)
+    alone, again = (llm.generate(PROMPTS[0], params)[0].outputs[0] for _ in range(2))
+    crowd = llm.generate(list(reversed(PROMPTS)), params)[-1].outputs[0]
+    for where, other in (("a second time", again), ("among other requests", crowd)):
+        if (other.token_ids, other.logprobs) != (alone.token_ids, alone.logprobs):
+            raise AssertionError(f"{where} it gave {other.text!r}, or other bits; alone {alone.text!r}")
+    return f"{model or DEFAULT_MODEL} gives the same bits alone, again and among other requests"
+
+
+def _guarded(name: str, test: Callable[[], str | None]) -> Outcome:
+    """The outcome of a test that returns what it found, or None if it could not run, or raises."""
+    try:
+        found = test()
+    except PacelineError as error:
+        return Outcome(name, "failed", str(error))
+    except Exception as error:  # a check tells what is broken; it does not break
+        return Outcome(name, "failed", f"{type(error).__name__}: {error}")
+    if found is None:
+        return Outcome(name, "skipped", f"run `paceline models pull {DEFAULT_MODEL}` first, or give --model")
+    return Outcome(name, "ok", found)
+
+
+def show(report: Report) -> None:
+    """Print the report as tables."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    for title, facts in report.facts.items():
+        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+        for name, value in facts.items():
+            table.add_row(Text(name, style="dim"), Text(str(value)))
+        console.print(table, "")
+    table = Table(title="tests", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    styles = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
+    for outcome in report.outcomes:
+        table.add_row(
+            Text(outcome.name), Text(outcome.status, style=styles[outcome.status]), Text(outcome.detail)
+        )
+    console.print(table)

@@ -1,0 +1,106 @@
+"""The compiled tiles against plain numpy, on random data, for `paceline check`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.matmul import multiply_rows
+from paceline.backends.cpu.packing import choose_format, pack
+from paceline.backends.cpu.rows import write_records
+from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, RECORD
+from paceline.models.gguf import GgufTensor
+from paceline.models.gguf_blocks import FORMATS
+
+Floats = npt.NDArray[np.float32]
+
+OUTPUTS, DEPTH = 48, 512  # three tiles; two of the largest blocks
+ROWS = 13  # a pass of 8 rows, one of 4 and one of 1, or three of 4 and one of 1
+TOLERANCE = 1e-5  # of the largest output: float32 sums of 512 products in another order
+
+
+@dataclass(frozen=True)
+class Case:
+    """A format of a file, and the quantization that brings its tiles about."""
+
+    kind: str
+    quantization: str
+
+
+CASES = {
+    "int8": Case("Q8_0", "native"),
+    "int4 (Q4_0)": Case("Q4_0", "native"),
+    "int4 (Q4_1)": Case("Q4_1", "native"),
+    "int4k (Q4_K)": Case("Q4_K", "native"),
+    "float32": Case("F32", "none"),
+}
+
+
+def compare(case: Case) -> str:
+    """What was found when all agrees; AssertionError that says what does not."""
+    random = np.random.default_rng(1)
+    tensor = random_tensor(case.kind, random)
+    activations = random.standard_normal((ROWS, DEPTH), dtype=np.float32)
+    found = multiply(tensor, case.quantization, activations)
+    quantized = choose_format(case.kind, case.quantization) != FLOAT32
+    expected = reference(tensor, activations, quantized)
+    error = float(np.abs(found - expected).max() / np.abs(expected).max())
+    if not error <= TOLERANCE:  # NaN fails too
+        raise AssertionError(f"differs from numpy by {error:.1e} of the largest output")
+    for row in range(ROWS):
+        alone = multiply(tensor, case.quantization, activations[row : row + 1])
+        if not np.array_equal(alone[0], found[row]):
+            raise AssertionError(f"row {row} alone has other bits than among {ROWS}")
+    return f"within {error:.0e} of numpy; the same bits for a row alone and among others"
+
+
+def random_tensor(kind: str, random: np.random.Generator) -> GgufTensor:
+    """A matrix [OUTPUTS, DEPTH] of random blocks, as a file would hold it."""
+    form = FORMATS[kind]
+    if kind == "F32":
+        values = random.standard_normal((OUTPUTS, DEPTH), dtype=np.float32)
+        return GgufTensor(values.shape, kind, values.view(np.uint8))
+    blocks = random.integers(
+        0, 256, (OUTPUTS, DEPTH // form.block_size, form.block_bytes), dtype=np.uint8, endpoint=False
+    )
+    # every format here begins with one or two half floats; random bytes there could be NaN
+    halves = 2 if kind in ("Q4_1", "Q4_K") else 1
+    scales = random.uniform(0.5, 1.5, (*blocks.shape[:2], halves)).astype(np.float16)
+    blocks[:, :, : 2 * halves] = scales.view(np.uint8)
+    return GgufTensor((OUTPUTS, DEPTH), kind, blocks.reshape(OUTPUTS, -1))
+
+
+def reference(tensor: GgufTensor, activations: Floats, quantized: bool) -> npt.NDArray[np.float64]:
+    """The product in double precision, of activations rounded to int8 in groups if `quantized`."""
+    values = activations.astype(np.float64)
+    if quantized:
+        groups = values.reshape(len(values), -1, GROUP)
+        scale = np.abs(groups).max(axis=2, keepdims=True) / 127
+        values = (np.rint(groups / scale) * scale).reshape(values.shape)
+    return values @ tensor.float32().astype(np.float64).T
+
+
+def multiply(tensor: GgufTensor, quantization: str, activations: Floats) -> Floats:
+    """The product by the compiled tiles, [rows, outputs]."""
+    matrix = pack(tensor, quantization)
+    rows, depth = activations.shape
+    quantized = matrix.weight_format != FLOAT32
+    records = np.zeros((depth // GROUP, rows, RECORD if quantized else 4 * GROUP), dtype=np.uint8)
+    out = np.empty((rows, matrix.data.shape[0] * COLUMNS), dtype=np.float32)
+    descriptor = np.array(matrix.descriptor(), dtype=np.int64)
+    inputs = np.ascontiguousarray(activations)
+    addresses = [array.ctypes.data for array in (descriptor, inputs, records, out)]
+    _multiply(*addresses, rows, matrix.groups, matrix.data.shape[0], int(quantized))
+    return out[:, : matrix.rows]
+
+
+@compiled(cached=True)
+def _multiply(matrix, inputs, records, out, rows, groups, tiles, quantized):  # type: ignore[no-untyped-def]
+    for row in range(rows):
+        write_records(inputs + row * groups * 4 * GROUP, groups, records, rows, row, quantized)
+    for tile in range(tiles):
+        place = out + tile * 4 * COLUMNS
+        multiply_rows(matrix, tile, records, rows, 0, rows, place, tiles * 4 * COLUMNS)

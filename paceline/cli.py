@@ -1,0 +1,135 @@
+"""`paceline`: one command per job. What a command does is in the room it imports when it runs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline import __version__
+from paceline.config import DEFAULT_MODEL
+from paceline.errors import ConfigError, PacelineError
+from paceline.terminal.flags import ENGINE, SAMPLING, Options, having, with_flags, without
+
+app = typer.Typer(
+    help="Exact LLM generation on your own machine: the same seed gives the same bytes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: long flags are not cut, and it is there at once
+)
+
+ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+Model = Annotated[str, typer.Argument(help="An alias, a .gguf file, a folder of safetensors or a hub id.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+System = Annotated[
+    str | None, typer.Option("--system", help="A system message at the beginning of the chat.")
+]
+
+
+def main() -> None:
+    """Run the command line. A user's mistake ends with one line and exit code 2, no traceback."""
+    try:
+        app()
+    except PacelineError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(2) from None
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@with_flags(sampling=having(SAMPLING, max_tokens=256), engine=ENGINE)
+def generate(
+    sampling: Options,
+    engine: Options,
+    model: Model = DEFAULT_MODEL,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt. May be repeated.")] = None,
+    prompt_file: Annotated[
+        list[Path] | None, typer.Option(help="A file that is a prompt. May be repeated.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a message of a chat.")] = False,
+    system: System = None,
+    as_json: AsJson = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print tokens per second and cache hits.")] = False,
+) -> None:
+    """Continue prompts: --prompt, --prompt-file, or standard input."""
+    from paceline.terminal.generate import generate
+
+    texts, files = prompt or [], prompt_file or []
+    generate(model, texts, files, engine, sampling, chat=chat, system=system, as_json=as_json, stats=stats)
+
+
+@app.command()
+@with_flags(
+    sampling=having(
+        without(SAMPLING, "n", "logprobs", "prompt_logprobs"), temperature=0.7, top_p=0.95, max_tokens=1024
+    ),
+    engine=ENGINE,
+)
+def chat(sampling: Options, engine: Options, model: Model = DEFAULT_MODEL, system: System = None) -> None:
+    """Talk with a model in the terminal."""
+    from paceline.terminal.chat import chat
+
+    chat(model, engine, sampling, system)
+
+
+@app.command()
+def check(
+    model: Annotated[str | None, typer.Option(help="Test this model; fetched if it must be.")] = None,
+    with_torch: Annotated[bool, typer.Option("--torch", help="Also ask torch what it sees.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the machine and what was chosen for it, and test that it computes right."""
+    from paceline.check import check, show
+
+    report = check(model, with_torch)
+    if as_json:
+        typer.echo(json.dumps(report.as_json(), indent=2))
+    else:
+        show(report)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+@app.command(context_settings=ANY_ARGUMENTS)
+def serve() -> None:
+    """Serve a model over HTTP (not in this version)."""
+    raise PacelineError(
+        f"paceline {__version__} has no server yet: it comes with a later version. What works now: "
+        "`paceline generate`, `paceline chat`, and `from paceline import LLM` in Python."
+    )
+
+
+def _mount(name: str, module: str, summary: str) -> None:
+    """Give a room's own commands a name here. The room is imported only when it is used."""
+
+    @app.command(name, context_settings=ANY_ARGUMENTS, add_help_option=False, help=summary)
+    def room(context: typer.Context) -> None:
+        try:
+            commands = importlib.import_module(module).app
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"`paceline {name}` needs the module {error.name}, which is not here."
+            ) from error
+        commands(context.args, prog_name=f"paceline {name}")
+
+
+_mount("models", "paceline.models.commands", "Models: list, pull, show.")
+_mount("bench", "paceline.bench.commands", "Measure: decode, rows, perplexity, concurrency.")

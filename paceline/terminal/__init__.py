@@ -1,0 +1,1 @@
+"""The terminal: what `paceline generate` and `paceline chat` show and ask."""

@@ -1,0 +1,142 @@
+"""The flags that commands share, declared once and named as in Python: max_tokens is --max-tokens.
+
+A command takes a whole group as one dict:
+
+    @app.command()
+    @with_flags(engine=ENGINE, sampling=having(SAMPLING, max_tokens=256))
+    def generate(prompt: ..., engine: Options, sampling: Options) -> None: ...
+
+Defaults are those of the Python API, repeated here because importing it would make `--help` slow;
+a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TypeAlias
+
+import typer
+
+Options: TypeAlias = dict[str, Any]
+Command = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One option of the Python API on the command line."""
+
+    name: str  # as Python spells it
+    kind: Any
+    default: Any
+    help: str
+    spelling: str | None = None  # None: -- and the name; a switch may have "--on/--off"
+
+    def parameter(self) -> inspect.Parameter:
+        """The flag as a parameter that typer understands."""
+        spelling = self.spelling or "--" + self.name.replace("_", "-")
+        annotation = Annotated[self.kind, typer.Option(spelling, help=self.help)]  # type: ignore[name-defined]
+        return inspect.Parameter(
+            self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=annotation
+        )
+
+
+Group: TypeAlias = tuple[Flag, ...]
+
+ENGINE: Group = (
+    Flag("backend", str, "auto", "auto, cpu (compiled) or torch (the reference; also CUDA)."),
+    Flag("dtype", str, "auto", "Of the torch backend: auto, float32 or bfloat16."),
+    Flag(
+        "quantization", str, "auto", "Of the cpu backend: auto, native (a file's own blocks), int8 or none."
+    ),
+    Flag("device", str, "cpu", "cpu, or cuda for the torch backend."),
+    Flag("threads", int | None, None, "How many cores to use; all, if left out."),
+    Flag("tokenizer", str | None, None, "Take the tokenizer from another model."),
+    Flag("max_model_len", int | None, None, "Most tokens of prompt and output together."),
+    Flag("max_num_seqs", int, 16, "Most requests that run at once."),
+    Flag("max_num_batched_tokens", int, 512, "Most tokens of one pass over the model."),
+    Flag("kv_cache_memory_bytes", int | None, None, "Memory for keys and values."),
+    Flag(
+        "enable_prefix_caching",
+        bool,
+        True,
+        "Reuse what earlier prompts have in common with this one.",
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+    ),
+)
+
+SAMPLING: Group = (
+    Flag("temperature", float, 1.0, "0 is greedy: always the likeliest token."),
+    Flag("top_k", int, 0, "Keep the k likeliest tokens; 0 keeps all."),
+    Flag("top_p", float, 1.0, "Keep the likeliest tokens that together reach this probability."),
+    Flag("min_p", float, 0.0, "Keep tokens with at least this share of the likeliest one's probability."),
+    Flag("repetition_penalty", float, 1.0, "Above 1 makes tokens of prompt and output less likely."),
+    Flag("presence_penalty", float, 0.0, "-2 to 2: against tokens that are in the output."),
+    Flag("frequency_penalty", float, 0.0, "-2 to 2: the same, for each time they are in it."),
+    Flag("logit_bias", str | None, None, 'Added to the logits of token ids, as JSON: {"42": -100}.'),
+    Flag("seed", int | None, None, "The same seed gives the same text, whatever else runs."),
+    Flag("n", int, 1, "How many outputs for each prompt."),
+    Flag("stop", list[str] | None, None, "Stop before this text. May be repeated."),
+    Flag("stop_token_ids", list[int] | None, None, "Stop at this token id. May be repeated."),
+    Flag("min_tokens", int, 0, "Neither end nor stop before this many tokens."),
+    Flag("max_tokens", int | None, 16, "Stop after this many tokens."),
+    Flag("ignore_eos", bool, False, "Go on when the model says it is done.", "--ignore-eos"),
+    Flag(
+        "logprobs", int | None, None, "Log-probabilities of each token and of this many likeliest (--json)."
+    ),
+    Flag("prompt_logprobs", int | None, None, "The same for the tokens of the prompt (--json)."),
+    Flag(
+        "skip_special_tokens",
+        bool,
+        True,
+        "Leave special tokens out of the text.",
+        "--skip-special-tokens/--no-skip-special-tokens",
+    ),
+    Flag(
+        "include_stop_str_in_output",
+        bool,
+        False,
+        "Keep the text that stopped the output in it.",
+        "--include-stop-str-in-output",
+    ),
+)
+
+
+def having(group: Group, **defaults: Any) -> Group:
+    """The group with other defaults."""
+    return tuple(
+        replace(flag, default=defaults[flag.name]) if flag.name in defaults else flag for flag in group
+    )
+
+
+def without(group: Group, *names: str) -> Group:
+    """The group without these flags, for a command where they make no sense."""
+    return tuple(flag for flag in group if flag.name not in names)
+
+
+def with_flags(**groups: Group) -> Callable[[Command], Command]:
+    """A decorator: the command's parameter of each group's name is a dict of that group's flags."""
+
+    def decorate(command: Command) -> Command:
+        hints = typing.get_type_hints(command, include_extras=True)
+        own = [
+            parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, parameter in inspect.signature(command).parameters.items()
+            if name not in groups
+        ]
+        parameters = [*own, *(flag.parameter() for group in groups.values() for flag in group)]
+
+        @functools.wraps(command)
+        def collected(**values: Any) -> None:
+            for group, members in groups.items():
+                values[group] = {flag.name: values.pop(flag.name) for flag in members}
+            command(**values)
+
+        collected.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        collected.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return collected
+
+    return decorate

@@ -1,0 +1,108 @@
+"""What generate and chat have in common: loading a model, streaming one answer, words to the user."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from paceline.config import EngineConfig
+from paceline.engine.request import Request
+from paceline.errors import RequestError
+from paceline.llm import LLM
+from paceline.models.registry import resolve
+from paceline.terminal.flags import Options
+from paceline.verify.params import SamplingParams
+
+# a model may write anything; escape sequences must not reach the terminal
+_CONTROL = {code: "\ufffd" for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
+
+
+def note(text: str) -> None:
+    """Tell the user something that is not part of an answer."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def show(text: str) -> None:
+    """Print a piece of an answer at once; on a terminal without control characters."""
+    print(text.translate(_CONTROL) if sys.stdout.isatty() else text, end="", flush=True)
+
+
+def load(model: str, options: Options) -> LLM:
+    """The model, fetched if it must be. Mistakes in the options are told before that."""
+    config = EngineConfig.from_options(model=model, **options)
+    resolve(model)
+    if config.backend.name == "cpu" and kernels_are_cold():
+        note("compiling kernels, once per machine: this takes about a minute")
+    return LLM(model, **options)
+
+
+def kernels_are_cold() -> bool:
+    """Whether the compiled kernels of this version are not yet on disk."""
+    from paceline.backends.cpu.compiled import cache_folder
+
+    return next(cache_folder().rglob("*.nbi"), None) is None
+
+
+def sampling_params(options: Options) -> SamplingParams:
+    """The parameters that the flags spell."""
+    text = options.get("logit_bias")
+    if text is None:
+        return SamplingParams(**options)
+    try:
+        bias = {int(token): value for token, value in json.loads(text).items()}
+    except (ValueError, AttributeError, RecursionError):
+        raise RequestError(
+            f"--logit-bias must be a JSON object from token ids to numbers, such as '{{\"42\": -100}}', "
+            f"got {text[:80]!r}."
+        ) from None
+    return SamplingParams(**{**options, "logit_bias": bias})
+
+
+def stream(
+    llm: LLM,
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    write: Callable[[str], None],
+    stopped: Callable[[], bool] = lambda: False,
+) -> Request:
+    """The finished request, its text given to `write` piece by piece; aborted once `stopped`."""
+    (request,) = llm.engine.add_request(token_ids, params)
+    shown = 0
+    try:
+        while not request.finished and not stopped():
+            llm.engine.step()
+            write(request.detokenizer.text[shown:])
+            shown = len(request.detokenizer.text)
+    finally:
+        llm.engine.abort(request.request_id)
+    write(request.detokenizer.text[shown:])  # what was held back in case a stop string came
+    if request.error is not None:
+        raise request.error
+    return request
+
+
+class Interrupt:
+    """Ctrl-C as a question that is asked between two passes; an exception would cut one in half.
+
+    The second Ctrl-C raises, for a pass that takes too long.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupt:
+        self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _ask(self, _signal: int, _frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True

@@ -1,0 +1,113 @@
+"""`paceline check`: it tells what is there, passes on a sound machine and fails on a broken one."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from paceline import LLM, check_kernels
+from paceline import check as check_room
+from paceline.backends.cpu.packing import choose_format
+from paceline.backends.cpu.tiles import FORMAT_NAMES
+from paceline.check import Outcome, Report, check
+from paceline.check_kernels import CASES, compare
+from paceline.cli import main
+from tests.models.files import config_of, random_tensors, write_gguf
+
+
+@pytest.fixture
+def empty_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    return str(write_gguf(path, "llama", random_tensors(config_of("llama"))))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_of_this_machine_agree_with_numpy(name):
+    assert "the same bits" in compare(CASES[name])
+
+
+def test_every_weight_format_is_tested():
+    tested = {choose_format(case.kind, case.quantization) for case in CASES.values()}
+    assert tested == set(FORMAT_NAMES)
+
+
+def test_a_wrong_kernel_is_noticed(monkeypatch):
+    right = check_kernels.multiply
+
+    def wrong(*arguments):
+        found = right(*arguments)
+        found[0, 0] *= 1.01
+        return found
+
+    monkeypatch.setattr(check_kernels, "multiply", wrong)
+    with pytest.raises(AssertionError, match="differs from numpy"):
+        compare(CASES["int8"])
+
+
+def test_a_kernel_whose_rows_depend_on_each_other_is_noticed(monkeypatch):
+    right = check_kernels.multiply
+    # below the tolerance, but other bits
+    monkeypatch.setattr(
+        check_kernels, "multiply", lambda t, q, rows: right(t, q, rows) * (1 + 2e-7 * (len(rows) > 1))
+    )
+    with pytest.raises(AssertionError, match="alone has other bits"):
+        compare(CASES["float32"])
+
+
+def test_the_report_tells_machine_kernels_versions_and_models(empty_home, tmp_path):
+    report = check()
+    assert set(report.facts) == {"machine", "kernels", "versions", "models"}
+    assert report.facts["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert report.facts["models"]["home"] == str(tmp_path)
+    assert report.facts["models"]["smollm2-135m"] == "not fetched"
+    assert report.facts["kernels"]["cache"].startswith("cold")
+    assert [outcome.status for outcome in report.outcomes] == ["ok"] * len(CASES) + ["skipped"]
+    assert report.passed
+
+
+def test_a_model_is_tested_alone_and_in_company(tiny_model):
+    assert "the same bits alone, again and among other requests" in check_room.model_outcome(tiny_model)
+
+
+def test_a_model_whose_answer_depends_on_company_is_noticed(monkeypatch, tiny_model):
+    right = LLM.generate
+
+    def wrong(self, prompts, params):
+        outputs = right(self, prompts, params)
+        if len(outputs) > 1:
+            outputs[-1].outputs[0].token_ids[-1] += 1
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", wrong)
+    with pytest.raises(AssertionError, match="among other requests it gave"):
+        check_room.model_outcome(tiny_model)
+
+
+def test_the_command_prints_json_and_its_exit_code_is_the_verdict(monkeypatch, capsys):
+    for status, code in (("ok", 0), ("skipped", 0), ("failed", 1)):
+        report = Report({"machine": {"cores": 2}}, [Outcome("kernel", status, "because")])
+        monkeypatch.setattr(check_room, "check", lambda model, with_torch, report=report: report)
+        for arguments in (["--json"], []):
+            monkeypatch.setattr(sys, "argv", ["paceline", "check", *arguments])
+            with pytest.raises(SystemExit) as end:
+                main()
+            assert end.value.code == code
+            out = capsys.readouterr().out
+            assert "because" in out
+            if arguments:
+                document = json.loads(out)
+                assert document["passed"] is (status != "failed")
+                assert document["machine"] == {"cores": 2}
+
+
+def test_a_model_that_cannot_be_read_fails_the_check_with_its_remedy(empty_home):
+    (outcome,) = [one for one in check("nowhere.gguf").outcomes if one.name == "model"]
+    assert outcome.status == "failed"
+    assert "Give an alias" in outcome.detail

@@ -1,0 +1,404 @@
+"""The command line: flags, streaming, JSON, chat, and how mistakes are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import shlex
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from paceline import LLM, SamplingParams, __version__
+from paceline.cli import main
+from paceline.config import EngineConfig
+from paceline.errors import BackendError
+from paceline.terminal import chat as chat_room
+from paceline.terminal import generate as generate_room
+from paceline.terminal import session
+from paceline.terminal.chat import Conversation, piped_messages
+from paceline.terminal.flags import ENGINE, SAMPLING
+from tests.models.files import config_of, random_tensors, write_gguf
+from tests.toy import ToyBackend, ToyTokenizer, toy_engine
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """The toy model in place of a real one; `toy.asked` has the engine options of the last load."""
+    llm = LLM.from_engine(toy_engine(max_model_len=400), ToyTokenizer())
+
+    def load(model, options):
+        EngineConfig.from_options(model=model, **options)
+        llm.asked = {"model": model, **options}
+        return llm
+
+    monkeypatch.setattr(generate_room, "load", load)
+    monkeypatch.setattr(chat_room, "load", load)
+    return llm
+
+
+@pytest.fixture
+def paceline(monkeypatch, capsys):
+    """Run a command line; gives (exit code, standard output, standard error)."""
+
+    def run(*arguments, stdin=None):
+        monkeypatch.setattr(sys, "argv", ["paceline", *map(str, arguments)])
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        with pytest.raises(SystemExit) as end:
+            main()
+        written = capsys.readouterr()
+        return end.value.code or 0, written.out, written.err
+
+    return run
+
+
+# The whole -----------------------------------------------------------------------------------------
+
+
+def test_version_and_help_name_every_command(paceline):
+    assert paceline("--version") == (0, f"paceline {__version__}\n", "")
+    code, out, _ = paceline("--help")
+    assert code == 0
+    for command in ("generate", "chat", "check", "serve", "models", "bench"):
+        assert f"\n  {command} " in out
+
+
+def test_the_command_line_starts_without_heavy_imports():
+    heavy = ("numpy", "numba", "torch", "tokenizers", "jinja2")
+    program = f"import sys, paceline.cli; print([name for name in {heavy} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+
+
+def test_flags_have_the_names_and_defaults_of_the_python_api():
+    params = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    assert {flag.name: flag.default for flag in SAMPLING} == params
+    config = EngineConfig()
+    options = {}
+    for part in (config.model, config.backend, config.cache, config.scheduler):
+        options |= dataclasses.asdict(part)
+    del options["model"]  # the argument
+    assert {flag.name: flag.default for flag in ENGINE} == options
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "--prompt", "a", "--tempersture", "0"),
+        ("generate", "--prompt", "a", "--temperature", "warm"),
+        ("generate", "a-model", "another", "--prompt", "a"),
+        ("chat", "--n", "2"),
+        ("check", "--everything"),
+        ("models", "pull", "--everything"),
+        ("models", "frobnicate"),
+        ("frobnicate",),
+    ],
+)
+def test_unknown_options_and_commands_are_errors(paceline, toy, arguments):
+    code, out, err = paceline(*arguments)
+    assert (code, out) == (2, "")
+    assert err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("generate", "no-such-model", "--prompt", "a"), "There is no model 'no-such-model'"),
+        (("generate", "--prompt", "a", "--temperature", "nan"), "temperature must be a number"),
+        (("generate", "--prompt", "a", "--backend", "tpu"), "backend must be one of auto, cpu, torch"),
+        (("models", "pull", "smollm2"), "Did you mean 'smollm2-135m'?"),
+        (("models", "show", "nowhere.gguf"), "There is no model"),
+        (("serve",), "no server yet"),
+        (("serve", "smollm2-135m", "--port", "8000"), "no server yet"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(paceline, arguments, message):
+    code, out, err = paceline(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_an_unexpected_exception_keeps_its_traceback(monkeypatch, toy):
+    monkeypatch.setattr(generate_room, "run", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(sys, "argv", ["paceline", "generate", "--prompt", "a"])
+    with pytest.raises(ZeroDivisionError):
+        main()
+
+
+# generate ------------------------------------------------------------------------------------------
+
+
+def test_generate_prints_what_the_python_api_gives(paceline, toy):
+    (expected,) = toy.generate("hello", GREEDY)
+    flags = ("--temperature", 0, "--max-tokens", 8, "--ignore-eos")
+    assert paceline("generate", "--prompt", "hello", *flags) == (0, expected.outputs[0].text + "\n", "")
+
+
+def test_a_prompt_comes_from_a_file_or_a_pipe_without_its_last_line_break(paceline, toy, tmp_path):
+    flags = ("--temperature", 0, "--max-tokens", 8, "--ignore-eos")
+    expected = paceline("generate", "--prompt", "hello", *flags)
+    file = tmp_path / "prompt.txt"
+    file.write_text("hello\n")
+    assert paceline("generate", "--prompt-file", file, *flags) == expected
+    assert paceline("generate", *flags, stdin=b"hello\r\n") == expected
+
+
+def test_several_prompts_and_outputs_are_told_apart(paceline, toy):
+    code, out, _ = paceline("generate", "--prompt", "a", "--prompt", "b", "--n", 2, "--seed", 3)
+    assert code == 0
+    heads = [f"[prompt {prompt} of 2, output {output} of 2]" for prompt in (1, 2) for output in (1, 2)]
+    assert [line for line in out.splitlines() if line.startswith("[prompt ")] == heads
+
+
+def test_json_has_everything_that_the_python_api_gives(paceline, toy):
+    flags = shlex.split("--json --seed 5 --max-tokens 4 --ignore-eos --logprobs 2 --prompt-logprobs 1 --n 2")
+    code, out, _ = paceline("generate", "a-model", "--prompt", "hello", *flags)
+    assert code == 0
+    document = json.loads(out)
+    assert document["model"] == "a-model"
+    (output,) = document["outputs"]
+    assert output["prompt"] == "hello"
+    assert output["prompt_token_ids"] == ToyTokenizer().encode("hello")
+    assert [len(one["token_ids"]) for one in output["outputs"]] == [4, 4]
+    assert len(output["outputs"][0]["logprobs"]) == 4
+    assert len(output["prompt_logprobs"]) == 6
+    assert document["stats"]["output_tokens"] == 8
+    assert document["stats"]["prompt_tokens"] == 6
+
+
+def test_every_sampling_flag_reaches_the_request(monkeypatch, paceline, toy):
+    seen = []
+    monkeypatch.setattr(generate_room, "stream", lambda llm, ids, params, write: seen.append(params) or 1 / 0)
+    flags = shlex.split("""--temperature 0.5 --top-k 7 --top-p 0.8 --min-p 0.1 --repetition-penalty 1.1
+        --presence-penalty -0.5 --frequency-penalty 0.25 --seed 9 --stop x --stop y --stop-token-ids 5
+        --stop-token-ids 6 --min-tokens 2 --max-tokens 9 --ignore-eos --no-skip-special-tokens
+        --include-stop-str-in-output --logit-bias '{"5": -100, "6": 1.5}'""")
+    with pytest.raises(ZeroDivisionError):
+        paceline("generate", "--prompt", "a", *flags)
+    assert seen == [
+        SamplingParams(
+            temperature=0.5,
+            top_k=7,
+            top_p=0.8,
+            min_p=0.1,
+            repetition_penalty=1.1,
+            presence_penalty=-0.5,
+            frequency_penalty=0.25,
+            logit_bias={5: -100.0, 6: 1.5},
+            seed=9,
+            stop=["x", "y"],
+            stop_token_ids=[5, 6],
+            min_tokens=2,
+            max_tokens=9,
+            ignore_eos=True,
+            skip_special_tokens=False,
+            include_stop_str_in_output=True,
+        )
+    ]
+
+
+def test_engine_flags_reach_the_engine(paceline, toy):
+    flags = shlex.split("""--backend torch --dtype bfloat16 --device cuda --threads 2 --max-model-len 64
+        --max-num-seqs 3 --max-num-batched-tokens 32 --no-enable-prefix-caching""")
+    code, _, _ = paceline("generate", "a-model", "--prompt", "a", *flags)
+    assert code == 0
+    assert toy.asked == {
+        "model": "a-model",
+        "backend": "torch",
+        "dtype": "bfloat16",
+        "quantization": "auto",
+        "device": "cuda",
+        "threads": 2,
+        "tokenizer": None,
+        "max_model_len": 64,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 32,
+        "kv_cache_memory_bytes": None,
+        "enable_prefix_caching": False,
+    }
+
+
+def test_chat_applies_the_template_with_the_system_message(paceline, toy):
+    code, out, _ = paceline("generate", "--prompt", "hi", "--chat", "--system", "be brief", "--json")
+    assert code == 0
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    (output,) = json.loads(out)["outputs"]
+    assert output["prompt"] == ToyTokenizer().apply_chat_template(messages)
+    assert output["prompt_token_ids"] == ToyTokenizer().encode(output["prompt"], add_special_tokens=False)
+
+
+def test_stats_tell_tokens_speed_and_prefix_hits(paceline, toy):
+    flags = ("--max-tokens", 5, "--ignore-eos", "--stats")
+    paceline("generate", "--prompt", "a" * 20, *flags)
+    code, _, err = paceline("generate", "--prompt", "a" * 20, *flags)
+    assert code == 0
+    assert "21 prompt tokens, 5 output tokens" in err
+    assert "tokens/s" in err
+    assert "prefix cache: 20 of 42 tokens found" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "message"),
+    [
+        (("--prompt", ""), None, "a prompt is empty"),
+        ((), b"", "a prompt is empty"),
+        ((), b"\xff\xfe", "standard input is not UTF-8: byte 0 is 0xff"),
+        (("--prompt-file", "nowhere.txt"), None, "nowhere.txt cannot be read"),
+        (("--prompt", "a" * 500), None, "the context holds 400"),
+        (("--prompt", "a", "--logit-bias", "{"), None, "--logit-bias must be a JSON object"),
+        (("--prompt", "a", "--logit-bias", "[1]"), None, "--logit-bias must be a JSON object"),
+        (("--prompt", "a", "--logit-bias", '{"x": 1}'), None, "--logit-bias must be a JSON object"),
+        (("--prompt", "a", "--logit-bias", '{"5": "b"}'), None, "logit_bias[5] must be a number"),
+        (("--prompt", "a", "--logprobs", "1"), None, "with --json only"),
+        (("--prompt", "a", "--system", "b"), None, "add --chat"),
+        (("--prompt", "a", "--max-tokens", "0"), None, "max_tokens must be an integer from 1"),
+        (("--prompt", "a", "--stop-token-ids", "5000"), None, "ids go from 0 to 96"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(paceline, toy, arguments, stdin, message):
+    code, out, err = paceline("generate", *arguments, stdin=stdin)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert message in err
+
+
+def test_a_request_that_fails_while_it_runs_is_told_after_what_the_others_gave(monkeypatch, paceline):
+    llm = LLM.from_engine(toy_engine(ToyBackend(nan_after=ToyTokenizer().encode("b")[-1])), ToyTokenizer())
+    monkeypatch.setattr(generate_room, "load", lambda model, options: llm)
+    bias = json.dumps({ToyTokenizer().encode("b")[-1]: -100})
+    code, out, err = paceline("generate", "--prompt", "a", "--prompt", "b", "--logit-bias", bias)
+    assert code == 2
+    assert "[prompt 2 of 2]" in out
+    assert "NaN" in err
+
+
+def test_a_model_file_generates_from_the_shell(paceline, tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", "llama", random_tensors(config_of("llama")))
+    flags = ("--temperature", 0, "--max-tokens", 8, "--ignore-eos", "--json")
+    runs = [json.loads(paceline("generate", path, "--prompt", "abc", *flags)[1]) for _ in range(2)]
+    tokens = [run["outputs"][0]["outputs"][0]["token_ids"] for run in runs]
+    assert len(tokens[0]) == 8
+    assert tokens[0] == tokens[1]
+
+
+# chat ----------------------------------------------------------------------------------------------
+
+
+def test_chat_answers_each_line_of_a_pipe_and_remembers(paceline, toy, tmp_path):
+    saved = tmp_path / "saved.json"
+    lines = f"first\n\nsecond\n/save {saved}\n/exit\nthird\n".encode()
+    code, out, err = paceline("chat", "--max-tokens", 4, "--ignore-eos", "--system", "S", stdin=lines)
+    assert code == 0
+    messages = json.loads(saved.read_text())
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert [message["content"] for message in messages[1::2]] == ["first", "second"]
+    assert out == "".join(message["content"] + "\n" for message in messages[2::2])
+    assert "stopped after 4 tokens" in err
+
+
+def test_each_answer_is_what_llm_chat_gives_for_the_whole_conversation(toy, capsys):
+    conversation = Conversation(toy, GREEDY, system="S")
+    conversation.run(iter(["one", "two"]))
+    messages = [{"role": "system", "content": "S"}, *conversation.messages]
+    for turn in (2, 4):
+        (expected,) = toy.chat(messages[:turn], GREEDY)
+        assert messages[turn]["content"] == expected.outputs[0].text
+
+
+def test_commands_change_the_conversation(toy, capsys, tmp_path):
+    conversation = Conversation(toy, GREEDY)
+    conversation.run(iter(["one", "two", "/undo"]))
+    assert [message["content"] for message in conversation.messages[::2]] == ["one"]
+    conversation.run(iter(["/system be brief"]))
+    assert conversation.system == "be brief"
+    conversation.run(iter(["/reset", "/undo", "/frobnicate", "/save", f"/save {tmp_path}/no/such", "/help"]))
+    assert conversation.messages == []
+    assert conversation.system == "be brief"
+    told = capsys.readouterr().err
+    for words in ("nothing to take back", "no command /frobnicate", "/save FILE", "cannot be written"):
+        assert words in told
+    conversation.run(iter(["/system", " /usr is a message"]))
+    assert conversation.system is None
+    assert conversation.messages[0]["content"] == "/usr is a message"
+
+
+def test_a_message_that_overflows_the_context_is_not_sent_and_the_chat_goes_on(toy, capsys):
+    conversation = Conversation(toy, GREEDY)
+    conversation.run(iter(["one", "x" * 400, "two"]))
+    assert "the context holds 400, so this message was not sent" in capsys.readouterr().err
+    assert [message["content"] for message in conversation.messages[::2]] == ["one", "two"]
+
+
+def test_an_answer_that_fills_the_context_says_so(toy, capsys):
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    Conversation(toy, params).run(iter(["one"]))
+    assert "the context of 400 tokens is full" in capsys.readouterr().err
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_chat(monkeypatch, toy, capsys):
+    shown = []
+
+    def show(text):
+        shown.append(text)
+        if len(shown) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(chat_room, "show", show)
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    conversation = Conversation(toy, params)
+    conversation.run(iter(["one", "/undo", "two"]))
+    assert "[stopped]" in capsys.readouterr().err
+    assert conversation.messages[0]["content"] == "two"
+    assert not toy.engine.has_unfinished
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_leaves(monkeypatch, toy):
+    def show(text):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(chat_room, "show", show)
+    with pytest.raises(KeyboardInterrupt):
+        Conversation(toy, GREEDY).run(iter(["one"]))
+    assert not toy.engine.has_unfinished
+
+
+def test_a_failing_answer_is_told_and_its_question_dropped(toy, capsys):
+    conversation = Conversation(toy, GREEDY)
+    toy.engine.backend.fail_next = BackendError("the backend broke. Mend it.")
+    conversation.run(iter(["one", "two"]))
+    assert "error: the backend broke. Mend it." in capsys.readouterr().err
+    assert conversation.messages[0]["content"] == "two"
+
+
+def test_typed_lines_are_joined_and_ctrl_c_drops_one(monkeypatch, capsys):
+    typed = iter(["one \\", "two", KeyboardInterrupt, "three", EOFError])
+
+    def answer(prompt):
+        line = next(typed)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", answer)
+    assert list(chat_room.typed_messages()) == ["one \n" + "two", "three"]
+
+
+def test_piped_lines_may_be_no_text(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\r\nb")))
+    assert list(piped_messages()) == ["a\ufffd", "b"]
+
+
+def test_control_characters_of_an_answer_do_not_reach_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    session.show("a\x1b[31m\tb\n")
+    assert capsys.readouterr().out == "a\ufffd[31m\tb\n"
