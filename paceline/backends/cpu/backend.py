@@ -70,7 +70,12 @@ class CpuBackend:
 
     @classmethod
     def load(
-        cls, checkpoint: Checkpoint, *, quantization: str = "auto", threads: int | None = None, max_rows: int = 512
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        quantization: str = "auto",
+        threads: int | None = None,
+        max_rows: int = 512,
     ) -> CpuBackend:
         """A backend with the checkpoint's weights.
 
@@ -82,7 +87,9 @@ class CpuBackend:
                 f"quantization is {quantization!r}, but the cpu backend knows {', '.join(QUANTIZATIONS)}."
             )
         if threads is not None and threads < 1:
-            raise ConfigError(f"threads is {threads}, but a pass needs at least 1; leave it out to use every core.")
+            raise ConfigError(
+                f"threads is {threads}, but a pass needs at least 1; leave it out to use every core."
+            )
         if checkpoint.config.moe is not None:
             raise BackendError(
                 "The cpu backend does not run mixtures of experts yet; use the torch backend: backend='torch'."
@@ -114,7 +121,9 @@ class CpuBackend:
         layer = "model.layers.{}."
         layers = range(config.num_layers)
         norms = [
-            layer.format(i) + name for i in layers for name in ("input_layernorm.weight", "post_attention_layernorm.weight")
+            layer.format(i) + name
+            for i in layers
+            for name in ("input_layernorm.weight", "post_attention_layernorm.weight")
         ]
         frequencies = rope_frequencies(config.rope, config.head_dim)
         angles = np.arange(config.max_position, dtype=np.float32)[:, None] * frequencies
@@ -128,10 +137,10 @@ class CpuBackend:
         job[fields.NORMS_AT] = self._keep(vectors([*norms, "model.norm.weight"], hidden))
         job[fields.COSINES_AT] = self._keep(np.cos(angles))
         job[fields.SINES_AT] = self._keep(np.sin(angles))
-        job[fields.WINDOWS_AT] = self._keep(
-            np.array([config.window(i) or 0 for i in layers], dtype=np.int64)
+        job[fields.WINDOWS_AT] = self._keep(np.array([config.window(i) or 0 for i in layers], dtype=np.int64))
+        job[fields.MATRICES_AT] = self._keep(
+            np.array([m.descriptor() for m in self._matrices], dtype=np.int64)
         )
-        job[fields.MATRICES_AT] = self._keep(np.array([m.descriptor() for m in self._matrices], dtype=np.int64))
         if config.qk_norm:
             heads = [layer.format(i) + f"self_attn.{part}_norm.weight" for i in layers for part in "qk"]
             job[fields.HEAD_NORMS_AT] = self._keep(vectors(heads, config.head_dim))
@@ -166,7 +175,9 @@ class CpuBackend:
         job[fields.ATTENTION_AT], job[fields.ATTENTION_PADDED] = buffer(rows, attention), attention
         narrow = max(hidden, attention) // GROUP
         job[fields.RECORDS_AT] = buffer(narrow, rows, record, dtype=np.uint8)
-        job[fields.WIDE_RECORDS_AT] = buffer(int(job[fields.INTERMEDIATE]) // GROUP, rows, record, dtype=np.uint8)
+        job[fields.WIDE_RECORDS_AT] = buffer(
+            int(job[fields.INTERMEDIATE]) // GROUP, rows, record, dtype=np.uint8
+        )
         block = self._block_bytes()
         attention_scratch = 8 * max_pages + 4 * PAGE * max_pages + 4 * (config.head_dim + 15)
         attention_scratch += (rows // PAGE + 2) * block
@@ -241,7 +252,10 @@ class CpuBackend:
         self._feature_slots[list(batch.feature_layers)] = np.arange(len(batch.feature_layers))
         width = self.config.hidden_size * len(batch.feature_layers)
         features = np.empty((batch.num_rows, width), dtype=np.float32)
-        self._job[fields.FEATURES_AT], self._job[fields.FEATURES_STRIDE] = _address(features), features.strides[0]
+        self._job[fields.FEATURES_AT], self._job[fields.FEATURES_STRIDE] = (
+            _address(features),
+            features.strides[0],
+        )
         return features
 
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
@@ -260,7 +274,10 @@ class CpuBackend:
 
 def _chains(batch: ForwardBatch) -> Int32Array:
     """For each request, whether its rows are a chain: each row's parent is the row before it."""
-    if np.array_equal(batch.parents, np.arange(batch.num_rows) - batch.row_offsets[:-1].repeat(np.diff(batch.row_offsets)) - 1):
+    if np.array_equal(
+        batch.parents,
+        np.arange(batch.num_rows) - batch.row_offsets[:-1].repeat(np.diff(batch.row_offsets)) - 1,
+    ):
         return np.ones(batch.num_requests, dtype=np.int32)
     chain = np.empty(batch.num_requests, dtype=np.int32)
     for request in range(batch.num_requests):
@@ -271,20 +288,21 @@ def _chains(batch: ForwardBatch) -> Int32Array:
 
 @compiled(cached=True)
 def _move(data, pages, layers, heads, block, sources, targets, spare, width, half):  # type: ignore[no-untyped-def]
-    value_offset = (2 if half else 4) * PAGE * width
     for layer in range(layers):
         for head in range(heads):
             for i in range(len(sources)):
                 address = data + ((layer * pages + sources[i] // PAGE) * heads + head) * block
-                copy_key_value(address, sources[i] % PAGE, spare + i * block, 0, value_offset, width, half)
+                copy_key_value(address, sources[i] % PAGE, spare + i * block, 0, width, half)
             for i in range(len(sources)):
                 address = data + ((layer * pages + targets[i] // PAGE) * heads + head) * block
-                copy_key_value(spare + i * block, 0, address, targets[i] % PAGE, value_offset, width, half)
+                copy_key_value(spare + i * block, 0, address, targets[i] % PAGE, width, half)
 
 
 def _matrix_names(config: ModelConfig) -> list[str]:
     """Tensor names in the order of the descriptor table of forward_pass.py."""
-    parts = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+    parts = [f"self_attn.{part}_proj" for part in "qkvo"] + [
+        f"mlp.{part}_proj" for part in ("gate", "up", "down")
+    ]
     names = [f"model.layers.{layer}.{part}.weight" for layer in range(config.num_layers) for part in parts]
     head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
     return [*names, "model.embed_tokens.weight", head]
@@ -295,5 +313,9 @@ def _pack_matrices(checkpoint: Checkpoint, quantization: str, threads: int) -> l
     names = _matrix_names(checkpoint.config)
     distinct = list(dict.fromkeys(names))
     with ThreadPoolExecutor(threads) as pool:
-        packed = dict(zip(distinct, pool.map(lambda n: pack(checkpoint.tensors[n], quantization), distinct), strict=True))
+        packed = dict(
+            zip(
+                distinct, pool.map(lambda n: pack(checkpoint.tensors[n], quantization), distinct), strict=True
+            )
+        )
     return [packed[name] for name in names]

@@ -33,7 +33,9 @@ def cache_folder() -> Path:
 _CACHE_FOLDER = str(cache_folder())
 
 
-def compiled(function: Callable[..., Any] | None = None, *, inline: bool = False, cached: bool = False) -> Any:
+def compiled(
+    function: Callable[..., Any] | None = None, *, inline: bool = False, cached: bool = False
+) -> Any:
     """A numba function without the GIL and without bounds checks.
 
     Only the functions called from Python are `cached` on disk, with all they call inside.

@@ -7,7 +7,7 @@ All the pass needs is in one array of int64, the job: sizes and addresses (see t
 
 from __future__ import annotations
 
-from paceline.backends.cpu.attention import PAGE, attend, copy_key_value, write_key_value
+from paceline.backends.cpu.attention import PAGE, attend_float, attend_half, copy_key_value, write_key_value
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.matmul import DESCRIPTOR, multiply_rows
 from paceline.backends.cpu.rows import (
@@ -20,7 +20,14 @@ from paceline.backends.cpu.rows import (
     write_record,
     write_records,
 )
-from paceline.backends.cpu.simd import atomic_add, load_float, load_int32, load_int64, store_float, store_int64
+from paceline.backends.cpu.simd import (
+    atomic_add,
+    load_float,
+    load_int32,
+    load_int64,
+    store_float,
+    store_int64,
+)
 from paceline.backends.cpu.team import STOP, await_generation, barrier
 from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
 
@@ -74,7 +81,7 @@ def _normalize_rows(job, counter, rows, norm, gathered, scratch):  # type: ignor
 def _project(counter, threads, matrix, records, rows, out, out_stride, bias, added, scratch):  # type: ignore[no-untyped-def]
     """Tiles of one matrix: out = records @ matrix + bias, or with `added` out += that."""
     tiles = load_int64(matrix + 24)
-    chunk = max(1, min(8, tiles // (threads * 4)))
+    chunk = max(1, min(8, tiles // (threads * 8)))
     while True:
         first = _take(counter, chunk)
         if first >= tiles:
@@ -89,7 +96,11 @@ def _project(counter, threads, matrix, records, rows, out, out_stride, bias, add
                     multiply_rows(matrix, tile, records, rows, start, count, scratch, 64)
                 for row in range(count):
                     if bias != 0:
-                        add_row(scratch + 64 * row if added else place + row * out_stride, bias + 64 * tile, COLUMNS)
+                        add_row(
+                            scratch + 64 * row if added else place + row * out_stride,
+                            bias + 64 * tile,
+                            COLUMNS,
+                        )
                     if added:
                         add_row(place + row * out_stride, scratch + 64 * row, COLUMNS)
 
@@ -100,7 +111,9 @@ def _block_address(job, layer, page, head):  # type: ignore[no-untyped-def]
     width = _field(job, HEAD_WIDTH)
     padded = (width + 15) // 16 * 16
     size = (2 if _field(job, HALF_KV) else 4) * PAGE * (width + padded)
-    return _field(job, KV_AT) + ((layer * _field(job, NUM_PAGES) + page) * _field(job, KV_HEADS) + head) * size
+    return (
+        _field(job, KV_AT) + ((layer * _field(job, NUM_PAGES) + page) * _field(job, KV_HEADS) + head) * size
+    )
 
 
 @compiled
@@ -114,7 +127,6 @@ def _place_rows(job, counter, rows, layer):  # type: ignore[no-untyped-def]
     """Head norms and rope for queries and keys; keys and values into their pages."""
     heads, kv_heads, width = _field(job, HEADS), _field(job, KV_HEADS), _field(job, HEAD_WIDTH)
     half, half_kv = width // 2, _field(job, HALF_KV)
-    value_offset = (2 if half_kv else 4) * PAGE * width
     query_columns = (heads * width + 15) // 16 * 16
     key_columns = (kv_heads * width + 15) // 16 * 16
     head_norms = _field(job, HEAD_NORMS_AT)
@@ -146,7 +158,7 @@ def _place_rows(job, counter, rows, layer):  # type: ignore[no-untyped-def]
                 rotate(key, cosines, sines, half)
                 value = qkv + 4 * (query_columns + key_columns + head * width)
                 address = _block_address(job, layer, page, head)
-                write_key_value(key, value, index % PAGE, address, value_offset, width, half_kv)
+                write_key_value(key, value, index % PAGE, address, width, half_kv)
 
 
 @compiled
@@ -160,9 +172,7 @@ def _list_blocks(job, layer, row, request, head, first, last, blocks, spare):  #
         return
     # A tree: from the block of the first drafted position on, copy the path's keys and values together.
     width, half_kv = _field(job, HEAD_WIDTH), _field(job, HALF_KV)
-    size = 2 if half_kv else 4
-    value_offset = size * PAGE * width
-    block_bytes = size * PAGE * (width + (width + 15) // 16 * 16)
+    block_bytes = (2 if half_kv else 4) * PAGE * (width + (width + 15) // 16 * 16)
     begin = max(context // PAGE, first // PAGE)
     node = row - start
     for position in range(last, begin * PAGE - 1, -1):
@@ -172,7 +182,7 @@ def _list_blocks(job, layer, row, request, head, first, last, blocks, spare):  #
             node = load_int32(_field(job, PARENTS_AT) + 4 * (start + node))
         target = spare + (position // PAGE - begin) * block_bytes
         source = _block_address(job, layer, _page(job, request, index), head)
-        copy_key_value(source, index % PAGE, target, position % PAGE, value_offset, width, half_kv)
+        copy_key_value(source, index % PAGE, target, position % PAGE, width, half_kv)
     for block in range(begin, last // PAGE + 1):
         store_int64(blocks + 8 * block, spare + (block - begin) * block_bytes)
 
@@ -182,7 +192,6 @@ def _attend_rows(job, counter, rows, layer, scratch):  # type: ignore[no-untyped
     """Attention, a task for each row and KV head."""
     heads, kv_heads, width = _field(job, HEADS), _field(job, KV_HEADS), _field(job, HEAD_WIDTH)
     half_kv, shared = _field(job, HALF_KV), heads // kv_heads
-    value_offset = (2 if half_kv else 4) * PAGE * width
     longest = _field(job, MAX_PAGES) * PAGE
     blocks, scores = scratch, scratch + 8 * _field(job, MAX_PAGES)
     result = scores + 4 * longest
@@ -200,7 +209,10 @@ def _attend_rows(job, counter, rows, layer, scratch):  # type: ignore[no-untyped
         _list_blocks(job, layer, row, request, head, first, last, blocks, spare)
         query = _field(job, QKV_AT) + row * _field(job, QKV_STRIDE) + 4 * head * shared * width
         out = _field(job, ATTENTION_AT) + row * out_row + 4 * head * shared * width
-        attend(query, shared, 4 * width, width, blocks, value_offset, half_kv, first, last, scores, result, out)
+        if half_kv:
+            attend_half(query, shared, width, blocks, first, last, scores, result, out)
+        else:
+            attend_float(query, shared, width, blocks, first, last, scores, result, out)
 
 
 @compiled

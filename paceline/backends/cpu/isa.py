@@ -82,17 +82,13 @@ def _by_parts(lanes: int, dot: EmitDot) -> EmitDot:
 
 def _vnni_512(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
     spread = splat(builder, activations, SUMS)
-    return call(
-        builder, "llvm.x86.avx512.vpdpbusd.512", SUMS, sums, builder.bitcast(weights, SUMS), spread
-    )
+    return call(builder, "llvm.x86.avx512.vpdpbusd.512", SUMS, sums, builder.bitcast(weights, SUMS), spread)
 
 
 def _vnni_256(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
     eight = ir.VectorType(I32, 8)
     spread = splat(builder, activations, eight)
-    return call(
-        builder, "llvm.x86.avx512.vpdpbusd.256", eight, sums, builder.bitcast(weights, eight), spread
-    )
+    return call(builder, "llvm.x86.avx512.vpdpbusd.256", eight, sums, builder.bitcast(weights, eight), spread)
 
 
 def _avx2_pairs(builder: ir.IRBuilder, sums: Any, unsigned: Any, signed: Any) -> Any:
@@ -140,7 +136,7 @@ def _portable(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) 
     return sums
 
 
-_TABLE = {
+ISAS = {
     "avx512-vnni": Isa(
         "avx512-vnni", "x86 AVX-512 VNNI (vpdpbusd, 512 bits)", _vnni_512, _vnni_512, True, 8, True, True
     ),
@@ -188,14 +184,14 @@ def select(features: frozenset[str], machine: str) -> Isa:
     """The best instruction set for a machine ("x86_64", "aarch64", ...) with these LLVM features."""
     x86 = machine.lower() in ("x86_64", "amd64")
     if x86 and {"avx512vnni", "avx512bw", "avx512vl", "f16c"} <= features:
-        return _TABLE["avx512-vnni"]
+        return ISAS["avx512-vnni"]
     if x86 and {"avxvnni", "f16c", "fma"} <= features:
-        return _TABLE["avx-vnni"]
+        return ISAS["avx-vnni"]
     if x86 and {"avx2", "f16c", "fma"} <= features:
-        return _TABLE["avx2"]
+        return ISAS["avx2"]
     if machine.lower() in ("aarch64", "arm64") and "dotprod" in features:
-        return _TABLE["sdot"]
-    return _TABLE["portable"]
+        return ISAS["sdot"]
+    return ISAS["portable"]
 
 
 ISA = select(target_features(), platform.machine())

@@ -53,4 +53,3 @@ def multiply_rows(matrix, tile, records, rows, first_row, count, out, out_stride
         place = records + (first_row + row) * size
         _run_tile(weight_format, step, weights, place, stride, groups, out + row * out_stride, out_stride)
         row += step
-

@@ -153,7 +153,9 @@ def _pack_int8_rounded(rows: npt.NDArray[np.float32]) -> Bytes:
     groups = rows.reshape(len(rows), -1, GROUP)
     largest = np.maximum(groups.max(axis=2), -groups.min(axis=2))
     scale = (largest / np.float32(127)).astype(np.float16)
-    inverse = np.divide(1, scale, out=np.zeros(scale.shape, dtype=np.float32), where=scale != 0, dtype=np.float32)
+    inverse = np.divide(
+        1, scale, out=np.zeros(scale.shape, dtype=np.float32), where=scale != 0, dtype=np.float32
+    )
     values = np.clip(np.rint(groups * inverse[:, :, None]), -127, 127).astype(np.int8)
     return _stream(_interleave(_signed_bytes(values), 8), _columns(scale))
 

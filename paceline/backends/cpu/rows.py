@@ -14,21 +14,19 @@ import numpy as np
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.simd import (
-    absolute,
     add,
     add_ints,
     divide,
     exponential,
     fma,
     fma_float,
-    larger,
-    largest_lane,
+    largest_magnitude,
     load,
     load_byte,
     load_float,
     load_half,
     multiply,
-    nearest,
+    scaled_to_nearest,
     spread,
     store,
     store_bytes,
@@ -50,10 +48,10 @@ def write_record(values, record, quantized):  # type: ignore[no-untyped-def]
         store(record, first)
         store(record + 64, second)
         return
-    largest = largest_lane(larger(absolute(first), absolute(second)))
+    largest = largest_magnitude(first, second)
     scale = largest / np.float32(127)
     inverse = spread(np.float32(127) / largest if largest > 0 else np.float32(0))
-    first_ints, second_ints = nearest(multiply(first, inverse)), nearest(multiply(second, inverse))
+    first_ints, second_ints = scaled_to_nearest(first, inverse), scaled_to_nearest(second, inverse)
     store_bytes(record, first_ints)
     store_bytes(record + 16, second_ints)
     total = sum_int_lanes(add_ints(first_ints, second_ints))
@@ -93,11 +91,18 @@ def add_row(values, other, padded):  # type: ignore[no-untyped-def]
 @compiled
 def rotate(values, cosines, sines, half):  # type: ignore[no-untyped-def]
     """Rope of one head in place: lanes i and i + half turn by the angle of frequency i."""
-    for i in range(half):
-        first, second = load_float(values + 4 * i), load_float(values + 4 * (i + half))
-        cosine, sine = load_float(cosines + 4 * i), load_float(sines + 4 * i)
-        store_float(values + 4 * i, fma_float(-second, sine, first * cosine))
-        store_float(values + 4 * (i + half), fma_float(first, sine, second * cosine))
+    whole = half // 16 * 16
+    for i in range(0, whole, 16):
+        first, second = load(values + 4 * i), load(values + 4 * (i + half))
+        cosine, sine = load(cosines + 4 * i), load(sines + 4 * i)
+        minus = multiply(second, spread(np.float32(-1)))
+        store(values + 4 * i, fma(minus, sine, multiply(first, cosine)))
+        store(values + 4 * (i + half), fma(first, sine, multiply(second, cosine)))
+    for i in range(whole, half):
+        x, y = load_float(values + 4 * i), load_float(values + 4 * (i + half))
+        c, s = load_float(cosines + 4 * i), load_float(sines + 4 * i)
+        store_float(values + 4 * i, fma_float(-y, s, x * c))
+        store_float(values + 4 * (i + half), fma_float(x, s, y * c))
 
 
 @compiled
@@ -117,8 +122,8 @@ def gate(gates, ups):  # type: ignore[no-untyped-def]
     for k in range(0, GROUP, 16):
         value = load(gates + 4 * k)
         minus = multiply(value, spread(np.float32(-1)))
-        sigmoid = divide(spread(np.float32(1)), add(spread(np.float32(1)), exponential(minus)))
-        store(gates + 4 * k, multiply(multiply(value, sigmoid), load(ups + 4 * k)))
+        silu = divide(value, add(spread(np.float32(1)), exponential(minus)))
+        store(gates + 4 * k, multiply(silu, load(ups + 4 * k)))
 
 
 @compiled

@@ -212,6 +212,12 @@ def load_halves(builder, address):  # type: ignore[no-untyped-def]
     return halves_at(builder, address)
 
 
+@_operation(types.void, types.int64, floats)
+def store_halves(builder, address, value):  # type: ignore[no-untyped-def]
+    """Write 16 floats as half. Only where `ISA.native_half`."""
+    _write(builder, address, builder.fptrunc(value, ir.VectorType(_HALF, LANES)), 2)
+
+
 @_operation(types.void, types.int64, ints)
 def store_bytes(builder, address, value):  # type: ignore[no-untyped-def]
     """Write the low byte of each of 16 ints."""
@@ -254,17 +260,30 @@ def larger(builder, a, b):  # type: ignore[no-untyped-def]
     return call(builder, "llvm.maximum.v16f32", _FLOATS, a, b)
 
 
-@_operation(floats, floats)
-def absolute(builder, a):  # type: ignore[no-untyped-def]
-    """|a|."""
-    return call(builder, "llvm.fabs.v16f32", _FLOATS, a)
+@_operation(types.float32, floats, floats)
+def largest_magnitude(builder, a, b):  # type: ignore[no-untyped-def]
+    """The largest absolute value of the lanes of a and b; NaN if there is one.
+
+    The bits of floats without their sign order as integers do, infinity and NaN at the top.
+    """
+    mask = ir.Constant(_INTS, [0x7FFFFFFF] * LANES)
+
+    def larger_of(x: Any, y: Any) -> Any:
+        return builder.select(builder.icmp_signed(">", x, y), x, y)
+
+    magnitudes = [builder.and_(builder.bitcast(value, _INTS), mask) for value in (a, b)]
+    return builder.bitcast(_fold(builder, larger_of(*magnitudes), larger_of), _FLOAT)
 
 
-@_operation(ints, floats)
-def nearest(builder, a):  # type: ignore[no-untyped-def]
-    """The nearest integers, ties to even."""
-    rounded = call(builder, "llvm.rint.v16f32", _FLOATS, a)
-    return call(builder, "llvm.fptosi.sat.v16i32.v16f32", _INTS, rounded)
+@_operation(ints, floats, floats)
+def scaled_to_nearest(builder, a, b):  # type: ignore[no-untyped-def]
+    """The integers nearest to a * b, ties to even, for |a * b| < 2 ** 22.
+
+    Adding 1.5 * 2 ** 23 leaves the rounded integer in the low bits of the float.
+    """
+    magic = ir.Constant(_FLOATS, [12582912.0] * LANES)
+    bits = builder.bitcast(call(builder, "llvm.fma.v16f32", _FLOATS, a, b, magic), _INTS)
+    return builder.sub(bits, ir.Constant(_INTS, [0x4B400000] * LANES))
 
 
 @_operation(ints, ints, ints)
@@ -370,4 +389,3 @@ def relax(builder, _count):  # type: ignore[no-untyped-def]
         call(builder, "llvm.x86.sse2.pause", ir.VoidType())
     elif ISA.name == "sdot":
         call(builder, "llvm.aarch64.hint", ir.VoidType(), I32(1))
-

@@ -79,7 +79,9 @@ class Team:
 
     def __init__(self, threads: int, work: Callable[[int, int, int, int, int], int], argument: int) -> None:
         self.threads = threads
-        self._work = work  # work(control, index, threads, argument, seen) -> last generation it ran, when parked
+        self._work = (
+            work  # work(control, index, threads, argument, seen) -> last generation it ran, when parked
+        )
         self._argument = argument
         self._control = np.zeros(PARKED + LINE * (threads + 1), dtype=np.int64)
         self._address = self._control.ctypes.data

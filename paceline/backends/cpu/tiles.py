@@ -30,12 +30,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from paceline.backends.cpu.isa import I8, I32, ISA, SUMS, WEIGHTS, EmitDot, Isa, call, splat
 from paceline.backends.cpu.simd import halves_at
-from paceline.backends.cpu.isa import I8, I32, ISA, SUMS, WEIGHTS, EmitDot, call, splat
 
 INT8, INT4, INT4K, FLOAT32 = 0, 1, 2, 3  # weight formats
 FORMAT_NAMES = {INT8: "int8", INT4: "int4", INT4K: "int4k", FLOAT32: "float32"}
 COLUMNS = 16  # outputs of one tile
+PREFETCH = 4096  # bytes the tiles read ahead
 RECORD = 48  # bytes of one row's quantized activations of one group
 GROUP = 32  # k per activation scale, and per weight scale of every format but float32
 TILE_ROWS = tuple(rows for rows in (1, 2, 3, 4, 8) if rows <= ISA.tile_rows)
@@ -62,6 +63,14 @@ def _bytes_as_floats(builder: ir.IRBuilder, address: Any, offset: int) -> Any:
     return builder.sitofp(wide, _FLOATS)
 
 
+def _prefetch(builder: ir.IRBuilder, address: Any, size: int) -> None:
+    """Ask for the `size` bytes of weights that will be read PREFETCH bytes later, tile after tile."""
+    pointer = I8.as_pointer()
+    for line in range(0, size, 64):
+        place = builder.inttoptr(builder.add(address, _I64(PREFETCH + line)), pointer)
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), place, I32(0), I32(3), I32(1))
+
+
 def _fma(builder: ir.IRBuilder, a: Any, b: Any, c: Any) -> Any:
     return call(builder, "llvm.fma.v16f32", _FLOATS, a, b, c)
 
@@ -76,8 +85,8 @@ def _nibbles(builder: ir.IRBuilder, address: Any) -> list[Any]:
 class _Tile:
     """Emits one tile; holds what the emitters of all formats share."""
 
-    def __init__(self, builder: ir.IRBuilder, rows: int, args: list[Any]) -> None:
-        self.builder, self.rows = builder, rows
+    def __init__(self, builder: ir.IRBuilder, rows: int, isa: Isa, args: list[Any]) -> None:
+        self.builder, self.rows, self.isa = builder, rows, isa
         self.weights, self.activations, self.group_stride, self.groups, self.out, self.out_stride = args
         self.accumulators = [cgutils.alloca_once(builder, _FLOATS) for _ in range(rows)]
         for accumulator in self.accumulators:
@@ -110,9 +119,7 @@ class _Tile:
         for row, accumulator in enumerate(self.accumulators):
             builder = self.builder
             address = builder.add(self.out, builder.mul(self.out_stride, _I64(row)))
-            store = builder.store(
-                builder.load(accumulator), builder.inttoptr(address, _FLOATS.as_pointer())
-            )
+            store = builder.store(builder.load(accumulator), builder.inttoptr(address, _FLOATS.as_pointer()))
             store.align = 4
 
 
@@ -123,14 +130,15 @@ def _emit_int8(tile: _Tile) -> None:
     builder, size = tile.builder, GROUP * COLUMNS
     with cgutils.for_range(builder, tile.groups) as loop:
         address = builder.add(tile.weights, builder.mul(loop.index, _I64(size + 2 * COLUMNS)))
+        _prefetch(builder, address, size + 2 * COLUMNS)
         records = tile.records(loop.index)
         vectors = [_load(builder, address, WEIGHTS, 64 * step) for step in range(GROUP // 4)]
         scale = _halves(builder, address, size)
         for row in range(tile.rows):
             start = _ZERO
-            if ISA.offset_weights:  # weights are w + 128: start from -128 * sum of the activations
+            if tile.isa.offset_weights:  # weights are w + 128: start from -128 * sum of the activations
                 start = splat(builder, builder.mul(tile.side(records, row, 2, I32), I32(-128)), SUMS)
-            dots = tile.dots(records, row, vectors, ISA.dot_wide, start)
+            dots = tile.dots(records, row, vectors, tile.isa.dot_wide, start)
             row_scale = tile.splat(tile.side(records, row, 0, ir.FloatType()))
             tile.accumulate(row, dots, builder.fmul(scale, row_scale))
 
@@ -138,7 +146,7 @@ def _emit_int8(tile: _Tile) -> None:
 def _add_group4(tile: _Tile, group: Any, vectors: list[Any], scale: Any, minimum: Any) -> None:
     records = tile.records(group)
     for row in range(tile.rows):
-        dots = tile.dots(records, row, vectors, ISA.dot_narrow, _ZERO)
+        dots = tile.dots(records, row, vectors, tile.isa.dot_narrow, _ZERO)
         row_scale = tile.splat(tile.side(records, row, 0, ir.FloatType()))
         tile.accumulate(row, dots, tile.builder.fmul(scale, row_scale))
         tile.accumulate(row, minimum, tile.splat(tile.side(records, row, 1, ir.FloatType())))
@@ -148,6 +156,7 @@ def _emit_int4(tile: _Tile) -> None:
     builder = tile.builder
     with cgutils.for_range(builder, tile.groups) as loop:
         address = builder.add(tile.weights, builder.mul(loop.index, _I64(320)))
+        _prefetch(builder, address, 320)
         vectors = _nibbles(builder, address)
         scale, minimum = _halves(builder, address, 256), _halves(builder, address, 288)
         _add_group4(tile, loop.index, vectors, scale, minimum)
@@ -163,6 +172,7 @@ def _emit_int4k(tile: _Tile) -> None:
             nibbles = builder.add(address, builder.mul(inner.index, _I64(256)))
             side = builder.add(address, builder.mul(inner.index, _I64(COLUMNS)))
             group = builder.add(builder.mul(loop.index, _I64(8)), inner.index)
+            _prefetch(builder, builder.add(address, builder.mul(inner.index, _I64(296))), 296)
             group_scale = builder.fmul(scale, _bytes_as_floats(builder, side, 2112))
             group_minimum = builder.fmul(minimum, _bytes_as_floats(builder, side, 2240))
             _add_group4(tile, group, _nibbles(builder, nibbles), group_scale, group_minimum)
@@ -188,15 +198,23 @@ _EMITTERS: dict[int, Callable[[_Tile], None]] = {
 }
 
 
-def tile_intrinsic(weight_format: int, rows: int) -> Any:
+def tile_intrinsic(weight_format: int, rows: int, isa: Isa = ISA) -> Any:
     """A numba function `tile(weights, activations, group_stride, groups, out, out_stride)`; all are addresses or counts.
 
     It writes `rows` x 16 floats to `out`, whose rows are `out_stride` bytes apart.
     """
 
-    def tile(typingctx: Any, weights: Any, activations: Any, group_stride: Any, groups: Any, out: Any, out_stride: Any) -> Any:
+    def tile(
+        typingctx: Any,
+        weights: Any,
+        activations: Any,
+        group_stride: Any,
+        groups: Any,
+        out: Any,
+        out_stride: Any,
+    ) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
-            emitted = _Tile(builder, rows, args)
+            emitted = _Tile(builder, rows, isa, args)
             _EMITTERS[weight_format](emitted)
             emitted.finish()
             return context.get_dummy_value()
