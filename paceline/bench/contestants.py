@@ -98,7 +98,8 @@ class Contestant:
             if "error" not in answer:
                 return answer
             remedy = self._remedies.get(answer["kind"], "")
-            error = ContestantError(f"{self.name} failed: {answer['error']} {remedy}".rstrip())
+            failure = f"{self.name} failed ({answer['kind']}): {answer['error']}"
+            error = ContestantError(f"{failure} {remedy}".rstrip())
         self.close()
         raise error
 

@@ -27,7 +27,6 @@ from paceline.options import check_integer
 
 PEERS = ("llama.cpp", "none")
 SETTLE_SECONDS = 0.3  # until the threads of whoever had the turn before have gone to sleep
-WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -115,6 +114,7 @@ def measure_decode(options: DecodeOptions, on_turn: OnTurn = lambda _: None) -> 
                 llama = start_llama_cpp(path, threads, options.context, options.peer_python)
                 peer = Entrant(stack.enter_context(llama), options, ids)
                 peer.warm_up()
+                time.sleep(options.settle_seconds)
             except ContestantError as error:
                 peer, peer_error = None, str(error)
         for number in range(options.rounds):
@@ -122,7 +122,9 @@ def measure_decode(options: DecodeOptions, on_turn: OnTurn = lambda _: None) -> 
                 job(ours)
                 try:
                     if peer is not None:
+                        time.sleep(options.settle_seconds)
                         job(peer)
+                        time.sleep(options.settle_seconds)
                 except ContestantError as error:
                     peer, peer_error = None, str(error)
             on_turn(f"round {number + 1} of {options.rounds}")
@@ -148,16 +150,19 @@ class Entrant:
 
     def warm_up(self) -> None:
         """Both jobs once, uncounted: code is compiled, files are read, buffers are made."""
-        self._contestant.generate(self._ids[: self._options.prefill], 1)
-        self._contestant.generate(self._ids[: self._options.prompt_tokens], WARM_UP_TOKENS)
+        self.run_prefill()
+        self.run_decode()
+        self._prefills.clear()
+        self._decodes.clear()
 
     def run_decode(self) -> None:
         """Decode once; the first token is not counted, it belongs to the prompt."""
-        self._decodes.append(self._turn(self._options.prompt_tokens, self._options.tokens + 1))
+        prompt = self._ids[: self._options.prompt_tokens]
+        self._decodes.append(self._contestant.generate(prompt, self._options.tokens + 1))
 
     def run_prefill(self) -> None:
         """Compute the long prompt once."""
-        self._prefills.append(self._turn(self._options.prefill, 1))
+        self._prefills.append(self._contestant.generate(self._ids[: self._options.prefill], 1))
 
     def result(self) -> Result:
         return Result(
@@ -167,10 +172,6 @@ class Entrant:
             overhead=Timing(tuple(step for run in self._decodes for step in run.overhead_seconds)),
             token_ids=self._decodes[0].token_ids,
         )
-
-    def _turn(self, prompt_tokens: int, tokens: int) -> Generation:
-        time.sleep(self._options.settle_seconds)
-        return self._contestant.generate(self._ids[:prompt_tokens], tokens)
 
 
 def measure_fresh_start(path: Path, threads: int, options: DecodeOptions, ids: list[int]) -> FreshStart:

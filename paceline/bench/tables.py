@@ -36,7 +36,8 @@ def decode_table(contest: Contest) -> Table:
     """Both contestants' speeds, and how many times faster paceline is."""
     options, peer = contest.options, contest.peer
     table = Table(
-        title=f"{options.model}: greedy, batch 1, {options.rounds} rounds in turns", title_justify="left"
+        title=f"{options.model}: greedy, batch 1, best and median of {options.rounds}, in turns",
+        title_justify="left",
     )
     table.add_column("tokens per second")
     for heading in ("paceline", *([f"{options.peer} {peer.facts['version']}", "ratio"] if peer else [])):
@@ -82,7 +83,8 @@ def decode_notes(contest: Contest) -> list[str]:
 def rows_table(model: str, costs: RowCosts, context: int, rounds: int) -> Table:
     """The cost of a pass by its rows."""
     table = Table(
-        title=f"{model}: one pass after {context} tokens, {rounds} rounds in turns", title_justify="left"
+        title=f"{model}: one pass after {context} tokens, best and median of {rounds}, in turns",
+        title_justify="left",
     )
     for heading in ("rows", "best ms", "median ms", "best / 1 row", "median / 1 row"):
         table.add_column(heading, justify="right")
@@ -100,7 +102,8 @@ def rows_table(model: str, costs: RowCosts, context: int, rounds: int) -> Table:
 def concurrency_table(model: str, result: Concurrency, rounds: int) -> Table:
     """Total tokens per second by how many requests run at once."""
     table = Table(
-        title=f"{model}: {result.tokens} greedy tokens a request, prompts included, {rounds} rounds in turns",
+        title=f"{model}: {result.tokens} greedy tokens a request, prompts included, "
+        f"best and median of {rounds}, in turns",
         title_justify="left",
     )
     for heading in ("requests", "best tok/s", "median tok/s", "best / 1", "median / 1", "outputs as alone"):

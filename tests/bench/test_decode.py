@@ -1,0 +1,153 @@
+"""`paceline bench decode`: real processes, a tiny model, and a llama.cpp that does as it is told."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench.contestants import ContestantError, start_llama_cpp, start_paceline
+from paceline.bench.decode import (
+    Contest,
+    DecodeOptions,
+    FreshStart,
+    Result,
+    decode_facts,
+    measure_decode,
+)
+from paceline.bench.tables import decode_notes, decode_table
+from paceline.bench.timing import Timing
+from paceline.errors import ConfigError
+
+Play = Callable[..., Contest]
+Become = Callable[[str], None]
+
+
+@pytest.fixture
+def log_file(tmp_path: Path) -> Path:
+    return tmp_path / "log.jsonl"
+
+
+@pytest.fixture
+def llama_cpp(tmp_path: Path, log_file: Path, monkeypatch: pytest.MonkeyPatch) -> Become:
+    """Gives child processes a llama_cpp that behaves as it is told."""
+    shutil.copy(Path(__file__).with_name("fake_llama_cpp.py"), tmp_path / "llama_cpp.py")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("FAKE_LLAMA_LOG", str(log_file))
+    return lambda mode: monkeypatch.setenv("FAKE_LLAMA", mode)
+
+
+@pytest.fixture
+def play(llama_cpp: Become, tiny_gguf: Path) -> Play:
+    """A short contest with a llama_cpp that behaves as it is told."""
+
+    def run(mode: str, **options: Any) -> Contest:
+        llama_cpp(mode)
+        short = {"tokens": 3, "prompt_tokens": 5, "prefill": 20, "rounds": 2, "threads": 1}
+        settings = {**short, "settle_seconds": 0.0, **options}
+        return measure_decode(DecodeOptions(model=str(tiny_gguf), **settings))
+
+    return run
+
+
+def test_both_do_the_same_jobs_in_turns_and_are_reported_side_by_side(
+    play: Play, log_file: Path, tiny_gguf: Path
+) -> None:
+    contest = play("sound")
+    events = [json.loads(line) for line in log_file.read_text().splitlines()]
+    load = events[0]
+    assert (load["model"], load["n_threads"], load["n_threads_batch"]) == (str(tiny_gguf), 1, 1)
+    assert (load["n_batch"], load["n_ctx"]) == (512, 21)
+    # warm-up, then decode and prefill in each round, never on what an earlier turn left behind
+    assert [event["event"] for event in events[1:]] == ["reset", "generate"] * 6
+    prompts = [event["prompt"] for event in events if event["event"] == "generate"]
+    assert [len(prompt) for prompt in prompts] == [20, 5, 5, 20, 5, 20]
+    assert all(prompt == prompts[0][: len(prompt)] for prompt in prompts)
+    assert all(event["temp"] == 0 for event in events if event["event"] == "generate")
+
+    facts = decode_facts(contest)
+    assert facts["peer"]["name"] == "llama.cpp"
+    assert facts["peer"]["version"] == "0.0.fake"
+    assert facts["peer_error"] is None
+    for side in (facts["paceline"], facts["peer"]):
+        for job, tokens in (("decode", 3), ("prefill", 20)):
+            assert len(side[job]["seconds"]) == 2
+            assert side[job]["tokens_per_second"]["best"] == tokens / min(side[job]["seconds"])
+    best = [min(facts[side]["decode"]["seconds"]) for side in ("peer", "paceline")]
+    assert facts["ratio"]["decode"]["best"] == best[0] / best[1]
+    assert facts["paceline"]["overhead_ms"]["median"] > 0
+    assert facts["paceline"]["start_to_first_token_seconds"] > 0
+    assert facts["paceline"]["peak_memory_bytes"] > 10e6
+    json.dumps(facts)
+    assert [column.header for column in decode_table(contest).columns][2] == "llama.cpp 0.0.fake"
+    assert any(note.startswith("both chose the same first") for note in decode_notes(contest))
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("missing", r"No module named 'llama_cpp'.*pip install 'paceline\[bench\]'.*--peer-python"),
+        ("illegal", r"died \(SIGILL\).*mno-amx-int8.*pip install --force-reinstall --no-binary"),
+        ("aborts", r"died \(exit status 3\)\. Its last words: .*ggml: cannot go on"),
+    ],
+)
+def test_a_peer_that_does_not_start_is_explained(
+    llama_cpp: Become, tiny_gguf: Path, mode: str, message: str
+) -> None:
+    llama_cpp(mode)
+    with pytest.raises(ContestantError, match=f"(?s){message}"):
+        start_llama_cpp(tiny_gguf, threads=1, context=20, python=sys.executable)
+
+
+@pytest.mark.parametrize(("mode", "message"), [("missing", "No module named"), ("late", r"died \(SIGSEGV\)")])
+def test_our_own_numbers_come_without_the_peers(play: Play, mode: str, message: str) -> None:
+    contest = play(mode)
+    assert contest.peer is None
+    assert len(contest.paceline.decode.seconds) == len(contest.paceline.prefill.seconds) == 2
+    note = decode_notes(contest)[-1]
+    assert note.startswith("no numbers of llama.cpp: ")
+    assert re.search(message, note)
+    facts = decode_facts(contest)
+    assert facts["peer"] is None
+    assert facts["peer_error"] in note
+    assert facts["ratio"]["decode"]["best"] is None
+    assert [column.header for column in decode_table(contest).columns] == ["tokens per second", "paceline"]
+
+
+def test_without_a_peer_none_is_started(play: Play, log_file: Path) -> None:
+    contest = play("sound", peer="none")
+    assert (contest.peer, contest.peer_error) == (None, None)
+    assert not log_file.exists()
+
+
+def test_agreement_ends_at_the_first_differing_token() -> None:
+    def contest(ours: list[int], theirs: list[int]) -> Contest:
+        results = [Result({}, Timing(()), Timing(()), Timing(()), ids) for ids in (ours, theirs)]
+        return Contest(DecodeOptions(), 1, results[0], FreshStart(1.0, 1), results[1], None)
+
+    assert contest([5, 6, 7, 8], [5, 6, 9, 8]).agreeing_tokens == 2
+    assert contest([5, 6], [5, 6]).agreeing_tokens == 2
+
+
+def test_what_cannot_be_measured_is_refused(play: Play, tiny_gguf: Path) -> None:
+    with pytest.raises(ConfigError, match="peer must be one of"):
+        DecodeOptions(peer="vllm")
+    with pytest.raises(ConfigError, match="rounds must be an integer from 1"):
+        DecodeOptions(rounds=0)
+    with pytest.raises(ConfigError, match="cannot be run"):
+        play("sound", peer_python="no-such-python")
+    with pytest.raises(ContestantError, match=r"paceline failed \(RequestError\): the prompt has 200 tokens"):
+        play("sound", prefill=200)
+    with pytest.raises(ContestantError, match=r"reads only \.gguf files"):
+        start_llama_cpp(tiny_gguf.parent, threads=1, context=20, python=sys.executable)
+
+
+def test_our_own_failure_is_told_in_our_own_words(tiny_gguf: Path) -> None:
+    with pytest.raises(ContestantError, match=r"paceline failed \(ConfigError\): quantization is 'int3'"):
+        start_paceline(tiny_gguf, 1, "int3")
