@@ -14,6 +14,7 @@ from typing import Any
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import PacelineError
 from paceline.home import paceline_home
+from paceline.terminal.session import announce_compilation
 
 PACKAGES = ("paceline", "numpy", "numba", "llvmlite", "tokenizers", "safetensors", "torch", "triton")
 # of all the features LLVM names, those that decide how kernels are made
@@ -56,6 +57,7 @@ def check(model: str | None = None, with_torch: bool = False) -> Report:
     facts: Facts = {"machine": machine(), "kernels": kernels(), "versions": versions(), "models": models()}
     if with_torch:
         facts["torch"] = torch_facts()
+    announce_compilation()
     return Report(facts, [*kernel_outcomes(), _guarded("model", lambda: model_outcome(model))])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,12 +14,13 @@ from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError, PacelineError
 from paceline.terminal.flags import ENGINE, SAMPLING, Options, having, with_flags, without
 
+# plain help: rich would cut long flags
+PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
+
 app = typer.Typer(
     help="Exact LLM generation on your own machine: the same seed gives the same bytes.",
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: long flags are not cut, and it is there at once
+    **PLAIN,
 )
 
 ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -97,7 +98,7 @@ def check(
     with_torch: Annotated[bool, typer.Option("--torch", help="Also ask torch what it sees.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the machine and what was chosen for it, and test that it computes right."""
+    """Show the machine and what was chosen for it, and test it."""
     from paceline.check import check, show
 
     report = check(model, with_torch)
@@ -128,7 +129,9 @@ def _mount(name: str, module: str, summary: str) -> None:
             raise ConfigError(
                 f"`paceline {name}` needs the module {error.name}, which is not here."
             ) from error
-        commands(context.args, prog_name=f"paceline {name}")
+        one_room = typer.Typer(**PLAIN)
+        one_room.add_typer(commands, name=name)
+        one_room([name, *context.args], prog_name="paceline")
 
 
 _mount("models", "paceline.models.commands", "Models: list, pull, show.")

@@ -35,16 +35,17 @@ def load(model: str, options: Options) -> LLM:
     """The model, fetched if it must be. Mistakes in the options are told before that."""
     config = EngineConfig.from_options(model=model, **options)
     resolve(model)
-    if config.backend.name == "cpu" and kernels_are_cold():
-        note("compiling kernels, once per machine: this takes about a minute")
+    if config.backend.name == "cpu":
+        announce_compilation()
     return LLM(model, **options)
 
 
-def kernels_are_cold() -> bool:
-    """Whether the compiled kernels of this version are not yet on disk."""
+def announce_compilation() -> None:
+    """Say why the first pass takes so long, if this version's kernels are not on disk yet."""
     from paceline.backends.cpu.compiled import cache_folder
 
-    return next(cache_folder().rglob("*.nbi"), None) is None
+    if next(cache_folder().rglob("*.nbi"), None) is None:
+        note("compiling kernels, once per machine: this takes about a minute")
 
 
 def sampling_params(options: Options) -> SamplingParams:
