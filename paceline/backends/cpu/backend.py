@@ -184,7 +184,8 @@ class CpuBackend:
         scratch = max(attention_scratch, 2 * _SCRATCH_ROWS * 4 * GROUP, 4 * hidden)
         job[fields.SCRATCH_BYTES] = _round_up(scratch, 64)
         job[fields.SCRATCH_AT] = buffer(self.threads, _round_up(scratch, 64), dtype=np.uint8)
-        self._counters = np.zeros((2 + fields.COUNTERS_PER_LAYER * config.num_layers + 2, 8), dtype=np.int64)
+        counters = 4 + fields.COUNTERS_PER_LAYER * config.num_layers
+        self._counters = np.zeros((counters, self.threads, 8), dtype=np.int64)
         job[fields.COUNTERS_AT] = _address(self._counters)
         self._feature_slots = np.full(config.num_layers + 1, -1, dtype=np.int64)
         job[fields.FEATURE_SLOT_AT] = _address(self._feature_slots)

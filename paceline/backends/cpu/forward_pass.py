@@ -56,20 +56,32 @@ def _field(job, index):  # type: ignore[no-untyped-def]
     return load_int64(job + 8 * index)
 
 
-@compiled(inline=True)
-def _take(counter, size):  # type: ignore[no-untyped-def]
-    """The first of the next `size` tasks."""
-    return atomic_add(counter, size)
+@compiled
+def _take(tasks, counters, count, chunk):  # type: ignore[no-untyped-def]
+    """The next tasks (first, last) of `count` for this thread; (count, count) when none is left.
+
+    `tasks` is (thread, threads). Each thread owns a contiguous share, which it walks in order so that
+    weights stream from memory without a jump, and then helps the others with theirs.
+    """
+    thread, threads = tasks
+    for step in range(threads):
+        owner = (thread + step) % threads
+        end = count * (owner + 1) // threads
+        begin = count * owner // threads
+        first = begin + atomic_add(counters + 64 * owner, chunk)
+        if first < end:
+            return first, min(first + chunk, end)
+    return count, count
 
 
 @compiled
-def _normalize_rows(job, counter, rows, norm, gathered, scratch):  # type: ignore[no-untyped-def]
+def _normalize_rows(tasks, job, counter, rows, norm, gathered, scratch):  # type: ignore[no-untyped-def]
     """Norm of the residual stream into records; of the rows that want logits only, if `gathered`."""
     padded, state, records = _field(job, HIDDEN_PADDED), _field(job, STATE_AT), _field(job, RECORDS_AT)
     weight = _field(job, NORMS_AT) + 4 * padded * norm
     epsilon = load_float(_field(job, EPSILON_AT))
     while True:
-        row = _take(counter, 1)
+        row, _ = _take(tasks, counter, rows, 1)
         if row >= rows:
             return
         source = load_int32(_field(job, LOGIT_ROWS_AT) + 4 * row) if gathered else row
@@ -78,31 +90,16 @@ def _normalize_rows(job, counter, rows, norm, gathered, scratch):  # type: ignor
 
 
 @compiled
-def _project(counter, threads, matrix, records, rows, out, out_stride, bias, added, scratch):  # type: ignore[no-untyped-def]
+def _project(tasks, counter, matrix, records, rows, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
     """Tiles of one matrix: out = records @ matrix + bias, or with `added` out += that."""
     tiles = load_int64(matrix + 24)
-    chunk = max(1, min(8, tiles // (threads * 8)))
     while True:
-        first = _take(counter, chunk)
+        first, last = _take(tasks, counter, tiles, 2)
         if first >= tiles:
             return
-        for tile in range(first, min(first + chunk, tiles)):
-            for start in range(0, rows, 64):
-                count = min(64, rows - start)
-                place = out + start * out_stride + 64 * tile
-                if added == 0:
-                    multiply_rows(matrix, tile, records, rows, start, count, place, out_stride)
-                else:
-                    multiply_rows(matrix, tile, records, rows, start, count, scratch, 64)
-                for row in range(count):
-                    if bias != 0:
-                        add_row(
-                            scratch + 64 * row if added else place + row * out_stride,
-                            bias + 64 * tile,
-                            COLUMNS,
-                        )
-                    if added:
-                        add_row(place + row * out_stride, scratch + 64 * row, COLUMNS)
+        for tile in range(first, last):
+            tile_bias = bias + 64 * tile if bias != 0 else 0
+            multiply_rows(matrix, tile, records, rows, 0, rows, out + 64 * tile, out_stride, tile_bias, added)
 
 
 @compiled
@@ -123,7 +120,7 @@ def _page(job, request, index):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _place_rows(job, counter, rows, layer):  # type: ignore[no-untyped-def]
+def _place_rows(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-def]
     """Head norms and rope for queries and keys; keys and values into their pages."""
     heads, kv_heads, width = _field(job, HEADS), _field(job, KV_HEADS), _field(job, HEAD_WIDTH)
     half, half_kv = width // 2, _field(job, HALF_KV)
@@ -132,7 +129,7 @@ def _place_rows(job, counter, rows, layer):  # type: ignore[no-untyped-def]
     head_norms = _field(job, HEAD_NORMS_AT)
     epsilon = load_float(_field(job, EPSILON_AT))
     while True:
-        task = _take(counter, 1)
+        task, _ = _take(tasks, counter, rows * 2, 1)
         if task >= rows * 2:
             return
         row = task // 2
@@ -188,7 +185,7 @@ def _list_blocks(job, layer, row, request, head, first, last, blocks, spare):  #
 
 
 @compiled
-def _attend_rows(job, counter, rows, layer, scratch):  # type: ignore[no-untyped-def]
+def _attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-untyped-def]
     """Attention, a task for each row and KV head."""
     heads, kv_heads, width = _field(job, HEADS), _field(job, KV_HEADS), _field(job, HEAD_WIDTH)
     half_kv, shared = _field(job, HALF_KV), heads // kv_heads
@@ -199,7 +196,7 @@ def _attend_rows(job, counter, rows, layer, scratch):  # type: ignore[no-untyped
     window = load_int64(_field(job, WINDOWS_AT) + 8 * layer)
     out_row = 4 * _field(job, ATTENTION_PADDED)
     while True:
-        task = _take(counter, 1)
+        task, _ = _take(tasks, counter, rows * kv_heads, 1)
         if task >= rows * kv_heads:
             return
         row, head = task // kv_heads, task % kv_heads
@@ -216,11 +213,11 @@ def _attend_rows(job, counter, rows, layer, scratch):  # type: ignore[no-untyped
 
 
 @compiled
-def _quantize_rows(job, counter, rows):  # type: ignore[no-untyped-def]
+def _quantize_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
     """The attention's output into records."""
     padded = _field(job, ATTENTION_PADDED)
     while True:
-        row = _take(counter, 1)
+        row, _ = _take(tasks, counter, rows, 1)
         if row >= rows:
             return
         source = _field(job, ATTENTION_AT) + 4 * padded * row
@@ -228,14 +225,14 @@ def _quantize_rows(job, counter, rows):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _gate_rows(job, counter, rows, gates, ups, scratch):  # type: ignore[no-untyped-def]
+def _gate_rows(tasks, job, counter, rows, gates, ups, scratch):  # type: ignore[no-untyped-def]
     """Gate and up projections of 32 columns at a time, SwiGLU, and their records."""
     quantized, records = _field(job, QUANTIZED), _field(job, RECORDS_AT)
     size = RECORD if quantized else 4 * GROUP
     units = _field(job, INTERMEDIATE) // GROUP
     ups_at = scratch + 64 * 4 * GROUP
     while True:
-        unit = _take(counter, 1)
+        unit, _ = _take(tasks, counter, units, 1)
         if unit >= units:
             return
         out = _field(job, WIDE_RECORDS_AT) + unit * rows * size
@@ -243,8 +240,8 @@ def _gate_rows(job, counter, rows, gates, ups, scratch):  # type: ignore[no-unty
             count = min(64, rows - start)
             for part in range(2):
                 tile = 2 * unit + part
-                multiply_rows(gates, tile, records, rows, start, count, scratch + 64 * part, 4 * GROUP)
-                multiply_rows(ups, tile, records, rows, start, count, ups_at + 64 * part, 4 * GROUP)
+                multiply_rows(gates, tile, records, rows, start, count, scratch + 64 * part, 4 * GROUP, 0, 0)
+                multiply_rows(ups, tile, records, rows, start, count, ups_at + 64 * part, 4 * GROUP, 0, 0)
             for row in range(count):
                 values = scratch + 4 * GROUP * row
                 gate(values, ups_at + 4 * GROUP * row)
@@ -252,14 +249,14 @@ def _gate_rows(job, counter, rows, gates, ups, scratch):  # type: ignore[no-unty
 
 
 @compiled
-def _save_features(job, counter, rows, index):  # type: ignore[no-untyped-def]
+def _save_features(tasks, job, counter, rows, index):  # type: ignore[no-untyped-def]
     """Copy the residual stream of all rows to the features, if this layer's were asked for."""
     slot = load_int64(_field(job, FEATURE_SLOT_AT) + 8 * index)
     if slot < 0:
         return
     width, padded = _field(job, HIDDEN), _field(job, HIDDEN_PADDED)
     while True:
-        row = _take(counter, 1)
+        row, _ = _take(tasks, counter, rows, 1)
         if row >= rows:
             return
         source = _field(job, STATE_AT) + 4 * padded * row
@@ -269,10 +266,10 @@ def _save_features(job, counter, rows, index):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _embed_rows(job, counter, rows, embedding):  # type: ignore[no-untyped-def]
+def _embed_rows(tasks, job, counter, rows, embedding):  # type: ignore[no-untyped-def]
     """The embedding of each row's token into the residual stream."""
     while True:
-        row = _take(counter, 1)
+        row, _ = _take(tasks, counter, rows, 1)
         if row >= rows:
             return
         token = load_int32(_field(job, TOKENS_AT) + 4 * row)
@@ -282,12 +279,13 @@ def _embed_rows(job, counter, rows, embedding):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _run_layer(control, threads, job, layer, counter, scratch):  # type: ignore[no-untyped-def]
-    """One transformer layer; the first counter it did not use."""
+def _run_layer(control, tasks, job, layer, counter, scratch):  # type: ignore[no-untyped-def]
+    """One transformer layer."""
+    threads, line = tasks[1], 64 * tasks[1]  # a counter is a cache line for each thread
     rows, records, state = _field(job, ROWS), _field(job, RECORDS_AT), _field(job, STATE_AT)
     state_stride = 4 * _field(job, HIDDEN_PADDED)
     matrices = _field(job, MATRICES_AT) + DESCRIPTOR * LAYER_MATRICES * layer
-    _normalize_rows(job, counter, rows, 2 * layer, 0, scratch)
+    _normalize_rows(tasks, job, counter, rows, 2 * layer, 0, scratch)
     barrier(control, threads)
 
     qkv, qkv_stride, column = _field(job, QKV_AT), _field(job, QKV_STRIDE), 0
@@ -296,32 +294,32 @@ def _run_layer(control, threads, job, layer, counter, scratch):  # type: ignore[
         bias += qkv_stride * layer
     for part in range(3):
         matrix = matrices + DESCRIPTOR * part
-        place = counter + 64 * (1 + part)
+        place = counter + line * (1 + part)
         part_bias = bias + 4 * column if bias != 0 else 0
-        _project(place, threads, matrix, records, rows, qkv + 4 * column, qkv_stride, part_bias, 0, scratch)
+        _project(tasks, place, matrix, records, rows, qkv + 4 * column, qkv_stride, part_bias, 0)
         column += COLUMNS * load_int64(matrix + 24)
     barrier(control, threads)
 
-    _place_rows(job, counter + 64 * 4, rows, layer)
+    _place_rows(tasks, job, counter + line * 4, rows, layer)
     barrier(control, threads)
-    _attend_rows(job, counter + 64 * 5, rows, layer, scratch)
+    _attend_rows(tasks, job, counter + line * 5, rows, layer, scratch)
     barrier(control, threads)
-    _quantize_rows(job, counter + 64 * 6, rows)
+    _quantize_rows(tasks, job, counter + line * 6, rows)
     barrier(control, threads)
 
     bias = _field(job, OUTPUT_BIAS_AT)
     if bias != 0:
         bias += state_stride * layer
     matrix = matrices + DESCRIPTOR * OUTPUT
-    _project(counter + 64 * 7, threads, matrix, records, rows, state, state_stride, bias, 1, scratch)
+    _project(tasks, counter + line * 7, matrix, records, rows, state, state_stride, bias, 1)
     barrier(control, threads)
 
-    _normalize_rows(job, counter + 64 * 8, rows, 2 * layer + 1, 0, scratch)
+    _normalize_rows(tasks, job, counter + line * 8, rows, 2 * layer + 1, 0, scratch)
     barrier(control, threads)
-    _gate_rows(job, counter + 64 * 9, rows, matrices + DESCRIPTOR * GATE, matrices + DESCRIPTOR * UP, scratch)
+    _gate_rows(tasks, job, counter + line * 9, rows, matrices + DESCRIPTOR * GATE, matrices + DESCRIPTOR * UP, scratch)
     barrier(control, threads)
     matrix, wide = matrices + DESCRIPTOR * DOWN, _field(job, WIDE_RECORDS_AT)
-    _project(counter + 64 * 10, threads, matrix, wide, rows, state, state_stride, 0, 1, scratch)
+    _project(tasks, counter + line * 10, matrix, wide, rows, state, state_stride, 0, 1)
     barrier(control, threads)
 
 
@@ -329,22 +327,23 @@ def _run_layer(control, threads, job, layer, counter, scratch):  # type: ignore[
 def _run_pass(control, index, threads, job):  # type: ignore[no-untyped-def]
     rows, layers, counter = _field(job, ROWS), _field(job, LAYERS), _field(job, COUNTERS_AT)
     scratch = _field(job, SCRATCH_AT) + _field(job, SCRATCH_BYTES) * index
+    tasks, line = (index, threads), 64 * threads
     embedding = _field(job, MATRICES_AT) + DESCRIPTOR * LAYER_MATRICES * layers
-    _embed_rows(job, counter, rows, embedding)
+    _embed_rows(tasks, job, counter, rows, embedding)
     barrier(control, threads)
-    counter += 64
+    counter += line
     for layer in range(layers):
-        _save_features(job, counter, rows, layer)
-        _run_layer(control, threads, job, layer, counter + 64, scratch)
-        counter += 64 * COUNTERS_PER_LAYER
-    _save_features(job, counter, rows, layers)
+        _save_features(tasks, job, counter, rows, layer)
+        _run_layer(control, tasks, job, layer, counter + line, scratch)
+        counter += line * COUNTERS_PER_LAYER
+    _save_features(tasks, job, counter, rows, layers)
     outputs = _field(job, OUTPUTS)
     if outputs > 0:
-        _normalize_rows(job, counter + 64, outputs, 2 * layers, 1, scratch)
+        _normalize_rows(tasks, job, counter + line, outputs, 2 * layers, 1, scratch)
         barrier(control, threads)
         records, logits, stride = _field(job, RECORDS_AT), _field(job, LOGITS_AT), _field(job, LOGITS_STRIDE)
         head = embedding + DESCRIPTOR
-        _project(counter + 128, threads, head, records, outputs, logits, stride, 0, 0, scratch)
+        _project(tasks, counter + 2 * line, head, records, outputs, logits, stride, 0, 0)
     barrier(control, threads)
 
 

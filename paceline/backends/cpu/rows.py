@@ -57,7 +57,7 @@ def write_record(values, record, quantized):  # type: ignore[no-untyped-def]
     total = sum_int_lanes(add_ints(first_ints, second_ints))
     store_float(record + GROUP, scale)
     store_float(record + GROUP + 4, scale * np.float32(total))
-    store_int32(record + GROUP + 8, total)
+    store_int32(record + GROUP + 8, -OFFSET * total)
 
 
 @compiled

@@ -11,7 +11,7 @@ Weights are stored in the order the tile reads them, one sequential stream per 1
 
 Activations are stored as [K / 32][rows][record], so that all rows of a group lie together; a record is
 
-    32 int8 values | float scale | float scale * sum of the values | int32 sum | 4 bytes unused
+    32 int8 values | float scale | float scale * sum of the values | int32 -128 * sum | 4 bytes unused
 
 (for float32 weights: 32 floats).
 
@@ -39,7 +39,7 @@ COLUMNS = 16  # outputs of one tile
 PREFETCH = 4096  # bytes the tiles read ahead
 RECORD = 48  # bytes of one row's quantized activations of one group
 GROUP = 32  # k per activation scale, and per weight scale of every format but float32
-TILE_ROWS = tuple(rows for rows in (1, 2, 3, 4, 8) if rows <= ISA.tile_rows)
+TILE_ROWS = tuple(range(1, ISA.tile_rows + 1))
 
 _FLOATS = ir.VectorType(ir.FloatType(), COLUMNS)
 _I64 = ir.IntType(64)
@@ -87,7 +87,8 @@ class _Tile:
 
     def __init__(self, builder: ir.IRBuilder, rows: int, isa: Isa, args: list[Any]) -> None:
         self.builder, self.rows, self.isa = builder, rows, isa
-        self.weights, self.activations, self.group_stride, self.groups, self.out, self.out_stride = args
+        self.weights, self.activations, self.group_stride, self.groups = args[:4]
+        self.out, self.out_stride, self.bias, self.added = args[4:]
         self.accumulators = [cgutils.alloca_once(builder, _FLOATS) for _ in range(rows)]
         for accumulator in self.accumulators:
             builder.store(ir.Constant(_FLOATS, [0.0] * COLUMNS), accumulator)
@@ -97,16 +98,16 @@ class _Tile:
         return self.builder.add(self.activations, self.builder.mul(group, self.group_stride))
 
     def side(self, records: Any, row: int, which: int, kind: ir.Type) -> Any:
-        """The scale (0), scaled sum (1) or sum (2) of a row's record."""
+        """The scale (0), scaled sum (1) or -128 * sum (2) of a row's record."""
         return _load(self.builder, records, kind, row * RECORD + GROUP + 4 * which)
 
     def dots(self, records: Any, row: int, vectors: list[Any], emit: EmitDot, start: Any) -> Any:
         """Exact integer dot products of one group for one row, as float."""
-        sums = start
+        chains = [start, _ZERO]  # two short chains hide the latency of one long one
         for step, weights in enumerate(vectors):
             values = _load(self.builder, records, I32, row * RECORD + 4 * step)
-            sums = emit(self.builder, sums, weights, values)
-        return self.builder.sitofp(sums, _FLOATS)
+            chains[step % 2] = emit(self.builder, chains[step % 2], weights, values)
+        return self.builder.sitofp(self.builder.add(*chains), _FLOATS)
 
     def accumulate(self, row: int, a: Any, b: Any) -> None:
         accumulator = self.accumulators[row]
@@ -116,11 +117,20 @@ class _Tile:
         return splat(self.builder, value, _FLOATS)
 
     def finish(self) -> None:
-        for row, accumulator in enumerate(self.accumulators):
-            builder = self.builder
-            address = builder.add(self.out, builder.mul(self.out_stride, _I64(row)))
-            store = builder.store(builder.load(accumulator), builder.inttoptr(address, _FLOATS.as_pointer()))
-            store.align = 4
+        """out = result + bias, or with `added` out += result + bias; a bias at address 0 is none."""
+        builder = self.builder
+        with builder.if_then(builder.icmp_signed("!=", self.bias, _I64(0))):
+            bias = _load(builder, self.bias, _FLOATS)
+            for accumulator in self.accumulators:
+                builder.store(builder.fadd(builder.load(accumulator), bias), accumulator)
+        places = [builder.add(self.out, builder.mul(self.out_stride, _I64(row))) for row in range(self.rows)]
+        with builder.if_then(builder.icmp_signed("!=", self.added, _I64(0))):
+            for accumulator, place in zip(self.accumulators, places, strict=True):
+                before = _load(builder, place, _FLOATS)
+                builder.store(builder.fadd(before, builder.load(accumulator)), accumulator)
+        for accumulator, place in zip(self.accumulators, places, strict=True):
+            pointer = builder.inttoptr(place, _FLOATS.as_pointer())
+            builder.store(builder.load(accumulator), pointer).align = 4
 
 
 _ZERO = ir.Constant(SUMS, [0] * COLUMNS)
@@ -137,7 +147,7 @@ def _emit_int8(tile: _Tile) -> None:
         for row in range(tile.rows):
             start = _ZERO
             if tile.isa.offset_weights:  # weights are w + 128: start from -128 * sum of the activations
-                start = splat(builder, builder.mul(tile.side(records, row, 2, I32), I32(-128)), SUMS)
+                start = splat(builder, tile.side(records, row, 2, I32), SUMS)
             dots = tile.dots(records, row, vectors, tile.isa.dot_wide, start)
             row_scale = tile.splat(tile.side(records, row, 0, ir.FloatType()))
             tile.accumulate(row, dots, builder.fmul(scale, row_scale))
@@ -198,28 +208,24 @@ _EMITTERS: dict[int, Callable[[_Tile], None]] = {
 }
 
 
-def tile_intrinsic(weight_format: int, rows: int, isa: Isa = ISA) -> Any:
-    """A numba function `tile(weights, activations, group_stride, groups, out, out_stride)`; all are addresses or counts.
+TILE_ARGUMENTS = "(weights, records, group_stride, groups, out, out_stride, bias, added)"
 
-    It writes `rows` x 16 floats to `out`, whose rows are `out_stride` bytes apart.
+
+def tile_intrinsic(weight_format: int, rows: int, isa: Isa = ISA) -> Any:
+    """A numba function of TILE_ARGUMENTS, each an address or a count.
+
+    It writes `rows` x 16 floats to `out`, whose rows are `out_stride` bytes apart, or adds them there
+    if `added` is not 0; `bias` is the address of 16 floats to add to every row, or 0.
     """
 
-    def tile(
-        typingctx: Any,
-        weights: Any,
-        activations: Any,
-        group_stride: Any,
-        groups: Any,
-        out: Any,
-        out_stride: Any,
-    ) -> Any:
+    def tile(typingctx, weights, records, group_stride, groups, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
             emitted = _Tile(builder, rows, isa, args)
             _EMITTERS[weight_format](emitted)
             emitted.finish()
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 6), codegen
+        return types.void(*[types.int64] * 8), codegen
 
     return intrinsic(tile)
 
