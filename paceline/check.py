@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import DEFAULT_MODEL
-from paceline.errors import PacelineError
+from paceline.errors import BackendError, PacelineError
 from paceline.home import paceline_home
 from paceline.terminal.session import announce_compilation
 
@@ -175,7 +175,7 @@ def model_outcome(model: str | None) -> str | None:
     crowd = llm.generate(list(reversed(PROMPTS)), params)[-1].outputs[0]
     for where, other in (("a second time", again), ("among other requests", crowd)):
         if (other.token_ids, other.logprobs) != (alone.token_ids, alone.logprobs):
-            raise AssertionError(f"{where} it gave {other.text!r}, or other bits; alone {alone.text!r}")
+            raise BackendError(f"{where} it gave {other.text!r}, or other bits; alone {alone.text!r}")
     return f"{model or DEFAULT_MODEL} gives the same bits alone, again and among other requests"
 
 

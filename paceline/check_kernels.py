@@ -12,6 +12,7 @@ from paceline.backends.cpu.matmul import multiply_rows
 from paceline.backends.cpu.packing import choose_format, pack
 from paceline.backends.cpu.rows import write_records
 from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, RECORD
+from paceline.errors import BackendError
 from paceline.models.gguf import GgufTensor
 from paceline.models.gguf_blocks import FORMATS
 
@@ -40,7 +41,7 @@ CASES = {
 
 
 def compare(case: Case) -> str:
-    """What was found when all agrees; AssertionError that says what does not."""
+    """What was found when all agrees; BackendError that says what does not."""
     random = np.random.default_rng(1)
     tensor = random_tensor(case.kind, random)
     activations = random.standard_normal((ROWS, DEPTH), dtype=np.float32)
@@ -49,11 +50,11 @@ def compare(case: Case) -> str:
     expected = reference(tensor, activations, quantized)
     error = float(np.abs(found - expected).max() / np.abs(expected).max())
     if not error <= TOLERANCE:  # NaN fails too
-        raise AssertionError(f"differs from numpy by {error:.1e} of the largest output")
+        raise BackendError(f"differs from numpy by {error:.1e} of the largest output")
     for row in range(ROWS):
         alone = multiply(tensor, case.quantization, activations[row : row + 1])
         if not np.array_equal(alone[0], found[row]):
-            raise AssertionError(f"row {row} alone has other bits than among {ROWS}")
+            raise BackendError(f"row {row} alone has other bits than among {ROWS}")
     return f"within {error:.0e} of numpy; the same bits for a row alone and among others"
 
 
