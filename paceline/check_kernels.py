@@ -19,7 +19,7 @@ from paceline.models.gguf_blocks import FORMATS
 Floats = npt.NDArray[np.float32]
 
 OUTPUTS, DEPTH = 48, 512  # three tiles; two of the largest blocks
-ROWS = 13  # a pass of 8 rows, one of 4 and one of 1, or three of 4 and one of 1
+ROWS = 13  # one tile of the most rows, and smaller ones
 TOLERANCE = 1e-5  # of the largest output: float32 sums of 512 products in another order
 
 
@@ -104,4 +104,4 @@ def _multiply(matrix, inputs, records, out, rows, groups, tiles, quantized):  # 
         write_records(inputs + row * groups * 4 * GROUP, groups, records, rows, row, quantized)
     for tile in range(tiles):
         place = out + tile * 4 * COLUMNS
-        multiply_rows(matrix, tile, records, rows, 0, rows, place, tiles * 4 * COLUMNS)
+        multiply_rows(matrix, tile, records, rows, 0, rows, place, tiles * 4 * COLUMNS, 0, 0)
