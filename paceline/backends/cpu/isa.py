@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.core.registry import cpu_target
 
 I8, I16, I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
@@ -174,10 +174,33 @@ ISAS = {
 }
 
 
+# LLVM turns this into one `sdot` where the target has it.
+_SUM_OF_PRODUCTS = """
+declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
+define i32 @sum_of_products(<16 x i8> %a, <16 x i8> %b) {
+  %x = sext <16 x i8> %a to <16 x i32>
+  %y = sext <16 x i8> %b to <16 x i32>
+  %products = mul <16 x i32> %x, %y
+  %sum = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %products)
+  ret i32 %sum
+}
+"""
+
+
 def target_features() -> frozenset[str]:
     """The CPU features numba compiles for, named as LLVM names them."""
-    features = cpu_target.target_context.codegen()._tm_features
-    return frozenset(name[1:] for name in features.split(",") if name.startswith("+"))
+    codegen = cpu_target.target_context.codegen()
+    features = {name[1:] for name in codegen._tm_features.split(",") if name.startswith("+")}
+    # On Arm, LLVM's list of the host's features leaves dotprod out: it follows from the CPU's name, and
+    # only what LLVM makes of a dot product tells. To ask for `sdot` in vain would end the process.
+    probe = binding.parse_assembly(_SUM_OF_PRODUCTS)
+    if _is_arm(platform.machine()) and "sdot" in codegen._tm.emit_assembly(probe):
+        features.add("dotprod")
+    return frozenset(features)
+
+
+def _is_arm(machine: str) -> bool:
+    return machine.lower() in ("aarch64", "arm64")
 
 
 def select(features: frozenset[str], machine: str) -> Isa:
@@ -189,7 +212,7 @@ def select(features: frozenset[str], machine: str) -> Isa:
         return ISAS["avx-vnni"]
     if x86 and {"avx2", "f16c", "fma"} <= features:
         return ISAS["avx2"]
-    if machine.lower() in ("aarch64", "arm64") and "dotprod" in features:
+    if _is_arm(machine) and "dotprod" in features:
         return ISAS["sdot"]
     return ISAS["portable"]
 
