@@ -31,7 +31,7 @@ LLAMA_REMEDIES = {
     "SIGILL": (
         "It was built for instructions that do not run here, as happens with the AMX kernels on Sapphire "
         f'and Emerald Rapids. Build it without them: CMAKE_ARGS="{WITHOUT_AMX}" pip install '
-        "--force-reinstall --no-binary llama-cpp-python llama-cpp-python"
+        "--force-reinstall --no-binary llama-cpp-python llama-cpp-python (prefill may be slower so)"
     ),
 }
 

@@ -18,6 +18,7 @@ from paceline.bench.contestants import (
     start_llama_cpp,
     start_paceline,
 )
+from paceline.bench.machine import has_amx
 from paceline.bench.perplexity import text_ids
 from paceline.bench.timing import OnTurn, Timing
 from paceline.config import DEFAULT_MODEL
@@ -87,6 +88,7 @@ class Contest:
     fresh_start: FreshStart
     peer: Result | None
     peer_error: str | None  # why there is no peer, with the remedy
+    peer_handicap: str | None = None  # what the peer could not use of this machine
 
     def ratio(self, of: Callable[[Result], float]) -> float | None:
         """How many times faster paceline is, by one of its times; None without a peer."""
@@ -128,13 +130,15 @@ def measure_decode(options: DecodeOptions, on_turn: OnTurn = lambda _: None) -> 
                 except ContestantError as error:
                     peer, peer_error = None, str(error)
             on_turn(f"round {number + 1} of {options.rounds}")
+    result = None if peer is None else peer.result()
     return Contest(
         options=options,
         threads=threads,
         paceline=ours.result(),
         fresh_start=measure_fresh_start(path, threads, options, ids),
-        peer=None if peer is None else peer.result(),
+        peer=result,
         peer_error=peer_error,
+        peer_handicap=None if result is None else handicap(result.facts, has_amx()),
     )
 
 
@@ -174,6 +178,13 @@ class Entrant:
         )
 
 
+def handicap(peer_facts: dict[str, object], amx: bool) -> str | None:
+    """What a llama.cpp leaves unused on this machine, so that nobody takes its time for its best."""
+    if amx and "AMX_INT8 = 1" not in str(peer_facts.get("system_info")):
+        return "built without AMX, which this CPU has: its prefill may be much faster with it"
+    return None
+
+
 def measure_fresh_start(path: Path, threads: int, options: DecodeOptions, ids: list[int]) -> FreshStart:
     """Seconds from the start of a new process to its first token; the compile cache is warm by now."""
     start = time.perf_counter()
@@ -204,6 +215,7 @@ def decode_facts(contest: Contest) -> dict[str, object]:
         if contest.peer is None
         else {"name": options.peer, **_result_facts(contest.peer, options)},
         "peer_error": contest.peer_error,
+        "peer_handicap": contest.peer_handicap,
         "ratio": {
             "decode": {
                 "best": contest.ratio(lambda result: result.decode.best),

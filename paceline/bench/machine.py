@@ -29,6 +29,7 @@ def machine_facts() -> dict[str, object]:
         "cores": os.cpu_count() or 1,
         "usable_cores": default_threads(),
         "isa": ISA.name,
+        "amx": has_amx(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(
             os.getloadavg()[0], 2
@@ -47,6 +48,12 @@ def cpu_name(cpuinfo: str | None = None) -> str:
     if part := re.search(r"^CPU part\s*:\s*(\w+)", text, re.MULTILINE):
         return ARM_PARTS.get(part[1], f"Arm part {part[1]}")
     return platform.processor() or platform.machine()
+
+
+def has_amx(cpuinfo: str | None = None) -> bool:
+    """Whether the processor multiplies int8 matrices in tiles (AMX), by the text of /proc/cpuinfo."""
+    text = _read("/proc/cpuinfo") if cpuinfo is None else cpuinfo
+    return re.search(r"^flags\s*:.*\bamx_int8\b", text, re.MULTILINE) is not None
 
 
 def _read(path: str) -> str:

@@ -75,6 +75,8 @@ def decode_notes(contest: Contest) -> list[str]:
             f"both chose the same first {contest.agreeing_tokens} of {len(ours.token_ids)} tokens "
             "(their roundings differ)"
         )
+    if contest.peer_handicap is not None:
+        notes.append(f"{options.peer} ran under a handicap: {contest.peer_handicap}")
     if contest.peer_error is not None:
         notes.append(f"no numbers of {options.peer}: {contest.peer_error}")
     return notes

@@ -74,7 +74,10 @@ class LlamaCpp:
             n_threads_batch=options["threads"],
             verbose=False,
         )
-        self.facts = {"version": llama_cpp.__version__}
+        self.facts = {
+            "version": llama_cpp.__version__,
+            "system_info": llama_cpp.llama_print_system_info().decode().strip(" |"),
+        }
 
     def generate(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
         """`tokens` greedy tokens, and when they came."""

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.bench.commands import app
-from paceline.bench.machine import cpu_name, machine_facts
+from paceline.bench.machine import cpu_name, has_amx, machine_facts
 from paceline.bench.timing import take_turns
 from paceline.errors import ConfigError
 
@@ -87,6 +87,8 @@ def test_the_machine_is_named_by_its_processor() -> None:
     assert cpu_name("processor : 0\nCPU part\t: 0xd0c\n") == "Arm Neoverse-N1"
     assert cpu_name("CPU part\t: 0xabc\n") == "Arm part 0xabc"
     assert cpu_name("")
+    assert has_amx("flags\t: fpu amx_int8 avx\n")
+    assert not has_amx("flags\t: fpu avx\nmodel name : amx_int8\n")
     assert machine_facts()["versions"]["numpy"]  # type: ignore[index]
 
 

@@ -19,6 +19,7 @@ from paceline.bench.decode import (
     FreshStart,
     Result,
     decode_facts,
+    handicap,
     measure_decode,
 )
 from paceline.bench.tables import decode_notes, decode_table
@@ -75,6 +76,8 @@ def test_both_do_the_same_jobs_in_turns_and_are_reported_side_by_side(
     assert facts["peer"]["name"] == "llama.cpp"
     assert facts["peer"]["version"] == "0.0.fake"
     assert facts["peer_error"] is None
+    assert facts["peer"]["system_info"] == "CPU : AVX2 = 1 | AMX_INT8 = 1"
+    assert facts["peer_handicap"] is None
     for side in (facts["paceline"], facts["peer"]):
         for job, tokens in (("decode", 3), ("prefill", 20)):
             assert len(side[job]["seconds"]) == 2
@@ -124,6 +127,16 @@ def test_without_a_peer_none_is_started(play: Play, log_file: Path) -> None:
     contest = play("sound", peer="none")
     assert (contest.peer, contest.peer_error) == (None, None)
     assert not log_file.exists()
+
+
+def test_a_peer_that_leaves_instructions_unused_is_told_of() -> None:
+    assert handicap({"system_info": "CPU : AVX512 = 1"}, amx=False) is None
+    assert handicap({"system_info": "CPU : AMX_INT8 = 1"}, amx=True) is None
+    told = handicap({"system_info": "CPU : AVX512 = 1"}, amx=True)
+    assert told is not None
+    result = Result({"version": "1"}, Timing((1.0,)), Timing((1.0,)), Timing((1.0,)), [5])
+    contest = Contest(DecodeOptions(), 1, result, FreshStart(1.0, 1), result, None, told)
+    assert f"llama.cpp ran under a handicap: {told}" in decode_notes(contest)
 
 
 def test_agreement_ends_at_the_first_differing_token() -> None:
