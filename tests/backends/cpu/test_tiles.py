@@ -1,0 +1,265 @@
+"""Every tile, by every instruction set this machine can run, gives the floats numpy gives, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.isa import ISA, ISAS, Isa, target_features
+from paceline.backends.cpu.tiles import (
+    COLUMNS,
+    FLOAT32,
+    FORMAT_NAMES,
+    GROUP,
+    INT4,
+    INT4K,
+    INT8,
+    RECORD,
+    tile_intrinsic,
+)
+from tests.backends.cpu.numbers import assert_same_bits, fma
+
+GROUPS = 16  # two of the largest blocks
+ROWS = 8
+
+# Sets of LLVM features of which one must be there; without it the CPU would stop at the first tile.
+NEEDS: dict[str, list[set[str]]] = {
+    "avx512-vnni": [{"avx512vnni", "avx512bw"}],
+    "avx-vnni": [{"avxvnni"}, {"avx512vnni", "avx512vl"}],  # the same instruction, encoded in two ways
+    "avx2": [{"avx2", "fma"}],
+    "sdot": [{"dotprod"}],
+    "portable": [set()],
+}
+
+
+def can_run(isa: Isa) -> bool:
+    return any(needed <= target_features() for needed in NEEDS[isa.name])
+
+
+def tile_rows(isa: Isa) -> list[int]:
+    """All kinds of tile for the instruction set in use, the smallest and the largest of the others."""
+    return [1, 2, 3, isa.tile_rows - 1, isa.tile_rows] if isa is ISA else [1, isa.tile_rows]
+
+
+def cases() -> list[object]:
+    found = []
+    for isa in ISAS.values():
+        marks = pytest.mark.skipif(not can_run(isa), reason=f"this CPU has no {isa.name}")
+        for weight_format, name in FORMAT_NAMES.items():
+            for rows in sorted(set(tile_rows(isa))):
+                label = f"{isa.name}-{name}-{rows}"
+                found.append(pytest.param(isa, weight_format, rows, id=label, marks=marks))
+    return found
+
+
+@dataclass(frozen=True)
+class Weights:
+    """16 columns of weights, as the tile reads them and as numpy multiplies them."""
+
+    stream: np.ndarray  # uint8 [bytes of a tile], 8-bit weights as signed bytes
+    quants: np.ndarray  # [GROUPS, 32, 16]: int64, or float32 weights
+    scale: np.ndarray  # float32 [GROUPS, 16]
+    minimum: np.ndarray | None = None  # float32 [GROUPS, 16]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Rows of activations, as records and as numbers."""
+
+    records: np.ndarray  # uint8 [GROUPS, rows, record bytes]
+    values: np.ndarray  # [rows, GROUPS, 32]: int64, or float32
+    scale: np.ndarray  # float32 [rows, GROUPS]
+
+
+def by_fours(values: np.ndarray) -> np.ndarray:
+    """[groups, k, 16] bytes as [groups, k / 4, 16, 4], the order of a tile's stream, flat per group."""
+    groups, depth, _ = values.shape
+    return values.reshape(groups, depth // 4, 4, COLUMNS).swapaxes(2, 3).reshape(groups, -1)
+
+
+def as_bytes(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)
+
+
+def random_halves(random: np.random.Generator, *shape: int) -> np.ndarray:
+    return random.uniform(-2, 2, shape).astype(np.float16)
+
+
+def int8_weights(random: np.random.Generator) -> Weights:
+    quants = random.integers(-128, 128, (GROUPS, GROUP, COLUMNS)).astype(np.int8)
+    quants[0] = -128  # the largest sums there are: -128 * 127 * 32
+    scale = random_halves(random, GROUPS, COLUMNS)
+    stream = np.concatenate([by_fours(quants).view(np.uint8), as_bytes(scale)], axis=1)
+    return Weights(stream.ravel(), quants.astype(np.int64), scale.astype(np.float32))
+
+
+def nibbles(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """4-bit weights [GROUPS, 32, 16] and their bytes [GROUPS, 256]: k in the low half, k + 16 in the high."""
+    quants = random.integers(0, 16, (GROUPS, GROUP, COLUMNS)).astype(np.uint8)
+    quants[0] = 15
+    return quants.astype(np.int64), by_fours(quants[:, :16] | quants[:, 16:] << 4)
+
+
+def int4_weights(random: np.random.Generator) -> Weights:
+    quants, packed = nibbles(random)
+    scale, minimum = random_halves(random, GROUPS, COLUMNS), random_halves(random, GROUPS, COLUMNS)
+    stream = np.concatenate([packed, as_bytes(scale), as_bytes(minimum)], axis=1)
+    return Weights(stream.ravel(), quants, scale.astype(np.float32), minimum.astype(np.float32))
+
+
+def int4k_weights(random: np.random.Generator) -> Weights:
+    quants, packed = nibbles(random)
+    d, dmin = random_halves(random, GROUPS // 8, COLUMNS), random_halves(random, GROUPS // 8, COLUMNS)
+    scales = random.integers(0, 64, (GROUPS, COLUMNS)).astype(np.uint8)
+    minimums = random.integers(0, 64, (GROUPS, COLUMNS)).astype(np.uint8)
+    parts = [packed.reshape(-1, 8 * 256), as_bytes(d), as_bytes(dmin)]
+    parts += [scales.reshape(-1, 8 * COLUMNS), minimums.reshape(-1, 8 * COLUMNS)]
+    scale = np.repeat(d.astype(np.float32), 8, axis=0) * scales
+    minimum = -np.repeat(dmin.astype(np.float32), 8, axis=0) * minimums
+    return Weights(np.concatenate(parts, axis=1).ravel(), quants, scale, minimum)
+
+
+def float32_weights(random: np.random.Generator) -> Weights:
+    values = random.standard_normal((GROUPS, GROUP, COLUMNS)).astype(np.float32)
+    return Weights(values.view(np.uint8).ravel(), values, np.zeros(0, np.float32))
+
+
+WEIGHTS: dict[int, Callable[[np.random.Generator], Weights]] = {
+    INT8: int8_weights,
+    INT4: int4_weights,
+    INT4K: int4k_weights,
+    FLOAT32: float32_weights,
+}
+
+
+def int8_activations(random: np.random.Generator) -> Activations:
+    values = random.integers(-127, 128, (ROWS, GROUPS, GROUP)).astype(np.int8)
+    values[0, 0], values[1, 0] = 127, -127
+    scale = random.uniform(0.001, 3, (ROWS, GROUPS)).astype(np.float32)
+    sums = values.sum(axis=2, dtype=np.int32)
+    parts = [
+        values,
+        *(x[:, :, None] for x in (scale, scale * sums.astype(np.float32), -128 * sums, 0 * sums)),
+    ]
+    records = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], axis=2)
+    assert records.shape[2] == RECORD
+    return Activations(np.ascontiguousarray(records.swapaxes(0, 1)), values.astype(np.int64), scale)
+
+
+def float32_activations(random: np.random.Generator) -> Activations:
+    values = random.standard_normal((ROWS, GROUPS, GROUP)).astype(np.float32)
+    records = np.ascontiguousarray(values.swapaxes(0, 1)).view(np.uint8)
+    return Activations(records, values, np.zeros(0, np.float32))
+
+
+@functools.cache
+def inputs(weight_format: int) -> tuple[Weights, Activations]:
+    random = np.random.default_rng(weight_format)
+    make = float32_activations if weight_format == FLOAT32 else int8_activations
+    return WEIGHTS[weight_format](random), make(random)
+
+
+@functools.cache
+def expected(weight_format: int) -> np.ndarray:
+    """[ROWS, 16] floats: exact integer sums in a group, one chain of fused multiply-adds over the groups."""
+    weights, activations = inputs(weight_format)
+    result = np.zeros((ROWS, COLUMNS), np.float32)
+    if weight_format == FLOAT32:
+        for group in range(GROUPS):
+            for k in range(GROUP):
+                result = fma(weights.quants[group, k], activations.values[:, group, k, None], result)
+        return result
+    dots = np.einsum("gkc,rgk->grc", weights.quants, activations.values).astype(np.float32)
+    sums = activations.values.sum(axis=2).astype(np.float32)
+    for group in range(GROUPS):
+        scale = activations.scale[:, group, None]
+        result = fma(dots[group], weights.scale[group] * scale, result)
+        if weights.minimum is not None:
+            result = fma(weights.minimum[group], scale * sums[:, group, None], result)
+    return result
+
+
+@functools.cache
+def kernel(isa_name: str, weight_format: int, rows: int) -> Callable[..., None]:
+    tile = tile_intrinsic(weight_format, rows, ISAS[isa_name])
+
+    @compiled
+    def run(weights, records, group_stride, groups, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
+        tile(weights, records, group_stride, groups, out, out_stride, bias, added)
+
+    return run  # type: ignore[no-any-return]
+
+
+def multiply(
+    isa: Isa,
+    weight_format: int,
+    rows: int,
+    first: int = 0,
+    bias: np.ndarray | None = None,
+    before: np.ndarray | None = None,
+) -> np.ndarray:
+    """Rows first..first + rows of the activations times the weights, by one tile: [rows, 16]."""
+    weights, activations = inputs(weight_format)
+    stream = weights.stream.copy()
+    if weight_format == INT8 and isa.offset_weights:
+        stream.reshape(GROUPS, -1)[:, : GROUP * COLUMNS] ^= 0x80
+    stride = 24  # floats between two rows of the output: the tile must leave the last 8 alone
+    out = np.full((rows, stride), np.float32(77), np.float32)
+    if before is not None:
+        out[:, :COLUMNS] = before
+    records = activations.records
+    kernel(isa.name, weight_format, rows)(
+        stream.ctypes.data,
+        records.ctypes.data + first * records.strides[1],
+        records.strides[0],
+        GROUPS,
+        out.ctypes.data,
+        4 * stride,
+        0 if bias is None else bias.ctypes.data,
+        int(before is not None),
+    )
+    assert np.all(out[:, COLUMNS:] == 77)
+    return out[:, :COLUMNS]
+
+
+@pytest.mark.parametrize(("isa", "weight_format", "rows"), cases())
+def test_a_tile_gives_the_bits_of_numpy(isa: Isa, weight_format: int, rows: int) -> None:
+    # hence the same bits for a row alone and among others, and by every instruction set
+    for first in range(0, ROWS - rows + 1, rows):
+        found = multiply(isa, weight_format, rows, first)
+        assert_same_bits(found, expected(weight_format)[first : first + rows])
+
+
+@pytest.mark.parametrize("weight_format", FORMAT_NAMES, ids=FORMAT_NAMES.values())
+def test_a_bias_is_added_to_every_row_and_the_result_to_what_was_there(weight_format: int) -> None:
+    random = np.random.default_rng(9)
+    bias = random.standard_normal(COLUMNS).astype(np.float32)
+    before = random.standard_normal((3, COLUMNS)).astype(np.float32)
+    product = expected(weight_format)[2:5]
+    assert_same_bits(multiply(ISA, weight_format, 3, first=2, bias=bias), product + bias)
+    assert_same_bits(multiply(ISA, weight_format, 3, first=2, before=before), before + product)
+    assert_same_bits(multiply(ISA, weight_format, 3, 2, bias, before), before + (product + bias))
+
+
+@pytest.mark.parametrize("weight_format", FORMAT_NAMES, ids=FORMAT_NAMES.values())
+def test_the_reference_is_the_product_itself(weight_format: int) -> None:
+    """The emulated chain, held to double precision: float32 sums of 512 products are this near."""
+    weights, activations = inputs(weight_format)
+    matrix, values = weights.quants.astype(np.float64), activations.values.astype(np.float64)
+    if weight_format != FLOAT32:
+        matrix = matrix * weights.scale[:, None, :]
+        values = values * activations.scale[:, :, None]
+    if weights.minimum is not None:
+        matrix = matrix + weights.minimum[:, None, :]
+    exact = np.einsum("gkc,rgk->rc", matrix, values)
+    largest = np.einsum("gkc,rgk->rc", np.abs(matrix), np.abs(values))
+    assert np.all(np.abs(expected(weight_format) - exact) <= 1e-6 * largest)
+
+
+def test_the_instruction_set_in_use_is_one_this_machine_can_run() -> None:
+    assert can_run(ISA)
