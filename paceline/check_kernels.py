@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.cpu.compiled import compiled
-from paceline.backends.cpu.matmul import multiply_rows
+from paceline.backends.cpu.matmul import multiply_rows, run_tile
 from paceline.backends.cpu.packing import choose_format, pack
 from paceline.backends.cpu.rows import write_records
 from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, RECORD
@@ -94,14 +94,14 @@ def multiply(tensor: GgufTensor, quantization: str, activations: Floats) -> Floa
     descriptor = np.array(matrix.descriptor(), dtype=np.int64)
     inputs = np.ascontiguousarray(activations)
     addresses = [array.ctypes.data for array in (descriptor, inputs, records, out)]
-    _multiply(*addresses, rows, matrix.groups, matrix.data.shape[0], int(quantized))
+    _multiply(run_tile.address, *addresses, rows, matrix.groups, matrix.data.shape[0], int(quantized))
     return out[:, : matrix.rows]
 
 
 @compiled(cached=True)
-def _multiply(matrix, inputs, records, out, rows, groups, tiles, quantized):  # type: ignore[no-untyped-def]
+def _multiply(run, matrix, inputs, records, out, rows, groups, tiles, quantized):  # type: ignore[no-untyped-def]
     for row in range(rows):
         write_records(inputs + row * groups * 4 * GROUP, groups, records, rows, row, quantized)
     for tile in range(tiles):
         place = out + tile * 4 * COLUMNS
-        multiply_rows(matrix, tile, records, rows, 0, rows, place, tiles * 4 * COLUMNS, 0, 0)
+        multiply_rows(run, matrix, tile, records, rows, 0, rows, place, tiles * 4 * COLUMNS, 0, 0)

@@ -17,25 +17,21 @@ first put together in scratch memory, in the order of its own path, and then rea
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
+from paceline.backends.cpu.attention_tiles import MOST_HEADS, PAGE, SCORE_BLOCKS, call_mix, call_score
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.simd import (
     add,
     exponential,
-    fma,
     keep_lanes,
     larger,
     largest_lane,
     load,
     load_float,
-    load_halves,
     load_int32,
-    load_int64,
     load_word,
-    multiply,
     spread,
     store,
     store_float,
@@ -45,8 +41,6 @@ from paceline.backends.cpu.simd import (
     store_word,
     sum_lanes,
 )
-
-PAGE = 16  # positions of a page
 
 
 def padded_width(width: int) -> int:
@@ -79,107 +73,54 @@ def _softmax(scores, first, last):  # type: ignore[no-untyped-def]
     return sum_lanes(total)
 
 
-def _make_attend(size: int, load_lanes: Any) -> Any:
-    """`attend` for keys and values of `size` bytes an element, read 16 at a time by `load_lanes`."""
-
-    @compiled
-    def score_one(query, keys, width):  # type: ignore[no-untyped-def]
-        """The 16 dot products of a query with the keys of a block, one a lane."""
-        scores = spread(np.float32(0))
-        for d in range(width):
-            scores = fma(spread(load_float(query + 4 * d)), load_lanes(keys + size * PAGE * d), scores)
-        return scores
-
-    @compiled
-    def score_four(query, keys, width, scores, factor):  # type: ignore[no-untyped-def]
-        """As `score_one` for the next four of a list of blocks, side by side to hide the latency of one."""
-        a = spread(np.float32(0))
-        b, c, d = a, a, a
-        first, second = load_int64(keys), load_int64(keys + 8)
-        third, fourth = load_int64(keys + 16), load_int64(keys + 24)
-        for i in range(width):
-            value, place = spread(load_float(query + 4 * i)), size * PAGE * i
-            a = fma(value, load_lanes(first + place), a)
-            b = fma(value, load_lanes(second + place), b)
-            c = fma(value, load_lanes(third + place), c)
-            d = fma(value, load_lanes(fourth + place), d)
-        store(scores, multiply(a, factor))
-        store(scores + 64, multiply(b, factor))
-        store(scores + 128, multiply(c, factor))
-        store(scores + 192, multiply(d, factor))
-
-    @compiled
-    def mix_four(weights, blocks, offset, stride, first, last, factor, out):  # type: ignore[no-untyped-def]
-        """64 columns of: out = factor * sum over positions first..last of weight * value."""
-        a = spread(np.float32(0))
-        b, c, d = a, a, a
-        for block in range(first // PAGE, last // PAGE + 1):
-            start = max(first, block * PAGE)
-            values = load_int64(blocks + 8 * block) + offset + (start - block * PAGE) * stride
-            for position in range(start, min(last, block * PAGE + PAGE - 1) + 1):
-                weight = spread(load_float(weights + 4 * position))
-                a = fma(weight, load_lanes(values), a)
-                b = fma(weight, load_lanes(values + size * 16), b)
-                c = fma(weight, load_lanes(values + size * 32), c)
-                d = fma(weight, load_lanes(values + size * 48), d)
-                values += stride
-        store(out, multiply(a, factor))
-        store(out + 64, multiply(b, factor))
-        store(out + 128, multiply(c, factor))
-        store(out + 192, multiply(d, factor))
-
-    @compiled
-    def mix_one(weights, blocks, offset, stride, first, last, factor, out):  # type: ignore[no-untyped-def]
-        """As `mix_four` for 16 columns."""
-        a = spread(np.float32(0))
-        for block in range(first // PAGE, last // PAGE + 1):
-            start = max(first, block * PAGE)
-            values = load_int64(blocks + 8 * block) + offset + (start - block * PAGE) * stride
-            for position in range(start, min(last, block * PAGE + PAGE - 1) + 1):
-                a = fma(spread(load_float(weights + 4 * position)), load_lanes(values), a)
-                values += stride
-        store(out, multiply(a, factor))
-
-    @compiled
-    def attend(queries, heads, width, blocks, first, last, scores, result, out):  # type: ignore[no-untyped-def]
-        """Attention of one row, over positions first..last, for the `heads` heads that share a KV head.
-
-        Entry b of `blocks` is the address of the keys of positions 16 b to 16 b + 15; the values lie
-        behind them. Heads lie behind each other in `queries` and in `out`.
-        """
-        factor = spread(np.float32(1.0 / math.sqrt(width)))
-        value_offset, padded = size * PAGE * width, (width + 15) // 16 * 16
-        begin, end = first // PAGE, last // PAGE
-        for head in range(heads):
-            query = queries + 4 * head * width
-            block = begin
-            while block + 4 <= end + 1:
-                score_four(query, blocks + 8 * block, width, scores + 64 * block, factor)
-                block += 4
-            while block <= end:
-                raw = score_one(query, load_int64(blocks + 8 * block), width)
-                store(scores + 64 * block, multiply(raw, factor))
-                block += 1
-            inverse = spread(np.float32(1) / _softmax(scores, first, last))
-            target = out + 4 * head * width if padded == width else result
-            column = 0
-            while column < padded:
-                offset, place = value_offset + size * column, target + 4 * column
-                if padded - column >= 64:
-                    mix_four(scores, blocks, offset, size * padded, first, last, inverse, place)
-                    column += 64
-                else:
-                    mix_one(scores, blocks, offset, size * padded, first, last, inverse, place)
-                    column += 16
-            if padded != width:  # the last vector would reach into the next head
-                for d in range(width):
-                    store_float(out + 4 * (head * width + d), load_float(result + 4 * d))
-
-    return attend
+@compiled
+def _score(run_score, half, heads, query, width, blocks, begin, end, scores, stride, factor):  # type: ignore[no-untyped-def]
+    """Scores of `heads` queries with all keys of blocks begin..end, times `factor`."""
+    block = begin
+    while block <= end:
+        count = min(SCORE_BLOCKS[heads - 1], end - block + 1)
+        if count < SCORE_BLOCKS[heads - 1]:
+            count = 1
+        place = scores + 64 * block
+        call_score(run_score, half, heads, count, query, 4 * width, blocks + 8 * block, width, place, stride, factor)
+        block += count
 
 
-attend_half = _make_attend(2, load_halves)
-attend_float = _make_attend(4, load)
+@compiled
+def attend(run_score, run_mix, half, queries, heads, width, blocks, first, last, scores, stride, result, out):  # type: ignore[no-untyped-def]
+    """Attention of one row, over positions first..last, for `heads` heads that share a KV head.
+
+    `run_score` and `run_mix` are the addresses of those kernels.
+    Entry b of `blocks` is the address of the keys of positions 16 b to 16 b + 15; the values lie
+    behind them. Heads lie behind each other in `queries` and in `out`; `scores` has `stride` bytes
+    for each of up to MOST_HEADS heads, `result` one head's padded width for each.
+    """
+    factor = np.float32(1.0 / math.sqrt(width))
+    size = 2 if half else 4
+    padded = (width + 15) // 16 * 16
+    head = 0
+    while head < heads:
+        count = min(heads - head, MOST_HEADS)
+        query = queries + 4 * head * width
+        _score(
+            run_score, half, count, query, width, blocks, first // PAGE, last // PAGE, scores, stride, factor
+        )
+        for i in range(count):
+            store_float(result + 4 * i, np.float32(1) / _softmax(scores + stride * i, first, last))
+        mixed = result + 64
+        column = 0
+        while column < padded:
+            columns = 4 if padded - column >= 64 else 1
+            offset = size * (PAGE * width + column)
+            call_mix(
+                run_mix, half, count, columns, scores, stride, blocks, offset, size * padded, first, last,
+                result, mixed + 4 * column, 4 * padded,
+            )  # fmt: skip
+            column += 16 * columns
+        for i in range(count):
+            for d in range(width):
+                store_float(out + 4 * ((head + i) * width + d), load_float(mixed + 4 * (i * padded + d)))
+        head += count
 
 
 @compiled

@@ -14,9 +14,11 @@ import numpy.typing as npt
 
 from paceline.backends.base import Float32Array, ForwardBatch, ForwardOutput, Int32Array, KVPool
 from paceline.backends.cpu import forward_pass as fields
-from paceline.backends.cpu.attention import PAGE, copy_key_value
+from paceline.backends.cpu.attention import copy_key_value
+from paceline.backends.cpu.attention_tiles import MOST_HEADS, PAGE, run_mix, run_score
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.isa import ISA
+from paceline.backends.cpu.matmul import run_tile
 from paceline.backends.cpu.packing import PackedMatrix, pack
 from paceline.backends.cpu.team import Team, default_threads
 from paceline.backends.cpu.tiles import COLUMNS, GROUP
@@ -66,7 +68,7 @@ class CpuBackend:
         self._describe_model(checkpoint)
         self._make_buffers()
         self._logits = np.empty((0, 0), dtype=np.float32)
-        self._team = Team(threads, fields.serve_passes, _address(self._job))
+        self._team = Team(threads, fields.run_passes, _address(self._job))
 
     @classmethod
     def load(
@@ -179,7 +181,7 @@ class CpuBackend:
             int(job[fields.INTERMEDIATE]) // GROUP, rows, record, dtype=np.uint8
         )
         block = self._block_bytes()
-        attention_scratch = 8 * max_pages + 4 * PAGE * max_pages + 4 * (config.head_dim + 15)
+        attention_scratch = (8 + 4 * PAGE * MOST_HEADS) * max_pages + 64 + 4 * MOST_HEADS * (config.head_dim + 15)
         attention_scratch += (rows // PAGE + 2) * block
         scratch = max(attention_scratch, 2 * _SCRATCH_ROWS * 4 * GROUP, 4 * hidden)
         job[fields.SCRATCH_BYTES] = _round_up(scratch, 64)
@@ -187,6 +189,8 @@ class CpuBackend:
         counters = 4 + fields.COUNTERS_PER_LAYER * config.num_layers
         self._counters = np.zeros((counters, self.threads, 8), dtype=np.int64)
         job[fields.COUNTERS_AT] = _address(self._counters)
+        job[fields.RUN_TILE] = run_tile.address
+        job[fields.RUN_SCORE], job[fields.RUN_MIX] = run_score.address, run_mix.address
         self._feature_slots = np.full(config.num_layers + 1, -1, dtype=np.int64)
         job[fields.FEATURE_SLOT_AT] = _address(self._feature_slots)
         self._row_requests = np.zeros(rows, dtype=np.int32)
@@ -243,7 +247,7 @@ class CpuBackend:
         features = self._prepare_features(batch)
         self._counters.fill(0)
         self._team.start()
-        fields.run_pass(self._team.control, self.threads, _address(job))
+        fields.run_passes(self._team.control, 0, self.threads, _address(job), 0)
         return ForwardOutput(self._logits[:outputs, : self.config.vocab_size], features)
 
     def _prepare_features(self, batch: ForwardBatch) -> Float32Array | None:

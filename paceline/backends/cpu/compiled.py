@@ -6,15 +6,23 @@ the function itself: a change of an inlined intrinsic in another file would othe
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numba
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from paceline.home import paceline_home
+
+# emit(builder, arguments): write LLVM code at the builder's place
+Emit = Callable[[ir.IRBuilder, list[Any]], None]
 
 
 def _sources_fingerprint() -> str:
@@ -33,22 +41,30 @@ def cache_folder() -> Path:
 _CACHE_FOLDER = str(cache_folder())
 
 
+@contextmanager
+def _own_cache_folder() -> Iterator[None]:
+    """Numba reads its setting while it decorates, so it is ours only for that long."""
+    before = numba.config.CACHE_DIR
+    os.makedirs(_CACHE_FOLDER, exist_ok=True)
+    numba.config.CACHE_DIR = _CACHE_FOLDER
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
+
+
 def compiled(
     function: Callable[..., Any] | None = None, *, inline: bool = False, cached: bool = False
 ) -> Any:
     """A numba function without the GIL and without bounds checks.
 
     Only the functions called from Python are `cached` on disk, with all they call inside.
-
     No fast-math: every float operation happens in the order it is written, which is what makes a
     row's result independent of the rows beside it.
     """
 
     def decorate(python_function: Callable[..., Any]) -> Any:
-        before = numba.config.CACHE_DIR
-        os.makedirs(_CACHE_FOLDER, exist_ok=True)
-        numba.config.CACHE_DIR = _CACHE_FOLDER  # read by numba while it decorates, so set only for that long
-        try:
+        with _own_cache_folder():
             return numba.njit(
                 cache=cached,
                 nogil=True,
@@ -56,7 +72,43 @@ def compiled(
                 error_model="numpy",
                 inline="always" if inline else "never",
             )(python_function)
-        finally:
-            numba.config.CACHE_DIR = before
 
     return decorate(function) if function is not None else decorate
+
+
+def kernel(*arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """A C function of these numba types, cached on disk, for compiled code to call by its `.address`.
+
+    What is called by address is compiled once, alone. What is called by name is optimized again
+    inside every caller, and the register tiles are most of our code.
+    """
+
+    def decorate(python_function: Callable[..., Any]) -> Any:
+        with _own_cache_folder():
+            return numba.cfunc(types.void(*arguments), nopython=True, cache=True)(python_function)
+
+    return decorate
+
+
+def switch(keys: int, arguments: tuple[Any, ...], table: dict[tuple[int, ...], Emit]) -> Any:
+    """An intrinsic f(*keys, *arguments) that runs the code which the table emits for the given keys."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        for key, emit in table.items():
+            matches = [
+                builder.icmp_signed("==", argument, ir.Constant(argument.type, value))
+                for argument, value in zip(args[:keys], key, strict=True)
+            ]
+            with builder.if_then(functools.reduce(builder.and_, matches)):
+                emit(builder, args[keys:])
+        return context.get_dummy_value()
+
+    return make_intrinsic("switch", types.void(*[types.int64] * keys, *arguments), codegen)
+
+
+def make_intrinsic(name: str, signature: Any, codegen: Any) -> Any:
+    """A numba intrinsic of a fixed signature. Numba wants a Python function with named parameters."""
+    names = ", ".join(f"argument{index}" for index in range(len(signature.args)))
+    scope: dict[str, Any] = {"answer": (signature, codegen)}
+    exec(f"def {name}(typingctx, {names}):\n    return answer", scope)
+    return intrinsic(scope[name])

@@ -7,11 +7,11 @@ All the pass needs is in one array of int64, the job: sizes and addresses (see t
 
 from __future__ import annotations
 
-from paceline.backends.cpu.attention import PAGE, attend_float, attend_half, copy_key_value, write_key_value
+from paceline.backends.cpu.attention import attend, copy_key_value, write_key_value
+from paceline.backends.cpu.attention_tiles import MOST_HEADS, PAGE
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.matmul import DESCRIPTOR, multiply_rows
 from paceline.backends.cpu.rows import (
-    add_row,
     gate,
     normalize,
     normalize_head,
@@ -39,12 +39,14 @@ from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
     # buffers, set once
     STATE_AT, QKV_AT, QKV_STRIDE, ATTENTION_AT, ATTENTION_PADDED, RECORDS_AT, WIDE_RECORDS_AT, SCRATCH_AT,
     SCRATCH_BYTES, COUNTERS_AT,
+    # kernels that are called by address
+    RUN_TILE, RUN_SCORE, RUN_MIX,
     # the batch, set for every pass
     ROWS, TOKENS_AT, POSITIONS_AT, PARENTS_AT, REQUEST_AT, ROW_START_AT, CONTEXT_AT, PAGES_AT, MAX_PAGES, CHAIN_AT,
     OUTPUTS, LOGIT_ROWS_AT, LOGITS_AT, LOGITS_STRIDE, KV_AT, NUM_PAGES, FEATURE_SLOT_AT, FEATURES_AT,
     FEATURES_STRIDE,
     JOB_SIZE,
-) = range(48)  # fmt: skip
+) = range(51)  # fmt: skip
 
 # Matrices of a layer, in the order of the descriptor table; behind all layers: the embedding and the head.
 Q, K, V, OUTPUT, GATE, UP, DOWN, LAYER_MATRICES = range(8)
@@ -90,16 +92,17 @@ def _normalize_rows(tasks, job, counter, rows, norm, gathered, scratch):  # type
 
 
 @compiled
-def _project(tasks, counter, matrix, records, rows, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
+def _project(tasks, job, counter, matrix, records, rows, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
     """Tiles of one matrix: out = records @ matrix + bias, or with `added` out += that."""
-    tiles = load_int64(matrix + 24)
+    tiles, run_tile = load_int64(matrix + 24), _field(job, RUN_TILE)
     while True:
         first, last = _take(tasks, counter, tiles, 2)
         if first >= tiles:
             return
         for tile in range(first, last):
             tile_bias = bias + 64 * tile if bias != 0 else 0
-            multiply_rows(matrix, tile, records, rows, 0, rows, out + 64 * tile, out_stride, tile_bias, added)
+            place = out + 64 * tile
+            multiply_rows(run_tile, matrix, tile, records, rows, 0, rows, place, out_stride, tile_bias, added)
 
 
 @compiled
@@ -186,30 +189,31 @@ def _list_blocks(job, layer, row, request, head, first, last, blocks, spare):  #
 
 @compiled
 def _attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-untyped-def]
-    """Attention, a task for each row and KV head."""
+    """Attention, a task for each row and KV head, or for each row and head where those are too few."""
     heads, kv_heads, width = _field(job, HEADS), _field(job, KV_HEADS), _field(job, HEAD_WIDTH)
     half_kv, shared = _field(job, HALF_KV), heads // kv_heads
-    longest = _field(job, MAX_PAGES) * PAGE
+    each = 1 if rows * kv_heads < tasks[1] else shared  # query heads of a task
+    stride = 4 * PAGE * _field(job, MAX_PAGES)
     blocks, scores = scratch, scratch + 8 * _field(job, MAX_PAGES)
-    result = scores + 4 * longest
-    spare = result + 4 * (width + 15)
+    result = scores + MOST_HEADS * stride
+    spare = result + 64 + 4 * MOST_HEADS * (width + 15)
     window = load_int64(_field(job, WINDOWS_AT) + 8 * layer)
     out_row = 4 * _field(job, ATTENTION_PADDED)
+    parts, run_score, run_mix = heads // each, _field(job, RUN_SCORE), _field(job, RUN_MIX)
     while True:
-        task, _ = _take(tasks, counter, rows * kv_heads, 1)
-        if task >= rows * kv_heads:
+        task, _ = _take(tasks, counter, rows * parts, 1)
+        if task >= rows * parts:
             return
-        row, head = task // kv_heads, task % kv_heads
+        row, head = task // parts, task % parts * each
         request = load_int32(_field(job, REQUEST_AT) + 4 * row)
         last = load_int32(_field(job, POSITIONS_AT) + 4 * row)
         first = max(0, last - window + 1) if window > 0 else 0
-        _list_blocks(job, layer, row, request, head, first, last, blocks, spare)
-        query = _field(job, QKV_AT) + row * _field(job, QKV_STRIDE) + 4 * head * shared * width
-        out = _field(job, ATTENTION_AT) + row * out_row + 4 * head * shared * width
-        if half_kv:
-            attend_half(query, shared, width, blocks, first, last, scores, result, out)
-        else:
-            attend_float(query, shared, width, blocks, first, last, scores, result, out)
+        _list_blocks(job, layer, row, request, head // shared, first, last, blocks, spare)
+        query = _field(job, QKV_AT) + row * _field(job, QKV_STRIDE) + 4 * head * width
+        out = _field(job, ATTENTION_AT) + row * out_row + 4 * head * width
+        attend(
+            run_score, run_mix, half_kv, query, each, width, blocks, first, last, scores, stride, result, out
+        )
 
 
 @compiled
@@ -230,7 +234,7 @@ def _gate_rows(tasks, job, counter, rows, gates, ups, scratch):  # type: ignore[
     quantized, records = _field(job, QUANTIZED), _field(job, RECORDS_AT)
     size = RECORD if quantized else 4 * GROUP
     units = _field(job, INTERMEDIATE) // GROUP
-    ups_at = scratch + 64 * 4 * GROUP
+    ups_at, run_tile = scratch + 64 * 4 * GROUP, _field(job, RUN_TILE)
     while True:
         unit, _ = _take(tasks, counter, units, 1)
         if unit >= units:
@@ -240,8 +244,8 @@ def _gate_rows(tasks, job, counter, rows, gates, ups, scratch):  # type: ignore[
             count = min(64, rows - start)
             for part in range(2):
                 tile = 2 * unit + part
-                multiply_rows(gates, tile, records, rows, start, count, scratch + 64 * part, 4 * GROUP, 0, 0)
-                multiply_rows(ups, tile, records, rows, start, count, ups_at + 64 * part, 4 * GROUP, 0, 0)
+                multiply_rows(run_tile, gates, tile, records, rows, start, count, scratch + 64 * part, 4 * GROUP, 0, 0)
+                multiply_rows(run_tile, ups, tile, records, rows, start, count, ups_at + 64 * part, 4 * GROUP, 0, 0)
             for row in range(count):
                 values = scratch + 4 * GROUP * row
                 gate(values, ups_at + 4 * GROUP * row)
@@ -296,7 +300,7 @@ def _run_layer(control, tasks, job, layer, counter, scratch):  # type: ignore[no
         matrix = matrices + DESCRIPTOR * part
         place = counter + line * (1 + part)
         part_bias = bias + 4 * column if bias != 0 else 0
-        _project(tasks, place, matrix, records, rows, qkv + 4 * column, qkv_stride, part_bias, 0)
+        _project(tasks, job, place, matrix, records, rows, qkv + 4 * column, qkv_stride, part_bias, 0)
         column += COLUMNS * load_int64(matrix + 24)
     barrier(control, threads)
 
@@ -311,7 +315,7 @@ def _run_layer(control, tasks, job, layer, counter, scratch):  # type: ignore[no
     if bias != 0:
         bias += state_stride * layer
     matrix = matrices + DESCRIPTOR * OUTPUT
-    _project(tasks, counter + line * 7, matrix, records, rows, state, state_stride, bias, 1)
+    _project(tasks, job, counter + line * 7, matrix, records, rows, state, state_stride, bias, 1)
     barrier(control, threads)
 
     _normalize_rows(tasks, job, counter + line * 8, rows, 2 * layer + 1, 0, scratch)
@@ -319,7 +323,7 @@ def _run_layer(control, tasks, job, layer, counter, scratch):  # type: ignore[no
     _gate_rows(tasks, job, counter + line * 9, rows, matrices + DESCRIPTOR * GATE, matrices + DESCRIPTOR * UP, scratch)
     barrier(control, threads)
     matrix, wide = matrices + DESCRIPTOR * DOWN, _field(job, WIDE_RECORDS_AT)
-    _project(tasks, counter + line * 10, matrix, wide, rows, state, state_stride, 0, 1)
+    _project(tasks, job, counter + line * 10, matrix, wide, rows, state, state_stride, 0, 1)
     barrier(control, threads)
 
 
@@ -343,22 +347,22 @@ def _run_pass(control, index, threads, job):  # type: ignore[no-untyped-def]
         barrier(control, threads)
         records, logits, stride = _field(job, RECORDS_AT), _field(job, LOGITS_AT), _field(job, LOGITS_STRIDE)
         head = embedding + DESCRIPTOR
-        _project(tasks, counter + 2 * line, head, records, outputs, logits, stride, 0, 0)
+        _project(tasks, job, counter + 2 * line, head, records, outputs, logits, stride, 0, 0)
     barrier(control, threads)
 
 
 @compiled(cached=True)
-def run_pass(control, threads, job):  # type: ignore[no-untyped-def]
-    """Thread 0's share of a pass; returns when all threads are done."""
-    _run_pass(control, 0, threads, job)
+def run_passes(control, index, threads, job, seen):  # type: ignore[no-untyped-def]
+    """Thread 0: its share of one pass, until all threads are done. A worker: its share of every pass.
 
-
-@compiled(cached=True)
-def serve_passes(control, index, threads, job, seen):  # type: ignore[no-untyped-def]
-    """A worker: run its share of every pass until none came for a while; the last pass it saw."""
+    A worker returns when no pass came for a while, with the number of the last one it saw.
+    """
     while True:
-        generation = await_generation(control, index, seen)
-        if generation == 0 or load_int64(control + 8 * STOP) != 0:
-            return seen
-        seen = generation
+        if index > 0:
+            generation = await_generation(control, index, seen)
+            if generation == 0 or load_int64(control + 8 * STOP) != 0:
+                return seen
+            seen = generation
         _run_pass(control, index, threads, job)
+        if index == 0:
+            return seen

@@ -36,6 +36,7 @@ class Isa:
     dot_wide: EmitDot  # weights of 8 bits, signed unless `offset_weights`
     offset_weights: bool  # 8-bit weights are stored as w + 128, because the instruction wants them unsigned
     tile_rows: int  # rows of the largest register tile
+    wide_registers: bool  # 16 lanes are one register, and there are 32 of them
     native_half: bool  # half <-> float conversions are instructions
     prefers_4bit: bool  # dots are so cheap that halving the weight bytes wins even for several rows
 
@@ -138,7 +139,7 @@ def _portable(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) 
 
 ISAS = {
     "avx512-vnni": Isa(
-        "avx512-vnni", "x86 AVX-512 VNNI (vpdpbusd, 512 bits)", _vnni_512, _vnni_512, True, 8, True, True
+        "avx512-vnni", "x86 AVX-512 VNNI (vpdpbusd, 512 bits)", _vnni_512, _vnni_512, True, 8, True, True, True
     ),
     "avx-vnni": Isa(
         "avx-vnni",
@@ -147,6 +148,7 @@ ISAS = {
         _by_parts(8, _vnni_256),
         True,
         4,
+        False,
         True,
         True,
     ),
@@ -157,6 +159,7 @@ ISAS = {
         _by_parts(8, _avx2_wide),
         False,
         4,
+        False,
         True,
         False,
     ),
@@ -167,10 +170,11 @@ ISAS = {
         _by_parts(4, _sdot),
         False,
         4,
+        False,
         True,
         False,
     ),
-    "portable": Isa("portable", "plain LLVM vectors", _portable, _portable, False, 4, False, False),
+    "portable": Isa("portable", "plain LLVM vectors", _portable, _portable, False, 4, False, False, False),
 }
 
 

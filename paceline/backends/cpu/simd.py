@@ -12,8 +12,9 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core.imputils import impl_ret_untracked
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
 
+from paceline.backends.cpu.compiled import make_intrinsic
 from paceline.backends.cpu.isa import I8, I32, ISA, call, splat
 
 LANES = 16
@@ -50,41 +51,44 @@ class _IntsModel(models.PrimitiveModel):
         super().__init__(manager, numba_type, _INTS)
 
 
-Emit = Callable[..., Any]
-
-
-def _operation(result: Any, *arguments: Any) -> Callable[[Emit], Any]:
+def _operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
     """Turn `emit(builder, *values)` into a numba intrinsic of this signature."""
 
-    def decorate(emit: Emit) -> Any:
+    def decorate(emit: Callable[..., Any]) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
             value = emit(builder, *args)
             if result == types.void:
                 return context.get_dummy_value()
             return impl_ret_untracked(context, builder, result, value)
 
-        # An intrinsic's Python function must have one named parameter per argument.
-        names = ", ".join(f"a{index}" for index in range(len(arguments)))
-        scope: dict[str, Any] = {"answer": (result(*arguments), codegen)}
-        exec(f"def {emit.__name__}(typingctx, {names}):\n    return answer", scope)
-        function = scope[emit.__name__]
-        function.__doc__ = emit.__doc__
-        return intrinsic(function)
+        return make_intrinsic(emit.__name__, result(*arguments), codegen)
 
     return decorate
+
+
+def caller(*arguments: Any) -> Any:
+    """An intrinsic call(address, *arguments) of a C function without a result."""
+
+    def call_address(builder: ir.IRBuilder, address: Any, *values: Any) -> None:
+        kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+        builder.call(builder.inttoptr(address, kind.as_pointer()), values)
+
+    return _operation(types.void, types.int64, *arguments)(call_address)
 
 
 def _at(builder: ir.IRBuilder, address: Any, kind: ir.Type) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
 
 
-def _read(builder: ir.IRBuilder, address: Any, kind: ir.Type, align: int) -> Any:
+def read_at(builder: ir.IRBuilder, address: Any, kind: ir.Type, align: int) -> Any:
+    """IR: the value of type `kind` at an address."""
     value = builder.load(_at(builder, address, kind))
     value.align = align
     return value
 
 
-def _write(builder: ir.IRBuilder, address: Any, value: Any, align: int) -> None:
+def write_at(builder: ir.IRBuilder, address: Any, value: Any, align: int) -> None:
+    """IR: write a value to an address."""
     builder.store(value, _at(builder, address, value.type)).align = align
 
 
@@ -94,61 +98,61 @@ def _write(builder: ir.IRBuilder, address: Any, value: Any, align: int) -> None:
 @_operation(types.float32, types.int64)
 def load_float(builder, address):  # type: ignore[no-untyped-def]
     """The float32 at an address."""
-    return _read(builder, address, _FLOAT, 4)
+    return read_at(builder, address, _FLOAT, 4)
 
 
 @_operation(types.void, types.int64, types.float32)
 def store_float(builder, address, value):  # type: ignore[no-untyped-def]
     """Write a float32."""
-    _write(builder, address, value, 4)
+    write_at(builder, address, value, 4)
 
 
 @_operation(types.int64, types.int64)
 def load_int32(builder, address):  # type: ignore[no-untyped-def]
     """The int32 at an address."""
-    return builder.sext(_read(builder, address, I32, 4), _I64)
+    return builder.sext(read_at(builder, address, I32, 4), _I64)
 
 
 @_operation(types.void, types.int64, types.int64)
 def store_int32(builder, address, value):  # type: ignore[no-untyped-def]
     """Write an int32."""
-    _write(builder, address, builder.trunc(value, I32), 4)
+    write_at(builder, address, builder.trunc(value, I32), 4)
 
 
 @_operation(types.int64, types.int64)
 def load_int64(builder, address):  # type: ignore[no-untyped-def]
     """The int64 at an address."""
-    return _read(builder, address, _I64, 8)
+    return read_at(builder, address, _I64, 8)
 
 
 @_operation(types.void, types.int64, types.int64)
 def store_int64(builder, address, value):  # type: ignore[no-untyped-def]
     """Write an int64."""
-    _write(builder, address, value, 8)
+    write_at(builder, address, value, 8)
 
 
 @_operation(types.int64, types.int64)
 def load_byte(builder, address):  # type: ignore[no-untyped-def]
     """The unsigned byte at an address."""
-    return builder.zext(_read(builder, address, I8, 1), _I64)
+    return builder.zext(read_at(builder, address, I8, 1), _I64)
 
 
 @_operation(types.void, types.int64, types.int64)
 def store_byte(builder, address, value):  # type: ignore[no-untyped-def]
     """Write the low byte of an integer."""
-    _write(builder, address, builder.trunc(value, I8), 1)
+    write_at(builder, address, builder.trunc(value, I8), 1)
 
 
 @_operation(types.int64, types.int64)
 def load_word(builder, address):  # type: ignore[no-untyped-def]
     """The unsigned 16-bit word at an address."""
-    return builder.zext(_read(builder, address, _I16, 2), _I64)
+    return builder.zext(read_at(builder, address, _I16, 2), _I64)
 
 
 @_operation(types.void, types.int64, types.int64)
 def store_word(builder, address, value):  # type: ignore[no-untyped-def]
     """Write the low 16 bits of an integer."""
-    _write(builder, address, builder.trunc(value, _I16), 2)
+    write_at(builder, address, builder.trunc(value, _I16), 2)
 
 
 def _half_bits_to_float(builder: ir.IRBuilder, bits: Any, ints_type: Any, floats_type: Any) -> Any:
@@ -167,14 +171,14 @@ def _half_bits_to_float(builder: ir.IRBuilder, bits: Any, ints_type: Any, floats
 @_operation(types.float32, types.int64)
 def load_half(builder, address):  # type: ignore[no-untyped-def]
     """The half float at an address, widened."""
-    bits = builder.zext(_read(builder, address, _I16, 2), I32)
+    bits = builder.zext(read_at(builder, address, _I16, 2), I32)
     return _half_bits_to_float(builder, bits, I32, _FLOAT)
 
 
 @_operation(types.void, types.int64, types.float32)
 def store_half(builder, address, value):  # type: ignore[no-untyped-def]
     """Write a float32 as half. Only where `ISA.native_half`."""
-    _write(builder, address, builder.fptrunc(value, _HALF), 2)
+    write_at(builder, address, builder.fptrunc(value, _HALF), 2)
 
 
 @_operation(types.float32, types.float32, types.float32, types.float32)
@@ -189,20 +193,20 @@ def fma_float(builder, a, b, c):  # type: ignore[no-untyped-def]
 @_operation(floats, types.int64)
 def load(builder, address):  # type: ignore[no-untyped-def]
     """16 floats at an address."""
-    return _read(builder, address, _FLOATS, 4)
+    return read_at(builder, address, _FLOATS, 4)
 
 
 @_operation(types.void, types.int64, floats)
 def store(builder, address, value):  # type: ignore[no-untyped-def]
     """Write 16 floats."""
-    _write(builder, address, value, 4)
+    write_at(builder, address, value, 4)
 
 
 def halves_at(builder: ir.IRBuilder, address: Any) -> Any:
     """IR: 16 half floats at an address, widened."""
     if ISA.native_half:
-        return builder.fpext(_read(builder, address, ir.VectorType(_HALF, LANES), 2), _FLOATS)
-    words = _read(builder, address, ir.VectorType(_I16, LANES), 2)
+        return builder.fpext(read_at(builder, address, ir.VectorType(_HALF, LANES), 2), _FLOATS)
+    words = read_at(builder, address, ir.VectorType(_I16, LANES), 2)
     return _half_bits_to_float(builder, builder.zext(words, _INTS), _INTS, _FLOATS)
 
 
@@ -215,13 +219,13 @@ def load_halves(builder, address):  # type: ignore[no-untyped-def]
 @_operation(types.void, types.int64, floats)
 def store_halves(builder, address, value):  # type: ignore[no-untyped-def]
     """Write 16 floats as half. Only where `ISA.native_half`."""
-    _write(builder, address, builder.fptrunc(value, ir.VectorType(_HALF, LANES)), 2)
+    write_at(builder, address, builder.fptrunc(value, ir.VectorType(_HALF, LANES)), 2)
 
 
 @_operation(types.void, types.int64, ints)
 def store_bytes(builder, address, value):  # type: ignore[no-untyped-def]
     """Write the low byte of each of 16 ints."""
-    _write(builder, address, builder.trunc(value, ir.VectorType(I8, LANES)), 1)
+    write_at(builder, address, builder.trunc(value, ir.VectorType(I8, LANES)), 1)
 
 
 @_operation(floats, types.float32)

@@ -28,8 +28,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
+from paceline.backends.cpu.compiled import Emit
 from paceline.backends.cpu.isa import I8, I32, ISA, SUMS, WEIGHTS, EmitDot, Isa, call, splat
 from paceline.backends.cpu.simd import halves_at
 
@@ -178,11 +178,12 @@ def _emit_int4k(tile: _Tile) -> None:
         address = builder.add(tile.weights, builder.mul(loop.index, _I64(2368)))
         scale, minimum = _halves(builder, address, 2048), _halves(builder, address, 2080)
         minimum = builder.fmul(minimum, ir.Constant(_FLOATS, [-1.0] * COLUMNS))
+        _prefetch(builder, builder.add(address, _I64(2048)), 320)
         with cgutils.for_range(builder, _I64(8)) as inner:
             nibbles = builder.add(address, builder.mul(inner.index, _I64(256)))
             side = builder.add(address, builder.mul(inner.index, _I64(COLUMNS)))
             group = builder.add(builder.mul(loop.index, _I64(8)), inner.index)
-            _prefetch(builder, builder.add(address, builder.mul(inner.index, _I64(296))), 296)
+            _prefetch(builder, nibbles, 256)
             group_scale = builder.fmul(scale, _bytes_as_floats(builder, side, 2112))
             group_minimum = builder.fmul(minimum, _bytes_as_floats(builder, side, 2240))
             _add_group4(tile, group, _nibbles(builder, nibbles), group_scale, group_minimum)
@@ -208,26 +209,22 @@ _EMITTERS: dict[int, Callable[[_Tile], None]] = {
 }
 
 
-TILE_ARGUMENTS = "(weights, records, group_stride, groups, out, out_stride, bias, added)"
+TILE_ARGUMENTS = (types.int64,) * 8  # weights, records, group_stride, groups, out, out_stride, bias, added
 
 
-def tile_intrinsic(weight_format: int, rows: int, isa: Isa = ISA) -> Any:
-    """A numba function of TILE_ARGUMENTS, each an address or a count.
+def emit_tile(weight_format: int, rows: int, isa: Isa = ISA) -> Emit:
+    """The code of a tile, for arguments that are addresses or counts.
 
     It writes `rows` x 16 floats to `out`, whose rows are `out_stride` bytes apart, or adds them there
     if `added` is not 0; `bias` is the address of 16 floats to add to every row, or 0.
     """
 
-    def tile(typingctx, weights, records, group_stride, groups, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
-        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: list[Any]) -> Any:
-            emitted = _Tile(builder, rows, isa, args)
-            _EMITTERS[weight_format](emitted)
-            emitted.finish()
-            return context.get_dummy_value()
+    def emit(builder: ir.IRBuilder, arguments: list[Any]) -> None:
+        tile = _Tile(builder, rows, isa, arguments)
+        _EMITTERS[weight_format](tile)
+        tile.finish()
 
-        return types.void(*[types.int64] * 8), codegen
-
-    return intrinsic(tile)
+    return emit
 
 
 def tile_bytes(weight_format: int, depth: int) -> int:
