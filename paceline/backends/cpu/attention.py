@@ -82,7 +82,9 @@ def _score(run_score, half, heads, query, width, blocks, begin, end, scores, str
         if count < SCORE_BLOCKS[heads - 1]:
             count = 1
         place = scores + 64 * block
-        call_score(run_score, half, heads, count, query, 4 * width, blocks + 8 * block, width, place, stride, factor)
+        call_score(
+            run_score, half, heads, count, query, 4 * width, blocks + 8 * block, width, place, stride, factor
+        )
         block += count
 
 

@@ -87,7 +87,9 @@ def _emit_mix(half: bool, heads: int, columns: int, builder: ir.IRBuilder, args:
         values = builder.add(address, offset)
         with cgutils.for_range_slice(builder, start, end, _I64(1), _I64) as (position, _):
             place = builder.add(values, builder.mul(builder.sub(position, begin), row))
-            vectors = [_lanes(builder, _at(builder, place, _I64(size * LANES), c), half) for c in range(columns)]
+            vectors = [
+                _lanes(builder, _at(builder, place, _I64(size * LANES), c), half) for c in range(columns)
+            ]
             for head in range(heads):
                 source = builder.add(_at(builder, weights, stride, head), builder.mul(position, _I64(4)))
                 weight = splat(builder, read_at(builder, source, _FLOAT, 4), _FLOATS)
@@ -137,9 +139,13 @@ def run_score(half, heads, blocks, query, query_stride, keys, width, scores, str
 
 
 @kernel(*[types.int64] * 3, *_MIX_ARGUMENTS)
-def run_mix(half, heads, columns, weights, stride, blocks, offset, row, first, last, factors, out, out_stride):  # type: ignore[no-untyped-def]
+def run_mix(
+    half, heads, columns, weights, stride, blocks, offset, row, first, last, factors, out, out_stride
+):  # type: ignore[no-untyped-def]
     """For `heads` heads and 16 * `columns` columns: factor * sum over first..last of weight * value."""
-    _mix_switch(half, heads, columns, weights, stride, blocks, offset, row, first, last, factors, out, out_stride)
+    _mix_switch(
+        half, heads, columns, weights, stride, blocks, offset, row, first, last, factors, out, out_stride
+    )
 
 
 call_score = caller(*[types.int64] * 3, *_SCORE_ARGUMENTS)

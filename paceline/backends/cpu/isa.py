@@ -139,7 +139,15 @@ def _portable(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) 
 
 ISAS = {
     "avx512-vnni": Isa(
-        "avx512-vnni", "x86 AVX-512 VNNI (vpdpbusd, 512 bits)", _vnni_512, _vnni_512, True, 8, True, True, True
+        "avx512-vnni",
+        "x86 AVX-512 VNNI (vpdpbusd, 512 bits)",
+        _vnni_512,
+        _vnni_512,
+        True,
+        8,
+        True,
+        True,
+        True,
     ),
     "avx-vnni": Isa(
         "avx-vnni",

@@ -49,6 +49,16 @@ def multiply_rows(run_tile, matrix, tile, records, rows, first_row, count, out, 
         step = min(count - row, _LARGEST)
         place, target = records + (first_row + row) * size, out + row * out_stride
         _call_tile(
-            run_tile, weight_format, step, weights, place, rows * size, groups, target, out_stride, bias, added
+            run_tile,
+            weight_format,
+            step,
+            weights,
+            place,
+            rows * size,
+            groups,
+            target,
+            out_stride,
+            bias,
+            added,
         )
         row += step

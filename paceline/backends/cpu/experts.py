@@ -1,0 +1,231 @@
+"""The phases of a mixture-of-experts layer, in place of the gate, up and down projections.
+
+A pair is a row and one of its chosen experts. Pairs are sorted by expert, rows ascending, and each
+expert's pairs get their own block of records, so that an expert's weights are read once for all its
+rows. A row's result is the sum over its own experts in the order of its own choice.
+
+    pair buffers, for each pair in the order of rows:   expert, share, place in the sorted order
+    for each expert:                                    first place, number of places
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.job import (
+    CHOICES_AT,
+    EPSILON_AT,
+    EXPERT_MATRICES_AT,
+    EXPERT_RECORDS_AT,
+    EXPERT_WIDE_RECORDS_AT,
+    EXPERT_WIDTH,
+    EXPERTS,
+    EXPERTS_PER_TOKEN,
+    HIDDEN,
+    HIDDEN_PADDED,
+    NORMALIZE_SHARES,
+    NORMS_AT,
+    PAIR_OUTPUTS_AT,
+    QUANTIZED,
+    RECORDS_AT,
+    ROUTERS_AT,
+    RUN_TILE,
+    SHARES_AT,
+    SPANS_AT,
+    STATE_AT,
+    field,
+    take,
+)
+from paceline.backends.cpu.matmul import DESCRIPTOR, multiply_rows
+from paceline.backends.cpu.rows import gate, normalize, write_record
+from paceline.backends.cpu.simd import (
+    exponential,
+    fma,
+    load,
+    load_float,
+    load_int64,
+    spread,
+    store,
+    store_float,
+    store_int64,
+    sum_lanes,
+)
+from paceline.backends.cpu.tiles import GROUP, RECORD
+
+_PAIR = 16  # bytes of a pair in CHOICES: expert, place
+_SPAN = 16  # bytes of an expert in SPANS: first place, number of places
+
+
+@compiled
+def route_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-untyped-def]
+    """Each row's experts and their shares: the most probable of a softmax over the router's scores."""
+    padded, experts, chosen = field(job, HIDDEN_PADDED), field(job, EXPERTS), field(job, EXPERTS_PER_TOKEN)
+    epsilon = load_float(field(job, EPSILON_AT))
+    weight = field(job, NORMS_AT) + 4 * padded * (2 * layer + 1)
+    router = field(job, ROUTERS_AT) + 4 * padded * experts * layer
+    scores = scratch + 4 * padded
+    while True:
+        row, _ = take(tasks, counter, rows, 1)
+        if row >= rows:
+            return
+        state = field(job, STATE_AT) + 4 * padded * row
+        normalize(state, weight, scratch, field(job, HIDDEN), padded, epsilon)
+        top = np.float32(-np.inf)
+        for expert in range(experts):
+            total = spread(np.float32(0))
+            for k in range(0, padded, 16):
+                total = fma(load(scratch + 4 * k), load(router + 4 * (padded * expert + k)), total)
+            score = sum_lanes(total)
+            store_float(scores + 4 * expert, score)
+            top = max(top, score)
+        sum_of_all = np.float32(0)
+        for expert in range(experts):
+            store(scores + 4 * experts, exponential(spread(load_float(scores + 4 * expert) - top)))
+            value = load_float(scores + 4 * experts)
+            store_float(scores + 4 * expert, value)
+            sum_of_all += value
+        _choose(job, row, experts, chosen, scores, sum_of_all)
+
+
+@compiled
+def _choose(job, row, experts, chosen, scores, sum_of_all):  # type: ignore[no-untyped-def]
+    """The `chosen` largest of the scores, in descending order, ties to the lower expert."""
+    pairs, shares = field(job, CHOICES_AT) + _PAIR * chosen * row, field(job, SHARES_AT) + 4 * chosen * row
+    sum_of_chosen = np.float32(0)
+    for rank in range(chosen):
+        best, best_score = 0, np.float32(-1)
+        for expert in range(experts):
+            score = load_float(scores + 4 * expert)
+            if score > best_score:
+                best, best_score = expert, score
+        store_float(scores + 4 * best, np.float32(-2))  # taken
+        store_int64(pairs + _PAIR * rank, best)
+        store_float(shares + 4 * rank, best_score)
+        sum_of_chosen += best_score
+    total = sum_of_chosen if field(job, NORMALIZE_SHARES) else sum_of_all
+    for rank in range(chosen):
+        store_float(shares + 4 * rank, load_float(shares + 4 * rank) / total)
+
+
+@compiled
+def sort_pairs(tasks, job, rows):  # type: ignore[no-untyped-def]
+    """One thread gives every pair its place and every expert its span."""
+    if tasks[0] != 0:
+        return
+    experts, pairs = field(job, EXPERTS), rows * field(job, EXPERTS_PER_TOKEN)
+    choices, spans = field(job, CHOICES_AT), field(job, SPANS_AT)
+    for expert in range(experts):
+        store_int64(spans + _SPAN * expert + 8, 0)
+    for pair in range(pairs):
+        count = spans + _SPAN * load_int64(choices + _PAIR * pair) + 8
+        store_int64(count, load_int64(count) + 1)
+    place = 0
+    for expert in range(experts):
+        store_int64(spans + _SPAN * expert, place)
+        place += load_int64(spans + _SPAN * expert + 8)
+        store_int64(spans + _SPAN * expert + 8, 0)
+    for pair in range(pairs):
+        span = spans + _SPAN * load_int64(choices + _PAIR * pair)
+        store_int64(choices + _PAIR * pair + 8, load_int64(span) + load_int64(span + 8))
+        store_int64(span + 8, load_int64(span + 8) + 1)
+
+
+@compiled
+def gather_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
+    """Copy each pair's records into the block of its expert: [groups][the expert's rows][record]."""
+    chosen, groups = field(job, EXPERTS_PER_TOKEN), field(job, HIDDEN_PADDED) // GROUP
+    size = RECORD if field(job, QUANTIZED) else 4 * GROUP
+    while True:
+        pair, _ = take(tasks, counter, rows * chosen, 1)
+        if pair >= rows * chosen:
+            return
+        choice = field(job, CHOICES_AT) + _PAIR * pair
+        span = field(job, SPANS_AT) + _SPAN * load_int64(choice)
+        first, count = load_int64(span), load_int64(span + 8)
+        block = field(job, EXPERT_RECORDS_AT) + first * groups * size
+        for group in range(groups):
+            source = field(job, RECORDS_AT) + (group * rows + pair // chosen) * size
+            target = block + (group * count + load_int64(choice + 8) - first) * size
+            for offset in range(0, size, 8):
+                store_int64(target + offset, load_int64(source + offset))
+
+
+@compiled
+def gate_experts(tasks, job, counter, layer, scratch):  # type: ignore[no-untyped-def]
+    """Gate, up and SwiGLU of every expert for its own rows, 32 columns a task."""
+    experts, units = field(job, EXPERTS), field(job, EXPERT_WIDTH) // GROUP
+    groups, quantized = field(job, HIDDEN_PADDED) // GROUP, field(job, QUANTIZED)
+    size, run_tile = RECORD if quantized else 4 * GROUP, field(job, RUN_TILE)
+    ups_at = scratch + 64 * 4 * GROUP
+    while True:
+        task, _ = take(tasks, counter, experts * units, 1)
+        if task >= experts * units:
+            return
+        expert, unit = task // units, task % units
+        span = field(job, SPANS_AT) + _SPAN * expert
+        first, rows = load_int64(span), load_int64(span + 8)
+        gates = field(job, EXPERT_MATRICES_AT) + DESCRIPTOR * 3 * (layer * experts + expert)
+        records = field(job, EXPERT_RECORDS_AT) + first * groups * size
+        out = field(job, EXPERT_WIDE_RECORDS_AT) + (first * units + unit * rows) * size
+        for start in range(0, rows, 64):
+            count = min(64, rows - start)
+            for part in range(2):
+                tile = 2 * unit + part
+                for matrix, place in ((gates, scratch), (gates + DESCRIPTOR, ups_at)):
+                    multiply_rows(
+                        run_tile,
+                        matrix,
+                        tile,
+                        records,
+                        rows,
+                        start,
+                        count,
+                        place + 64 * part,
+                        4 * GROUP,
+                        0,
+                        0,
+                    )
+            for row in range(count):
+                values = scratch + 4 * GROUP * row
+                gate(values, ups_at + 4 * GROUP * row)
+                write_record(values, out + (start + row) * size, quantized)
+
+
+@compiled
+def project_experts(tasks, job, counter, layer):  # type: ignore[no-untyped-def]
+    """The down projection of every expert for its own rows, a tile a task, into the pairs' outputs."""
+    experts, padded = field(job, EXPERTS), field(job, HIDDEN_PADDED)
+    units = field(job, EXPERT_WIDTH) // GROUP
+    size = RECORD if field(job, QUANTIZED) else 4 * GROUP
+    table = field(job, EXPERT_MATRICES_AT) + DESCRIPTOR * 3 * layer * experts
+    tiles = load_int64(table + 2 * DESCRIPTOR + 24)
+    while True:
+        task, _ = take(tasks, counter, experts * tiles, 1)
+        if task >= experts * tiles:
+            return
+        expert, tile = task // tiles, task % tiles
+        span = field(job, SPANS_AT) + _SPAN * expert
+        first, rows = load_int64(span), load_int64(span + 8)
+        matrix = table + DESCRIPTOR * (3 * expert + 2)
+        records = field(job, EXPERT_WIDE_RECORDS_AT) + first * units * size
+        out = field(job, PAIR_OUTPUTS_AT) + 4 * padded * first + 64 * tile
+        multiply_rows(field(job, RUN_TILE), matrix, tile, records, rows, 0, rows, out, 4 * padded, 0, 0)
+
+
+@compiled
+def combine_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
+    """Add each row's experts to the residual stream, the most probable first."""
+    padded, chosen = field(job, HIDDEN_PADDED), field(job, EXPERTS_PER_TOKEN)
+    while True:
+        row, _ = take(tasks, counter, rows, 1)
+        if row >= rows:
+            return
+        state = field(job, STATE_AT) + 4 * padded * row
+        for k in range(0, padded, 16):
+            total = spread(np.float32(0))
+            for pair in range(row * chosen, (row + 1) * chosen):
+                place = load_int64(field(job, CHOICES_AT) + _PAIR * pair + 8)
+                share = spread(load_float(field(job, SHARES_AT) + 4 * pair))
+                total = fma(share, load(field(job, PAIR_OUTPUTS_AT) + 4 * (padded * place + k)), total)
+            store(state + 4 * k, fma(spread(np.float32(1)), load(state + 4 * k), total))

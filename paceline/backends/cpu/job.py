@@ -1,0 +1,54 @@
+"""The job: all that a pass needs, in one array of int64, and how threads share a phase's tasks."""
+
+from __future__ import annotations
+
+from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.simd import atomic_add, load_int64
+
+# The job: index of each field. Sizes are counts; names in *_AT are addresses.
+(
+    # the model, set once
+    LAYERS, HIDDEN, HIDDEN_PADDED, HEADS, KV_HEADS, HEAD_WIDTH, INTERMEDIATE, QUANTIZED, HALF_KV, EPSILON_AT,
+    MATRICES_AT, NORMS_AT, HEAD_NORMS_AT, QKV_BIAS_AT, OUTPUT_BIAS_AT, COSINES_AT, SINES_AT, WINDOWS_AT,
+    # buffers, set once
+    STATE_AT, QKV_AT, QKV_STRIDE, ATTENTION_AT, ATTENTION_PADDED, RECORDS_AT, WIDE_RECORDS_AT, SCRATCH_AT,
+    SCRATCH_BYTES, COUNTERS_AT,
+    # experts: sizes, tables and buffers; EXPERTS is 0 in a dense model
+    EXPERTS, EXPERTS_PER_TOKEN, EXPERT_WIDTH, NORMALIZE_SHARES, HAS_EXPERTS_AT, ROUTERS_AT, EXPERT_MATRICES_AT,
+    CHOICES_AT, SHARES_AT, SPANS_AT, EXPERT_RECORDS_AT, EXPERT_WIDE_RECORDS_AT, PAIR_OUTPUTS_AT,
+    # kernels that are called by address
+    RUN_TILE, RUN_SCORE, RUN_MIX,
+    # the batch, set for every pass
+    ROWS, TOKENS_AT, POSITIONS_AT, PARENTS_AT, REQUEST_AT, ROW_START_AT, CONTEXT_AT, PAGES_AT, MAX_PAGES, CHAIN_AT,
+    OUTPUTS, LOGIT_ROWS_AT, LOGITS_AT, LOGITS_STRIDE, KV_AT, NUM_PAGES, FEATURE_SLOT_AT, FEATURES_AT,
+    FEATURES_STRIDE,
+    JOB_SIZE,
+) = range(64)  # fmt: skip
+
+# Matrices of a layer, in the order of the descriptor table; behind all layers: the embedding and the head.
+Q, K, V, OUTPUT, GATE, UP, DOWN, LAYER_MATRICES = range(8)
+COUNTERS_PER_LAYER = 15
+
+
+@compiled(inline=True)
+def field(job, index):  # type: ignore[no-untyped-def]
+    """A field of the job."""
+    return load_int64(job + 8 * index)
+
+
+@compiled
+def take(tasks, counters, count, chunk):  # type: ignore[no-untyped-def]
+    """The next tasks (first, last) of `count` for this thread; (count, count) when none is left.
+
+    `tasks` is (thread, threads). Each thread owns a contiguous share, which it walks in order so that
+    weights stream from memory without a jump, and then helps the others with theirs.
+    """
+    thread, threads = tasks
+    for step in range(threads):
+        owner = (thread + step) % threads
+        end = count * (owner + 1) // threads
+        begin = count * owner // threads
+        first = begin + atomic_add(counters + 64 * owner, chunk)
+        if first < end:
+            return first, min(first + chunk, end)
+    return count, count

@@ -1,0 +1,273 @@
+"""The phases of a dense layer. In each, threads take tasks until none is left; a barrier follows.
+
+No task's result depends on who ran it or on its neighbours.
+"""
+
+from __future__ import annotations
+
+from paceline.backends.cpu.attention import attend, copy_key_value, write_key_value
+from paceline.backends.cpu.attention_tiles import MOST_HEADS, PAGE
+from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.job import (
+    ATTENTION_AT,
+    ATTENTION_PADDED,
+    CHAIN_AT,
+    CONTEXT_AT,
+    COSINES_AT,
+    EPSILON_AT,
+    FEATURE_SLOT_AT,
+    FEATURES_AT,
+    FEATURES_STRIDE,
+    HALF_KV,
+    HEAD_NORMS_AT,
+    HEAD_WIDTH,
+    HEADS,
+    HIDDEN,
+    HIDDEN_PADDED,
+    INTERMEDIATE,
+    KV_AT,
+    KV_HEADS,
+    LOGIT_ROWS_AT,
+    MAX_PAGES,
+    NORMS_AT,
+    NUM_PAGES,
+    PAGES_AT,
+    PARENTS_AT,
+    POSITIONS_AT,
+    QKV_AT,
+    QKV_STRIDE,
+    QUANTIZED,
+    RECORDS_AT,
+    REQUEST_AT,
+    ROW_START_AT,
+    RUN_MIX,
+    RUN_SCORE,
+    RUN_TILE,
+    SINES_AT,
+    STATE_AT,
+    TOKENS_AT,
+    WIDE_RECORDS_AT,
+    WINDOWS_AT,
+    field,
+    take,
+)
+from paceline.backends.cpu.matmul import multiply_rows
+from paceline.backends.cpu.rows import (
+    gate,
+    normalize,
+    normalize_head,
+    read_matrix_row,
+    rotate,
+    write_record,
+    write_records,
+)
+from paceline.backends.cpu.simd import load_float, load_int32, load_int64, store_float, store_int64
+from paceline.backends.cpu.tiles import GROUP, RECORD
+
+
+@compiled
+def normalize_rows(tasks, job, counter, rows, norm, gathered, scratch):  # type: ignore[no-untyped-def]
+    """Norm of the residual stream into records; of the rows that want logits only, if `gathered`."""
+    padded, state, records = field(job, HIDDEN_PADDED), field(job, STATE_AT), field(job, RECORDS_AT)
+    weight = field(job, NORMS_AT) + 4 * padded * norm
+    epsilon = load_float(field(job, EPSILON_AT))
+    while True:
+        row, _ = take(tasks, counter, rows, 1)
+        if row >= rows:
+            return
+        source = load_int32(field(job, LOGIT_ROWS_AT) + 4 * row) if gathered else row
+        normalize(state + 4 * padded * source, weight, scratch, field(job, HIDDEN), padded, epsilon)
+        write_records(scratch, padded // GROUP, records, rows, row, field(job, QUANTIZED))
+
+
+@compiled
+def project(tasks, job, counter, matrix, records, rows, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
+    """Tiles of one matrix: out = records @ matrix + bias, or with `added` out += that."""
+    tiles, run_tile = load_int64(matrix + 24), field(job, RUN_TILE)
+    while True:
+        first, last = take(tasks, counter, tiles, 2)
+        if first >= tiles:
+            return
+        for tile in range(first, last):
+            tile_bias = bias + 64 * tile if bias != 0 else 0
+            place = out + 64 * tile
+            multiply_rows(run_tile, matrix, tile, records, rows, 0, rows, place, out_stride, tile_bias, added)
+
+
+@compiled
+def _block_address(job, layer, page, head):  # type: ignore[no-untyped-def]
+    """Where the keys of a page start, for a layer and KV head."""
+    width = field(job, HEAD_WIDTH)
+    padded = (width + 15) // 16 * 16
+    size = (2 if field(job, HALF_KV) else 4) * PAGE * (width + padded)
+    return field(job, KV_AT) + ((layer * field(job, NUM_PAGES) + page) * field(job, KV_HEADS) + head) * size
+
+
+@compiled
+def _page(job, request, index):  # type: ignore[no-untyped-def]
+    """The page that holds a request's KV index."""
+    return load_int32(field(job, PAGES_AT) + 4 * (request * field(job, MAX_PAGES) + index // PAGE))
+
+
+@compiled
+def place_rows(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-def]
+    """Head norms and rope for queries and keys; keys and values into their pages."""
+    heads, kv_heads, width = field(job, HEADS), field(job, KV_HEADS), field(job, HEAD_WIDTH)
+    half, half_kv = width // 2, field(job, HALF_KV)
+    query_columns = (heads * width + 15) // 16 * 16
+    key_columns = (kv_heads * width + 15) // 16 * 16
+    head_norms = field(job, HEAD_NORMS_AT)
+    epsilon = load_float(field(job, EPSILON_AT))
+    while True:
+        task, _ = take(tasks, counter, rows * 2, 1)
+        if task >= rows * 2:
+            return
+        row = task // 2
+        qkv = field(job, QKV_AT) + row * field(job, QKV_STRIDE)
+        position = load_int32(field(job, POSITIONS_AT) + 4 * row)
+        cosines = field(job, COSINES_AT) + 4 * half * position
+        sines = field(job, SINES_AT) + 4 * half * position
+        if task % 2 == 0:
+            for head in range(heads):
+                query = qkv + 4 * head * width
+                if head_norms != 0:
+                    normalize_head(query, head_norms + 4 * width * (2 * layer), width, epsilon)
+                rotate(query, cosines, sines, half)
+        else:
+            request = load_int32(field(job, REQUEST_AT) + 4 * row)
+            start = load_int32(field(job, ROW_START_AT) + 4 * request)
+            index = load_int32(field(job, CONTEXT_AT) + 4 * request) + row - start
+            page = _page(job, request, index)
+            for head in range(kv_heads):
+                key = qkv + 4 * (query_columns + head * width)
+                if head_norms != 0:
+                    normalize_head(key, head_norms + 4 * width * (2 * layer + 1), width, epsilon)
+                rotate(key, cosines, sines, half)
+                value = qkv + 4 * (query_columns + key_columns + head * width)
+                address = _block_address(job, layer, page, head)
+                write_key_value(key, value, index % PAGE, address, width, half_kv)
+
+
+@compiled
+def _list_blocks(job, layer, row, request, head, first, last, blocks, spare):  # type: ignore[no-untyped-def]
+    """Fill `blocks` with the addresses of the blocks a row attends to, its own path in order."""
+    context = load_int32(field(job, CONTEXT_AT) + 4 * request)
+    start = load_int32(field(job, ROW_START_AT) + 4 * request)
+    for block in range(first // PAGE, last // PAGE + 1):
+        store_int64(blocks + 8 * block, _block_address(job, layer, _page(job, request, block * PAGE), head))
+    if load_int32(field(job, CHAIN_AT) + 4 * request):
+        return
+    # A tree: from the block of the first drafted position on, copy the path's keys and values together.
+    width, half_kv = field(job, HEAD_WIDTH), field(job, HALF_KV)
+    block_bytes = (2 if half_kv else 4) * PAGE * (width + (width + 15) // 16 * 16)
+    begin = max(context // PAGE, first // PAGE)
+    node = row - start
+    for position in range(last, begin * PAGE - 1, -1):
+        index = position
+        if position >= context:
+            index = context + node
+            node = load_int32(field(job, PARENTS_AT) + 4 * (start + node))
+        target = spare + (position // PAGE - begin) * block_bytes
+        source = _block_address(job, layer, _page(job, request, index), head)
+        copy_key_value(source, index % PAGE, target, position % PAGE, width, half_kv)
+    for block in range(begin, last // PAGE + 1):
+        store_int64(blocks + 8 * block, spare + (block - begin) * block_bytes)
+
+
+@compiled
+def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-untyped-def]
+    """Attention, a task for each row and KV head, or for each row and head where those are too few."""
+    heads, kv_heads, width = field(job, HEADS), field(job, KV_HEADS), field(job, HEAD_WIDTH)
+    half_kv, shared = field(job, HALF_KV), heads // kv_heads
+    each = 1 if rows * kv_heads < tasks[1] else shared  # query heads of a task
+    stride = 4 * PAGE * field(job, MAX_PAGES)
+    blocks, scores = scratch, scratch + 8 * field(job, MAX_PAGES)
+    result = scores + MOST_HEADS * stride
+    spare = result + 64 + 4 * MOST_HEADS * (width + 15)
+    window = load_int64(field(job, WINDOWS_AT) + 8 * layer)
+    out_row = 4 * field(job, ATTENTION_PADDED)
+    parts, run_score, run_mix = heads // each, field(job, RUN_SCORE), field(job, RUN_MIX)
+    while True:
+        task, _ = take(tasks, counter, rows * parts, 1)
+        if task >= rows * parts:
+            return
+        row, head = task // parts, task % parts * each
+        request = load_int32(field(job, REQUEST_AT) + 4 * row)
+        last = load_int32(field(job, POSITIONS_AT) + 4 * row)
+        first = max(0, last - window + 1) if window > 0 else 0
+        _list_blocks(job, layer, row, request, head // shared, first, last, blocks, spare)
+        query = field(job, QKV_AT) + row * field(job, QKV_STRIDE) + 4 * head * width
+        out = field(job, ATTENTION_AT) + row * out_row + 4 * head * width
+        attend(
+            run_score, run_mix, half_kv, query, each, width, blocks, first, last, scores, stride, result, out
+        )
+
+
+@compiled
+def quantize_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
+    """The attention's output into records."""
+    padded = field(job, ATTENTION_PADDED)
+    while True:
+        row, _ = take(tasks, counter, rows, 1)
+        if row >= rows:
+            return
+        source = field(job, ATTENTION_AT) + 4 * padded * row
+        write_records(source, padded // GROUP, field(job, RECORDS_AT), rows, row, field(job, QUANTIZED))
+
+
+@compiled
+def gate_rows(tasks, job, counter, rows, gates, ups, scratch):  # type: ignore[no-untyped-def]
+    """Gate and up projections of 32 columns at a time, SwiGLU, and their records."""
+    quantized, records = field(job, QUANTIZED), field(job, RECORDS_AT)
+    size = RECORD if quantized else 4 * GROUP
+    units = field(job, INTERMEDIATE) // GROUP
+    ups_at, run_tile = scratch + 64 * 4 * GROUP, field(job, RUN_TILE)
+    while True:
+        unit, _ = take(tasks, counter, units, 1)
+        if unit >= units:
+            return
+        out = field(job, WIDE_RECORDS_AT) + unit * rows * size
+        for start in range(0, rows, 64):
+            count = min(64, rows - start)
+            for part in range(2):
+                tile = 2 * unit + part
+                multiply_rows(
+                    run_tile, gates, tile, records, rows, start, count, scratch + 64 * part, 4 * GROUP, 0, 0
+                )
+                multiply_rows(
+                    run_tile, ups, tile, records, rows, start, count, ups_at + 64 * part, 4 * GROUP, 0, 0
+                )
+            for row in range(count):
+                values = scratch + 4 * GROUP * row
+                gate(values, ups_at + 4 * GROUP * row)
+                write_record(values, out + (start + row) * size, quantized)
+
+
+@compiled
+def save_features(tasks, job, counter, rows, index):  # type: ignore[no-untyped-def]
+    """Copy the residual stream of all rows to the features, if this layer's were asked for."""
+    slot = load_int64(field(job, FEATURE_SLOT_AT) + 8 * index)
+    if slot < 0:
+        return
+    width, padded = field(job, HIDDEN), field(job, HIDDEN_PADDED)
+    while True:
+        row, _ = take(tasks, counter, rows, 1)
+        if row >= rows:
+            return
+        source = field(job, STATE_AT) + 4 * padded * row
+        target = field(job, FEATURES_AT) + field(job, FEATURES_STRIDE) * row + 4 * width * slot
+        for k in range(width):
+            store_float(target + 4 * k, load_float(source + 4 * k))
+
+
+@compiled
+def embed_rows(tasks, job, counter, rows, embedding):  # type: ignore[no-untyped-def]
+    """The embedding of each row's token into the residual stream."""
+    while True:
+        row, _ = take(tasks, counter, rows, 1)
+        if row >= rows:
+            return
+        token = load_int32(field(job, TOKENS_AT) + 4 * row)
+        out = field(job, STATE_AT) + 4 * field(job, HIDDEN_PADDED) * row
+        groups, size = load_int64(embedding + 16), load_int64(embedding + 32)
+        read_matrix_row(load_int64(embedding), load_int64(embedding + 8), groups, size, token, out)

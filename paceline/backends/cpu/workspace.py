@@ -1,0 +1,213 @@
+"""The job of a model: its packed weights, tables and buffers, and the addresses the compiled pass reads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.backends.cpu import job as fields
+from paceline.backends.cpu.attention_tiles import MOST_HEADS, PAGE, run_mix, run_score
+from paceline.backends.cpu.matmul import run_tile
+from paceline.backends.cpu.packing import PackedMatrix, pack
+from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.config import ModelConfig, MoeConfig
+from paceline.models.rope import rope_frequencies
+
+_SCRATCH_ROWS = 64  # rows a thread multiplies before it consumes the result; see phases.py
+_LAYER = "model.layers.{}."
+_ATTENTION = tuple(f"self_attn.{part}_proj" for part in "qkvo")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-value // multiple) * multiple
+
+
+def address_of(array: npt.NDArray[np.generic]) -> int:
+    """Where an array's data starts."""
+    return int(array.__array_interface__["data"][0])
+
+
+class Workspace:
+    """Everything a pass of this model reads and writes, except the batch and the KV pool."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, quantization: str, half_kv: bool, threads: int, rows: int
+    ) -> None:
+        self.config, self.threads, self.rows = checkpoint.config, threads, rows
+        self._tensors = checkpoint.tensors
+        self._kept: list[npt.NDArray[np.generic]] = []  # what the job's addresses point into
+        self.job = np.zeros(fields.JOB_SIZE, dtype=np.int64)
+        self.quantized, self.half_kv = quantization != "none", half_kv
+        self.hidden = round_up(self.config.hidden_size, GROUP)
+        self._record = RECORD if self.quantized else 4 * GROUP
+        self._matrices = _pack_matrices(checkpoint, quantization, threads)
+        self._set_sizes()
+        self._set_weights()
+        self._set_buffers()
+        if self.config.moe is not None:
+            self._set_experts(self.config.moe)
+        del self._tensors
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the keys and values of one page, layer and KV head."""
+        width = self.config.head_dim
+        return (2 if self.half_kv else 4) * PAGE * (width + round_up(width, COLUMNS))
+
+    def _keep(self, array: npt.NDArray[np.generic]) -> int:
+        self._kept.append(array)
+        return address_of(array)
+
+    def _buffer(self, *shape: int, dtype: npt.DTypeLike = np.float32) -> int:
+        return self._keep(np.zeros(shape, dtype=dtype))
+
+    def _vectors(self, names: list[str], width: int) -> npt.NDArray[np.float32]:
+        """Vectors, or matrices row by row, below each other, padded with zeros to `width`."""
+        rows = [np.atleast_2d(self._tensors[name].float32()) for name in names]
+        stacked = np.zeros((sum(map(len, rows)), width), dtype=np.float32)
+        joined = np.concatenate(rows)
+        stacked[:, : joined.shape[1]] = joined
+        return stacked
+
+    def _layer_names(self, *suffixes: str) -> list[str]:
+        return [_LAYER.format(i) + name for i in range(self.config.num_layers) for name in suffixes]
+
+    def _set_sizes(self) -> None:
+        config, job = self.config, self.job
+        job[fields.LAYERS] = config.num_layers
+        job[fields.HIDDEN], job[fields.HIDDEN_PADDED] = config.hidden_size, self.hidden
+        job[fields.HEADS], job[fields.KV_HEADS] = config.num_heads, config.num_kv_heads
+        job[fields.HEAD_WIDTH] = config.head_dim
+        job[fields.INTERMEDIATE] = round_up(config.intermediate_size, GROUP)
+        job[fields.QUANTIZED], job[fields.HALF_KV] = self.quantized, self.half_kv
+        job[fields.RUN_TILE] = run_tile.address
+        job[fields.RUN_SCORE], job[fields.RUN_MIX] = run_score.address, run_mix.address
+
+    def _set_weights(self) -> None:
+        config, job = self.config, self.job
+        names = [
+            *self._layer_names("input_layernorm.weight", "post_attention_layernorm.weight"),
+            "model.norm.weight",
+        ]
+        frequencies = rope_frequencies(config.rope, config.head_dim)
+        angles = np.arange(config.max_position, dtype=np.float32)[:, None] * frequencies
+        windows = [config.window(layer) or 0 for layer in range(config.num_layers)]
+        job[fields.EPSILON_AT] = self._keep(np.array([config.rms_norm_eps], dtype=np.float32))
+        job[fields.NORMS_AT] = self._keep(self._vectors(names, self.hidden))
+        job[fields.COSINES_AT], job[fields.SINES_AT] = self._keep(np.cos(angles)), self._keep(np.sin(angles))
+        job[fields.WINDOWS_AT] = self._keep(np.array(windows, dtype=np.int64))
+        job[fields.MATRICES_AT] = self._descriptors(_matrix_names(config))
+        if config.qk_norm:
+            names = self._layer_names("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+            job[fields.HEAD_NORMS_AT] = self._keep(self._vectors(names, config.head_dim))
+        if config.qkv_bias:
+            parts = [
+                self._vectors(self._layer_names(f"self_attn.{part}_proj.bias"), width)
+                for part, width in zip("qkv", self._qkv_widths(), strict=True)
+            ]
+            job[fields.QKV_BIAS_AT] = self._keep(np.concatenate(parts, axis=1))
+        if config.output_bias:
+            names = self._layer_names("self_attn.o_proj.bias")
+            job[fields.OUTPUT_BIAS_AT] = self._keep(self._vectors(names, self.hidden))
+
+    def _descriptors(self, names: list[str | None]) -> int:
+        """The table of these matrices; a line of zeros where there is none."""
+        lines = [self._matrices[name].descriptor() if name else [0] * 5 for name in names]
+        return self._keep(np.array(lines, dtype=np.int64))
+
+    def _qkv_widths(self) -> tuple[int, int, int]:
+        """Columns of queries, keys and values in the pass's buffer, each padded to whole tiles."""
+        keys = round_up(self.config.num_kv_heads * self.config.head_dim, COLUMNS)
+        return round_up(self.config.num_heads * self.config.head_dim, COLUMNS), keys, keys
+
+    def _set_buffers(self) -> None:
+        config, job, rows = self.config, self.job, self.rows
+        attention, qkv = round_up(config.num_heads * config.head_dim, GROUP), sum(self._qkv_widths())
+        job[fields.STATE_AT] = self._buffer(rows, self.hidden)
+        job[fields.QKV_AT], job[fields.QKV_STRIDE] = self._buffer(rows, qkv), 4 * qkv
+        job[fields.ATTENTION_AT], job[fields.ATTENTION_PADDED] = self._buffer(rows, attention), attention
+        groups = max(self.hidden, attention) // GROUP
+        job[fields.RECORDS_AT] = self._buffer(groups, rows, self._record, dtype=np.uint8)
+        wide = int(job[fields.INTERMEDIATE]) // GROUP
+        job[fields.WIDE_RECORDS_AT] = self._buffer(wide, rows, self._record, dtype=np.uint8)
+        scratch = round_up(self._scratch_bytes(), 64)
+        job[fields.SCRATCH_BYTES] = scratch
+        job[fields.SCRATCH_AT] = self._buffer(self.threads, scratch, dtype=np.uint8)
+        job[fields.HAS_EXPERTS_AT] = self._buffer(config.num_layers, dtype=np.int64)
+        self.counters = np.zeros(
+            (4 + fields.COUNTERS_PER_LAYER * config.num_layers, self.threads, 8), dtype=np.int64
+        )
+        self.feature_slots = np.full(config.num_layers + 1, -1, dtype=np.int64)
+        self.row_requests = np.zeros(rows, dtype=np.int32)
+        job[fields.COUNTERS_AT] = address_of(self.counters)
+        job[fields.FEATURE_SLOT_AT] = address_of(self.feature_slots)
+        job[fields.REQUEST_AT] = address_of(self.row_requests)
+
+    def _scratch_bytes(self) -> int:
+        """What the hungriest phase needs of a thread's own memory."""
+        config = self.config
+        pages = round_up(config.max_position, PAGE) // PAGE
+        attention = (8 + 4 * PAGE * MOST_HEADS) * pages + 64 + 4 * MOST_HEADS * (config.head_dim + 15)
+        attention += (self.rows // PAGE + 2) * self.block_bytes
+        routing = 4 * self.hidden + 4 * ((config.moe.num_experts if config.moe else 0) + COLUMNS)
+        return max(attention, 2 * _SCRATCH_ROWS * 4 * GROUP, routing)
+
+    def _set_experts(self, moe: MoeConfig) -> None:
+        config, job, pairs = self.config, self.job, self.rows * moe.experts_per_token
+        width = round_up(moe.intermediate_size, GROUP)
+        layers = range(config.num_layers)
+        job[fields.EXPERTS], job[fields.EXPERTS_PER_TOKEN] = moe.num_experts, moe.experts_per_token
+        job[fields.EXPERT_WIDTH], job[fields.NORMALIZE_SHARES] = width, moe.normalize_weights
+        job[fields.HAS_EXPERTS_AT] = self._keep(
+            np.array([layer in moe.layers for layer in layers], dtype=np.int64)
+        )
+        routers = np.zeros((config.num_layers, moe.num_experts, self.hidden), dtype=np.float32)
+        for layer in moe.layers:
+            routers[layer, :, : config.hidden_size] = self._tensors[
+                _LAYER.format(layer) + "mlp.gate.weight"
+            ].float32()
+        job[fields.ROUTERS_AT] = self._keep(routers)
+        job[fields.EXPERT_MATRICES_AT] = self._descriptors(
+            [name if layer in moe.layers else None for layer in layers for name in _expert_names(moe, layer)]
+        )
+        job[fields.CHOICES_AT] = self._buffer(pairs, 2, dtype=np.int64)
+        job[fields.SHARES_AT] = self._buffer(pairs)
+        job[fields.SPANS_AT] = self._buffer(moe.num_experts, 2, dtype=np.int64)
+        groups = self.hidden // GROUP
+        job[fields.EXPERT_RECORDS_AT] = self._buffer(pairs, groups, self._record, dtype=np.uint8)
+        job[fields.EXPERT_WIDE_RECORDS_AT] = self._buffer(pairs, width // GROUP, self._record, dtype=np.uint8)
+        job[fields.PAIR_OUTPUTS_AT] = self._buffer(pairs, self.hidden)
+
+
+def _matrix_names(config: ModelConfig) -> list[str | None]:
+    """Tensor names in the order of the descriptor table of job.py; None where a layer has experts instead."""
+    sparse = config.moe.layers if config.moe else frozenset()
+    names: list[str | None] = []
+    for layer in range(config.num_layers):
+        names += [_LAYER.format(layer) + f"{part}.weight" for part in _ATTENTION]
+        names += [None if layer in sparse else _LAYER.format(layer) + f"mlp.{part}.weight" for part in _MLP]
+    head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+    return [*names, "model.embed_tokens.weight", head]
+
+
+def _expert_names(moe: MoeConfig, layer: int) -> list[str]:
+    prefix = _LAYER.format(layer)
+    return [
+        f"{prefix}mlp.experts.{expert}.{part}.weight" for expert in range(moe.num_experts) for part in _MLP
+    ]
+
+
+def _pack_matrices(checkpoint: Checkpoint, quantization: str, threads: int) -> dict[str, PackedMatrix]:
+    """All matrices by name, packed by several threads."""
+    moe = checkpoint.config.moe
+    names = [name for name in _matrix_names(checkpoint.config) if name]
+    names += [name for layer in sorted(moe.layers) for name in _expert_names(moe, layer)] if moe else []
+    names = list(dict.fromkeys(names))
+    with ThreadPoolExecutor(threads) as pool:
+        packed = pool.map(lambda name: pack(checkpoint.tensors[name], quantization), names)
+        return dict(zip(names, packed, strict=True))
