@@ -148,11 +148,11 @@ class Report:
 
     def show(self, table: Table, notes: Sequence[str], facts: dict[str, Any]) -> None:
         """Print the table, the notes and the machine, and write the file."""
-        from paceline.bench.tables import machine_line
+        from paceline.bench.tables import machine_notes
 
         console = Console()
         console.print(table)
-        for note in (*notes, machine_line(self._machine, facts["threads"], facts["quantization"])):
+        for note in (*notes, *machine_notes(self._machine, facts["threads"], facts["quantization"])):
             console.print(note, highlight=False, markup=False, soft_wrap=True)
         if self._json_file is not None:
             self._json_file.write_text(json.dumps({**facts, "machine": self._machine}, indent=2) + "\n")

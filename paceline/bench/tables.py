@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -15,6 +16,8 @@ from paceline.bench.quantization import Comparison
 from paceline.bench.rows import RowCosts
 from paceline.bench.timing import OnTurn
 
+QUIET_LOAD = 0.5  # average number of running threads in the last minute
+
 
 @contextmanager
 def progress(total: int) -> Iterator[OnTurn]:
@@ -24,12 +27,16 @@ def progress(total: int) -> Iterator[OnTurn]:
         yield lambda text: bar.update(task, advance=1, description=text)
 
 
-def machine_line(machine: Mapping[str, object], threads: object, quantization: object) -> str:
-    """The machine in one line."""
-    return (
+def machine_notes(machine: Mapping[str, Any], threads: object, quantization: object) -> list[str]:
+    """The machine in one line, and a warning if something else was running on it."""
+    line = (
         f"{machine['cpu']} ({machine['isa']}), {machine['usable_cores']} of {machine['cores']} cores usable, "
         f"{threads} threads, quantization {quantization}, load {machine['load_average']}"
     )
+    if machine["load_average"] <= QUIET_LOAD:
+        return [line]
+    # engines that divide work evenly and meet at barriers suffer more than ours, so ratios lie too
+    return [line, "The machine was not quiet: neither times nor ratios can be trusted. Measure again."]
 
 
 def decode_table(contest: Contest) -> Table:

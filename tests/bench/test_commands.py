@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from paceline.bench.commands import app
 from paceline.bench.machine import cpu_name, has_amx, machine_facts
+from paceline.bench.tables import machine_notes
 from paceline.bench.timing import take_turns
 from paceline.errors import ConfigError
 
@@ -90,6 +91,12 @@ def test_the_machine_is_named_by_its_processor() -> None:
     assert has_amx("flags\t: fpu amx_int8 avx\n")
     assert not has_amx("flags\t: fpu avx\nmodel name : amx_int8\n")
     assert machine_facts()["versions"]["numpy"]  # type: ignore[index]
+
+
+def test_a_machine_that_is_not_quiet_is_warned_of() -> None:
+    quiet = {**machine_facts(), "load_average": 0.1}
+    assert len(machine_notes(quiet, 2, "int8")) == 1
+    assert "Measure again" in machine_notes({**quiet, "load_average": 1.7}, 2, "int8")[1]
 
 
 def test_turns_go_round() -> None:
