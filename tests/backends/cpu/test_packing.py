@@ -13,28 +13,11 @@ from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, IN
 from paceline.models.checkpoint import Tensor
 from paceline.models.gguf import GgufTensor
 from paceline.models.gguf_blocks import FORMATS
+from tests.backends.cpu.checkpoints import floats, quantized, random_blocks
 from tests.backends.cpu.numbers import assert_same_bits
 
 KEPT = {"Q4_0": INT4, "Q4_1": INT4, "Q4_K": INT4K, "Q8_0": INT8}
 ROUNDED = [kind for kind in FORMATS if kind not in KEPT]
-HALVES_AT = {"Q4_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2)}
-HALVES_AT |= {"Q2_K": (80, 82), "Q3_K": (108,), "Q5_K": (0, 2), "Q6_K": (208,)}
-
-
-def stored(kind: str, rows: int, depth: int, seed: int = 3) -> GgufTensor:
-    """A matrix of random blocks, whole bytes at random but for the scales, as a file would hold it."""
-    random, form = np.random.default_rng(seed), FORMATS[kind]
-    if form.block_size == 1:
-        values = random.standard_normal((rows, depth), dtype=np.float32)
-        return GgufTensor(
-            (rows, depth), kind, gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]).view(np.uint8)
-        )
-    blocks = random.integers(0, 256, (rows, depth // form.block_size, form.block_bytes)).astype(np.uint8)
-    for place in HALVES_AT[kind]:
-        # from the smallest halves there are to large ones, of both signs
-        scales = 2.0 ** random.uniform(-24, 4, blocks.shape[:2]) * random.choice([-1, 1], blocks.shape[:2])
-        blocks[:, :, place : place + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
-    return GgufTensor((rows, depth), kind, blocks.reshape(rows, -1))
 
 
 @compiled
@@ -62,7 +45,7 @@ def assert_padded_with_zeros(values: np.ndarray, tensor: Tensor) -> None:
 @pytest.mark.parametrize(("rows", "depth"), [(16, 256), (21, 768), (1, 512)])
 @pytest.mark.parametrize("kind", KEPT)
 def test_published_4_bit_and_8_bit_weights_are_kept_to_the_last_bit(kind: str, rows: int, depth: int) -> None:
-    tensor = stored(kind, rows, depth)
+    tensor = random_blocks(kind, rows, depth)
     matrix = pack(tensor, "native")
     assert matrix.weight_format == KEPT[kind]
     values = unpack(matrix)
@@ -74,16 +57,16 @@ def test_published_4_bit_and_8_bit_weights_are_kept_to_the_last_bit(kind: str, r
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
 def test_weights_quantized_by_the_gguf_package_are_kept(kind: str) -> None:
     values = np.random.default_rng(8).standard_normal((40, 96), dtype=np.float32)
-    blocks = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
-    found = unpack(pack(GgufTensor((40, 96), kind, blocks), "native"))[:40]
-    expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind]).astype(np.float32)
+    tensor = quantized(values, kind)
+    found = unpack(pack(tensor, "native"))[:40]
+    expected = gguf.quants.dequantize(tensor.data, gguf.GGMLQuantizationType[kind]).astype(np.float32)
     assert_same_bits(found + np.float32(0), expected + np.float32(0))
 
 
 @pytest.mark.parametrize("quantization", ["native", "int8"])
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_other_formats_are_rounded_to_8_bits_in_groups_of_32(kind: str, quantization: str) -> None:
-    tensor = stored(kind, rows=19, depth=512)
+    tensor = random_blocks(kind, rows=19, depth=512)
     matrix = pack(tensor, quantization)
     assert matrix.weight_format == INT8
     assert_rounded(unpack(matrix)[:19], tensor.float32())
@@ -91,14 +74,14 @@ def test_other_formats_are_rounded_to_8_bits_in_groups_of_32(kind: str, quantiza
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
 def test_int8_rounds_4_bit_formats_too(kind: str) -> None:
-    tensor = stored(kind, rows=16, depth=256)
+    tensor = random_blocks(kind, rows=16, depth=256)
     matrix = pack(tensor, "int8")
     assert matrix.weight_format == INT8
     assert_rounded(unpack(matrix), tensor.float32())
 
 
 def test_int8_keeps_what_the_file_has_in_8_bits() -> None:
-    tensor = stored("Q8_0", rows=16, depth=64)
+    tensor = random_blocks("Q8_0", rows=16, depth=64)
     assert_same_bits(unpack(pack(tensor, "int8")) + np.float32(0), tensor.float32() + np.float32(0))
 
 
@@ -119,8 +102,7 @@ def assert_rounded(found: np.ndarray, values: np.ndarray) -> None:
 def test_what_is_in_the_middle_of_a_group_does_not_reach_its_neighbours() -> None:
     values = np.zeros((16, 96), np.float32)
     values[:, 32:64] = np.random.default_rng(2).standard_normal((16, 32))
-    tensor = GgufTensor((16, 96), "F32", values.view(np.uint8))
-    found = unpack(pack(tensor, "int8"))
+    found = unpack(pack(floats(values), "int8"))
     assert not np.any(found[:, :32])
     assert not np.any(found[:, 64:])
     assert np.any(found[:, 32:64])
@@ -129,7 +111,7 @@ def test_what_is_in_the_middle_of_a_group_does_not_reach_its_neighbours() -> Non
 @pytest.mark.parametrize(("rows", "depth"), [(1, 1), (16, 32), (17, 33), (173, 60), (5, 100)])
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_odd_sizes_are_padded_with_zeros(quantization: str, rows: int, depth: int) -> None:
-    tensor = stored("F32", rows, depth)
+    tensor = random_blocks("F32", rows, depth)
     values = unpack(pack(tensor, quantization))
     assert values.shape == (-(-rows // 16) * 16, -(-depth // 32) * 32)
     assert_padded_with_zeros(values, tensor)
@@ -141,7 +123,7 @@ def test_odd_sizes_are_padded_with_zeros(quantization: str, rows: int, depth: in
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_without_quantization_every_format_is_its_float32_self(kind: str) -> None:
-    tensor = stored(kind, rows=18, depth=256)
+    tensor = random_blocks(kind, rows=18, depth=256)
     matrix = pack(tensor, "none")
     assert matrix.weight_format == FLOAT32
     assert_same_bits(unpack(matrix)[:18], tensor.float32())
@@ -150,7 +132,7 @@ def test_without_quantization_every_format_is_its_float32_self(kind: str) -> Non
 @pytest.mark.parametrize("kind", ["Q4_K", "F16"])
 def test_a_matrix_of_many_chunks_is_packed_like_its_parts(kind: str) -> None:
     """A matrix is packed 2048 rows at a time; no row may notice where a chunk ends."""
-    tensor = stored(kind, rows=2 * 2048 + 5, depth=256)
+    tensor = random_blocks(kind, rows=2 * 2048 + 5, depth=256)
     whole = pack(tensor, "native").data
     for tile in (0, 127, 128, 129, 255, 256):
         part = tensor.blocks()[16 * tile : 16 * tile + 16]

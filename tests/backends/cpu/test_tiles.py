@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.compiled import compiled, switch
 from paceline.backends.cpu.isa import ISA, ISAS, Isa, target_features
 from paceline.backends.cpu.tiles import (
     COLUMNS,
@@ -20,7 +20,8 @@ from paceline.backends.cpu.tiles import (
     INT4K,
     INT8,
     RECORD,
-    tile_intrinsic,
+    TILE_ARGUMENTS,
+    emit_tile,
 )
 from tests.backends.cpu.numbers import assert_same_bits, fma
 
@@ -43,7 +44,7 @@ def can_run(isa: Isa) -> bool:
 
 def tile_rows(isa: Isa) -> list[int]:
     """All kinds of tile for the instruction set in use, the smallest and the largest of the others."""
-    return [1, 2, 3, isa.tile_rows - 1, isa.tile_rows] if isa is ISA else [1, isa.tile_rows]
+    return sorted({1, 2, 3, isa.tile_rows - 1, isa.tile_rows}) if isa is ISA else [1, isa.tile_rows]
 
 
 def cases() -> list[object]:
@@ -51,7 +52,7 @@ def cases() -> list[object]:
     for isa in ISAS.values():
         marks = pytest.mark.skipif(not can_run(isa), reason=f"this CPU has no {isa.name}")
         for weight_format, name in FORMAT_NAMES.items():
-            for rows in sorted(set(tile_rows(isa))):
+            for rows in tile_rows(isa):
                 label = f"{isa.name}-{name}-{rows}"
                 found.append(pytest.param(isa, weight_format, rows, id=label, marks=marks))
     return found
@@ -185,12 +186,15 @@ def expected(weight_format: int) -> np.ndarray:
 
 
 @functools.cache
-def kernel(isa_name: str, weight_format: int, rows: int) -> Callable[..., None]:
-    tile = tile_intrinsic(weight_format, rows, ISAS[isa_name])
+def kernel(isa_name: str, weight_format: int) -> Callable[..., None]:
+    """All tested tiles of a format, by their number of rows."""
+    isa = ISAS[isa_name]
+    tiles = {(rows,): emit_tile(weight_format, rows, isa) for rows in tile_rows(isa)}
+    tile = switch(1, TILE_ARGUMENTS, tiles)
 
     @compiled
-    def run(weights, records, group_stride, groups, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
-        tile(weights, records, group_stride, groups, out, out_stride, bias, added)
+    def run(rows, weights, records, group_stride, groups, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
+        tile(rows, weights, records, group_stride, groups, out, out_stride, bias, added)
 
     return run  # type: ignore[no-any-return]
 
@@ -213,7 +217,8 @@ def multiply(
     if before is not None:
         out[:, :COLUMNS] = before
     records = activations.records
-    kernel(isa.name, weight_format, rows)(
+    kernel(isa.name, weight_format)(
+        rows,
         stream.ctypes.data,
         records.ctypes.data + first * records.strides[1],
         records.strides[0],

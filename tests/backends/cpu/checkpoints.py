@@ -1,0 +1,120 @@
+"""Checkpoints made in memory: blocks as a GGUF file holds them, and sizes the tiny families leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from paceline.models.checkpoint import Checkpoint, Tensor
+from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.gguf import GgufTensor
+from paceline.models.gguf_blocks import FORMATS
+from paceline.models.layout import expected_tensors
+
+# Where a block has its half floats: the scale, and the scale of the minimums where there are any.
+HALVES_AT = {"Q4_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2)}
+HALVES_AT |= {"Q2_K": (80, 82), "Q3_K": (108,), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+ROPE = RopeConfig(theta=1000.0)
+SIZES = {"num_layers": 2, "rms_norm_eps": 1e-5, "rope": ROPE, "max_position": 256}
+
+# Deep enough for blocks of 256; every format has a matrix, and a head is a whole number of vectors.
+BLOCKS = ModelConfig(
+    family="llama",
+    vocab_size=300,
+    hidden_size=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=512,
+    tie_embeddings=False,
+    **SIZES,
+)
+KINDS = {
+    "embed_tokens": "Q4_K",
+    "q_proj": "Q4_0",
+    "k_proj": "Q4_1",
+    "v_proj": "Q6_K",
+    "o_proj": "Q4_K",
+    "gate_proj": "Q8_0",
+    "up_proj": "Q4_1",
+    "down_proj": "Q4_K",
+    "lm_head": "Q6_K",
+}
+# Every size ends in the first half of a group of 32, so that its last group has one tile of two.
+UNEVEN = ModelConfig(
+    family="llama",
+    vocab_size=65,
+    hidden_size=70,
+    num_heads=5,
+    num_kv_heads=1,
+    head_dim=20,
+    intermediate_size=100,
+    tie_embeddings=False,
+    **SIZES,
+)
+
+
+def floats(values: np.ndarray) -> GgufTensor:
+    """An array as a tensor of a file."""
+    values = np.ascontiguousarray(values, np.float32)
+    return GgufTensor(values.shape, "F32", values.view(np.uint8).reshape(len(values), -1))
+
+
+def quantized(values: np.ndarray, kind: str) -> GgufTensor:
+    """A matrix quantized by the gguf package."""
+    blocks = gguf.quants.quantize(values.astype(np.float32), gguf.GGMLQuantizationType[kind])
+    return GgufTensor(values.shape, kind, blocks.view(np.uint8))
+
+
+def random_blocks(kind: str, rows: int, depth: int, seed: int = 3) -> GgufTensor:
+    """A matrix whose blocks are random bytes but for the scales, which are any finite halves."""
+    random, form = np.random.default_rng(seed), FORMATS[kind]
+    if form.block_size == 1:
+        return quantized(random.standard_normal((rows, depth), dtype=np.float32), kind)
+    blocks = random.integers(0, 256, (rows, depth // form.block_size, form.block_bytes)).astype(np.uint8)
+    for place in HALVES_AT[kind]:
+        # from the smallest halves there are to large ones, of both signs
+        scales = 2.0 ** random.uniform(-24, 4, blocks.shape[:2]) * random.choice([-1, 1], blocks.shape[:2])
+        blocks[:, :, place : place + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    return GgufTensor((rows, depth), kind, blocks.reshape(rows, -1))
+
+
+def _scaled_blocks(kind: str, rows: int, depth: int, seed: int) -> GgufTensor:
+    """A matrix of random blocks whose values have mean 0 and the size of 1 / sqrt(depth)."""
+    if kind not in ("Q4_K", "Q6_K"):  # which the gguf package cannot write
+        values = np.random.default_rng(seed).standard_normal((rows, depth)) / np.sqrt(depth)
+        return quantized(values, kind)
+    tensor, form = random_blocks(kind, rows, depth, seed), FORMATS[kind]
+    blocks = tensor.data.reshape(-1, form.block_bytes).copy()
+    scale = {"Q4_K": 1 / 190, "Q6_K": 1 / 1400}[kind] / np.sqrt(depth)
+    for place, factor in zip(HALVES_AT[kind], (1, 7.5), strict=False):
+        blocks[:, place : place + 2] = np.array([scale * factor], np.float16).view(np.uint8)
+    return GgufTensor((rows, depth), kind, blocks.reshape(rows, -1))
+
+
+def _checkpoint(config: ModelConfig, kinds: Mapping[str, str]) -> Checkpoint:
+    """Random tensors of the config, matrices in the kinds given by the last part of their names."""
+    random, tensors = np.random.default_rng(7), dict[str, Tensor]()
+    for seed, (name, shape) in enumerate(expected_tensors(config)):
+        kind = kinds.get(name.split(".")[-2], "F32")
+        if kind != "F32":
+            tensors[name] = _scaled_blocks(kind, *shape, seed)
+        elif len(shape) == 2:
+            tensors[name] = floats(random.standard_normal(shape) / np.sqrt(shape[1]))
+        else:
+            tensors[name] = floats(1 + 0.2 * random.standard_normal(shape))
+    return Checkpoint(config, tensors, Path("made in memory"))
+
+
+def blocks_checkpoint() -> Checkpoint:
+    """A model with a matrix of every format the tiles know."""
+    return _checkpoint(BLOCKS, KINDS)
+
+
+def uneven_checkpoint() -> Checkpoint:
+    """A model whose sizes all leave half of their last group empty."""
+    return _checkpoint(UNEVEN, {})
