@@ -19,7 +19,7 @@ from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.forward_pass import run_passes
 from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.team import Team, default_threads
-from paceline.backends.cpu.tiles import COLUMNS
+from paceline.backends.cpu.tiles import GROUP
 from paceline.backends.cpu.workspace import Workspace, address_of, round_up
 from paceline.errors import BackendError, ConfigError
 from paceline.models.checkpoint import Checkpoint
@@ -108,7 +108,7 @@ class CpuBackend:
         assert 0 < rows <= self.max_rows, f"{rows} rows, but max_rows is {self.max_rows}"
         assert isinstance(batch.pool, CpuPool)
         if outputs > len(self._logits):
-            self._logits = np.empty((outputs, round_up(self.config.vocab_size, COLUMNS)), dtype=np.float32)
+            self._logits = np.empty((outputs, round_up(self.config.vocab_size, GROUP)), dtype=np.float32)
         starts = batch.row_offsets[:-1].repeat(
             np.diff(batch.row_offsets)
         )  # each row's first row of its request

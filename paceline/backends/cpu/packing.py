@@ -22,7 +22,7 @@ _CHUNK_ROWS = 2048  # rows packed at a time: bounds the memory of the conversion
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix [rows, depth] as tiles of 16 rows."""
+    """A matrix [rows, depth] as tiles of 16 rows, padded with zeros to whole groups of 32 both ways."""
 
     data: Bytes  # [tiles, bytes of a tile]
     weight_format: int
@@ -54,12 +54,12 @@ def pack(tensor: Tensor, quantization: str) -> PackedMatrix:
     weight_format = choose_format(tensor.kind, quantization)
     padded_depth = -(-depth // GROUP) * GROUP
     size = tile_bytes(weight_format, padded_depth)
-    data = np.empty((-(-rows // COLUMNS), size), dtype=np.uint8)
+    data = np.empty((-(-rows // GROUP) * GROUP // COLUMNS, size), dtype=np.uint8)
     from_blocks = _FROM_BLOCKS.get((tensor.kind, weight_format))
     values = tensor.blocks() if from_blocks else tensor.float32()
     for start in range(0, rows, _CHUNK_ROWS):
         part: Any = values[start : start + _CHUNK_ROWS]
-        missing = -len(part) % COLUMNS
+        missing = -len(part) % GROUP  # outputs become the groups of the next layer's input
         if missing:
             part = np.concatenate([part, np.zeros((missing, part.shape[1]), dtype=part.dtype)])
         if from_blocks:

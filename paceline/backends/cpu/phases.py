@@ -114,8 +114,8 @@ def place_rows(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-def
     """Head norms and rope for queries and keys; keys and values into their pages."""
     heads, kv_heads, width = field(job, HEADS), field(job, KV_HEADS), field(job, HEAD_WIDTH)
     half, half_kv = width // 2, field(job, HALF_KV)
-    query_columns = (heads * width + 15) // 16 * 16
-    key_columns = (kv_heads * width + 15) // 16 * 16
+    query_columns = (heads * width + GROUP - 1) // GROUP * GROUP
+    key_columns = (kv_heads * width + GROUP - 1) // GROUP * GROUP
     head_norms = field(job, HEAD_NORMS_AT)
     epsilon = load_float(field(job, EPSILON_AT))
     while True:

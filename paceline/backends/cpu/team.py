@@ -100,8 +100,10 @@ class Team:
 
     def _serve(self, index: int) -> None:
         seen = 0
-        while not self._control[STOP]:
+        while True:
             seen = self._work(self._address, index, self.threads, self._argument, seen)
+            if self._control[STOP]:
+                return
             self._wake[index].wait()
             self._wake[index].clear()
 

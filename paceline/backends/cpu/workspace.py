@@ -121,9 +121,9 @@ class Workspace:
         return self._keep(np.array(lines, dtype=np.int64))
 
     def _qkv_widths(self) -> tuple[int, int, int]:
-        """Columns of queries, keys and values in the pass's buffer, each padded to whole tiles."""
-        keys = round_up(self.config.num_kv_heads * self.config.head_dim, COLUMNS)
-        return round_up(self.config.num_heads * self.config.head_dim, COLUMNS), keys, keys
+        """Columns of queries, keys and values in the pass's buffer, each padded as their matrices are."""
+        keys = round_up(self.config.num_kv_heads * self.config.head_dim, GROUP)
+        return round_up(self.config.num_heads * self.config.head_dim, GROUP), keys, keys
 
     def _set_buffers(self) -> None:
         config, job, rows = self.config, self.job, self.rows
