@@ -50,7 +50,8 @@ class ForwardBatch:
     page_tables: Int32Array  # [requests, max pages] page numbers; unused entries are -1
     logit_rows: Int32Array  # [outputs] ascending rows whose logits are wanted
     pool: KVPool
-    feature_layers: tuple[int, ...] = ()  # hidden_states indices to return: 0 is the embedding, i is after layer i - 1
+    # hidden_states indices to return: 0 is the embedding, i is after layer i - 1
+    feature_layers: tuple[int, ...] = ()
 
     @property
     def num_requests(self) -> int:

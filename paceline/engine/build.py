@@ -58,10 +58,7 @@ def build_engine(config: EngineConfig) -> Loaded:
 
 def load_backend(checkpoint: Checkpoint, options: BackendOptions, max_rows: int) -> Backend:
     """The backend that the options name, with the checkpoint's weights."""
-    name = options.name
-    if options.backend == "auto" and checkpoint.config.moe is not None:
-        name = "torch"  # the cpu backend has no mixtures of experts yet
-    return _LOADERS[name](checkpoint, options, max_rows)
+    return _LOADERS[options.name](checkpoint, options, max_rows)
 
 
 def _load_cpu(checkpoint: Checkpoint, options: BackendOptions, max_rows: int) -> Backend:

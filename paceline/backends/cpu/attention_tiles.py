@@ -139,13 +139,9 @@ def run_score(half, heads, blocks, query, query_stride, keys, width, scores, str
 
 
 @kernel(*[types.int64] * 3, *_MIX_ARGUMENTS)
-def run_mix(
-    half, heads, columns, weights, stride, blocks, offset, row, first, last, factors, out, out_stride
-):  # type: ignore[no-untyped-def]
+def run_mix(half, heads, columns, weights, stride, blocks, offset, row, first, last, factors, out, step):  # type: ignore[no-untyped-def]
     """For `heads` heads and 16 * `columns` columns: factor * sum over first..last of weight * value."""
-    _mix_switch(
-        half, heads, columns, weights, stride, blocks, offset, row, first, last, factors, out, out_stride
-    )
+    _mix_switch(half, heads, columns, weights, stride, blocks, offset, row, first, last, factors, out, step)
 
 
 call_score = caller(*[types.int64] * 3, *_SCORE_ARGUMENTS)

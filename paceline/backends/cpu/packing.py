@@ -73,7 +73,7 @@ def pack(tensor: Tensor, quantization: str) -> PackedMatrix:
 
 
 def _interleave(values: Bytes, steps: int) -> Bytes:
-    """[rows, groups, 4 * steps] bytes as [tiles, groups, steps * 16 * 4]: 4 k of each of 16 columns together."""
+    """[rows, groups, 4 * steps] bytes as [tiles, groups, steps * 16 * 4]: 4 k of all 16 columns together."""
     rows, groups, _ = values.shape
     words = np.ascontiguousarray(values).view(np.uint32).reshape(rows // COLUMNS, COLUMNS, groups, steps)
     moved = np.ascontiguousarray(words.transpose(0, 2, 3, 1))
@@ -131,9 +131,10 @@ def _pack_q4_k(rows: Bytes) -> Bytes:
     second = (halves[:, :, :, 0] >> 4) | (halves[:, :, :, 1] & 0xF0)
     nibbles = np.stack([first, second], axis=3).reshape(count, superblocks * 8, 16)
     tiles = count // COLUMNS
-    by_group = lambda values: _columns(values.reshape(count, superblocks * 8)).reshape(  # noqa: E731
-        tiles, superblocks, 8 * COLUMNS
-    )
+
+    def by_group(values: Bytes) -> Bytes:
+        return _columns(values.reshape(count, superblocks * 8)).reshape(tiles, superblocks, 8 * COLUMNS)
+
     return _stream(
         _interleave(nibbles, 4).reshape(tiles, superblocks, 2048),
         _columns(_halves(blocks, 0)),

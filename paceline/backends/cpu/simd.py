@@ -22,14 +22,14 @@ _FLOAT, _HALF, _I16, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.In
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(I32, LANES)
 
 
-class Floats(types.Type):
+class Floats(types.Type):  # type: ignore[misc]
     """Numba's type of a vector of 16 float32."""
 
     def __init__(self) -> None:
         super().__init__(name="float32x16")
 
 
-class Ints(types.Type):
+class Ints(types.Type):  # type: ignore[misc]
     """Numba's type of a vector of 16 int32."""
 
     def __init__(self) -> None:
@@ -40,13 +40,13 @@ floats, ints = Floats(), Ints()
 
 
 @register_model(Floats)
-class _FloatsModel(models.PrimitiveModel):
+class _FloatsModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, numba_type: Any) -> None:
         super().__init__(manager, numba_type, _FLOATS)
 
 
 @register_model(Ints)
-class _IntsModel(models.PrimitiveModel):
+class _IntsModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, numba_type: Any) -> None:
         super().__init__(manager, numba_type, _INTS)
 
