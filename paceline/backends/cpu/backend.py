@@ -132,8 +132,7 @@ class CpuBackend:
         job[fields.KV_AT], job[fields.NUM_PAGES] = address_of(batch.pool.data), batch.pool.num_pages
         features = self._prepare_features(batch)
         self._workspace.counters.fill(0)
-        self._team.start()
-        run_passes(self._team.control, 0, self.threads, address_of(job), 0)
+        run_passes(self._team.control, 0, self.threads, address_of(job))
         return ForwardOutput(self._logits[:outputs, : self.config.vocab_size], features)
 
     def _prepare_features(self, batch: ForwardBatch) -> Float32Array | None:

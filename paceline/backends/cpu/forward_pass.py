@@ -53,7 +53,7 @@ from paceline.backends.cpu.phases import (
     save_features,
 )
 from paceline.backends.cpu.simd import load_int64
-from paceline.backends.cpu.team import STOP, await_generation, barrier
+from paceline.backends.cpu.team import STOP, await_pass, barrier, start_pass
 from paceline.backends.cpu.tiles import COLUMNS
 
 
@@ -155,17 +155,15 @@ def _run_pass(control, index, threads, job):  # type: ignore[no-untyped-def]
 
 
 @compiled(cached=True)
-def run_passes(control, index, threads, job, seen):  # type: ignore[no-untyped-def]
-    """Thread 0: its share of one pass, until all threads are done. A worker: its share of every pass.
-
-    A worker returns when no pass came for a while, with the number of the last one it saw.
-    """
-    while True:
-        if index > 0:
-            generation = await_generation(control, index, seen)
-            if generation == 0 or load_int64(control + 8 * STOP) != 0:
-                return seen
-            seen = generation
+def run_passes(control, index, threads, job):  # type: ignore[no-untyped-def]
+    """Thread 0: start a pass and do its share. A worker: its share of every pass until the team ends."""
+    if index == 0:
+        start_pass(control, threads)
         _run_pass(control, index, threads, job)
-        if index == 0:
-            return seen
+        return
+    seen = 0
+    while True:
+        seen = await_pass(control, index, seen)
+        if load_int64(control + STOP) != 0:
+            return
+        _run_pass(control, index, threads, job)

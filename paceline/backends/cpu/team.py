@@ -1,131 +1,132 @@
-"""A team of threads that runs one forward pass together, without the GIL and without the kernel's scheduler.
+"""A team of threads that runs one forward pass together, without the GIL and without a word of Python.
 
 The caller is thread 0. Workers wait in compiled code for the next pass, spinning for a few
-milliseconds, because the next pass of a decode comes sooner than a sleeping thread could wake;
-then they park in Python and cost nothing. Inside a pass the threads meet at barriers and take
-tasks from shared counters, so a core that is slowed by a neighbour simply takes fewer tasks.
+milliseconds, because the next pass of a decode comes sooner than a sleeping thread could wake; then
+they sleep on a semaphore and cost nothing. Inside a pass the threads meet at barriers and take tasks
+from shared counters, so a core that is slowed by a neighbour simply takes fewer tasks.
+
+A pass is started and run by one compiled call, so that an interrupt of the Python program comes
+before it or after it, never between.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 from numba import types
 
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.simd import atomic_add, atomic_load, atomic_store, relax
+from paceline.errors import BackendError
 
 _yield_core = types.ExternalFunction("sched_yield", types.int32())
+_sleep_on = types.ExternalFunction("sem_wait", types.int32(types.int64))
+_wake = types.ExternalFunction("sem_post", types.int32(types.int64))
 
-# The control block, int64 words, each on its own cache line.
-LINE = 8
-GENERATION, STOP, ARRIVED, RELEASED, PARKED = 0, 1 * LINE, 2 * LINE, 3 * LINE, 4 * LINE
+# The control block, in bytes; what different threads write lies on different cache lines.
+LINE = 64
+GENERATION, STOP, ARRIVED, RELEASED = 0, 1 * LINE, 2 * LINE, 3 * LINE
+WORKERS = 4 * LINE  # for each thread: whether it sleeps, and on the next line its semaphore
+_SLEEPS, _SEMAPHORE, _WORKER = 0, LINE, 2 * LINE
 
 _SPINS_BEFORE_YIELD = 2000
-_SPINS_BEFORE_PARK = 60000
+_SPINS_BEFORE_SLEEP = 60000
 
 
 @compiled(inline=True)
 def barrier(control, threads):  # type: ignore[no-untyped-def]
     """Wait until all threads of the pass are here."""
     if threads > 1:
-        phase = atomic_load(control + 8 * RELEASED)
-        if atomic_add(control + 8 * ARRIVED, 1) == threads - 1:
-            atomic_store(control + 8 * ARRIVED, 0)
-            atomic_store(control + 8 * RELEASED, phase + 1)
+        phase = atomic_load(control + RELEASED)
+        if atomic_add(control + ARRIVED, 1) == threads - 1:
+            atomic_store(control + ARRIVED, 0)
+            atomic_store(control + RELEASED, phase + 1)
         else:
             spins = 0
-            while atomic_load(control + 8 * RELEASED) == phase:
+            while atomic_load(control + RELEASED) == phase:
                 relax(0)
                 spins += 1
                 if spins > _SPINS_BEFORE_YIELD:
                     _yield_core()
 
 
-@compiled(inline=True)
-def await_generation(control, index, seen):  # type: ignore[no-untyped-def]
-    """The number of the next pass; 0 if none came for a while and the worker is now marked as parked."""
-    spins = 0
-    while atomic_load(control + 8 * GENERATION) == seen:
-        relax(0)
-        spins += 1
-        if spins > _SPINS_BEFORE_PARK:
-            atomic_store(control + 8 * (PARKED + LINE * index), 1)
-            # Whoever starts a pass raises the generation first and looks for parked workers second.
-            if atomic_load(control + 8 * GENERATION) == seen:
-                return 0
-            atomic_store(control + 8 * (PARKED + LINE * index), 0)
-    return atomic_load(control + 8 * GENERATION)
+@compiled
+def start_pass(control, threads):  # type: ignore[no-untyped-def]
+    """Let the workers begin the next pass."""
+    atomic_add(control + GENERATION, 1)
+    for index in range(1, threads):
+        worker = control + WORKERS + _WORKER * index
+        if atomic_load(worker + _SLEEPS) != 0:
+            _wake(worker + _SEMAPHORE)
 
 
 @compiled
-def publish(control, threads):  # type: ignore[no-untyped-def]
-    """Start the next pass; a bit mask of the workers that were parked and must be woken."""
-    atomic_add(control + 8 * GENERATION, 1)
-    parked = 0
-    for index in range(1, threads):
-        place = control + 8 * (PARKED + LINE * index)
-        if atomic_load(place) != 0:
-            atomic_store(place, 0)
-            parked |= 1 << index
-    return parked
+def await_pass(control, index, seen):  # type: ignore[no-untyped-def]
+    """The number of the next pass after `seen`, as soon as it has begun."""
+    worker = control + WORKERS + _WORKER * index
+    spins = 0
+    while atomic_load(control + GENERATION) == seen:
+        relax(0)
+        spins += 1
+        if spins > _SPINS_BEFORE_SLEEP:
+            # Whoever starts a pass raises the generation first and looks for sleepers second; so either
+            # we see the new generation here, or we are seen and woken. A wake too many does no harm.
+            atomic_store(worker + _SLEEPS, 1)
+            if atomic_load(control + GENERATION) == seen:
+                _sleep_on(worker + _SEMAPHORE)
+            atomic_store(worker + _SLEEPS, 0)
+            spins = 0
+    return atomic_load(control + GENERATION)
 
 
 class Team:
-    """`threads` threads that run `job(control, index, threads, argument)` together."""
+    """`threads - 1` workers that run `work(control, index, threads, argument)` until `close()`."""
 
-    def __init__(self, threads: int, work: Callable[[int, int, int, int, int], int], argument: int) -> None:
+    def __init__(self, threads: int, work: Callable[[int, int, int, int], None], argument: int) -> None:
         self.threads = threads
-        self._work = (
-            work  # work(control, index, threads, argument, seen) -> last generation it ran, when parked
-        )
-        self._argument = argument
-        self._control = np.zeros(PARKED + LINE * (threads + 1), dtype=np.int64)
-        self._address = self._control.ctypes.data
-        self._wake = [threading.Event() for _ in range(threads)]
-        self._workers = [
-            threading.Thread(target=self._serve, args=(index,), name=f"paceline-cpu-{index}", daemon=True)
+        block = np.zeros(WORKERS + _WORKER * threads + LINE, dtype=np.uint8)
+        self.control = int(block.ctypes.data) + -int(block.ctypes.data) % LINE  # address of the control block
+        for index in range(1, threads):
+            semaphore = ctypes.c_void_p(self.control + WORKERS + _WORKER * index + _SEMAPHORE)
+            if ctypes.CDLL(None, use_errno=True).sem_init(semaphore, 0, 0) != 0:
+                reason = os.strerror(ctypes.get_errno())
+                raise BackendError(f"This system has no semaphores for threads ({reason}); use threads=1.")
+        workers = [
+            threading.Thread(
+                target=work,
+                args=(self.control, index, threads, argument),
+                name=f"paceline-cpu-{index}",
+                daemon=True,
+            )
             for index in range(1, threads)
         ]
-        for worker in self._workers:
+        for worker in workers:
             worker.start()
+        # Also when the team is forgotten or Python ends: workers must not outlive the memory they wait on.
+        self.close = weakref.finalize(self, _end_workers, self.control, block, workers)
 
-    @property
-    def control(self) -> int:
-        """Address of the control block that the compiled code waits on."""
-        return self._address
 
-    def _serve(self, index: int) -> None:
-        seen = 0
-        while True:
-            seen = self._work(self._address, index, self.threads, self._argument, seen)
-            if self._control[STOP]:
-                return
-            self._wake[index].wait()
-            self._wake[index].clear()
+def _end_workers(control: int, block: npt.NDArray[np.uint8], workers: Sequence[threading.Thread]) -> None:
+    """Let the workers return, and wait until they have. `block` is the memory of the control block."""
+    ctypes.c_int64.from_address(control + STOP).value = 1
+    _start_pass_from_python(control, len(workers) + 1)
+    for worker in workers:
+        worker.join()
 
-    def start(self) -> None:
-        """Let the workers begin a pass; the caller then runs its own share as thread 0."""
-        parked = publish(self._address, self.threads)
-        if parked:
-            for index in range(1, self.threads):
-                if parked >> index & 1:
-                    self._wake[index].set()
 
-    def close(self) -> None:
-        """End the workers."""
-        self._control[STOP] = 1
-        self.start()
-        for worker in self._workers:
-            worker.join()
+@compiled(cached=True)
+def _start_pass_from_python(control, threads):  # type: ignore[no-untyped-def]
+    start_pass(control, threads)
 
 
 def default_threads() -> int:
     """The cores this process may use."""
-    import os
-
-    available: Any = getattr(os, "sched_getaffinity", None)
-    return len(available(0)) if available else (os.cpu_count() or 1)
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
