@@ -6,34 +6,17 @@ import gguf
 import numpy as np
 import pytest
 
-from paceline.backends.cpu.compiled import compiled
-from paceline.backends.cpu.packing import PackedMatrix, choose_format, pack
-from paceline.backends.cpu.rows import read_matrix_row
-from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, INT8, tile_bytes
+from paceline.backends.cpu.packing import choose_format, pack
+from paceline.backends.cpu.tiles import FLOAT32, GROUP, INT4, INT4K, INT8
 from paceline.models.checkpoint import Tensor
 from paceline.models.gguf import GgufTensor
 from paceline.models.gguf_blocks import FORMATS
 from tests.backends.cpu.checkpoints import floats, quantized, random_blocks
 from tests.backends.cpu.numbers import assert_same_bits
+from tests.backends.cpu.unpacking import unpack
 
 KEPT = {"Q4_0": INT4, "Q4_1": INT4, "Q4_K": INT4K, "Q8_0": INT8}
 ROUNDED = [kind for kind in FORMATS if kind not in KEPT]
-
-
-@compiled
-def _unpack(address, weight_format, groups, size, rows, out):  # type: ignore[no-untyped-def]
-    for row in range(rows):
-        read_matrix_row(address, weight_format, groups, size, row, out + 4 * GROUP * groups * row)
-
-
-def unpack(matrix: PackedMatrix) -> np.ndarray:
-    """All rows, those that only fill the last tile too, and the padded depth."""
-    address, weight_format, groups, tiles, size = matrix.descriptor()
-    assert matrix.data.nbytes == tiles * size
-    assert size == tile_bytes(matrix.weight_format, groups * GROUP)
-    out = np.full((tiles * COLUMNS, groups * GROUP), np.nan, np.float32)
-    _unpack(address, weight_format, groups, size, len(out), out.ctypes.data)
-    return out
 
 
 def assert_padded_with_zeros(values: np.ndarray, tensor: Tensor) -> None:
@@ -77,12 +60,12 @@ def test_int8_rounds_4_bit_formats_too(kind: str) -> None:
     tensor = random_blocks(kind, rows=16, depth=256)
     matrix = pack(tensor, "int8")
     assert matrix.weight_format == INT8
-    assert_rounded(unpack(matrix), tensor.float32())
+    assert_rounded(unpack(matrix)[:16], tensor.float32())
 
 
 def test_int8_keeps_what_the_file_has_in_8_bits() -> None:
     tensor = random_blocks("Q8_0", rows=16, depth=64)
-    assert_same_bits(unpack(pack(tensor, "int8")) + np.float32(0), tensor.float32() + np.float32(0))
+    assert_same_bits(unpack(pack(tensor, "int8"))[:16] + np.float32(0), tensor.float32() + np.float32(0))
 
 
 def assert_rounded(found: np.ndarray, values: np.ndarray) -> None:
@@ -113,7 +96,7 @@ def test_what_is_in_the_middle_of_a_group_does_not_reach_its_neighbours() -> Non
 def test_odd_sizes_are_padded_with_zeros(quantization: str, rows: int, depth: int) -> None:
     tensor = random_blocks("F32", rows, depth)
     values = unpack(pack(tensor, quantization))
-    assert values.shape == (-(-rows // 16) * 16, -(-depth // 32) * 32)
+    assert values.shape == (-(-rows // 32) * 32, -(-depth // 32) * 32)
     assert_padded_with_zeros(values, tensor)
     if quantization == "none":
         assert_same_bits(values[:rows, :depth].copy(), tensor.float32())

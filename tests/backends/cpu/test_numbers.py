@@ -1,0 +1,295 @@
+"""The small numeric functions of the compiled pass, held to numpy; and numbers that are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paceline.backends.cpu import CpuBackend
+from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.rows import gate, normalize, normalize_head, rotate, write_record
+from paceline.backends.cpu.simd import exponential, load, store
+from paceline.backends.cpu.tiles import GROUP, RECORD
+from paceline.models.checkpoint import Checkpoint
+from tests.backends.cpu.checkpoints import floats
+from tests.backends.cpu.numbers import assert_same_bits, fma, quantize
+from tests.backends.driver import drive, run
+
+
+@compiled
+def _exponentials(values, out, count):  # type: ignore[no-untyped-def]
+    for i in range(0, count, 16):
+        store(out + 4 * i, exponential(load(values + 4 * i)))
+
+
+@compiled
+def _record(values, record, quantized):  # type: ignore[no-untyped-def]
+    write_record(values, record, quantized)
+
+
+@compiled
+def _rotate(values, cosines, sines, half):  # type: ignore[no-untyped-def]
+    rotate(values, cosines, sines, half)
+
+
+@compiled
+def _normalize(values, weight, out, width, padded, epsilon):  # type: ignore[no-untyped-def]
+    normalize(values, weight, out, width, padded, epsilon)
+
+
+@compiled
+def _normalize_head(values, weight, width, epsilon):  # type: ignore[no-untyped-def]
+    normalize_head(values, weight, width, epsilon)
+
+
+@compiled
+def _gate(gates, ups):  # type: ignore[no-untyped-def]
+    gate(gates, ups)
+
+
+def random_floats(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+# The exponential -----------------------------------------------------------------------------------
+
+
+def exp(values: np.ndarray) -> np.ndarray:
+    padded = np.zeros(-(-len(values) // 16) * 16, np.float32)
+    padded[: len(values)] = values
+    out = np.empty_like(padded)
+    _exponentials(padded.ctypes.data, out.ctypes.data, len(padded))
+    return out[: len(values)]
+
+
+def test_the_exponential_is_that_of_numpy_to_a_millionth() -> None:
+    values = np.linspace(-87, 88, 400_000, dtype=np.float32)
+    expected = np.exp(values.astype(np.float64))
+    assert np.max(np.abs(exp(values) - expected) / expected) < 1e-6
+
+
+def test_the_exponential_does_not_fall_where_its_argument_grows() -> None:
+    values = np.linspace(-20, 0, 300_000, dtype=np.float32)
+    # two units in the last place of slack, where one polynomial ends and the next begins
+    assert np.all(np.diff(exp(values)) >= -3e-7 * exp(values)[1:])
+
+
+def test_the_exponential_of_nothing_is_one_and_of_very_little_exactly_zero() -> None:
+    found = exp(np.array([0, -0.0, -87.01, -88, -1000, -3e38, -np.inf], np.float32))
+    np.testing.assert_array_equal(found, [1, 1, 0, 0, 0, 0, 0])
+
+
+def test_the_exponential_of_the_largest_arguments_stays_large() -> None:
+    assert np.all(exp(np.array([88.0, 88.5, 100, 3e38, np.inf], np.float32)) >= np.float32(1.6e38))
+
+
+# Quantized activations -------------------------------------------------------------------------------
+
+random = np.random.default_rng(4)
+GROUPS = {
+    "random": random.standard_normal(GROUP),
+    "zeros": np.zeros(GROUP),
+    "one spike": np.eye(1, GROUP, 5)[0] * -3e30,
+    "all equal": np.full(GROUP, 0.1),
+    "ties": np.array([127.0, *np.arange(-15, 16) + 0.5]),
+    "both signs of the largest": np.array([2.0, -2.0] * 16),
+    "tiny": random.standard_normal(GROUP) * 1e-30,
+    "huge": random.standard_normal(GROUP) * 1e37,
+    "wide range": 2.0 ** np.linspace(-40, 3, GROUP),
+}
+
+
+def record_of(values: np.ndarray) -> tuple[np.ndarray, float, float, int]:
+    """The int8 values, the scale, the scaled sum, and -128 times the sum, of a written record."""
+    inputs, record = values.astype(np.float32), np.full(RECORD, 99, np.uint8)
+    _record(inputs.ctypes.data, record.ctypes.data, 1)
+    scale, scaled_sum = record[32:40].view(np.float32)
+    return record[:32].view(np.int8), scale, scaled_sum, int(record[40:44].view(np.int32)[0])
+
+
+@pytest.mark.parametrize("values", GROUPS.values(), ids=GROUPS)
+def test_a_record_has_the_bits_of_numpy(values: np.ndarray) -> None:
+    integers, scale, scaled_sum, offset = record_of(values)
+    expected, expected_scale = quantize(values)
+    np.testing.assert_array_equal(integers, expected[0])
+    total = expected.sum(dtype=np.int64)
+    assert_same_bits(
+        np.array([scale, scaled_sum]), np.array([expected_scale[0], expected_scale[0] * np.float32(total)])
+    )
+    assert offset in (-128 * total, 0)  # 0 where the weights are signed
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_record_is_within_half_a_step_of_its_values(seed: int) -> None:
+    values = random_floats(GROUP, seed=seed) * np.float32(10.0 ** (seed - 2))
+    integers, scale, _, _ = record_of(values)
+    assert np.abs(integers).max() == 127
+    assert np.all(np.abs(integers * np.float64(scale) - values) <= 0.5001 * scale)
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_a_record_of_what_is_no_number_says_so(bad: float) -> None:
+    values = random_floats(GROUP)
+    values[11] = bad
+    _, scale, scaled_sum, _ = record_of(values)
+    assert not np.isfinite(scale)
+    assert not np.isfinite(scaled_sum)
+
+
+def test_without_quantization_a_record_is_its_values() -> None:
+    values, record = random_floats(GROUP), np.zeros(GROUP, np.float32)
+    _record(values.ctypes.data, record.ctypes.data, 0)
+    assert_same_bits(record, values)
+
+
+# Rope, norms, SwiGLU ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", [1, 7, 16, 20, 32, 64])
+def test_rope_turns_pairs_with_the_bits_of_numpy(half: int) -> None:
+    angles = random_floats(half, seed=2) * 10
+    cosines, sines = np.cos(angles), np.sin(angles)
+    values = random_floats(2 * half + 3, seed=3)
+    first, second = values[:half].copy(), values[half : 2 * half].copy()
+    rest = values[2 * half :].copy()
+    _rotate(values.ctypes.data, cosines.ctypes.data, sines.ctypes.data, half)
+    assert_same_bits(values[:half].copy(), fma(-second, sines, first * cosines))
+    assert_same_bits(values[half : 2 * half].copy(), fma(first, sines, second * cosines))
+    assert_same_bits(values[2 * half :].copy(), rest)  # the next head is left alone
+
+
+@pytest.mark.parametrize("width", [1, 16, 60, 96, 576])
+def test_rms_norm(width: int) -> None:
+    padded = -(-width // 32) * 32
+    values, weight, out = (np.zeros(padded, np.float32) for _ in range(3))
+    values[:width], weight[:width] = random_floats(width, seed=1) * 3, 1 + random_floats(width, seed=2)
+    _normalize(values.ctypes.data, weight.ctypes.data, out.ctypes.data, width, padded, np.float32(1e-5))
+    wide = values[:width].astype(np.float64)
+    expected = wide / np.sqrt(np.mean(wide**2) + 1e-5) * weight[:width]
+    np.testing.assert_allclose(out[:width], expected, rtol=1e-6)
+    assert not np.any(out[width:])
+
+
+@pytest.mark.parametrize("width", [2, 14, 64])
+def test_rms_norm_of_a_head(width: int) -> None:
+    values, weight = random_floats(width + 1, seed=5), 1 + random_floats(width, seed=6)
+    wide, after = values[:width].astype(np.float64), values[width]
+    _normalize_head(values.ctypes.data, weight.ctypes.data, width, np.float32(1e-6))
+    np.testing.assert_allclose(values[:width], wide / np.sqrt(np.mean(wide**2) + 1e-6) * weight, rtol=1e-6)
+    assert values[width] == after
+
+
+def swiglu(gates: np.ndarray, ups: np.ndarray) -> np.ndarray:
+    out = gates.astype(np.float32).copy()
+    _gate(out.ctypes.data, ups.astype(np.float32).ctypes.data)
+    return out
+
+
+def test_swiglu() -> None:
+    gates, ups = random_floats(GROUP, seed=7) * 6, random_floats(GROUP, seed=8)
+    wide = gates.astype(np.float64)
+    np.testing.assert_allclose(swiglu(gates, ups), wide / (1 + np.exp(-wide)) * ups, rtol=2e-6)
+
+
+def test_swiglu_of_extremes() -> None:
+    gates = np.zeros(GROUP, np.float32)
+    gates[:6] = [np.nan, np.inf, -200, 200, -3e38, 3e38]
+    found = swiglu(gates, np.ones(GROUP, np.float32))
+    assert np.isnan(found[0])
+    assert found[1] == np.inf
+    np.testing.assert_allclose(found[2:5], [0, 200, 0], atol=3)
+    assert found[5] > 1e38
+    assert not np.any(found[6:])
+
+
+# What is no number -------------------------------------------------------------------------------------
+
+BAD = 7  # the token whose embedding is broken
+CLEAN = [5, 9, 4, 20, 31]
+MODELS = [(name, quantization) for name in ("qwen2", "mixtral") for quantization in ("int8", "none")]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids="-".join)
+def clean(request: pytest.FixtureRequest, checkpoint_of: Callable[[str], Checkpoint]) -> Iterator[CpuBackend]:
+    name, quantization = request.param
+    backend = CpuBackend.load(checkpoint_of(name), quantization=quantization, threads=2, max_rows=32)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(params=[np.nan, np.inf, -np.inf], ids=["nan", "inf", "minus inf"])
+def broken(
+    request: pytest.FixtureRequest, clean: CpuBackend, checkpoint_of: Callable[[str], Checkpoint]
+) -> Iterator[CpuBackend]:
+    """The same model with one broken number in the embedding of one token."""
+    checkpoint = checkpoint_of(clean.config.family)
+    name = "model.embed_tokens.weight"
+    embedding = checkpoint.tensors[name].float32()
+    embedding[BAD, 33] = request.param
+    damaged = replace(checkpoint, tensors={**checkpoint.tensors, name: floats(embedding)})
+    backend = CpuBackend.load(damaged, quantization=clean.quantization, threads=2, max_rows=32)
+    yield backend
+    backend.close()
+
+
+float32_models = pytest.mark.parametrize(
+    "clean", [("qwen2", "none"), ("mixtral", "none")], ids="-".join, indirect=True
+)
+
+
+def assert_no_number(logits: np.ndarray) -> None:
+    assert not np.isfinite(logits).any()
+
+
+@float32_models
+def test_a_broken_row_is_broken_and_its_neighbours_are_not(clean: CpuBackend, broken: CpuBackend) -> None:
+    expected = drive(clean, 2)[0].run(CLEAN)
+    first, second, third = drive(broken, 2, count=3)
+    logits = run([first.ask(CLEAN), second.ask([5, BAD, 9]), third.ask(CLEAN)]).logits
+    assert_same_bits(logits[:5], expected)
+    assert_same_bits(logits[5], expected[0])  # before the broken token
+    assert_no_number(logits[6:8])  # the token itself, and what has it in its past
+    assert_same_bits(logits[8:], expected)
+
+
+@float32_models
+def test_a_broken_branch_of_a_tree_leaves_the_others_alone(clean: CpuBackend, broken: CpuBackend) -> None:
+    parents = [-1, 0, 0, 1, 2, 4]
+    expected = drive(clean, 2)[0].run(CLEAN[:4])
+    logits = drive(broken, 2)[0].run([CLEAN[0], BAD, CLEAN[1], 3, *CLEAN[2:4]], parents)
+    assert_same_bits(logits[[0, 2, 4, 5]], expected)
+    assert_no_number(logits[[1, 3]])
+
+
+@float32_models
+def test_what_a_rejected_draft_left_behind_is_never_read(clean: CpuBackend, broken: CpuBackend) -> None:
+    expected = drive(clean, 2)[0].run([*CLEAN, 8])
+    request = drive(broken, 2)[0]
+    request.extend(CLEAN[:2])
+    request.run([BAD] * 20)
+    assert_same_bits(request.extend(CLEAN[2:]), expected[2:5])
+    request.run([BAD] * 3)
+    assert_same_bits(request.run([8, BAD], [-1, -1])[:1], expected[5:])
+
+
+def test_a_broken_cache_breaks_its_own_request_only(clean: CpuBackend) -> None:
+    expected = drive(clean, 2)[0].run([*CLEAN, 8])
+    first, second, third = drive(clean, 2, count=3)
+    for request in (first, second, third):
+        request.extend(CLEAN)
+    first.pool.data[0, second.pages[0], 0] = 0xFF  # type: ignore[attr-defined]  # NaN, as half and as float
+    logits = run([first.ask([8]), second.ask([8]), third.ask([8])]).logits
+    assert_same_bits(logits[[0, 2]], expected[[5, 5]])
+    assert_no_number(logits[1])
+
+
+def test_a_page_full_of_broken_numbers_is_as_good_as_an_empty_one(clean: CpuBackend) -> None:
+    """What lies behind a request's last token may be anything: it is masked, not multiplied by zero."""
+    expected = drive(clean, 2)[0].run([*CLEAN, 8, 3])
+    request = drive(clean, 2)[0]
+    request.pool.data[:] = 0xFF  # type: ignore[attr-defined]
+    assert_same_bits(request.extend(CLEAN), expected[:5])
+    assert_same_bits(request.run([8, 8, 3], [-1, -1, 1])[[0, 2]], expected[5:])
