@@ -20,7 +20,14 @@ import math
 
 import numpy as np
 
-from paceline.backends.cpu.attention_tiles import MOST_HEADS, PAGE, SCORE_BLOCKS, call_mix, call_score
+from paceline.backends.cpu.attention_tiles import (
+    MIX_COLUMNS,
+    MOST_HEADS,
+    PAGE,
+    SCORE_BLOCKS,
+    call_mix,
+    call_score,
+)
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.simd import (
     add,
@@ -112,7 +119,7 @@ def attend(run_score, run_mix, half, queries, heads, width, blocks, first, last,
         mixed = result + 64
         column = 0
         while column < padded:
-            columns = 4 if padded - column >= 64 else 1
+            columns = MIX_COLUMNS[count - 1] if padded - column >= 16 * MIX_COLUMNS[count - 1] else 1
             offset = size * (PAGE * width + column)
             call_mix(
                 run_mix, half, count, columns, scores, stride, blocks, offset, size * padded, first, last,

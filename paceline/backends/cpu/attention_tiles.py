@@ -19,9 +19,11 @@ from paceline.backends.cpu.isa import ISA, call, splat
 from paceline.backends.cpu.simd import LANES, caller, halves_at, read_at, write_at
 
 PAGE = 16  # positions of a page
-# 512-bit registers hold 16 sums of 16 lanes; narrower ones are full with 4.
-MOST_HEADS = 4 if ISA.wide_registers else 1
-SCORE_BLOCKS = (4, 2, 2, 2)  # key blocks side by side for 1, 2, 3 and 4 heads
+MOST_HEADS = 4  # heads that share the load of a key or value, and its conversion, the dearer part on Arm
+# Key blocks, and vectors of columns, side by side for 1, 2, 3 and 4 heads: where a register is not
+# 16 lanes wide, 4 sums of 16 lanes fill the registers.
+SCORE_BLOCKS = (4, 2, 2, 2) if ISA.wide_registers else (2, 2, 1, 1)
+MIX_COLUMNS = (4, 4, 4, 4) if ISA.wide_registers else (2, 2, 1, 1)
 
 _FLOAT, _I64 = ir.FloatType(), ir.IntType(64)
 _FLOATS = ir.VectorType(_FLOAT, LANES)
@@ -127,7 +129,7 @@ _mix_switch = switch(
         (half, heads, columns): partial(_emit_mix, bool(half), heads, columns)
         for half in _HALVES
         for heads in _HEADS
-        for columns in (1, 4)
+        for columns in (1, MIX_COLUMNS[heads - 1])
     },
 )
 

@@ -1,8 +1,8 @@
 """Which dot-product instruction this CPU has, and how to emit it.
 
-A kernel asks for one thing: for 16 output columns at once, add to 16 int32 accumulators the dot
-product of 4 int8 weights and 4 int8 activations. Each instruction set below answers with its own
-instruction; all give the same integers.
+A kernel asks for one thing: for 8 or 16 output columns at once, add to as many int32 accumulators
+the dot product of 4 int8 weights and 4 int8 activations. Each instruction set below answers with its
+own instruction; all give the same integers.
 
 The choice follows numba's own compile target, so that `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES`
 force another one, and numba's cache never mixes them.
@@ -18,11 +18,12 @@ from typing import Any
 from llvmlite import binding, ir
 from numba.core.registry import cpu_target
 
-I8, I16, I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
-WEIGHTS = ir.VectorType(I8, 64)  # [16 columns][4 k]
+I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 SUMS = ir.VectorType(I32, 16)
 
-# emit(builder, sums: <16 x i32>, weights: <64 x i8>, activations: i32 holding 4 int8) -> <16 x i32>
+# emit(builder, address, index, kind: <n x i32> or <n x float>) -> word `index` at the address, in all lanes
+EmitSpread = Callable[[ir.IRBuilder, Any, int, ir.VectorType], Any]
+# emit(builder, sums: <n x i32>, weights: <4 n x i8> as [n columns][4 k], activations: <n x i32>) -> <n x i32>
 EmitDot = Callable[[ir.IRBuilder, Any, Any, Any], Any]
 
 
@@ -32,11 +33,13 @@ class Isa:
 
     name: str
     description: str
+    spread: EmitSpread
     dot_narrow: EmitDot  # weights in 0..15
     dot_wide: EmitDot  # weights of 8 bits, signed unless `offset_weights`
     offset_weights: bool  # 8-bit weights are stored as w + 128, because the instruction wants them unsigned
     tile_rows: int  # rows of the largest register tile
     wide_registers: bool  # 16 lanes are one register, and there are 32 of them
+    slow_conversion: bool  # int to float costs more than a float addition; not with `offset_weights`
     native_half: bool  # half <-> float conversions are instructions
     prefers_4bit: bool  # dots are so cheap that halving the weight bytes wins even for several rows
 
@@ -68,28 +71,46 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: Any) -> 
     return builder.call(function, arguments)
 
 
+def _spread_word(builder: ir.IRBuilder, address: Any, index: int, kind: ir.VectorType) -> Any:
+    """A load that fills all lanes."""
+    pointer = builder.inttoptr(builder.add(address, I64(4 * index)), kind.element.as_pointer())
+    value = builder.load(pointer)
+    value.align = 4
+    return splat(builder, value, kind)
+
+
+def _spread_lane(builder: ir.IRBuilder, address: Any, index: int, kind: ir.VectorType) -> Any:
+    """One lane of a load of 4 words. Arm's dots and multiplications read it there, so it costs nothing."""
+    four = ir.VectorType(kind.element, 4)
+    words = builder.load(builder.inttoptr(builder.add(address, I64(index // 4 * 16)), four.as_pointer()))
+    words.align = 4
+    lanes = ir.Constant(ir.VectorType(I32, kind.count), [index % 4] * kind.count)
+    return builder.shuffle_vector(words, ir.Constant(four, ir.Undefined), lanes)
+
+
 def _by_parts(lanes: int, dot: EmitDot) -> EmitDot:
-    """The dot over 16 columns by an instruction that does `lanes` columns."""
+    """The dot over all columns by an instruction that does `lanes` columns."""
 
     def emit(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
         parts = []
-        for start in range(0, 16, lanes):
+        for start in range(0, sums.type.count, lanes):
             part_weights = _part(builder, weights, 4 * start, 4 * lanes)
-            parts.append(dot(builder, _part(builder, sums, start, lanes), part_weights, activations))
+            part_activations = _part(builder, activations, start, lanes)
+            parts.append(dot(builder, _part(builder, sums, start, lanes), part_weights, part_activations))
         return _join(builder, parts)
 
     return emit
 
 
 def _vnni_512(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
-    spread = splat(builder, activations, SUMS)
-    return call(builder, "llvm.x86.avx512.vpdpbusd.512", SUMS, sums, builder.bitcast(weights, SUMS), spread)
+    words = builder.bitcast(weights, SUMS)
+    return call(builder, "llvm.x86.avx512.vpdpbusd.512", SUMS, sums, words, activations)
 
 
 def _vnni_256(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
     eight = ir.VectorType(I32, 8)
-    spread = splat(builder, activations, eight)
-    return call(builder, "llvm.x86.avx512.vpdpbusd.256", eight, sums, builder.bitcast(weights, eight), spread)
+    words = builder.bitcast(weights, eight)
+    return call(builder, "llvm.x86.avx512.vpdpbusd.256", eight, sums, words, activations)
 
 
 def _avx2_pairs(builder: ir.IRBuilder, sums: Any, unsigned: Any, signed: Any) -> Any:
@@ -107,82 +128,104 @@ def _avx2_pairs(builder: ir.IRBuilder, sums: Any, unsigned: Any, signed: Any) ->
 
 
 def _avx2_narrow(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
-    return _avx2_pairs(builder, sums, weights, splat(builder, activations, ir.VectorType(I32, 8)))
+    return _avx2_pairs(builder, sums, weights, activations)
 
 
 def _avx2_wide(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
     """s8 x s8: move the weight's sign to the activation, then |weight| is unsigned."""
     bytes32 = ir.VectorType(I8, 32)
-    spread = builder.bitcast(splat(builder, activations, ir.VectorType(I32, 8)), bytes32)
+    spread = builder.bitcast(activations, bytes32)
     magnitude = call(builder, "llvm.x86.avx2.psign.b", bytes32, weights, weights)
     signed = call(builder, "llvm.x86.avx2.psign.b", bytes32, spread, weights)
     return _avx2_pairs(builder, sums, magnitude, signed)
 
 
 def _sdot(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
-    four, bytes16 = ir.VectorType(I32, 4), ir.VectorType(I8, 16)
-    spread = builder.bitcast(splat(builder, activations, four), bytes16)
+    four, spread = ir.VectorType(I32, 4), builder.bitcast(activations, weights.type)
     return call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", four, sums, weights, spread)
 
 
 def _portable(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
     """Plain LLVM: widen, multiply, add the four products of each column."""
-    words64 = ir.VectorType(I16, 64)
-    spread = builder.bitcast(splat(builder, activations, SUMS), WEIGHTS)
-    products = builder.mul(builder.sext(weights, words64), builder.sext(spread, words64))
+    words = ir.VectorType(I16, weights.type.count)
+    spread = builder.bitcast(activations, weights.type)
+    products = builder.mul(builder.sext(weights, words), builder.sext(spread, words))
     for k in range(4):
-        lanes = ir.Constant(SUMS, list(range(k, 64, 4)))
-        column = builder.shuffle_vector(products, ir.Constant(words64, ir.Undefined), lanes)
-        sums = builder.add(sums, builder.sext(column, SUMS))
+        lanes = ir.Constant(sums.type, list(range(k, words.count, 4)))
+        column = builder.shuffle_vector(products, ir.Constant(words, ir.Undefined), lanes)
+        sums = builder.add(sums, builder.sext(column, sums.type))
     return sums
 
 
 ISAS = {
-    "avx512-vnni": Isa(
-        "avx512-vnni",
-        "x86 AVX-512 VNNI (vpdpbusd, 512 bits)",
-        _vnni_512,
-        _vnni_512,
-        True,
-        8,
-        True,
-        True,
-        True,
-    ),
-    "avx-vnni": Isa(
-        "avx-vnni",
-        "x86 AVX-VNNI (vpdpbusd, 256 bits)",
-        _by_parts(8, _vnni_256),
-        _by_parts(8, _vnni_256),
-        True,
-        4,
-        False,
-        True,
-        True,
-    ),
-    "avx2": Isa(
-        "avx2",
-        "x86 AVX2 (vpmaddubsw)",
-        _by_parts(8, _avx2_narrow),
-        _by_parts(8, _avx2_wide),
-        False,
-        4,
-        False,
-        True,
-        False,
-    ),
-    "sdot": Isa(
-        "sdot",
-        "Arm dot product (sdot)",
-        _by_parts(4, _sdot),
-        _by_parts(4, _sdot),
-        False,
-        4,
-        False,
-        True,
-        False,
-    ),
-    "portable": Isa("portable", "plain LLVM vectors", _portable, _portable, False, 4, False, False, False),
+    isa.name: isa
+    for isa in (
+        Isa(
+            "avx512-vnni",
+            "x86 AVX-512 VNNI (vpdpbusd, 512 bits)",
+            spread=_spread_word,
+            dot_narrow=_vnni_512,
+            dot_wide=_vnni_512,
+            offset_weights=True,
+            tile_rows=8,
+            wide_registers=True,
+            slow_conversion=False,
+            native_half=True,
+            prefers_4bit=True,
+        ),
+        Isa(
+            "avx-vnni",
+            "x86 AVX-VNNI (vpdpbusd, 256 bits)",
+            spread=_spread_word,
+            dot_narrow=_by_parts(8, _vnni_256),
+            dot_wide=_by_parts(8, _vnni_256),
+            offset_weights=True,
+            tile_rows=4,
+            wide_registers=False,
+            slow_conversion=False,
+            native_half=True,
+            prefers_4bit=True,
+        ),
+        Isa(
+            "avx2",
+            "x86 AVX2 (vpmaddubsw)",
+            spread=_spread_word,
+            dot_narrow=_by_parts(8, _avx2_narrow),
+            dot_wide=_by_parts(8, _avx2_wide),
+            offset_weights=False,
+            tile_rows=4,
+            wide_registers=False,
+            slow_conversion=False,
+            native_half=True,
+            prefers_4bit=False,
+        ),
+        Isa(
+            "sdot",
+            "Arm dot product (sdot)",
+            spread=_spread_lane,
+            dot_narrow=_by_parts(4, _sdot),
+            dot_wide=_by_parts(4, _sdot),
+            offset_weights=False,
+            tile_rows=4,
+            wide_registers=False,
+            slow_conversion=True,
+            native_half=True,
+            prefers_4bit=False,
+        ),
+        Isa(
+            "portable",
+            "plain LLVM vectors",
+            spread=_spread_word,
+            dot_narrow=_portable,
+            dot_wide=_portable,
+            offset_weights=False,
+            tile_rows=4,
+            wide_registers=False,
+            slow_conversion=False,
+            native_half=False,
+            prefers_4bit=False,
+        ),
+    )
 }
 
 

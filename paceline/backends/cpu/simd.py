@@ -177,8 +177,11 @@ def load_half(builder, address):  # type: ignore[no-untyped-def]
 
 @_operation(types.void, types.int64, types.float32)
 def store_half(builder, address, value):  # type: ignore[no-untyped-def]
-    """Write a float32 as half. Only where `ISA.native_half`."""
-    write_at(builder, address, builder.fptrunc(value, _HALF), 2)
+    """Write a float32 as half. Only where `ISA.native_half`: elsewhere LLVM would call a library we lack."""
+    if ISA.native_half:
+        write_at(builder, address, builder.fptrunc(value, _HALF), 2)
+    else:
+        call(builder, "llvm.trap", ir.VoidType())
 
 
 @_operation(types.float32, types.float32, types.float32, types.float32)
@@ -202,12 +205,13 @@ def store(builder, address, value):  # type: ignore[no-untyped-def]
     write_at(builder, address, value, 4)
 
 
-def halves_at(builder: ir.IRBuilder, address: Any) -> Any:
-    """IR: 16 half floats at an address, widened."""
+def halves_at(builder: ir.IRBuilder, address: Any, lanes: int = LANES) -> Any:
+    """IR: half floats at an address, widened."""
+    wide, words = ir.VectorType(_FLOAT, lanes), ir.VectorType(I32, lanes)
     if ISA.native_half:
-        return builder.fpext(read_at(builder, address, ir.VectorType(_HALF, LANES), 2), _FLOATS)
-    words = read_at(builder, address, ir.VectorType(_I16, LANES), 2)
-    return _half_bits_to_float(builder, builder.zext(words, _INTS), _INTS, _FLOATS)
+        return builder.fpext(read_at(builder, address, ir.VectorType(_HALF, lanes), 2), wide)
+    bits = builder.zext(read_at(builder, address, ir.VectorType(_I16, lanes), 2), words)
+    return _half_bits_to_float(builder, bits, words, wide)
 
 
 @_operation(floats, types.int64)
@@ -219,7 +223,10 @@ def load_halves(builder, address):  # type: ignore[no-untyped-def]
 @_operation(types.void, types.int64, floats)
 def store_halves(builder, address, value):  # type: ignore[no-untyped-def]
     """Write 16 floats as half. Only where `ISA.native_half`."""
-    write_at(builder, address, builder.fptrunc(value, ir.VectorType(_HALF, LANES)), 2)
+    if ISA.native_half:
+        write_at(builder, address, builder.fptrunc(value, ir.VectorType(_HALF, LANES)), 2)
+    else:
+        call(builder, "llvm.trap", ir.VoidType())
 
 
 @_operation(types.void, types.int64, ints)
@@ -392,4 +399,4 @@ def relax(builder, _count):  # type: ignore[no-untyped-def]
     if ISA.name in ("avx512-vnni", "avx-vnni", "avx2"):
         call(builder, "llvm.x86.sse2.pause", ir.VoidType())
     elif ISA.name == "sdot":
-        call(builder, "llvm.aarch64.hint", ir.VoidType(), I32(1))
+        call(builder, "llvm.aarch64.isb", ir.VoidType(), I32(15))  # takes about as long as x86's pause

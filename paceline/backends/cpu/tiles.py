@@ -22,7 +22,9 @@ number of rows in the tile: the tiles of 1 and of 8 rows are the same function o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -30,7 +32,7 @@ from numba import types
 from numba.core import cgutils
 
 from paceline.backends.cpu.compiled import Emit
-from paceline.backends.cpu.isa import I8, I32, ISA, SUMS, WEIGHTS, EmitDot, Isa, call, splat
+from paceline.backends.cpu.isa import I8, I32, ISA, EmitDot, Isa, call
 from paceline.backends.cpu.simd import halves_at
 
 INT8, INT4, INT4K, FLOAT32 = 0, 1, 2, 3  # weight formats
@@ -41,7 +43,10 @@ RECORD = 48  # bytes of one row's quantized activations of one group
 GROUP = 32  # k per activation scale, and per weight scale of every format but float32
 TILE_ROWS = tuple(range(1, ISA.tile_rows + 1))
 
-_FLOATS = ir.VectorType(ir.FloatType(), COLUMNS)
+# The words of a record behind the values
+_SCALE, _SCALED_SUM, _OFFSET = 8, 9, 10
+_MAGIC = 1.5 * 2**23  # a float whose lowest bit is worth 1: adding an int to its bits adds it to the float
+_MAGIC_BITS = 0x4B400000
 _I64 = ir.IntType(64)
 
 
@@ -54,15 +59,6 @@ def _load(builder: ir.IRBuilder, address: Any, kind: ir.Type, offset: int = 0) -
     return value
 
 
-def _halves(builder: ir.IRBuilder, address: Any, offset: int) -> Any:
-    return halves_at(builder, builder.add(address, _I64(offset)))
-
-
-def _bytes_as_floats(builder: ir.IRBuilder, address: Any, offset: int) -> Any:
-    wide = builder.zext(_load(builder, address, ir.VectorType(I8, COLUMNS), offset), SUMS)
-    return builder.sitofp(wide, _FLOATS)
-
-
 def _prefetch(builder: ir.IRBuilder, address: Any, size: int) -> None:
     """Ask for the `size` bytes of weights that will be read PREFETCH bytes later, tile after tile."""
     pointer = I8.as_pointer()
@@ -71,69 +67,118 @@ def _prefetch(builder: ir.IRBuilder, address: Any, size: int) -> None:
         call(builder, "llvm.prefetch.p0", ir.VoidType(), place, I32(0), I32(3), I32(1))
 
 
-def _fma(builder: ir.IRBuilder, a: Any, b: Any, c: Any) -> Any:
-    return call(builder, "llvm.fma.v16f32", _FLOATS, a, b, c)
-
-
-def _nibbles(builder: ir.IRBuilder, address: Any) -> list[Any]:
-    """The 8 weight vectors of a 4-bit group, k ascending."""
-    packed = [_load(builder, address, WEIGHTS, 64 * step) for step in range(4)]
-    fifteen, four = ir.Constant(WEIGHTS, [15] * 64), ir.Constant(WEIGHTS, [4] * 64)
-    return [builder.and_(word, fifteen) for word in packed] + [builder.lshr(word, four) for word in packed]
-
-
 class _Tile:
-    """Emits one tile; holds what the emitters of all formats share."""
+    """Emits one tile; holds what the emitters of all formats share.
+
+    Where registers are few, the 16 columns are done 8 at a time, and each weight meets all rows before
+    the next is read; where a register is 16 lanes wide, all weights of a group stay and meet row after row.
+    """
 
     def __init__(self, builder: ir.IRBuilder, rows: int, isa: Isa, args: list[Any]) -> None:
         self.builder, self.rows, self.isa = builder, rows, isa
         self.weights, self.activations, self.group_stride, self.groups = args[:4]
         self.out, self.out_stride, self.bias, self.added = args[4:]
-        self.accumulators = [cgutils.alloca_once(builder, _FLOATS) for _ in range(rows)]
-        for accumulator in self.accumulators:
-            builder.store(ir.Constant(_FLOATS, [0.0] * COLUMNS), accumulator)
+        self.width = COLUMNS if isa.wide_registers else COLUMNS // 2
+        self.floats, self.ints = ir.VectorType(ir.FloatType(), self.width), ir.VectorType(I32, self.width)
+        self.bytes = ir.VectorType(I8, 4 * self.width)
+        starts = range(0, COLUMNS, self.width)
+        self.sums = {
+            (row, start): cgutils.alloca_once(builder, self.floats) for row in range(rows) for start in starts
+        }
+        for place in self.sums.values():
+            builder.store(self.constant(self.floats, 0.0), place)
 
-    def records(self, group: Any) -> Any:
-        """Where the rows' records of a group start."""
-        return self.builder.add(self.activations, self.builder.mul(group, self.group_stride))
+    def constant(self, kind: ir.VectorType, value: float) -> Any:
+        return ir.Constant(kind, [value] * kind.count)
 
-    def side(self, records: Any, row: int, which: int, kind: ir.Type) -> Any:
-        """The scale (0), scaled sum (1) or -128 * sum (2) of a row's record."""
-        return _load(self.builder, records, kind, row * RECORD + GROUP + 4 * which)
+    def parts(self) -> Iterator[int]:
+        """The first column of each part of the tile."""
+        for start in range(0, COLUMNS, self.width):
+            yield start
+            self.forget()
 
-    def dots(self, records: Any, row: int, vectors: list[Any], emit: EmitDot, start: Any) -> Any:
-        """Exact integer dot products of one group for one row, as float."""
-        chains = [start, _ZERO]  # two short chains hide the latency of one long one
-        for step, weights in enumerate(vectors):
-            values = _load(self.builder, records, I32, row * RECORD + 4 * step)
-            chains[step % 2] = emit(self.builder, chains[step % 2], weights, values)
-        return self.builder.sitofp(self.builder.add(*chains), _FLOATS)
+    def forget(self) -> None:
+        """Let nothing read so far be kept for later: reading it again is cheaper than a spilled register."""
+        if not self.isa.wide_registers:
+            self.builder.fence("seq_cst", "singlethread")
 
-    def accumulate(self, row: int, a: Any, b: Any) -> None:
-        accumulator = self.accumulators[row]
-        self.builder.store(_fma(self.builder, a, b, self.builder.load(accumulator)), accumulator)
+    def record(self, group: Any, row: int) -> Any:
+        """Where the record of a group and row lies."""
+        records = self.builder.add(self.activations, self.builder.mul(group, self.group_stride))
+        return self.builder.add(records, _I64(row * RECORD))
 
-    def splat(self, value: Any) -> Any:
-        return splat(self.builder, value, _FLOATS)
+    def spread(self, group: Any, row: int, word: int, kind: ir.VectorType) -> Any:
+        """A word of a record, in all lanes."""
+        return self.isa.spread(self.builder, self.record(group, row), word, kind)
+
+    def load_bytes(self, address: Any, offset: int) -> Any:
+        return _load(self.builder, address, self.bytes, offset)
+
+    def halves(self, address: Any, offset: int) -> Any:
+        """The half floats of a part's columns, widened."""
+        return halves_at(self.builder, self.builder.add(address, _I64(offset)), self.width)
+
+    def dots(
+        self, group: Any, weights: Callable[[int], Any], emit: EmitDot, offset: bool
+    ) -> Iterator[tuple[int, Any]]:
+        """Each row with its exact integer dot products of one group, as floats.
+
+        `weights(step)` emits the weights of 4 k; with `offset` they are w + 128.
+        """
+        every = list(range(self.rows))
+        for rows in [[row] for row in every] if self.isa.wide_registers else [every]:
+            chains = {row: self.start(group, row, offset) for row in rows}
+            for step in range(GROUP // 4):
+                if step == GROUP // 8:
+                    self.forget()
+                vector = weights(step)
+                for row in rows:
+                    values = self.spread(group, row, step, self.ints)
+                    chain = step % len(chains[row])
+                    chains[row][chain] = emit(self.builder, chains[row][chain], vector, values)
+            for row in rows:
+                yield row, self.as_floats(functools.reduce(self.builder.add, chains[row]))
+
+    def start(self, group: Any, row: int, offset: bool) -> list[Any]:
+        """What the chains of additions start from."""
+        zero = self.constant(self.ints, 0)
+        if offset:  # weights are w + 128: start from -128 * sum of the activations
+            first = self.spread(group, row, _OFFSET, self.ints)
+        else:
+            first = self.constant(self.ints, _MAGIC_BITS) if self.isa.slow_conversion else zero
+        return [first, zero] if self.isa.wide_registers else [first]  # two chains hide the latency of one
+
+    def as_floats(self, numbers: Any) -> Any:
+        """Ints as floats; where conversion is slow, _MAGIC_BITS was added to the ints before."""
+        if self.isa.slow_conversion:
+            magic = self.constant(self.floats, _MAGIC)
+            return self.builder.fsub(self.builder.bitcast(numbers, self.floats), magic)
+        return self.builder.sitofp(numbers, self.floats)
+
+    def accumulate(self, row: int, start: int, a: Any, b: Any) -> None:
+        place, name = self.sums[row, start], f"llvm.fma.v{self.width}f32"
+        self.builder.store(call(self.builder, name, self.floats, a, b, self.builder.load(place)), place)
 
     def finish(self) -> None:
         """out = result + bias, or with `added` out += result + bias; a bias at address 0 is none."""
         builder = self.builder
         with builder.if_then(builder.icmp_signed("!=", self.bias, _I64(0))):
-            bias = _load(builder, self.bias, _FLOATS)
-            for accumulator in self.accumulators:
-                builder.store(builder.fadd(builder.load(accumulator), bias), accumulator)
-        places = [builder.add(self.out, builder.mul(self.out_stride, _I64(row))) for row in range(self.rows)]
+            for (_, start), place in self.sums.items():
+                bias = _load(builder, self.bias, self.floats, 4 * start)
+                builder.store(builder.fadd(builder.load(place), bias), place)
+        targets = {
+            (row, start): builder.add(
+                builder.add(self.out, builder.mul(self.out_stride, _I64(row))), _I64(4 * start)
+            )
+            for row, start in self.sums
+        }
         with builder.if_then(builder.icmp_signed("!=", self.added, _I64(0))):
-            for accumulator, place in zip(self.accumulators, places, strict=True):
-                before = _load(builder, place, _FLOATS)
-                builder.store(builder.fadd(before, builder.load(accumulator)), accumulator)
-        for accumulator, place in zip(self.accumulators, places, strict=True):
-            pointer = builder.inttoptr(place, _FLOATS.as_pointer())
-            builder.store(builder.load(accumulator), pointer).align = 4
-
-
-_ZERO = ir.Constant(SUMS, [0] * COLUMNS)
+            for key, place in self.sums.items():
+                before = _load(builder, targets[key], self.floats)
+                builder.store(builder.fadd(before, builder.load(place)), place)
+        for key, place in self.sums.items():
+            pointer = builder.inttoptr(targets[key], self.floats.as_pointer())
+            builder.store(builder.load(place), pointer).align = 4
 
 
 def _emit_int8(tile: _Tile) -> None:
@@ -141,25 +186,35 @@ def _emit_int8(tile: _Tile) -> None:
     with cgutils.for_range(builder, tile.groups) as loop:
         address = builder.add(tile.weights, builder.mul(loop.index, _I64(size + 2 * COLUMNS)))
         _prefetch(builder, address, size + 2 * COLUMNS)
-        records = tile.records(loop.index)
-        vectors = [_load(builder, address, WEIGHTS, 64 * step) for step in range(GROUP // 4)]
-        scale = _halves(builder, address, size)
-        for row in range(tile.rows):
-            start = _ZERO
-            if tile.isa.offset_weights:  # weights are w + 128: start from -128 * sum of the activations
-                start = splat(builder, tile.side(records, row, 2, I32), SUMS)
-            dots = tile.dots(records, row, vectors, tile.isa.dot_wide, start)
-            row_scale = tile.splat(tile.side(records, row, 0, ir.FloatType()))
-            tile.accumulate(row, dots, builder.fmul(scale, row_scale))
+        for start in tile.parts():
+            weights = partial(_int8_step, tile, address, start)
+            dots = tile.dots(loop.index, weights, tile.isa.dot_wide, tile.isa.offset_weights)
+            scale = tile.halves(address, size + 2 * start)
+            for row, sums in dots:
+                row_scale = tile.spread(loop.index, row, _SCALE, tile.floats)
+                tile.accumulate(row, start, sums, builder.fmul(scale, row_scale))
 
 
-def _add_group4(tile: _Tile, group: Any, vectors: list[Any], scale: Any, minimum: Any) -> None:
-    records = tile.records(group)
-    for row in range(tile.rows):
-        dots = tile.dots(records, row, vectors, tile.isa.dot_narrow, _ZERO)
-        row_scale = tile.splat(tile.side(records, row, 0, ir.FloatType()))
-        tile.accumulate(row, dots, tile.builder.fmul(scale, row_scale))
-        tile.accumulate(row, minimum, tile.splat(tile.side(records, row, 1, ir.FloatType())))
+def _int8_step(tile: _Tile, address: Any, start: int, step: int) -> Any:
+    return tile.load_bytes(address, 64 * step + 4 * start)
+
+
+def _nibble_step(tile: _Tile, address: Any, start: int, step: int) -> Any:
+    """The low nibbles are the first half of the k, the high ones the second."""
+    half = GROUP // 8
+    packed = tile.load_bytes(address, 64 * (step % half) + 4 * start)
+    if step < half:
+        return tile.builder.and_(packed, tile.constant(tile.bytes, 15))
+    return tile.builder.lshr(packed, tile.constant(tile.bytes, 4))
+
+
+def _add_group4(tile: _Tile, group: Any, start: int, address: Any, scale: Any, minimum: Any) -> None:
+    """One group of one part of the columns; `scale()` and `minimum()` emit theirs when it is time."""
+    dots = tile.dots(group, partial(_nibble_step, tile, address, start), tile.isa.dot_narrow, False)
+    for row, sums in dots:
+        row_scale = tile.spread(group, row, _SCALE, tile.floats)
+        tile.accumulate(row, start, sums, tile.builder.fmul(scale(), row_scale))
+        tile.accumulate(row, start, minimum(), tile.spread(group, row, _SCALED_SUM, tile.floats))
 
 
 def _emit_int4(tile: _Tile) -> None:
@@ -167,38 +222,54 @@ def _emit_int4(tile: _Tile) -> None:
     with cgutils.for_range(builder, tile.groups) as loop:
         address = builder.add(tile.weights, builder.mul(loop.index, _I64(320)))
         _prefetch(builder, address, 320)
-        vectors = _nibbles(builder, address)
-        scale, minimum = _halves(builder, address, 256), _halves(builder, address, 288)
-        _add_group4(tile, loop.index, vectors, scale, minimum)
+        for start in tile.parts():
+            scale = partial(tile.halves, address, 256 + 2 * start)
+            minimum = partial(tile.halves, address, 288 + 2 * start)
+            _add_group4(tile, loop.index, start, address, scale, minimum)
 
 
 def _emit_int4k(tile: _Tile) -> None:
     builder = tile.builder
+
+    def scaled(factor: Any, address: Any, offset: int) -> Any:
+        return builder.fmul(factor, _bytes_as_floats(tile, address, offset))
+
     with cgutils.for_range(builder, builder.lshr(tile.groups, _I64(3))) as loop:
         address = builder.add(tile.weights, builder.mul(loop.index, _I64(2368)))
-        scale, minimum = _halves(builder, address, 2048), _halves(builder, address, 2080)
-        minimum = builder.fmul(minimum, ir.Constant(_FLOATS, [-1.0] * COLUMNS))
+        starts = range(0, COLUMNS, tile.width)
+        scales = {start: tile.halves(address, 2048 + 2 * start) for start in starts}
+        minus = tile.constant(tile.floats, -1.0)
+        minimums = {start: builder.fmul(tile.halves(address, 2080 + 2 * start), minus) for start in starts}
         _prefetch(builder, builder.add(address, _I64(2048)), 320)
         with cgutils.for_range(builder, _I64(8)) as inner:
             nibbles = builder.add(address, builder.mul(inner.index, _I64(256)))
             side = builder.add(address, builder.mul(inner.index, _I64(COLUMNS)))
             group = builder.add(builder.mul(loop.index, _I64(8)), inner.index)
             _prefetch(builder, nibbles, 256)
-            group_scale = builder.fmul(scale, _bytes_as_floats(builder, side, 2112))
-            group_minimum = builder.fmul(minimum, _bytes_as_floats(builder, side, 2240))
-            _add_group4(tile, group, _nibbles(builder, nibbles), group_scale, group_minimum)
+            for start in tile.parts():
+                scale = partial(scaled, scales[start], side, 2112 + start)
+                minimum = partial(scaled, minimums[start], side, 2240 + start)
+                _add_group4(tile, group, start, nibbles, scale, minimum)
+
+
+def _bytes_as_floats(tile: _Tile, address: Any, offset: int) -> Any:
+    values = tile.builder.zext(_load(tile.builder, address, ir.VectorType(I8, tile.width), offset), tile.ints)
+    if tile.isa.slow_conversion:
+        values = tile.builder.or_(values, tile.constant(tile.ints, _MAGIC_BITS))
+    return tile.as_floats(values)
 
 
 def _emit_float32(tile: _Tile) -> None:
     builder = tile.builder
     with cgutils.for_range(builder, tile.groups) as loop:
         address = builder.add(tile.weights, builder.mul(loop.index, _I64(GROUP * 4 * COLUMNS)))
-        records = tile.records(loop.index)
+        records = builder.add(tile.activations, builder.mul(loop.index, tile.group_stride))
         for step in range(GROUP):
-            weights = _load(builder, address, _FLOATS, step * 4 * COLUMNS)
-            for row in range(tile.rows):
-                value = _load(builder, records, ir.FloatType(), 4 * (row * GROUP + step))
-                tile.accumulate(row, weights, tile.splat(value))
+            for start in range(0, COLUMNS, tile.width):
+                weights = _load(builder, address, tile.floats, 4 * (step * COLUMNS + start))
+                for row in range(tile.rows):
+                    value = tile.isa.spread(builder, records, row * GROUP + step, tile.floats)
+                    tile.accumulate(row, start, weights, value)
 
 
 _EMITTERS: dict[int, Callable[[_Tile], None]] = {
