@@ -1,0 +1,36 @@
+"""Prints the instruction set in use and digests of logits, as JSON, for a test that forces a machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import numpy as np
+
+from paceline.backends.cpu import CpuBackend
+from paceline.backends.cpu.isa import ISA
+from tests.backends.cpu.checkpoints import blocks_checkpoint, uneven_checkpoint
+from tests.backends.driver import drive
+
+
+def digests() -> dict[str, str]:
+    """A digest of the logits of a prefill, a tree and a decode, for each model and quantization."""
+    found = {}
+    for checkpoint in (blocks_checkpoint(), uneven_checkpoint()):
+        for quantization in ("native", "int8", "none"):
+            backend = CpuBackend.load(checkpoint, quantization=quantization, threads=2, max_rows=48)
+            request = drive(backend, pages_each=4)[0]
+            logits = [
+                request.extend(range(40)),
+                request.run([1, 2, 3, 4], [-1, 0, 0, 1]),
+                request.extend([9]),
+            ]
+            backend.close()
+            assert all(np.isfinite(part).all() for part in logits)
+            name = f"{checkpoint.config.vocab_size} {quantization}"
+            found[name] = hashlib.sha256(b"".join(part.tobytes() for part in logits)).hexdigest()
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps({"isa": ISA.name, "digests": digests()}))

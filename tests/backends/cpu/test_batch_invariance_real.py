@@ -1,0 +1,63 @@
+"""A token's logits depend, bit for bit, on its own prefix alone: on a real model too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from paceline.models.checkpoint import Checkpoint
+from tests.backends.cpu.numbers import assert_same_bits
+from tests.backends.cpu.subject import (
+    LENGTH,
+    TREES,
+    Subject,
+    assert_chunks_are_true,
+    assert_seventh_is_true,
+    assert_tree_is_true,
+    crowd,
+    deepest_path,
+    load,
+    plant,
+)
+from tests.backends.driver import run
+
+# The numbers of threads that are held to the truth; float32 weights take 0.5 GB for each.
+REAL_MODELS = {"auto": (1, 2, 3), "int8": (1, 2), "none": (1, 2)}
+
+
+@pytest.fixture(scope="module", params=REAL_MODELS)
+def real(request: pytest.FixtureRequest, checkpoint_of: Callable[[str], Checkpoint]) -> Iterator[Subject]:
+    made = load(checkpoint_of("smollm2-135m"), request.param, REAL_MODELS[request.param], max_rows=192)
+    yield made
+    for backend in made.backends.values():
+        backend.close()
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("chunk", [7, 17, LENGTH])
+def test_a_real_token_in_a_prefill_chunk(real: Subject, chunk: int) -> None:
+    for backend in real.backends.values():
+        assert_chunks_are_true(real, backend, chunk)
+
+
+@pytest.mark.real
+def test_a_real_token_in_a_draft_and_in_a_tree(real: Subject) -> None:
+    parents = TREES["comb"]
+    for backend in real.backends.values():
+        assert_seventh_is_true(real, backend, 26)
+        tokens = plant(parents, real.prompt[31:], backend.config.vocab_size)
+        assert_tree_is_true(real, real.prefix(backend, 31), parents, tokens)
+
+
+@pytest.mark.real
+def test_a_real_token_beside_fifteen_other_requests(real: Subject) -> None:
+    for backend in real.backends.values():
+        requests = crowd(real, backend, 16)
+        logits = run(requests).logits
+        start = 0
+        for request in requests:
+            for depth, row in enumerate(deepest_path(request.parents)):
+                true = real.truth(real.prompt[: request.context_length + depth + 1])
+                assert_same_bits(logits[start + row], true)
+            start += len(request.tokens)
