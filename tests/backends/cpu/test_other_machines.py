@@ -13,9 +13,11 @@ import pytest
 
 from tests.backends.cpu.bits import digests
 
-# What numba is told to compile for.
+# What numba is told to compile for. The portable pass keeps keys and values as floats, not as halves,
+# so that it is the same only where nothing is quantized.
 AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,+avx,+bmi,+bmi2,+popcnt"}
-MACHINES = {"avx2": (AVX2, ("native", "int8", "none"))}
+PORTABLE = {"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": "+sse2"}
+MACHINES = {"avx2": (AVX2, ("native", "int8", "none")), "portable": (PORTABLE, ("none",))}
 
 
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="forces an x86 machine")
