@@ -77,6 +77,8 @@ class CpuBackend:
             raise ConfigError(
                 f"threads is {threads}, but a pass needs at least 1; leave it out for every core."
             )
+        if max_rows < 1:
+            raise ConfigError(f"max_rows is {max_rows}, but a pass needs at least 1 row; give 1 or more.")
         if checkpoint.config.head_dim % 2:
             raise BackendError(
                 f"The cpu backend needs an even head size, not {checkpoint.config.head_dim}; "
@@ -107,6 +109,8 @@ class CpuBackend:
         rows, outputs, job = batch.num_rows, len(batch.logit_rows), self._job
         assert 0 < rows <= self.max_rows, f"{rows} rows, but max_rows is {self.max_rows}"
         assert isinstance(batch.pool, CpuPool)
+        assert batch.page_tables.shape[1] <= self._workspace.max_pages, "the page table outgrows the context"
+        assert self._team.close.alive, "the backend is closed"
         if outputs > len(self._logits):
             self._logits = np.empty((outputs, round_up(self.config.vocab_size, GROUP)), dtype=np.float32)
         starts = batch.row_offsets[:-1].repeat(

@@ -157,7 +157,8 @@ def _pack_int8_rounded(rows: npt.NDArray[np.float32]) -> Bytes:
     inverse = np.divide(
         1, scale, out=np.zeros(scale.shape, dtype=np.float32), where=scale != 0, dtype=np.float32
     )
-    values = np.clip(np.rint(groups * inverse[:, :, None]), -127, 127).astype(np.int8)
+    with np.errstate(invalid="ignore"):  # a weight that is no number makes its group's scale one, too
+        values = np.clip(np.rint(groups * inverse[:, :, None]), -127, 127).astype(np.int8)
     return _stream(_interleave(_signed_bytes(values), 8), _columns(scale))
 
 

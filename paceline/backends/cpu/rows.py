@@ -50,7 +50,8 @@ def write_record(values, record, quantized):  # type: ignore[no-untyped-def]
         return
     largest = largest_magnitude(first, second)
     scale = largest / np.float32(127)
-    inverse = spread(np.float32(127) / largest if largest > 0 else np.float32(0))
+    # below that the inverse would be infinite, and the values are nothing next to any other group
+    inverse = spread(np.float32(127) / largest if largest > 1e-36 else np.float32(0))
     first_ints, second_ints = scaled_to_nearest(first, inverse), scaled_to_nearest(second, inverse)
     store_bytes(record, first_ints)
     store_bytes(record + 16, second_ints)

@@ -164,8 +164,12 @@ def _half_bits_to_float(builder: ir.IRBuilder, bits: Any, ints_type: Any, floats
 
     magnitude = builder.shl(builder.and_(bits, constant(0x7FFF, ints_type)), constant(13, ints_type))
     scaled = builder.fmul(builder.bitcast(magnitude, floats_type), constant(2.0**112, floats_type))
+    # infinity and NaN have the largest exponent there is, which a multiplication does not reach
+    no_number = builder.icmp_unsigned(">=", magnitude, constant(0x7C00 << 13, ints_type))
+    exponent = builder.select(no_number, constant(0x7F800000, ints_type), constant(0, ints_type))
     sign = builder.shl(builder.and_(bits, constant(0x8000, ints_type)), constant(16, ints_type))
-    return builder.bitcast(builder.or_(builder.bitcast(scaled, ints_type), sign), floats_type)
+    found = builder.or_(builder.or_(builder.bitcast(scaled, ints_type), exponent), sign)
+    return builder.bitcast(found, floats_type)
 
 
 @_operation(types.float32, types.int64)

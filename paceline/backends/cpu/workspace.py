@@ -44,6 +44,7 @@ class Workspace:
         self.job = np.zeros(fields.JOB_SIZE, dtype=np.int64)
         self.quantized, self.half_kv = quantization != "none", half_kv
         self.hidden = round_up(self.config.hidden_size, GROUP)
+        self.max_pages = round_up(self.config.max_position, PAGE) // PAGE  # of one request
         self._record = RECORD if self.quantized else 4 * GROUP
         self._matrices = _pack_matrices(checkpoint, quantization, threads)
         self._set_sizes()
@@ -151,8 +152,9 @@ class Workspace:
     def _scratch_bytes(self) -> int:
         """What the hungriest phase needs of a thread's own memory."""
         config = self.config
-        pages = round_up(config.max_position, PAGE) // PAGE
-        attention = (8 + 4 * PAGE * MOST_HEADS) * pages + 64 + 4 * MOST_HEADS * (config.head_dim + 15)
+        attention = (
+            (8 + 4 * PAGE * MOST_HEADS) * self.max_pages + 64 + 4 * MOST_HEADS * (config.head_dim + 15)
+        )
         attention += (self.rows // PAGE + 2) * self.block_bytes
         routing = 4 * self.hidden + 4 * ((config.moe.num_experts if config.moe else 0) + COLUMNS)
         return max(attention, 2 * _SCRATCH_ROWS * 4 * GROUP, routing)

@@ -235,16 +235,14 @@ def broken(
     backend.close()
 
 
-float32_models = pytest.mark.parametrize(
-    "clean", [("qwen2", "none"), ("mixtral", "none")], ids="-".join, indirect=True
-)
+every_model = pytest.mark.parametrize("clean", MODELS, ids="-".join, indirect=True)
 
 
 def assert_no_number(logits: np.ndarray) -> None:
     assert not np.isfinite(logits).any()
 
 
-@float32_models
+@every_model
 def test_a_broken_row_is_broken_and_its_neighbours_are_not(clean: CpuBackend, broken: CpuBackend) -> None:
     expected = drive(clean, 2)[0].run(CLEAN)
     first, second, third = drive(broken, 2, count=3)
@@ -255,7 +253,7 @@ def test_a_broken_row_is_broken_and_its_neighbours_are_not(clean: CpuBackend, br
     assert_same_bits(logits[8:], expected)
 
 
-@float32_models
+@every_model
 def test_a_broken_branch_of_a_tree_leaves_the_others_alone(clean: CpuBackend, broken: CpuBackend) -> None:
     parents = [-1, 0, 0, 1, 2, 4]
     expected = drive(clean, 2)[0].run(CLEAN[:4])
@@ -264,7 +262,7 @@ def test_a_broken_branch_of_a_tree_leaves_the_others_alone(clean: CpuBackend, br
     assert_no_number(logits[[1, 3]])
 
 
-@float32_models
+@every_model
 def test_what_a_rejected_draft_left_behind_is_never_read(clean: CpuBackend, broken: CpuBackend) -> None:
     expected = drive(clean, 2)[0].run([*CLEAN, 8])
     request = drive(broken, 2)[0]
@@ -293,3 +291,13 @@ def test_a_page_full_of_broken_numbers_is_as_good_as_an_empty_one(clean: CpuBack
     request.pool.data[:] = 0xFF  # type: ignore[attr-defined]
     assert_same_bits(request.extend(CLEAN), expected[:5])
     assert_same_bits(request.run([8, 8, 3], [-1, -1, 1])[[0, 2]], expected[5:])
+
+
+def test_a_record_of_the_smallest_numbers_agrees_with_itself() -> None:
+    """Near the smallest float the inverse of the scale is no number; the parts must still fit."""
+    for magnitude in (1e-36, 1e-37, 1e-38, 1e-40, 1e-44):
+        values = random_floats(GROUP) * np.float32(magnitude)
+        integers, scale, scaled_sum, offset = record_of(values)
+        total = int(integers.sum(dtype=np.int64))
+        assert scaled_sum == scale * np.float32(total)
+        assert offset in (-128 * total, 0)

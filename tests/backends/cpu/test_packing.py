@@ -127,3 +127,15 @@ def test_the_formats_of_the_quantizations() -> None:
     assert {kind: choose_format(kind, "native") for kind in KEPT} == KEPT
     assert {choose_format(kind, "int8") for kind in FORMATS} == {INT8}
     assert {choose_format(kind, "none") for kind in FORMATS} == {FLOAT32}
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q8_0"])
+def test_a_scale_that_is_no_number_is_none_when_read_back(kind: str, bad: float) -> None:
+    data = random_blocks(kind, 16, 256).data.copy().reshape(-1, FORMATS[kind].block_bytes)
+    data[7, :2] = np.array([bad], np.float16).view(np.uint8)
+    tensor = GgufTensor((16, 256), kind, data.reshape(16, -1))
+    with np.errstate(all="ignore"):
+        found, expected = unpack(pack(tensor, "native"))[:16], tensor.float32()
+    assert np.isfinite(found[np.isfinite(expected)]).all()
+    assert not np.isfinite(found[~np.isfinite(expected)]).any()
