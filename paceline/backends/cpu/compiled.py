@@ -92,15 +92,24 @@ def kernel(*arguments: Any) -> Callable[[Callable[..., Any]], Any]:
 
 def switch(keys: int, arguments: tuple[Any, ...], table: dict[tuple[int, ...], Emit]) -> Any:
     """An intrinsic f(*keys, *arguments) that runs the code which the table emits for the given keys."""
+    sizes = [max(key[index] for key in table) + 1 for index in range(keys)]
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        number = args[0]  # the keys as one number, so that LLVM makes a table of jumps
+        for argument, size in zip(args[1:keys], sizes[1:], strict=True):
+            number = builder.add(builder.mul(number, ir.Constant(number.type, size)), argument)
+        end = builder.append_basic_block("end")
+        jumps = builder.switch(number, end)
         for key, emit in table.items():
-            matches = [
-                builder.icmp_signed("==", argument, ir.Constant(argument.type, value))
-                for argument, value in zip(args[:keys], key, strict=True)
-            ]
-            with builder.if_then(functools.reduce(builder.and_, matches)):
-                emit(builder, args[keys:])
+            value = functools.reduce(
+                lambda total, pair: total * pair[1] + pair[0], zip(key, sizes, strict=True), 0
+            )
+            block = builder.append_basic_block("case")
+            jumps.add_case(ir.Constant(number.type, value), block)
+            builder.position_at_end(block)
+            emit(builder, args[keys:])
+            builder.branch(end)
+        builder.position_at_end(end)
         return context.get_dummy_value()
 
     return make_intrinsic("switch", types.void(*[types.int64] * keys, *arguments), codegen)

@@ -84,8 +84,9 @@ def normalize_rows(tasks, job, counter, rows, norm, gathered, scratch):  # type:
 def project(tasks, job, counter, matrix, records, rows, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
     """Tiles of one matrix: out = records @ matrix + bias, or with `added` out += that."""
     tiles, run_tile = load_int64(matrix + 24), field(job, RUN_TILE)
+    chunk = max(1, min(16, tiles // (8 * tasks[1])))
     while True:
-        first, last = take(tasks, counter, tiles, 2)
+        first, last = take(tasks, counter, tiles, chunk)
         if first >= tiles:
             return
         for tile in range(first, last):
