@@ -86,7 +86,7 @@ def rows_command(
 def concurrency_command(
     model: Model = DEFAULT_MODEL,
     concurrency: Annotated[str, typer.Option(help="Numbers of requests at once.")] = "1,4,16",
-    tokens: Annotated[int, typer.Option(help="Tokens of each output.")] = 64,
+    tokens: Annotated[int, typer.Option(help="Tokens of each output.")] = 128,
     rounds: Annotated[int, typer.Option(help="How often each number of requests has its turn.")] = 3,
     threads: Threads = None,
     quantization: Quantization = "auto",

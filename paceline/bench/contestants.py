@@ -22,16 +22,17 @@ from typing import Any
 from paceline.bench import worker
 from paceline.errors import ConfigError, PacelineError
 
-WITHOUT_AMX = "-DCMAKE_C_FLAGS=-mno-amx-int8 -DCMAKE_CXX_FLAGS=-mno-amx-int8"
+# GCC takes the shapes of llama.cpp's AMX tiles for stores that nobody reads, and drops them.
+KEEP_STORES = "-DCMAKE_C_FLAGS='-fno-tree-dse -fno-dse' -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'"
 LLAMA_REMEDIES = {
     "ModuleNotFoundError": (
         "Run `pip install 'paceline[bench]'`, or name an interpreter that has llama_cpp by --peer-python. "
         "Or leave it out: --peer none."
     ),
     "SIGILL": (
-        "It was built for instructions that do not run here, as happens with the AMX kernels on Sapphire "
-        f'and Emerald Rapids. Build it without them: CMAKE_ARGS="{WITHOUT_AMX}" pip install '
-        "--force-reinstall --no-binary llama-cpp-python llama-cpp-python (prefill may be slower so)"
+        "So end llama.cpp's AMX kernels on Sapphire and Emerald Rapids when GCC built them. "
+        f'Build it like this: CMAKE_ARGS="{KEEP_STORES}" pip install --force-reinstall --no-cache-dir '
+        "--no-binary llama-cpp-python llama-cpp-python"
     ),
 }
 

@@ -96,7 +96,7 @@ def test_both_do_the_same_jobs_in_turns_and_are_reported_side_by_side(
     ("mode", "message"),
     [
         ("missing", r"No module named 'llama_cpp'.*pip install 'paceline\[bench\]'.*--peer-python"),
-        ("illegal", r"died \(SIGILL\).*mno-amx-int8.*pip install --force-reinstall --no-binary"),
+        ("illegal", r"died \(SIGILL\).*fno-tree-dse.*pip install --force-reinstall"),
         ("aborts", r"died \(exit status 3\)\. Its last words: .*ggml: cannot go on"),
     ],
 )
