@@ -38,7 +38,8 @@ from paceline.backends.cpu.job import (
     take,
 )
 from paceline.backends.cpu.matmul import DESCRIPTOR, multiply_rows
-from paceline.backends.cpu.rows import gate, normalize, write_record
+from paceline.backends.cpu.phases import gate_unit
+from paceline.backends.cpu.rows import normalize
 from paceline.backends.cpu.simd import (
     exponential,
     fma,
@@ -155,9 +156,8 @@ def gather_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
 def gate_experts(tasks, job, counter, layer, scratch):  # type: ignore[no-untyped-def]
     """Gate, up and SwiGLU of every expert for its own rows, 32 columns a task."""
     experts, units = field(job, EXPERTS), field(job, EXPERT_WIDTH) // GROUP
-    groups, quantized = field(job, HIDDEN_PADDED) // GROUP, field(job, QUANTIZED)
-    size, run_tile = RECORD if quantized else 4 * GROUP, field(job, RUN_TILE)
-    ups_at = scratch + 64 * 4 * GROUP
+    groups = field(job, HIDDEN_PADDED) // GROUP
+    size = RECORD if field(job, QUANTIZED) else 4 * GROUP
     while True:
         task, _ = take(tasks, counter, experts * units, 1)
         if task >= experts * units:
@@ -168,28 +168,7 @@ def gate_experts(tasks, job, counter, layer, scratch):  # type: ignore[no-untype
         gates = field(job, EXPERT_MATRICES_AT) + DESCRIPTOR * 3 * (layer * experts + expert)
         records = field(job, EXPERT_RECORDS_AT) + first * groups * size
         out = field(job, EXPERT_WIDE_RECORDS_AT) + (first * units + unit * rows) * size
-        for start in range(0, rows, 64):
-            count = min(64, rows - start)
-            for part in range(2):
-                tile = 2 * unit + part
-                for matrix, place in ((gates, scratch), (gates + DESCRIPTOR, ups_at)):
-                    multiply_rows(
-                        run_tile,
-                        matrix,
-                        tile,
-                        records,
-                        rows,
-                        start,
-                        count,
-                        place + 64 * part,
-                        4 * GROUP,
-                        0,
-                        0,
-                    )
-            for row in range(count):
-                values = scratch + 4 * GROUP * row
-                gate(values, ups_at + 4 * GROUP * row)
-                write_record(values, out + (start + row) * size, quantized)
+        gate_unit(job, unit, gates, gates + DESCRIPTOR, records, rows, out, scratch)
 
 
 @compiled

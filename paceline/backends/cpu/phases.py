@@ -217,31 +217,36 @@ def quantize_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def gate_rows(tasks, job, counter, rows, gates, ups, scratch):  # type: ignore[no-untyped-def]
-    """Gate and up projections of 32 columns at a time, SwiGLU, and their records."""
-    quantized, records = field(job, QUANTIZED), field(job, RECORDS_AT)
+def gate_unit(job, unit, gates, ups, records, rows, out, scratch):  # type: ignore[no-untyped-def]
+    """32 columns of the gate and up projections of all rows, SwiGLU, and their records at `out`."""
+    quantized, run_tile = field(job, QUANTIZED), field(job, RUN_TILE)
     size = RECORD if quantized else 4 * GROUP
+    ups_at = scratch + 64 * 4 * GROUP
+    for start in range(0, rows, 64):
+        count = min(64, rows - start)
+        for part in range(2):
+            tile, place = 2 * unit + part, 64 * part
+            multiply_rows(
+                run_tile, gates, tile, records, rows, start, count, scratch + place, 4 * GROUP, 0, 0
+            )
+            multiply_rows(run_tile, ups, tile, records, rows, start, count, ups_at + place, 4 * GROUP, 0, 0)
+        for row in range(count):
+            values = scratch + 4 * GROUP * row
+            gate(values, ups_at + 4 * GROUP * row)
+            write_record(values, out + (start + row) * size, quantized)
+
+
+@compiled
+def gate_rows(tasks, job, counter, rows, gates, ups, scratch):  # type: ignore[no-untyped-def]
+    """Gate, up and SwiGLU of all rows, 32 columns a task."""
+    size = RECORD if field(job, QUANTIZED) else 4 * GROUP
     units = field(job, INTERMEDIATE) // GROUP
-    ups_at, run_tile = scratch + 64 * 4 * GROUP, field(job, RUN_TILE)
     while True:
         unit, _ = take(tasks, counter, units, 1)
         if unit >= units:
             return
         out = field(job, WIDE_RECORDS_AT) + unit * rows * size
-        for start in range(0, rows, 64):
-            count = min(64, rows - start)
-            for part in range(2):
-                tile = 2 * unit + part
-                multiply_rows(
-                    run_tile, gates, tile, records, rows, start, count, scratch + 64 * part, 4 * GROUP, 0, 0
-                )
-                multiply_rows(
-                    run_tile, ups, tile, records, rows, start, count, ups_at + 64 * part, 4 * GROUP, 0, 0
-                )
-            for row in range(count):
-                values = scratch + 4 * GROUP * row
-                gate(values, ups_at + 4 * GROUP * row)
-                write_record(values, out + (start + row) * size, quantized)
+        gate_unit(job, unit, gates, ups, field(job, RECORDS_AT), rows, out, scratch)
 
 
 @compiled

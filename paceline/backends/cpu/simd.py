@@ -51,7 +51,7 @@ class _IntsModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, numba_type, _INTS)
 
 
-def _operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+def operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
     """Turn `emit(builder, *values)` into a numba intrinsic of this signature."""
 
     def decorate(emit: Callable[..., Any]) -> Any:
@@ -73,83 +73,84 @@ def caller(*arguments: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
         builder.call(builder.inttoptr(address, kind.as_pointer()), values)
 
-    return _operation(types.void, types.int64, *arguments)(call_address)
+    return operation(types.void, types.int64, *arguments)(call_address)
 
 
-def _at(builder: ir.IRBuilder, address: Any, kind: ir.Type) -> Any:
+def pointer_at(builder: ir.IRBuilder, address: Any, kind: ir.Type) -> Any:
+    """IR: an address as a pointer to `kind`."""
     return builder.inttoptr(address, kind.as_pointer())
 
 
 def read_at(builder: ir.IRBuilder, address: Any, kind: ir.Type, align: int) -> Any:
     """IR: the value of type `kind` at an address."""
-    value = builder.load(_at(builder, address, kind))
+    value = builder.load(pointer_at(builder, address, kind))
     value.align = align
     return value
 
 
 def write_at(builder: ir.IRBuilder, address: Any, value: Any, align: int) -> None:
     """IR: write a value to an address."""
-    builder.store(value, _at(builder, address, value.type)).align = align
+    builder.store(value, pointer_at(builder, address, value.type)).align = align
 
 
 # Scalars ------------------------------------------------------------------------------------------
 
 
-@_operation(types.float32, types.int64)
+@operation(types.float32, types.int64)
 def load_float(builder, address):  # type: ignore[no-untyped-def]
     """The float32 at an address."""
     return read_at(builder, address, _FLOAT, 4)
 
 
-@_operation(types.void, types.int64, types.float32)
+@operation(types.void, types.int64, types.float32)
 def store_float(builder, address, value):  # type: ignore[no-untyped-def]
     """Write a float32."""
     write_at(builder, address, value, 4)
 
 
-@_operation(types.int64, types.int64)
+@operation(types.int64, types.int64)
 def load_int32(builder, address):  # type: ignore[no-untyped-def]
     """The int32 at an address."""
     return builder.sext(read_at(builder, address, I32, 4), _I64)
 
 
-@_operation(types.void, types.int64, types.int64)
+@operation(types.void, types.int64, types.int64)
 def store_int32(builder, address, value):  # type: ignore[no-untyped-def]
     """Write an int32."""
     write_at(builder, address, builder.trunc(value, I32), 4)
 
 
-@_operation(types.int64, types.int64)
+@operation(types.int64, types.int64)
 def load_int64(builder, address):  # type: ignore[no-untyped-def]
     """The int64 at an address."""
     return read_at(builder, address, _I64, 8)
 
 
-@_operation(types.void, types.int64, types.int64)
+@operation(types.void, types.int64, types.int64)
 def store_int64(builder, address, value):  # type: ignore[no-untyped-def]
     """Write an int64."""
     write_at(builder, address, value, 8)
 
 
-@_operation(types.int64, types.int64)
+@operation(types.int64, types.int64)
 def load_byte(builder, address):  # type: ignore[no-untyped-def]
     """The unsigned byte at an address."""
     return builder.zext(read_at(builder, address, I8, 1), _I64)
 
 
-@_operation(types.void, types.int64, types.int64)
+@operation(types.void, types.int64, types.int64)
 def store_byte(builder, address, value):  # type: ignore[no-untyped-def]
     """Write the low byte of an integer."""
     write_at(builder, address, builder.trunc(value, I8), 1)
 
 
-@_operation(types.int64, types.int64)
+@operation(types.int64, types.int64)
 def load_word(builder, address):  # type: ignore[no-untyped-def]
     """The unsigned 16-bit word at an address."""
     return builder.zext(read_at(builder, address, _I16, 2), _I64)
 
 
-@_operation(types.void, types.int64, types.int64)
+@operation(types.void, types.int64, types.int64)
 def store_word(builder, address, value):  # type: ignore[no-untyped-def]
     """Write the low 16 bits of an integer."""
     write_at(builder, address, builder.trunc(value, _I16), 2)
@@ -172,14 +173,14 @@ def _half_bits_to_float(builder: ir.IRBuilder, bits: Any, ints_type: Any, floats
     return builder.bitcast(found, floats_type)
 
 
-@_operation(types.float32, types.int64)
+@operation(types.float32, types.int64)
 def load_half(builder, address):  # type: ignore[no-untyped-def]
     """The half float at an address, widened."""
     bits = builder.zext(read_at(builder, address, _I16, 2), I32)
     return _half_bits_to_float(builder, bits, I32, _FLOAT)
 
 
-@_operation(types.void, types.int64, types.float32)
+@operation(types.void, types.int64, types.float32)
 def store_half(builder, address, value):  # type: ignore[no-untyped-def]
     """Write a float32 as half. Only where `ISA.native_half`: elsewhere LLVM would call a library we lack."""
     if ISA.native_half:
@@ -188,7 +189,7 @@ def store_half(builder, address, value):  # type: ignore[no-untyped-def]
         call(builder, "llvm.trap", ir.VoidType())
 
 
-@_operation(types.float32, types.float32, types.float32, types.float32)
+@operation(types.float32, types.float32, types.float32, types.float32)
 def fma_float(builder, a, b, c):  # type: ignore[no-untyped-def]
     """a * b + c with one rounding."""
     return call(builder, "llvm.fma.f32", _FLOAT, a, b, c)
@@ -197,13 +198,13 @@ def fma_float(builder, a, b, c):  # type: ignore[no-untyped-def]
 # Vectors ------------------------------------------------------------------------------------------
 
 
-@_operation(floats, types.int64)
+@operation(floats, types.int64)
 def load(builder, address):  # type: ignore[no-untyped-def]
     """16 floats at an address."""
     return read_at(builder, address, _FLOATS, 4)
 
 
-@_operation(types.void, types.int64, floats)
+@operation(types.void, types.int64, floats)
 def store(builder, address, value):  # type: ignore[no-untyped-def]
     """Write 16 floats."""
     write_at(builder, address, value, 4)
@@ -218,13 +219,13 @@ def halves_at(builder: ir.IRBuilder, address: Any, lanes: int = LANES) -> Any:
     return _half_bits_to_float(builder, bits, words, wide)
 
 
-@_operation(floats, types.int64)
+@operation(floats, types.int64)
 def load_halves(builder, address):  # type: ignore[no-untyped-def]
     """16 half floats at an address, widened."""
     return halves_at(builder, address)
 
 
-@_operation(types.void, types.int64, floats)
+@operation(types.void, types.int64, floats)
 def store_halves(builder, address, value):  # type: ignore[no-untyped-def]
     """Write 16 floats as half. Only where `ISA.native_half`."""
     if ISA.native_half:
@@ -233,49 +234,49 @@ def store_halves(builder, address, value):  # type: ignore[no-untyped-def]
         call(builder, "llvm.trap", ir.VoidType())
 
 
-@_operation(types.void, types.int64, ints)
+@operation(types.void, types.int64, ints)
 def store_bytes(builder, address, value):  # type: ignore[no-untyped-def]
     """Write the low byte of each of 16 ints."""
     write_at(builder, address, builder.trunc(value, ir.VectorType(I8, LANES)), 1)
 
 
-@_operation(floats, types.float32)
+@operation(floats, types.float32)
 def spread(builder, value):  # type: ignore[no-untyped-def]
     """One float in all lanes."""
     return splat(builder, value, _FLOATS)
 
 
-@_operation(floats, floats, floats)
+@operation(floats, floats, floats)
 def add(builder, a, b):  # type: ignore[no-untyped-def]
     """a + b."""
     return builder.fadd(a, b)
 
 
-@_operation(floats, floats, floats)
+@operation(floats, floats, floats)
 def multiply(builder, a, b):  # type: ignore[no-untyped-def]
     """a * b."""
     return builder.fmul(a, b)
 
 
-@_operation(floats, floats, floats)
+@operation(floats, floats, floats)
 def divide(builder, a, b):  # type: ignore[no-untyped-def]
     """a / b."""
     return builder.fdiv(a, b)
 
 
-@_operation(floats, floats, floats, floats)
+@operation(floats, floats, floats, floats)
 def fma(builder, a, b, c):  # type: ignore[no-untyped-def]
     """a * b + c with one rounding."""
     return call(builder, "llvm.fma.v16f32", _FLOATS, a, b, c)
 
 
-@_operation(floats, floats, floats)
+@operation(floats, floats, floats)
 def larger(builder, a, b):  # type: ignore[no-untyped-def]
     """The larger of each lane; NaN where either is NaN, so that a broken row stays visible."""
     return call(builder, "llvm.maximum.v16f32", _FLOATS, a, b)
 
 
-@_operation(types.float32, floats, floats)
+@operation(types.float32, floats, floats)
 def largest_magnitude(builder, a, b):  # type: ignore[no-untyped-def]
     """The largest absolute value of the lanes of a and b; NaN if there is one.
 
@@ -290,7 +291,7 @@ def largest_magnitude(builder, a, b):  # type: ignore[no-untyped-def]
     return builder.bitcast(_fold(builder, larger_of(*magnitudes), larger_of), _FLOAT)
 
 
-@_operation(ints, floats, floats)
+@operation(ints, floats, floats)
 def scaled_to_nearest(builder, a, b):  # type: ignore[no-untyped-def]
     """The integers nearest to a * b, ties to even, for |a * b| < 2 ** 22.
 
@@ -301,13 +302,13 @@ def scaled_to_nearest(builder, a, b):  # type: ignore[no-untyped-def]
     return builder.sub(bits, ir.Constant(_INTS, [0x4B400000] * LANES))
 
 
-@_operation(ints, ints, ints)
+@operation(ints, ints, ints)
 def add_ints(builder, a, b):  # type: ignore[no-untyped-def]
     """a + b."""
     return builder.add(a, b)
 
 
-@_operation(floats, floats, types.int64, types.int64)
+@operation(floats, floats, types.int64, types.int64)
 def keep_lanes(builder, a, first, last):  # type: ignore[no-untyped-def]
     """Lanes first..last of a; minus infinity in the others."""
     lanes = ir.Constant(_INTS, list(range(LANES)))
@@ -333,25 +334,25 @@ def _fold(builder: ir.IRBuilder, vector: Any, combine: Callable[[Any, Any], Any]
     return builder.extract_element(vector, I32(0))
 
 
-@_operation(types.float32, floats)
+@operation(types.float32, floats)
 def sum_lanes(builder, a):  # type: ignore[no-untyped-def]
     """The sum of the lanes, in a fixed order."""
     return _fold(builder, a, builder.fadd)
 
 
-@_operation(types.float32, floats)
+@operation(types.float32, floats)
 def largest_lane(builder, a):  # type: ignore[no-untyped-def]
     """The largest lane."""
     return _fold(builder, a, lambda x, y: call(builder, f"llvm.maximum.v{x.type.count}f32", x.type, x, y))
 
 
-@_operation(types.int64, ints)
+@operation(types.int64, ints)
 def sum_int_lanes(builder, a):  # type: ignore[no-untyped-def]
     """The sum of the lanes."""
     return builder.sext(_fold(builder, a, builder.add), _I64)
 
 
-@_operation(floats, floats)
+@operation(floats, floats)
 def exponential(builder, x):  # type: ignore[no-untyped-def]
     """exp(x) to about 2 units in the last place; exactly 0 below -87, and for minus infinity.
 
@@ -374,33 +375,3 @@ def exponential(builder, x):  # type: ignore[no-untyped-def]
     shifted = builder.shl(builder.fptosi(n, _INTS), ir.Constant(_INTS, [23] * LANES))
     scaled = builder.bitcast(builder.add(builder.bitcast(value, _INTS), shifted), _FLOATS)
     return builder.select(tiny, constant(0.0), scaled)
-
-
-# Threads ------------------------------------------------------------------------------------------
-
-
-@_operation(types.int64, types.int64, types.int64)
-def atomic_add(builder, address, value):  # type: ignore[no-untyped-def]
-    """Add to the int64 at an address; what it was before."""
-    return builder.atomic_rmw("add", _at(builder, address, _I64), value, "seq_cst")
-
-
-@_operation(types.int64, types.int64)
-def atomic_load(builder, address):  # type: ignore[no-untyped-def]
-    """The int64 at an address, and all that was written before it was."""
-    return builder.load_atomic(_at(builder, address, _I64), "seq_cst", 8)
-
-
-@_operation(types.void, types.int64, types.int64)
-def atomic_store(builder, address, value):  # type: ignore[no-untyped-def]
-    """Write the int64 at an address after all earlier writes."""
-    builder.store_atomic(value, _at(builder, address, _I64), "seq_cst", 8)
-
-
-@_operation(types.void, types.int64)
-def relax(builder, _count):  # type: ignore[no-untyped-def]
-    """Tell the core that this is a waiting loop."""
-    if ISA.name in ("avx512-vnni", "avx-vnni", "avx2"):
-        call(builder, "llvm.x86.sse2.pause", ir.VoidType())
-    elif ISA.name == "sdot":
-        call(builder, "llvm.aarch64.isb", ir.VoidType(), I32(15))  # takes about as long as x86's pause

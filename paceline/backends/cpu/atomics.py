@@ -1,0 +1,38 @@
+"""What threads of a team say to each other: atomic int64 at an address."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+
+from paceline.backends.cpu.isa import I32, ISA, call
+from paceline.backends.cpu.simd import operation, pointer_at
+
+_I64 = ir.IntType(64)
+
+
+@operation(types.int64, types.int64, types.int64)
+def atomic_add(builder, address, value):  # type: ignore[no-untyped-def]
+    """Add to the int64 at an address; what it was before."""
+    return builder.atomic_rmw("add", pointer_at(builder, address, _I64), value, "seq_cst")
+
+
+@operation(types.int64, types.int64)
+def atomic_load(builder, address):  # type: ignore[no-untyped-def]
+    """The int64 at an address, and all that was written before it was."""
+    return builder.load_atomic(pointer_at(builder, address, _I64), "seq_cst", 8)
+
+
+@operation(types.void, types.int64, types.int64)
+def atomic_store(builder, address, value):  # type: ignore[no-untyped-def]
+    """Write the int64 at an address after all earlier writes."""
+    builder.store_atomic(value, pointer_at(builder, address, _I64), "seq_cst", 8)
+
+
+@operation(types.void, types.int64)
+def relax(builder, _count):  # type: ignore[no-untyped-def]
+    """Tell the core that this is a waiting loop."""
+    if ISA.name in ("avx512-vnni", "avx-vnni", "avx2"):
+        call(builder, "llvm.x86.sse2.pause", ir.VoidType())
+    elif ISA.name == "sdot":
+        call(builder, "llvm.aarch64.isb", ir.VoidType(), I32(15))  # takes about as long as x86's pause
