@@ -50,16 +50,6 @@ from paceline.backends.cpu.simd import (
 )
 
 
-def padded_width(width: int) -> int:
-    """The columns a head's values take: whole vectors of 16."""
-    return (width + 15) // 16 * 16
-
-
-def block_bytes(width: int, half: int) -> int:
-    """Bytes of the keys and values of one page, layer and KV head."""
-    return (2 if half else 4) * PAGE * (width + (width + 15) // 16 * 16)
-
-
 @compiled
 def _softmax(scores, first, last):  # type: ignore[no-untyped-def]
     """Turn the scores of positions first..last into exponentials; their sum. Blocks are aligned to 16."""

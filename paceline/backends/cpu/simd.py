@@ -138,12 +138,6 @@ def load_byte(builder, address):  # type: ignore[no-untyped-def]
     return builder.zext(read_at(builder, address, I8, 1), _I64)
 
 
-@operation(types.void, types.int64, types.int64)
-def store_byte(builder, address, value):  # type: ignore[no-untyped-def]
-    """Write the low byte of an integer."""
-    write_at(builder, address, builder.trunc(value, I8), 1)
-
-
 @operation(types.int64, types.int64)
 def load_word(builder, address):  # type: ignore[no-untyped-def]
     """The unsigned 16-bit word at an address."""
@@ -217,12 +211,6 @@ def halves_at(builder: ir.IRBuilder, address: Any, lanes: int = LANES) -> Any:
         return builder.fpext(read_at(builder, address, ir.VectorType(_HALF, lanes), 2), wide)
     bits = builder.zext(read_at(builder, address, ir.VectorType(_I16, lanes), 2), words)
     return _half_bits_to_float(builder, bits, words, wide)
-
-
-@operation(floats, types.int64)
-def load_halves(builder, address):  # type: ignore[no-untyped-def]
-    """16 half floats at an address, widened."""
-    return halves_at(builder, address)
 
 
 @operation(types.void, types.int64, floats)
