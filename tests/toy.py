@@ -20,7 +20,7 @@ from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
-from paceline.verify.pathwise import Verdict
+from paceline.verify.verdict import Verdict
 
 VOCAB = 97
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -183,7 +183,7 @@ class ToyTokenizer:
         return "".join(str(message) for message in messages)
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Knows each request's true continuation (by prompt) and drafts it right, wrong or partly right."""
 
     name = "scripted"

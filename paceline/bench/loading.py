@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.backends.base import Backend
+from paceline.backends.load import load_backend
 from paceline.config import BackendOptions, EngineConfig, SchedulerOptions
-from paceline.engine.build import Loaded, build_engine, load_backend
+from paceline.engine.build import Loaded, build_engine
 from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer
 

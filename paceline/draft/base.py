@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -12,8 +13,12 @@ import numpy.typing as npt
 from paceline.draft.trees import DraftPlan, DraftTrees
 
 if TYPE_CHECKING:
+    from paceline.config import BackendOptions
     from paceline.engine.request import Request
-    from paceline.verify.pathwise import Verdict
+    from paceline.kv.cache import KVCache
+    from paceline.models.config import ModelConfig
+    from paceline.models.tokenizer import Tokenizer
+    from paceline.verify.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,29 @@ class DrafterNeeds:
     """What a drafter wants from the engine, declared as data."""
 
     feature_layers: tuple[int, ...] = ()  # hidden states it reads: 0 is the embedding, i is after layer i - 1
+    bytes_per_page: int = 0  # of keys and values that it keeps for each page of the target's
+
+
+class DraftSampling(Enum):
+    """How a drafter that has a distribution turns it into tokens. At temperature 0 it is always GREEDY."""
+
+    GREEDY = "greedy"  # the likeliest
+    COUPLED = "coupled"  # with the noise of the target's own choice: for pathwise verification
+    INDEPENDENT = "independent"  # drawn with noise of its own: for the classic rules
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a drafter may know of the model it drafts for when it is loaded."""
+
+    model: str  # as the user named it
+    config: ModelConfig
+    tokenizer: Tokenizer
+    backend: BackendOptions
+    page_size: int  # tokens per KV page
+    max_num_seqs: int  # most requests of a pass
+    max_rows: int  # most rows of a pass
+    sampling: DraftSampling
 
 
 @dataclass(frozen=True)
@@ -32,21 +60,29 @@ class Features:
 
 
 class Drafter(Protocol):
-    """Proposes trees, and learns from what became of every pass, its own or not."""
+    """Proposes trees, and learns from what became of every pass, its own or not.
+
+    A drafter derives from this class and overrides what it needs. If a method raises, the requests
+    at hand go on with plain decoding, and the drafter is not asked for them again.
+    """
 
     name: str
-    needs: DrafterNeeds
+    needs: DrafterNeeds = DrafterNeeds()
+
+    def bind(self, kv: KVCache) -> None:
+        """Called once, before the first request: the place to take a KV pool on the engine's pages."""
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
-        """One tree per request, within its plan's budget. May be empty."""
+        """One tree per request, within its plan: budget, branching, depth. May be empty.
+
+        Room for `budget` tokens after the request's own is reserved in its pages.
+        """
         ...
 
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:
         """Take in a pass, after the requests advanced; prefill chunks too, so no position is missed."""
-        ...
 
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request that has ended."""
-        ...

@@ -7,12 +7,13 @@ of the three it got.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
+Float64Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,18 @@ class DraftPlan:
     drafter: str | None = None  # a name of the engine's drafters
     budget: int = 0  # most nodes of the tree
     branching: int = 1  # most children of a node; 1 is a chain
+    depth: int | None = None  # most levels of the tree; None: as many as the budget has nodes
+
+    @property
+    def levels(self) -> int:
+        """Most levels that the tree can have."""
+        return self.budget if self.depth is None else min(self.depth, self.budget)
 
     def shrunk(self, budget: int) -> DraftPlan:
         """This plan with at most `budget` nodes; the plain plan when none are left."""
         if budget >= self.budget:
             return self
-        return DraftPlan(self.drafter, budget, self.branching) if budget > 0 else PLAIN
+        return replace(self, budget=budget) if budget > 0 else PLAIN
 
     def __post_init__(self) -> None:
         assert (self.budget > 0) == (self.drafter is not None), "a budget belongs to a drafter"
@@ -37,15 +44,29 @@ PLAIN = DraftPlan()
 
 
 @dataclass(frozen=True, slots=True)
+class Draws:
+    """Where nodes that were drawn at random come from."""
+
+    draft_probs: Float64Array  # [distributions, vocab] each sums to 1
+    rows: Int32Array  # [nodes] the distribution a node was drawn from, -1: it was chosen
+
+
+@dataclass(frozen=True, slots=True)
 class DraftTrees:
     """The drafted nodes of several requests, flat.
 
     A node's parent is a node before it of the same request, or -1: the request's last token.
+
+    A node may have been chosen (a copy, the likeliest token, shared noise) or drawn at random from
+    a distribution of the drafter's. Rules other than pathwise must know which, and the distribution.
+    Siblings drawn from one distribution are drawn without replacement, in order: the second from
+    what is left of it when the tokens of all earlier siblings, drawn or chosen, are taken out.
     """
 
     tokens: Int32Array  # [nodes]
     parents: Int32Array  # [nodes] local to the request, -1 for the root's children
     offsets: Int32Array  # [requests + 1] nodes of request i are offsets[i]:offsets[i + 1]
+    draws: Draws | None = None  # None: every node was chosen
 
     @property
     def num_requests(self) -> int:
@@ -65,9 +86,16 @@ class DraftTrees:
         tokens, parents = self.tree(request)
         return tokens.tolist(), parents.tolist()
 
+    def draws_of(self, request: int) -> Draws | None:
+        """Where one request's nodes were drawn from; None if all of them were chosen."""
+        if self.draws is None:
+            return None
+        rows = self.draws.rows[self.offsets[request] : self.offsets[request + 1]]
+        return Draws(self.draws.draft_probs, rows) if (rows >= 0).any() else None
+
     @staticmethod
     def from_lists(trees: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DraftTrees:
-        """The trees given as one (tokens, parents) pair per request."""
+        """The trees given as one (tokens, parents) pair per request. All nodes were chosen."""
         offsets = np.zeros(len(trees) + 1, dtype=np.int32)
         np.cumsum([len(tokens) for tokens, _ in trees], out=offsets[1:])
         tokens = np.array([token for tree_tokens, _ in trees for token in tree_tokens], dtype=np.int32)

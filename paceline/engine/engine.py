@@ -19,8 +19,9 @@ from paceline.errors import BackendError, RequestError
 from paceline.kv.cache import KVCache
 from paceline.verify.logprobs import token_logprobs
 from paceline.verify.params import SamplingParams
-from paceline.verify.pathwise import NOTHING, Verdict, verify_pathwise
+from paceline.verify.pathwise import verify_pathwise
 from paceline.verify.sampling import Workspace
+from paceline.verify.verdict import NOTHING, Case, Rule, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Engine:
         seed: int = 0,
         controller: Controller | None = None,
         drafters: Mapping[str, Drafter] | None = None,
+        rule: Rule = verify_pathwise,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.backend = backend
@@ -60,6 +62,7 @@ class Engine:
         self.stats = StepStats()  # of the last step
         self._pool = self.kv.add_pool(backend)
         self._seed = seed
+        self._rule = rule
         self._controller = controller or FixedController()
         self._drafters = dict(drafters or {})
         self._feature_layers = tuple(
@@ -158,40 +161,39 @@ class Engine:
         self, parts: Sequence[Scheduled], trees: DraftTrees | None, logits: Float32Array
     ) -> list[Verdict]:
         """One verdict for each part. Unusable logits end their own request only."""
-        verdicts = []
+        verdicts = [NOTHING] * len(parts)
+        cases: dict[int, Case] = {}
         first = 0
         for index, part in enumerate(parts):
+            request = part.request
             skipped, wanted = prompt_rows(part)
-            tokens, parents = NO_TREE if trees is None else trees.tree_lists(index)
-            end = first + wanted + (1 + len(tokens) if part.reaches_end else 0)
             try:
                 if wanted:
-                    start = part.request.num_computed + skipped
-                    self._take_prompt_logprobs(part.request, start, logits[first : first + wanted])
-                verdict = NOTHING
-                if part.reaches_end:
-                    verdict = self._walk(part.request, tokens, parents, logits[first + wanted : end])
+                    start = request.num_computed + skipped
+                    self._take_prompt_logprobs(request, start, logits[first : first + wanted])
             except BackendError as error:
-                verdict = Verdict((), (), error=error)
-            verdicts.append(verdict)
-            first = end
+                verdicts[index] = Verdict((), (), error=error)
+            first += wanted
+            if part.reaches_end:
+                tokens, parents = NO_TREE if trees is None else trees.tree_lists(index)
+                end = first + 1 + len(tokens)
+                if verdicts[index].error is None:
+                    cases[index] = Case(
+                        logits[first:end],
+                        tokens,
+                        parents,
+                        draws=None if trees is None else trees.draws_of(index),
+                        sampler=request.sampler,
+                        position=len(request.token_ids),
+                        num_output=request.num_output,
+                        is_last=request.ends_by,
+                        num_logprobs=request.params.logprobs,
+                    )
+                first = end
+        decided = self._rule(list(cases.values()), self._workspace)
+        for index, verdict in zip(cases, decided, strict=True):
+            verdicts[index] = verdict
         return verdicts
-
-    def _walk(
-        self, request: Request, tokens: Sequence[int], parents: Sequence[int], logits: Float32Array
-    ) -> Verdict:
-        """The verdict on one request's tree."""
-        return verify_pathwise(
-            logits,
-            tokens,
-            parents,
-            request.sampler,
-            position=len(request.token_ids),
-            num_output=request.num_output,
-            is_last=request.ends_by,
-            num_logprobs=request.params.logprobs,
-            workspace=self._workspace,
-        )
 
     def _take_prompt_logprobs(self, request: Request, start: int, logits: Float32Array) -> None:
         """Keep the log-probabilities of the prompt tokens after position `start`."""

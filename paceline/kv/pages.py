@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import numpy as np
+
 Key = tuple[int | str, tuple[int, ...]]  # parent's serial number (at the root: the salt), the page's tokens
 
 
@@ -26,6 +28,8 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
+        # [pages] how often a page was taken: tells those who keep something beside a page whether it is stale
+        self.generations = np.zeros(num_pages, dtype=np.int64)
         self._holders = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -55,6 +59,7 @@ class PagePool:
             page, _ = self._cached.popitem(last=False)
             self._unindex(page)
         self._holders[page] = 1
+        self.generations[page] += 1
         return page
 
     def hold(self, page: int) -> None:

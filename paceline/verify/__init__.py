@@ -2,7 +2,7 @@
 
 from paceline.verify.logprobs import Logprob
 from paceline.verify.params import SamplingParams
-from paceline.verify.pathwise import Verdict, verify_pathwise
 from paceline.verify.sampling import Sampler, Workspace
+from paceline.verify.verdict import Case, Verdict
 
-__all__ = ["Logprob", "Sampler", "SamplingParams", "Verdict", "Workspace", "verify_pathwise"]
+__all__ = ["Case", "Logprob", "Sampler", "SamplingParams", "Verdict", "Workspace"]

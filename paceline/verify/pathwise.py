@@ -6,44 +6,30 @@ position, so the draft decides only how many of these tokens one pass yields, ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
+from paceline.errors import BackendError
 from paceline.verify.logprobs import Logprob, token_logprobs
-from paceline.verify.sampling import Sampler, Workspace
+from paceline.verify.sampling import Workspace
+from paceline.verify.verdict import Case, Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a pass decided for one request."""
-
-    accepted: tuple[int, ...]  # nodes of the draft on the target's path, from the root down
-    tokens: tuple[int, ...]  # their tokens and the bonus token; empty for a chunk that ends inside a prompt
-    logprobs: tuple[dict[int, Logprob], ...] = ()  # one per token, if asked
-    error: Exception | None = None  # the request cannot go on
-
-
-NOTHING = Verdict((), ())
+def verify_pathwise(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
+    """The accepted path and its tokens, for each case."""
+    verdicts = []
+    for case in cases:
+        try:
+            verdicts.append(_walk(case, workspace))
+        except BackendError as error:
+            verdicts.append(Verdict((), (), error=error))
+    return verdicts
 
 
-def verify_pathwise(
-    logits: npt.NDArray[np.float32],  # [1 + nodes, vocab] of the root, then of each node
-    draft_tokens: Sequence[int],
-    draft_parents: Sequence[int],
-    sampler: Sampler,
-    position: int,
-    num_output: int,
-    is_last: Callable[[int, int], bool],
-    num_logprobs: int | None,
-    workspace: Workspace,
-) -> Verdict:
-    """The accepted path and its tokens. `position` is that of the first new token.
+def _walk(case: Case, workspace: Workspace) -> Verdict:
+    """The verdict on one case.
 
-    `is_last(token, outputs before it)` says that the request ends with the token: nothing below it
-    is looked at, so an accepted end-of-sequence inside a draft ends the walk.
+    Nothing is looked at below a token that ends the request, so an accepted end-of-sequence inside
+    a draft ends the walk.
     """
     accepted: list[int] = []
     tokens: list[int] = []
@@ -51,15 +37,15 @@ def verify_pathwise(
     node = -1
     while True:
         depth = len(tokens)
-        row = logits[node + 1]
-        token = sampler.sample(row, position + depth, num_output + depth, workspace)
-        sampler.advance(token)
+        row = case.logits[node + 1]
+        token = case.sampler.sample(row, case.position + depth, case.num_output + depth, workspace)
+        case.sampler.advance(token)
         tokens.append(token)
-        if num_logprobs is not None:
-            logprobs.append(token_logprobs(row, token, num_logprobs))
-        if is_last(token, num_output + depth):
+        if case.num_logprobs is not None:
+            logprobs.append(token_logprobs(row, token, case.num_logprobs))
+        if case.is_last(token, case.num_output + depth):
             break
-        child = _child(draft_tokens, draft_parents, node, token)
+        child = _child(case.tokens, case.parents, node, token)
         if child is None:
             break
         accepted.append(child)

@@ -1,0 +1,39 @@
+"""The one table that names the backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.backends.base import Backend
+from paceline.config import BackendOptions
+from paceline.models.checkpoint import Checkpoint
+
+
+def load_backend(checkpoint: Checkpoint, options: BackendOptions, max_rows: int) -> Backend:
+    """The backend that the options name, with the checkpoint's weights."""
+    return _LOADERS[options.name](checkpoint, options, max_rows)
+
+
+def _load_cpu(checkpoint: Checkpoint, options: BackendOptions, max_rows: int) -> Backend:
+    from paceline.backends.cpu import CpuBackend
+
+    return CpuBackend.load(
+        checkpoint, quantization=options.quantization, threads=options.threads, max_rows=max_rows
+    )
+
+
+def _load_torch(checkpoint: Checkpoint, options: BackendOptions, max_rows: int) -> Backend:
+    import torch  # here, because it takes seconds and the cpu backend does not need it
+
+    from paceline.backends.torch_backend import TorchBackend
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    dtype = "float32" if options.dtype == "auto" else options.dtype
+    return TorchBackend.load(checkpoint, device=options.device, dtype=dtype, max_rows=max_rows)
+
+
+_LOADERS: dict[str, Callable[[Checkpoint, BackendOptions, int], Backend]] = {
+    "cpu": _load_cpu,
+    "torch": _load_torch,
+}

@@ -1,0 +1,22 @@
+"""The one table that names the rules of verification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.verify.pathwise import verify_pathwise
+from paceline.verify.verdict import Rule
+
+
+@dataclass(frozen=True)
+class RuleEntry:
+    """A rule and what it can do."""
+
+    verify: Rule
+    same_bytes: bool  # the output is that of plain decoding, byte for byte; else in distribution
+    trees: bool  # takes trees, not chains only
+
+
+RULES: dict[str, RuleEntry] = {
+    "pathwise": RuleEntry(verify_pathwise, same_bytes=True, trees=True),
+}

@@ -1,0 +1,44 @@
+"""What is put before a rule of verification, and what it decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.draft.trees import Draws
+from paceline.verify.logprobs import Logprob
+from paceline.verify.sampling import Sampler, Workspace
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One request's draft after the pass over it. Without nodes it is plain decoding."""
+
+    logits: npt.NDArray[np.float32]  # [1 + nodes, vocab] of the root, then of each node
+    tokens: Sequence[int]  # [nodes]
+    parents: Sequence[int]  # [nodes] -1 for the root's children
+    draws: Draws | None  # where drawn nodes come from; None: all were chosen
+    sampler: Sampler  # has followed the request's path; the rule advances it along the new tokens
+    position: int  # of the first new token
+    num_output: int  # tokens of output before it
+    is_last: Callable[[int, int], bool]  # (token, outputs before it): whether the request ends with it
+    num_logprobs: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a pass decided for one request."""
+
+    accepted: tuple[int, ...]  # nodes of the draft on the target's path, from the root down
+    tokens: tuple[int, ...]  # their tokens and the bonus token; empty for a chunk that ends inside a prompt
+    logprobs: tuple[dict[int, Logprob], ...] = ()  # one per token, if asked
+    error: Exception | None = None  # the request cannot go on
+
+
+NOTHING = Verdict((), ())
+
+# One verdict for each case. Unusable logits are the error of their own case only.
+Rule = Callable[[Sequence[Case], Workspace], list[Verdict]]
