@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError
 from paceline.options import check_bool, check_integer, refuse_unknown, unknown_option
 
+if TYPE_CHECKING:
+    from paceline.draft.methods import Speculation
+
 DEFAULT_MODEL = "smollm2-135m"
 BACKENDS = ("auto", "cpu", "torch")
 DTYPES = ("auto", "float32", "bfloat16")
-METHODS: tuple[str, ...] = ()  # drafting methods that exist
 
 
 @refuse_unknown(ConfigError)
@@ -104,17 +105,19 @@ class SchedulerOptions:
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class SpeculativeOptions:
-    """Drafting. No method exists yet, so only None or "off" is accepted."""
+    """Drafting: None or "off" is plain decoding. draft/methods.py says what else is understood."""
 
-    speculative_config: Mapping[str, Any] | str | None = None
+    speculative_config: Any = None
 
     def __post_init__(self) -> None:
         if self.speculative_config not in (None, "off"):
-            known = ", ".join(METHODS) or "none yet in this version"
-            raise ConfigError(
-                f"speculative_config {self.speculative_config!r} names no drafting method that exists "
-                f"({known}). Leave it out, or use None or 'off' for plain decoding."
-            )
+            self.speculation()  # a mistake is told before a model is loaded
+
+    def speculation(self) -> Speculation:
+        """The drafters to load and how drafts are verified."""
+        from paceline.draft.methods import parse_speculative_config  # here, to keep `--help` quick
+
+        return parse_speculative_config(self.speculative_config)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -58,6 +59,11 @@ class LLM:
     def _set(self, engine: Engine, tokenizer: ChatTokenizer) -> None:
         self.engine = engine
         self._tokenizer = tokenizer
+        self._close = weakref.finalize(self, engine.close)  # also when the program ends
+
+    def close(self) -> None:
+        """Write down what is to survive, such as a suffix cache. The LLM is not to be used afterwards."""
+        self._close()
 
     def get_tokenizer(self) -> ChatTokenizer:
         """The model's tokenizer."""

@@ -41,10 +41,11 @@ def test_the_command_line_starts_without_heavy_imports():
 
 def test_flags_have_the_names_and_defaults_of_the_python_api():
     params = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    del params["speculative"]  # --draft says it for all requests of a command
     assert {flag.name: flag.default for flag in SAMPLING} == params
     config = EngineConfig()
     options = {}
-    for part in (config.model, config.backend, config.cache, config.scheduler):
+    for part in (config.model, config.backend, config.cache, config.scheduler, config.speculative):
         options |= dataclasses.asdict(part)
     del options["model"]  # the argument
     assert {flag.name: flag.default for flag in ENGINE} == options
@@ -170,7 +171,7 @@ def test_every_sampling_flag_reaches_the_request(monkeypatch, paceline, toy):
 
 def test_engine_flags_reach_the_engine(paceline, toy):
     flags = shlex.split("""--backend torch --dtype bfloat16 --device cuda --threads 2 --max-model-len 64
-        --max-num-seqs 3 --max-num-batched-tokens 32 --no-enable-prefix-caching""")
+        --max-num-seqs 3 --max-num-batched-tokens 32 --no-enable-prefix-caching --draft suffix,ngram""")
     code, _, _ = paceline("generate", "a-model", "--prompt", "a", *flags)
     assert code == 0
     assert toy.asked == {
@@ -186,6 +187,7 @@ def test_engine_flags_reach_the_engine(paceline, toy):
         "max_num_batched_tokens": 32,
         "kv_cache_memory_bytes": None,
         "enable_prefix_caching": False,
+        "speculative_config": "suffix,ngram",
     }
 
 

@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 
 from paceline.config import EngineConfig
+from paceline.draft.base import DraftSampling
+from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.errors import ConfigError
 
 
@@ -56,8 +58,36 @@ def test_auto_takes_torch_where_the_cpu_backend_cannot_run():
         ({"kv_cache_memory_bytes": -1}, "kv_cache_memory_bytes"),
         ({"enable_prefix_caching": "yes"}, "True or False"),
         ({"seed": -1}, "seed"),
-        ({"speculative_config": {"method": "eagle3"}}, "none yet"),
-        ({"speculative_config": "ngram"}, "'off'"),
+        ({"speculative_config": {"method": "guess"}}, "method must be one of ngram, suffix"),
+        ({"speculative_config": {"num_speculative_tokens": 3}}, "method must be one of"),
+        ({"speculative_config": "guess"}, "'guess' names no drafting method. Use off, model:PATH"),
+        ({"speculative_config": "model:"}, "names no drafting method"),
+        ({"speculative_config": 3}, "must be an object"),
+        ({"speculative_config": []}, "must be an object"),
+        ({"speculative_config": '{"method": '}, "is not JSON"),
+        (
+            {"speculative_config": {"method": "ngram", "lookup": 3}},
+            "unknown option 'lookup'.*prompt_lookup_max",
+        ),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": -1}}, "0 is plain decoding"),
+        ({"speculative_config": {"method": "ngram", "branching": 2}}, "ngram drafts chains"),
+        ({"speculative_config": {"method": "ngram", "verification": "hope"}}, "one of pathwise, rejection"),
+        (
+            {"speculative_config": {"method": "ngram", "rejection_sample_method": "synthetic"}},
+            "standard or block",
+        ),
+        ({"speculative_config": {"method": "ngram", "draft_sample_method": "best"}}, "probabilistic, greedy"),
+        ({"speculative_config": {"method": "suffix", "branching": 2, "verification": "block"}}, "traversal"),
+        ({"speculative_config": "ngram,suffix,ngram"}, "'ngram' twice"),
+        (
+            {
+                "speculative_config": [
+                    {"method": "ngram", "verification": "block"},
+                    {"method": "suffix", "verification": "pathwise"},
+                ]
+            },
+            "share one",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(options, message):
@@ -65,6 +95,37 @@ def test_what_cannot_be_meant_is_refused(options, message):
         EngineConfig.from_options(**options)
 
 
-def test_speculation_can_be_switched_off_by_name():
+def speculation(given):
+    return EngineConfig.from_options(speculative_config=given).speculative.speculation()
+
+
+def test_speculation_can_be_switched_off():
     assert EngineConfig.from_options(speculative_config=None) == EngineConfig.from_options()
-    EngineConfig.from_options(speculative_config="off")
+    assert not speculation(None).drafters
+    assert not speculation("off").drafters
+    assert speculation({"method": "ngram", "num_speculative_tokens": 0}).default_plan == PLAIN
+
+
+def test_the_short_form_the_object_and_its_json_mean_the_same():
+    expected = speculation({"method": "ngram"})
+    assert speculation("ngram") == speculation('{"method": "ngram"}') == speculation(["ngram"]) == expected
+    assert speculation("model:a/b").drafters["draft_model"].options.model == "a/b"
+    assert speculation({"model": "a/b"}) == speculation("model:a/b")
+
+
+def test_the_first_of_several_drafters_is_the_default():
+    both = speculation(
+        [{"method": "suffix", "num_speculative_tokens": 5, "branching": 2, "depth": 3}, "ngram"]
+    )
+    assert list(both.drafters) == ["suffix", "ngram"]
+    assert both.default_plan == DraftPlan("suffix", 5, branching=2, depth=3)
+    assert speculation("suffix,ngram").drafters.keys() == both.drafters.keys()
+
+
+def test_drafts_are_sampled_as_the_rule_needs():
+    assert speculation("ngram").sampling is DraftSampling.COUPLED
+    assert speculation({"method": "ngram", "verification": "block"}).sampling is DraftSampling.INDEPENDENT
+    standard = speculation({"method": "ngram", "rejection_sample_method": "standard"})
+    assert (standard.rule, standard.sampling) == ("rejection", DraftSampling.INDEPENDENT)
+    greedy = speculation({"method": "ngram", "draft_sample_method": "greedy"})
+    assert greedy.sampling is DraftSampling.GREEDY

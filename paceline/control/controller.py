@@ -1,4 +1,4 @@
-"""Who decides how much is drafted. For now the decision is one fixed plan."""
+"""Who decides how much is drafted. For now each request's own wish, or one fixed plan."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Controller(Protocol):
 
 
 class FixedController:
-    """Gives every request the same plan; by default plain decoding."""
+    """Gives every request what it asks for, and the others one plan; by default plain decoding."""
 
     def __init__(self, plan: DraftPlan = PLAIN) -> None:
         self._plan = plan
 
     def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
-        return [self._plan] * len(running)
+        return [self._plan if request.plan is None else request.plan for request in running]
 
     def observe(self, stats: StepStats) -> None:
         pass

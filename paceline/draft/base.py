@@ -86,3 +86,6 @@ class Drafter(Protocol):
 
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request that has ended."""
+
+    def close(self) -> None:
+        """The engine ends: the place to write down what is to survive it."""

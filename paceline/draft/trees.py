@@ -107,6 +107,28 @@ class DraftTrees:
         """One chain of tokens per request."""
         return DraftTrees.from_lists([(chain, range(-1, len(chain) - 1)) for chain in chains])
 
+    @staticmethod
+    def merged(num_requests: int, groups: Sequence[tuple[Sequence[int], DraftTrees]]) -> DraftTrees:
+        """The trees of several drafters as one: each group's trees belong to the requests it names."""
+        trees: list[tuple[Sequence[int], Sequence[int]]] = [NO_TREE] * num_requests
+        rows: list[Sequence[int]] = [()] * num_requests
+        distributions: list[Float64Array] = []
+        first = 0
+        for requests, proposed in groups:
+            for number, request in enumerate(requests):
+                trees[request] = proposed.tree_lists(number)
+                draws = proposed.draws_of(number)
+                known = [-1] * len(trees[request][0]) if draws is None else draws.rows.tolist()
+                rows[request] = [row + first if row >= 0 else -1 for row in known]
+            if proposed.draws is not None:
+                distributions.append(proposed.draws.draft_probs)
+                first += len(proposed.draws.draft_probs)
+        merged = DraftTrees.from_lists(trees)
+        if not distributions:
+            return merged
+        flat = np.array([row for own in rows for row in own], dtype=np.int32)
+        return replace(merged, draws=Draws(np.concatenate(distributions), flat))
+
     def check(self, budgets: Sequence[int], vocab_size: int) -> None:
         """Nothing, if these are sound trees within the budgets; ValueError names what is not.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from paceline.draft.methods import METHODS, PLAN_KEYS, parse_plan
+from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.engine.detokenizer import Detokenizer
 from paceline.engine.request import Request
 from paceline.errors import RequestError
+from paceline.options import unknown_option
 from paceline.verify.noise import derive_seed
 from paceline.verify.params import SamplingParams
 from paceline.verify.sampling import Sampler
@@ -33,6 +36,7 @@ class Limits:
     max_model_len: int  # most tokens of a request, prompt and output
     max_num_seqs: int  # most requests of a pass
     max_num_batched_tokens: int  # most rows of a pass
+    draft_trees: bool = True  # the rule of verification takes trees
 
 
 def make_requests(
@@ -46,12 +50,14 @@ def make_requests(
     engine_seed: int,
     pool_tokens: int,
     now: float,
+    plans: Mapping[str, DraftPlan] | None = None,
 ) -> list[Request]:
     """One request for each of the n outputs of the index-th arrival.
 
     Seeds: a request without one gets derive_seed(engine seed, index), so a program that sends the
     same requests in the same order gets the same answers. Child 0 has the request's seed, child i
-    derive_seed(seed, i).
+    derive_seed(seed, i). `plans` are what each of the engine's drafters drafts if a request does not
+    say; the first is the default.
     """
     prompt = _checked_prompt(prompt_token_ids, limits)
     _check_ids(params, limits.vocab_size)
@@ -63,6 +69,7 @@ def make_requests(
             f"{max_output} of output), but the KV cache holds {pool_tokens}. "
             "Shorten it, or raise kv_cache_memory_bytes."
         )
+    plan = _asked_plan(params.speculative, plans or {}, limits)
     seed = derive_seed(engine_seed, index) if params.seed is None else params.seed
     ending_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
     children: list[Request] = []
@@ -81,6 +88,7 @@ def make_requests(
                 sampler=Sampler(params, child_seed, prompt, ending_ids),
                 detokenizer=Detokenizer(tokenizer, params),
                 arrival_time=now,
+                plan=plan,
                 leader=children[0] if child else None,
             )
         )
@@ -110,6 +118,35 @@ def _checked_prompt(prompt_token_ids: Sequence[int], limits: Limits) -> list[int
             "raise max_model_len if the model allows it."
         )
     return prompt
+
+
+def _asked_plan(
+    asked: str | Mapping[str, Any] | None, plans: Mapping[str, DraftPlan], limits: Limits
+) -> DraftPlan | None:
+    """What a request wants drafted; None if it leaves that to the engine."""
+    if asked is None or asked == "auto":
+        return None
+    if asked == "off":
+        return PLAIN
+    wish = {"method": asked} if isinstance(asked, str) else asked
+    for key in wish:
+        if key not in PLAN_KEYS:
+            raise RequestError(unknown_option(str(key), PLAN_KEYS, "speculative"))
+    name = str(wish.get("method", next(iter(plans), "none")))
+    if name not in plans:
+        loaded = f"It has {', '.join(plans)}" if plans else "It has none"
+        raise RequestError(
+            f"speculative asks for the drafter {name!r}, which this engine has not loaded. {loaded}; "
+            "name it in the engine's speculative_config, or use 'off'."
+        )
+    plan = parse_plan(RequestError, wish, plans[name], name, limits.draft_trees and METHODS[name].trees)
+    if plan.budget >= limits.max_num_batched_tokens:
+        raise RequestError(
+            f"num_speculative_tokens is {plan.budget}, but a pass has at most "
+            f"{limits.max_num_batched_tokens} rows, one of them for the request's last token. "
+            f"Use at most {limits.max_num_batched_tokens - 1}, or raise max_num_batched_tokens."
+        )
+    return plan
 
 
 def _check_ids(params: SamplingParams, vocab_size: int) -> None:

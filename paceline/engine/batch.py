@@ -82,14 +82,18 @@ class BatchBuilder:
     ) -> tuple[int, int]:
         """Add a tree's rows below row end - 1 of a part that began at `start`; the new end and outputs."""
         tokens, parents = tree
+        count = len(tokens)
         root = end - 1 - start
-        for node in range(len(tokens)):
-            parent = root + 1 + int(parents[node])
-            self._tokens[end + node] = tokens[node]
-            self._parents[end + node] = parent
-            self._positions[end + node] = self._positions[start + parent] + 1
-            self._logit_rows[outputs + node] = end + node
-        return end + len(tokens), outputs + len(tokens)
+        stop = end + count
+        self._tokens[end:stop] = tokens
+        np.add(parents, root + 1, out=self._parents[end:stop])
+        self._logit_rows[outputs : outputs + count] = self._steps[end + 1 : stop + 1]
+        if np.array_equal(parents, self._steps[:count]):  # a chain
+            np.add(self._steps[1 : count + 1], self._positions[end - 1] + 1, out=self._positions[end:stop])
+        else:
+            for row in range(end, stop):
+                self._positions[row] = self._positions[start + self._parents[row]] + 1
+        return stop, outputs + count
 
 
 def prompt_rows(part: Scheduled) -> tuple[int, int]:

@@ -6,12 +6,17 @@ from dataclasses import dataclass
 
 from paceline.backends.load import load_backend
 from paceline.config import EngineConfig
+from paceline.control.controller import FixedController
+from paceline.draft.base import Target
+from paceline.draft.methods import Speculation, load_drafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
+from paceline.errors import ConfigError
 from paceline.kv.sizing import available_memory, size_cache
 from paceline.models.config import ModelConfig
 from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer
+from paceline.verify.rules import RULES
 
 
 @dataclass(frozen=True)
@@ -29,9 +34,23 @@ def build_engine(config: EngineConfig) -> Loaded:
     tokenizer = load_tokenizer(resolve(config.model.tokenizer) if config.model.tokenizer else path)
     checkpoint = load_checkpoint(path)
     backend = load_backend(checkpoint, config.backend, config.scheduler.max_num_batched_tokens)
+    speculation = config.speculative.speculation()
+    _check_room(speculation, config.scheduler.max_num_batched_tokens)
+    target = Target(
+        model=config.model.model,
+        config=checkpoint.config,
+        tokenizer=tokenizer,
+        backend=config.backend,
+        page_size=backend.page_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_rows=config.scheduler.max_num_batched_tokens,
+        sampling=speculation.sampling,
+    )
+    drafters = {name: load_drafter(name, own, target) for name, own in speculation.drafters.items()}
     size = size_cache(
         page_size=backend.page_size,
-        bytes_per_page=backend.bytes_per_page(),
+        bytes_per_page=backend.bytes_per_page()
+        + sum(drafter.needs.bytes_per_page for drafter in drafters.values()),
         model_context=checkpoint.config.max_position,
         max_model_len=config.model.max_model_len,
         memory_bytes=config.cache.kv_cache_memory_bytes,
@@ -42,6 +61,7 @@ def build_engine(config: EngineConfig) -> Loaded:
         size.max_model_len,
         config.scheduler.max_num_seqs,
         config.scheduler.max_num_batched_tokens,
+        draft_trees=RULES[speculation.rule].trees,
     )
     engine = Engine(
         backend,
@@ -50,5 +70,20 @@ def build_engine(config: EngineConfig) -> Loaded:
         num_pages=size.num_pages,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         seed=config.seed,
+        controller=FixedController(speculation.default_plan),
+        drafters=drafters,
+        plans={name: own.plan for name, own in speculation.drafters.items()},
+        rule=RULES[speculation.rule].verify,
     )
     return Loaded(engine, tokenizer, checkpoint.config)
+
+
+def _check_room(speculation: Speculation, max_rows: int) -> None:
+    """Refuse drafts that can never be whole in a pass."""
+    for name, own in speculation.drafters.items():
+        if own.plan.budget >= max_rows:
+            raise ConfigError(
+                f"num_speculative_tokens of {name} is {own.plan.budget}, but a pass has at most {max_rows} "
+                f"rows, one of them for the request's last token. Use at most {max_rows - 1}, or raise "
+                "max_num_batched_tokens."
+            )

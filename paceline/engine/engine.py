@@ -6,15 +6,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.backends.base import Backend, Float32Array, ForwardBatch, ForwardOutput
+from paceline.backends.base import Backend, Float32Array, ForwardBatch
 from paceline.control.controller import Controller, FixedController, Load
-from paceline.draft.base import Drafter, Features
-from paceline.draft.trees import NO_TREE, DraftTrees
+from paceline.draft.base import Drafter
+from paceline.draft.trees import NO_TREE, DraftPlan, DraftTrees
 from paceline.engine.admission import Limits, TextTokenizer, make_requests
 from paceline.engine.batch import BatchBuilder, prompt_rows
+from paceline.engine.drafting import Drafting, draft_facts
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduled, Scheduler
-from paceline.engine.stats import StepStats
+from paceline.engine.stats import DraftFacts, StepStats
 from paceline.errors import BackendError, RequestError
 from paceline.kv.cache import KVCache
 from paceline.verify.logprobs import token_logprobs
@@ -47,6 +48,7 @@ class Engine:
         seed: int = 0,
         controller: Controller | None = None,
         drafters: Mapping[str, Drafter] | None = None,
+        plans: Mapping[str, DraftPlan] | None = None,
         rule: Rule = verify_pathwise,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -64,10 +66,8 @@ class Engine:
         self._seed = seed
         self._rule = rule
         self._controller = controller or FixedController()
-        self._drafters = dict(drafters or {})
-        self._feature_layers = tuple(
-            sorted({layer for drafter in self._drafters.values() for layer in drafter.needs.feature_layers})
-        )
+        self._plans = dict(plans or {})
+        self._drafting = Drafting(drafters or {}, limits.vocab_size, self.kv)
         self._builder = BatchBuilder(limits.max_num_batched_tokens, limits.max_num_seqs)
         self._workspace = Workspace(limits.vocab_size)
         self._clock = clock
@@ -95,6 +95,7 @@ class Engine:
             engine_seed=self._seed,
             pool_tokens=self.kv.pages.num_pages * self.kv.page_size,
             now=self._clock(),
+            plans=self._plans,
         )
         self._num_arrived += 1
         self._live[name] = list(children)
@@ -107,8 +108,12 @@ class Engine:
         aborted = self._live.get(request_id, [])
         for request in list(aborted):
             self._finish(request, "abort")
-        self._forget(aborted)
+        self._drafting.forget(aborted)
         return aborted
+
+    def close(self) -> None:
+        """End: what drafters keep on disk is written."""
+        self._drafting.close()
 
     def step(self) -> list[Delta]:
         """What one pass over the model adds to the requests in it."""
@@ -116,15 +121,15 @@ class Engine:
 
         running = self.scheduler.running
         plans = self._controller.plan(running, Load(len(running), len(self.scheduler.waiting)))
-        preempted_before = self.scheduler.num_preemptions
-        parts = self.scheduler.schedule(plans)
+        before = (self.scheduler.num_preemptions, self._drafting.failures)
+        parts = self.scheduler.schedule(self._drafting.sound(running, plans))
         if not parts:
             return []
         times.append(time.perf_counter())
         try:
-            trees = self._propose(parts)
+            trees = self._drafting.propose(parts)
             times.append(time.perf_counter())
-            batch = self._builder.build(parts, trees, self.kv, self._pool, self._feature_layers)
+            batch = self._builder.build(parts, trees, self.kv, self._pool, self._drafting.feature_layers)
             times.append(time.perf_counter())
             output = self.backend.forward(batch)
             times.append(time.perf_counter())
@@ -133,29 +138,16 @@ class Engine:
         except Exception as error:  # the pass is lost, the engine is not
             return self._fail(parts, error)
         deltas = [self._advance(part, verdict) for part, verdict in zip(parts, verdicts, strict=True)]
-        self._observe(parts, verdicts, batch, output)
+        requests = [part.request for part in parts]
+        self._drafting.observe(requests, verdicts, batch, output)
+        self._drafting.forget([request for request in requests if request.finished])
         times.append(time.perf_counter())
 
-        self.stats = self._facts(parts, verdicts, batch, times)
-        self.stats.new_tokens = sum(len(delta.token_ids) for delta in deltas)
-        self.stats.preemptions = self.scheduler.num_preemptions - preempted_before
+        self.stats = self._facts(parts, trees, verdicts, deltas, batch, times)
+        self.stats.preemptions = self.scheduler.num_preemptions - before[0]
+        self.stats.draft_failures = self._drafting.failures - before[1]
         self._controller.observe(self.stats)
         return deltas
-
-    def _propose(self, parts: Sequence[Scheduled]) -> DraftTrees | None:
-        """The trees of all parts; None when nothing is drafted."""
-        names = {part.plan.drafter for part in parts if part.plan.drafter is not None}
-        if not names:
-            return None
-        trees: list[tuple[Sequence[int], Sequence[int]]] = [NO_TREE] * len(parts)
-        for name in sorted(names):
-            chosen = [index for index, part in enumerate(parts) if part.plan.drafter == name]
-            plans = [parts[index].plan for index in chosen]
-            proposed = self._drafters[name].propose([parts[index].request for index in chosen], plans)
-            proposed.check([plan.budget for plan in plans], self.limits.vocab_size)
-            for number, index in enumerate(chosen):
-                trees[index] = proposed.tree_lists(number)
-        return DraftTrees.from_lists(trees)
 
     def _verify(
         self, parts: Sequence[Scheduled], trees: DraftTrees | None, logits: Float32Array
@@ -259,50 +251,29 @@ class Engine:
         """End the requests of a pass that raised."""
         for part in parts:
             self._finish(part.request, "error", error=error)
-        self._forget([part.request for part in parts])
+        self._drafting.forget([part.request for part in parts])
         return [Delta(part.request, part.request.detokenizer.take(), ()) for part in parts]
-
-    def _observe(
-        self,
-        parts: Sequence[Scheduled],
-        verdicts: Sequence[Verdict],
-        batch: ForwardBatch,
-        output: ForwardOutput,
-    ) -> None:
-        """Count what drafts did, and show the pass to every drafter, also to those that did not propose."""
-        if not self._drafters:
-            return
-        for index, (part, verdict) in enumerate(zip(parts, verdicts, strict=True)):
-            rows = int(batch.row_offsets[index + 1] - batch.row_offsets[index])
-            if rows > part.num_tokens:
-                part.request.speculative.add(rows - part.num_tokens, len(verdict.accepted))
-        features = None if output.features is None else Features(output.features, batch.row_offsets)
-        requests = [part.request for part in parts]
-        for drafter in self._drafters.values():
-            drafter.observe(requests, verdicts, features)
-        self._forget([request for request in requests if request.finished])
-
-    def _forget(self, requests: Sequence[Request]) -> None:
-        """Let drafters drop what they keep for requests that have ended."""
-        for drafter in self._drafters.values():
-            for request in requests:
-                drafter.forget(request)
 
     def _facts(
         self,
         parts: Sequence[Scheduled],
+        trees: DraftTrees | None,
         verdicts: Sequence[Verdict],
+        deltas: Sequence[Delta],
         batch: ForwardBatch,
         times: Sequence[float],
     ) -> StepStats:
         """The facts of a step whose phases ended at `times`."""
         known = sum(part.num_tokens for part in parts)
+        drafts = self._count_drafts(parts, trees, verdicts, deltas, times)
         return StepStats(
             requests=len(parts),
             rows=batch.num_rows,
             prefill_tokens=known - sum(part.num_tokens == 1 for part in parts),
+            new_tokens=sum(len(delta.token_ids) for delta in deltas),
             drafted=batch.num_rows - known,
-            accepted=sum(len(verdict.accepted) for verdict in verdicts),
+            accepted=sum(draft.accepted for draft in drafts),
+            drafts=tuple(drafts),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             kv_usage=self.kv.usage,
@@ -315,3 +286,26 @@ class Engine:
             verify_time=times[5] - times[4],
             commit_time=times[6] - times[5],
         )
+
+    def _count_drafts(
+        self,
+        parts: Sequence[Scheduled],
+        trees: DraftTrees | None,
+        verdicts: Sequence[Verdict],
+        deltas: Sequence[Delta],
+        times: Sequence[float],
+    ) -> list[DraftFacts]:
+        """What became of each draft, counted for its request too, with an even share of the time."""
+        planned = [part.request for part in parts if part.plan.drafter is not None]
+        for request in planned:
+            request.speculative.draft_time += (times[2] - times[1]) / len(planned)
+            request.speculative.verify_time += (times[5] - times[4]) / len(parts)
+        drafts: list[DraftFacts] = []
+        if trees is None:
+            return drafts
+        for index, (part, verdict, delta) in enumerate(zip(parts, verdicts, deltas, strict=True)):
+            _, parents = trees.tree_lists(index)
+            if parents:
+                drafts.append(draft_facts(part, parents, len(verdict.accepted), len(delta.token_ids)))
+                part.request.speculative.add(drafts[-1])
+        return drafts

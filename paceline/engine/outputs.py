@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 from paceline.engine.admission import TextTokenizer
 from paceline.engine.request import Request
@@ -14,12 +15,17 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass(frozen=True)
 class SpeculativeMetrics:
-    """What drafting did. All zero, and lengths 1, when nothing was drafted."""
+    """What drafting did. All zero, and the length 1, when nothing was drafted."""
 
     num_spec_steps: int = 0  # steps with at least one drafted token
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)  # [i] steps that accepted i tokens
+    drafts_per_position: list[int] = field(default_factory=list)  # [d] drafts that reached depth d + 1
+    accepted_per_position: list[int] = field(default_factory=list)  # [d] of these, accepted there
+    draft_time: float = 0.0  # seconds; those of a step are shared evenly by its requests
+    verify_time: float = 0.0
+    failed_drafters: list[str] = field(default_factory=list)  # raised, and were left aside
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -30,6 +36,12 @@ class SpeculativeMetrics:
     def draft_acceptance_rate(self) -> float:
         """Accepted share of drafted tokens."""
         return self.num_accepted_draft_tokens / max(1, self.num_draft_tokens)
+
+    @property
+    def acceptance_rate_per_position(self) -> list[float]:
+        """[d] the share of drafts accepted at depth d + 1 among those that went so deep."""
+        pairs = zip(self.accepted_per_position, self.drafts_per_position, strict=True)
+        return [accepted / drafts for accepted, drafts in pairs]
 
 
 @dataclass(frozen=True)
@@ -110,28 +122,34 @@ def _completion(request: Request, tokenizer: TextTokenizer) -> CompletionOutput:
 def _metrics(children: Sequence[Request]) -> RequestMetrics:
     starts = [request.first_token_time for request in children if request.first_token_time is not None]
     ends = [request.finished_time for request in children if request.finished_time is not None]
-    counts = [request.speculative for request in children]
-    width = max(len(count.acceptance_histogram) for count in counts)
     return RequestMetrics(
         arrival_time=children[0].arrival_time,
         first_token_time=min(starts, default=None),
         finished_time=max(ends) if len(ends) == len(children) else None,
         num_cached_tokens=children[0].num_cached_tokens,
         num_preemptions=sum(request.num_preemptions for request in children),
-        speculative=SpeculativeMetrics(
-            num_spec_steps=sum(count.num_spec_steps for count in counts),
-            num_draft_tokens=sum(count.num_draft_tokens for count in counts),
-            num_accepted_draft_tokens=sum(count.num_accepted_draft_tokens for count in counts),
-            acceptance_histogram=[
-                sum(
-                    count.acceptance_histogram[place]
-                    for count in counts
-                    if place < len(count.acceptance_histogram)
-                )
-                for place in range(width)
-            ],
-        ),
+        speculative=_speculative_metrics(children),
     )
+
+
+def _speculative_metrics(children: Sequence[Request]) -> SpeculativeMetrics:
+    counts = [request.speculative for request in children]
+    return SpeculativeMetrics(
+        num_spec_steps=sum(count.num_spec_steps for count in counts),
+        num_draft_tokens=sum(count.num_draft_tokens for count in counts),
+        num_accepted_draft_tokens=sum(count.num_accepted_draft_tokens for count in counts),
+        acceptance_histogram=_summed([count.acceptance_histogram for count in counts]),
+        drafts_per_position=_summed([count.drafts_per_position for count in counts]),
+        accepted_per_position=_summed([count.accepted_per_position for count in counts]),
+        draft_time=sum(count.draft_time for count in counts),
+        verify_time=sum(count.verify_time for count in counts),
+        failed_drafters=sorted({name for request in children for name in request.failed_drafters}),
+    )
+
+
+def _summed(lists: Sequence[list[int]]) -> list[int]:
+    """The sums place by place; what a shorter list does not have is 0."""
+    return [sum(places) for places in zip_longest(*lists, fillvalue=0)]
 
 
 def _with_text(entry: TokenLogprobs, tokenizer: TextTokenizer) -> TokenLogprobs:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from paceline.draft.trees import DraftPlan
 from paceline.engine.detokenizer import Detokenizer
+from paceline.engine.stats import DraftFacts
 from paceline.verify.logprobs import Logprob
 from paceline.verify.params import SamplingParams
 from paceline.verify.sampling import Sampler
@@ -25,14 +27,30 @@ class SpeculativeCounts:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)  # [i] steps that accepted i tokens
+    drafts_per_position: list[int] = field(default_factory=list)  # [d] drafts that reached depth d + 1
+    draft_time: float = 0.0  # seconds; those of a step are shared evenly by the requests it drafted for
+    verify_time: float = 0.0
 
-    def add(self, drafted: int, accepted: int) -> None:
+    def add(self, draft: DraftFacts) -> None:
         """Count one step's draft."""
         self.num_spec_steps += 1
-        self.num_draft_tokens += drafted
-        self.num_accepted_draft_tokens += accepted
-        self.acceptance_histogram.extend([0] * (accepted + 1 - len(self.acceptance_histogram)))
-        self.acceptance_histogram[accepted] += 1
+        self.num_draft_tokens += draft.nodes
+        self.num_accepted_draft_tokens += draft.accepted
+        _count_at(self.acceptance_histogram, draft.accepted)
+        for depth in range(draft.depth):
+            _count_at(self.drafts_per_position, depth)
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """[d] drafts whose token at depth d + 1 was accepted."""
+        steps = self.acceptance_histogram
+        return [sum(steps[depth + 1 :]) for depth in range(len(self.drafts_per_position))]
+
+
+def _count_at(counts: list[int], place: int) -> None:
+    """Add one to a count, in a list that grows as needed."""
+    counts.extend([0] * (place + 1 - len(counts)))
+    counts[place] += 1
 
 
 @dataclass(eq=False, slots=True)
@@ -50,6 +68,7 @@ class Request:
     sampler: Sampler
     detokenizer: Detokenizer
     arrival_time: float
+    plan: DraftPlan | None = None  # what its options ask to be drafted; None leaves it to the controller
     leader: Request | None = None  # the first of the n children: the others wait for its prompt's pages
 
     token_ids: list[int] = field(default_factory=list)  # prompt and output
@@ -66,6 +85,7 @@ class Request:
     num_cached_tokens: int = 0  # found in the prefix cache when first admitted
     num_preemptions: int = 0
     speculative: SpeculativeCounts = field(default_factory=SpeculativeCounts)
+    failed_drafters: set[str] = field(default_factory=set)  # raised for this request: not asked again
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.engine.request import Request, Status
@@ -155,4 +155,6 @@ class Scheduler:
             while budget > 0 and not self._kv.reserve(request.slot, committed + budget):
                 budget -= 1
             part.plan = part.plan.shrunk(max(budget, 0))
+            if 0 < useful < part.plan.levels:
+                part.plan = replace(part.plan, depth=useful)
             rows -= part.plan.budget

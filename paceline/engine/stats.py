@@ -5,6 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+@dataclass(frozen=True, slots=True)
+class DraftFacts:
+    """What became of one request's draft in one step."""
+
+    request_id: str
+    drafter: str
+    nodes: int
+    depth: int  # levels of the draft that could be tried: none below a token that ended the request
+    accepted: int  # nodes on the accepted path
+
+
 @dataclass(slots=True)
 class StepStats:
     """One step. Times are seconds."""
@@ -15,6 +26,8 @@ class StepStats:
     new_tokens: int = 0  # tokens that requests gained
     drafted: int = 0  # draft nodes in the pass
     accepted: int = 0  # draft nodes on accepted paths
+    drafts: tuple[DraftFacts, ...] = ()  # of the requests that were drafted for
+    draft_failures: int = 0  # drafters that raised
     running: int = 0
     waiting: int = 0
     preemptions: int = 0  # in this step

@@ -125,12 +125,17 @@ class KVCache:
     ) -> None:
         """Keep the first `in_place` rows of the pass, then the accepted ones, given as local rows.
 
-        `token_ids` are the sequence's tokens, at least as many as are now committed.
+        `token_ids` are the sequence's tokens, at least as many as are now committed; pages beyond
+        them, which a draft had reserved, are let go.
         """
         sequence = self._sequences[slot]
         if accepted_rows:
             self._move_together(sequence, in_place, accepted_rows)
         sequence.length += in_place + len(accepted_rows)
+        needed = pages_for(len(token_ids), self.page_size)
+        while len(sequence.pages) > needed:
+            self.pages.drop(sequence.pages.pop())
+            self.page_tables[slot, len(sequence.pages)] = -1
         if self.enable_prefix_caching and sequence.length >= (sequence.indexed + 1) * self.page_size:
             self._offer_full_pages(slot, sequence, token_ids)
 

@@ -33,12 +33,12 @@ class Flag:
     kind: Any
     default: Any
     help: str
-    spelling: str | None = None  # None: -- and the name; a switch may have "--on/--off"
+    spelling: str | None = None  # None: -- and the name; a switch may have "--on/--off"; several: "--a --b"
 
     def parameter(self) -> inspect.Parameter:
         """The flag as a parameter that typer understands."""
         spelling = self.spelling or "--" + self.name.replace("_", "-")
-        annotation = Annotated[self.kind, typer.Option(spelling, help=self.help)]  # type: ignore[name-defined]
+        annotation = Annotated[self.kind, typer.Option(*spelling.split(), help=self.help)]  # type: ignore[name-defined]
         return inspect.Parameter(
             self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=annotation
         )
@@ -65,6 +65,14 @@ ENGINE: Group = (
         True,
         "Reuse what earlier prompts have in common with this one.",
         "--enable-prefix-caching/--no-enable-prefix-caching",
+    ),
+    Flag(
+        "speculative_config",
+        str | None,
+        None,
+        "What drafts: off, ngram, suffix, model:PATH, or JSON such as "
+        '\'{"method": "suffix", "num_speculative_tokens": 8}\'.',
+        "--speculative-config --draft",
     ),
 )
 

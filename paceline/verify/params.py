@@ -43,6 +43,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for every prompt token
     skip_special_tokens: bool = True  # leave special tokens out of the text
     include_stop_str_in_output: bool = False  # keep the stop string that ended the output in the text
+    # what is drafted: None or "auto" leaves it to the engine, "off" is plain decoding, a method's name, or
+    # {"method": ..., "num_speculative_tokens": ..., "branching": ..., "depth": ...}, each of them optional
+    speculative: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Check every field and give it its plain form: tuples, ints and floats."""
@@ -78,6 +81,11 @@ class SamplingParams:
                 error, "include_stop_str_in_output", self.include_stop_str_in_output
             ),
         }
+        if not isinstance(self.speculative, str | Mapping | None):
+            raise RequestError(
+                "speculative must be 'off', 'auto', a method's name or an object such as "
+                f"{{'method': 'ngram', 'num_speculative_tokens': 4}}, got {self.speculative!r}."
+            )
         if self.seed is not None:
             seed = check_integer(error, "seed", self.seed, -(2**63), 2**64 - 1)
             settled["seed"] = seed % 2**64

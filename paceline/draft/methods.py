@@ -1,0 +1,219 @@
+"""The one table that names the drafting methods, and the way from a user's words to loaded drafters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+from paceline.draft.base import Drafter, DraftSampling, Target
+from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.errors import ConfigError, PacelineError
+from paceline.options import check_integer, unknown_option
+from paceline.verify.rules import RULES
+
+MOST_NODES = 1024
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table. The class is imported only when the method is used.
+
+    The class has `Options`, a frozen dataclass with the method's own keys of speculative_config,
+    and `load(options, target)`, which gives the drafter.
+    """
+
+    module: str
+    drafter: str  # the class
+    num_speculative_tokens: int  # drafted in a step, if the user does not say
+    trees: bool  # can draft several continuations
+
+
+METHODS: dict[str, Method] = {
+    "ngram": Method("paceline.draft.ngram", "NgramDrafter", num_speculative_tokens=8, trees=False),
+    "suffix": Method("paceline.draft.suffix", "SuffixDrafter", num_speculative_tokens=16, trees=True),
+    "draft_model": Method(
+        "paceline.draft.draft_model", "DraftModelDrafter", num_speculative_tokens=4, trees=True
+    ),
+    "hybrid": Method("paceline.draft.hybrid", "HybridDrafter", num_speculative_tokens=16, trees=True),
+}
+
+PLAN_KEYS = ("method", "num_speculative_tokens", "branching", "depth")  # a request may give these too
+SHARED_KEYS = ("verification", "rejection_sample_method", "draft_sample_method")  # one for all drafters
+SAMPLE_METHODS = ("probabilistic", "greedy")
+RULE_NAMES = {"standard": "rejection", "block": "block"}  # vLLM's rejection_sample_method
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """One drafter to load, and what it drafts for requests that do not say."""
+
+    plan: DraftPlan
+    options: Any  # the method's own
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What a speculative_config asks for. Without drafters: plain decoding."""
+
+    drafters: Mapping[str, DrafterConfig]  # by method; the first is the default
+    rule: str = "pathwise"  # of RULES
+    sampling: DraftSampling = DraftSampling.COUPLED
+
+    @property
+    def default_plan(self) -> DraftPlan:
+        return next((config.plan for config in self.drafters.values()), PLAIN)
+
+
+OFF = Speculation({})
+
+
+def parse_speculative_config(given: Any) -> Speculation:
+    """The speculation that a speculative_config means. ConfigError if it means none.
+
+    It is None or "off"; an object as vLLM takes it; the short form "ngram" or "model:PATH"; or a
+    list of objects, or short forms with commas between, for several drafters, of which each request
+    chooses one. The first is the default.
+    """
+    entries = _entries(given)
+    if not entries:
+        return OFF
+    shared = _shared(entries)
+    drafters: dict[str, DrafterConfig] = {}
+    for entry in entries:
+        name, config = _drafter(entry, RULES[shared.rule].trees, shared.rule)
+        if name in drafters:
+            raise ConfigError(f"speculative_config names the method {name!r} twice: name each once.")
+        drafters[name] = config
+    return replace(shared, drafters=drafters)
+
+
+def load_drafter(name: str, config: DrafterConfig, target: Target) -> Drafter:
+    """The drafter of this name, ready for `bind`."""
+    drafter: Drafter = _class_of(name).load(config.options, target)
+    return drafter
+
+
+def parse_plan(
+    error: type[PacelineError], given: Mapping[str, Any], default: DraftPlan | None, name: str, trees: bool
+) -> DraftPlan:
+    """What num_speculative_tokens, branching and depth ask of a drafter; `trees`: whether it may branch."""
+    method = METHODS.get(name)
+    usual = default or DraftPlan(name, method.num_speculative_tokens if method else 1)
+    tokens = check_integer(
+        error,
+        "num_speculative_tokens",
+        given.get("num_speculative_tokens", usual.budget),
+        0,
+        MOST_NODES,
+        "0 is plain decoding.",
+    )
+    branching = check_integer(error, "branching", given.get("branching", usual.branching), 1, MOST_NODES)
+    depth = given.get("depth", usual.depth)
+    if depth is not None:
+        depth = check_integer(error, "depth", depth, 1, MOST_NODES)
+    if branching > 1 and not trees:
+        raise error(f"branching is {branching}, but {name} drafts chains here. Leave branching out.")
+    return DraftPlan(name, tokens, branching, depth) if tokens else PLAIN
+
+
+def _entries(given: Any) -> list[Mapping[str, Any]]:
+    """The drafters that are asked for, each as an object."""
+    if given is None or given == "off":
+        return []
+    if isinstance(given, str):
+        if given.lstrip().startswith(("{", "[")):
+            return _entries(_from_json(given))
+        return [_from_short_form(part.strip()) for part in given.split(",")]
+    if isinstance(given, Mapping):
+        return [given]
+    if isinstance(given, Sequence) and given:
+        return [entry for part in given for entry in _entries(part)]
+    raise ConfigError(
+        f"speculative_config must be an object such as {{'method': 'suffix'}}, a list of those, a short form "
+        f"such as 'suffix', or 'off'; got {given!r}."
+    )
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"speculative_config is not JSON ({error}): {text[:80]!r}. "
+            'Write it like \'{"method": "suffix", "num_speculative_tokens": 8}\'.'
+        ) from None
+
+
+def _from_short_form(text: str) -> Mapping[str, Any]:
+    name, colon, rest = text.partition(":")
+    if name == "model" and rest:
+        return {"method": "draft_model", "model": rest}
+    if name in METHODS and not colon:
+        return {"method": name}
+    raise ConfigError(
+        f"{text!r} names no drafting method. Use off, model:PATH, or one of "
+        f"{', '.join(name for name in METHODS if name != 'draft_model')}."
+    )
+
+
+def _shared(entries: Sequence[Mapping[str, Any]]) -> Speculation:
+    """The rule of verification and the way of sampling drafts, which all drafters share."""
+    found: dict[str, Any] = {}
+    for entry in entries:
+        for key in SHARED_KEYS:
+            if key in entry and found.setdefault(key, entry[key]) != entry[key]:
+                raise ConfigError(f"{key} is both {found[key]!r} and {entry[key]!r}: all drafters share one.")
+    rule = _rule(found)
+    method = found.get("draft_sample_method", "probabilistic")
+    if method not in SAMPLE_METHODS:
+        raise ConfigError(f"draft_sample_method must be one of {', '.join(SAMPLE_METHODS)}, got {method!r}.")
+    if method == "greedy":
+        sampling = DraftSampling.GREEDY
+    else:
+        sampling = DraftSampling.COUPLED if RULES[rule].same_bytes else DraftSampling.INDEPENDENT
+    return Speculation({}, rule, sampling)
+
+
+def _rule(found: Mapping[str, Any]) -> str:
+    """The rule of verification by our name or by vLLM's."""
+    if "rejection_sample_method" in found:
+        theirs = found["rejection_sample_method"]
+        if "verification" in found or theirs not in RULE_NAMES:
+            raise ConfigError(
+                f"rejection_sample_method {theirs!r}: use standard or block, or leave it out and give "
+                f"verification, one of {', '.join(RULES)}."
+            )
+        return RULE_NAMES[theirs]
+    rule = found.get("verification", "pathwise")
+    if rule not in RULES:
+        raise ConfigError(f"verification must be one of {', '.join(RULES)}, got {rule!r}.")
+    return str(rule)
+
+
+def _drafter(entry: Mapping[str, Any], rule_takes_trees: bool, rule: str) -> tuple[str, DrafterConfig]:
+    """One drafter's name, default plan and own options."""
+    name = entry.get("method", "draft_model" if "model" in entry else None)
+    if name not in METHODS:
+        raise ConfigError(f"method must be one of {', '.join(METHODS)}, got {name!r}.")
+    method = METHODS[name]
+    plan = parse_plan(ConfigError, entry, None, name, method.trees)
+    if plan.branching > 1 and not rule_takes_trees:
+        raise ConfigError(
+            f"branching is {plan.branching}, but {rule} verification takes chains only. "
+            "Use branching 1, or verification 'traversal'."
+        )
+    options = _class_of(name).Options
+    own = {key: value for key, value in entry.items() if key not in PLAN_KEYS + SHARED_KEYS}
+    for key in own:
+        if key not in options.__dataclass_fields__:
+            known = [*PLAN_KEYS, *SHARED_KEYS, *options.__dataclass_fields__]
+            raise ConfigError(unknown_option(key, known, f"speculative_config with method {name}"))
+    return name, DrafterConfig(plan, options(**own))
+
+
+def _class_of(name: str) -> Any:
+    method = METHODS[name]
+    return getattr(import_module(method.module), method.drafter)
