@@ -4,20 +4,18 @@ Nothing sorts the vocabulary. Top-k and top-p are both "keep the likeliest until
 reach a need" (weights 1, or probability masses), and that threshold is found with one histogram
 and a sort of the single bucket where it lies. Masses are integers, so sums are exact in any order.
 
-All compiled functions of the room are in this file, because numba's disk cache looks only at the
-file of the function it loads.
+What calls each other is in this one file, because numba's disk cache looks only at the file of the
+function it loads.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from paceline.verify.compiling import compiled, inlined
 from paceline.verify.floats import (
     ATANH,
     EXP_LOWEST,
@@ -36,6 +34,7 @@ from paceline.verify.noise import (
     ONE,
     SHIFT_12,
     SHIFT_32,
+    STREAM_TOKENS,
     UNIT,
     WEYL_0,
     WEYL_1,
@@ -44,26 +43,21 @@ from paceline.verify.noise import (
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
-Function = TypeVar("Function", bound=Callable[..., Any])
+UInt64Array = npt.NDArray[np.uint64]
+Options = tuple[float, int, float, float]  # temperature (not 0), top_k, top_p, min_p
+Scratch = tuple[Float64Array, Int64Array, Int64Array]  # scaled, ids, weights: [vocab] each
 
 MASS_ONE = 2.0**40  # the mass of the likeliest token; what is 2^-40 of it or less counts as nothing
 _BUCKETS = 2048
 _BUCKET_RANGE = 64.0
+_ALL = -1  # every id is kept
+_UNUSABLE = -2  # the logits hold NaN or +inf, or allow nothing
 _BLOCK = 512  # pairs of ids whose noise is made at a time, so that it vectorizes
+_TOKENS = np.uint64(STREAM_TOKENS)
 _WEYL_0 = np.uint64(WEYL_0)
 _WEYL_1 = np.uint64(WEYL_1)
 _ATANH_TERMS = len(ATANH)
 _TAYLOR_TERMS = len(TAYLOR)
-
-
-def compiled(function: Function) -> Function:
-    """A numba function, kept on disk, that runs without the GIL. No fast-math: bits are promised."""
-    return cast(Function, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
-
-
-def inlined(function: Function) -> Function:
-    """A numba function that becomes part of the compiled functions that call it."""
-    return cast(Function, numba.njit(inline="always", error_model="numpy")(function))
 
 
 @compiled
@@ -71,28 +65,109 @@ def choose_token(
     logits: Float32Array,
     peak: float,
     low: float,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
+    options: Options,
+    scratch: Scratch,
     seed: np.uint64,
     position: np.uint64,
-    scaled: Float64Array,
-    ids: Int64Array,
-    weights: Int64Array,
 ) -> int:
     """The token of argmax(log p + gumbel) over the kept ids, or -1 if the logits are not usable.
 
     `peak` and `low` are the largest and smallest logit, NaN if one is NaN; numpy finds them faster.
-    `scaled`, `ids` and `weights` are scratch of the vocabulary's size.
     """
-    if not math.isfinite(peak):
+    scaled, ids, _ = scratch
+    count = _keep(logits, peak, low, options, scratch)
+    if count == _UNUSABLE:
         return -1
+    best, scores = np.empty(1, dtype=np.int64), np.empty(1, dtype=np.float64)
+    if count == _ALL:
+        _race_all(scaled, len(logits), seed, position, best, scores)
+    else:
+        _race(scaled, ids, count, seed, position, best, scores)
+    return int(best[0])
+
+
+@compiled
+def target_probabilities(
+    logits: Float32Array, peak: float, low: float, options: Options, scratch: Scratch, out: Float64Array
+) -> bool:
+    """Whether the logits are usable; then `out` is the distribution that choose_token draws from.
+
+    It is exactly zero for every id that is not kept.
+    """
+    scaled, ids, _ = scratch
+    count = _keep(logits, peak, low, options, scratch)
+    if count == _UNUSABLE:
+        return False
+    peak = peak / options[0]
+    if count == _ALL:
+        for token in range(len(logits)):
+            out[token] = exp(scaled[token] - peak) if scaled[token] > -np.inf else 0.0
+    else:
+        out[:] = 0.0
+        for index in range(count):
+            out[ids[index]] = exp(scaled[ids[index]] - peak)
+    total = 0.0
+    for token in range(len(logits)):
+        total += out[token]
+    for token in range(len(logits)):
+        out[token] /= total
+    return True
+
+
+@compiled
+def best_candidates(
+    logits: Float32Array,
+    peak: float,
+    low: float,
+    options: Options,
+    scratch: Scratch,
+    coupled: bool,
+    seed: np.uint64,
+    position: np.uint64,
+    best: Int64Array,
+    log_probs: Float64Array,
+) -> int:
+    """How many ids of the largest log p (+ gumbel if coupled) were written to `best`, -1 if unusable.
+
+    Best first, ties to the lowest id, with their log p in `log_probs`.
+    """
+    scaled, ids, _ = scratch
+    count = _keep(logits, peak, low, options, scratch)
+    if count == _UNUSABLE:
+        return -1
+    peak = peak / options[0]
+    scores = np.empty(len(best), dtype=np.float64)
+    if count == _ALL:
+        total = _sum_exp(scaled, len(logits), peak)
+    else:
+        total = _sum_exp(scaled[ids[:count]], count, peak)
+    if not coupled:
+        found = _rank(scaled, ids, count, best, scores)
+    elif count == _ALL:
+        found = _race_all(scaled, len(logits), seed, position, best, scores)
+    else:
+        found = _race(scaled, ids, count, seed, position, best, scores)
+    for place in range(found):
+        log_probs[place] = (scaled[best[place]] - peak) - log(total)
+    return found
+
+
+@compiled
+def _keep(logits: Float32Array, peak: float, low: float, options: Options, scratch: Scratch) -> int:
+    """How many ids min_p, top_k and top_p keep: the first of `ids`, ascending; or _ALL, or _UNUSABLE.
+
+    Also writes the logits divided by the temperature to `scaled`. What has a logit of -inf is never
+    kept, and under _ALL it is up to the caller to skip it.
+    """
+    temperature, top_k, top_p, min_p = options
+    scaled, ids, weights = scratch
+    if not math.isfinite(peak):
+        return _UNUSABLE
     for token in range(len(logits)):
         scaled[token] = np.float64(logits[token]) / temperature
     peak, low = peak / temperature, low / temperature
     if top_k <= 0 and top_p >= 1.0 and min_p <= 0.0:
-        return _race_all(scaled, len(logits), seed, position)
+        return _ALL
     floor = peak + log(min_p) if min_p > 0.0 else -np.inf
     count = 0
     for token in range(len(logits)):
@@ -110,7 +185,7 @@ def choose_token(
         need = max(1, min(total, math.ceil(top_p * total)))
         count = _drop_light(ids, weights, count, (total - need) // count)
         count = _keep_prefix(scaled, ids, weights, count, need, peak, low)
-    return _race(scaled, ids, count, seed, position)
+    return count
 
 
 @inlined
@@ -187,55 +262,95 @@ def _cannot_win(behind: float, complement: float) -> bool:
     return behind > 0.0 and complement * series > 1.000001
 
 
+@inlined
+def _place(token: int, score: float, best: Int64Array, scores: Float64Array, found: int) -> int:
+    """Put a token among the best, which stay sorted, the earlier of equals first; how many they are now."""
+    if found == len(best) and score <= scores[-1]:
+        return found
+    place = min(found, len(best) - 1)
+    while place > 0 and score > scores[place - 1]:
+        best[place], scores[place] = best[place - 1], scores[place - 1]
+        place -= 1
+    best[place], scores[place] = token, score
+    return min(found + 1, len(best))
+
+
 @compiled
-def _race(scaled: Float64Array, ids: Int64Array, count: int, seed: np.uint64, position: np.uint64) -> int:
-    """The id among the first `count` with the largest scaled + gumbel, ties to the lowest."""
-    best, winner = -np.inf, -1
+def _race(
+    scaled: Float64Array,
+    ids: Int64Array,
+    count: int,
+    seed: np.uint64,
+    position: np.uint64,
+    best: Int64Array,
+    scores: Float64Array,
+) -> int:
+    """Write the ids among the first `count` with the largest scaled + gumbel to `best`; how many."""
+    found = 0
     for index in range(count):
-        token = np.uint64(ids[index])
-        even, odd = pair_bits(token >> ONE, position, seed)
-        bits = odd if token & ONE else even
-        value = scaled[ids[index]]
-        if _cannot_win(best - value, uniform_complement(bits)):
-            continue
-        score = value + gumbel_of_bits(bits)
-        if score > best:
-            best, winner = score, ids[index]
-    return winner
+        token, value = ids[index], scaled[ids[index]]
+        even, odd = pair_bits(np.uint64(token) >> ONE, position, seed, _TOKENS)
+        bits = odd if token & 1 else even
+        if found < len(best) or not _cannot_win(scores[-1] - value, uniform_complement(bits)):
+            found = _place(token, value + gumbel_of_bits(bits), best, scores, found)
+    return found
 
 
 @compiled
-def _race_all(scaled: Float64Array, size: int, seed: np.uint64, position: np.uint64) -> int:
-    """The id of the whole vocabulary with the largest scaled + gumbel, ties to the lowest."""
-    best, winner = -np.inf, -1
+def _race_all(
+    scaled: Float64Array,
+    size: int,
+    seed: np.uint64,
+    position: np.uint64,
+    best: Int64Array,
+    scores: Float64Array,
+) -> int:
+    """Write the ids of the whole vocabulary with the largest scaled + gumbel to `best`; how many."""
+    found = 0
     bits = np.empty(2 * _BLOCK, dtype=np.uint64)
     for start in range(0, size, 2 * _BLOCK):
         for pair in range(_BLOCK):
-            even, odd = pair_bits(np.uint64(start // 2 + pair), position, seed)
+            even, odd = pair_bits(np.uint64(start // 2 + pair), position, seed, _TOKENS)
             bits[2 * pair] = even
             bits[2 * pair + 1] = odd
         for token in range(start, min(start + 2 * _BLOCK, size)):
-            value = scaled[token]
-            if value == -np.inf or _cannot_win(best - value, uniform_complement(bits[token - start])):
+            value, noise = scaled[token], bits[token - start]
+            if value == -np.inf:
                 continue
-            score = value + gumbel_of_bits(bits[token - start])
-            if score > best:
-                best, winner = score, token
-    return winner
+            if found < len(best) or not _cannot_win(scores[-1] - value, uniform_complement(noise)):
+                found = _place(token, value + gumbel_of_bits(noise), best, scores, found)
+    return found
+
+
+@compiled
+def _rank(scaled: Float64Array, ids: Int64Array, count: int, best: Int64Array, scores: Float64Array) -> int:
+    """Write the kept ids with the largest scaled to `best`; how many. `count` may be _ALL."""
+    found = 0
+    for index in range(len(scaled) if count == _ALL else count):
+        token = index if count == _ALL else ids[index]
+        if scaled[token] > -np.inf:
+            found = _place(token, scaled[token], best, scores, found)
+    return found
 
 
 @compiled
 def log_normalizer(logits: Float32Array, peak: float) -> float:
     """log(sum(exp(logits))) in double, summed in id order. `peak` is the largest logit, a finite one."""
+    return peak + log(_sum_exp(logits, len(logits), peak))
+
+
+@compiled
+def _sum_exp(values: Float32Array | Float64Array, size: int, peak: float) -> float:
+    """The sum of exp(value - peak) in double, in order. What is -inf adds as good as nothing."""
     total = 0.0
     terms = np.empty(_BLOCK, dtype=np.float64)
-    for start in range(0, len(logits), _BLOCK):
-        count = min(_BLOCK, len(logits) - start)
+    for start in range(0, size, _BLOCK):
+        count = min(_BLOCK, size - start)
         for index in range(count):  # apart from the sum, so that it vectorizes
-            terms[index] = exp(np.float64(logits[start + index]) - peak)
+            terms[index] = exp(np.float64(values[start + index]) - peak)
         for index in range(count):
             total += terms[index]
-    return peak + log(total)
+    return total
 
 
 @inlined
@@ -268,10 +383,12 @@ def exp(x: float) -> float:
 
 
 @inlined
-def pair_bits(pair: np.uint64, position: np.uint64, seed: np.uint64) -> tuple[np.uint64, np.uint64]:
+def pair_bits(
+    pair: np.uint64, position: np.uint64, seed: np.uint64, lane: np.uint64
+) -> tuple[np.uint64, np.uint64]:
     """64 random bits each for the token ids 2 * pair and 2 * pair + 1."""
     word_0, word_1 = pair, position & MASK32
-    word_2, word_3 = position >> SHIFT_32, np.uint64(0)
+    word_2, word_3 = position >> SHIFT_32, lane
     key_0, key_1 = seed & MASK32, seed >> SHIFT_32
     for _ in range(10):
         product_0 = MULTIPLIER_0 * word_0
@@ -304,6 +421,16 @@ def gumbel(seed: np.uint64, position: np.uint64, ids: npt.NDArray[np.int64]) -> 
     noise = np.empty(len(ids), dtype=np.float64)
     for index in range(len(ids)):
         token = np.uint64(ids[index])
-        even, odd = pair_bits(token >> ONE, position, seed)
+        even, odd = pair_bits(token >> ONE, position, seed, _TOKENS)
         noise[index] = gumbel_of_bits(odd if token & ONE else even)
     return noise
+
+
+@compiled
+def uniforms(seeds: UInt64Array, positions: UInt64Array, lanes: UInt64Array) -> Float64Array:
+    """One uniform for each (seed, position, lane), never 0 nor 1: float64 [seeds]. See `noise.lane`."""
+    values = np.empty(len(seeds), dtype=np.float64)
+    for index in range(len(seeds)):
+        bits, _ = pair_bits(np.uint64(0), positions[index], seeds[index], lanes[index])
+        values[index] = (np.float64(np.int64(bits >> SHIFT_12)) + 0.5) * UNIT
+    return values

@@ -3,7 +3,8 @@
 No state is kept, so the noise of a position can be recomputed by a drafter, after a preemption or
 on another device, with the same bits:
 
-    counter = (id // 2, position low, position high, stream)     key = (seed low, seed high)
+    counter = (id // 2, position low, position high, lane)     key = (seed low, seed high)
+    lane    = stream | node << 8       what the noise is for; the target's own choice is lane 0
     an even id takes output words 0 and 1, an odd id words 2 and 3; their upper 52 bits are k
     uniform = (k + 0.5) / 2**52        exact, never 0 nor 1
     gumbel  = -log(-log(uniform))      with the logarithm of floats.py
@@ -24,6 +25,9 @@ UInt64Array = npt.NDArray[np.uint64]
 MASK64 = (1 << 64) - 1
 STREAM_TOKENS = 0  # the target's own choice
 STREAM_SEEDS = 1  # seeds derived from seeds
+STREAM_DRAFT = 2  # tokens that a drafter draws
+STREAM_ACCEPT = 3  # the coin of each drafted node
+STREAM_RESIDUAL = 4  # the token after the accepted path
 
 MASK32 = np.uint64(0xFFFFFFFF)
 MULTIPLIER_0 = np.uint64(0xD2511F53)
@@ -56,7 +60,7 @@ def philox_reference(
 
 
 def noise_bits_reference(
-    seed: int, position: int, ids: npt.NDArray[np.int64], stream: int = STREAM_TOKENS
+    seed: int, position: int, ids: npt.NDArray[np.int64], lane: int = STREAM_TOKENS
 ) -> UInt64Array:
     """64 random bits for each token id: uint64 [ids]."""
     seed &= MASK64
@@ -65,7 +69,7 @@ def noise_bits_reference(
         words >> ONE,
         np.full_like(words, position & 0xFFFFFFFF),
         np.full_like(words, position >> 32),
-        np.full_like(words, stream),
+        np.full_like(words, lane),
     )
     out = philox_reference(counter, (seed & 0xFFFFFFFF, seed >> 32))
     odd = (words & ONE).astype(bool)
@@ -80,7 +84,19 @@ def gumbel_reference(seed: int, position: int, ids: npt.NDArray[np.int64]) -> np
     return -log_reference(-log_reference(uniform))
 
 
+def lane(stream: int, node: int) -> int:
+    """The last word of the counter for one drafted node (or number) of a stream."""
+    assert 0 <= node < 1 << 24
+    return stream | node << 8
+
+
+def uniform_reference(seed: int, position: int, stream: int, node: int) -> float:
+    """The uniform of one node of a stream, never 0 nor 1."""
+    bits = noise_bits_reference(seed, position, np.zeros(1, dtype=np.int64), lane(stream, node))
+    return (float(bits[0] >> SHIFT_12) + 0.5) * UNIT
+
+
 def derive_seed(seed: int, index: int) -> int:
     """A 64-bit seed for the index-th descendant of a seed."""
-    bits = noise_bits_reference(seed, index, np.zeros(1, dtype=np.int64), stream=STREAM_SEEDS)
+    bits = noise_bits_reference(seed, index, np.zeros(1, dtype=np.int64), lane=STREAM_SEEDS)
     return int(bits[0])

@@ -12,20 +12,11 @@ from paceline.verify.kernels import MASS_ONE
 from paceline.verify.noise import gumbel_reference
 
 
-def choose_token_reference(
-    logits: npt.NDArray[np.float32],
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    seed: int,
-    position: int,
-) -> int:
-    """The token of argmax(log p + gumbel) over the kept ids, or -1 if the logits are not usable."""
-    scaled = logits.astype(np.float64) / temperature
+def kept_reference(
+    scaled: npt.NDArray[np.float64], top_k: int, top_p: float, min_p: float
+) -> npt.NDArray[np.int64]:
+    """The ids that min_p, top_k and top_p keep, ascending."""
     peak = scaled.max()
-    if not np.isfinite(peak):
-        return -1
     likeliest_first = np.argsort(-scaled, kind="stable")
     kept = likeliest_first[scaled[likeliest_first] > -np.inf]
     if min_p > 0:
@@ -38,9 +29,37 @@ def choose_token_reference(
         reached = np.cumsum(masses)
         need = max(1, min(int(reached[-1]), math.ceil(top_p * float(reached[-1]))))
         kept = kept[: int(np.argmax(reached >= need)) + 1]
-    kept = np.sort(kept)
+    return np.sort(kept)
+
+
+def choose_token_reference(
+    logits: npt.NDArray[np.float32],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    position: int,
+) -> int:
+    """The token of argmax(log p + gumbel) over the kept ids, or -1 if the logits are not usable."""
+    scaled = logits.astype(np.float64) / temperature
+    if not np.isfinite(scaled.max()):
+        return -1
+    kept = kept_reference(scaled, top_k, top_p, min_p)
     scores = scaled[kept] + gumbel_reference(seed, position, kept)
     return int(kept[np.argmax(scores)])
+
+
+def probabilities_reference(
+    logits: npt.NDArray[np.float32], temperature: float, top_k: int, top_p: float, min_p: float
+) -> npt.NDArray[np.float64]:
+    """The distribution of a token under the options, of usable logits: float64 [vocab]."""
+    scaled = logits.astype(np.float64) / temperature
+    kept = kept_reference(scaled, top_k, top_p, min_p)
+    probs = np.zeros(len(logits))
+    probs[kept] = exp_reference(scaled[kept] - scaled.max())
+    probs /= probs.sum()
+    return probs
 
 
 def log_normalizer_reference(logits: npt.NDArray[np.float32]) -> float:

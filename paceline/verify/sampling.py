@@ -12,16 +12,23 @@ the path and (seed, position), and on nothing else.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import BackendError
-from paceline.verify.kernels import choose_token
+from paceline.verify.kernels import best_candidates, choose_token, target_probabilities
 from paceline.verify.params import SamplingParams
 
 Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+
+
+_PLAIN_OPTIONS = (1.0, 0, 1.0, 0.0)  # temperature, top_k, top_p, min_p that leave a softmax as it is
 
 
 class Workspace:
@@ -29,9 +36,11 @@ class Workspace:
 
     def __init__(self, vocab_size: int) -> None:
         self.logits = np.empty(vocab_size, dtype=np.float32)  # [vocab] logits with options applied
-        self.scaled = np.empty(vocab_size, dtype=np.float64)  # [vocab]
-        self.ids = np.empty(vocab_size, dtype=np.int64)  # [vocab]
-        self.weights = np.empty(vocab_size, dtype=np.int64)  # [vocab]
+        self.scratch = (  # [vocab] each, for the kernels
+            np.empty(vocab_size, dtype=np.float64),
+            np.empty(vocab_size, dtype=np.int64),
+            np.empty(vocab_size, dtype=np.int64),
+        )
 
 
 class TokenCounts:
@@ -53,6 +62,14 @@ class TokenCounts:
         self._ids[place] = token
         self._counts[place] += 1
 
+    def copy(self) -> TokenCounts:
+        """The same counts, to be counted on apart from these."""
+        twin = copy.copy(self)
+        twin._places = self._places.copy()
+        twin._ids = self._ids.copy()
+        twin._counts = self._counts.copy()
+        return twin
+
     @property
     def ids(self) -> npt.NDArray[np.int64]:
         """The distinct tokens: int64 [distinct]."""
@@ -73,6 +90,7 @@ class Sampler:
         """`ending_ids` are the ids that min_tokens forbids: end-of-sequence and stop ids."""
         self._params = params
         self._seed = np.uint64(seed)
+        self._options = (params.temperature, params.top_k, params.top_p, params.min_p)
         self._bias_ids = np.array(list(params.logit_bias or ()), dtype=np.int64)  # [biased]
         self._bias = np.array(list((params.logit_bias or {}).values()), dtype=np.float32)  # [biased]
         self._ending_ids = np.array(sorted(ending_ids), dtype=np.int64)  # [ending]
@@ -83,47 +101,120 @@ class Sampler:
         self._penalized = self._repeats or self._counts_output
         self._edits_always = self._penalized or len(self._bias_ids) > 0
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the token is the largest logit, without noise."""
+        return self._params.greedy
+
+    @property
+    def seed(self) -> int:
+        """The key of all noise of the request."""
+        return int(self._seed)
+
     def advance(self, token: int) -> None:
         """Take a token into the path."""
         if self._penalized:
             self._seen.add(token)
             self._output.add(token)
 
+    def branch(self, tokens: Iterable[int]) -> Sampler:
+        """A sampler that has followed these tokens after the own path. This one is not changed."""
+        if not self._penalized:
+            return self  # the path is nowhere used
+        twin = copy.copy(self)
+        twin._seen, twin._output = self._seen.copy(), self._output.copy()
+        for token in tokens:
+            twin.advance(token)
+        return twin
+
     def sample(self, logits: Float32Array, position: int, num_output: int, workspace: Workspace) -> int:
         """The token at `position`, when `num_output` tokens of output precede it.
 
         Raises BackendError if the logits hold NaN or +inf, or if nothing may be chosen.
         """
-        forbidden = num_output < self._params.min_tokens and len(self._ending_ids) > 0
-        if self._edits_always or forbidden:
-            logits = self._edited(logits, forbidden, workspace.logits)
-        params = self._params
-        if params.temperature == 0.0:
+        logits = self._with_options(logits, num_output, workspace)
+        if self.greedy:
             token = int(logits.argmax())  # the first NaN, if there is one
-            largest = float(logits[token])
-            if largest - largest == 0.0:  # finite
+            if math.isfinite(logits[token]):
                 return token
         else:
             token = choose_token(
                 logits,
                 float(logits.max()),
                 float(logits.min()),
-                params.temperature,
-                params.top_k,
-                params.top_p,
-                params.min_p,
+                self._options,
+                workspace.scratch,
                 self._seed,
                 np.uint64(position),
-                workspace.scaled,
-                workspace.ids,
-                workspace.weights,
             )
             if token >= 0:
                 return token
-        raise BackendError(
-            f"the model's logits at position {position} hold NaN or infinity, or allow no token. "
-            "The model file or its quantization may be damaged; try --quantization none."
+        raise unusable_logits(f"at position {position}")
+
+    def probabilities(
+        self, logits: Float32Array, num_output: int, workspace: Workspace, out: Float64Array | None = None
+    ) -> Float64Array:
+        """The distribution that `sample` draws from, all options applied: float64 [vocab], in `out` if given.
+
+        Exactly zero for what the options exclude; one-hot at temperature 0. Raises BackendError
+        where `sample` does.
+        """
+        if out is None:
+            out = np.empty(len(logits), dtype=np.float64)
+        logits = self._with_options(logits, num_output, workspace)
+        if self.greedy:
+            token = int(logits.argmax())
+            usable = math.isfinite(logits[token])
+            out[:] = 0.0
+            out[token] = 1.0
+        else:
+            usable = target_probabilities(
+                logits, float(logits.max()), float(logits.min()), self._options, workspace.scratch, out
+            )
+        if not usable:
+            raise unusable_logits(f"after {num_output} tokens of output")
+        return out
+
+    def candidates(
+        self,
+        logits: Float32Array,
+        position: int,
+        num_output: int,
+        count: int,
+        coupled: bool,
+        workspace: Workspace,
+    ) -> tuple[Int64Array, Float64Array]:
+        """The `count` best ids, best first, and their log p: int64 and float64 [at most count].
+
+        Best by log p + gumbel if coupled: the first is then what `sample` would choose. Else by log p,
+        ties to the lowest id. Fewer where the options keep fewer. At temperature 0, where p is one-hot,
+        they are ranked by the logits, and log p is that of temperature 1.
+        """
+        logits = self._with_options(logits, num_output, workspace)
+        best = np.empty(count, dtype=np.int64)
+        log_probs = np.empty(count, dtype=np.float64)
+        found = best_candidates(
+            logits,
+            float(logits.max()),
+            float(logits.min()),
+            _PLAIN_OPTIONS if self.greedy else self._options,
+            workspace.scratch,
+            coupled and not self.greedy,
+            self._seed,
+            np.uint64(position),
+            best,
+            log_probs,
         )
+        if found < 0:
+            raise unusable_logits(f"at position {position}")
+        return best[:found], log_probs[:found]
+
+    def _with_options(self, logits: Float32Array, num_output: int, workspace: Workspace) -> Float32Array:
+        """The logits with bias, min_tokens and penalties, if there are any."""
+        forbidden = num_output < self._params.min_tokens and len(self._ending_ids) > 0
+        if self._edits_always or forbidden:
+            return self._edited(logits, forbidden, workspace.logits)
+        return logits
 
     def _edited(self, logits: Float32Array, forbidden: bool, edited: Float32Array) -> Float32Array:
         """The logits with bias, min_tokens and penalties applied, written to `edited`."""
@@ -142,3 +233,11 @@ class Sampler:
             edited[ids] -= np.float32(params.frequency_penalty) * counts
             edited[ids] -= np.float32(params.presence_penalty)
         return edited
+
+
+def unusable_logits(where: str) -> BackendError:
+    """The error of a request whose logits give no token."""
+    return BackendError(
+        f"the model's logits {where} hold NaN or infinity, or allow no token. "
+        "The model file or its quantization may be damaged; try --quantization none."
+    )

@@ -16,20 +16,15 @@ from paceline.verify.sampling import Sampler, TokenCounts, Workspace
 
 
 def choose(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0):
-    scratch = Workspace(len(logits))
+    workspace = Workspace(len(logits))
     return kernels.choose_token(
         logits,
         float(logits.max()),
         float(logits.min()),
-        temperature,
-        top_k,
-        top_p,
-        min_p,
+        (float(temperature), top_k, float(top_p), float(min_p)),
+        workspace.scratch,
         np.uint64(seed),
         np.uint64(position),
-        scratch.scaled,
-        scratch.ids,
-        scratch.weights,
     )
 
 

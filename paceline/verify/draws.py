@@ -1,0 +1,52 @@
+"""Draws from a distribution with fresh noise: for drafters that draw their tokens, and for the classic rules.
+
+All noise of a step is keyed by (seed, position of the step's first new token, stream, node). Under
+block and traversal verification whether a prefix is accepted depends on the tokens drafted after
+it, so what was thrown away has left its mark on what was kept: noise of a thrown-away node must
+never be used again. The first new position grows with every step, so no key comes twice.
+
+The plain stream (the target's own choice at a position) is left to steps without a draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.verify.kernels import uniforms
+from paceline.verify.noise import lane
+from paceline.verify.rule_kernels import draw_at
+
+Float64Array = npt.NDArray[np.float64]
+
+
+def draw(
+    probs: Float64Array, seed: int, position: int, stream: int, node: int, taken: Sequence[int] = ()
+) -> int:
+    """A token drawn from `probs` with the `taken` ids taken out, or -1 if nothing is left to draw.
+
+    `position` is that of the step's first new token, whatever the depth of the node; a drafter uses
+    STREAM_DRAFT, and a number of its own for each token that it draws in the step.
+    `probs` need not sum to 1, and an id of probability 0 is never drawn.
+    """
+    return draw_at(probs, np.array(taken, dtype=np.int64), uniform(seed, position, stream, node))
+
+
+def uniform(seed: int, position: int, stream: int, node: int) -> float:
+    """The uniform of one node of a stream, never 0 nor 1."""
+    values = uniforms(
+        np.array([seed], dtype=np.uint64),
+        np.array([position], dtype=np.uint64),
+        np.array([lane(stream, node)], dtype=np.uint64),
+    )
+    return float(values[0])
+
+
+def draw_reference(probs: Float64Array, taken: Sequence[int], uniform: float) -> int:
+    """The readable reference of `draw`: the first id where the cumulative sum exceeds its share."""
+    left = np.array(probs, dtype=np.float64)
+    left[list(taken)] = 0.0
+    reached = np.add.accumulate(left)
+    return int(np.argmax(reached > uniform * reached[-1])) if reached[-1] > 0 else -1
