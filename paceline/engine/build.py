@@ -1,9 +1,10 @@
-"""From a configuration to a running engine."""
+"""From a configuration to a running engine. Several engines can share one model's weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.backends.base import Backend
 from paceline.backends.load import load_backend
 from paceline.config import EngineConfig
 from paceline.control.controller import FixedController
@@ -20,6 +21,15 @@ from paceline.verify.rules import RULES
 
 
 @dataclass(frozen=True)
+class LoadedModel:
+    """A model's weights in a backend, and its tokenizer: what engines can share."""
+
+    backend: Backend
+    tokenizer: Tokenizer
+    config: ModelConfig
+
+
+@dataclass(frozen=True)
 class Loaded:
     """A model ready to serve."""
 
@@ -28,17 +38,27 @@ class Loaded:
     model_config: ModelConfig
 
 
-def build_engine(config: EngineConfig) -> Loaded:
-    """An engine with the model, tokenizer and backend that the configuration names."""
+def load_model(config: EngineConfig) -> LoadedModel:
+    """The model, tokenizer and backend that the configuration names."""
     path = resolve(config.model.model)
     tokenizer = load_tokenizer(resolve(config.model.tokenizer) if config.model.tokenizer else path)
     checkpoint = load_checkpoint(path)
     backend = load_backend(checkpoint, config.backend, config.scheduler.max_num_batched_tokens)
+    return LoadedModel(backend, tokenizer, checkpoint.config)
+
+
+def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Loaded:
+    """An engine as configured, around the model that the configuration names or around one that is loaded.
+
+    Engines around one model take turns: a pass of one ends before that of another begins.
+    """
+    model = model or load_model(config)
+    backend, tokenizer = model.backend, model.tokenizer
     speculation = config.speculative.speculation()
     _check_room(speculation, config.scheduler.max_num_batched_tokens)
     target = Target(
         model=config.model.model,
-        config=checkpoint.config,
+        config=model.config,
         tokenizer=tokenizer,
         backend=config.backend,
         page_size=backend.page_size,
@@ -51,13 +71,13 @@ def build_engine(config: EngineConfig) -> Loaded:
         page_size=backend.page_size,
         bytes_per_page=backend.bytes_per_page()
         + sum(drafter.needs.bytes_per_page for drafter in drafters.values()),
-        model_context=checkpoint.config.max_position,
+        model_context=model.config.max_position,
         max_model_len=config.model.max_model_len,
         memory_bytes=config.cache.kv_cache_memory_bytes,
         available_bytes=available_memory(),
     )
     limits = Limits(
-        checkpoint.config.vocab_size,
+        model.config.vocab_size,
         size.max_model_len,
         config.scheduler.max_num_seqs,
         config.scheduler.max_num_batched_tokens,
@@ -75,7 +95,7 @@ def build_engine(config: EngineConfig) -> Loaded:
         plans={name: own.plan for name, own in speculation.drafters.items()},
         rule=RULES[speculation.rule].verify,
     )
-    return Loaded(engine, tokenizer, checkpoint.config)
+    return Loaded(engine, tokenizer, model.config)
 
 
 def _check_room(speculation: Speculation, max_rows: int) -> None:
