@@ -43,12 +43,11 @@ def _walk(case: Case, workspace: Workspace) -> Verdict:
         tokens.append(token)
         if case.num_logprobs is not None:
             logprobs.append(token_logprobs(row, token, case.num_logprobs))
-        if case.is_last(token, case.num_output + depth):
-            break
         child = _child(case.tokens, case.parents, node, token)
-        if child is None:
+        if child is not None:
+            accepted.append(child)
+        if child is None or case.is_last(token, case.num_output + depth):
             break
-        accepted.append(child)
         node = child
     return Verdict(tuple(accepted), tuple(tokens), tuple(logprobs))
 

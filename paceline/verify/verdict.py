@@ -33,7 +33,9 @@ class Verdict:
     """What a pass decided for one request."""
 
     accepted: tuple[int, ...]  # nodes of the draft on the target's path, from the root down
-    tokens: tuple[int, ...]  # their tokens and the bonus token; empty for a chunk that ends inside a prompt
+    # their tokens and the bonus token, or without it if the last of them ends the request; empty for a
+    # chunk that ends inside a prompt
+    tokens: tuple[int, ...]
     logprobs: tuple[dict[int, Logprob], ...] = ()  # one per token, if asked
     error: Exception | None = None  # the request cannot go on
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
-from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
+from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees, Draws
 
 
 def test_a_chain_is_a_tree_whose_parents_count_up():
@@ -37,3 +40,33 @@ def test_a_plan_shrinks_and_never_grows():
     assert plan.shrunk(9) is plan
     assert plan.shrunk(2) == DraftPlan("ngram", 2)
     assert plan.shrunk(0) is PLAIN
+
+
+def test_trees_of_several_drafters_become_one_with_their_draws():
+    probs = np.array([[0.5, 0.5], [0.25, 0.75]])
+    drawn = replace(
+        DraftTrees.chains([[3], [4, 5]]), draws=Draws(probs, np.array([0, -1, 1], dtype=np.int32))
+    )
+    chosen = DraftTrees.from_lists([([6, 7], [-1, -1])])
+    also_drawn = replace(DraftTrees.chains([[8]]), draws=Draws(probs[:1], np.array([0], dtype=np.int32)))
+    merged = DraftTrees.merged(5, [([3, 0], drawn), ([1], chosen), ([4], also_drawn)])
+    assert [merged.tree_lists(request) for request in range(5)] == [
+        ([4, 5], [-1, 0]),
+        ([6, 7], [-1, -1]),
+        ([], []),
+        ([3], [-1]),
+        ([8], [-1]),
+    ]
+    assert merged.draws_of(1) is None
+    assert merged.draws_of(2) is None
+    assert merged.draws_of(0).rows.tolist() == [-1, 1]
+    assert merged.draws_of(3).rows.tolist() == [0]
+    assert merged.draws_of(4).rows.tolist() == [2]
+    assert merged.draws.draft_probs.tolist() == [*probs.tolist(), probs[0].tolist()]
+
+
+def test_a_plan_has_as_many_levels_as_its_budget_and_depth_allow():
+    assert DraftPlan("ngram", 4).levels == 4
+    assert DraftPlan("suffix", 8, branching=2, depth=3).levels == 3
+    assert DraftPlan("suffix", 8, branching=2, depth=3).shrunk(2).levels == 2
+    assert DraftPlan("suffix", 8).shrunk(0) == PLAIN
