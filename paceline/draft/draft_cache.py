@@ -1,0 +1,134 @@
+"""Where a draft model keeps the keys and values of requests, and how far it has computed them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.kv.cache import KVCache
+from paceline.kv.pages import pages_for
+
+if TYPE_CHECKING:
+    from paceline.engine.request import Request
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Context:
+    """One request as the draft model sees it while it proposes."""
+
+    request: Request
+    tokens: Sequence[int]  # all known ones; not a copy
+    pages: Int32Array  # [pages] its line of the page table, a view
+    room: int  # rows that can be written after its tokens
+
+
+class DraftCache(Protocol):
+    """The keys and values of a draft model. Token i of a context lies at KV index i of its pages."""
+
+    def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Context | None]:
+        """One context for each request, with room for at most `budget` rows; None if it can have none."""
+        ...
+
+    def computed(self, context: Context) -> int:
+        """How many leading tokens of a context have keys and values."""
+        ...
+
+    def keep(self, context: Context, start: int, end: int) -> None:
+        """Take note that tokens start to end - 1 were computed, and all before them."""
+        ...
+
+    def keep_drafted(self, context: Context, tokens: Sequence[int]) -> None:
+        """Take note that these guesses were computed after the context; `settle` tells which were right."""
+        ...
+
+    def settle(self, request: Request, in_place: bool) -> None:
+        """Keep the drafted tokens that became the request's; `in_place`: the engine has not moved them."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept for a request that has ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """Guesses whose keys and values are in the pool."""
+
+    pages: Int32Array  # [pages] where they were written; an equal page may take a page's place later
+    start: int
+    tokens: Sequence[int]
+
+
+class SharedPages:
+    """Keys and values beside the target's, on the same pages at the same indices.
+
+    Each page has a count of its leading places that hold those of committed tokens, good for one
+    generation of the page. So what is computed is found again after a prefix hit, and what is not is
+    noticed after a preemption, when an equal page takes a page's place, and when a request begins to
+    draft late.
+    """
+
+    def __init__(self, kv: KVCache, longest: int) -> None:
+        """`longest` is the context of the draft model."""
+        self._kv = kv
+        self._longest = longest
+        self._counts = np.zeros(kv.pages.num_pages, dtype=np.int64)  # [pages]
+        self._generations = np.full(kv.pages.num_pages, -1, dtype=np.int64)  # [pages]
+        self._drafted: dict[Request, _Drafted] = {}
+
+    def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Context | None]:
+        contexts: list[Context | None] = []
+        for request, budget in zip(requests, budgets, strict=True):
+            room = min(budget, self._longest - len(request.token_ids))
+            pages = self._kv.page_tables[request.slot]
+            contexts.append(Context(request, request.token_ids, pages, room) if room > 0 else None)
+        return contexts
+
+    def computed(self, context: Context) -> int:
+        page_size = self._kv.page_size
+        pages = context.pages[: pages_for(len(context.tokens), page_size)]
+        valid = self._generations[pages] == self._kv.pages.generations[pages]
+        counts = np.where(valid, self._counts[pages], 0)
+        full = int((counts < page_size).argmax()) if counts.min() < page_size else len(pages)
+        partly = int(counts[full]) if full < len(pages) else 0
+        return min(full * page_size + partly, len(context.tokens))
+
+    def keep(self, context: Context, start: int, end: int) -> None:
+        self._mark(context.pages, start, end)
+
+    def keep_drafted(self, context: Context, tokens: Sequence[int]) -> None:
+        self._drafted[context.request] = _Drafted(context.pages.copy(), len(context.tokens), tokens)
+
+    def settle(self, request: Request, in_place: bool) -> None:
+        drafted = self._drafted.pop(request, None)
+        if drafted is None or not in_place:
+            return
+        right = equal_prefix(drafted.tokens, request.token_ids[drafted.start :])
+        self._mark(drafted.pages, drafted.start, drafted.start + right)
+
+    def forget(self, request: Request) -> None:
+        self._drafted.pop(request, None)
+
+    def _mark(self, line: Int32Array, start: int, end: int) -> None:
+        """Count tokens start to end - 1 of a line of pages, given that all before them count already."""
+        if end <= start:
+            return
+        page_size = self._kv.page_size
+        numbers = np.arange(start // page_size, pages_for(end, page_size))
+        pages = line[numbers]
+        current = self._kv.pages.generations[pages]
+        known = np.where(self._generations[pages] == current, self._counts[pages], 0)
+        self._counts[pages] = np.maximum(known, np.minimum(end - numbers * page_size, page_size))
+        self._generations[pages] = current
+
+
+def equal_prefix(guesses: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many leading guesses are the tokens."""
+    pairs = enumerate(zip(guesses, tokens, strict=False))
+    return next((at for at, (guess, token) in pairs if guess != token), min(len(guesses), len(tokens)))

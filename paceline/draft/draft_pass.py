@@ -1,0 +1,117 @@
+"""Passes of a draft model: rows of several requests into one ForwardBatch, and catching up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.backends.base import Backend, Float32Array, ForwardBatch, Int32Array, KVPool
+from paceline.draft.draft_cache import Context, DraftCache
+from paceline.kv.pages import pages_for
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One request's rows of a pass."""
+
+    context: Context
+    start: int  # KV index of the first row: everything before it is computed
+    tokens: Sequence[int]
+    parents: Sequence[int]  # local rows, -1: the token before `start`
+    outputs: Sequence[int] = ()  # local rows whose logits are wanted
+
+
+class DraftRunner:
+    """Runs a draft model over contexts."""
+
+    def __init__(self, backend: Backend, pool: KVPool, cache: DraftCache, vocab_size: int) -> None:
+        self._backend = backend
+        self._pool = pool
+        self._cache = cache
+        self._last_id = vocab_size - 1
+
+    def run(self, parts: Sequence[Part]) -> Float32Array:
+        """The wanted logits of one pass, part after part: float32 [outputs, vocab], until the next pass."""
+        counts = [len(part.tokens) for part in parts]
+        offsets = np.zeros(len(parts) + 1, dtype=np.int32)
+        np.cumsum(counts, out=offsets[1:])
+        tokens = np.array([token for part in parts for token in part.tokens], dtype=np.int32)
+        outputs = [first + row for part, first in zip(parts, offsets, strict=False) for row in part.outputs]
+        batch = ForwardBatch(
+            tokens=np.minimum(tokens, self._last_id),  # an id the draft does not have: any other will do
+            positions=np.concatenate([_positions(part) for part in parts]),
+            parents=np.array([parent for part in parts for parent in part.parents], dtype=np.int32),
+            row_offsets=offsets,
+            context_lengths=np.array([part.start for part in parts], dtype=np.int32),
+            page_tables=self._page_tables(parts),
+            logit_rows=np.array(outputs, dtype=np.int32),
+            pool=self._pool,
+        )
+        return self._backend.forward(batch).logits
+
+    def catch_up(self, contexts: Sequence[Context]) -> Float32Array:
+        """The logits after each context, all its tokens computed: float32 [contexts, vocab].
+
+        One pass, unless there is more to compute than a pass can take.
+        """
+        while True:
+            starts = [min(self._cache.computed(context), len(context.tokens) - 1) for context in contexts]
+            missing = sum(len(context.tokens) for context in contexts) - sum(starts)
+            chunks = self._chunks(contexts, starts)
+            if (
+                sum(len(chunk.tokens) for chunk in chunks) + len(contexts)
+                == missing
+                <= self._backend.max_rows
+            ):
+                break
+            self._compute(chunks)
+        rest = zip(contexts, starts, strict=True)
+        return self._compute([_chain(context, start, len(context.tokens), True) for context, start in rest])
+
+    def _chunks(self, contexts: Sequence[Context], starts: Sequence[int]) -> list[Part]:
+        """What one pass can compute of the contexts, their last tokens left for later.
+
+        Contexts may share pages that neither has computed: one does, and the other finds them done.
+        """
+        rows = self._backend.max_rows
+        page_size = self._backend.page_size
+        taken: set[int] = set()
+        chunks = []
+        for context, start in zip(contexts, starts, strict=True):
+            end = min(len(context.tokens) - 1, start + rows)
+            pages = context.pages[start // page_size : pages_for(end, page_size)].tolist()
+            if start < end and taken.isdisjoint(pages):
+                taken.update(pages)
+                rows -= end - start
+                chunks.append(_chain(context, start, end))
+        return chunks
+
+    def _compute(self, parts: Sequence[Part]) -> Float32Array:
+        """Run parts of contexts and take note that they are computed."""
+        logits = self.run(parts)
+        for part in parts:
+            self._cache.keep(part.context, part.start, part.start + len(part.tokens))
+        return logits
+
+    def _page_tables(self, parts: Sequence[Part]) -> Int32Array:
+        """The lines of the parts, as far as they are used: int32 [parts, pages]."""
+        ends = (part.start + len(part.tokens) for part in parts)
+        width = pages_for(max(ends), self._backend.page_size)
+        return np.stack([part.context.pages[:width] for part in parts])
+
+
+def _chain(context: Context, start: int, end: int, with_output: bool = False) -> Part:
+    """Tokens start to end - 1 of a context, and the logits of the last if wanted."""
+    count = end - start
+    outputs = (count - 1,) if with_output else ()
+    return Part(context, start, context.tokens[start:end], range(-1, count - 1), outputs)
+
+
+def _positions(part: Part) -> Int32Array:
+    """The position of each row: int32 [rows]."""
+    positions = np.empty(len(part.parents), dtype=np.int32)
+    for row, parent in enumerate(part.parents):
+        positions[row] = positions[parent] + 1 if parent >= 0 else part.start
+    return positions

@@ -1,0 +1,263 @@
+"""Trees while they grow: one level of guesses for each pass of the drafting model.
+
+A pass computes the rows of the frontier, whose children come next, and those of its ancestors, because
+a row sees its ancestors only within the pass. What all of them have in common and the passes before
+have left in place, the stem, is not computed again: so a chain costs one row a level.
+
+        stem            rows of the pass
+    0 --- 1 --- 2 -+- 3 --- 5
+                   +- 4 --- 6
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.draft.draft_cache import Context
+from paceline.draft.draft_pass import Part
+from paceline.draft.trees import DraftPlan
+from paceline.draft.vocabulary import Vocabulary
+from paceline.errors import BackendError
+from paceline.verify.draws import draw
+from paceline.verify.kernels import gumbel
+from paceline.verify.noise import STREAM_DRAFT
+from paceline.verify.sampling import Sampler, Workspace
+
+Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+
+ROOT = -1
+RIVALS = 4  # candidates beyond the branches that a branch's chance is measured against
+FIRST_CHILD = 0.7  # the chance that a drawn child is accepted, given that its elder siblings were not
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What all trees of a drafter weigh their guesses with."""
+
+    vocabulary: Vocabulary
+    workspace: Workspace
+
+
+@dataclass(frozen=True)
+class FinishedTree:
+    """What is proposed for one request, as in DraftTrees."""
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    rows: Sequence[int]  # [nodes] which distribution a node was drawn from, -1: it was chosen
+    distributions: Sequence[Float64Array]  # each [vocabulary of the target]
+
+
+NO_GUESS = FinishedTree((), (), (), ())
+
+
+class GrowingTree:
+    """One request's tree. `frontier` is empty when it is complete."""
+
+    def __init__(self, context: Context, plan: DraftPlan, scales: Scales) -> None:
+        self.context = context
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.frontier = [ROOT]  # ascending
+        self._plan = plan
+        self._scales = scales
+        self._depths: list[int] = []
+        self._samplers: dict[int, Sampler] = {ROOT: context.request.sampler}
+        self._written: list[int] = []  # nodes whose rows lie after the context's tokens, in this order
+
+    def part(self) -> Part:
+        """The rows of the next pass. Their logits are those of the frontier."""
+        needed: set[int] = set()
+        for node in self.frontier:
+            while node != ROOT and node not in needed:
+                needed.add(node)
+                node = self.parents[node]
+        nodes = sorted(needed)
+        stem = self._stem(nodes)
+        rows = {node: row for row, node in enumerate(nodes[stem:])}
+        self._written = nodes
+        return Part(
+            self.context,
+            len(self.context.tokens) + stem,
+            [self._scales.vocabulary.draft_id(self.tokens[node]) for node in rows],
+            [rows.get(self.parents[node], -1) for node in rows],
+            [rows[node] for node in self.frontier],
+        )
+
+    def _stem(self, nodes: Sequence[int]) -> int:
+        """How many of the leading nodes are ancestors of all others and lie in place already."""
+        parents = [self.parents[node] for node in nodes]
+        end = ROOT
+        for place, node in enumerate(nodes):
+            in_place = place < len(self._written) and self._written[place] == node
+            if not in_place or node in self.frontier or parents.count(end) > 1:
+                return place
+            end = node
+        return len(nodes)
+
+    def grow(self, logits: Float32Array) -> None:
+        """Add the children of the frontier, given its logits: [frontier, vocabulary of the draft]."""
+        raise NotImplementedError
+
+    def finished(self) -> FinishedTree:
+        """The tree as it is proposed."""
+        raise NotImplementedError
+
+    def chain_in_place(self) -> list[int]:
+        """The draft's ids of the guesses that lie after the context's tokens as if they were committed."""
+        chain: list[int] = []
+        end = ROOT
+        for node in self._written:
+            if self.parents[node] != end:
+                break
+            chain.append(self._scales.vocabulary.draft_id(self.tokens[node]))
+            end = node
+        return chain
+
+    def _depth(self, node: int) -> int:
+        return 0 if node == ROOT else self._depths[node]
+
+    def _add(self, parent: int, token: int) -> int:
+        """A new node."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self._depths.append(self._depth(parent) + 1)
+        return len(self.tokens) - 1
+
+    def _goes_on(self, node: int) -> bool:
+        """Whether the tree may have children below a node: not below a token that ends the request."""
+        depth, request = self._depths[node], self.context.request
+        return depth < self._plan.levels and not request.ends_by(
+            self.tokens[node], request.num_output + depth - 1
+        )
+
+    def _sampler(self, node: int) -> Sampler:
+        """The sampler that has followed a node's own path."""
+        if node not in self._samplers:
+            self._samplers[node] = self._sampler(self.parents[node]).branch([self.tokens[node]])
+        return self._samplers[node]
+
+
+class ChosenTree(GrowingTree):
+    """The likeliest continuations, or with `coupled` those that the noise of the target's own choice favours.
+
+    The tree takes the shape of its guesses, as in EAGLE-2: of each level the best `branching` nodes
+    get children, and of all nodes the best `budget` stay.
+    """
+
+    def __init__(self, context: Context, plan: DraftPlan, scales: Scales, coupled: bool) -> None:
+        super().__init__(context, plan, scales)
+        self._coupled = coupled
+        self._scores: list[float] = []  # [nodes] logarithm of the chance that the path is right
+
+    def grow(self, logits: Float32Array) -> None:
+        level = len(self.tokens)
+        try:
+            for node, row in zip(self.frontier, logits, strict=True):
+                for token, score in self._candidates(node, self._scales.vocabulary.target_logits(row)):
+                    self._add(node, token)
+                    self._scores.append(score + (0.0 if node == ROOT else self._scores[node]))
+        except BackendError:  # logits that allow no guess
+            self.frontier = []
+            return
+        best = [node for node in self._best() if node >= level and self._goes_on(node)]
+        self.frontier = sorted(best[: self._plan.branching])
+
+    def _candidates(self, node: int, logits: Float32Array) -> list[tuple[int, float]]:
+        """The children of a node, each with the logarithm of its chance."""
+        depth, request = self._depth(node), self.context.request
+        sampler = self._sampler(node)
+        place = (logits, len(request.token_ids) + depth, request.num_output + depth)
+        count, workspace = self._plan.branching, self._scales.workspace
+        if count == 1 and (self._coupled or sampler.greedy):
+            return [(sampler.sample(*place, workspace), 0.0)]  # the same as the best candidate, but faster
+        if not self._coupled or sampler.greedy:
+            ids, chances = sampler.candidates(*place, count, False, workspace)
+            return list(zip(ids.tolist(), chances.tolist(), strict=True))
+        # The target adds the same noise: what it chooses is among those that are ahead with the noise.
+        ids, chances = sampler.candidates(*place, count + RIVALS, True, workspace)
+        chances += gumbel(np.uint64(sampler.seed), np.uint64(place[1]), ids)
+        chances -= np.logaddexp.reduce(chances)
+        return list(zip(ids[:count].tolist(), chances[:count].tolist(), strict=True))
+
+    def _best(self) -> list[int]:
+        """The nodes that stay, best first, ties to the shallower: so ancestors stay with descendants."""
+        nodes = range(len(self.tokens))
+        return heapq.nsmallest(
+            self._plan.budget, nodes, key=lambda node: (-self._scores[node], self._depths[node], node)
+        )
+
+    def finished(self) -> FinishedTree:
+        kept = sorted(self._best())
+        places = {node: place for place, node in enumerate(kept)} | {ROOT: ROOT}
+        parents = [places[self.parents[node]] for node in kept]
+        return FinishedTree([self.tokens[node] for node in kept], parents, [-1] * len(kept), ())
+
+
+class DrawnTree(GrowingTree):
+    """Continuations drawn at random from the draft's distribution, children of a node without replacement.
+
+    The rules that verify such a tree need its shape to be independent of what is drawn, so it is
+    fixed beforehand.
+    """
+
+    def __init__(self, context: Context, plan: DraftPlan, scales: Scales) -> None:
+        super().__init__(context, plan, scales)
+        self._distributions: list[Float64Array] = []  # each [vocabulary of the target]
+        self._rows: list[int] = []  # [nodes] which distribution a node was drawn from
+        self._shape = static_shape(plan.budget, plan.branching, plan.levels)
+        self._numbers = {ROOT: ROOT}  # each node's number in the shape
+
+    def grow(self, logits: Float32Array) -> None:
+        level = len(self.tokens)
+        try:
+            for node, row in zip(self.frontier, logits, strict=True):
+                self._draw_children(node, self._scales.vocabulary.target_logits(row))
+        except BackendError:  # logits that allow no guess
+            self.frontier = []
+            return
+        new = range(level, len(self.tokens))
+        self.frontier = [node for node in new if self._numbers[node] in self._shape and self._goes_on(node)]
+
+    def finished(self) -> FinishedTree:
+        return FinishedTree(self.tokens, self.parents, self._rows, self._distributions)
+
+    def _draw_children(self, node: int, logits: Float32Array) -> None:
+        depth, request = self._depth(node), self.context.request
+        sampler, first = self._sampler(node), len(request.token_ids)
+        probabilities = sampler.probabilities(logits, request.num_output + depth, self._scales.workspace)
+        self._distributions.append(probabilities)
+        taken: list[int] = []
+        for number in self._shape[self._numbers[node]]:
+            token = draw(probabilities, sampler.seed, first, STREAM_DRAFT, number, taken)
+            if token < 0:  # all that may be drawn is taken
+                return
+            taken.append(token)
+            self._numbers[self._add(node, token)] = number
+            self._rows.append(len(self._distributions) - 1)
+
+
+def static_shape(budget: int, branching: int, levels: int) -> dict[int, list[int]]:
+    """The children of each node of a tree with `budget` nodes that has any, and of the ROOT.
+
+    The nodes most likely to be reached, if every child has the same chance once its elder siblings
+    were refused.
+    """
+    children: dict[int, list[int]] = {}
+    waiting = [(-FIRST_CHILD, 1, 0, ROOT)]  # (-chance, depth, order, parent): the next child of each parent
+    for number in range(budget):
+        if not waiting:
+            break
+        chance, depth, _, parent = heapq.heappop(waiting)
+        children.setdefault(parent, []).append(number)
+        if len(children[parent]) < branching:
+            heapq.heappush(waiting, (chance * (1.0 - FIRST_CHILD), depth, 2 * number + 1, parent))
+        if depth < levels:
+            heapq.heappush(waiting, (chance * FIRST_CHILD, depth + 1, 2 * number + 2, number))
+    return children

@@ -1,0 +1,143 @@
+"""A draft model over the toy, and engines that let it draft by plans of many kinds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.control.controller import Load
+from paceline.draft.base import DraftSampling
+from paceline.draft.draft_model import DraftModelDrafter
+from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
+from paceline.draft.vocabulary import Vocabulary
+from paceline.engine.admission import Limits
+from paceline.engine.engine import Engine
+from paceline.engine.request import Request
+from paceline.kv.cache import KVCache
+from tests.toy import VOCAB, ToyBackend, ToyTokenizer, scribble_free_pages
+
+LONGEST = 256
+
+
+class HazyToy(ToyBackend):
+    """The toy, wrong after every third path."""
+
+    def logits_of(self, tokens, positions):
+        logits = super().logits_of(tokens, positions)
+        wrong = int((tokens * (positions + 3)).sum()) % 3 == 0
+        return np.roll(logits, 1) if wrong else logits
+
+
+def same_ids(size: int = VOCAB, target_size: int = VOCAB) -> Vocabulary:
+    ids = np.arange(min(size, target_size), dtype=np.int32)
+    return Vocabulary(ids, ids, target_size)
+
+
+def toy_drafter(
+    backend: ToyBackend | None = None,
+    sampling: DraftSampling = DraftSampling.COUPLED,
+    longest: int = LONGEST,
+    kind: type[DraftModelDrafter] = DraftModelDrafter,
+) -> DraftModelDrafter:
+    backend = backend or ToyBackend()
+    return kind(
+        backend, same_ids(backend.vocab), vocab_size=backend.vocab, longest=longest, sampling=sampling
+    )
+
+
+class AgainstFresh(DraftModelDrafter):
+    """Checks every proposal against that of a drafter which has never seen the requests before."""
+
+    compared = 0
+
+    def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
+        proposed = super().propose(requests, plans)
+        for number, (request, plan) in enumerate(zip(requests, plans, strict=True)):
+            expected = self._fresh(request, plan)
+            assert proposed.tree_lists(number) == expected.tree_lists(0)
+            ours, theirs = proposed.draws_of(number), expected.draws_of(0)
+            assert (ours is None) == (theirs is None)
+            if ours is not None and theirs is not None:
+                assert (ours.draft_probs[ours.rows] == theirs.draft_probs[theirs.rows]).all()
+            self.compared += proposed.num_nodes > 0
+        return proposed
+
+    def _fresh(self, request: Request, plan: DraftPlan) -> DraftTrees:
+        page_size = self._backend.page_size
+        kv = KVCache(100, page_size, max_sequences=1, max_length=99 * page_size)
+        opened = kv.open(request.token_ids)
+        assert opened is not None
+        kv.reserve(opened[0], len(request.token_ids) + plan.budget)
+        fresh = DraftModelDrafter(
+            copy.copy(self._backend),
+            self._scales.vocabulary,
+            vocab_size=self._vocab_size,
+            longest=self._longest,
+            sampling=self._sampling,
+        )
+        fresh.bind(kv)
+        twin = copy.copy(request)
+        twin.slot = opened[0]
+        return fresh.propose([twin], [plan])
+
+
+class Plans:
+    """A controller: every request and step gets the next of these plans, in an order of its own."""
+
+    def __init__(self, *plans: DraftPlan) -> None:
+        self._plans = plans
+        self._random = np.random.default_rng(0)
+
+    def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
+        return [self._plans[self._random.integers(len(self._plans))] for _ in running]
+
+    def observe(self, stats: object) -> None:
+        pass
+
+
+def chain(budget: int) -> DraftPlan:
+    return DraftPlan("draft_model", budget)
+
+
+def tree(budget: int, branching: int, depth: int | None = None) -> DraftPlan:
+    return DraftPlan("draft_model", budget, branching, depth)
+
+
+MIXED = (PLAIN, chain(1), chain(4), chain(7), tree(6, 2), tree(9, 3), tree(5, 4, depth=2))
+
+
+def drafting_engine(
+    drafter: DraftModelDrafter,
+    *plans: DraftPlan,
+    backend: ToyBackend | None = None,
+    num_pages: int = 400,
+    max_model_len: int = 256,
+    max_num_seqs: int = 16,
+    rows: int = 128,
+    enable_prefix_caching: bool = True,
+) -> Engine:
+    """An engine over the toy in which the drafter drafts by these plans."""
+    backend = backend or ToyBackend(max_rows=rows)
+    return Engine(
+        backend,
+        ToyTokenizer(),
+        Limits(backend.vocab, max_model_len, max_num_seqs, rows),
+        num_pages=num_pages,
+        enable_prefix_caching=enable_prefix_caching,
+        controller=Plans(*plans),
+        drafters={drafter.name: drafter},
+    )
+
+
+def drain(engine: Engine, drafter: DraftModelDrafter) -> None:
+    """Step until all is done. Between steps, free pages of both pools are filled with rubbish."""
+    while engine.has_unfinished:
+        engine.step()
+        scribble_free_pages(engine)
+        pool = drafter._runner._pool
+        for page in engine.kv.pages.free_pages():
+            places = slice(page * engine.kv.page_size, (page + 1) * engine.kv.page_size)
+            pool.tokens[places] = -999
+            pool.positions[places] = -999
