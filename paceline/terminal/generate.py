@@ -113,13 +113,17 @@ def run(
 
 
 def statistics(llm: LLM, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """What the outputs cost: tokens, seconds, and what the prefix cache spared."""
+    """What the outputs cost: tokens, seconds, and what the prefix cache and drafts spared."""
     start = min(output.metrics.arrival_time for output in outputs)
     first = min(output.metrics.first_token_time or start for output in outputs)
     end = max(output.metrics.finished_time or start for output in outputs)
     completions = [completion for output in outputs for completion in output.outputs]
     tokens = sum(len(completion.token_ids) for completion in completions)
     facts = llm.engine.stats
+    drafts = [output.metrics.speculative for output in outputs]
+    steps = sum(draft.num_spec_steps for draft in drafts)
+    drafted = sum(draft.num_draft_tokens for draft in drafts)
+    accepted = sum(draft.num_accepted_draft_tokens for draft in drafts)
     return {
         "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
         "output_tokens": tokens,
@@ -130,15 +134,25 @@ def statistics(llm: LLM, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         "decode_tokens_per_second": (tokens - len(completions)) / (end - first) if end > first else None,
         "prefix_queries": facts.prefix_queries,
         "prefix_hits": facts.prefix_hits,
+        "num_spec_steps": steps,
+        "num_draft_tokens": drafted,
+        "num_accepted_draft_tokens": accepted,
+        "mean_acceptance_length": 1 + accepted / max(1, steps),
     }
 
 
 def in_words(facts: dict[str, Any]) -> str:
-    """The statistics in two lines."""
+    """The statistics in two lines; in three if there were drafts."""
     decode = facts["decode_tokens_per_second"]
     speed = f", {decode:.1f} tokens/s after the first" if decode else ""
+    drafts = ""
+    if facts["num_spec_steps"]:
+        drafts = (
+            f"\nspeculation: {facts['num_accepted_draft_tokens']} of {facts['num_draft_tokens']} drafted "
+            f"tokens accepted, {facts['mean_acceptance_length']:.2f} tokens a drafted pass"
+        )
     return (
         f"{facts['prompt_tokens']} prompt tokens, {facts['output_tokens']} output tokens in "
         f"{facts['seconds']:.2f} s: first after {facts['seconds_to_first_token']:.2f} s{speed}\n"
-        f"prefix cache: {facts['prefix_hits']} of {facts['prefix_queries']} tokens found"
+        f"prefix cache: {facts['prefix_hits']} of {facts['prefix_queries']} tokens found{drafts}"
     )
