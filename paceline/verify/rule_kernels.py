@@ -1,6 +1,19 @@
 """The compiled classic rules. `reference_rules.py` says the same, to be read.
 
-They take uniforms as arguments and make no noise of their own.
+Each decides on all cases of a step in one call over flat arrays:
+
+    target_probs  [nodes + cases, vocab]  of each case's root, then of its nodes; overwritten
+    tokens        [nodes]
+    parents       [nodes]          local to the case, -1 for the root's children
+    is_open       [nodes]          whether a token may follow: the node's line of target_probs is filled
+    offsets       [cases + 1]      nodes of case i are offsets[i]:offsets[i + 1]
+    draft_probs   [distributions, vocab]
+    draft_rows    [nodes]          the distribution a node was drawn from, -1: it was chosen
+    coins         [nodes]          a uniform for each node
+    finals        [cases]          a uniform for each case's last token
+
+and gives, for each case, the node where the accepted path ends (-1: the root) and the token drawn
+there (-1 where none may follow). Uniforms are arguments: no noise is made here.
 """
 
 from __future__ import annotations
@@ -10,8 +23,182 @@ import numpy.typing as npt
 
 from paceline.verify.compiling import compiled
 
+BoolArray = npt.NDArray[np.bool_]
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
+
+_NONE_TAKEN = np.empty(0, dtype=np.int64)
+
+
+@compiled
+def decide_by_rejection(
+    target_probs: Float64Array,
+    tokens: Int64Array,
+    parents: Int64Array,
+    is_open: BoolArray,
+    offsets: Int64Array,
+    draft_probs: Float64Array,
+    draft_rows: Int64Array,
+    coins: Float64Array,
+    finals: Float64Array,
+) -> tuple[Int64Array, Int64Array]:
+    """Ends and last tokens of all cases by (multi-candidate) rejection."""
+    ends, last = _undecided(len(finals))
+    proposed = np.empty(target_probs.shape[1])
+    for case in range(len(finals)):
+        nodes = slice(offsets[case], offsets[case + 1])
+        target = target_probs[offsets[case] + case :]
+        end = -1
+        for node in range(offsets[case + 1] - offsets[case]):  # siblings in order, children after parents
+            if parents[nodes][node] != end:
+                continue
+            token = tokens[nodes][node]
+            _propose(node, tokens[nodes], parents[nodes], draft_probs, draft_rows[nodes], proposed)
+            if coins[nodes][node] < target[end + 1][token] / proposed[token]:
+                end = node
+            else:
+                _take_away(1.0, target[end + 1], proposed)
+        ends[case] = end
+        if end < 0 or is_open[nodes][end]:
+            last[case] = draw_at(target[end + 1], _NONE_TAKEN, finals[case])
+    return ends, last
+
+
+@compiled
+def decide_by_block(
+    target_probs: Float64Array,
+    tokens: Int64Array,
+    parents: Int64Array,
+    is_open: BoolArray,
+    offsets: Int64Array,
+    draft_probs: Float64Array,
+    draft_rows: Int64Array,
+    coins: Float64Array,
+    finals: Float64Array,
+) -> tuple[Int64Array, Int64Array]:
+    """Ends and last tokens of all cases by block verification. All are chains."""
+    ends, last = _undecided(len(finals))
+    proposed = np.empty(target_probs.shape[1])
+    for case in range(len(finals)):
+        nodes = slice(offsets[case], offsets[case + 1])
+        target = target_probs[offsets[case] + case :]
+        length = offsets[case + 1] - offsets[case]
+        end, weight = -1, 1.0  # weight of the path down to the node at hand
+        chances = np.empty(length)
+        for node in range(length):
+            token = tokens[nodes][node]
+            _propose(node, tokens[nodes], parents[nodes], draft_probs, draft_rows[nodes], proposed)
+            at_token = target[node][token]
+            total = _take_away(
+                weight, target[node], proposed
+            )  # the last token's law, should the path end here
+            if node > 0:
+                chances[node - 1] = _chance_to_end(weight, total)
+            weight = min(weight * at_token / proposed[token], 1.0)
+        if length:
+            chances[length - 1] = weight
+        for node in range(length - 1, -1, -1):
+            if coins[nodes][node] < chances[node]:
+                end = node
+                break
+        ends[case] = end
+        if end < 0 or is_open[nodes][end]:
+            last[case] = draw_at(target[end + 1], _NONE_TAKEN, finals[case])
+    return ends, last
+
+
+@compiled
+def decide_by_traversal(
+    target_probs: Float64Array,
+    tokens: Int64Array,
+    parents: Int64Array,
+    is_open: BoolArray,
+    offsets: Int64Array,
+    draft_probs: Float64Array,
+    draft_rows: Int64Array,
+    coins: Float64Array,
+    finals: Float64Array,
+) -> tuple[Int64Array, Int64Array]:
+    """Ends and last tokens of all cases by traversal verification."""
+    ends, last = _undecided(len(finals))
+    proposed = np.empty(target_probs.shape[1])
+    for case in range(len(finals)):
+        nodes = slice(offsets[case], offsets[case + 1])
+        target = target_probs[offsets[case] + case :]
+        size = offsets[case + 1] - offsets[case]
+        weights = np.ones(size + 1)  # of the root, then of each node
+        deleted = np.zeros(size, dtype=np.bool_)
+        end, node = -1, 0
+        while node < size:
+            if parents[nodes][node] == end and not deleted[node]:  # the first child that is left: go down
+                token = tokens[nodes][node]
+                _propose(node, tokens[nodes], parents[nodes], draft_probs, draft_rows[nodes], proposed)
+                weights[node + 1] = min(weights[end + 1] * target[end + 1][token] / proposed[token], 1.0)
+                end = node
+            node += 1
+            if node == size and end >= 0 and not coins[nodes][end] < weights[end + 1]:
+                parent = parents[nodes][end]  # a leaf, and not accepted: take it away, and go on above it
+                deleted[end] = True
+                _propose(end, tokens[nodes], parents[nodes], draft_probs, draft_rows[nodes], proposed)
+                total = _take_away(weights[parent + 1], target[parent + 1], proposed)
+                weights[parent + 1] = _chance_to_end(weights[parent + 1], total)
+                end, node = parent, parent + 1
+        ends[case] = end
+        if end < 0 or is_open[nodes][end]:
+            last[case] = draw_at(target[end + 1], _NONE_TAKEN, finals[case])
+    return ends, last
+
+
+@compiled
+def _undecided(cases: int) -> tuple[Int64Array, Int64Array]:
+    return np.full(cases, -1, dtype=np.int64), np.full(cases, -1, dtype=np.int64)
+
+
+@compiled
+def _propose(
+    node: int,
+    tokens: Int64Array,
+    parents: Int64Array,
+    draft_probs: Float64Array,
+    draft_rows: Int64Array,
+    out: Float64Array,
+) -> None:
+    """Write the distribution that a node's token was drawn from, given the siblings before it."""
+    if draft_rows[node] < 0:
+        out[:] = 0.0
+        out[tokens[node]] = 1.0
+        return
+    out[:] = draft_probs[draft_rows[node]]
+    for sibling in range(node):
+        if parents[sibling] == parents[node]:
+            out[tokens[sibling]] = 0.0
+    total = _sum(out)
+    for token in range(len(out)):
+        out[token] /= total
+
+
+@compiled
+def _take_away(weight: float, target: Float64Array, proposed: Float64Array) -> float:
+    """Make `target` the normalized [weight * target - proposed]+; what that summed to before.
+
+    A sum of 0 means that the two are equal to the last bit, so that nothing can have been refused
+    but by rounding: the target then stays as it is.
+    """
+    total = 0.0
+    for token in range(len(target)):
+        total += max(weight * target[token] - proposed[token], 0.0)
+    if total > 0.0:
+        for token in range(len(target)):
+            target[token] = max(weight * target[token] - proposed[token], 0.0) / total
+    return total
+
+
+@compiled
+def _chance_to_end(weight: float, total: float) -> float:
+    """The chance that a path of this weight ends here, when `total` is left of the target."""
+    if total > 0.0:
+        return total / (total + 1.0 - weight)
+    return 1.0 if weight >= 1.0 else 0.0
 
 
 @compiled
@@ -21,12 +208,17 @@ def draw_at(probs: Float64Array, taken: Int64Array, uniform: float) -> int:
         probs = probs.copy()
         for token in taken:
             probs[token] = 0.0
-    total = 0.0
-    for token in range(len(probs)):
-        total += probs[token]
-    share, reached = uniform * total, 0.0
+    share, reached = uniform * _sum(probs), 0.0
     for token in range(len(probs)):
         reached += probs[token]
         if reached > share:
             return token
     return -1
+
+
+@compiled
+def _sum(values: Float64Array) -> float:
+    total = 0.0
+    for value in values:
+        total += value
+    return total

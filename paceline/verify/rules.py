@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.verify.classic import verify_block, verify_rejection, verify_traversal
 from paceline.verify.pathwise import verify_pathwise
 from paceline.verify.verdict import Rule
 
@@ -19,4 +20,7 @@ class RuleEntry:
 
 RULES: dict[str, RuleEntry] = {
     "pathwise": RuleEntry(verify_pathwise, same_bytes=True, trees=True),
+    "rejection": RuleEntry(verify_rejection, same_bytes=False, trees=True),
+    "block": RuleEntry(verify_block, same_bytes=False, trees=False),
+    "traversal": RuleEntry(verify_traversal, same_bytes=False, trees=True),
 }

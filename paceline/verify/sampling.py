@@ -41,6 +41,13 @@ class Workspace:
             np.empty(vocab_size, dtype=np.int64),
             np.empty(vocab_size, dtype=np.int64),
         )
+        self._lines = np.empty((0, vocab_size), dtype=np.float64)  # [lines, vocab]
+
+    def lines(self, count: int) -> Float64Array:
+        """Room for distributions: float64 [count, vocab]. The next call may give the same room."""
+        if count > len(self._lines):
+            self._lines = np.empty((count, self._lines.shape[1]), dtype=np.float64)
+        return self._lines[:count]
 
 
 class TokenCounts:
