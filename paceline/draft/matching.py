@@ -1,0 +1,345 @@
+"""The compiled side of the model-free drafters: index n-grams, find them again, grow trees from them.
+
+`tests/draft/reference.py` says the same in plain Python, slowly.
+
+All compiled functions of these drafters are in this file, because numba's disk cache looks only at
+the file of the function it loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+GAP = -1  # stands between two texts in a ring: no match and no draft reaches across it
+MOST_VISITS = 12  # occurrences that are looked at on each level, newest first
+OWN_DOUBT = 3.0  # occurrences that the shorter match counts for: in the request's own text,
+PAST_DOUBT = 8.0  # and in past responses, which say less about this request
+_ODD = -7046029254386353131  # 2^64 / golden ratio
+_ROOT = -1
+_DROPPED = -2
+
+
+class Ring(NamedTuple):
+    """The newest tokens of a stream and where their n-grams occurred. Position p is at p mod capacity.
+
+    Position 0 is never used, so that 0 can say "nowhere" and a new ring is all zeros.
+    """
+
+    tokens: Int32Array  # [capacity], a power of two
+    links: Int32Array  # [levels, capacity] the occurrence before this one, of an n-gram with the same hash
+    heads: Int32Array  # [levels, capacity] by hash: the newest occurrence
+    levels: Int64Array  # [levels] the n of each level, ascending
+
+
+def compiled(function: Function) -> Function:
+    """A numba function, kept on disk, that runs without the GIL."""
+    return cast(Function, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+
+
+@compiled
+def append_tokens(ring: Ring, oldest: int, end: int, new: Int32Array) -> None:
+    """Put `new` into the ring at position `end` and on, and index the n-grams that end there."""
+    mask = len(ring.tokens) - 1
+    run = 0  # tokens since the last gap, as far as the longest n-gram reaches
+    while run < ring.levels[-1] and end - 1 - run >= oldest and ring.tokens[(end - 1 - run) & mask] != GAP:
+        run += 1
+    for token in new:
+        place = end & mask
+        ring.tokens[place] = token
+        run = 0 if token == GAP else run + 1
+        state = 0
+        hashed = 0
+        for level in range(len(ring.levels)):
+            ring.links[level, place] = 0
+            if ring.levels[level] > run:
+                continue
+            while hashed < ring.levels[level]:
+                state = (state ^ ring.tokens[(end - hashed) & mask]) * _ODD
+                hashed += 1
+            slot = (state >> 24) & mask
+            ring.links[level, place] = ring.heads[level, slot]
+            ring.heads[level, slot] = end
+        end += 1
+
+
+@compiled
+def _take_suffix(ring: Ring, oldest: int, end: int, suffix: Int32Array) -> int:
+    """How many tokens before `end`, newest first, were written to `suffix`: up to its size or a gap."""
+    mask = len(ring.tokens) - 1
+    count = 0
+    while count < len(suffix) and end - 1 - count >= oldest:
+        token = ring.tokens[(end - 1 - count) & mask]
+        if token == GAP:
+            break
+        suffix[count] = token
+        count += 1
+    return count
+
+
+@compiled
+def _newest(ring: Ring, level: int, suffix: Int32Array) -> int:
+    """The newest position where an n-gram with the hash of the suffix's ends."""
+    state = 0
+    for index in range(ring.levels[level]):
+        state = (state ^ suffix[index]) * _ODD
+    return int(ring.heads[level, (state >> 24) & (len(ring.tokens) - 1)])
+
+
+@compiled
+def _match_length(ring: Ring, oldest: int, position: int, suffix: Int32Array, most: int) -> int:
+    """How many tokens up to `position` are those of the suffix. Hashes only propose."""
+    mask = len(ring.tokens) - 1
+    length = 0
+    while (
+        length < most
+        and position - length >= oldest
+        and ring.tokens[(position - length) & mask] == suffix[length]
+    ):
+        length += 1
+    return length
+
+
+@compiled
+def _copy_continuation(ring: Ring, end: int, position: int, count: int, row: Int32Array) -> int:
+    """How many tokens after `position` were written to `row`: `count`, or fewer up to a gap.
+
+    At the end of the stream they go on with themselves: what repeats is taken to repeat again.
+    """
+    mask = len(ring.tokens) - 1
+    period = end - 1 - position
+    for depth in range(count):
+        token = ring.tokens[(position + 1 + depth) & mask] if depth < period else row[depth - period]
+        if token == GAP:
+            return depth
+        row[depth] = token
+    return count
+
+
+@compiled
+def copy_longest(ring: Ring, oldest: int, end: int, chain: Int32Array) -> int:
+    """How many tokens were written to `chain`: those after the newest occurrence of the longest suffix.
+
+    The suffixes looked for are those of the ring's levels.
+    """
+    suffix = np.empty(ring.levels[-1], np.int32)
+    known = _take_suffix(ring, oldest, end, suffix)
+    for level in range(len(ring.levels) - 1, -1, -1):
+        size = ring.levels[level]
+        if size > known:
+            continue
+        position = _newest(ring, level, suffix)
+        while position >= oldest:
+            if position < end - 1 and _match_length(ring, oldest, position, suffix, size) == size:
+                return _copy_continuation(ring, end, position, len(chain), chain)
+            position = int(ring.links[level, position & (len(ring.tokens) - 1)])
+    return 0
+
+
+@compiled
+def _find(
+    ring: Ring,
+    oldest: int,
+    end: int,
+    suffix: Int32Array,
+    known: int,
+    factor: float,
+    count: int,
+    lengths: Int64Array,
+    continuations: Int32Array,
+) -> int:
+    """The new count of candidates after those of this ring: how long they match, and what follows them.
+
+    The longest n-grams come first. What is found again with a shorter one is left out.
+    """
+    mask = len(ring.tokens) - 1
+    longer = known + 1
+    for level in range(len(ring.levels) - 1, -1, -1):
+        size = ring.levels[level]
+        if size > known:
+            continue
+        position = _newest(ring, level, suffix)
+        visits = 0
+        while position >= oldest and visits < MOST_VISITS:
+            visits += 1
+            if position < end - 1:
+                length = _match_length(ring, oldest, position, suffix, known)
+                if size <= length < longer:
+                    most = min(continuations.shape[1], int(factor * length))
+                    copied = _copy_continuation(ring, end, position, most, continuations[count])
+                    for depth in range(copied, continuations.shape[1]):
+                        continuations[count, depth] = GAP
+                    lengths[count] = length
+                    count += 1
+            position = int(ring.links[level, position & mask])
+        longer = size
+    return count
+
+
+@compiled
+def _shortest_first(lengths: Int64Array, count: int) -> Int64Array:
+    """The candidates in the order of how long they match; equals stay in place."""
+    longest = 0
+    for candidate in range(count):
+        longest = max(longest, lengths[candidate])
+    places = np.zeros(longest + 2, np.int64)
+    for candidate in range(count):
+        places[lengths[candidate] + 1] += 1
+    for length in range(longest):
+        places[length + 1] += places[length]
+    order = np.empty(count, np.int64)
+    for candidate in range(count):
+        order[places[lengths[candidate]]] = candidate
+        places[lengths[candidate]] += 1
+    return order
+
+
+@compiled
+def _child_probabilities(
+    node: int,
+    standing: Int64Array,
+    lengths: Int64Array,
+    nexts: Int32Array,
+    num_own: int,
+    order: Int64Array,
+    tokens: Int32Array,
+    probabilities: Float64Array,
+) -> int:
+    """How many different tokens may follow a node, written with their probabilities.
+
+    A match of n tokens gives its followers their shares, and as many votes as its source's doubt to
+    what the match of n - 1 tokens says; past responses speak first, the request's own text last.
+    """
+    kinds = 0
+    longest = 0
+    counts = np.zeros((2, len(order)), np.int64)  # [source, kind] occurrences; source 0 is the past
+    totals = np.zeros(2, np.int64)
+    for candidate in order:
+        if standing[candidate] != node or nexts[candidate] == GAP:
+            continue
+        kind = 0
+        while kind < kinds and tokens[kind] != nexts[candidate]:
+            kind += 1
+        if kind == kinds:
+            tokens[kind] = nexts[candidate]
+            probabilities[kind] = 0.0
+            kinds += 1
+        source = 1 if candidate < num_own else 0
+        counts[source, kind] += 1
+        totals[source] += 1
+        longest = max(longest, lengths[candidate])
+    shorter = 0
+    for length in range(1, longest + 1):
+        while lengths[order[shorter]] < length:
+            candidate = order[shorter]
+            shorter += 1
+            if standing[candidate] == node and nexts[candidate] != GAP:
+                source = 1 if candidate < num_own else 0
+                totals[source] -= 1
+                kind = 0
+                while tokens[kind] != nexts[candidate]:
+                    kind += 1
+                counts[source, kind] -= 1
+        for source in range(2):
+            if totals[source]:
+                doubt = OWN_DOUBT if source else PAST_DOUBT
+                for kind in range(kinds):
+                    votes = counts[source, kind] + doubt * probabilities[kind]
+                    probabilities[kind] = votes / (totals[source] + doubt)
+    return kinds
+
+
+@compiled
+def _grow(
+    count: int,
+    num_own: int,
+    lengths: Int64Array,
+    continuations: Int32Array,
+    branching: int,
+    least: float,
+    tokens: Int32Array,
+    parents: Int32Array,
+) -> tuple[int, float]:
+    """The likeliest nodes, the likeliest first: how many, and how many of them should be accepted."""
+    budget = len(tokens)
+    order = _shortest_first(lengths, count)
+    standing = np.full(count, _ROOT, np.int64)  # the node a candidate's continuation has reached
+    nexts = continuations[:count, 0].copy()
+    kind_tokens = np.empty(count, np.int32)
+    chances = np.empty(count, np.float64)
+    depths = np.zeros(budget + 1, np.int64)
+    most_open = (budget + 1) * min(branching, count)
+    open_tokens = np.empty(most_open, np.int32)
+    open_parents = np.empty(most_open, np.int64)
+    survivals = np.empty(most_open, np.float64)  # probability that the path down to here is accepted
+    num_open = 0
+    node, survival, score = _ROOT, 1.0, 0.0
+    for nodes in range(budget + 1):
+        kinds = _child_probabilities(node, standing, lengths, nexts, num_own, order, kind_tokens, chances)
+        for _ in range(min(branching, kinds)):
+            kind = np.argmax(chances[:kinds])
+            if survival * chances[kind] < least:
+                break
+            open_tokens[num_open], open_parents[num_open] = kind_tokens[kind], node
+            survivals[num_open] = survival * chances[kind]
+            num_open += 1
+            chances[kind] = -1.0
+        if nodes == budget or num_open == 0:
+            return nodes, score
+        best = np.argmax(survivals[:num_open])
+        if survivals[best] < 0.0:
+            return nodes, score
+        node, parent, survival = nodes, open_parents[best], survivals[best]
+        tokens[node], parents[node] = open_tokens[best], parent
+        survivals[best] = -1.0
+        score += survival
+        depths[node] = depths[parent] + 1 if parent >= 0 else 1
+        for candidate in range(count):
+            if standing[candidate] == parent and nexts[candidate] == tokens[node]:
+                standing[candidate] = node
+                deeper = depths[node] < continuations.shape[1]
+                nexts[candidate] = continuations[candidate, depths[node]] if deeper else GAP
+    return budget, score
+
+
+@compiled
+def draft_tree(
+    own: Ring,
+    own_oldest: int,
+    own_end: int,
+    past: Ring,
+    past_oldest: int,
+    past_end: int,
+    longest: int,
+    factor: float,
+    least: float,
+    branching: int,
+    levels: int,
+    tokens: Int32Array,
+    parents: Int32Array,
+) -> tuple[int, float]:
+    """How many nodes were written to `tokens` and `parents`, and how many should be accepted.
+
+    The request's own text and the past responses are searched for the end of the former, up to
+    `longest` tokens of it. A match of n tokens is followed for up to `factor` * n. Nodes whose
+    path is accepted with a probability below `least` are left out.
+    """
+    suffix = np.empty(longest, np.int32)
+    known = _take_suffix(own, own_oldest, own_end, suffix)
+    most = MOST_VISITS * (len(own.levels) + len(past.levels))
+    lengths = np.empty(most, np.int64)
+    continuations = np.empty((most, levels), np.int32)
+    num_own = _find(own, own_oldest, own_end, suffix, known, factor, 0, lengths, continuations)
+    count = _find(past, past_oldest, past_end, suffix, known, factor, num_own, lengths, continuations)
+    if count == 0:
+        return 0, 0.0
+    return _grow(count, num_own, lengths, continuations, branching, least, tokens, parents)

@@ -1,0 +1,101 @@
+"""Prompt lookup: what followed these few tokens the last time comes next.
+
+The longest n-gram at the end of the text that occurred before decides, and of its occurrences the
+newest. Its followers are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.draft.base import Drafter, Target
+from paceline.draft.matching import copy_longest
+from paceline.draft.occurrences import Occurrences
+from paceline.draft.trees import DraftPlan, DraftTrees
+from paceline.errors import ConfigError
+from paceline.options import check_integer, refuse_unknown
+
+if TYPE_CHECKING:
+    from paceline.engine.request import Request
+
+
+class RequestIndexes:
+    """The index of each request's own text, made when it is first asked for and then only extended."""
+
+    def __init__(self, levels: Sequence[int]) -> None:
+        self._levels = tuple(levels)
+        self._indexes: dict[Request, Occurrences] = {}
+
+    def of(self, request: Request) -> Occurrences:
+        """The index of all tokens that the request has now."""
+        index = self._indexes.get(request)
+        if index is None:
+            most = len(request.prompt_token_ids) + request.max_output
+            index = self._indexes[request] = Occurrences(self._levels, max(most, len(request.token_ids)))
+        known = len(index)
+        if known < len(request.token_ids):
+            index.append(request.token_ids[known:])
+        return index
+
+    def drop(self, request: Request) -> None:
+        self._indexes.pop(request, None)
+
+    def __len__(self) -> int:
+        return len(self._indexes)
+
+
+class NgramDrafter(Drafter):
+    """Copies what followed the newest occurrence of the longest n-gram. Drafts chains."""
+
+    name = "ngram"
+
+    @refuse_unknown(ConfigError)
+    @dataclass(frozen=True)
+    class Options:
+        """Sizes of the n-grams that are looked for, as vLLM names them."""
+
+        prompt_lookup_max: int = 4
+        prompt_lookup_min: int | None = None  # None: 2, or prompt_lookup_max if that is less
+
+        def __post_init__(self) -> None:
+            check_integer(ConfigError, "prompt_lookup_max", self.prompt_lookup_max, 1, 64)
+            remedy = "It may not be above prompt_lookup_max."
+            check_integer(ConfigError, "prompt_lookup_min", self.shortest, 1, self.prompt_lookup_max, remedy)
+
+        @property
+        def shortest(self) -> int:
+            return (
+                min(2, self.prompt_lookup_max) if self.prompt_lookup_min is None else self.prompt_lookup_min
+            )
+
+    def __init__(self, options: Options) -> None:
+        self._indexes = RequestIndexes(range(options.shortest, options.prompt_lookup_max + 1))
+
+    @classmethod
+    def load(cls, options: Options, target: Target) -> NgramDrafter:
+        """The drafter with these options."""
+        empty = Occurrences([1], 1)
+        empty.append([])
+        copy_longest(empty.ring, empty.oldest, empty.end, np.empty(1, dtype=np.int32))  # compiles it
+        return cls(options)
+
+    def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
+        """One chain per request."""
+        tokens = np.empty(sum(plan.levels for plan in plans), dtype=np.int32)
+        parents = np.empty(len(tokens), dtype=np.int32)
+        offsets = np.zeros(len(requests) + 1, dtype=np.int32)
+        end = 0
+        for number, (request, plan) in enumerate(zip(requests, plans, strict=True)):
+            index = self._indexes.of(request)
+            size = copy_longest(index.ring, index.oldest, index.end, tokens[end : end + plan.levels])
+            parents[end : end + size] = np.arange(-1, size - 1)
+            end += size
+            offsets[number + 1] = end
+        return DraftTrees(tokens[:end], parents[:end], offsets)
+
+    def forget(self, request: Request) -> None:
+        self._indexes.drop(request)

@@ -1,0 +1,65 @@
+"""An index of a token stream: where the n-grams that end it occurred before.
+
+One hash table for each n, and from each position a link to the one before it with the same hash.
+A token is indexed once and never looked at again; what is too old is overwritten, and a link that
+leads there ends the walk, so forgetting costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.draft.matching import Int32Array, Ring, append_tokens
+
+LAST_POSITION = 2**31 - 1  # positions are kept in 32 bits
+
+
+class Occurrences:
+    """The newest `capacity` tokens of a stream, and an index of their n-grams. For `matching`'s functions."""
+
+    def __init__(self, levels: Sequence[int], capacity: int) -> None:
+        """`levels` are the sizes of the n-grams to index, ascending."""
+        self._levels = np.array(levels, dtype=np.int64)
+        self._capacity = capacity
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        size = 1 << self._capacity.bit_length()  # more than the capacity: position 0 stays empty
+        count = len(self._levels)
+        self.ring = Ring(
+            tokens=np.zeros(size, dtype=np.int32),
+            links=np.zeros((count, size), dtype=np.int32),
+            heads=np.zeros((count, size), dtype=np.int32),
+            levels=self._levels,
+        )
+        self.oldest = 1  # the first position that is kept
+        self.end = 1  # the position of the next token
+
+    def __len__(self) -> int:
+        return self.end - self.oldest
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the index, once it is full."""
+        return self.ring.tokens.nbytes + self.ring.links.nbytes + self.ring.heads.nbytes
+
+    def append(self, tokens: Sequence[int] | Int32Array) -> None:
+        """Add tokens (GAP: what comes next is another text). The oldest make room."""
+        new = np.asarray(tokens, dtype=np.int32)
+        if self.end + len(new) > LAST_POSITION:  # count from 1 again
+            new = np.concatenate([self.kept(), new])
+            self._start_afresh()
+        append_tokens(self.ring, self.oldest, self.end, new)
+        self.end += len(new)
+        self.keep_newest(self._capacity)
+
+    def keep_newest(self, count: int) -> None:
+        """Forget all but the newest `count` tokens."""
+        self.oldest = max(self.oldest, self.end - count)
+
+    def kept(self) -> Int32Array:
+        """The tokens that are kept, oldest first."""
+        positions = np.arange(self.oldest, self.end)
+        return self.ring.tokens.take(positions & (len(self.ring.tokens) - 1))

@@ -1,0 +1,148 @@
+"""Suffix drafting: all that followed the end of this text before, here and in past responses, votes.
+
+The end of the text is looked for in the request's own tokens and in a cache of past responses. A
+follower's probability mixes the shares of matches of every length, the longest last, so that it is
+high where a long match or many short ones agree. A draft goes on as long as the probability that
+all of it is accepted is worth a row of the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.draft.base import Drafter, Target
+from paceline.draft.matching import Int32Array, draft_tree
+from paceline.draft.ngram import RequestIndexes
+from paceline.draft.occurrences import Occurrences
+from paceline.draft.suffix_store import ResponseCache, fingerprint_of
+from paceline.draft.trees import DraftPlan, DraftTrees
+from paceline.errors import ConfigError
+from paceline.options import check_integer, check_number, refuse_unknown
+
+if TYPE_CHECKING:
+    from paceline.engine.request import Request
+
+LEVELS = (1, 3, 8, 24)  # n-grams that are indexed; what lies between is found on the level below
+
+
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class SuffixOptions:
+    """What is looked for and how long it is followed, as vLLM names it, and where the cache is kept."""
+
+    suffix_decoding_max_tree_depth: int = 24  # longest match that is looked for
+    suffix_decoding_max_cached_requests: int = 10_000  # past responses that are kept; 0: none
+    suffix_decoding_max_spec_factor: float = 4.0  # a match of n tokens is followed for this many times n
+    suffix_decoding_min_token_prob: float = 0.15  # of a node's path, to be drafted
+    suffix_cache_path: str | None = None  # a file where past responses survive a restart
+
+    def __post_init__(self) -> None:
+        check_integer(
+            ConfigError, "suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 1, 256
+        )
+        cached = self.suffix_decoding_max_cached_requests
+        check_integer(
+            ConfigError, "suffix_decoding_max_cached_requests", cached, 0, 1_000_000, "0 turns it off."
+        )
+        factor = self.suffix_decoding_max_spec_factor
+        check_number(ConfigError, "suffix_decoding_max_spec_factor", factor, 0.0, 1e6, low_open=True)
+        least = self.suffix_decoding_min_token_prob
+        check_number(ConfigError, "suffix_decoding_min_token_prob", least, 0.0, 1.0)
+        path = self.suffix_cache_path
+        if path is not None and (not isinstance(path, str) or not path):
+            raise ConfigError(f"suffix_cache_path must be the path of a file, got {path!r}.")
+        if path is not None and cached == 0:
+            raise ConfigError(
+                "suffix_cache_path keeps past responses, but suffix_decoding_max_cached_requests is 0. "
+                "Leave one of them out."
+            )
+
+
+class SuffixDrafter(Drafter):
+    """Drafts what followed the end of the text, here and in past responses. Chains or trees."""
+
+    name = "suffix"
+    Options = SuffixOptions
+
+    def __init__(self, options: SuffixOptions, fingerprint: str = "", vocab_size: int = 0) -> None:
+        """`fingerprint` and `vocab_size` are those of the tokenizer, for the file of the cache."""
+        self._options = options
+        self._levels = [level for level in LEVELS if level <= options.suffix_decoding_max_tree_depth]
+        self._indexes = RequestIndexes(self._levels)
+        self._past = ResponseCache(self._levels, options.suffix_decoding_max_cached_requests)
+        self._path = Path(options.suffix_cache_path) if options.suffix_cache_path else None
+        self._fingerprint = fingerprint
+        if self._path is not None and self._path.exists():
+            self._past.load(self._path, fingerprint, vocab_size)
+
+    @classmethod
+    def load(cls, options: SuffixOptions, target: Target) -> SuffixDrafter:
+        """The drafter with these options, and with the past responses of its file if it has one."""
+        if options.suffix_cache_path is None:
+            drafter = cls(options)
+        else:
+            drafter = cls(options, fingerprint_of(target.tokenizer), target.config.vocab_size)
+        one = np.empty(1, dtype=np.int32)
+        drafter._draft(Occurrences(drafter._levels, 1), DraftPlan(cls.name, 1), one, one)  # compiles it
+        return drafter
+
+    def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
+        """One chain or tree per request; smaller than the plan where more would not be accepted."""
+        return self.propose_with_scores(requests, plans)[0]
+
+    def propose_with_scores(
+        self, requests: Sequence[Request], plans: Sequence[DraftPlan]
+    ) -> tuple[DraftTrees, list[float]]:
+        """The trees, and for each how many of its tokens should be accepted."""
+        tokens = np.empty(sum(plan.budget for plan in plans), dtype=np.int32)
+        parents = np.empty(len(tokens), dtype=np.int32)
+        offsets = np.zeros(len(requests) + 1, dtype=np.int32)
+        scores = []
+        end = 0
+        for number, (request, plan) in enumerate(zip(requests, plans, strict=True)):
+            room = slice(end, end + plan.budget)
+            size, score = self._draft(self._indexes.of(request), plan, tokens[room], parents[room])
+            end += size
+            offsets[number + 1] = end
+            scores.append(score)
+        return DraftTrees(tokens[:end], parents[:end], offsets), scores
+
+    def _draft(
+        self, own: Occurrences, plan: DraftPlan, tokens: Int32Array, parents: Int32Array
+    ) -> tuple[int, float]:
+        """How many nodes were written, and how many of them should be accepted."""
+        past = self._past.occurrences
+        return draft_tree(
+            own.ring,
+            own.oldest,
+            own.end,
+            past.ring,
+            past.oldest,
+            past.end,
+            self._options.suffix_decoding_max_tree_depth,
+            float(self._options.suffix_decoding_max_spec_factor),
+            float(self._options.suffix_decoding_min_token_prob),
+            plan.branching,
+            plan.levels,
+            tokens,
+            parents,
+        )
+
+    def forget(self, request: Request) -> None:
+        """Keep the response for later requests, unless it failed."""
+        self._indexes.drop(request)
+        if request.error is None:
+            self._past.add(request.prompt_token_ids, request.output_token_ids)
+
+    def save(self) -> None:
+        """Write the past responses to the file that the options name; nothing if they name none."""
+        if self._path is not None:
+            self._past.save(self._path, self._fingerprint)
+
+    def close(self) -> None:
+        self.save()

@@ -1,0 +1,122 @@
+"""What `paceline.draft.matching` computes, in plain Python: slow, without rings, links or scratch.
+
+A stream is a list of tokens with -1 between texts. Its newest tokens are those that are searched.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.draft.matching import GAP, MOST_VISITS, OWN_DOUBT, PAST_DOUBT
+
+
+def ending(stream, size):
+    """The last `size` tokens of the last text, newest first; fewer if it is shorter."""
+    taken = []
+    for token in reversed(stream):
+        if token == GAP or len(taken) == size:
+            break
+        taken.append(token)
+    return taken
+
+
+def match_length(stream, position, suffix):
+    """How many tokens up to `position` are those of the suffix."""
+    length = 0
+    while length < min(len(suffix), position + 1) and stream[position - length] == suffix[length]:
+        length += 1
+    return length
+
+
+def continuation(stream, position, count):
+    """Up to `count` tokens after `position`; past the end of the stream they repeat themselves."""
+    tokens = []
+    for depth in range(count):
+        after = position + 1 + depth
+        token = stream[after] if after < len(stream) else tokens[after - len(stream)]
+        if token == GAP:
+            break
+        tokens.append(token)
+    return tokens
+
+
+def ngram_chain(stream, shortest, longest, budget):
+    """What followed the newest occurrence of the longest suffix of shortest..longest tokens."""
+    for size in range(longest, shortest - 1, -1):
+        suffix = ending(stream, size)
+        if len(suffix) < size:
+            continue
+        for position in range(len(stream) - 2, -1, -1):
+            if match_length(stream, position, suffix) == size:
+                return continuation(stream, position, budget)
+    return []
+
+
+def slot(newest_first, ring_size):
+    """The place of an n-gram in a table of this size."""
+    state = np.int64(0)
+    with np.errstate(over="ignore"):
+        for token in newest_first:
+            state = (state ^ np.int64(token)) * np.int64(-7046029254386353131)
+    return int((state >> np.int64(24)) & np.int64(ring_size - 1))
+
+
+def candidates(stream, suffix, levels, factor, depth, ring_size):
+    """(match length, continuation) of the occurrences that are looked at, longest n-grams first."""
+    found = []
+    longer = len(suffix) + 1
+    for size in reversed([level for level in levels if level <= len(suffix)]):
+        wanted = slot(suffix[:size], ring_size)
+        visits = 0
+        for position in range(len(stream) - 1, -1, -1):
+            ngram = ending(stream[: position + 1], size)
+            if len(ngram) < size or slot(ngram, ring_size) != wanted:
+                continue
+            visits += 1
+            if visits > MOST_VISITS:
+                break
+            length = match_length(stream, position, suffix)
+            if position < len(stream) - 1 and size <= length < longer:
+                found.append((length, continuation(stream, position, min(depth, int(factor * length)))))
+        longer = size
+    return found
+
+
+def child_probabilities(own, past):
+    """The probability of each next token, by the candidates that are still alive."""
+    both = sorted([*own, *past], key=lambda candidate: candidate[0])
+    probabilities = {rest[0]: 0.0 for _, rest in both if rest}
+    longest = max((length for length, rest in both if rest), default=0)
+    for length in range(1, longest + 1):
+        for source, doubt in ((past, PAST_DOUBT), (own, OWN_DOUBT)):
+            followers = [rest[0] for matched, rest in source if rest and matched >= length]
+            if followers:
+                for token, shorter in probabilities.items():
+                    votes = followers.count(token) + doubt * shorter
+                    probabilities[token] = votes / (len(followers) + doubt)
+    return probabilities
+
+
+def suffix_tree(own, past, budget, branching, least):
+    """(tokens, parents, score) of the likeliest nodes, the likeliest first."""
+    tokens, parents, score = [], [], 0.0
+    leaves = []  # open children: [survival, parent, token, candidates below it]
+    node, survival = -1, 1.0
+    while True:
+        probabilities = child_probabilities(own, past)
+        for token in sorted(probabilities, key=lambda token: -probabilities[token])[:branching]:
+            if survival * probabilities[token] >= least:
+                below = [
+                    [(length, rest[1:]) for length, rest in source if rest[:1] == [token]]
+                    for source in (own, past)
+                ]
+                leaves.append((survival * probabilities[token], node, token, below))
+        if len(tokens) == budget or not leaves:
+            return tokens, parents, score
+        best = max(leaves, key=lambda leaf: leaf[0])
+        leaves.remove(best)
+        survival, parent, token, (own, past) = best
+        score += survival
+        tokens.append(token)
+        parents.append(parent)
+        node = len(tokens) - 1

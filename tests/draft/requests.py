@@ -1,0 +1,37 @@
+"""Requests for drafters that are tested without an engine."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from paceline.engine.request import Request
+from paceline.verify.params import SamplingParams
+
+
+def make_request(prompt, output=(), max_output=100) -> Request:
+    """A running request with these tokens."""
+    request = Request(
+        request_id="r",
+        child=0,
+        arrival_order=(0, 0),
+        prompt_token_ids=list(prompt),
+        params=SamplingParams(),
+        seed=0,
+        max_output=max_output,
+        ending_ids=frozenset(),
+        sampler=cast(Any, None),
+        detokenizer=cast(Any, None),
+        arrival_time=0.0,
+    )
+    request.token_ids.extend(output)
+    return request
+
+
+def chains(trees) -> list[list[int]]:
+    """The tokens of trees that are chains."""
+    found = []
+    for number in range(trees.num_requests):
+        tokens, parents = trees.tree_lists(number)
+        assert parents == list(range(-1, len(tokens) - 1))
+        found.append(tokens)
+    return found

@@ -1,0 +1,98 @@
+"""The index finds what a plain search finds, whatever was forgotten and wherever the ring wraps."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.draft import occurrences
+from paceline.draft.matching import GAP, copy_longest, draft_tree
+from paceline.draft.occurrences import Occurrences
+from tests.draft import reference
+
+tokens_of = st.integers(0, 2) | st.just(GAP)
+chunks = st.lists(st.lists(tokens_of, min_size=1, max_size=30), min_size=1, max_size=8)
+
+
+def filled(levels, capacity, parts, keep=None):
+    """An index that was given the parts one by one, and the tokens that it keeps."""
+    index = Occurrences(levels, capacity)
+    stream: list[int] = []
+    for part in parts:
+        index.append(part)
+        stream = (stream + list(part))[-capacity:]
+    if keep is not None:
+        index.keep_newest(keep)
+        stream = stream[len(stream) - min(keep, len(stream)) :]
+    return index, stream
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    chunks, st.integers(1, 70), st.integers(0, 70), st.integers(1, 3), st.integers(0, 3), st.integers(1, 9)
+)
+def test_the_longest_ngram_is_found_at_its_newest_place(parts, capacity, keep, shortest, more, budget):
+    levels = range(shortest, shortest + more + 1)
+    index, stream = filled(levels, capacity, parts, keep)
+    chain = np.empty(budget, dtype=np.int32)
+    size = copy_longest(index.ring, index.oldest, index.end, chain)
+    assert chain[:size].tolist() == reference.ngram_chain(stream, shortest, shortest + more, budget)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    own_parts=chunks,
+    past_parts=chunks,
+    past_capacity=st.integers(1, 70),
+    keep=st.integers(0, 70),
+    longest=st.integers(1, 9),
+    factor=st.sampled_from([0.5, 1.0, 4.0]),
+    least=st.sampled_from([0.0, 0.05, 0.2]),
+    branching=st.integers(1, 3),
+    budget=st.integers(1, 8),
+    depth=st.integers(1, 8),
+)
+def test_trees_are_those_of_the_plain_search(
+    own_parts, past_parts, past_capacity, keep, longest, factor, least, branching, budget, depth
+):
+    levels = [level for level in (1, 3, 8) if level <= longest]
+    own, own_stream = filled(levels, 240, own_parts)
+    past, past_stream = filled(levels, past_capacity, [*past_parts, [GAP]], keep)
+    tokens, parents = np.empty(budget, dtype=np.int32), np.empty(budget, dtype=np.int32)
+    depth = min(depth, budget)
+    size, score = draft_tree(
+        own.ring, own.oldest, own.end, past.ring, past.oldest, past.end,
+        longest, factor, least, branching, depth, tokens, parents,
+    )  # fmt: skip
+
+    suffix = reference.ending(own_stream, longest)
+    sources = [
+        reference.candidates(stream, suffix, levels, factor, depth, len(index.ring.tokens))
+        for index, stream in ((own, own_stream), (past, past_stream))
+    ]
+    expected = reference.suffix_tree(*sources, budget, branching, least)
+    assert (tokens[:size].tolist(), parents[:size].tolist(), score) == expected
+
+
+def test_what_was_forgotten_is_not_found():
+    index, _ = filled([2], 100, [[1, 2, 3, 4, 5, 1, 2]])
+    chain = np.empty(2, dtype=np.int32)
+    assert copy_longest(index.ring, index.oldest, index.end, chain) == 2
+    assert chain.tolist() == [3, 4]
+    index.keep_newest(6)  # the first 1 is gone
+    assert copy_longest(index.ring, index.oldest, index.end, chain) == 0
+
+
+def test_a_stream_of_any_length_keeps_its_newest_tokens(monkeypatch):
+    """When positions run out they are counted from the start again, and nothing is lost."""
+    monkeypatch.setattr(occurrences, "LAST_POSITION", 1000)
+    index = Occurrences([1, 2], 50)
+    stream = np.random.default_rng(0).integers(0, 9, 5000).tolist()
+    for start in range(0, len(stream), 7):
+        index.append(stream[start : start + 7])
+        assert index.end <= 1000
+        assert index.kept().tolist() == stream[: start + 7][-50:]
+        chain = np.empty(3, dtype=np.int32)
+        size = copy_longest(index.ring, index.oldest, index.end, chain)
+        assert chain[:size].tolist() == reference.ngram_chain(stream[: start + 7][-50:], 1, 2, 3)

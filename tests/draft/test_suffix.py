@@ -1,0 +1,219 @@
+"""Suffix drafting: what followed before, here and in past responses, as far as it will be accepted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.draft.matching import GAP
+from paceline.draft.suffix import LEVELS, SuffixDrafter
+from paceline.draft.suffix_store import PROMPT_TAIL, USUAL_RESPONSE, ResponseCache
+from paceline.draft.trees import DraftPlan
+from paceline.errors import ConfigError
+from tests.draft import reference
+from tests.draft.requests import chains, make_request
+
+
+def suffix_drafter(**options):
+    named = {
+        "depth": "suffix_decoding_max_tree_depth",
+        "cached": "suffix_decoding_max_cached_requests",
+        "factor": "suffix_decoding_max_spec_factor",
+        "least": "suffix_decoding_min_token_prob",
+    }
+    return SuffixDrafter(SuffixDrafter.Options(**{named[name]: value for name, value in options.items()}))
+
+
+def draft(drafter, tokens, budget=8):
+    return chains(drafter.propose([make_request(tokens)], [DraftPlan("suffix", budget)]))[0]
+
+
+def ended(drafter, prompt, output, error=None):
+    request = make_request(prompt, output)
+    request.error = error
+    drafter.forget(request)
+
+
+def test_a_long_match_is_followed_far_and_a_short_one_is_not():
+    text = list(range(30))
+    assert draft(suffix_drafter(), [*text, 77, *text[:20]]) == text[20:28]
+    assert len(draft(suffix_drafter(), [*text, 77, *text[18:20]])) < 4
+
+
+def test_a_branch_where_the_past_disagrees_is_not_drafted():
+    disagreeing = [token for follower in range(40, 48) for token in (5, follower)]
+    assert draft(suffix_drafter(), [*disagreeing, 5]) == []
+
+
+def test_many_short_matches_that_agree_outvote_a_single_newer_one():
+    assert draft(suffix_drafter(), [*[5, 6] * 8, 5, 7, 5], budget=1) == [6]
+
+
+def test_the_first_answer_token_is_found_by_the_end_of_the_prompt():
+    drafter = suffix_drafter()
+    prompt, output = [*range(100, 150)], [*range(10)]
+    assert draft(drafter, prompt) == []
+    ended(drafter, prompt, output)
+    assert draft(drafter, prompt) == output[:8]
+    assert draft(drafter, [*prompt, *output[:5]]) == output[5:]
+
+
+def test_drafts_do_not_run_from_one_response_into_the_next():
+    drafter = suffix_drafter()
+    ended(drafter, [1, 2, 3], [4, 5])
+    ended(drafter, [6, 7, 8], [9, 9])
+    assert draft(drafter, [1, 2, 3, 4]) == [5]
+    assert draft(drafter, [1, 2, 3, 4, 5]) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "error", "cached"),
+    [
+        ([1, 2, 3], [4, 5, 6], None, 1),
+        ([1, 2, 3], [], None, 0),  # aborted before its first token
+        ([1, 2, 3], [4, 5, 6], RuntimeError("failed"), 0),
+    ],
+)
+def test_only_responses_that_did_not_fail_are_kept(prompt, output, error, cached):
+    drafter = suffix_drafter()
+    ended(drafter, prompt, output, error)
+    assert len(drafter._past) == cached
+
+
+def test_the_cache_can_be_turned_off():
+    drafter = suffix_drafter(cached=0)
+    ended(drafter, [1, 2, 3], [4, 5, 6])
+    assert draft(drafter, [1, 2, 3]) == []
+    assert draft(drafter, [1, 2, 3, 4, 1, 2, 3]) != []
+
+
+def test_options_bound_the_match_the_length_and_the_probability():
+    text = [*range(30), 77, *range(20)]
+    assert draft(suffix_drafter(factor=0.1), text) == [20, 21]  # a match of 20
+    assert draft(suffix_drafter(depth=10, factor=0.1), text) == [20]  # of which 10 are looked at
+    assert draft(suffix_drafter(least=1.0), text) == []
+    assert len(draft(suffix_drafter(least=0.0), text, budget=30)) == 30
+
+
+def test_a_tree_holds_both_continuations():
+    drafter = suffix_drafter(least=0.05)
+    request = make_request([1, 2, 3, 7, 7, 1, 2, 4, 8, 8, 1, 2])
+    trees = drafter.propose([request], [DraftPlan("suffix", 4, branching=2)])
+    trees.check([4], 100)
+    tokens, parents = trees.tree_lists(0)
+    assert {token for token, parent in zip(tokens, parents, strict=True) if parent == -1} == {3, 4}
+
+
+def test_plans_of_a_batch_are_kept_apart():
+    drafter = suffix_drafter()
+    text = [*range(30), 77, *range(20)]
+    plans = [DraftPlan("suffix", 2), DraftPlan("suffix", 6, depth=3), DraftPlan("suffix", 5)]
+    drafted = chains(drafter.propose([make_request(text), make_request(text), make_request([3])], plans))
+    assert drafted == [[20, 21], [20, 21, 22], []]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    responses=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 3), min_size=1, max_size=40),
+            st.lists(st.integers(0, 3), min_size=1, max_size=30),
+        ),
+        max_size=6,
+    ),
+    prompt=st.lists(st.integers(0, 3), min_size=1, max_size=30),
+    parts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=5),
+    cached=st.integers(1, 4),
+)
+def test_a_growing_request_drafts_as_a_search_of_everything_would(responses, prompt, parts, cached):
+    drafter = suffix_drafter(cached=cached, least=0.02)
+    kept: list[list[int]] = []
+    for before, output in responses:
+        ended(drafter, before, output)
+        entry = [*before[-PROMPT_TAIL:], *output, GAP]
+        kept = (kept if entry in kept else [*kept, entry])[-cached:]
+    past = [token for entry in kept for token in entry]
+    request = make_request(prompt, max_output=50)
+    for part in parts:
+        request.token_ids.extend(part)
+        trees, scores = drafter.propose_with_scores([request], [DraftPlan("suffix", 6, branching=2)])
+        own_index, past_index = drafter._indexes.of(request), drafter._past.occurrences
+        suffix = reference.ending(request.token_ids, 24)
+        sources = [
+            reference.candidates(stream, suffix, LEVELS, 4.0, 6, len(index.ring.tokens))
+            for stream, index in ((request.token_ids, own_index), (past, past_index))
+        ]
+        tokens, parents, score = reference.suffix_tree(*sources, budget=6, branching=2, least=0.02)
+        assert trees.tree_lists(0) == (tokens, parents)
+        assert scores == [score]
+
+
+class TestResponseCache:
+    def entries(self, cache):
+        """The responses that are kept, with the ends of their prompts."""
+        found = [[]]
+        for token in cache.occurrences.kept().tolist():
+            if token == GAP:
+                found.append([])
+            else:
+                found[-1].append(token)
+        assert found.pop() == []
+        assert len(found) == len(cache)
+        return found
+
+    def test_the_oldest_response_goes_first(self):
+        cache = ResponseCache(LEVELS, 2)
+        for number in range(5):
+            cache.add([number], [number + 10])
+        assert self.entries(cache) == [[3, 13], [4, 14]]
+
+    def test_the_same_response_is_kept_once(self):
+        cache = ResponseCache(LEVELS, 10)
+        for _ in range(5):
+            cache.add([1, 2], [3, 4])
+        cache.add([1, 2], [3, 5])
+        assert self.entries(cache) == [[1, 2, 3, 4], [1, 2, 3, 5]]
+
+    def test_a_response_that_was_evicted_can_come_back(self):
+        cache = ResponseCache(LEVELS, 1)
+        for output in ([3], [4], [3]):
+            cache.add([1], output)
+        assert self.entries(cache) == [[1, 3]]
+
+    def test_long_responses_push_out_more_than_one(self):
+        cache = ResponseCache(LEVELS, 4)
+        for number in range(4):
+            cache.add([], [number] * 10)
+        cache.add([], [7] * (4 * USUAL_RESPONSE))
+        assert [entry[0] for entry in self.entries(cache)] == [1, 2, 3, 7]
+        cache.add([], [8] * (2 * USUAL_RESPONSE))
+        assert [entry[0] for entry in self.entries(cache)] == [8]
+
+    def test_of_a_response_too_long_for_the_cache_the_end_is_kept(self):
+        cache = ResponseCache(LEVELS, 1)
+        cache.add([], [1])
+        cache.add([9], [*range(5000)])
+        (entry,) = self.entries(cache)
+        assert entry == [*range(5000)][-len(entry) :]
+        assert len(entry) >= USUAL_RESPONSE
+
+    def test_ten_thousand_responses_fit_in_300_megabytes(self):
+        assert ResponseCache(LEVELS, 10_000).occurrences.num_bytes < 200e6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"suffix_decoding_max_tree_depth": 0}, "suffix_decoding_max_tree_depth must be"),
+        ({"suffix_decoding_max_cached_requests": -1}, "0 turns it off"),
+        ({"suffix_decoding_max_spec_factor": 0}, "suffix_decoding_max_spec_factor must be"),
+        ({"suffix_decoding_min_token_prob": 1.5}, "suffix_decoding_min_token_prob must be"),
+        ({"suffix_cache_path": ""}, "suffix_cache_path must be"),
+        ({"suffix_cache_path": "x", "suffix_decoding_max_cached_requests": 0}, "Leave one of them out"),
+        ({"suffix_min_prob": 0.1}, "unknown option 'suffix_min_prob'"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        SuffixDrafter.Options(**options)
