@@ -13,6 +13,7 @@ from paceline.kv.cache import KVCache
 from paceline.kv.pages import pages_for
 
 if TYPE_CHECKING:
+    from paceline.backends.base import Backend, KVPool
     from paceline.engine.request import Request
 
 Int32Array = npt.NDArray[np.int32]
@@ -30,6 +31,8 @@ class Context:
 
 class DraftCache(Protocol):
     """The keys and values of a draft model. Token i of a context lies at KV index i of its pages."""
+
+    pool: KVPool
 
     def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Context | None]:
         """One context for each request, with room for at most `budget` rows; None if it can have none."""
@@ -74,9 +77,10 @@ class SharedPages:
     draft late.
     """
 
-    def __init__(self, kv: KVCache, longest: int) -> None:
+    def __init__(self, kv: KVCache, backend: Backend, longest: int) -> None:
         """`longest` is the context of the draft model."""
         self._kv = kv
+        self.pool = kv.add_pool(backend)
         self._longest = longest
         self._counts = np.zeros(kv.pages.num_pages, dtype=np.int64)  # [pages]
         self._generations = np.full(kv.pages.num_pages, -1, dtype=np.int64)  # [pages]
@@ -85,6 +89,7 @@ class SharedPages:
     def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Context | None]:
         contexts: list[Context | None] = []
         for request, budget in zip(requests, budgets, strict=True):
+            self._drafted.pop(request, None)
             room = min(budget, self._longest - len(request.token_ids))
             pages = self._kv.page_tables[request.slot]
             contexts.append(Context(request, request.token_ids, pages, room) if room > 0 else None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,8 +13,9 @@ from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Features, 
 from paceline.draft.draft_cache import Context, DraftCache, SharedPages
 from paceline.draft.draft_pass import DraftRunner
 from paceline.draft.growth import NO_GUESS, ChosenTree, DrawnTree, FinishedTree, GrowingTree, Scales
+from paceline.draft.own_pages import OwnPages
 from paceline.draft.trees import DraftPlan, DraftTrees, Draws, Float64Array
-from paceline.draft.vocabulary import Vocabulary, common_vocabulary
+from paceline.draft.vocabulary import Vocabulary, common_vocabulary, vocabulary_intersection
 from paceline.errors import ConfigError
 from paceline.options import check_bool, check_integer, refuse_unknown
 from paceline.verify.sampling import Workspace
@@ -66,16 +68,16 @@ class DraftModelDrafter(Drafter):
         self,
         backend: Backend,
         vocabulary: Vocabulary,
+        make_cache: Callable[[KVCache, Backend], DraftCache],
         *,
         vocab_size: int,
-        longest: int,
         sampling: DraftSampling,
     ) -> None:
-        """`vocab_size` and `longest` are the draft model's vocabulary and context."""
+        """`make_cache` gives the draft's cache beside the target's; `vocab_size` is the draft model's."""
         self.needs = DrafterNeeds(bytes_per_page=backend.bytes_per_page())
         self._backend = backend
         self._vocab_size = vocab_size
-        self._longest = longest
+        self._make_cache = make_cache
         self._sampling = sampling
         self._scales = Scales(vocabulary, Workspace(vocabulary.target_size))
 
@@ -95,26 +97,25 @@ class DraftModelDrafter(Drafter):
                 f"max_model_len of the draft model is {longest}, but its context is {config.max_position}. "
                 f"Use at most {config.max_position}; requests that outgrow it go on without drafts."
             )
-        sizes = target.config.vocab_size, config.vocab_size
-        vocabulary = common_vocabulary(target.tokenizer, load_tokenizer(path), *sizes, options.model)
-        how = (
-            target.backend
-            if options.quantization is None
-            else replace(target.backend, quantization=options.quantization)
-        )
+        pair = target.tokenizer, load_tokenizer(path), target.config.vocab_size, config.vocab_size
+        vocabulary: Vocabulary
+        make_cache: Callable[[KVCache, Backend], DraftCache]
+        if options.use_heterogeneous_vocab:
+            vocabulary = intersection = vocabulary_intersection(*pair, options.model)
+            make_cache = partial(OwnPages, longest=longest, vocabulary=intersection)
+        else:
+            vocabulary = common_vocabulary(*pair, options.model)
+            make_cache = partial(SharedPages, longest=longest)
+        how = target.backend
+        if options.quantization is not None:
+            how = replace(how, quantization=options.quantization)
         backend = load_backend(checkpoint, how, target.max_rows)
         assert backend.page_size == target.page_size, "one kind of backend has one page size"
-        return cls(
-            backend,
-            vocabulary,
-            vocab_size=config.vocab_size,
-            longest=longest,
-            sampling=target.sampling,
-        )
+        return cls(backend, vocabulary, make_cache, vocab_size=config.vocab_size, sampling=target.sampling)
 
     def bind(self, kv: KVCache) -> None:
-        self._cache: DraftCache = SharedPages(kv, self._longest)
-        self._runner = DraftRunner(self._backend, kv.add_pool(self._backend), self._cache, self._vocab_size)
+        self._cache = self._make_cache(kv, self._backend)
+        self._runner = DraftRunner(self._backend, self._cache, self._vocab_size)
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         contexts = self._cache.open(requests, [plan.budget for plan in plans])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.backends.base import Backend, Float32Array, ForwardBatch, Int32Array, KVPool
+from paceline.backends.base import Backend, Float32Array, ForwardBatch, Int32Array
 from paceline.draft.draft_cache import Context, DraftCache
 from paceline.kv.pages import pages_for
 
@@ -26,9 +26,8 @@ class Part:
 class DraftRunner:
     """Runs a draft model over contexts."""
 
-    def __init__(self, backend: Backend, pool: KVPool, cache: DraftCache, vocab_size: int) -> None:
+    def __init__(self, backend: Backend, cache: DraftCache, vocab_size: int) -> None:
         self._backend = backend
-        self._pool = pool
         self._cache = cache
         self._last_id = vocab_size - 1
 
@@ -47,7 +46,7 @@ class DraftRunner:
             context_lengths=np.array([part.start for part in parts], dtype=np.int32),
             page_tables=self._page_tables(parts),
             logit_rows=np.array(outputs, dtype=np.int32),
-            pool=self._pool,
+            pool=self._cache.pool,
         )
         return self._backend.forward(batch).logits
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from paceline.control.controller import Load
 from paceline.draft.base import DraftSampling
+from paceline.draft.draft_cache import SharedPages
 from paceline.draft.draft_model import DraftModelDrafter
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.vocabulary import Vocabulary
@@ -42,9 +44,8 @@ def toy_drafter(
     kind: type[DraftModelDrafter] = DraftModelDrafter,
 ) -> DraftModelDrafter:
     backend = backend or ToyBackend()
-    return kind(
-        backend, same_ids(backend.vocab), vocab_size=backend.vocab, longest=longest, sampling=sampling
-    )
+    cache = partial(SharedPages, longest=longest)
+    return kind(backend, same_ids(backend.vocab), cache, vocab_size=backend.vocab, sampling=sampling)
 
 
 class AgainstFresh(DraftModelDrafter):
@@ -71,10 +72,10 @@ class AgainstFresh(DraftModelDrafter):
         assert opened is not None
         kv.reserve(opened[0], len(request.token_ids) + plan.budget)
         fresh = DraftModelDrafter(
-            copy.copy(self._backend),
+            self._backend,
             self._scales.vocabulary,
+            self._make_cache,
             vocab_size=self._vocab_size,
-            longest=self._longest,
             sampling=self._sampling,
         )
         fresh.bind(kv)
@@ -136,7 +137,7 @@ def drain(engine: Engine, drafter: DraftModelDrafter) -> None:
     while engine.has_unfinished:
         engine.step()
         scribble_free_pages(engine)
-        pool = drafter._runner._pool
+        pool = drafter._cache.pool
         for page in engine.kv.pages.free_pages():
             places = slice(page * engine.kv.page_size, (page + 1) * engine.kv.page_size)
             pool.tokens[places] = -999

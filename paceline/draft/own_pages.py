@@ -1,0 +1,113 @@
+"""Keys and values of a draft model whose tokens are not the target's."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from paceline.draft.draft_cache import Context, equal_prefix
+from paceline.draft.vocabulary import Intersection
+from paceline.kv.cache import KVCache
+
+if TYPE_CHECKING:
+    from paceline.backends.base import Backend
+    from paceline.engine.request import Request
+
+
+@dataclass(slots=True)
+class _Reading:
+    """One request's text in the draft's own tokens. It only ever grows at its end."""
+
+    tokens: list[int] = field(default_factory=list)
+    num_read: int = 0  # tokens of the target's that they spell
+    slot: int = -1  # line of the page table; -1: it holds no pages
+    computed: int = 0  # leading tokens with keys and values
+    drafted: Sequence[int] = ()  # guesses computed after them
+
+
+class OwnPages:
+    """A DraftCache with a page table of its own, because the same text has other tokens and so other indices.
+
+    It has as many pages as the target. When they run out, the least recently used request gives way
+    and is computed again later.
+    """
+
+    def __init__(self, kv: KVCache, backend: Backend, longest: int, vocabulary: Intersection) -> None:
+        """`longest` is the context of the draft model."""
+        self._kv = KVCache(kv.pages.num_pages, kv.page_size, len(kv.page_tables), longest)
+        self.pool = self._kv.add_pool(backend)
+        self._longest = longest
+        self._vocabulary = vocabulary
+        self._readings: OrderedDict[Request, _Reading] = OrderedDict()  # least recently used first
+
+    def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Context | None]:
+        for request in requests:
+            self._readings.setdefault(request, _Reading())
+            self._readings.move_to_end(request)
+        wishes = zip(requests, budgets, strict=True)
+        return [self._open(request, budget, len(requests)) for request, budget in wishes]
+
+    def _open(self, request: Request, budget: int, in_use: int) -> Context | None:
+        """A context, if need be at the expense of requests other than the last `in_use`."""
+        reading = self._readings[request]
+        reading.drafted = ()
+        self._read(request, reading)
+        room = min(budget, self._longest - len(reading.tokens))
+        if not reading.tokens or room < 1:
+            return None
+        while not self._reserve(reading, len(reading.tokens) + room):
+            if not self._evict(in_use):
+                return None
+        return Context(request, reading.tokens, self._kv.page_tables[reading.slot], room)
+
+    def computed(self, context: Context) -> int:
+        return self._readings[context.request].computed
+
+    def keep(self, context: Context, start: int, end: int) -> None:
+        self._readings[context.request].computed = end
+
+    def keep_drafted(self, context: Context, tokens: Sequence[int]) -> None:
+        self._readings[context.request].drafted = tokens
+
+    def settle(self, request: Request, in_place: bool) -> None:
+        reading = self._readings.get(request)
+        if reading is not None and reading.drafted:  # the engine moves rows of its own pages only
+            self._read(request, reading)
+            reading.computed += equal_prefix(reading.drafted, reading.tokens[reading.computed :])
+            reading.drafted = ()
+
+    def forget(self, request: Request) -> None:
+        reading = self._readings.pop(request, None)
+        if reading is not None:
+            self._release(reading)
+
+    def _read(self, request: Request, reading: _Reading) -> None:
+        """Spell the tokens that the request has gained."""
+        for token in request.token_ids[reading.num_read :]:
+            reading.tokens += self._vocabulary.spelling(token)
+        reading.num_read = len(request.token_ids)
+
+    def _reserve(self, reading: _Reading, length: int) -> bool:
+        """Whether a reading now has pages for `length` tokens."""
+        if reading.slot < 0:
+            opened = self._kv.open(reading.tokens)
+            if opened is None:
+                return False
+            reading.slot, reading.computed = opened
+        self._kv.commit(reading.slot, reading.tokens, reading.computed - self._kv.length(reading.slot))
+        return self._kv.reserve(reading.slot, length)
+
+    def _evict(self, in_use: int) -> bool:
+        """Whether the least recently used reading gave up its pages, the last `in_use` left alone."""
+        others = list(self._readings.values())[: len(self._readings) - in_use]
+        victim = next((reading for reading in others if reading.slot >= 0), None)
+        if victim is not None:
+            self._release(victim)
+        return victim is not None
+
+    def _release(self, reading: _Reading) -> None:
+        if reading.slot >= 0:
+            self._kv.release(reading.slot)
+            reading.slot, reading.computed, reading.drafted = -1, 0, ()
