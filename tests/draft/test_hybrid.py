@@ -1,0 +1,189 @@
+"""Suffix drafting with a fallback: who drafts when, and that both parts see everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from paceline.draft.base import DrafterNeeds, DraftSampling
+from paceline.draft.hybrid import HybridDrafter, union
+from paceline.draft.methods import parse_speculative_config
+from paceline.draft.suffix import SuffixDrafter
+from paceline.draft.trees import DraftPlan, DraftTrees, Draws
+from paceline.errors import ConfigError
+from tests.draft.requests import make_request
+from tests.engine.test_exactness import requests, result
+from tests.toy import ScriptedDrafter, drain, toy_engine
+
+NGRAM = {"method": "ngram"}
+COPYING = [*range(30), 77, *range(20)]  # the suffix drafter is sure of 20, 21, ...
+NEW = [3]  # and knows nothing here
+
+
+class Fixed(ScriptedDrafter):
+    """Drafts 90, 91, ... always, drawn from a distribution if `drawn`; notes what it is asked and told."""
+
+    name = "fixed"
+    needs = DrafterNeeds(feature_layers=(2,), bytes_per_page=10)
+
+    def __init__(self, drawn=False):
+        super().__init__({}, "right")
+        self.drawn = drawn
+        self.calls = []
+
+    def propose(self, requests, plans):
+        self.calls.append((list(requests), list(plans)))
+        trees = DraftTrees.chains([range(90, 90 + plan.levels) for plan in plans])
+        if self.drawn:
+            rows = np.arange(trees.num_nodes, dtype=np.int32)
+            trees = replace(trees, draws=Draws(np.eye(100)[trees.tokens], rows))
+        return trees
+
+    def bind(self, kv):
+        self.calls.append(kv)
+
+    def observe(self, *seen):
+        self.calls.append(seen)
+
+    def close(self):
+        self.calls.append("close")
+
+
+def hybrid(other, most=3, **options):
+    options = HybridDrafter.Options(fallback=NGRAM, **options)
+    return HybridDrafter(options, SuffixDrafter(options), other, most)
+
+
+def tree_of(drafter, tokens, plan):
+    return drafter.propose([make_request(tokens)], [plan]).tree_lists(0)
+
+
+def test_the_suffix_drafter_drafts_where_it_is_sure_and_the_other_elsewhere():
+    other = Fixed()
+    asked = [make_request(COPYING), make_request(NEW), make_request(COPYING)]
+    trees = hybrid(other).propose(asked, [DraftPlan("hybrid", 5)] * 3)
+    assert [trees.tree_lists(number)[0] for number in range(3)] == [
+        [20, 21, 22, 23, 24],
+        [90, 91, 92],
+        [20, 21, 22, 23, 24],
+    ]
+    assert other.calls == [([asked[1]], [DraftPlan("fixed", 3)])], "asked once, with its own length"
+
+
+def test_the_other_is_not_asked_where_nobody_is_unsure():
+    other = Fixed()
+    tree_of(hybrid(other), COPYING, DraftPlan("hybrid", 5))
+    assert other.calls == []
+
+
+def test_confidence_moves_the_border():
+    plan = DraftPlan("hybrid", 5)
+    assert tree_of(hybrid(Fixed(), confidence=5.0), COPYING, plan)[0] == [90, 91, 92]
+    assert tree_of(hybrid(Fixed(), confidence=0.0), NEW, plan)[0] == []
+
+
+def test_draws_of_the_other_stay_with_their_nodes():
+    asked = [make_request(COPYING), make_request(NEW)]
+    trees = hybrid(Fixed(drawn=True)).propose(asked, [DraftPlan("hybrid", 5)] * 2)
+    assert trees.draws_of(0) is None
+    draws = trees.draws_of(1)
+    assert draws is not None
+    assert draws.draft_probs[draws.rows].argmax(axis=1).tolist() == [90, 91, 92]
+
+
+def test_a_tree_holds_both_drafts():
+    tokens, parents = tree_of(hybrid(Fixed(), combine="tree"), COPYING, DraftPlan("hybrid", 8, branching=2))
+    assert tokens == [20, 21, 22, 23, 24, 25, 26, 27], "suffix nodes first"
+    tokens, parents = tree_of(
+        hybrid(Fixed(), combine="tree"), COPYING, DraftPlan("hybrid", 8, branching=2, depth=4)
+    )
+    assert tokens == [20, 21, 22, 23, 90, 91, 92]
+    assert parents == [-1, 0, 1, 2, -1, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "budget", "branching", "expected"),
+    [
+        (([1, 2], [-1, 0]), ([1, 3], [-1, 0]), 9, 2, ([1, 2, 3], [-1, 0, 0])),  # a shared node once
+        (([1, 2], [-1, 0]), ([1, 2, 3], [-1, 0, 1]), 9, 1, ([1, 2, 3], [-1, 0, 1])),  # a longer chain
+        (([1, 2], [-1, 0]), ([4, 5], [-1, 0]), 9, 1, ([1, 2], [-1, 0])),  # no room for a sibling
+        (([1, 2], [-1, 0]), ([4, 5], [-1, 0]), 3, 2, ([1, 2, 4], [-1, 0, -1])),  # budget
+        (([], []), ([4, 5, 6], [-1, -1, 1]), 9, 2, ([4, 5, 6], [-1, -1, 1])),
+        (([7, 8], [-1, -1]), ([4, 5, 7, 6], [-1, 0, -1, 2]), 9, 2, ([7, 8, 6], [-1, -1, 0])),
+    ],
+)
+def test_the_union_of_two_trees(first, second, budget, branching, expected):
+    assert union(first, second, DraftPlan("hybrid", budget, branching)) == expected
+
+
+def test_both_parts_are_bound_shown_every_pass_and_closed(tmp_path):
+    other = Fixed()
+    drafter = hybrid(other, suffix_cache_path=str(tmp_path / "past.npz"))
+    assert drafter.needs == other.needs
+    request = make_request([1, 2, 3], [4, 5, 6])
+    drafter.bind("kv")
+    drafter.observe([request], [], None)
+    drafter.forget(request)
+    drafter.close()
+    assert other.calls == ["kv", ([request], [], None), "close"]
+    assert other.forgotten == [request]
+    assert (tmp_path / "past.npz").exists()
+    assert tree_of(drafter, [1, 2, 3, 4], DraftPlan("hybrid", 2))[0] != []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "hybrid needs fallback"),
+        ({"fallback": "ngram"}, "hybrid needs fallback"),
+        ({"fallback": {"method": "suffix"}}, "may not be suffix"),
+        ({"fallback": {"method": "none"}}, "method must be one of"),
+        ({"fallback": NGRAM | {"prompt_lookup": 2}}, "prompt_lookup_max"),
+        ({"fallback": NGRAM | {"branching": 2}}, "give branching beside method hybrid"),
+        ({"fallback": NGRAM | {"verification": "block"}}, "give verification beside method hybrid"),
+        ({"fallback": NGRAM | {"num_speculative_tokens": 0}}, "drafts nothing"),
+        ({"fallback": NGRAM, "combine": "or"}, "combine must be one of either, tree"),
+        ({"fallback": NGRAM, "confidence": -1}, "confidence must be"),
+        ({"fallback": NGRAM, "suffix_decoding_max_tree_depth": 0}, "suffix_decoding_max_tree_depth"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_speculative_config({"method": "hybrid", **options})
+
+
+def test_loading_brings_both_parts():
+    config = parse_speculative_config(
+        {"method": "hybrid", "fallback": NGRAM | {"num_speculative_tokens": 2, "prompt_lookup_min": 1}}
+    ).drafters["hybrid"]
+    target = SimpleNamespace(sampling=DraftSampling.COUPLED)
+    drafter = HybridDrafter.load(config.options, target)
+    assert tree_of(drafter, [5, 6, 7, 8, 9, 5], DraftPlan("hybrid", 4))[0] == [6, 7]
+
+
+def test_chosen_and_drawn_nodes_in_one_tree_are_refused():
+    options = HybridDrafter.Options(fallback=NGRAM, combine="tree")
+    with pytest.raises(ConfigError, match="Use combine 'either'"):
+        HybridDrafter.load(options, SimpleNamespace(sampling=DraftSampling.INDEPENDENT))
+
+
+@pytest.mark.parametrize("combine", ["either", "tree"])
+@pytest.mark.parametrize("style", ["right", "wrong", "partly", "tree"])
+def test_the_engine_gives_the_same_results_with_it(combine, style):
+    plain = {}
+    for ids, params in requests():
+        engine = toy_engine()
+        (request,) = engine.add_request(ids, params)
+        drain(engine)
+        plain[tuple(ids)] = request
+    truth = {ids: request.output_token_ids for ids, request in plain.items()}
+    engine = toy_engine(drafter=hybrid(ScriptedDrafter(truth, style), 6, combine=combine), budget=6)
+    added = [engine.add_request(ids, params)[0] for ids, params in requests()]
+    drain(engine)
+    assert [result(request) for request in added] == [result(request) for request in plain.values()]
+    assert not any(request.failed_drafters for request in added)
+    if style != "wrong":
+        assert sum(request.speculative.num_accepted_draft_tokens for request in added) > 50
