@@ -1,4 +1,4 @@
-"""`paceline bench decode|rows|concurrency|perplexity`."""
+"""`paceline bench decode|rows|concurrency|speculation|drafting|perplexity`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def decode_command(
     )
     with progress(rounds) as on_turn:
         contest = measure_decode(options, on_turn)
-    report.show(decode_table(contest), decode_notes(contest), decode_facts(contest))
+    report.show([decode_table(contest)], decode_notes(contest), decode_facts(contest))
 
 
 @app.command("rows")
@@ -79,7 +79,7 @@ def rows_command(
     with progress(rounds * len(counts)) as on_turn:
         costs = measure_rows(loaded.backend, ids, loaded.max_position, counts, context, rounds, on_turn)
     facts = {"model": model, **asdict(settings(loaded.backend)), "context": context, "rounds": rounds}
-    report.show(rows_table(model, costs, context, rounds), [], {**facts, "rows": costs.facts()})
+    report.show([rows_table(model, costs, context, rounds)], [], {**facts, "rows": costs.facts()})
 
 
 @app.command("concurrency")
@@ -107,9 +107,80 @@ def concurrency_command(
         )
     facts = {"model": model, **asdict(settings(loaded.engine.backend)), "tokens": tokens, "rounds": rounds}
     facts |= {"identical_to_alone": result.identical, "concurrency": result.facts()}
-    report.show(concurrency_table(model, result, rounds), concurrency_notes(result), facts)
+    report.show([concurrency_table(model, result, rounds)], concurrency_notes(result), facts)
     if not result.identical:
         raise typer.Exit(1)
+
+
+@app.command("speculation")
+def speculation_command(
+    model: Model = DEFAULT_MODEL,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(help="A file of JSON lines, or code-edit, summarize, extract. May be repeated."),
+    ] = None,
+    methods: Annotated[
+        list[str] | None, typer.Option(help="Such as ngram,suffix; or one JSON object. May be repeated.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Take the first prompts of each workload only.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Cut answers that may be longer.")] = None,
+    rounds: Annotated[int, typer.Option(help="How often each method has its turn on a prompt.")] = 3,
+    concurrency: Annotated[str, typer.Option(help="Numbers of requests at once.")] = "1",
+    warm: Annotated[bool, typer.Option("--warm", help="Also measure a second pass, caches full.")] = False,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    threads: Threads = None,
+    quantization: Quantization = "auto",
+    against: Annotated[
+        str, typer.Option(help="Peers with prompt lookup of their own: transformers, llama.cpp, vllm.")
+    ] = "",
+    peer_python: Annotated[
+        list[str] | None, typer.Option(help="Where a peer is installed: NAME=INTERPRETER. May be repeated.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """What drafting methods give on workloads, in turns with plain decoding, and that no token differs."""
+    from paceline.bench.contest import SpeculationOptions, run_contest
+    from paceline.bench.peers import parse_peers
+    from paceline.bench.speculation import parse_methods
+    from paceline.bench.speculation_tables import show_contest
+    from paceline.bench.tables import progress
+    from paceline.bench.workloads import load_workload
+
+    report = Report(json_file)
+    options = SpeculationOptions(
+        workloads=tuple(load_workload(name, limit, max_tokens) for name in workload or ["code-edit"]),
+        methods=parse_methods(methods or ["ngram,suffix"]),
+        model=model,
+        rounds=rounds,
+        concurrency=tuple(_integers("--concurrency", concurrency)),
+        warm=warm,
+        temperature=temperature,
+        threads=threads,
+        quantization=quantization,
+        peers=parse_peers([name for name in against.split(",") if name], peer_python or []),
+    )
+    with progress(options.num_turns) as on_turn:
+        contest = run_contest(options, on_turn)
+    report.show(*show_contest(contest), contest.facts())
+    if not contest.identical:
+        raise typer.Exit(1)
+
+
+@app.command("drafting")
+def drafting_command(
+    context: Annotated[int, typer.Option(help="Tokens of the request that is drafted for.")] = 8000,
+    responses: Annotated[int, typer.Option(help="Past responses that suffix remembers.")] = 10_000,
+    response_tokens: Annotated[int, typer.Option(help="Tokens of each of them.")] = 256,
+    json_file: JsonFile = None,
+) -> None:
+    """What drafting itself costs: microseconds a step at a long context, and memory of past responses."""
+    from paceline.bench.drafting import measure_drafting
+    from paceline.bench.tables import drafting_notes, drafting_table, progress
+
+    report = Report(json_file)
+    with progress(3) as on_turn:
+        costs = measure_drafting(context, responses, response_tokens, on_turn)
+    report.show([drafting_table(costs)], drafting_notes(costs), costs.facts())
 
 
 @app.command("perplexity")
@@ -131,7 +202,7 @@ def perplexity_command(
     with progress(2) as on_turn:
         comparison = compare_quantizations(model, quantization, against, threads, context, on_turn)
     facts = {"model": model, "context": context, **comparison.facts()}
-    report.show(perplexity_table(model, comparison), [], facts)
+    report.show([perplexity_table(model, comparison)], [], facts)
 
 
 class Report:
@@ -146,13 +217,14 @@ class Report:
         self._json_file = json_file
         self._machine = machine_facts()  # now, for its load
 
-    def show(self, table: Table, notes: Sequence[str], facts: dict[str, Any]) -> None:
-        """Print the table, the notes and the machine, and write the file."""
+    def show(self, tables: Sequence[Table], notes: Sequence[str], facts: dict[str, Any]) -> None:
+        """Print the tables, the notes and the machine, and write the file."""
         from paceline.bench.tables import machine_notes
 
         console = Console()
-        console.print(table)
-        for note in (*notes, *machine_notes(self._machine, facts["threads"], facts["quantization"])):
+        for table in tables:
+            console.print(table)
+        for note in (*notes, *machine_notes(self._machine, facts.get("threads"), facts.get("quantization"))):
             console.print(note, highlight=False, markup=False, soft_wrap=True)
         if self._json_file is not None:
             self._json_file.write_text(json.dumps({**facts, "machine": self._machine}, indent=2) + "\n")

@@ -65,11 +65,11 @@ class Contestant:
         )
         self.facts = self._answer()  # version, and what else it tells about itself
 
-    def generate(self, prompt: Sequence[int], tokens: int) -> Generation:
-        """`tokens` greedy tokens after `prompt`, without regard to end-of-sequence."""
+    def generate(self, prompt: Sequence[int], tokens: int, **options: Any) -> Generation:
+        """`tokens` greedy tokens after `prompt`; options are the worker's: stop_ids, lookup."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it died; why is found out below
-            question = {"prompt": list(prompt), "tokens": tokens}
+            question = {"prompt": list(prompt), "tokens": tokens, **options}
             print(json.dumps(question), file=self._process.stdin, flush=True)
         return Generation(**self._answer())
 

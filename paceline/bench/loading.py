@@ -54,10 +54,16 @@ def load_backend_for_bench(
     return LoadedBackend(backend, load_tokenizer(path), checkpoint.config.max_position)
 
 
-def load_engine_for_bench(model: str, quantization: str, threads: int | None, max_num_seqs: int) -> Loaded:
-    """The model's engine. It keeps no prefixes, so that every round computes its prompts again."""
+def bench_config(
+    model: str,
+    quantization: str,
+    threads: int | None,
+    max_num_seqs: int,
+    speculative_config: Any = None,
+) -> EngineConfig:
+    """A configuration without prefix reuse, so that every round computes its prompts again."""
     defaults = SchedulerOptions()
-    config = EngineConfig.from_options(
+    return EngineConfig.from_options(
         model=model,
         backend="cpu",
         quantization=quantization,
@@ -65,5 +71,10 @@ def load_engine_for_bench(model: str, quantization: str, threads: int | None, ma
         enable_prefix_caching=False,
         max_num_seqs=max(max_num_seqs, defaults.max_num_seqs),
         max_num_batched_tokens=max(max_num_seqs, defaults.max_num_batched_tokens),
+        speculative_config=speculative_config,
     )
-    return build_engine(config)
+
+
+def load_engine_for_bench(model: str, quantization: str, threads: int | None, max_num_seqs: int) -> Loaded:
+    """The model's engine. It keeps no prefixes."""
+    return build_engine(bench_config(model, quantization, threads, max_num_seqs))

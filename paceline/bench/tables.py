@@ -12,6 +12,7 @@ from rich.table import Table
 
 from paceline.bench.concurrency import Concurrency
 from paceline.bench.decode import Contest, Result
+from paceline.bench.drafting import DraftingCosts
 from paceline.bench.quantization import Comparison
 from paceline.bench.rows import RowCosts
 from paceline.bench.timing import OnTurn
@@ -31,7 +32,8 @@ def machine_notes(machine: Mapping[str, Any], threads: object, quantization: obj
     """The machine in one line, and a warning if something else was running on it."""
     line = (
         f"{machine['cpu']} ({machine['isa']}), {machine['usable_cores']} of {machine['cores']} cores usable, "
-        f"{threads} threads, quantization {quantization}, load {machine['load_average']}"
+        + (f"{threads} threads, quantization {quantization}, " if threads else "")
+        + f"load {machine['load_average']}"
     )
     if machine["load_average"] <= QUIET_LOAD:
         return [line]
@@ -146,3 +148,30 @@ def perplexity_table(model: str, comparison: Comparison) -> Table:
         table.add_row(one.quantization, f"{one.perplexity:.4f}")
     table.add_row("difference", f"{comparison.difference_percent:+.2f} %")
     return table
+
+
+def drafting_table(costs: DraftingCosts) -> Table:
+    """Microseconds of a step, and memory of past responses."""
+    table = Table(title="Drafting alone: propose and observe, one request, no model", title_justify="left")
+    table.add_column("method")
+    for heading in ("context", "mean us", "median us", "worst us", "tokens/step", "first step us"):
+        table.add_column(heading, justify="right")
+    for cost in costs.steps:
+        table.add_row(
+            cost.method,
+            f"{cost.context:,}",
+            f"{cost.mean_us:.1f}",
+            f"{cost.median_us:.1f}",
+            f"{cost.worst_us:,.0f}",
+            f"{cost.tokens_per_step:.1f}",
+            f"{cost.first_us:,.0f}",
+        )
+    return table
+
+
+def drafting_notes(costs: DraftingCosts) -> list[str]:
+    """What past responses cost, in words."""
+    return [
+        f"{costs.responses:,} past responses of {costs.response_tokens} tokens, which suffix looks through: "
+        f"{costs.response_bytes / 1e6:,.0f} MB, {costs.response_us:.2f} us a token to take them in"
+    ]

@@ -3,7 +3,7 @@
     -> {"prompt": [ids], "tokens": 129}
     <- {"first_seconds": ..., "rest_seconds": ..., "token_ids": [...], ...}
 
-The interpreter that has llama_cpp need not have paceline, so this file is also run as a plain
+The interpreter that has a peer need not have paceline, so this file is also run as a plain
 script: it imports nothing but the standard library, and each contestant what it needs.
 """
 
@@ -61,37 +61,152 @@ class Paceline:
 
 
 class LlamaCpp:
-    """llama.cpp through llama-cpp-python, with its own greedy sampler."""
+    """llama.cpp through llama-cpp-python, with its own greedy sampler and prompt lookup."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import llama_cpp
 
-        self._llama = llama_cpp.Llama(
-            options["model"],
-            n_ctx=options["context"],
-            n_batch=512,
-            n_threads=options["threads"],
-            n_threads_batch=options["threads"],
-            verbose=False,
-        )
+        self._options = options
+        self._llamas = {0: self._load(0)}  # by tokens of lookup: a Llama has it or not from the start
         self.facts = {
             "version": llama_cpp.__version__,
             "system_info": llama_cpp.llama_print_system_info().decode().strip(" |"),
         }
 
-    def generate(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
-        """`tokens` greedy tokens, and when they came."""
-        self._llama.reset()  # or it would keep the prompt it has in common with the last round's
+    def _load(self, lookup: int) -> Any:
+        import llama_cpp
+
+        drafting = {}
+        if lookup:
+            from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+            drafting = {"draft_model": LlamaPromptLookupDecoding(num_pred_tokens=lookup)}
+        return llama_cpp.Llama(
+            self._options["model"],
+            n_ctx=self._options["context"],
+            n_batch=512,
+            n_threads=self._options["threads"],
+            n_threads_batch=self._options["threads"],
+            verbose=False,
+            **drafting,
+        )
+
+    def generate(
+        self, prompt: Sequence[int], tokens: int, stop_ids: Sequence[int] = (), lookup: int = 0
+    ) -> dict[str, Any]:
+        """`tokens` greedy tokens, or those up to one of `stop_ids`, and when they came."""
+        if lookup not in self._llamas:
+            self._llamas[lookup] = self._load(lookup)
+        llama = self._llamas[lookup]
+        llama.reset()  # or it would keep the prompt it has in common with the last round's
         start = time.perf_counter()
-        stream = self._llama.generate(prompt, temp=0.0)
+        stream = llama.generate(prompt, temp=0.0)
         token_ids = [next(stream)]
         first = time.perf_counter()
-        token_ids += [next(stream) for _ in range(tokens - 1)]
+        while len(token_ids) < tokens and token_ids[-1] not in stop_ids:
+            token_ids.append(next(stream))
         end = time.perf_counter()
         return {"first_seconds": first - start, "rest_seconds": end - first, "token_ids": token_ids}
 
 
-CONTESTANTS: dict[str, Callable[[dict[str, Any]], Any]] = {"paceline": Paceline, "llama.cpp": LlamaCpp}
+class Transformers:
+    """transformers in float32, with its own prompt lookup."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(options["threads"])
+        path = options["model"]
+        folder, file = os.path.split(path)
+        where = (folder, {"gguf_file": file}) if path.endswith(".gguf") else (path, {})
+        self._torch = torch
+        load: Any = transformers.AutoModelForCausalLM.from_pretrained
+        self._model = load(where[0], dtype=torch.float32, **where[1]).eval()
+        self.facts = {"version": transformers.__version__}
+
+    def generate(
+        self, prompt: Sequence[int], tokens: int, stop_ids: Sequence[int] = (), lookup: int = 0
+    ) -> dict[str, Any]:
+        """`tokens` greedy tokens, or those up to one of `stop_ids`, and when they came."""
+        times: list[float] = []
+
+        def note_time(ids: Any, scores: Any, **_: Any) -> Any:
+            times.append(time.perf_counter())
+            return self._torch.zeros(len(ids), dtype=self._torch.bool)
+
+        given = self._torch.tensor([list(prompt)])
+        start = time.perf_counter()
+        output = self._model.generate(
+            given,
+            attention_mask=self._torch.ones_like(given),
+            max_new_tokens=tokens,
+            do_sample=False,
+            eos_token_id=list(stop_ids),
+            pad_token_id=0,
+            prompt_lookup_num_tokens=lookup or None,
+            stopping_criteria=[note_time],
+        )
+        end = time.perf_counter()
+        return {
+            "first_seconds": times[0] - start,
+            "rest_seconds": end - times[0],
+            "token_ids": output[0, len(prompt) :].tolist(),
+        }
+
+
+class Vllm:
+    """vLLM on the CPU, with its own n-gram drafting."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import vllm
+
+        self._options = options
+        self._llms: dict[int, Any] = {}  # by tokens of lookup: an engine has it or not from the start
+        self.facts = {"version": vllm.__version__}
+
+    def _load(self, lookup: int) -> Any:
+        import vllm
+
+        drafting = {"method": "ngram", "num_speculative_tokens": lookup, "prompt_lookup_max": 4}
+        return vllm.LLM(
+            self._options["model"],
+            dtype="float32",
+            max_model_len=self._options["context"],
+            max_num_seqs=1,
+            enable_prefix_caching=False,
+            disable_log_stats=False,
+            kv_cache_memory_bytes=1 << 30,
+            speculative_config=drafting if lookup else None,
+        )
+
+    def generate(
+        self, prompt: Sequence[int], tokens: int, stop_ids: Sequence[int] = (), lookup: int = 0
+    ) -> dict[str, Any]:
+        """`tokens` greedy tokens, or those up to one of `stop_ids`, and when they came."""
+        import vllm
+
+        if lookup not in self._llms:
+            self._llms[lookup] = self._load(lookup)
+        params = vllm.SamplingParams(temperature=0, max_tokens=tokens, stop_token_ids=list(stop_ids))
+        given = {"prompt_token_ids": list(prompt)}
+        start = time.perf_counter()
+        (output,) = self._llms[lookup].generate(given, params, use_tqdm=False)
+        end = time.perf_counter()
+        first = output.metrics.first_token_latency
+        return {
+            "first_seconds": first,
+            "rest_seconds": end - start - first,
+            "token_ids": list(output.outputs[0].token_ids),
+        }
+
+
+CONTESTANTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "paceline": Paceline,
+    "llama.cpp": LlamaCpp,
+    "transformers": Transformers,
+    "vllm": Vllm,
+}
 
 
 def peak_memory() -> int:

@@ -71,6 +71,7 @@ class Drafter(Protocol):
 
     def bind(self, kv: KVCache) -> None:
         """Called once, before the first request: the place to take a KV pool on the engine's pages."""
+        return  # not abstract
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         """One tree per request, within its plan: budget, branching, depth. May be empty.
@@ -83,9 +84,12 @@ class Drafter(Protocol):
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:
         """Take in a pass, after the requests advanced; prefill chunks too, so no position is missed."""
+        return  # not abstract
 
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request that has ended."""
+        return  # not abstract
 
     def close(self) -> None:
         """The engine ends: the place to write down what is to survive it."""
+        return  # not abstract

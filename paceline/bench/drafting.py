@@ -1,0 +1,188 @@
+"""What drafting itself costs, without a model: time at a long context, and memory of past responses."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.bench.timing import OnTurn
+from paceline.draft.base import Drafter
+from paceline.draft.methods import METHODS
+from paceline.draft.ngram import NgramDrafter
+from paceline.draft.suffix import SuffixDrafter
+from paceline.draft.trees import DraftPlan
+from paceline.engine.admission import Limits, make_requests
+from paceline.engine.request import Request
+from paceline.errors import ConfigError
+from paceline.options import check_integer
+from paceline.verify.params import SamplingParams
+from paceline.verify.verdict import Verdict
+
+VOCAB = 50_000
+STEPS = 400  # that are timed
+PHRASES = 300  # of which texts are made: so much repeats that drafts are long
+
+
+class NoText:
+    """A tokenizer for requests whose text nobody reads."""
+
+    eos_ids: frozenset[int] = frozenset()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+    def is_special(self, token_id: int) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Microseconds of a step of one drafter: propose, and observe of what became of it."""
+
+    method: str
+    context: int
+    steps: int
+    mean_us: float
+    median_us: float
+    worst_us: float
+    tokens_per_step: float  # that requests gained: how long the drafts were
+    first_us: float  # of the first step, which takes in the whole prompt
+
+
+@dataclass(frozen=True)
+class DraftingCosts:
+    """Both measurements."""
+
+    steps: list[StepCost]
+    responses: int
+    response_tokens: int
+    response_bytes: int  # memory that the process gained by remembering them
+    response_us: float  # of taking in one response, per token
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure_drafting(
+    context: int, responses: int, response_tokens: int, on_turn: OnTurn = lambda _: None
+) -> DraftingCosts:
+    """Costs of ngram and suffix at this context; suffix also has all past responses to look through."""
+    for name, value in (("context", context), ("responses", responses), ("response_tokens", response_tokens)):
+        check_integer(ConfigError, name, value, 16 if name == "context" else 1, None)
+    texts = Texts()
+    for drafter in (_ngram(), _suffix()):
+        _step_cost(drafter, texts, context)  # compiles
+    ngram = _step_cost(_ngram(), texts, context)
+    on_turn("ngram")
+    drafter = _suffix(responses)
+    before = resident_bytes()
+    start = time.perf_counter()
+    for _ in range(responses):
+        _remember(drafter, texts.take(response_tokens))
+    seconds = time.perf_counter() - start
+    gc.collect()
+    memory = resident_bytes() - before
+    on_turn("past responses")
+    suffix = _step_cost(drafter, texts, context)
+    on_turn("suffix")
+    per_token = 1e6 * seconds / (responses * response_tokens)
+    return DraftingCosts([ngram, suffix], responses, response_tokens, memory, per_token)
+
+
+def _ngram() -> Drafter:
+    return NgramDrafter(NgramDrafter.Options())
+
+
+def _suffix(responses: int = 16) -> Drafter:
+    return SuffixDrafter(SuffixDrafter.Options(suffix_decoding_max_cached_requests=max(responses, 1)))
+
+
+class Texts:
+    """Endless token streams: phrases that come again, with single tokens between that do not."""
+
+    def __init__(self) -> None:
+        self._rng = np.random.default_rng(0)
+        lengths = self._rng.integers(4, 40, PHRASES)
+        self._phrases = [self._rng.integers(0, VOCAB, length).tolist() for length in lengths]
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` tokens."""
+        tokens: list[int] = []
+        while len(tokens) < count:
+            tokens += self._phrases[self._rng.integers(PHRASES)]
+            tokens += self._rng.integers(0, VOCAB, self._rng.integers(0, 3)).tolist()
+        return tokens[:count]
+
+
+def _request(prompt: Sequence[int], max_tokens: int) -> Request:
+    limits = Limits(VOCAB, len(prompt) + max_tokens + 1, 1, 512)
+    (request,) = make_requests(
+        "bench",
+        0,
+        prompt,
+        SamplingParams(temperature=0, max_tokens=max_tokens),
+        limits=limits,
+        tokenizer=NoText(),
+        engine_seed=0,
+        pool_tokens=limits.max_model_len,
+        now=0.0,
+    )
+    return request
+
+
+def _remember(drafter: Drafter, response: Sequence[int]) -> None:
+    """Let a drafter see a request from its first token to its end."""
+    request = _request(response[:1], len(response))
+    request.token_ids.extend(response)
+    drafter.observe([request], [Verdict((), tuple(response))], None)
+    drafter.forget(request)
+
+
+def _step_cost(drafter: Drafter, texts: Texts, context: int) -> StepCost:
+    """Propose, verify against the text that really comes, observe: as an engine would, one request."""
+    plan = DraftPlan(drafter.name, METHODS[drafter.name].num_speculative_tokens)
+    truth = texts.take(context + STEPS * (plan.budget + 1))
+    request = _request(truth[:context], len(truth) - context)
+    seconds: list[float] = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        trees = drafter.propose([request], [plan])
+        proposed = time.perf_counter()
+        verdict = _verdict(trees.tree_lists(0)[0], truth[len(request.token_ids) :])
+        request.token_ids.extend(verdict.tokens)
+        resumed = time.perf_counter()
+        drafter.observe([request], [verdict], None)
+        seconds.append(proposed - start + time.perf_counter() - resumed)
+    later = seconds[1:]  # the first step indexes the prompt
+    return StepCost(
+        method=drafter.name,
+        context=context,
+        steps=len(later),
+        mean_us=1e6 * statistics.fmean(later),
+        median_us=1e6 * statistics.median(later),
+        worst_us=1e6 * max(later),
+        tokens_per_step=(len(request.token_ids) - context) / STEPS,
+        first_us=1e6 * seconds[0],
+    )
+
+
+def _verdict(chain: Sequence[int], truth: Sequence[int]) -> Verdict:
+    """What verification would decide on a chain if the target wrote `truth`."""
+    accepted = 0
+    while accepted < len(chain) and chain[accepted] == truth[accepted]:
+        accepted += 1
+    return Verdict(tuple(range(accepted)), tuple(truth[: accepted + 1]))
+
+
+def resident_bytes() -> int:
+    """Bytes of memory that this process has now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()

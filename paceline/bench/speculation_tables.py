@@ -1,0 +1,125 @@
+"""`paceline bench speculation` on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from paceline.bench.contest import Contest
+from paceline.bench.peers import LOOKUP_TOKENS, PeerRow
+from paceline.bench.speculation import OFF, WARM
+from paceline.bench.speculation_rows import Row
+
+
+def show_contest(contest: Contest) -> tuple[list[Table], list[str]]:
+    """The tables of our methods and of peers, and what is to be said about them."""
+    tables = [_speed_table(contest), _draft_table(contest)]
+    if contest.peer_rows:
+        tables.append(_peer_table(contest.peer_rows, contest.options.rounds))
+    return tables, _notes(contest)
+
+
+def _speed_table(contest: Contest) -> Table:
+    options = contest.options
+    sampling = "greedy" if options.temperature == 0 else f"temperature {options.temperature}"
+    table = Table(
+        title=f"{options.model}: {sampling}, best of {options.rounds} in turns", title_justify="left"
+    )
+    table.add_column("workload")
+    table.add_column("method")
+    for heading in ("decode tok/s", "speedup (median)", "all tok/s", "speedup (median)", "tokens"):
+        table.add_column(heading, justify="right")
+    for row in contest.rows:
+        table.add_row(
+            _name(row) if row.method == OFF else "",
+            row.method,
+            f"{row.decode_tokens_per_second:,.1f}",
+            f"{row.decode_speedup_vs_off:.2f} ({row.median_decode_speedup_vs_off:.2f})",
+            f"{row.tokens_per_second:,.1f}",
+            f"{row.speedup_vs_off:.2f} ({row.median_speedup_vs_off:.2f})",
+            f"{row.output_tokens:,}"
+            if row.method == OFF
+            else "identical"
+            if row.identical
+            else f"{len(row.differing_prompts)} differ",
+            end_section=row.method == list(options.methods)[-1],
+        )
+    return table
+
+
+def _draft_table(contest: Contest) -> Table:
+    table = Table(title="What was drafted", title_justify="left")
+    table.add_column("workload")
+    table.add_column("method")
+    for heading in ("tokens/pass", "length", "accepted", "drafted", "draft us", "TTFT ms", "TPOT ms"):
+        table.add_column(heading, justify="right")
+    for row in contest.rows:
+        drafted = row.method != OFF
+        table.add_row(
+            "" if drafted else _name(row),
+            row.method,
+            f"{row.tokens_per_pass:.2f}",
+            f"{row.mean_acceptance_length:.2f}" if drafted else "",
+            f"{100 * row.draft_acceptance_rate:.0f} %" if drafted else "",
+            f"{row.draft_tokens_per_step:.1f}" if drafted else "",
+            f"{row.draft_us_per_pass:,.0f}" if drafted else "",
+            f"{row.ttft_ms:,.0f}",
+            f"{row.tpot_ms:.2f}",
+            end_section=row.method == list(contest.options.methods)[-1],
+        )
+    return table
+
+
+def _name(row: Row) -> str:
+    """Which traffic a row is about, in a few words."""
+    segment = "" if row.segment == row.workload else f" {row.segment}"
+    at_once = "" if row.concurrency == 1 else f" x{row.concurrency}"
+    return f"{row.workload}{segment}{at_once} {row.cache}"
+
+
+def _peer_table(rows: Sequence[PeerRow], rounds: int) -> Table:
+    title = f"Peers: lookup of {LOOKUP_TOKENS} tokens against none, greedy, best of {rounds} in turns"
+    table = Table(title=title, title_justify="left")
+    table.add_column("peer", no_wrap=True)
+    table.add_column("workload")
+    for heading in ("decode tok/s", "with lookup", "speedup (median)", "all speedup", "own tokens"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row.peer} {row.version}",
+            row.workload,
+            f"{row.decode_tokens_per_second:,.1f}",
+            f"{row.lookup_decode_tokens_per_second:,.1f}",
+            f"{row.decode_speedup:.2f} ({row.median_decode_speedup:.2f})",
+            f"{row.speedup:.2f}",
+            "identical" if not row.changed_prompts else f"{len(row.changed_prompts)} of {row.prompts} differ",
+        )
+    return table
+
+
+def _notes(contest: Contest) -> list[str]:
+    notes = [
+        "Each method has an engine of its own around the same weights, new in every round and without "
+        "prefix reuse: no method sees another's answers, and every prompt is computed in full.",
+        "cold: drafters begin each pass over a workload empty; what they learn in it are their own "
+        "answers to its earlier prompts.",
+    ]
+    if any(row.cache == WARM for row in contest.rows):
+        notes.append("warm: the same prompts a second time; a drafter with a memory has seen the answers.")
+    notes += [
+        "decode: after the first token; all: from the prompt's arrival. Speedups are ratios of summed "
+        "times, in brackets the median of the prompts' own ratios.",
+        "length: mean acceptance length, tokens of a drafted pass with the bonus token; drafted: tokens "
+        "drafted in such a pass; draft us: microseconds of drafting, per pass.",
+    ]
+    for row in contest.rows:
+        if row.differing_prompts:
+            notes.append(
+                f"{row.workload}, {row.method}: other tokens than plain decoding for "
+                f"{', '.join(row.differing_prompts[:5])}. This is a bug, please report it."
+            )
+        if row.failed_drafters:
+            notes.append(f"{row.workload}, {row.method}: {', '.join(row.failed_drafters)} failed on the way.")
+    notes += [f"no numbers of {name}: {error}" for name, error in contest.peer_errors.items()]
+    return notes

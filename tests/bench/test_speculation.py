@@ -1,0 +1,217 @@
+"""`paceline bench speculation`: turns are fair, nobody learns from another, and sums are right."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.bench.commands import app
+from paceline.bench.contest import Contest, SpeculationOptions
+from paceline.bench.speculation import (
+    COLD,
+    OFF,
+    WARM,
+    Answer,
+    Runs,
+    Task,
+    Turn,
+    measure_workload,
+    parse_methods,
+)
+from paceline.bench.speculation_rows import rows
+from paceline.bench.speculation_tables import show_contest
+from paceline.draft.base import Drafter
+from paceline.draft.trees import DraftPlan, DraftTrees
+from paceline.engine.engine import Engine
+from paceline.engine.request import Request, SpeculativeCounts
+from paceline.errors import ConfigError
+from paceline.verify.params import SamplingParams
+from tests.toy import toy_engine
+
+
+class Memory(Drafter):
+    """Drafts the whole answer of any request with the same prompt that it has seen end."""
+
+    name = "memory"
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, ...], list[int]] = {}
+
+    def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
+        chains = [
+            self.known.get(tuple(request.prompt_token_ids), [])[request.num_output :][: plan.budget]
+            for request, plan in zip(requests, plans, strict=True)
+        ]
+        return DraftTrees.chains(chains)
+
+    def forget(self, request: Request) -> None:
+        self.known[tuple(request.prompt_token_ids)] = request.output_token_ids
+
+
+def tasks(count: int = 3, segments: str = "aaa") -> list[Task]:
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    return [Task(f"task {i}", segments[i], [5 + i, 6, 7, 8], params) for i in range(count)]
+
+
+def off_engine() -> Engine:
+    return toy_engine(enable_prefix_caching=False)
+
+
+def memory_engine() -> Engine:
+    return toy_engine(enable_prefix_caching=False, drafter=Memory(), budget=4)
+
+
+MAKERS = {OFF: off_engine, "memory": memory_engine}
+
+
+def test_a_cold_drafter_knows_no_answer_of_other_rounds_or_methods_and_a_warm_one_its_own() -> None:
+    runs = measure_workload(MAKERS, tasks(), rounds=3, warm=True)
+    off_cold, memory_cold, off_warm, memory_warm = rows("toy", runs)
+    assert (off_cold.cache, memory_cold.cache, off_warm.cache, memory_warm.cache) == (COLD, COLD, WARM, WARM)
+    assert memory_cold.draft_tokens_per_step == 0
+    assert memory_cold.tokens_per_pass == off_cold.tokens_per_pass == off_warm.tokens_per_pass == 1
+    assert memory_warm.tokens_per_pass == 4  # 8 tokens after the first, at most 5 a pass
+    assert memory_warm.mean_acceptance_length > 4
+    assert memory_cold.identical
+    assert memory_warm.identical
+    assert memory_warm.output_tokens == off_cold.output_tokens == 27
+
+
+def test_methods_take_turns_prompt_by_prompt_and_who_begins_changes() -> None:
+    seen: list[str] = []
+    measure_workload(MAKERS, tasks(2), rounds=2, on_turn=seen.append)
+    order = [text.rpartition(" ")[2] for text in seen]
+    assert order == [OFF, "memory", "memory", OFF, "memory", OFF, OFF, "memory"]
+
+
+def test_requests_at_once_share_a_turn_within_their_segment() -> None:
+    runs = measure_workload(MAKERS, tasks(3, "aab"), rounds=1, concurrency=2)
+    assert [[task.id for task in group] for group in runs.groups] == [["task 0", "task 1"], ["task 2"]]
+    found = rows("toy", runs)
+    assert [(row.segment, row.method, row.prompts) for row in found] == [
+        ("a", OFF, 2),
+        ("a", "memory", 2),
+        ("b", OFF, 1),
+        ("b", "memory", 1),
+    ]
+    assert all(row.concurrency == 2 for row in found)
+
+
+def answer(tokens: Sequence[int], first: float, rest: float, gains: tuple[int, ...], **counts: Any) -> Answer:
+    return Answer(list(tokens), first, rest, first + rest, gains, SpeculativeCounts(**counts), ())
+
+
+def made_up_runs(lookup_tokens: Sequence[int] = (1, 2, 3, 4, 5)) -> Runs:
+    """Two prompts, two rounds; the second prompt's answer by `lookup` can be given."""
+
+    def turn(tokens: Sequence[int], first: float, rest: float, gains: tuple[int, ...], **counts: Any) -> Turn:
+        return Turn(first + rest, [answer(tokens, first, rest, gains, **counts)])
+
+    one, two = (1, 2, 3), (1, 2, 3, 4, 5)
+    plain = [
+        [turn(one, 1.0, 4.0, (1, 1, 1)), turn(two, 1.0, 8.0, (1,) * 5)],
+        [turn(one, 1.5, 3.0, (1, 1, 1)), turn(two, 1.0, 9.0, (1,) * 5)],
+    ]
+    counts = {"num_spec_steps": 2, "num_draft_tokens": 5, "num_accepted_draft_tokens": 3, "draft_time": 1e-5}
+    lookup = [
+        [turn(one, 1.0, 2.0, (1, 1, 1)), turn(two, 1.0, 2.0, (1, 2, 2), **counts)],
+        [turn(one, 1.0, 1.5, (1, 1, 1)), turn(lookup_tokens, 1.0, 4.0, (1, 2, 2), **counts)],
+    ]
+    return Runs([[task] for task in tasks(2)], 1, {(COLD, OFF): plain, (COLD, "lookup"): lookup})
+
+
+def test_times_are_sums_of_each_prompts_best_and_ratios_are_of_sums() -> None:
+    off, lookup = rows("toy", made_up_runs())
+    assert (off.decode_seconds, lookup.decode_seconds) == (3.0 + 8.0, 1.5 + 2.0)
+    assert (off.seconds, lookup.seconds) == (4.5 + 9.0, 2.5 + 3.0)
+    assert lookup.decode_speedup_vs_off == 11.0 / 3.5
+    assert lookup.speedup_vs_off == 13.5 / 5.5
+    assert lookup.median_decode_speedup_vs_off == (3.0 / 1.5 + 8.0 / 2.0) / 2
+    assert (off.speedup_vs_off, off.median_decode_speedup_vs_off) == (1.0, 1.0)
+    assert lookup.decode_tokens_per_second == (2 + 4) / 3.5
+    assert lookup.tokens_per_second == 8 / 5.5
+    assert lookup.tpot_ms == 1e3 * 3.5 / 6
+    assert lookup.ttft_ms == 1e3
+    assert lookup.mean_acceptance_length == 1 + 3 / 2
+    assert lookup.draft_acceptance_rate == 3 / 5
+    assert lookup.draft_tokens_per_step == 5 / 2
+    assert lookup.tokens_per_pass == (2 + 4) / (2 + 2)
+    assert lookup.drafted_share == 2 / 4
+    assert math.isclose(lookup.draft_us_per_pass, 10 / 4)
+
+
+def test_a_token_that_differs_in_any_round_is_told_and_fails() -> None:
+    found = rows("toy", made_up_runs(lookup_tokens=(1, 2, 9, 4, 5)))
+    assert [row.identical for row in found] == [True, False]
+    assert found[1].differing_prompts == ["task 1"]
+    contest = Contest(SpeculationOptions((), {OFF: None, "lookup": "x"}), 2, "native", found)
+    assert not contest.identical
+    _, notes = show_contest(contest)
+    assert any("other tokens than plain decoding for task 1" in note for note in notes)
+
+
+def test_methods_are_short_forms_or_objects_and_off_is_always_among_them() -> None:
+    assert parse_methods(["ngram,suffix"]) == {OFF: None, "ngram": "ngram", "suffix": "suffix"}
+    config = '{"method": "ngram", "num_speculative_tokens": 4}'
+    assert parse_methods(["off,ngram", config]) == {
+        OFF: None,
+        "ngram": "ngram",
+        "ngram num_speculative_tokens=4": config,
+    }
+    for given, message in (
+        (["off"], "nothing to compare"),
+        (["ngrams"], "names no drafting method"),
+        (['{"method": "ngram", "length": 3}'], "unknown option 'length'"),
+        (['{"method": "suffix", "suffix_cache_path": "x"}'], "never cold"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_methods(given)
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_command_prints_tables_and_writes_rows(tmp_path: Path, tiny_gguf: Path) -> None:
+    prompts = [{"prompt": "abcabcabc", "max_tokens": 12}, {"prompt": "ababab", "max_tokens": 12}]
+    (tmp_path / "letters.jsonl").write_text("\n".join(json.dumps(prompt) for prompt in prompts))
+    output = invoke(
+        *("speculation", str(tiny_gguf), "--workload", str(tmp_path / "letters.jsonl"), "--warm"),
+        *("--methods", "off,ngram,suffix", "--rounds", "1", "--threads", "1", "--concurrency", "1,2"),
+        *("--json", str(tmp_path / "facts.json")),
+    )
+    assert "cold: drafters begin each pass over a workload empty" in output
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["identical"]
+    keys = [(row["concurrency"], row["cache"], row["method"]) for row in facts["rows"]]
+    assert keys == list(itertools.product([1, 2], [COLD, WARM], [OFF, "ngram", "suffix"]))
+    wanted = {"workload", "segment", "concurrency", "method", "output_tokens", "seconds", "tokens_per_second"}
+    wanted |= {
+        "speedup_vs_off",
+        "mean_acceptance_length",
+        "draft_acceptance_rate",
+        "ttft_ms",
+        "tpot_ms",
+        "e2e_ms",
+    }
+    assert all(wanted <= set(row) for row in facts["rows"])
+
+
+def test_drafting_alone_is_timed_without_a_model(tmp_path: Path) -> None:
+    output = invoke(
+        *("drafting", "--context", "200", "--responses", "20", "--response-tokens", "30"),
+        *("--json", str(tmp_path / "facts.json")),
+    )
+    assert "20 past responses of 30 tokens" in output
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert [step["method"] for step in facts["steps"]] == ["ngram", "suffix"]
+    assert all(step["tokens_per_step"] > 1 for step in facts["steps"]), "nothing was drafted right"

@@ -1,0 +1,85 @@
+"""Workloads: JSON lines that mean prompts, and mistakes named by their line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench.builtin_workloads import BUILT_IN
+from paceline.bench.workloads import DEFAULT_MAX_TOKENS, load_workload
+from paceline.errors import ConfigError
+from tests.toy import ToyTokenizer
+
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+def write(path: Path, *lines: Any) -> str:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return str(path)
+
+
+def test_lines_are_chats_or_texts_with_defaults_for_what_they_leave_out(tmp_path: Path) -> None:
+    name = write(
+        tmp_path / "mine.jsonl",
+        {"id": "a", "segment": "chat", "messages": CHAT, "max_tokens": 5, "response_format": {"schema": {}}},
+        "",
+        {"prompt": "once"},
+    )
+    workload = load_workload(name)
+    assert workload.name == "mine"
+    chat, text = workload.prompts
+    assert (chat.id, chat.segment, chat.max_tokens) == ("a", "chat", 5)
+    assert (text.id, text.segment, text.max_tokens) == ("3", "mine", DEFAULT_MAX_TOKENS)
+    tokenizer = ToyTokenizer()
+    assert chat.token_ids(tokenizer) == tokenizer.encode(tokenizer.apply_chat_template(CHAT), False)
+    assert text.token_ids(tokenizer) == tokenizer.encode("once")
+
+
+def test_a_limit_keeps_the_first_and_max_tokens_only_lowers(tmp_path: Path) -> None:
+    name = write(tmp_path / "w.jsonl", *({"prompt": "x", "max_tokens": count} for count in (10, 50, 90)))
+    workload = load_workload(name, limit=2, max_tokens=20)
+    assert [prompt.max_tokens for prompt in workload.prompts] == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{not json", "line 2: no JSON"),
+        ([1], "line 2: expected an object"),
+        ({"id": "x"}, "line 2: give either messages .* or prompt"),
+        ({"prompt": "a", "messages": CHAT}, "line 2: give either"),
+        ({"prompt": ""}, "line 2: prompt must be a text"),
+        ({"messages": "hello"}, "line 2: messages must be a list"),
+        ({"messages": [{"role": "user"}]}, "line 2: messages must be a list"),
+        ({"prompt": "a", "max_tokens": 1}, "line 2: max_tokens must be an integer of at least 2"),
+        ({"prompt": "a", "max_tokens": "many"}, "line 2: max_tokens"),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: Any, message: str) -> None:
+    name = write(tmp_path / "w.jsonl", {"prompt": "fine"}, line)
+    with pytest.raises(ConfigError, match=message):
+        load_workload(name)
+
+
+def test_what_is_no_workload_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"neither a file nor built in.*code-edit"):
+        load_workload("no such workload")
+    with pytest.raises(ConfigError, match="has no prompts"):
+        load_workload(write(tmp_path / "empty.jsonl", ""))
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_workload(str(tmp_path / "binary.jsonl"))
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_workloads_are_made_here_and_always_the_same(name: str) -> None:
+    workload = load_workload(name)
+    assert workload == load_workload(name)
+    assert len(workload.prompts) >= 8
+    assert len({prompt.id for prompt in workload.prompts}) == len(workload.prompts)
+    contents = {prompt.messages[0]["content"] for prompt in workload.prompts if prompt.messages}
+    assert len(contents) == len(workload.prompts)
+    assert all(100 < len(content) < 3000 for content in contents)
