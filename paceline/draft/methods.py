@@ -32,12 +32,12 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
-    "ngram": Method("paceline.draft.ngram", "NgramDrafter", num_speculative_tokens=8, trees=False),
-    "suffix": Method("paceline.draft.suffix", "SuffixDrafter", num_speculative_tokens=16, trees=True),
+    "ngram": Method("paceline.draft.ngram", "NgramDrafter", num_speculative_tokens=6, trees=False),
+    "suffix": Method("paceline.draft.suffix", "SuffixDrafter", num_speculative_tokens=7, trees=True),
     "draft_model": Method(
         "paceline.draft.draft_model", "DraftModelDrafter", num_speculative_tokens=4, trees=True
     ),
-    "hybrid": Method("paceline.draft.hybrid", "HybridDrafter", num_speculative_tokens=16, trees=True),
+    "hybrid": Method("paceline.draft.hybrid", "HybridDrafter", num_speculative_tokens=7, trees=True),
 }
 
 PLAN_KEYS = ("method", "num_speculative_tokens", "branching", "depth")  # a request may give these too
