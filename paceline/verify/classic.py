@@ -81,7 +81,7 @@ def _groups(indices: Sequence[int], cases: Sequence[Case]) -> Iterator[list[int]
 
 
 @dataclass
-class _Opened:
+class Opened:
     """The part of a case's draft that can be reached. Lists are parallel."""
 
     case: Case
@@ -95,11 +95,11 @@ def _decide(cases: Sequence[Case], decide: Decide, workspace: Workspace) -> list
     """One verdict for each case, all decided in one call."""
     target_probs = workspace.lines(sum(len(case.logits) for case in cases))
     verdicts: list[Verdict | None] = []
-    group: list[_Opened] = []
+    group: list[Opened] = []
     filled = 0
     for case in cases:
         try:
-            opened = _open(case, target_probs[filled:], workspace)
+            opened = open_draft(case, target_probs[filled:], workspace)
         except BackendError as error:
             verdicts.append(Verdict((), (), error=error))
             continue
@@ -110,14 +110,14 @@ def _decide(cases: Sequence[Case], decide: Decide, workspace: Workspace) -> list
     return [next(decided) if verdict is None else verdict for verdict in verdicts]
 
 
-def _open(case: Case, target_probs: Float64Array, workspace: Workspace) -> _Opened:
+def open_draft(case: Case, target_probs: Float64Array, workspace: Workspace) -> Opened:
     """What of the draft can be reached; writes the target's distributions of the root and the open nodes.
 
     Nothing follows a token that ends the request, a token of probability 0, or unusable logits: nodes
     below are cut away. That depends on the path down to the token alone, as the target's own text
     would end there too, so it does not bias. Unusable logits are an error only if the path ends there.
     """
-    opened = _Opened(case)
+    opened = Opened(case)
     case.sampler.probabilities(case.logits[0], case.num_output, workspace, out=target_probs[0])
     followed = {-1: (-1, case.sampler, case.num_output)}  # of open nodes: place, sampler, tokens of output
     for node, (token, parent) in enumerate(zip(case.tokens, case.parents, strict=True)):
@@ -141,7 +141,7 @@ def _open(case: Case, target_probs: Float64Array, workspace: Workspace) -> _Open
     return opened
 
 
-def _toss(group: Sequence[_Opened], target_probs: Float64Array, decide: Decide) -> list[Verdict]:
+def _toss(group: Sequence[Opened], target_probs: Float64Array, decide: Decide) -> list[Verdict]:
     """The verdicts on opened cases that draw from one array of draft_probs."""
     nodes = [(opened.case, node) for opened in group for node in opened.nodes]
     coins = _uniforms(nodes, STREAM_ACCEPT)
@@ -181,7 +181,7 @@ def _uniforms(keys: Sequence[tuple[Case, int]], stream: int) -> Float64Array:
     )
 
 
-def _verdict(opened: _Opened, end: int, token: int) -> Verdict:
+def _verdict(opened: Opened, end: int, token: int) -> Verdict:
     """The verdict when the accepted path ends at the place `end` and `token` (-1: none) follows."""
     case = opened.case
     if end in opened.errors:

@@ -114,6 +114,19 @@ def thinned(world: World, target: Sequence[int], draft: Sequence[int]) -> World:
     return replace(world, target=without(world.target, target), draft=without(world.draft, draft))
 
 
+WORLDS = {
+    "random": random_world(3, 1),
+    "sharp": random_world(3, 2, sharpness=4.0),
+    "flat": random_world(3, 3, sharpness=0.2),
+    "drafter likes what the target does not": opposed(random_world(3, 4, sharpness=3.0)),
+    "drafter is the target": agreeing(random_world(3, 5)),
+    "each has a token that the other has not": thinned(random_world(3, 6), target=[0], draft=[1]),
+    "disjoint": thinned(random_world(3, 7), target=[0], draft=[1, 2]),
+    "certain target": thinned(random_world(3, 8), target=[0, 2], draft=[]),
+    "certain drafter": thinned(random_world(3, 9), target=[], draft=[0, 2]),
+    "texts that end": random_world(3, 10, ending=1),
+}  # what every rule is tried on
+
 # A shape is a tuple of nodes in order: (parent, "drawn" or "chosen").
 Shape = tuple[tuple[int, str], ...]
 
