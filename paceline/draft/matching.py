@@ -1,5 +1,16 @@
 """The compiled side of the model-free drafters: index n-grams, find them again, grow trees from them.
 
+A stream of tokens and the index of its n-grams are one table, int32 [1 + 2 * levels, capacity], the
+capacity a power of two: handing one array to a compiled function takes a fraction of the time that
+several take. Position p of the stream is at column p modulo capacity. The rows:
+
+    0                    the tokens
+    1 + level            from each position to the one before it whose n-gram has the same hash
+    1 + levels + level   by hash: the newest position
+
+`levels` has the n of each level, ascending. Position 0 is never used, so that 0 can say "nowhere"
+and a new table is all zeros.
+
 `tests/draft/reference.py` says the same in plain Python, slowly.
 
 All compiled functions of these drafters are in this file, because numba's disk cache looks only at
@@ -9,7 +20,7 @@ the file of the function it loads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
@@ -20,25 +31,12 @@ Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-GAP = -1  # stands between two texts in a ring: no match and no draft reaches across it
+GAP = -1  # stands between two texts in a stream: no match and no draft reaches across it
 MOST_VISITS = 12  # occurrences that are looked at on each level, newest first
 OWN_DOUBT = 3.0  # occurrences that the shorter match counts for: in the request's own text,
 PAST_DOUBT = 8.0  # and in past responses, which say less about this request
 _ODD = -7046029254386353131  # 2^64 / golden ratio
 _ROOT = -1
-_DROPPED = -2
-
-
-class Ring(NamedTuple):
-    """The newest tokens of a stream and where their n-grams occurred. Position p is at p mod capacity.
-
-    Position 0 is never used, so that 0 can say "nowhere" and a new ring is all zeros.
-    """
-
-    tokens: Int32Array  # [capacity], a power of two
-    links: Int32Array  # [levels, capacity] the occurrence before this one, of an n-gram with the same hash
-    heads: Int32Array  # [levels, capacity] by hash: the newest occurrence
-    levels: Int64Array  # [levels] the n of each level, ascending
 
 
 def compiled(function: Function) -> Function:
@@ -47,38 +45,38 @@ def compiled(function: Function) -> Function:
 
 
 @compiled
-def append_tokens(ring: Ring, oldest: int, end: int, new: Int32Array) -> None:
-    """Put `new` into the ring at position `end` and on, and index the n-grams that end there."""
-    mask = len(ring.tokens) - 1
+def append_tokens(table: Int32Array, levels: Int64Array, oldest: int, end: int, new: Int32Array) -> None:
+    """Put `new` into the stream at position `end` and on, and index the n-grams that end there."""
+    mask = table.shape[1] - 1
     run = 0  # tokens since the last gap, as far as the longest n-gram reaches
-    while run < ring.levels[-1] and end - 1 - run >= oldest and ring.tokens[(end - 1 - run) & mask] != GAP:
+    while run < levels[-1] and end - 1 - run >= oldest and table[0, (end - 1 - run) & mask] != GAP:
         run += 1
     for token in new:
         place = end & mask
-        ring.tokens[place] = token
+        table[0, place] = token
         run = 0 if token == GAP else run + 1
         state = 0
         hashed = 0
-        for level in range(len(ring.levels)):
-            ring.links[level, place] = 0
-            if ring.levels[level] > run:
+        for level in range(len(levels)):
+            table[1 + level, place] = 0
+            if levels[level] > run:
                 continue
-            while hashed < ring.levels[level]:
-                state = (state ^ ring.tokens[(end - hashed) & mask]) * _ODD
+            while hashed < levels[level]:
+                state = (state ^ table[0, (end - hashed) & mask]) * _ODD
                 hashed += 1
             slot = (state >> 24) & mask
-            ring.links[level, place] = ring.heads[level, slot]
-            ring.heads[level, slot] = end
+            table[1 + level, place] = table[1 + len(levels) + level, slot]
+            table[1 + len(levels) + level, slot] = end
         end += 1
 
 
 @compiled
-def _take_suffix(ring: Ring, oldest: int, end: int, suffix: Int32Array) -> int:
+def _take_suffix(table: Int32Array, oldest: int, end: int, suffix: Int32Array) -> int:
     """How many tokens before `end`, newest first, were written to `suffix`: up to its size or a gap."""
-    mask = len(ring.tokens) - 1
+    mask = table.shape[1] - 1
     count = 0
     while count < len(suffix) and end - 1 - count >= oldest:
-        token = ring.tokens[(end - 1 - count) & mask]
+        token = table[0, (end - 1 - count) & mask]
         if token == GAP:
             break
         suffix[count] = token
@@ -87,38 +85,38 @@ def _take_suffix(ring: Ring, oldest: int, end: int, suffix: Int32Array) -> int:
 
 
 @compiled
-def _newest(ring: Ring, level: int, suffix: Int32Array) -> int:
+def _newest(table: Int32Array, levels: Int64Array, level: int, suffix: Int32Array) -> int:
     """The newest position where an n-gram with the hash of the suffix's ends."""
     state = 0
-    for index in range(ring.levels[level]):
+    for index in range(levels[level]):
         state = (state ^ suffix[index]) * _ODD
-    return int(ring.heads[level, (state >> 24) & (len(ring.tokens) - 1)])
+    return int(table[1 + len(levels) + level, (state >> 24) & (table.shape[1] - 1)])
 
 
 @compiled
-def _match_length(ring: Ring, oldest: int, position: int, suffix: Int32Array, most: int) -> int:
+def _match_length(table: Int32Array, oldest: int, position: int, suffix: Int32Array, most: int) -> int:
     """How many tokens up to `position` are those of the suffix. Hashes only propose."""
-    mask = len(ring.tokens) - 1
+    mask = table.shape[1] - 1
     length = 0
     while (
         length < most
         and position - length >= oldest
-        and ring.tokens[(position - length) & mask] == suffix[length]
+        and table[0, (position - length) & mask] == suffix[length]
     ):
         length += 1
     return length
 
 
 @compiled
-def _copy_continuation(ring: Ring, end: int, position: int, count: int, row: Int32Array) -> int:
+def _copy_continuation(table: Int32Array, end: int, position: int, count: int, row: Int32Array) -> int:
     """How many tokens after `position` were written to `row`: `count`, or fewer up to a gap.
 
     At the end of the stream they go on with themselves: what repeats is taken to repeat again.
     """
-    mask = len(ring.tokens) - 1
+    mask = table.shape[1] - 1
     period = end - 1 - position
     for depth in range(count):
-        token = ring.tokens[(position + 1 + depth) & mask] if depth < period else row[depth - period]
+        token = table[0, (position + 1 + depth) & mask] if depth < period else row[depth - period]
         if token == GAP:
             return depth
         row[depth] = token
@@ -126,28 +124,29 @@ def _copy_continuation(ring: Ring, end: int, position: int, count: int, row: Int
 
 
 @compiled
-def copy_longest(ring: Ring, oldest: int, end: int, chain: Int32Array) -> int:
+def copy_longest(table: Int32Array, levels: Int64Array, oldest: int, end: int, chain: Int32Array) -> int:
     """How many tokens were written to `chain`: those after the newest occurrence of the longest suffix.
 
-    The suffixes looked for are those of the ring's levels.
+    The suffixes looked for are those of the levels.
     """
-    suffix = np.empty(ring.levels[-1], np.int32)
-    known = _take_suffix(ring, oldest, end, suffix)
-    for level in range(len(ring.levels) - 1, -1, -1):
-        size = ring.levels[level]
+    suffix = np.empty(levels[-1], np.int32)
+    known = _take_suffix(table, oldest, end, suffix)
+    for level in range(len(levels) - 1, -1, -1):
+        size = levels[level]
         if size > known:
             continue
-        position = _newest(ring, level, suffix)
+        position = _newest(table, levels, level, suffix)
         while position >= oldest:
-            if position < end - 1 and _match_length(ring, oldest, position, suffix, size) == size:
-                return _copy_continuation(ring, end, position, len(chain), chain)
-            position = int(ring.links[level, position & (len(ring.tokens) - 1)])
+            if position < end - 1 and _match_length(table, oldest, position, suffix, size) == size:
+                return _copy_continuation(table, end, position, len(chain), chain)
+            position = int(table[1 + level, position & (table.shape[1] - 1)])
     return 0
 
 
 @compiled
 def _find(
-    ring: Ring,
+    table: Int32Array,
+    levels: Int64Array,
     oldest: int,
     end: int,
     suffix: Int32Array,
@@ -157,30 +156,30 @@ def _find(
     lengths: Int64Array,
     continuations: Int32Array,
 ) -> int:
-    """The new count of candidates after those of this ring: how long they match, and what follows them.
+    """The new count of candidates after those of this stream: how long they match, and what follows them.
 
     The longest n-grams come first. What is found again with a shorter one is left out.
     """
-    mask = len(ring.tokens) - 1
+    mask = table.shape[1] - 1
     longer = known + 1
-    for level in range(len(ring.levels) - 1, -1, -1):
-        size = ring.levels[level]
+    for level in range(len(levels) - 1, -1, -1):
+        size = levels[level]
         if size > known:
             continue
-        position = _newest(ring, level, suffix)
+        position = _newest(table, levels, level, suffix)
         visits = 0
         while position >= oldest and visits < MOST_VISITS:
             visits += 1
             if position < end - 1:
-                length = _match_length(ring, oldest, position, suffix, known)
+                length = _match_length(table, oldest, position, suffix, known)
                 if size <= length < longer:
                     most = min(continuations.shape[1], int(factor * length))
-                    copied = _copy_continuation(ring, end, position, most, continuations[count])
+                    copied = _copy_continuation(table, end, position, most, continuations[count])
                     for depth in range(copied, continuations.shape[1]):
                         continuations[count, depth] = GAP
                     lengths[count] = length
                     count += 1
-            position = int(ring.links[level, position & mask])
+            position = int(table[1 + level, position & mask])
         longer = size
     return count
 
@@ -313,17 +312,18 @@ def _grow(
 
 @compiled
 def draft_tree(
-    own: Ring,
+    own: Int32Array,
     own_oldest: int,
     own_end: int,
-    past: Ring,
+    past: Int32Array,
     past_oldest: int,
     past_end: int,
+    levels: Int64Array,
     longest: int,
     factor: float,
     least: float,
     branching: int,
-    levels: int,
+    depth: int,
     tokens: Int32Array,
     parents: Int32Array,
 ) -> tuple[int, float]:
@@ -335,11 +335,11 @@ def draft_tree(
     """
     suffix = np.empty(longest, np.int32)
     known = _take_suffix(own, own_oldest, own_end, suffix)
-    most = MOST_VISITS * (len(own.levels) + len(past.levels))
+    most = 2 * len(levels) * MOST_VISITS
     lengths = np.empty(most, np.int64)
-    continuations = np.empty((most, levels), np.int32)
-    num_own = _find(own, own_oldest, own_end, suffix, known, factor, 0, lengths, continuations)
-    count = _find(past, past_oldest, past_end, suffix, known, factor, num_own, lengths, continuations)
+    continuations = np.empty((most, depth), np.int32)
+    num_own = _find(own, levels, own_oldest, own_end, suffix, known, factor, 0, lengths, continuations)
+    count = _find(past, levels, past_oldest, past_end, suffix, known, factor, num_own, lengths, continuations)
     if count == 0:
         return 0, 0.0
     return _grow(count, num_own, lengths, continuations, branching, least, tokens, parents)

@@ -80,22 +80,24 @@ class NgramDrafter(Drafter):
         """The drafter with these options."""
         empty = Occurrences([1], 1)
         empty.append([])
-        copy_longest(empty.ring, empty.oldest, empty.end, np.empty(1, dtype=np.int32))  # compiles it
+        copy_longest(
+            empty.table, empty.levels, empty.oldest, empty.end, np.empty(1, dtype=np.int32)
+        )  # compiles it
         return cls(options)
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         """One chain per request."""
-        tokens = np.empty(sum(plan.levels for plan in plans), dtype=np.int32)
-        parents = np.empty(len(tokens), dtype=np.int32)
-        offsets = np.zeros(len(requests) + 1, dtype=np.int32)
-        end = 0
-        for number, (request, plan) in enumerate(zip(requests, plans, strict=True)):
+        tokens = np.empty(sum([plan.levels for plan in plans]), dtype=np.int32)
+        offsets = [0]
+        parents: list[int] = []
+        for request, plan in zip(requests, plans, strict=True):
             index = self._indexes.of(request)
-            size = copy_longest(index.ring, index.oldest, index.end, tokens[end : end + plan.levels])
-            parents[end : end + size] = np.arange(-1, size - 1)
-            end += size
-            offsets[number + 1] = end
-        return DraftTrees(tokens[:end], parents[:end], offsets)
+            room = slice(offsets[-1], offsets[-1] + plan.levels)
+            size = copy_longest(index.table, index.levels, index.oldest, index.end, tokens[room])
+            offsets.append(offsets[-1] + size)
+            parents += range(-1, size - 1)
+        ends = np.array(offsets, dtype=np.int32)
+        return DraftTrees(tokens[: offsets[-1]], np.array(parents, dtype=np.int32), ends)
 
     def forget(self, request: Request) -> None:
         self._indexes.drop(request)

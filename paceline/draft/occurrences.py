@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.draft.matching import Int32Array, Ring, append_tokens
+from paceline.draft.matching import Int32Array, append_tokens
 
 LAST_POSITION = 2**31 - 1  # positions are kept in 32 bits
 
@@ -21,19 +21,13 @@ class Occurrences:
 
     def __init__(self, levels: Sequence[int], capacity: int) -> None:
         """`levels` are the sizes of the n-grams to index, ascending."""
-        self._levels = np.array(levels, dtype=np.int64)
+        self.levels = np.array(levels, dtype=np.int64)
         self._capacity = capacity
         self._start_afresh()
 
     def _start_afresh(self) -> None:
         size = 1 << self._capacity.bit_length()  # more than the capacity: position 0 stays empty
-        count = len(self._levels)
-        self.ring = Ring(
-            tokens=np.zeros(size, dtype=np.int32),
-            links=np.zeros((count, size), dtype=np.int32),
-            heads=np.zeros((count, size), dtype=np.int32),
-            levels=self._levels,
-        )
+        self.table = np.zeros((1 + 2 * len(self.levels), size), dtype=np.int32)
         self.oldest = 1  # the first position that is kept
         self.end = 1  # the position of the next token
 
@@ -43,7 +37,7 @@ class Occurrences:
     @property
     def num_bytes(self) -> int:
         """Memory of the index, once it is full."""
-        return self.ring.tokens.nbytes + self.ring.links.nbytes + self.ring.heads.nbytes
+        return self.table.nbytes
 
     def append(self, tokens: Sequence[int] | Int32Array) -> None:
         """Add tokens (GAP: what comes next is another text). The oldest make room."""
@@ -51,7 +45,7 @@ class Occurrences:
         if self.end + len(new) > LAST_POSITION:  # count from 1 again
             new = np.concatenate([self.kept(), new])
             self._start_afresh()
-        append_tokens(self.ring, self.oldest, self.end, new)
+        append_tokens(self.table, self.levels, self.oldest, self.end, new)
         self.end += len(new)
         self.keep_newest(self._capacity)
 
@@ -62,4 +56,5 @@ class Occurrences:
     def kept(self) -> Int32Array:
         """The tokens that are kept, oldest first."""
         positions = np.arange(self.oldest, self.end)
-        return self.ring.tokens.take(positions & (len(self.ring.tokens) - 1))
+        tokens: Int32Array = self.table[0, positions & (self.table.shape[1] - 1)]
+        return tokens

@@ -99,18 +99,16 @@ class SuffixDrafter(Drafter):
         self, requests: Sequence[Request], plans: Sequence[DraftPlan]
     ) -> tuple[DraftTrees, list[float]]:
         """The trees, and for each how many of its tokens should be accepted."""
-        tokens = np.empty(sum(plan.budget for plan in plans), dtype=np.int32)
-        parents = np.empty(len(tokens), dtype=np.int32)
-        offsets = np.zeros(len(requests) + 1, dtype=np.int32)
-        scores = []
-        end = 0
-        for number, (request, plan) in enumerate(zip(requests, plans, strict=True)):
-            room = slice(end, end + plan.budget)
+        most = sum([plan.budget for plan in plans])
+        tokens, parents = np.empty(most, dtype=np.int32), np.empty(most, dtype=np.int32)
+        offsets, scores = [0], []
+        for request, plan in zip(requests, plans, strict=True):
+            room = slice(offsets[-1], offsets[-1] + plan.budget)
             size, score = self._draft(self._indexes.of(request), plan, tokens[room], parents[room])
-            end += size
-            offsets[number + 1] = end
+            offsets.append(offsets[-1] + size)
             scores.append(score)
-        return DraftTrees(tokens[:end], parents[:end], offsets), scores
+        end = offsets[-1]
+        return DraftTrees(tokens[:end], parents[:end], np.array(offsets, dtype=np.int32)), scores
 
     def _draft(
         self, own: Occurrences, plan: DraftPlan, tokens: Int32Array, parents: Int32Array
@@ -118,12 +116,13 @@ class SuffixDrafter(Drafter):
         """How many nodes were written, and how many of them should be accepted."""
         past = self._past.occurrences
         return draft_tree(
-            own.ring,
+            own.table,
             own.oldest,
             own.end,
-            past.ring,
+            past.table,
             past.oldest,
             past.end,
+            past.levels,
             self._options.suffix_decoding_max_tree_depth,
             float(self._options.suffix_decoding_max_spec_factor),
             float(self._options.suffix_decoding_min_token_prob),

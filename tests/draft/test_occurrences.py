@@ -36,7 +36,7 @@ def test_the_longest_ngram_is_found_at_its_newest_place(parts, capacity, keep, s
     levels = range(shortest, shortest + more + 1)
     index, stream = filled(levels, capacity, parts, keep)
     chain = np.empty(budget, dtype=np.int32)
-    size = copy_longest(index.ring, index.oldest, index.end, chain)
+    size = copy_longest(index.table, index.levels, index.oldest, index.end, chain)
     assert chain[:size].tolist() == reference.ngram_chain(stream, shortest, shortest + more, budget)
 
 
@@ -62,13 +62,13 @@ def test_trees_are_those_of_the_plain_search(
     tokens, parents = np.empty(budget, dtype=np.int32), np.empty(budget, dtype=np.int32)
     depth = min(depth, budget)
     size, score = draft_tree(
-        own.ring, own.oldest, own.end, past.ring, past.oldest, past.end,
+        own.table, own.oldest, own.end, past.table, past.oldest, past.end, past.levels,
         longest, factor, least, branching, depth, tokens, parents,
     )  # fmt: skip
 
     suffix = reference.ending(own_stream, longest)
     sources = [
-        reference.candidates(stream, suffix, levels, factor, depth, len(index.ring.tokens))
+        reference.candidates(stream, suffix, levels, factor, depth, index.table.shape[1])
         for index, stream in ((own, own_stream), (past, past_stream))
     ]
     expected = reference.suffix_tree(*sources, budget, branching, least)
@@ -78,10 +78,10 @@ def test_trees_are_those_of_the_plain_search(
 def test_what_was_forgotten_is_not_found():
     index, _ = filled([2], 100, [[1, 2, 3, 4, 5, 1, 2]])
     chain = np.empty(2, dtype=np.int32)
-    assert copy_longest(index.ring, index.oldest, index.end, chain) == 2
+    assert copy_longest(index.table, index.levels, index.oldest, index.end, chain) == 2
     assert chain.tolist() == [3, 4]
     index.keep_newest(6)  # the first 1 is gone
-    assert copy_longest(index.ring, index.oldest, index.end, chain) == 0
+    assert copy_longest(index.table, index.levels, index.oldest, index.end, chain) == 0
 
 
 def test_a_stream_of_any_length_keeps_its_newest_tokens(monkeypatch):
@@ -94,5 +94,5 @@ def test_a_stream_of_any_length_keeps_its_newest_tokens(monkeypatch):
         assert index.end <= 1000
         assert index.kept().tolist() == stream[: start + 7][-50:]
         chain = np.empty(3, dtype=np.int32)
-        size = copy_longest(index.ring, index.oldest, index.end, chain)
+        size = copy_longest(index.table, index.levels, index.oldest, index.end, chain)
         assert chain[:size].tolist() == reference.ngram_chain(stream[: start + 7][-50:], 1, 2, 3)

@@ -141,7 +141,7 @@ def test_a_growing_request_drafts_as_a_search_of_everything_would(responses, pro
         own_index, past_index = drafter._indexes.of(request), drafter._past.occurrences
         suffix = reference.ending(request.token_ids, 24)
         sources = [
-            reference.candidates(stream, suffix, LEVELS, 4.0, 6, len(index.ring.tokens))
+            reference.candidates(stream, suffix, LEVELS, 4.0, 6, index.table.shape[1])
             for stream, index in ((request.token_ids, own_index), (past, past_index))
         ]
         tokens, parents, score = reference.suffix_tree(*sources, budget=6, branching=2, least=0.02)
