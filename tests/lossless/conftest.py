@@ -1,0 +1,36 @@
+"""One real model, requests for it, and the truth about them."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import pytest
+
+from paceline.config import EngineConfig
+from paceline.engine.build import LoadedModel, load_model
+from tests.lossless.prompts import PROMPTS
+from tests.lossless.subject import SAMPLINGS, Case, Truth, make_engine
+
+MODEL = "smollm2-135m"
+TOKENS = 36
+
+
+@pytest.fixture(scope="package")
+def model() -> LoadedModel:
+    return load_model(EngineConfig.from_options(model=MODEL))
+
+
+@pytest.fixture(scope="package")
+def truth(model: LoadedModel) -> Truth:
+    return Truth(make_engine(MODEL, model, enable_prefix_caching=False))
+
+
+@pytest.fixture(scope="package")
+def cases(model: LoadedModel) -> list[Case]:
+    """Every way of sampling, with the prompts in turn."""
+    ids = {}
+    for name, text in PROMPTS.items():
+        chat = model.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        ids[name] = tuple(model.tokenizer.encode(chat, add_special_tokens=False))
+    turns = zip(SAMPLINGS, cycle(ids.items()), strict=False)  # the prompts never end
+    return [Case(name, prompt, sampling, TOKENS) for sampling, (name, prompt) in turns]

@@ -1,0 +1,151 @@
+"""Requests, engines and comparisons: what the lossless tests and the sweep have in common.
+
+The truth about a request is what an engine without drafters gives it when it is alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.config import EngineConfig
+from paceline.engine.build import LoadedModel, build_engine
+from paceline.engine.engine import Engine
+from paceline.engine.request import Request
+from paceline.verify.params import SamplingParams
+
+# every option of sampling is somewhere; ids of the bias are frequent tokens of any byte-level vocabulary
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "T 0": {"temperature": 0},
+    "T 0, penalties, bias": {
+        "temperature": 0,
+        "repetition_penalty": 1.15,
+        "frequency_penalty": 0.3,
+        "logit_bias": {28: 1.5, 198: -1.0, 253: 2.0},
+    },
+    "T 0, stop strings": {"temperature": 0, "stop": ["\n\n", " and ", "```"], "min_tokens": 3},
+    "T 0.7, top_k, top_p": {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "seed": 1, "prompt_logprobs": 1},
+    "T 0.7, penalties": {
+        "temperature": 0.7,
+        "presence_penalty": 0.6,
+        "frequency_penalty": 0.4,
+        "repetition_penalty": 1.1,
+        "seed": 2,
+    },
+    "T 1, n 2": {"temperature": 1.0, "n": 2, "seed": 3},
+    "T 1, min_p, bias": {"temperature": 1.0, "min_p": 0.05, "logit_bias": {28: -3.0, 198: 2.0}, "seed": 4},
+    "T 1, top_p, min_tokens": {"temperature": 1.0, "top_p": 0.8, "min_tokens": 20, "seed": 5},
+}
+
+# chains and trees of every method; what is left out is the method's default
+PLANS: dict[str, Any] = {
+    "ngram": "ngram",
+    "suffix": "suffix",
+    "suffix tree": {"method": "suffix", "num_speculative_tokens": 12, "branching": 3},
+    "draft_model": "draft_model",
+    "draft_model tree": {
+        "method": "draft_model",
+        "num_speculative_tokens": 6,
+        "branching": 2,
+        "depth": 3,
+    },
+    "hybrid": "hybrid",
+    "hybrid tree": {"method": "hybrid", "num_speculative_tokens": 12, "branching": 3},
+    "off": "off",
+}
+
+
+def drafters(draft_model: str | None) -> dict[str, dict[str, Any]]:
+    """A speculative_config for each method. The draft is quantized otherwise than the target: it errs."""
+    draft = {"method": "draft_model", "model": draft_model, "quantization": "int8"}
+    fallback = {"method": "ngram"} if draft_model is None else draft
+    configs = {
+        "ngram": {"method": "ngram"},
+        "suffix": {"method": "suffix"},
+        "hybrid": {"method": "hybrid", "fallback": fallback, "combine": "tree"},
+    }
+    return configs if draft_model is None else {**configs, "draft_model": draft}
+
+
+def make_engine(
+    name: str, model: LoadedModel, configs: Iterable[dict[str, Any]] = (), **options: Any
+) -> Engine:
+    """An engine around a loaded model, with these drafters."""
+    config = EngineConfig.from_options(model=name, speculative_config=list(configs) or None, **options)
+    return build_engine(config, model).engine
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt with one way of sampling."""
+
+    name: str
+    prompt: tuple[int, ...]
+    sampling: str  # of SAMPLINGS
+    max_tokens: int
+
+    def params(self, plan: Any) -> SamplingParams:
+        options = {"max_tokens": self.max_tokens, "logprobs": 2, **SAMPLINGS[self.sampling]}
+        return SamplingParams(speculative=plan, **options)
+
+
+@dataclass
+class Outcome:
+    """What the n requests of a case became."""
+
+    children: list[Request] = field(default_factory=list)
+
+    def bytes(self) -> list[tuple[Any, ...]]:
+        """Everything a user sees of each of the n outputs; equal bytes compare equal."""
+        return [
+            (
+                child.detokenizer.text,
+                child.output_token_ids,
+                child.logprobs,
+                child.finish_reason,
+                child.stop_reason,
+                child.prompt_logprobs,
+                child.error,
+            )
+            for child in self.children
+        ]
+
+    def count(self, name: str) -> int:
+        """One of the speculative counts, over the n outputs."""
+        return sum(getattr(child.speculative, name) for child in self.children)
+
+
+def run(engine: Engine, cases: Sequence[Case], plans: Sequence[Any], steps_between: int = 0) -> list[Outcome]:
+    """The outcomes of cases that arrive together, or some steps after each other."""
+    outcomes = []
+    for case, plan in zip(cases, plans, strict=True):
+        outcomes.append(Outcome(engine.add_request(case.prompt, case.params(plan))))
+        for _ in range(steps_between):
+            engine.step()
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.kv.pages.num_available == engine.kv.pages.num_pages, "pages leaked"
+    return outcomes
+
+
+class Truth:
+    """Every case alone, without speculation, each computed once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._known: dict[Case, list[tuple[Any, ...]]] = {}
+
+    def of(self, case: Case) -> list[tuple[Any, ...]]:
+        if case not in self._known:
+            (outcome,) = run(self._engine, [case], [None])
+            self._known[case] = outcome.bytes()
+        return self._known[case]
+
+    def differences(self, cases: Sequence[Case], outcomes: Sequence[Outcome]) -> list[str]:
+        """The names of the cases whose bytes are not the truth's."""
+        return [
+            f"{case.name} ({case.sampling})"
+            for case, outcome in zip(cases, outcomes, strict=True)
+            if outcome.bytes() != self.of(case)
+        ]

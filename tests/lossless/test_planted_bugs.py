@@ -1,0 +1,160 @@
+"""Negative controls: one bug for each mechanism, planted, must change bytes that the tests compare.
+
+The drafts here are trees that are always partly right, so that rows are kept, moved and dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.control.controller import FixedController
+from paceline.draft.trees import DraftPlan
+from paceline.engine.admission import Limits
+from paceline.engine.batch import BatchBuilder
+from paceline.engine.build import LoadedModel
+from paceline.engine.engine import Engine
+from paceline.kv.cache import KVCache
+from paceline.verify.pathwise import verify_pathwise
+from paceline.verify.sampling import Sampler, Workspace
+from paceline.verify.verdict import Case as VerifiedCase
+from paceline.verify.verdict import Verdict
+from tests.lossless.subject import Case, Outcome, Truth, run
+from tests.toy import ScriptedDrafter
+
+pytestmark = pytest.mark.real
+
+Patch = pytest.MonkeyPatch
+
+
+def drafted(model: LoadedModel, truth: Truth, cases: Sequence[Case]) -> list[Outcome]:
+    """The cases with a drafter that knows the truth and puts a wrong sibling beside every right node."""
+    answers = {case.prompt: truth.of(case)[0][1] for case in cases}
+    engine = Engine(
+        model.backend,
+        model.tokenizer,
+        Limits(model.config.vocab_size, 1024, 8, 256),
+        num_pages=256,
+        controller=FixedController(DraftPlan("scripted", 8, branching=2)),
+        drafters={"scripted": ScriptedDrafter(answers, "tree")},
+    )
+    return run(engine, cases, [None] * len(cases))
+
+
+@pytest.fixture(scope="module")
+def few(cases: list[Case], truth: Truth) -> list[Case]:
+    """One case of each kind that a bug could be seen in; the truth is known before bugs are planted."""
+    wanted = ("T 0", "T 0, penalties, bias", "T 0.7, penalties", "T 1, min_p, bias")
+    chosen = {case.name: case for case in cases if case.sampling in wanted}
+    for case in chosen.values():
+        truth.of(case)
+    return list(chosen.values())
+
+
+def test_without_a_bug_all_agree(model: LoadedModel, truth: Truth, few: list[Case]) -> None:
+    outcomes = drafted(model, truth, few)
+    assert truth.differences(few, outcomes) == []
+    assert all(outcome.count("num_accepted_draft_tokens") > 20 for outcome in outcomes)
+
+
+def rows_are_not_moved(patch: Patch) -> None:
+    patch.setattr(KVCache, "_move_together", lambda *_: None)
+
+
+def the_wrong_rows_are_moved(patch: Patch) -> None:
+    move = KVCache._move_together
+    patch.setattr(
+        KVCache,
+        "_move_together",
+        lambda self, sequence, in_place, rows: move(self, sequence, in_place, [row - 1 for row in rows]),
+    )
+
+
+def positions_of_drafted_rows_are_off_by_one(patch: Patch) -> None:
+    add_tree = BatchBuilder._add_tree
+
+    def shifted(self: BatchBuilder, tree: Any, start: int, end: int, outputs: int) -> tuple[int, int]:
+        stop, after = add_tree(self, tree, start, end, outputs)
+        self._positions[end:stop] += 1
+        return stop, after
+
+    patch.setattr(BatchBuilder, "_add_tree", shifted)
+
+
+def nodes_see_their_siblings(patch: Patch) -> None:
+    add_tree = BatchBuilder._add_tree
+
+    def chained(self: BatchBuilder, tree: Any, start: int, end: int, outputs: int) -> tuple[int, int]:
+        chain = np.arange(-1, len(tree[0]) - 1, dtype=np.int32)
+        return add_tree(self, (tree[0], chain), start, end, outputs)
+
+    patch.setattr(BatchBuilder, "_add_tree", chained)
+
+
+def penalties_do_not_follow_the_path(patch: Patch) -> None:
+    patch.setattr(Sampler, "advance", lambda *_: None)
+
+
+def noise_is_of_the_step_and_not_of_the_position(patch: Patch) -> None:
+    class Stuck:
+        def __init__(self, sampler: Sampler, position: int) -> None:
+            self.advance, self._sampler, self._position = sampler.advance, sampler, position
+
+        def sample(self, row: Any, position: int, num_output: int, workspace: Workspace) -> int:
+            return self._sampler.sample(row, self._position, num_output, workspace)
+
+    def stuck(case: VerifiedCase) -> VerifiedCase:
+        return replace(case, sampler=Stuck(case.sampler, case.position))
+
+    plant_rule(patch, lambda cases, workspace: verify_pathwise([stuck(case) for case in cases], workspace))
+
+
+def logprobs_are_those_of_the_first_token(patch: Patch) -> None:
+    def repeated(cases: Sequence[VerifiedCase], workspace: Workspace) -> list[Verdict]:
+        verdicts = verify_pathwise(cases, workspace)
+        return [replace(one, logprobs=one.logprobs[:1] * len(one.logprobs)) for one in verdicts]
+
+    plant_rule(patch, repeated)
+
+
+def a_drafted_token_is_taken_though_the_target_said_another(patch: Patch) -> None:
+    def gullible(cases: Sequence[VerifiedCase], workspace: Workspace) -> list[Verdict]:
+        verdicts = verify_pathwise(cases, workspace)
+        return [
+            replace(verdict, tokens=(*verdict.tokens[:-1], case.tokens[0])) if case.tokens else verdict
+            for case, verdict in zip(cases, verdicts, strict=True)
+        ]
+
+    plant_rule(patch, gullible)
+
+
+def plant_rule(patch: Patch, rule: Any) -> None:
+    made = Engine.__init__
+    patch.setattr(
+        Engine, "__init__", lambda self, *args, **options: made(self, *args, **{**options, "rule": rule})
+    )
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        rows_are_not_moved,
+        the_wrong_rows_are_moved,
+        positions_of_drafted_rows_are_off_by_one,
+        nodes_see_their_siblings,
+        penalties_do_not_follow_the_path,
+        noise_is_of_the_step_and_not_of_the_position,
+        logprobs_are_those_of_the_first_token,
+        a_drafted_token_is_taken_though_the_target_said_another,
+    ],
+    ids=lambda bug: bug.__name__,
+)
+def test_a_planted_bug_is_noticed(
+    model: LoadedModel, truth: Truth, few: list[Case], monkeypatch: Patch, bug: Callable[[Patch], None]
+) -> None:
+    bug(monkeypatch)
+    assert truth.differences(few, drafted(model, truth, few)) != []

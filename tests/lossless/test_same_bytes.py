@@ -1,0 +1,105 @@
+"""The promise: with speculation every byte is what it is without, on a real model.
+
+Text, token ids, log-probabilities, reasons to end: of every drafter, as chain and as tree, alone and
+in a mixed batch, with every option of sampling, whatever the scheduler does meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle, islice
+from typing import Any
+
+import pytest
+
+from paceline.engine.build import LoadedModel
+from paceline.engine.engine import Engine
+from tests.lossless.conftest import MODEL, TOKENS
+from tests.lossless.subject import PLANS, SAMPLINGS, Case, Outcome, Truth, drafters, make_engine, run
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module")
+def engine(model: LoadedModel) -> Iterator[Engine]:
+    """All drafters, prefix reuse on; its caches fill while the tests run."""
+    made = make_engine(MODEL, model, drafters(MODEL).values())
+    yield made
+    made.close()
+
+
+def turned(plans: list[Any], by: int) -> list[Any]:
+    return plans[by:] + plans[:by]
+
+
+def assert_something_happened(outcomes: list[Outcome]) -> None:
+    """Drafts were made, some of their tokens were right and some wrong: else nothing was tested."""
+    drafted = sum(outcome.count("num_draft_tokens") for outcome in outcomes)
+    accepted = sum(outcome.count("num_accepted_draft_tokens") for outcome in outcomes)
+    assert 0 < accepted < drafted
+    assert not any(child.failed_drafters for outcome in outcomes for child in outcome.children)
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "off"])
+def test_each_method_alone(model: LoadedModel, truth: Truth, cases: list[Case], name: str) -> None:
+    # an engine of its own, so that no other test has told its caches the answers
+    engine = make_engine(MODEL, model, [drafters(MODEL)[name.removesuffix(" tree")]])
+    outcomes = [run(engine, [case], [PLANS[name]])[0] for case in cases]
+    assert truth.differences(cases, outcomes) == []
+    assert_something_happened(outcomes)
+
+
+@pytest.mark.parametrize("turn", [0, 3, 6])
+def test_a_batch_of_eight_with_a_method_each(
+    engine: Engine, truth: Truth, cases: list[Case], turn: int
+) -> None:
+    plans = turned(list(PLANS.values()), turn)
+    outcomes = run(engine, cases, plans)
+    assert truth.differences(cases, outcomes) == []
+    assert_something_happened(outcomes)
+
+
+def test_requests_that_join_while_others_run(engine: Engine, truth: Truth, cases: list[Case]) -> None:
+    outcomes = run(engine, cases, turned(list(PLANS.values()), 1), steps_between=2)
+    assert truth.differences(cases, outcomes) == []
+    assert_something_happened(outcomes)
+
+
+def test_prompts_found_in_the_prefix_cache(engine: Engine, truth: Truth, cases: list[Case]) -> None:
+    plans = turned(list(PLANS.values()), 2)
+    again = [run(engine, cases, plans) for _ in range(2)][1]
+    assert truth.differences(cases, again) == []
+    # log-probabilities of a prompt need all of it computed
+    reused = [outcome.children[0].num_cached_tokens > 0 for outcome in again]
+    assert reused == ["prompt_logprobs" not in SAMPLINGS[case.sampling] for case in cases]
+
+
+def test_prompts_computed_in_small_chunks(model: LoadedModel, truth: Truth, cases: list[Case]) -> None:
+    small = make_engine(MODEL, model, drafters(MODEL).values(), max_num_batched_tokens=28, max_num_seqs=8)
+    outcomes = run(small, cases, turned(list(PLANS.values()), 4))
+    assert truth.differences(cases, outcomes) == []
+    assert_something_happened(outcomes)
+
+
+def test_requests_preempted_in_the_middle_of_speculation(
+    model: LoadedModel, truth: Truth, cases: list[Case]
+) -> None:
+    configs = drafters(None).values()  # of whom none keeps keys and values: pages are easy to count
+    plans = list(islice(cycle(["ngram", "suffix", PLANS["hybrid tree"], PLANS["suffix tree"]]), len(cases)))
+    longest = max(len(case.prompt) for case in cases) + TOKENS
+    tight = make_engine(
+        MODEL,
+        model,
+        configs,
+        max_model_len=longest + 16,
+        kv_cache_memory_bytes=3 * (longest // model.backend.page_size + 2) * model.backend.bytes_per_page(),
+    )
+    outcomes = run(tight, cases, plans)
+    assert truth.differences(cases, outcomes) == []
+    preempted = [
+        child
+        for outcome in outcomes
+        for child in outcome.children
+        if child.num_preemptions and child.speculative.num_accepted_draft_tokens
+    ]
+    assert preempted, "nobody was preempted who had speculated"
