@@ -44,14 +44,19 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
+Span = tuple[float, float]  # the largest and the smallest logit, NaN if there is one: numpy finds them faster
 Options = tuple[float, int, float, float]  # temperature (not 0), top_k, top_p, min_p
 Scratch = tuple[Float64Array, Int64Array, Int64Array]  # scaled, ids, weights: [vocab] each
+Key = tuple[np.uint64, np.uint64]  # seed, position
+Best = tuple[Int64Array, Float64Array]  # [places] ids and their scores, best first
 
 MASS_ONE = 2.0**40  # the mass of the likeliest token; what is 2^-40 of it or less counts as nothing
+_MASSLESS = 28.0  # exp(-28) * MASS_ONE is less than 1
 _BUCKETS = 2048
 _BUCKET_RANGE = 64.0
 _ALL = -1  # every id is kept
 _UNUSABLE = -2  # the logits hold NaN or +inf, or allow nothing
+LANES = 512  # of long sums, so that they vectorize
 _BLOCK = 512  # pairs of ids whose noise is made at a time, so that it vectorizes
 _TOKENS = np.uint64(STREAM_TOKENS)
 _WEYL_0 = np.uint64(WEYL_0)
@@ -61,99 +66,73 @@ _TAYLOR_TERMS = len(TAYLOR)
 
 
 @compiled
-def choose_token(
-    logits: Float32Array,
-    peak: float,
-    low: float,
-    options: Options,
-    scratch: Scratch,
-    seed: np.uint64,
-    position: np.uint64,
-) -> int:
-    """The token of argmax(log p + gumbel) over the kept ids, or -1 if the logits are not usable.
-
-    `peak` and `low` are the largest and smallest logit, NaN if one is NaN; numpy finds them faster.
-    """
+def choose_token(logits: Float32Array, span: Span, options: Options, scratch: Scratch, key: Key) -> int:
+    """The token of argmax(log p + gumbel) over the kept ids, or -1 if the logits are not usable."""
     scaled, ids, _ = scratch
-    count = _keep(logits, peak, low, options, scratch)
+    count = _keep(logits, span, options, scratch)
     if count == _UNUSABLE:
         return -1
-    best, scores = np.empty(1, dtype=np.int64), np.empty(1, dtype=np.float64)
-    if count == _ALL:
-        _race_all(scaled, len(logits), seed, position, best, scores)
-    else:
-        _race(scaled, ids, count, seed, position, best, scores)
-    return int(best[0])
+    best = np.empty(1, dtype=np.int64), np.empty(1, dtype=np.float64)
+    _race(scaled, ids, count, key, best)
+    return int(best[0][0])
 
 
 @compiled
 def target_probabilities(
-    logits: Float32Array, peak: float, low: float, options: Options, scratch: Scratch, out: Float64Array
+    logits: Float32Array, span: Span, options: Options, scratch: Scratch, out: Float64Array
 ) -> bool:
     """Whether the logits are usable; then `out` is the distribution that choose_token draws from.
 
     It is exactly zero for every id that is not kept.
     """
     scaled, ids, _ = scratch
-    count = _keep(logits, peak, low, options, scratch)
+    count = _keep(logits, span, options, scratch)
     if count == _UNUSABLE:
         return False
-    peak = peak / options[0]
+    peak = span[0] / options[0]
     if count == _ALL:
         for token in range(len(logits)):
             out[token] = exp(scaled[token] - peak) if scaled[token] > -np.inf else 0.0
     else:
         out[:] = 0.0
-        for index in range(count):
-            out[ids[index]] = exp(scaled[ids[index]] - peak)
-    total = 0.0
-    for token in range(len(logits)):
-        total += out[token]
-    for token in range(len(logits)):
-        out[token] /= total
+        for token in ids[:count]:
+            out[token] = exp(scaled[token] - peak)
+    lanes = np.zeros(LANES, dtype=np.float64)
+    for start in range(0, len(out), LANES):
+        for index in range(min(LANES, len(out) - start)):
+            lanes[index] += out[start + index]
+    out /= lanes.sum()
     return True
 
 
 @compiled
 def best_candidates(
-    logits: Float32Array,
-    peak: float,
-    low: float,
-    options: Options,
-    scratch: Scratch,
-    coupled: bool,
-    seed: np.uint64,
-    position: np.uint64,
-    best: Int64Array,
-    log_probs: Float64Array,
+    logits: Float32Array, span: Span, options: Options, scratch: Scratch, key: Key, coupled: bool, best: Best
 ) -> int:
     """How many ids of the largest log p (+ gumbel if coupled) were written to `best`, -1 if unusable.
 
-    Best first, ties to the lowest id, with their log p in `log_probs`.
+    Best first, ties to the lowest id, with their log p.
     """
     scaled, ids, _ = scratch
-    count = _keep(logits, peak, low, options, scratch)
+    count = _keep(logits, span, options, scratch)
     if count == _UNUSABLE:
         return -1
-    peak = peak / options[0]
-    scores = np.empty(len(best), dtype=np.float64)
-    if count == _ALL:
-        total = _sum_exp(scaled, len(logits), peak)
+    kept = scaled if count == _ALL else scaled[ids[:count]]
+    peak = span[0] / options[0]
+    normalizer = peak + log(_sum_exp(kept, peak))
+    if coupled:
+        found = _race(scaled, ids, count, key, best)
     else:
-        total = _sum_exp(scaled[ids[:count]], count, peak)
-    if not coupled:
-        found = _rank(scaled, ids, count, best, scores)
-    elif count == _ALL:
-        found = _race_all(scaled, len(logits), seed, position, best, scores)
-    else:
-        found = _race(scaled, ids, count, seed, position, best, scores)
+        found = _rank(kept, best)
+        if count != _ALL:
+            best[0][:found] = ids[best[0][:found]]
     for place in range(found):
-        log_probs[place] = (scaled[best[place]] - peak) - log(total)
+        best[1][place] = scaled[best[0][place]] - normalizer
     return found
 
 
 @compiled
-def _keep(logits: Float32Array, peak: float, low: float, options: Options, scratch: Scratch) -> int:
+def _keep(logits: Float32Array, span: Span, options: Options, scratch: Scratch) -> int:
     """How many ids min_p, top_k and top_p keep: the first of `ids`, ascending; or _ALL, or _UNUSABLE.
 
     Also writes the logits divided by the temperature to `scaled`. What has a logit of -inf is never
@@ -161,14 +140,16 @@ def _keep(logits: Float32Array, peak: float, low: float, options: Options, scrat
     """
     temperature, top_k, top_p, min_p = options
     scaled, ids, weights = scratch
-    if not math.isfinite(peak):
+    if not math.isfinite(span[0]):
         return _UNUSABLE
     for token in range(len(logits)):
         scaled[token] = np.float64(logits[token]) / temperature
-    peak, low = peak / temperature, low / temperature
+    peak, low = span[0] / temperature, span[1] / temperature
     if top_k <= 0 and top_p >= 1.0 and min_p <= 0.0:
         return _ALL
     floor = peak + log(min_p) if min_p > 0.0 else -np.inf
+    if top_p < 1.0:
+        floor = max(floor, peak - _MASSLESS)  # top_p keeps nothing that has no mass
     count = 0
     for token in range(len(logits)):
         ids[count] = token
@@ -263,94 +244,76 @@ def _cannot_win(behind: float, complement: float) -> bool:
 
 
 @inlined
-def _place(token: int, score: float, best: Int64Array, scores: Float64Array, found: int) -> int:
-    """Put a token among the best, which stay sorted, the earlier of equals first; how many they are now."""
-    if found == len(best) and score <= scores[-1]:
+def _place(token: int, score: float, best: Best, found: int) -> int:
+    """Put a token among the `found` best, the earlier of equals first; how many they are now."""
+    tokens, scores = best
+    if found == len(tokens) and score <= scores[-1]:
         return found
-    place = min(found, len(best) - 1)
+    place = min(found, len(tokens) - 1)
     while place > 0 and score > scores[place - 1]:
-        best[place], scores[place] = best[place - 1], scores[place - 1]
+        tokens[place], scores[place] = tokens[place - 1], scores[place - 1]
         place -= 1
-    best[place], scores[place] = token, score
-    return min(found + 1, len(best))
+    tokens[place], scores[place] = token, score
+    return min(found + 1, len(tokens))
 
 
 @compiled
-def _race(
-    scaled: Float64Array,
-    ids: Int64Array,
-    count: int,
-    seed: np.uint64,
-    position: np.uint64,
-    best: Int64Array,
-    scores: Float64Array,
-) -> int:
-    """Write the ids among the first `count` with the largest scaled + gumbel to `best`; how many."""
-    found = 0
-    for index in range(count):
-        token, value = ids[index], scaled[ids[index]]
-        even, odd = pair_bits(np.uint64(token) >> ONE, position, seed, _TOKENS)
+def _race(scaled: Float64Array, ids: Int64Array, count: int, key: Key, best: Best) -> int:
+    """Write the kept ids with the largest scaled + gumbel to `best`; how many."""
+    if count == _ALL:
+        return _race_all(scaled, key, best)
+    found, room = 0, len(best[0])
+    for token in ids[:count]:
+        even, odd = pair_bits(np.uint64(token) >> ONE, key, _TOKENS)
         bits = odd if token & 1 else even
-        if found < len(best) or not _cannot_win(scores[-1] - value, uniform_complement(bits)):
-            found = _place(token, value + gumbel_of_bits(bits), best, scores, found)
+        if found < room or not _cannot_win(best[1][-1] - scaled[token], uniform_complement(bits)):
+            found = _place(token, scaled[token] + gumbel_of_bits(bits), best, found)
     return found
 
 
 @compiled
-def _race_all(
-    scaled: Float64Array,
-    size: int,
-    seed: np.uint64,
-    position: np.uint64,
-    best: Int64Array,
-    scores: Float64Array,
-) -> int:
+def _race_all(scaled: Float64Array, key: Key, best: Best) -> int:
     """Write the ids of the whole vocabulary with the largest scaled + gumbel to `best`; how many."""
-    found = 0
+    found, room = 0, len(best[0])
     bits = np.empty(2 * _BLOCK, dtype=np.uint64)
-    for start in range(0, size, 2 * _BLOCK):
+    for start in range(0, len(scaled), 2 * _BLOCK):
         for pair in range(_BLOCK):
-            even, odd = pair_bits(np.uint64(start // 2 + pair), position, seed, _TOKENS)
+            even, odd = pair_bits(np.uint64(start // 2 + pair), key, _TOKENS)
             bits[2 * pair] = even
             bits[2 * pair + 1] = odd
-        for token in range(start, min(start + 2 * _BLOCK, size)):
+        for token in range(start, min(start + 2 * _BLOCK, len(scaled))):
             value, noise = scaled[token], bits[token - start]
             if value == -np.inf:
                 continue
-            if found < len(best) or not _cannot_win(scores[-1] - value, uniform_complement(noise)):
-                found = _place(token, value + gumbel_of_bits(noise), best, scores, found)
+            if found < room or not _cannot_win(best[1][-1] - value, uniform_complement(noise)):
+                found = _place(token, value + gumbel_of_bits(noise), best, found)
     return found
 
 
 @compiled
-def _rank(scaled: Float64Array, ids: Int64Array, count: int, best: Int64Array, scores: Float64Array) -> int:
-    """Write the kept ids with the largest scaled to `best`; how many. `count` may be _ALL."""
+def _rank(values: Float64Array, best: Best) -> int:
+    """Write the places of the largest values to `best`; how many."""
     found = 0
-    for index in range(len(scaled) if count == _ALL else count):
-        token = index if count == _ALL else ids[index]
-        if scaled[token] > -np.inf:
-            found = _place(token, scaled[token], best, scores, found)
+    for place in range(len(values)):
+        if values[place] > -np.inf:
+            found = _place(place, values[place], best, found)
     return found
 
 
 @compiled
 def log_normalizer(logits: Float32Array, peak: float) -> float:
-    """log(sum(exp(logits))) in double, summed in id order. `peak` is the largest logit, a finite one."""
-    return peak + log(_sum_exp(logits, len(logits), peak))
+    """log(sum(exp(logits))) in double, in lanes as `_sum_exp`. `peak` is the largest logit, a finite one."""
+    return peak + log(_sum_exp(logits, peak))
 
 
 @compiled
-def _sum_exp(values: Float32Array | Float64Array, size: int, peak: float) -> float:
-    """The sum of exp(value - peak) in double, in order. What is -inf adds as good as nothing."""
-    total = 0.0
-    terms = np.empty(_BLOCK, dtype=np.float64)
-    for start in range(0, size, _BLOCK):
-        count = min(_BLOCK, size - start)
-        for index in range(count):  # apart from the sum, so that it vectorizes
-            terms[index] = exp(np.float64(values[start + index]) - peak)
-        for index in range(count):
-            total += terms[index]
-    return total
+def _sum_exp(values: Float32Array | Float64Array, peak: float) -> float:
+    """The sum of exp(value - peak) in double: of LANES lanes, then of those. -inf adds as good as nothing."""
+    lanes = np.zeros(LANES, dtype=np.float64)
+    for start in range(0, len(values), LANES):
+        for index in range(min(LANES, len(values) - start)):
+            lanes[index] += exp(np.float64(values[start + index]) - peak)
+    return float(lanes.sum())
 
 
 @inlined
@@ -383,10 +346,9 @@ def exp(x: float) -> float:
 
 
 @inlined
-def pair_bits(
-    pair: np.uint64, position: np.uint64, seed: np.uint64, lane: np.uint64
-) -> tuple[np.uint64, np.uint64]:
+def pair_bits(pair: np.uint64, key: Key, lane: np.uint64) -> tuple[np.uint64, np.uint64]:
     """64 random bits each for the token ids 2 * pair and 2 * pair + 1."""
+    seed, position = key
     word_0, word_1 = pair, position & MASK32
     word_2, word_3 = position >> SHIFT_32, lane
     key_0, key_1 = seed & MASK32, seed >> SHIFT_32
@@ -416,13 +378,12 @@ def gumbel_of_bits(bits: np.uint64) -> float:
 
 
 @compiled
-def gumbel(seed: np.uint64, position: np.uint64, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """The Gumbel noise of each token id at a position, compiled: float64 [ids]."""
+def gumbel(seed: np.uint64, position: np.uint64, ids: Int64Array) -> Float64Array:
+    """The Gumbel noise of each token id at a position: float64 [ids]."""
     noise = np.empty(len(ids), dtype=np.float64)
-    for index in range(len(ids)):
-        token = np.uint64(ids[index])
-        even, odd = pair_bits(token >> ONE, position, seed, _TOKENS)
-        noise[index] = gumbel_of_bits(odd if token & ONE else even)
+    for index, token in enumerate(ids):
+        even, odd = pair_bits(np.uint64(token) >> ONE, (seed, position), _TOKENS)
+        noise[index] = gumbel_of_bits(odd if token & 1 else even)
     return noise
 
 
@@ -431,6 +392,6 @@ def uniforms(seeds: UInt64Array, positions: UInt64Array, lanes: UInt64Array) -> 
     """One uniform for each (seed, position, lane), never 0 nor 1: float64 [seeds]. See `noise.lane`."""
     values = np.empty(len(seeds), dtype=np.float64)
     for index in range(len(seeds)):
-        bits, _ = pair_bits(np.uint64(0), positions[index], seeds[index], lanes[index])
+        bits, _ = pair_bits(np.uint64(0), (seeds[index], positions[index]), lanes[index])
         values[index] = (np.float64(np.int64(bits >> SHIFT_12)) + 0.5) * UNIT
     return values

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.verify.floats import exp_reference, log_reference
-from paceline.verify.kernels import MASS_ONE
+from paceline.verify.kernels import LANES, MASS_ONE
 from paceline.verify.noise import gumbel_reference
 
 
@@ -63,9 +63,12 @@ def probabilities_reference(
 
 
 def log_normalizer_reference(logits: npt.NDArray[np.float32]) -> float:
-    """log(sum(exp(logits))) in double, summed in id order."""
+    """log(sum(exp(logits))) in double, summed in lanes and then over them."""
     values = logits.astype(np.float64)
-    total = np.add.accumulate(exp_reference(values - values.max()))[
-        -1
-    ]  # accumulate: one by one, not in pairs
+    terms = exp_reference(values - values.max())
+    lanes = np.zeros(LANES)
+    for start in range(0, len(terms), LANES):
+        block = terms[start : start + LANES]
+        lanes[: len(block)] += block
+    total = np.add.accumulate(lanes)[-1]  # accumulate: one by one, not in pairs
     return float(values.max() + log_reference(total))

@@ -145,15 +145,8 @@ class Sampler:
             if math.isfinite(logits[token]):
                 return token
         else:
-            token = choose_token(
-                logits,
-                float(logits.max()),
-                float(logits.min()),
-                self._options,
-                workspace.scratch,
-                self._seed,
-                np.uint64(position),
-            )
+            key = (self._seed, np.uint64(position))
+            token = choose_token(logits, _span(logits), self._options, workspace.scratch, key)
             if token >= 0:
                 return token
         raise unusable_logits(f"at position {position}")
@@ -175,9 +168,7 @@ class Sampler:
             out[:] = 0.0
             out[token] = 1.0
         else:
-            usable = target_probabilities(
-                logits, float(logits.max()), float(logits.min()), self._options, workspace.scratch, out
-            )
+            usable = target_probabilities(logits, _span(logits), self._options, workspace.scratch, out)
         if not usable:
             raise unusable_logits(f"after {num_output} tokens of output")
         return out
@@ -198,23 +189,19 @@ class Sampler:
         they are ranked by the logits, and log p is that of temperature 1.
         """
         logits = self._with_options(logits, num_output, workspace)
-        best = np.empty(count, dtype=np.int64)
-        log_probs = np.empty(count, dtype=np.float64)
+        best = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float64)
         found = best_candidates(
             logits,
-            float(logits.max()),
-            float(logits.min()),
+            _span(logits),
             _PLAIN_OPTIONS if self.greedy else self._options,
             workspace.scratch,
+            (self._seed, np.uint64(position)),
             coupled and not self.greedy,
-            self._seed,
-            np.uint64(position),
             best,
-            log_probs,
         )
         if found < 0:
             raise unusable_logits(f"at position {position}")
-        return best[:found], log_probs[:found]
+        return best[0][:found], best[1][:found]
 
     def _with_options(self, logits: Float32Array, num_output: int, workspace: Workspace) -> Float32Array:
         """The logits with bias, min_tokens and penalties, if there are any."""
@@ -240,6 +227,10 @@ class Sampler:
             edited[ids] -= np.float32(params.frequency_penalty) * counts
             edited[ids] -= np.float32(params.presence_penalty)
         return edited
+
+
+def _span(logits: Float32Array) -> tuple[float, float]:
+    return float(logits.max()), float(logits.min())
 
 
 def unusable_logits(where: str) -> BackendError:

@@ -19,12 +19,10 @@ def choose(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, posit
     workspace = Workspace(len(logits))
     return kernels.choose_token(
         logits,
-        float(logits.max()),
-        float(logits.min()),
+        (float(logits.max()), float(logits.min())),
         (float(temperature), top_k, float(top_p), float(min_p)),
         workspace.scratch,
-        np.uint64(seed),
-        np.uint64(position),
+        (np.uint64(seed), np.uint64(position)),
     )
 
 
