@@ -23,7 +23,7 @@ class _Reading:
     tokens: list[int] = field(default_factory=list)
     num_read: int = 0  # tokens of the target's that they spell
     slot: int = -1  # line of the page table; -1: it holds no pages
-    computed: int = 0  # leading tokens with keys and values
+    computed: int = 0  # leading tokens with keys and values, while it has a slot
     drafted: Sequence[int] = ()  # guesses computed after them
 
 
@@ -110,4 +110,4 @@ class OwnPages:
     def _release(self, reading: _Reading) -> None:
         if reading.slot >= 0:
             self._kv.release(reading.slot)
-            reading.slot, reading.computed, reading.drafted = -1, 0, ()
+            reading.slot, reading.drafted = -1, ()

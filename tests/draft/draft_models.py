@@ -8,10 +8,12 @@ from functools import partial
 
 import numpy as np
 
+from paceline.backends.base import Float32Array
 from paceline.control.controller import Load
 from paceline.draft.base import DraftSampling
-from paceline.draft.draft_cache import SharedPages
-from paceline.draft.draft_model import DraftModelDrafter
+from paceline.draft.draft_cache import Context, SharedPages
+from paceline.draft.draft_model import DraftModelDrafter, _merged
+from paceline.draft.growth import ROOT, GrowingTree
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.vocabulary import Vocabulary
 from paceline.engine.admission import Limits
@@ -48,24 +50,49 @@ def toy_drafter(
     return kind(backend, same_ids(backend.vocab), cache, vocab_size=backend.vocab, sampling=sampling)
 
 
-class AgainstFresh(DraftModelDrafter):
-    """Checks every proposal against that of a drafter which has never seen the requests before."""
+class Checked(DraftModelDrafter):
+    """Compares every proposal with what `_expected` gives for the same request and plan."""
 
     compared = 0
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         proposed = super().propose(requests, plans)
         for number, (request, plan) in enumerate(zip(requests, plans, strict=True)):
-            expected = self._fresh(request, plan)
+            expected = self._expected(request, plan)
             assert proposed.tree_lists(number) == expected.tree_lists(0)
             ours, theirs = proposed.draws_of(number), expected.draws_of(0)
             assert (ours is None) == (theirs is None)
             if ours is not None and theirs is not None:
                 assert (ours.draft_probs[ours.rows] == theirs.draft_probs[theirs.rows]).all()
-            self.compared += proposed.num_nodes > 0
+            self.compared += len(proposed.tree_lists(number)[0]) > 0
         return proposed
 
-    def _fresh(self, request: Request, plan: DraftPlan) -> DraftTrees:
+    def _expected(self, request: Request, plan: DraftPlan) -> DraftTrees:
+        raise NotImplementedError
+
+
+class AgainstReference(Checked):
+    """The readable reference: every node's logits straight from the toy, without pages, rows or a past."""
+
+    def _expected(self, request: Request, plan: DraftPlan) -> DraftTrees:
+        room = min(plan.budget, self._make_cache.keywords["longest"] - len(request.token_ids))
+        if room < 1:
+            return DraftTrees.chains([[]])
+        pages = np.zeros(0, dtype=np.int32)
+        tree = self._tree(Context(request, request.token_ids, pages, room), plan.shrunk(room))
+        while tree.frontier:
+            tree.grow(np.stack([self._logits(request, path_of(tree, node)) for node in tree.frontier]))
+        return _merged([tree.finished()])
+
+    def _logits(self, request: Request, path: tuple[int, ...]) -> Float32Array:
+        tokens = np.array([*request.token_ids, *path])
+        return self._backend.logits_of(tokens, np.arange(len(tokens)))
+
+
+class AgainstFresh(Checked):
+    """A drafter that has never seen the request before."""
+
+    def _expected(self, request: Request, plan: DraftPlan) -> DraftTrees:
         page_size = self._backend.page_size
         kv = KVCache(100, page_size, max_sequences=1, max_length=99 * page_size)
         opened = kv.open(request.token_ids)
@@ -84,15 +111,20 @@ class AgainstFresh(DraftModelDrafter):
         return fresh.propose([twin], [plan])
 
 
+def path_of(tree: GrowingTree, node: int) -> tuple[int, ...]:
+    """The tokens from the root to a node."""
+    return () if node == ROOT else (*path_of(tree, tree.parents[node]), tree.tokens[node])
+
+
 class Plans:
     """A controller: every request and step gets the next of these plans, in an order of its own."""
 
     def __init__(self, *plans: DraftPlan) -> None:
-        self._plans = plans
+        self.plans = plans
         self._random = np.random.default_rng(0)
 
     def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
-        return [self._plans[self._random.integers(len(self._plans))] for _ in running]
+        return [self.plans[self._random.integers(len(self.plans))] for _ in running]
 
     def observe(self, stats: object) -> None:
         pass

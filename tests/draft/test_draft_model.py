@@ -1,4 +1,4 @@
-"""A draft model over the toy: the same bytes, and keys and values that are always those of a fresh run."""
+"""A draft model over the toy: the same bytes, and proposals that never depend on how they came about."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from paceline.draft.trees import PLAIN
 from paceline.verify.params import SamplingParams
 from tests.draft.draft_models import (
     MIXED,
-    AgainstFresh,
+    AgainstReference,
     HazyToy,
+    Plans,
     chain,
     drafting_engine,
     drain,
@@ -58,8 +59,8 @@ def test_a_chain_of_the_target_itself_is_accepted_whole(alone, budget):
 
 @pytest.mark.parametrize("plan", [chain(5), tree(8, 3), tree(12, 2, depth=3)], ids=str)
 @pytest.mark.parametrize("sampling", list(DraftSampling))
-def test_every_proposal_is_that_of_a_fresh_drafter(alone, plan, sampling):
-    drafter = toy_drafter(HazyToy(), sampling, kind=AgainstFresh)
+def test_every_proposal_is_that_of_the_reference(alone, plan, sampling):
+    drafter = toy_drafter(HazyToy(), sampling, kind=AgainstReference)
     added = together(drafting_engine(drafter, plan), drafter)
     assert [result(request) for request in added] == alone
     drafted, accepted = counts(added)
@@ -83,7 +84,7 @@ def test_every_proposal_is_that_of_a_fresh_drafter(alone, plan, sampling):
 def test_with_plans_that_change_from_step_to_step(alone, setting, sampling):
     page_size = setting["backend"].page_size if "backend" in setting else 4
     backend = HazyToy(max_rows=setting.get("rows", 128), page_size=page_size)
-    drafter = toy_drafter(backend, sampling, kind=AgainstFresh)
+    drafter = toy_drafter(backend, sampling, kind=AgainstReference)
     engine = drafting_engine(drafter, *MIXED, **setting)
     for _ in range(2):  # the second time with prefix hits
         added = together(engine, drafter)
@@ -142,6 +143,28 @@ def test_children_of_n_share_the_drafts_keys_and_values():
     assert sum(rows for _, rows in drafter._backend.batches) < 41 + 4 * 30
 
 
+def test_requests_that_begin_to_draft_late_compute_their_common_pages_once():
+    drafter = toy_drafter(kind=AgainstReference)
+    plans = Plans(PLAIN)
+    engine = drafting_engine(drafter, PLAIN)
+    engine._controller = plans
+    params = SamplingParams(n=4, seed=11, max_tokens=20, ignore_eos=True)
+    children = engine.add_request(prompt(3, 41), params)
+    while min(child.num_output for child in children) < 5:
+        engine.step()
+    lengths = [len(child.token_ids) for child in children]
+    plans.plans = (chain(3),)
+    engine.step()
+    # the ten full pages of the prompt are computed for the first of them, and found done by the others
+    alone, together = drafter._backend.batches[:2]
+    assert alone == (1, lengths[0] - 1)
+    assert together[0] == 4
+    assert together[1] <= 1 + sum(length - 40 for length in lengths[1:])
+    drain(engine, drafter)
+    drafted, accepted = counts(children)
+    assert accepted == drafted > 20
+
+
 def test_a_request_that_outgrows_the_drafts_context_goes_on_without_drafts():
     drafter = toy_drafter(longest=40)
     engine = drafting_engine(drafter, chain(4), tree(6, 2))
@@ -180,7 +203,7 @@ def test_nothing_is_drafted_below_a_token_that_ends_the_request(alone):
 
 
 def test_a_failing_pass_leaves_consistent_state(alone):
-    drafter = toy_drafter(HazyToy(), kind=AgainstFresh)
+    drafter = toy_drafter(HazyToy(), kind=AgainstReference)
     engine = drafting_engine(drafter, *MIXED, num_pages=60, max_model_len=128)
     added = []
     for number, (ids, params) in enumerate(requests()):

@@ -11,7 +11,7 @@ from paceline.draft.trees import DraftPlan
 from paceline.engine.admission import Limits, make_requests
 from paceline.verify.params import SamplingParams
 from paceline.verify.sampling import Workspace
-from tests.draft.draft_models import same_ids
+from tests.draft.draft_models import path_of, same_ids
 from tests.toy import VOCAB, ToyBackend, ToyTokenizer
 
 PROMPT = [5, 2, 3, 4]
@@ -39,10 +39,6 @@ def context_of(request, room: int = 60) -> Context:
 def toy_logits(path, vocab: int = VOCAB):
     tokens = np.array([*PROMPT, *path])
     return ToyBackend(vocab=vocab).logits_of(tokens, np.arange(len(tokens)))
-
-
-def path_of(tree, node: int) -> tuple[int, ...]:
-    return () if node == ROOT else (*path_of(tree, tree.parents[node]), tree.tokens[node])
 
 
 def grown(tree, logits_of=toy_logits):
