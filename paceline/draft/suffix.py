@@ -38,7 +38,7 @@ class SuffixOptions:
     suffix_decoding_max_tree_depth: int = 24  # longest match that is looked for
     suffix_decoding_max_cached_requests: int = 10_000  # past responses that are kept; 0: none
     suffix_decoding_max_spec_factor: float = 4.0  # a match of n tokens is followed for this many times n
-    suffix_decoding_min_token_prob: float = 0.15  # of a node's path, to be drafted
+    suffix_decoding_min_token_prob: float = 0.2  # of a node's path, to be drafted
     suffix_cache_path: str | None = None  # a file where past responses survive a restart
 
     def __post_init__(self) -> None:
