@@ -47,7 +47,8 @@ def toy_drafter(
 ) -> DraftModelDrafter:
     backend = backend or ToyBackend()
     cache = partial(SharedPages, longest=longest)
-    return kind(backend, same_ids(backend.vocab), cache, vocab_size=backend.vocab, sampling=sampling)
+    vocabulary = same_ids(backend.vocab, backend.vocab)
+    return kind(backend, vocabulary, cache, vocab_size=backend.vocab, sampling=sampling)
 
 
 class Checked(DraftModelDrafter):
