@@ -1,14 +1,16 @@
 """The classic rules: the output has the target's distribution, though not the bytes of plain decoding.
 
 They differ in how they decide (`rule_kernels.py`). What comes before and after is the same for all: the
-target's distribution at every node that can be reached, fresh noise for every decision, and the
-tokens of the path that was accepted.
+target's distribution at the nodes, each along its own path, fresh noise for every decision, and the
+tokens of the path that was accepted. Rejection goes down a draft level by level, and needs the
+distributions of the accepted path only; block and traversal look at whole paths first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -25,13 +27,14 @@ from paceline.verify.verdict import Case, Verdict
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 Decide = Callable[..., tuple[Int64Array, Int64Array]]  # see rule_kernels.py
+Judge = Callable[[Sequence[Case], Workspace], list[Verdict]]
 
 _BUFFER_BYTES = 64 * 1024**2  # of distributions decided on in one call, unless one case needs more
 
 
 def verify_rejection(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
     """The verdicts of (multi-candidate) rejection sampling."""
-    return _verify(decide_by_rejection, cases, workspace)
+    return _verify(_judge_by_level, cases, workspace)
 
 
 def verify_block(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
@@ -41,23 +44,22 @@ def verify_block(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
             raise ValueError(
                 f"block verification takes chains only, got a tree: parents {list(case.parents)}"
             )
-    return _verify(decide_by_block, cases, workspace)
+    return _verify(partial(_judge_whole, decide_by_block), cases, workspace)
 
 
 def verify_traversal(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
     """The verdicts of traversal verification."""
-    return _verify(decide_by_traversal, cases, workspace)
+    return _verify(partial(_judge_whole, decide_by_traversal), cases, workspace)
 
 
-def _verify(decide: Decide, cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
+def _verify(judge: Judge, cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
     """One verdict for each case. Where there is nothing to toss a coin for, the pathwise one."""
     verdicts: dict[int, Verdict] = {}
     drafted = [index for index, case in enumerate(cases) if len(case.tokens) and not case.sampler.greedy]
     plain = [index for index in range(len(cases)) if index not in set(drafted)]
     verdicts.update(zip(plain, verify_pathwise([cases[index] for index in plain], workspace), strict=True))
     for group in _groups(drafted, cases):
-        decided = _decide([cases[index] for index in group], decide, workspace)
-        verdicts.update(zip(group, decided, strict=True))
+        verdicts.update(zip(group, judge([cases[index] for index in group], workspace), strict=True))
     return [verdicts[index] for index in range(len(cases))]
 
 
@@ -82,7 +84,7 @@ def _groups(indices: Sequence[int], cases: Sequence[Case]) -> Iterator[list[int]
 
 @dataclass
 class Opened:
-    """The part of a case's draft that can be reached. Lists are parallel."""
+    """The part of a case's draft that is decided on. Lists are parallel."""
 
     case: Case
     nodes: list[int] = field(default_factory=list)  # of the draft, in order
@@ -90,24 +92,71 @@ class Opened:
     is_open: list[bool] = field(default_factory=list)  # whether a token may follow
     errors: dict[int, BackendError] = field(default_factory=dict)  # places whose logits are unusable
 
+    def path(self, place: int) -> list[int]:
+        """The nodes from the root's child down to a place."""
+        nodes: list[int] = []
+        while place >= 0:
+            nodes.insert(0, self.nodes[place])
+            place = self.parents[place]
+        return nodes
 
-def _decide(cases: Sequence[Case], decide: Decide, workspace: Workspace) -> list[Verdict]:
-    """One verdict for each case, all decided in one call."""
+
+def _judge_by_level(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
+    """One verdict for each case by rejection: the children of the node at hand, then of the one accepted."""
+    verdicts: dict[int, Verdict] = {}
+    paths: dict[int, list[int]] = {index: [] for index in range(len(cases))}  # accepted so far
+    live = list(paths)
+    while live:
+        target_probs = workspace.lines(sum(len(cases[index].logits) for index in live))
+        levels: dict[int, Opened] = {}
+        filled = 0
+        for index in live:
+            try:
+                levels[index] = _open_level(cases[index], paths[index], target_probs[filled], workspace)
+                filled += 1 + len(levels[index].nodes)
+            except BackendError as error:
+                verdicts[index] = Verdict((), (), error=error)
+        live = []
+        decided = _toss(list(levels.values()), target_probs[:filled], decide_by_rejection)
+        for (index, level), (end, token) in zip(levels.items(), decided, strict=True):
+            case, path = cases[index], paths[index]
+            if end >= 0:
+                path.append(level.nodes[end])
+                if not case.is_last(case.tokens[path[-1]], case.num_output + len(path) - 1):
+                    live.append(index)
+                    continue
+            verdicts[index] = _verdict(case, path, token)
+    return [verdicts[index] for index in range(len(cases))]
+
+
+def _open_level(case: Case, path: Sequence[int], target_probs: Float64Array, workspace: Workspace) -> Opened:
+    """The children of the node that a path ends at; writes the target's distribution there."""
+    end = path[-1] if path else -1
+    sampler = case.sampler.branch([case.tokens[node] for node in path])
+    sampler.probabilities(case.logits[end + 1], case.num_output + len(path), workspace, out=target_probs)
+    children = [node for node, parent in enumerate(case.parents) if parent == end]
+    return Opened(case, children, [-1] * len(children), [False] * len(children))
+
+
+def _judge_whole(decide: Decide, cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
+    """One verdict for each case by a rule that looks at whole paths."""
     target_probs = workspace.lines(sum(len(case.logits) for case in cases))
-    verdicts: list[Verdict | None] = []
-    group: list[Opened] = []
+    verdicts: dict[int, Verdict] = {}
+    drafts: dict[int, Opened] = {}
     filled = 0
-    for case in cases:
+    for index, case in enumerate(cases):
         try:
-            opened = open_draft(case, target_probs[filled:], workspace)
+            drafts[index] = open_draft(case, target_probs[filled:], workspace)
+            filled += 1 + len(drafts[index].nodes)
         except BackendError as error:
-            verdicts.append(Verdict((), (), error=error))
-            continue
-        verdicts.append(None)
-        group.append(opened)
-        filled += 1 + len(opened.nodes)
-    decided = iter(_toss(group, target_probs[:filled], decide))
-    return [next(decided) if verdict is None else verdict for verdict in verdicts]
+            verdicts[index] = Verdict((), (), error=error)
+    decided = _toss(list(drafts.values()), target_probs[:filled], decide)
+    for (index, draft), (end, token) in zip(drafts.items(), decided, strict=True):
+        if end in draft.errors:
+            verdicts[index] = Verdict((), (), error=draft.errors[end])
+        else:
+            verdicts[index] = _verdict(cases[index], draft.path(end), token)
+    return [verdicts[index] for index in range(len(cases))]
 
 
 def open_draft(case: Case, target_probs: Float64Array, workspace: Workspace) -> Opened:
@@ -141,8 +190,8 @@ def open_draft(case: Case, target_probs: Float64Array, workspace: Workspace) -> 
     return opened
 
 
-def _toss(group: Sequence[Opened], target_probs: Float64Array, decide: Decide) -> list[Verdict]:
-    """The verdicts on opened cases that draw from one array of draft_probs."""
+def _toss(group: Sequence[Opened], target_probs: Float64Array, decide: Decide) -> Iterator[tuple[int, int]]:
+    """Where each accepted path ends, as a place, and the token that follows it: all decided in one call."""
     nodes = [(opened.case, node) for opened in group for node in opened.nodes]
     coins = _uniforms(nodes, STREAM_ACCEPT)
     finals = _uniforms([(opened.case, 0) for opened in group], STREAM_RESIDUAL)
@@ -167,9 +216,7 @@ def _toss(group: Sequence[Opened], target_probs: Float64Array, decide: Decide) -
         coins,
         finals,
     )
-    return [
-        _verdict(opened, int(end), int(token)) for opened, end, token in zip(group, ends, last, strict=True)
-    ]
+    return zip(ends.tolist(), last.tolist(), strict=True)
 
 
 def _uniforms(keys: Sequence[tuple[Case, int]], stream: int) -> Float64Array:
@@ -181,15 +228,8 @@ def _uniforms(keys: Sequence[tuple[Case, int]], stream: int) -> Float64Array:
     )
 
 
-def _verdict(opened: Opened, end: int, token: int) -> Verdict:
-    """The verdict when the accepted path ends at the place `end` and `token` (-1: none) follows."""
-    case = opened.case
-    if end in opened.errors:
-        return Verdict((), (), error=opened.errors[end])
-    accepted: list[int] = []
-    while end >= 0:
-        accepted.insert(0, opened.nodes[end])
-        end = opened.parents[end]
+def _verdict(case: Case, accepted: Sequence[int], token: int) -> Verdict:
+    """The verdict when these nodes are accepted and `token` (-1: none, the text has ended) follows."""
     tokens = [case.tokens[node] for node in accepted]
     if token >= 0:
         tokens.append(token)

@@ -46,7 +46,7 @@ class Drafted:
         for sibling in self.children(self.parents[node]):
             if sibling < node:
                 probs[self.tokens[sibling]] = 0.0
-        return np.asarray(probs / _sum(probs))
+        return np.asarray(probs / probs.sum())
 
 
 def rejection(draft: Drafted, accept: Accept) -> tuple[int, Float64Array]:
@@ -110,7 +110,7 @@ def taken_away(weight: float, target: Float64Array, proposed: Float64Array) -> t
     but by rounding: the target then stays as it is.
     """
     left = np.maximum(weight * target - proposed, 0.0)
-    total = _sum(left)
+    total = float(left.sum())
     return (left / total if total > 0 else target), total
 
 
@@ -119,8 +119,3 @@ def chance_to_end(weight: float, total: float) -> float:
     if total > 0:
         return total / (total + 1.0 - weight)
     return 1.0 if weight >= 1 else 0.0
-
-
-def _sum(values: Float64Array) -> float:
-    """The sum in order, as the compiled rules add up; numpy's own adds in pairs."""
-    return float(np.add.accumulate(values)[-1])

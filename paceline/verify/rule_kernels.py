@@ -27,6 +27,7 @@ BoolArray = npt.NDArray[np.bool_]
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
+_LANES = 64
 _NONE_TAKEN = np.empty(0, dtype=np.int64)
 
 
@@ -184,9 +185,12 @@ def _take_away(weight: float, target: Float64Array, proposed: Float64Array) -> f
     A sum of 0 means that the two are equal to the last bit, so that nothing can have been refused
     but by rounding: the target then stays as it is.
     """
-    total = 0.0
-    for token in range(len(target)):
-        total += max(weight * target[token] - proposed[token], 0.0)
+    lanes = np.zeros(_LANES)
+    for start in range(0, len(target), _LANES):
+        for index in range(min(_LANES, len(target) - start)):
+            token = start + index
+            lanes[index] += max(weight * target[token] - proposed[token], 0.0)
+    total = float(lanes.sum())
     if total > 0.0:
         for token in range(len(target)):
             target[token] = max(weight * target[token] - proposed[token], 0.0) / total
@@ -208,17 +212,21 @@ def draw_at(probs: Float64Array, taken: Int64Array, uniform: float) -> int:
         probs = probs.copy()
         for token in taken:
             probs[token] = 0.0
-    share, reached = uniform * _sum(probs), 0.0
+    share, reached, likely = uniform * _sum(probs), 0.0, -1
     for token in range(len(probs)):
-        reached += probs[token]
-        if reached > share:
-            return token
-    return -1
+        if probs[token] > 0.0:
+            reached += probs[token]
+            likely = token
+            if reached > share:
+                break
+    return likely  # the last one, should rounding keep the sum below the share
 
 
 @compiled
 def _sum(values: Float64Array) -> float:
-    total = 0.0
-    for value in values:
-        total += value
-    return total
+    """The sum, in lanes so that it vectorizes."""
+    lanes = np.zeros(_LANES)
+    for start in range(0, len(values), _LANES):
+        for index in range(min(_LANES, len(values) - start)):
+            lanes[index] += values[start + index]
+    return float(lanes.sum())
