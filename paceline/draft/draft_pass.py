@@ -59,11 +59,8 @@ class DraftRunner:
             starts = [min(self._cache.computed(context), len(context.tokens) - 1) for context in contexts]
             missing = sum(len(context.tokens) for context in contexts) - sum(starts)
             chunks = self._chunks(contexts, starts)
-            if (
-                sum(len(chunk.tokens) for chunk in chunks) + len(contexts)
-                == missing
-                <= self._backend.max_rows
-            ):
+            nothing_waits = sum(len(chunk.tokens) for chunk in chunks) + len(contexts) == missing
+            if nothing_waits and missing <= self._backend.max_rows:
                 break
             self._compute(chunks)
         rest = zip(contexts, starts, strict=True)
