@@ -149,6 +149,13 @@ def test_compiled_rules_decide_as_the_readable_ones(name, seed, options, num_nod
     assert same(verdict, expected), (verdict, expected)
 
 
+def test_traversal_of_a_chain_is_block_verification():
+    for seed in range(50):
+        (by_path,) = RULES["traversal"].verify([make_case(seed, OPTIONS[0], 5, chain=True)], Workspace(VOCAB))
+        (by_block,) = RULES["block"].verify([make_case(seed, OPTIONS[0], 5, chain=True)], Workspace(VOCAB))
+        assert same(by_path, by_block)
+
+
 def batch(chain):
     """Cases of all kinds, each new: rules advance the samplers."""
     shared = make_case(0, OPTIONS[1], 4, chain)
