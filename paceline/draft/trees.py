@@ -50,6 +50,17 @@ class Draws:
     draft_probs: Float64Array  # [distributions, vocab] each sums to 1
     rows: Int32Array  # [nodes] the distribution a node was drawn from, -1: it was chosen
 
+    def check(self, tokens: Int32Array, vocab_size: int) -> None:
+        """Nothing, if these tokens can have been drawn so; ValueError names what is not sound."""
+        shape = self.draft_probs.shape
+        if len(shape) != 2 or shape[1] != vocab_size or self.draft_probs.dtype != np.float64:
+            raise ValueError(f"draft_probs must be float64 [distributions, {vocab_size}], got {shape}")
+        if len(self.rows) != len(tokens) or (self.rows >= shape[0]).any():
+            raise ValueError(f"rows must name one of {shape[0]} distributions or -1 for each node")
+        drawn = np.flatnonzero(self.rows >= 0)
+        if not (self.draft_probs[self.rows[drawn], tokens[drawn]] > 0).all():
+            raise ValueError("a node's token has probability 0 in the distribution it was drawn from")
+
 
 @dataclass(frozen=True, slots=True)
 class DraftTrees:
@@ -149,6 +160,8 @@ class DraftTrees:
                 raise ValueError(f"tree {request} has a token outside 0..{vocab_size - 1}: {tokens}")
             if len(set(zip(parents, tokens, strict=True))) != len(tokens):
                 raise ValueError(f"tree {request} repeats a token among siblings: {tokens}")
+        if self.draws is not None:
+            self.draws.check(self.tokens, vocab_size)
 
 
 NO_TREE: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())

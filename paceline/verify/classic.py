@@ -200,11 +200,6 @@ def _toss(group: Sequence[Opened], target_probs: Float64Array, decide: Decide) -
         np.empty((0, target_probs.shape[1])),
     )
     rows = [-1 if case.draws is None else int(case.draws.rows[node]) for case, node in nodes]
-    for (case, node), row in zip(nodes, rows, strict=True):
-        if row >= 0 and not draft_probs[row, case.tokens[node]] > 0:
-            raise ValueError(
-                f"node {node} holds token {case.tokens[node]}, which its drafter cannot have drawn"
-            )
     ends, last = decide(
         target_probs,
         np.array([case.tokens[node] for case, node in nodes], dtype=np.int64),

@@ -65,6 +65,27 @@ def test_trees_of_several_drafters_become_one_with_their_draws():
     assert merged.draws.draft_probs.tolist() == [*probs.tolist(), probs[0].tolist()]
 
 
+@pytest.mark.parametrize(
+    ("draft_probs", "rows", "complaint"),
+    [
+        ([[0.5, 0.5]], [0, -1], None),
+        ([[0.5, 0.5, 0.0]], [0, -1], "float64"),
+        ([[0.5, 0.5]], [0], "for each node"),
+        ([[0.5, 0.5]], [1, -1], "one of 1"),
+        ([[0.0, 1.0]], [0, -1], "probability 0"),
+        ([[np.nan, 1.0]], [0, -1], "probability 0"),
+    ],
+)
+def test_tokens_must_be_ones_that_can_have_been_drawn(draft_probs, rows, complaint):
+    draws = Draws(np.array(draft_probs), np.array(rows, dtype=np.int32))
+    trees = replace(DraftTrees.chains([[0, 1]]), draws=draws)
+    if complaint is None:
+        trees.check([2], vocab_size=2)
+    else:
+        with pytest.raises(ValueError, match=complaint):
+            trees.check([2], vocab_size=2)
+
+
 def test_a_plan_has_as_many_levels_as_its_budget_and_depth_allow():
     assert DraftPlan("ngram", 4).levels == 4
     assert DraftPlan("suffix", 8, branching=2, depth=3).levels == 3

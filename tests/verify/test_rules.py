@@ -257,11 +257,3 @@ def test_block_verification_refuses_a_tree():
     case = make_case(0, {}, 2, tokens=[1, 2], parents=[-1, -1])
     with pytest.raises(ValueError, match="chains only"):
         RULES["block"].verify([case], Workspace(VOCAB))
-
-
-@pytest.mark.parametrize("name", CLASSIC)
-def test_a_token_that_its_drafter_cannot_have_drawn_is_refused(name):
-    draws = Draws(np.eye(VOCAB)[:1], np.zeros(1, dtype=np.int32))
-    case = make_case(0, {}, 1, tokens=[4], parents=[-1], draws=draws)
-    with pytest.raises(ValueError, match="cannot have drawn"):
-        RULES[name].verify([case], Workspace(VOCAB))
