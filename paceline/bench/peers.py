@@ -137,7 +137,8 @@ def peer_row(workload: str, peer: str, version: str, tasks: Sequence[Task], pair
     # per token, because a peer's lookup may change its own answer and so its length
     plain_rest, lookup_rest = (sum(_bests(side, rest)) for side in (plain, lookup))
     plain_whole, lookup_whole = (sum(_bests(side, whole)) for side in (plain, lookup))
-    plain_speed, lookup_speed = (tokens - len(pairs)) / plain_rest, (lookup_tokens - len(pairs)) / lookup_rest
+    plain_speed = _per_second(tokens - len(pairs), plain_rest)
+    lookup_speed = _per_second(lookup_tokens - len(pairs), lookup_rest)
     return PeerRow(
         workload=workload,
         peer=peer,
@@ -164,6 +165,10 @@ def _bests(side: Sequence[Sequence[Generation]], of: Callable[[Generation], floa
 
 
 def _speed(own: Sequence[Generation]) -> float:
-    """Decoded tokens per second of one prompt; tiny but not 0 for an answer of one token."""
-    best = min(run.rest_seconds for run in own)
-    return max(len(own[0].token_ids) - 1, 1e-9) / max(best, 1e-9)
+    """Decoded tokens per second of one prompt."""
+    return _per_second(len(own[0].token_ids) - 1, min(run.rest_seconds for run in own))
+
+
+def _per_second(tokens: int, seconds: float) -> float:
+    """Never 0, so that ratios exist even if every answer has one token only."""
+    return max(tokens, 1e-9) / max(seconds, 1e-9)

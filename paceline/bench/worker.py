@@ -117,12 +117,12 @@ class Transformers:
         import transformers
 
         torch.set_num_threads(options["threads"])
-        path = options["model"]
-        folder, file = os.path.split(path)
-        where = (folder, {"gguf_file": file}) if path.endswith(".gguf") else (path, {})
         self._torch = torch
         load: Any = transformers.AutoModelForCausalLM.from_pretrained
-        self._model = load(where[0], dtype=torch.float32, **where[1]).eval()
+        folder, where = options["model"], {}
+        if folder.endswith(".gguf"):
+            folder, where["gguf_file"] = os.path.split(folder)
+        self._model = load(folder, dtype=torch.float32, **where).eval()
         self.facts = {"version": transformers.__version__}
 
     def generate(
@@ -161,7 +161,10 @@ class Vllm:
     def __init__(self, options: dict[str, Any]) -> None:
         import vllm
 
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{options['threads'] - 1}"
         self._options = options
+        if options["model"].endswith(".gguf"):
+            raise ValueError("it reads folders of safetensors, and no .gguf file. Give such a folder.")
         self._llms: dict[int, Any] = {}  # by tokens of lookup: an engine has it or not from the start
         self.facts = {"version": vllm.__version__}
 
@@ -171,6 +174,7 @@ class Vllm:
         drafting = {"method": "ngram", "num_speculative_tokens": lookup, "prompt_lookup_max": 4}
         return vllm.LLM(
             self._options["model"],
+            skip_tokenizer_init=True,
             dtype="float32",
             max_model_len=self._options["context"],
             max_num_seqs=1,

@@ -53,7 +53,7 @@ class Count:
 
 def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
-    model = load_model(EngineConfig.from_options(model=options.model))
+    model = load_model(EngineConfig.from_options(model=options.model, threads=options.threads))
     configs = {
         name: config for name, config in drafters(options.draft_model).items() if name in options.methods
     }
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     truth = Truth(make_engine(options.model, model, enable_prefix_caching=False))
 
     def fresh() -> Engine:
-        return make_engine(options.model, model, configs.values())
+        return make_engine(options.model, model, configs.values(), threads=options.threads)
 
     counts: dict[tuple[str, str], Count] = {}
     start = time.perf_counter()
@@ -150,6 +150,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--samplings", type=int, default=1, help="for each prompt and method")
     parser.add_argument("--methods", default="ngram,suffix,hybrid,draft_model", help="with commas between")
     parser.add_argument("--draft-model", help="of draft_model and hybrid; without it there is no draft_model")
+    parser.add_argument("--threads", type=int, help="one for each core if not given")
     options = parser.parse_args(arguments)
     options.methods = options.methods.split(",")
     return options
