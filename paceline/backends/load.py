@@ -9,20 +9,33 @@ from paceline.config import BackendOptions
 from paceline.models.checkpoint import Checkpoint
 
 
-def load_backend(checkpoint: Checkpoint, options: BackendOptions, max_rows: int) -> Backend:
-    """The backend that the options name, with the checkpoint's weights."""
-    return _LOADERS[options.name](checkpoint, options, max_rows)
+def load_backend(
+    checkpoint: Checkpoint, options: BackendOptions, max_rows: int, beside: Backend | None = None
+) -> Backend:
+    """The backend that the options name, with the checkpoint's weights.
+
+    `beside` is a loaded backend whose passes take turns with those of this one.
+    """
+    return _LOADERS[options.name](checkpoint, options, max_rows, beside)
 
 
-def _load_cpu(checkpoint: Checkpoint, options: BackendOptions, max_rows: int) -> Backend:
+def _load_cpu(
+    checkpoint: Checkpoint, options: BackendOptions, max_rows: int, beside: Backend | None
+) -> Backend:
     from paceline.backends.cpu import CpuBackend
 
     return CpuBackend.load(
-        checkpoint, quantization=options.quantization, threads=options.threads, max_rows=max_rows
+        checkpoint,
+        quantization=options.quantization,
+        threads=options.threads,
+        max_rows=max_rows,
+        beside=beside if isinstance(beside, CpuBackend) else None,
     )
 
 
-def _load_torch(checkpoint: Checkpoint, options: BackendOptions, max_rows: int) -> Backend:
+def _load_torch(
+    checkpoint: Checkpoint, options: BackendOptions, max_rows: int, beside: Backend | None
+) -> Backend:
     import torch  # here, because it takes seconds and the cpu backend does not need it
 
     from paceline.backends.torch_backend import TorchBackend
@@ -33,7 +46,7 @@ def _load_torch(checkpoint: Checkpoint, options: BackendOptions, max_rows: int) 
     return TorchBackend.load(checkpoint, device=options.device, dtype=dtype, max_rows=max_rows)
 
 
-_LOADERS: dict[str, Callable[[Checkpoint, BackendOptions, int], Backend]] = {
+_LOADERS: dict[str, Callable[[Checkpoint, BackendOptions, int, Backend | None], Backend]] = {
     "cpu": _load_cpu,
     "torch": _load_torch,
 }

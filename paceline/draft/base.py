@@ -13,6 +13,7 @@ import numpy.typing as npt
 from paceline.draft.trees import DraftPlan, DraftTrees
 
 if TYPE_CHECKING:
+    from paceline.backends.base import Backend
     from paceline.config import BackendOptions
     from paceline.engine.request import Request
     from paceline.kv.cache import KVCache
@@ -45,6 +46,7 @@ class Target:
     config: ModelConfig
     tokenizer: Tokenizer
     backend: BackendOptions
+    loaded: Backend  # it, ready to run; a model that drafts can share its threads
     page_size: int  # tokens per KV page
     max_num_seqs: int  # most requests of a pass
     max_rows: int  # most rows of a pass

@@ -109,7 +109,7 @@ class DraftModelDrafter(Drafter):
         how = target.backend
         if options.quantization is not None:
             how = replace(how, quantization=options.quantization)
-        backend = load_backend(checkpoint, how, target.max_rows)
+        backend = load_backend(checkpoint, how, target.max_rows, beside=target.loaded)
         assert backend.page_size == target.page_size, "one kind of backend has one page size"
         return cls(backend, vocabulary, make_cache, vocab_size=config.vocab_size, sampling=target.sampling)
 

@@ -140,18 +140,18 @@ class DraftTrees:
         flat = np.array([row for own in rows for row in own], dtype=np.int32)
         return replace(merged, draws=Draws(np.concatenate(distributions), flat))
 
-    def check(self, budgets: Sequence[int], vocab_size: int) -> None:
-        """Nothing, if these are sound trees within the budgets; ValueError names what is not.
+    def check(self, plans: Sequence[DraftPlan], vocab_size: int) -> None:
+        """Nothing, if these are sound trees within the plans; ValueError names what is not.
 
         Drafters are plug-ins: a node out of order or a repeated sibling would corrupt the output
         or waste the pass, so their trees are checked before they are used.
         """
-        if self.num_requests != len(budgets):
-            raise ValueError(f"expected trees for {len(budgets)} requests, got {self.num_requests}")
-        for request, budget in enumerate(budgets):
+        if self.num_requests != len(plans):
+            raise ValueError(f"expected trees for {len(plans)} requests, got {self.num_requests}")
+        for request, plan in enumerate(plans):
             tokens, parents = self.tree_lists(request)  # lists: for a few nodes they are quicker than arrays
-            if len(tokens) > budget:
-                raise ValueError(f"tree {request} has {len(tokens)} nodes, its budget is {budget}")
+            if len(tokens) > plan.budget:
+                raise ValueError(f"tree {request} has {len(tokens)} nodes, its budget is {plan.budget}")
             if len(parents) != len(tokens):
                 raise ValueError(f"tree {request} has {len(tokens)} tokens but {len(parents)} parents")
             if not all(-1 <= parent < node for node, parent in enumerate(parents)):
@@ -160,6 +160,8 @@ class DraftTrees:
                 raise ValueError(f"tree {request} has a token outside 0..{vocab_size - 1}: {tokens}")
             if len(set(zip(parents, tokens, strict=True))) != len(tokens):
                 raise ValueError(f"tree {request} repeats a token among siblings: {tokens}")
+            if plan.branching == 1 and len(set(parents)) != len(parents):
+                raise ValueError(f"tree {request} branches, its plan is a chain: parents {parents}")
         if self.draws is not None:
             self.draws.check(self.tokens, vocab_size)
 

@@ -56,7 +56,7 @@ class Drafting:
             plans = [parts[index].plan for index in members]
             with self._guard(name, requests):
                 trees = self._drafters[name].propose(requests, plans)
-                trees.check([plan.budget for plan in plans], self._vocab_size)
+                trees.check(plans, self._vocab_size)
                 if trees.num_nodes:
                     proposed.append((members, trees))
         if not proposed:

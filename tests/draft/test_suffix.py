@@ -100,7 +100,7 @@ def test_a_tree_holds_both_continuations():
     drafter = suffix_drafter(least=0.05)
     request = make_request([1, 2, 3, 7, 7, 1, 2, 4, 8, 8, 1, 2])
     trees = drafter.propose([request], [DraftPlan("suffix", 4, branching=2)])
-    trees.check([4], 100)
+    trees.check([DraftPlan("suffix", 4, branching=4)], 100)
     tokens, parents = trees.tree_lists(0)
     assert {token for token, parent in zip(tokens, parents, strict=True) if parent == -1} == {3, 4}
 

@@ -16,7 +16,7 @@ def test_a_chain_is_a_tree_whose_parents_count_up():
     assert trees.parents.tolist() == [-1, 0, 1, -1]
     assert trees.offsets.tolist() == [0, 3, 3, 4]
     assert trees.tree_lists(2) == ([8], [-1])
-    trees.check([3, 0, 1], vocab_size=9)
+    trees.check([DraftPlan("ngram", 3), PLAIN, DraftPlan("ngram", 1)], vocab_size=9)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,14 @@ def test_a_chain_is_a_tree_whose_parents_count_up():
 )
 def test_unsound_trees_are_named(tokens, parents, problem):
     with pytest.raises(ValueError, match=problem):
-        DraftTrees.from_lists([(tokens, parents)]).check([2], vocab_size=9)
+        DraftTrees.from_lists([(tokens, parents)]).check([DraftPlan("suffix", 2, branching=2)], vocab_size=9)
+
+
+def test_a_plan_for_a_chain_takes_no_tree():
+    tree = DraftTrees.from_lists([([1, 2], [-1, -1])])
+    tree.check([DraftPlan("suffix", 2, branching=2)], vocab_size=9)
+    with pytest.raises(ValueError, match="branches, its plan is a chain"):
+        tree.check([DraftPlan("suffix", 2)], vocab_size=9)
 
 
 def test_a_plan_shrinks_and_never_grows():
@@ -80,10 +87,10 @@ def test_tokens_must_be_ones_that_can_have_been_drawn(draft_probs, rows, complai
     draws = Draws(np.array(draft_probs), np.array(rows, dtype=np.int32))
     trees = replace(DraftTrees.chains([[0, 1]]), draws=draws)
     if complaint is None:
-        trees.check([2], vocab_size=2)
+        trees.check([DraftPlan("suffix", 2, branching=2)], vocab_size=2)
     else:
         with pytest.raises(ValueError, match=complaint):
-            trees.check([2], vocab_size=2)
+            trees.check([DraftPlan("suffix", 2, branching=2)], vocab_size=2)
 
 
 def test_a_plan_has_as_many_levels_as_its_budget_and_depth_allow():

@@ -44,7 +44,14 @@ class CpuBackend:
     batch_invariant = True
     supports_features = True
 
-    def __init__(self, checkpoint: Checkpoint, quantization: str, threads: int, max_rows: int) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        quantization: str,
+        threads: int,
+        max_rows: int,
+        beside: CpuBackend | None = None,
+    ) -> None:
         self.config = checkpoint.config
         self.quantization = quantization
         self.max_rows = max_rows
@@ -53,7 +60,10 @@ class CpuBackend:
         self._workspace = Workspace(checkpoint, quantization, half_kv, threads, max_rows)
         self._job = self._workspace.job
         self._logits = np.empty((0, 0), dtype=np.float32)
-        self._team = Team(threads, run_passes, address_of(self._job))
+        if beside is not None and beside.threads == threads:
+            self._team: Team = beside._team
+        else:
+            self._team = Team(threads, run_passes)
 
     @classmethod
     def load(
@@ -63,8 +73,11 @@ class CpuBackend:
         quantization: str = "auto",
         threads: int | None = None,
         max_rows: int = 512,
+        beside: CpuBackend | None = None,
     ) -> CpuBackend:
         """A backend with the checkpoint's weights.
+
+        `beside` is a backend whose threads it shares, so that their passes must take turns.
 
         `quantization`: "native" keeps a GGUF file's own 4-bit blocks and makes the rest int8,
         "int8" makes everything int8, "none" is float32; "auto" takes what is fastest on this CPU.
@@ -86,7 +99,7 @@ class CpuBackend:
             )
         if quantization == "auto":
             quantization = "native" if ISA.prefers_4bit else "int8"
-        return cls(checkpoint, quantization, threads or default_threads(), max_rows)
+        return cls(checkpoint, quantization, threads or default_threads(), max_rows, beside)
 
     def bytes_per_page(self) -> int:
         """Bytes of keys and values of 16 tokens in all layers."""
@@ -162,7 +175,7 @@ class CpuBackend:
         _move(address_of(pool.data), address_of(spare), *places, *shape)
 
     def close(self) -> None:
-        """End the worker threads."""
+        """End the worker threads, also for backends that share them."""
         self._team.close()
 
 

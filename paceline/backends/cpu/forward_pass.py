@@ -5,6 +5,7 @@ A pass is a list of phases with a barrier behind each; phases.py and experts.py 
 
 from __future__ import annotations
 
+from paceline.backends.cpu.atomics import atomic_load
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.experts import (
     combine_rows,
@@ -53,7 +54,7 @@ from paceline.backends.cpu.phases import (
     save_features,
 )
 from paceline.backends.cpu.simd import load_int64
-from paceline.backends.cpu.team import STOP, await_pass, barrier, start_pass
+from paceline.backends.cpu.team import JOB, STOP, await_pass, barrier, start_pass
 from paceline.backends.cpu.tiles import COLUMNS
 
 
@@ -156,9 +157,12 @@ def _run_pass(control, index, threads, job):  # type: ignore[no-untyped-def]
 
 @compiled(cached=True)
 def run_passes(control, index, threads, job):  # type: ignore[no-untyped-def]
-    """Thread 0: start a pass and do its share. A worker: its share of every pass until the team ends."""
+    """Thread 0: start a pass and do its share. A worker: its share of every pass until the team ends.
+
+    Workers are told the job of each pass; theirs is not used.
+    """
     if index == 0:
-        start_pass(control, threads)
+        start_pass(control, threads, job)
         _run_pass(control, index, threads, job)
         return
     seen = 0
@@ -166,4 +170,4 @@ def run_passes(control, index, threads, job):  # type: ignore[no-untyped-def]
         seen = await_pass(control, index, seen)
         if load_int64(control + STOP) != 0:
             return
-        _run_pass(control, index, threads, job)
+        _run_pass(control, index, threads, atomic_load(control + JOB))

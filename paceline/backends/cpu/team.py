@@ -7,6 +7,9 @@ from shared counters, so a core that is slowed by a neighbour simply takes fewer
 
 A pass is started and run by one compiled call, so that an interrupt of the Python program comes
 before it or after it, never between.
+
+Models that take turns, a target and its draft, share one team: with two, the workers of the one would
+spin on the cores that the other's pass needs.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ _wake = types.ExternalFunction("sem_post", types.int32(types.int64))
 # The control block, in bytes; what different threads write lies on different cache lines.
 LINE = 64
 GENERATION, STOP, ARRIVED, RELEASED = 0, 1 * LINE, 2 * LINE, 3 * LINE
+JOB = GENERATION + 8  # address of the pass's job
 WORKERS = 4 * LINE  # for each thread: whether it sleeps, and on the next line its semaphore
 _SLEEPS, _SEMAPHORE, _WORKER = 0, LINE, 2 * LINE
 
@@ -57,8 +61,9 @@ def barrier(control, threads):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def start_pass(control, threads):  # type: ignore[no-untyped-def]
-    """Let the workers begin the next pass."""
+def start_pass(control, threads, job):  # type: ignore[no-untyped-def]
+    """Let the workers begin the next pass, that of `job`."""
+    atomic_store(control + JOB, job)
     atomic_add(control + GENERATION, 1)
     for index in range(1, threads):
         worker = control + WORKERS + _WORKER * index
@@ -86,9 +91,9 @@ def await_pass(control, index, seen):  # type: ignore[no-untyped-def]
 
 
 class Team:
-    """`threads - 1` workers that run `work(control, index, threads, argument)` until `close()`."""
+    """`threads - 1` workers that run `work(control, index, threads, 0)` until `close()`."""
 
-    def __init__(self, threads: int, work: Callable[[int, int, int, int], None], argument: int) -> None:
+    def __init__(self, threads: int, work: Callable[[int, int, int, int], None]) -> None:
         self.threads = threads
         block = np.zeros(WORKERS + _WORKER * threads + LINE, dtype=np.uint8)
         self.control = int(block.ctypes.data) + -int(block.ctypes.data) % LINE  # address of the control block
@@ -100,7 +105,7 @@ class Team:
         workers = [
             threading.Thread(
                 target=work,
-                args=(self.control, index, threads, argument),
+                args=(self.control, index, threads, 0),
                 name=f"paceline-cpu-{index}",
                 daemon=True,
             )
@@ -122,7 +127,7 @@ def _end_workers(control: int, block: npt.NDArray[np.uint8], workers: Sequence[t
 
 @compiled(cached=True)
 def _start_pass_from_python(control, threads):  # type: ignore[no-untyped-def]
-    start_pass(control, threads)
+    start_pass(control, threads, 0)
 
 
 def default_threads() -> int:

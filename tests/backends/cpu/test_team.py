@@ -142,6 +142,19 @@ def test_two_teams_take_turns(checkpoint: Checkpoint, backend: CpuBackend, expec
     assert_same_bits(one_pass(backend), expected)  # which does not end with the other
 
 
+def test_two_backends_share_a_team(checkpoint: Checkpoint, expected: np.ndarray) -> None:
+    first = load(checkpoint, threads=2)
+    workers = threading.active_count()
+    second = CpuBackend.load(checkpoint, quantization="int8", threads=2, max_rows=64, beside=first)
+    assert threading.active_count() == workers
+    for _ in range(10):
+        assert_same_bits(one_pass(first), expected)
+        assert_same_bits(one_pass(second), expected)
+    alone = CpuBackend.load(checkpoint, quantization="int8", threads=1, max_rows=64, beside=first)
+    assert_same_bits(one_pass(alone), expected)  # another number of threads is another team
+    first.close()
+
+
 def test_two_teams_at_the_same_time(checkpoint: Checkpoint, expected: np.ndarray) -> None:
     backends = [load(checkpoint, threads=2), load(checkpoint, threads=2)]
     found: list[np.ndarray] = []
