@@ -1,4 +1,4 @@
-"""Suffix drafting and another drafter together: the one where it is sure, the other elsewhere, or both.
+"""Suffix drafting and another drafter together: the one where it is sure, the other or both elsewhere.
 
 Copies are long and cost nothing to draft, but there are not always any; a drafter that knows the
 language always has something to say, but not as far ahead.
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.verify.verdict import Verdict
 
 COMBINE = ("either", "tree")
+Tree = tuple[Sequence[int], Sequence[int]]  # tokens, parents
 
 
 @refuse_unknown(ConfigError)
@@ -31,8 +32,8 @@ class HybridOptions(SuffixOptions):
     """The options of suffix drafting, and those of the combination."""
 
     fallback: Mapping[str, Any] | None = None  # a speculative_config of another method; must be given
-    combine: str = "either"  # one of them for each step, or both in one "tree"
-    confidence: float = 2.0  # "either": accepted tokens that a suffix draft must promise to be used
+    combine: str = "either"  # where suffix is not sure, the other drafts alone, or both in one "tree"
+    confidence: float = 2.0  # accepted tokens that a suffix draft must promise to be sure
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,7 +71,6 @@ class HybridDrafter(Drafter):
         self._other = other
         self._most = most
         self._parts: tuple[Drafter, Drafter] = (suffix, other)
-        self._combine = self._both if options.combine == "tree" else self._either
         self.needs = other.needs
 
     @classmethod
@@ -91,27 +91,21 @@ class HybridDrafter(Drafter):
             part.bind(kv)
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
-        """One tree per request, by one of the two drafters or by both."""
-        return self._combine(requests, plans)
-
-    def _either(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
+        """One tree per request: of the suffix drafter, of the other, or of both."""
         trees, scores = self._suffix.propose_with_scores(requests, plans)
         unsure = [index for index, score in enumerate(scores) if score < self._options.confidence]
         if not unsure:
             return trees
         others = self._ask_other([requests[index] for index in unsure], [plans[index] for index in unsure])
+        if self._options.combine == "tree":
+            assert others.draws is None, "drawn nodes cannot stand beside chosen ones"
+            others = DraftTrees.from_lists(
+                [
+                    union(others.tree_lists(number), trees.tree_lists(index), plans[index])
+                    for number, index in enumerate(unsure)
+                ]
+            )
         return DraftTrees.merged(len(requests), [(range(len(requests)), trees), (unsure, others)])
-
-    def _both(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
-        trees = self._suffix.propose(requests, plans)
-        others = self._ask_other(requests, plans)
-        assert others.draws is None, "drawn nodes cannot stand beside chosen ones"
-        return DraftTrees.from_lists(
-            [
-                union(trees.tree_lists(index), others.tree_lists(index), plan)
-                for index, plan in enumerate(plans)
-            ]
-        )
 
     def _ask_other(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         name, most = self._other.name, self._most
@@ -133,10 +127,8 @@ class HybridDrafter(Drafter):
             part.close()
 
 
-def union(
-    first: tuple[Sequence[int], Sequence[int]], second: tuple[Sequence[int], Sequence[int]], plan: DraftPlan
-) -> tuple[list[int], list[int]]:
-    """The nodes of both trees within the plan, those of the first tree first, equal paths once."""
+def union(first: Tree, second: Tree, plan: DraftPlan) -> tuple[list[int], list[int]]:
+    """The nodes of both trees, equal paths once, as far as the plan has room; the first's come first."""
     tokens: list[int] = []
     parents: list[int] = []
     children: dict[int, dict[int, int]] = {-1: {}}  # node: its children by token

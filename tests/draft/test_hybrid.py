@@ -94,14 +94,18 @@ def test_draws_of_the_other_stay_with_their_nodes():
     assert draws.draft_probs[draws.rows].argmax(axis=1).tolist() == [90, 91, 92]
 
 
-def test_a_tree_holds_both_drafts():
-    tokens, parents = tree_of(hybrid(Fixed(), combine="tree"), COPYING, DraftPlan("hybrid", 8, branching=2))
-    assert tokens == [20, 21, 22, 23, 24, 25, 26, 27], "suffix nodes first"
-    tokens, parents = tree_of(
-        hybrid(Fixed(), combine="tree"), COPYING, DraftPlan("hybrid", 8, branching=2, depth=4)
-    )
-    assert tokens == [20, 21, 22, 23, 90, 91, 92]
-    assert parents == [-1, 0, 1, 2, -1, 4, 5]
+@pytest.mark.parametrize(
+    ("budget", "branching", "expected"),
+    [
+        (4, 2, ([90, 91, 92, 3], [-1, 0, 1, -1])),
+        (3, 2, ([90, 91, 92], [-1, 0, 1])),
+        (4, 1, ([90, 91, 92], [-1, 0, 1])),
+    ],
+)
+def test_a_tree_holds_both_drafts_where_the_suffix_drafter_is_not_sure(budget, branching, expected):
+    drafter = hybrid(Fixed(), combine="tree")
+    assert tree_of(drafter, [1, 2, 3, 7, 8, 1, 2], DraftPlan("hybrid", budget, branching)) == expected
+    assert tree_of(drafter, COPYING, DraftPlan("hybrid", 5, 2))[0] == [20, 21, 22, 23, 24]
 
 
 @pytest.mark.parametrize(
