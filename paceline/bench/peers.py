@@ -109,9 +109,10 @@ Pair = tuple[list[Generation], list[Generation]]  # without lookup and with, one
 def _turns(
     contestant: Contestant, tasks: Sequence[Task], stop_ids: list[int], rounds: int, on_turn: OnTurn
 ) -> list[Pair]:
-    """Each prompt without lookup and with it, in turns; each once briefly before."""
+    """Each prompt without lookup and with it, in turns; before, the first one whole, as the warm-up."""
     for lookup in (0, LOOKUP_TOKENS):
-        contestant.generate(tasks[0].token_ids, 8, stop_ids=stop_ids, lookup=lookup)
+        tokens = tasks[0].params.max_tokens or 1
+        contestant.generate(tasks[0].token_ids, tokens, stop_ids=stop_ids, lookup=lookup)
     pairs: list[Pair] = [([], []) for _ in tasks]
     for number in range(rounds):
         for task, pair in zip(tasks, pairs, strict=True):

@@ -161,6 +161,7 @@ class Vllm:
     def __init__(self, options: dict[str, Any]) -> None:
         import vllm
 
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or its processes outlive this one
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{options['threads'] - 1}"
         self._options = options
         if options["model"].endswith(".gguf"):
