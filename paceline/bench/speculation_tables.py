@@ -23,52 +23,52 @@ def show_contest(contest: Contest) -> tuple[list[Table], list[str]]:
 def _speed_table(contest: Contest) -> Table:
     options = contest.options
     sampling = "greedy" if options.temperature == 0 else f"temperature {options.temperature}"
-    table = Table(
-        title=f"{options.model}: {sampling}, best of {options.rounds} in turns", title_justify="left"
-    )
-    table.add_column("workload")
-    table.add_column("method")
-    for heading in ("decode tok/s", "speedup (median)", "all tok/s", "speedup (median)", "tokens"):
-        table.add_column(heading, justify="right")
+    title = f"{options.model}: {sampling}, best of {options.rounds} in turns"
+    table = _table(title, ("decode tok/s", "speedup (median)", "all tok/s", "speedup (median)", "tokens"))
     for row in contest.rows:
-        table.add_row(
-            _name(row) if row.method == OFF else "",
-            row.method,
-            f"{row.decode_tokens_per_second:,.1f}",
+        differing = len(row.differing_prompts)
+        same = f"{row.output_tokens:,}" if row.method == OFF else "same"
+        _add(
+            table,
+            row,
+            f"{row.decode_tokens_per_second:,.0f}",
             f"{row.decode_speedup_vs_off:.2f} ({row.median_decode_speedup_vs_off:.2f})",
-            f"{row.tokens_per_second:,.1f}",
+            f"{row.tokens_per_second:,.0f}",
             f"{row.speedup_vs_off:.2f} ({row.median_speedup_vs_off:.2f})",
-            f"{row.output_tokens:,}"
-            if row.method == OFF
-            else "identical"
-            if row.identical
-            else f"{len(row.differing_prompts)} differ",
-            end_section=row.method == list(options.methods)[-1],
+            f"{differing} DIFFER" if differing else same,
         )
     return table
 
 
 def _draft_table(contest: Contest) -> Table:
-    table = Table(title="What was drafted", title_justify="left")
-    table.add_column("workload")
-    table.add_column("method")
-    for heading in ("tokens/pass", "length", "accepted", "drafted", "draft us", "TTFT ms", "TPOT ms"):
-        table.add_column(heading, justify="right")
+    headings = ("per pass", "length", "accepted", "drafted", "us", "TTFT ms")
+    table = _table("Tokens per pass, and what was drafted", headings)
     for row in contest.rows:
-        drafted = row.method != OFF
-        table.add_row(
-            "" if drafted else _name(row),
-            row.method,
-            f"{row.tokens_per_pass:.2f}",
-            f"{row.mean_acceptance_length:.2f}" if drafted else "",
-            f"{100 * row.draft_acceptance_rate:.0f} %" if drafted else "",
-            f"{row.draft_tokens_per_step:.1f}" if drafted else "",
-            f"{row.draft_us_per_pass:,.0f}" if drafted else "",
-            f"{row.ttft_ms:,.0f}",
-            f"{row.tpot_ms:.2f}",
-            end_section=row.method == list(contest.options.methods)[-1],
+        drafts = (
+            f"{row.mean_acceptance_length:.2f}",
+            f"{100 * row.draft_acceptance_rate:.0f} %",
+            f"{row.draft_tokens_per_step:.1f}",
+            f"{row.draft_us_per_pass:,.0f}",
         )
+        shown = ("",) * len(drafts) if row.method == OFF else drafts
+        _add(table, row, f"{row.tokens_per_pass:.2f}", *shown, f"{row.ttft_ms:,.0f}")
     return table
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("workload, method", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _add(table: Table, row: Row, *cells: str) -> None:
+    """Add a row's cells; plain decoding, the first method, begins a section with the workload's name."""
+    if row.method == OFF:
+        table.add_section()
+        table.add_row(_name(row), style="bold")
+    table.add_row(f"  {row.method}", *cells)
 
 
 def _name(row: Row) -> str:
@@ -111,7 +111,7 @@ def _notes(contest: Contest) -> list[str]:
         "decode: after the first token; all: from the prompt's arrival. Speedups are ratios of summed "
         "times, in brackets the median of the prompts' own ratios.",
         "length: mean acceptance length, tokens of a drafted pass with the bonus token; drafted: tokens "
-        "drafted in such a pass; draft us: microseconds of drafting, per pass.",
+        "drafted in such a pass; us: microseconds of drafting, per pass.",
     ]
     for row in contest.rows:
         if row.differing_prompts:
