@@ -88,7 +88,7 @@ class BatchBuilder:
         self._tokens[end:stop] = tokens
         np.add(parents, root + 1, out=self._parents[end:stop])
         self._logit_rows[outputs : outputs + count] = self._steps[end + 1 : stop + 1]
-        if np.array_equal(parents, self._steps[:count]):  # a chain
+        if (parents == self._steps[:count]).all():  # a chain
             np.add(self._steps[1 : count + 1], self._positions[end - 1] + 1, out=self._positions[end:stop])
         else:
             for row in range(end, stop):
