@@ -24,7 +24,7 @@ def _speed_table(contest: Contest) -> Table:
     options = contest.options
     sampling = "greedy" if options.temperature == 0 else f"temperature {options.temperature}"
     title = f"{options.model}: {sampling}, best of {options.rounds} in turns"
-    table = _table(title, ("decode tok/s", "speedup (median)", "all tok/s", "speedup (median)", "tokens"))
+    table = _table(title, ("decode\ntok/s", "speedup\n(median)", "all\ntok/s", "speedup\n(median)", "tokens"))
     for row in contest.rows:
         differing = len(row.differing_prompts)
         same = f"{row.output_tokens:,}" if row.method == OFF else "same"
@@ -81,19 +81,18 @@ def _name(row: Row) -> str:
 def _peer_table(rows: Sequence[PeerRow], rounds: int) -> Table:
     title = f"Peers: lookup of {LOOKUP_TOKENS} tokens against none, greedy, best of {rounds} in turns"
     table = Table(title=title, title_justify="left")
-    table.add_column("peer", no_wrap=True)
-    table.add_column("workload")
-    for heading in ("decode tok/s", "with lookup", "speedup (median)", "all speedup", "own tokens"):
+    table.add_column("peer, workload", no_wrap=True)
+    for heading in ("decode\ntok/s", "with\nlookup", "speedup\n(median)", "all\nspeedup", "own\ntokens"):
         table.add_column(heading, justify="right")
     for row in rows:
+        changed = len(row.changed_prompts)
         table.add_row(
-            f"{row.peer} {row.version}",
-            row.workload,
+            f"{row.peer} {row.version}, {row.workload}",
             f"{row.decode_tokens_per_second:,.1f}",
             f"{row.lookup_decode_tokens_per_second:,.1f}",
             f"{row.decode_speedup:.2f} ({row.median_decode_speedup:.2f})",
             f"{row.speedup:.2f}",
-            "identical" if not row.changed_prompts else f"{len(row.changed_prompts)} of {row.prompts} differ",
+            f"{changed} of {row.prompts} differ" if changed else "same",
         )
     return table
 

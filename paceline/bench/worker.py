@@ -76,11 +76,12 @@ class LlamaCpp:
     def _load(self, lookup: int) -> Any:
         import llama_cpp
 
-        drafting = {}
+        drafting: dict[str, Any] = {}
         if lookup:
             from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-            drafting = {"draft_model": LlamaPromptLookupDecoding(num_pred_tokens=lookup)}
+            # without logits_all it has no room for the logits of a prompt longer than n_batch
+            drafting = {"draft_model": LlamaPromptLookupDecoding(num_pred_tokens=lookup), "logits_all": True}
         return llama_cpp.Llama(
             self._options["model"],
             n_ctx=self._options["context"],
