@@ -1,4 +1,4 @@
-"""Attention of one row over its own past, out of paged keys and values.
+"""Attention of rows over their own past, out of paged keys and values.
 
 A page holds 16 positions. For each layer, page and KV head, keys lie transposed and values straight:
 
@@ -86,26 +86,34 @@ def _score(run_score, half, heads, query, width, blocks, begin, end, scores, str
 
 
 @compiled
-def attend(run_score, run_mix, half, queries, heads, width, blocks, first, last, scores, stride, result, out):  # type: ignore[no-untyped-def]
-    """Attention of one row, over positions first..last, for `heads` heads that share a KV head.
+def attend(  # type: ignore[no-untyped-def]
+    run_score, run_mix, half, queries, each, rows, width, blocks, first, last, scores, stride, result,
+    out, out_row,
+):  # fmt: skip
+    """Attention of `rows` rows at successive positions, for `each` heads of a row that share a KV head.
 
+    The first row attends to positions first..last, each next one to one more. Several rows have no
+    more than MOST_HEADS heads in all.
     `run_score` and `run_mix` are the addresses of those kernels.
     Entry b of `blocks` is the address of the keys of positions 16 b to 16 b + 15; the values lie
-    behind them. Heads lie behind each other in `queries` and in `out`; `scores` has `stride` bytes
-    for each of up to MOST_HEADS heads, `result` one head's padded width for each.
+    behind them. Heads lie behind each other in `queries`, row by row; `out_row` bytes are between
+    the rows of `out`; `scores` has `stride` bytes for each of up to MOST_HEADS heads, `result` one
+    head's padded width for each.
     """
     factor = np.float32(1.0 / math.sqrt(width))
     size = 2 if half else 4
     padded = (width + 15) // 16 * 16
-    head = 0
+    head, heads = 0, each * rows
+    final = last + rows - 1
     while head < heads:
         count = min(heads - head, MOST_HEADS)
         query = queries + 4 * head * width
         _score(
-            run_score, half, count, query, width, blocks, first // PAGE, last // PAGE, scores, stride, factor
+            run_score, half, count, query, width, blocks, first // PAGE, final // PAGE, scores, stride, factor
         )
         for i in range(count):
-            store_float(result + 4 * i, np.float32(1) / _softmax(scores + stride * i, first, last))
+            total = _softmax(scores + stride * i, first, last + (head + i) // each)
+            store_float(result + 4 * i, np.float32(1) / total)
         mixed = result + 64
         column = 0
         while column < padded:
@@ -113,12 +121,13 @@ def attend(run_score, run_mix, half, queries, heads, width, blocks, first, last,
             offset = size * (PAGE * width + column)
             call_mix(
                 run_mix, half, count, columns, scores, stride, blocks, offset, size * padded, first, last,
-                result, mixed + 4 * column, 4 * padded,
+                each, rows, result, mixed + 4 * column, 4 * padded,
             )  # fmt: skip
             column += 16 * columns
         for i in range(count):
+            target = out + (head + i) // each * out_row + 4 * ((head + i) % each * width)
             for d in range(width):
-                store_float(out + 4 * ((head + i) * width + d), load_float(mixed + 4 * (i * padded + d)))
+                store_float(target + 4 * d, load_float(mixed + 4 * (i * padded + d)))
         head += count
 
 

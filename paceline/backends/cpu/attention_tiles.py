@@ -1,4 +1,4 @@
-"""The two inner loops of attention as register tiles: several heads that share a KV head at once.
+"""The two inner loops of attention as register tiles: several heads, of one row or more, that share a KV head.
 
 A tile only decides which sums grow side by side in registers. Each score and each output column is
 its own chain of fused multiply-adds in the order of the head's columns or of the positions, so its
@@ -19,11 +19,12 @@ from paceline.backends.cpu.isa import ISA, call, splat
 from paceline.backends.cpu.simd import LANES, caller, halves_at, read_at, write_at
 
 PAGE = 16  # positions of a page
-MOST_HEADS = 4  # heads that share the load of a key or value, and its conversion, the dearer part on Arm
-# Key blocks, and vectors of columns, side by side for 1, 2, 3 and 4 heads: where a register is not
+# Heads, of one row or of several, that share the load of a key or value, and its conversion
+MOST_HEADS = 6 if ISA.wide_registers else 4
+# Key blocks, and vectors of columns, side by side for 1, 2, 3, ... heads: where a register is not
 # 16 lanes wide, 4 sums of 16 lanes fill the registers.
-SCORE_BLOCKS = (4, 2, 2, 2) if ISA.wide_registers else (2, 2, 1, 1)
-MIX_COLUMNS = (4, 4, 4, 4) if ISA.wide_registers else (2, 2, 1, 1)
+SCORE_BLOCKS = (4, 2, 2, 2, 2, 2) if ISA.wide_registers else (2, 2, 1, 1)
+MIX_COLUMNS = (4, 4, 4, 4, 4, 4) if ISA.wide_registers else (2, 2, 1, 1)
 
 _FLOAT, _I64 = ir.FloatType(), ir.IntType(64)
 _FLOATS = ir.VectorType(_FLOAT, LANES)
@@ -72,7 +73,7 @@ def _emit_score(half: bool, heads: int, blocks: int, builder: ir.IRBuilder, args
 
 
 def _emit_mix(half: bool, heads: int, columns: int, builder: ir.IRBuilder, args: list[Any]) -> None:
-    weights, stride, blocks, offset, row, first, last, factors, out, out_stride = args
+    weights, stride, blocks, offset, row, first, last, each, rows, factors, out, out_stride = args
     sums = _sums(builder, heads * columns)
     size, page = 2 if half else 4, _I64(PAGE)
 
@@ -97,6 +98,20 @@ def _emit_mix(half: bool, heads: int, columns: int, builder: ir.IRBuilder, args:
                 weight = splat(builder, read_at(builder, source, _FLOAT, 4), _FLOATS)
                 for column, vector in enumerate(vectors):
                     _add_product(builder, sums[head * columns + column], weight, vector)
+    # Later rows go on to their own last position. Earlier ones must not even add nothing: 0 * inf is no 0.
+    with cgutils.for_range_slice(builder, after, builder.add(last, rows), _I64(1), _I64) as (position, _):
+        address = read_at(
+            builder, builder.add(blocks, builder.mul(builder.sdiv(position, page), _I64(8))), _I64, 8
+        )
+        place = builder.add(builder.add(address, offset), builder.mul(builder.srem(position, page), row))
+        vectors = [_lanes(builder, _at(builder, place, _I64(size * LANES), c), half) for c in range(columns)]
+        for head in range(heads):
+            own_last = builder.add(last, builder.sdiv(_I64(head), each))
+            with builder.if_then(builder.icmp_signed("<=", position, own_last)):
+                source = builder.add(_at(builder, weights, stride, head), builder.mul(position, _I64(4)))
+                weight = splat(builder, read_at(builder, source, _FLOAT, 4), _FLOATS)
+                for column, vector in enumerate(vectors):
+                    _add_product(builder, sums[head * columns + column], weight, vector)
     for head in range(heads):
         scale = splat(builder, read_at(builder, _at(builder, factors, _I64(4), head), _FLOAT, 4), _FLOATS)
         for column in range(columns):
@@ -109,8 +124,8 @@ _HALVES = (0, 1) if ISA.native_half else (0,)
 _HEADS = range(1, MOST_HEADS + 1)
 # query, query_stride, keys, width, scores, stride, factor
 _SCORE_ARGUMENTS = (*[types.int64] * 6, types.float32)
-# weights, stride, blocks, offset, row, first, last, factors, out, out_stride
-_MIX_ARGUMENTS = (types.int64,) * 10
+# weights, stride, blocks, offset, row, first, last, each, rows, factors, out, out_stride
+_MIX_ARGUMENTS = (types.int64,) * 12
 
 _score_switch = switch(
     3,
@@ -141,9 +156,31 @@ def run_score(half, heads, blocks, query, query_stride, keys, width, scores, str
 
 
 @kernel(*[types.int64] * 3, *_MIX_ARGUMENTS)
-def run_mix(half, heads, columns, weights, stride, blocks, offset, row, first, last, factors, out, step):  # type: ignore[no-untyped-def]
-    """For `heads` heads and 16 * `columns` columns: factor * sum over first..last of weight * value."""
-    _mix_switch(half, heads, columns, weights, stride, blocks, offset, row, first, last, factors, out, step)
+def run_mix(  # type: ignore[no-untyped-def]
+    half, heads, columns, weights, stride, blocks, offset, row, first, last, each, rows, factors, out, step
+):
+    """For `heads` heads and 16 * `columns` columns: factor * sum over first..last of weight * value.
+
+    The heads are those of `rows` rows, `each` of them from one row; the sum of each next row has
+    one position more.
+    """
+    _mix_switch(
+        half,
+        heads,
+        columns,
+        weights,
+        stride,
+        blocks,
+        offset,
+        row,
+        first,
+        last,
+        each,
+        rows,
+        factors,
+        out,
+        step,
+    )
 
 
 call_score = caller(*[types.int64] * 3, *_SCORE_ARGUMENTS)

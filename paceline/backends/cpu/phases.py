@@ -176,32 +176,65 @@ def _list_blocks(job, layer, row, request, head, first, last, blocks, spare):  #
 
 
 @compiled
+def _rows_together(job, row, rows, most, window):  # type: ignore[no-untyped-def]
+    """How many rows from `row` on, up to `most`, are successive positions of one request's chain."""
+    request = load_int32(field(job, REQUEST_AT) + 4 * row)
+    if window > 0 or not load_int32(field(job, CHAIN_AT) + 4 * request):
+        return 1
+    count = 1
+    while (
+        count < most
+        and row + count < rows
+        and load_int32(field(job, REQUEST_AT) + 4 * (row + count)) == request
+    ):
+        count += 1
+    return count
+
+
+@compiled
 def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-untyped-def]
-    """Attention, a task for each row and KV head, or for each row and head where those are too few."""
+    """Attention, a task for a few rows and a KV head, or for each row and head where those are too few."""
     heads, kv_heads, width = field(job, HEADS), field(job, KV_HEADS), field(job, HEAD_WIDTH)
     half_kv, shared = field(job, HALF_KV), heads // kv_heads
     each = 1 if rows * kv_heads < tasks[1] else shared  # query heads of a task
+    most = max(1, MOST_HEADS // shared) if each == shared and rows * kv_heads >= 2 * tasks[1] else 1
     stride = 4 * PAGE * field(job, MAX_PAGES)
     blocks, scores = scratch, scratch + 8 * field(job, MAX_PAGES)
     result = scores + MOST_HEADS * stride
-    spare = result + 64 + 4 * MOST_HEADS * (width + 15)
+    queries = result + 64 + 4 * MOST_HEADS * (width + 15)
+    spare = queries + 4 * MOST_HEADS * width
     window = load_int64(field(job, WINDOWS_AT) + 8 * layer)
     out_row = 4 * field(job, ATTENTION_PADDED)
     parts, run_score, run_mix = heads // each, field(job, RUN_SCORE), field(job, RUN_MIX)
+    groups = (rows + most - 1) // most
     while True:
-        task, _ = take(tasks, counter, rows * parts, 1)
-        if task >= rows * parts:
+        task, _ = take(tasks, counter, groups * parts, 1)
+        if task >= groups * parts:
             return
-        row, head = task // parts, task % parts * each
-        request = load_int32(field(job, REQUEST_AT) + 4 * row)
-        last = load_int32(field(job, POSITIONS_AT) + 4 * row)
-        first = max(0, last - window + 1) if window > 0 else 0
-        _list_blocks(job, layer, row, request, head // shared, first, last, blocks, spare)
-        query = field(job, QKV_AT) + row * field(job, QKV_STRIDE) + 4 * head * width
-        out = field(job, ATTENTION_AT) + row * out_row + 4 * head * width
-        attend(
-            run_score, run_mix, half_kv, query, each, width, blocks, first, last, scores, stride, result, out
-        )
+        row, head = task // parts * most, task % parts * each
+        end = min(row + most, rows)
+        while row < end:
+            together = _rows_together(job, row, end, most, window)
+            request = load_int32(field(job, REQUEST_AT) + 4 * row)
+            last = load_int32(field(job, POSITIONS_AT) + 4 * row)
+            first = max(0, last - window + 1) if window > 0 else 0
+            final = row + together - 1
+            _list_blocks(
+                job, layer, final, request, head // shared, first, last + together - 1, blocks, spare
+            )
+            query = field(job, QKV_AT) + row * field(job, QKV_STRIDE) + 4 * head * width
+            if together > 1:
+                for other in range(together):
+                    source = query + other * field(job, QKV_STRIDE)
+                    for d in range(each * width):
+                        store_float(queries + 4 * (other * each * width + d), load_float(source + 4 * d))
+                query = queries
+            out = field(job, ATTENTION_AT) + row * out_row + 4 * head * width
+            attend(
+                run_score, run_mix, half_kv, query, each, together, width, blocks, first, last, scores,
+                stride, result, out, out_row,
+            )  # fmt: skip
+            row += together
 
 
 @compiled

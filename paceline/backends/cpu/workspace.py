@@ -153,7 +153,7 @@ class Workspace:
         """What the hungriest phase needs of a thread's own memory."""
         config = self.config
         attention = (
-            (8 + 4 * PAGE * MOST_HEADS) * self.max_pages + 64 + 4 * MOST_HEADS * (config.head_dim + 15)
+            (8 + 4 * PAGE * MOST_HEADS) * self.max_pages + 64 + 4 * MOST_HEADS * (2 * config.head_dim + 15)
         )
         attention += (self.rows // PAGE + 2) * self.block_bytes
         routing = 4 * self.hidden + 4 * ((config.moe.num_experts if config.moe else 0) + COLUMNS)
