@@ -135,4 +135,4 @@ def _mount(name: str, module: str, summary: str) -> None:
 
 
 _mount("models", "paceline.models.commands", "Models: list, pull, show.")
-_mount("bench", "paceline.bench.commands", "Measure: decode, rows, concurrency, speculation, drafting, perplexity.")
+_mount("bench", "paceline.bench.commands", "Measure speed, drafting and perplexity.")

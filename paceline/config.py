@@ -133,6 +133,19 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_integer(ConfigError, "seed", self.seed, 0, 2**64 - 1)
+        if self.speculative.speculative_config is not None:
+            self._check_room_for_drafts()
+
+    def _check_room_for_drafts(self) -> None:
+        """Refuse drafts that can never be whole in a pass."""
+        rows = self.scheduler.max_num_batched_tokens
+        for name, drafter in self.speculative.speculation().drafters.items():
+            if drafter.plan.budget >= rows:
+                raise ConfigError(
+                    f"num_speculative_tokens of {name} is {drafter.plan.budget}, but a pass has at most "
+                    f"{rows} rows, one of them for the request's last token. Use at most {rows - 1}, or "
+                    "raise max_num_batched_tokens."
+                )
 
     @staticmethod
     def from_options(**options: Any) -> EngineConfig:

@@ -81,6 +81,13 @@ def test_auto_takes_torch_where_the_cpu_backend_cannot_run():
         ({"speculative_config": "ngram,suffix,ngram"}, "'ngram' twice"),
         (
             {
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 64},
+                "max_num_batched_tokens": 64,
+            },
+            "at most 64 rows.*Use at most 63",
+        ),
+        (
+            {
                 "speculative_config": [
                     {"method": "ngram", "verification": "block"},
                     {"method": "suffix", "verification": "pathwise"},

@@ -139,7 +139,8 @@ def _asked_plan(
             f"speculative asks for the drafter {name!r}, which this engine has not loaded. {loaded}; "
             "name it in the engine's speculative_config, or use 'off'."
         )
-    plan = parse_plan(RequestError, wish, plans[name], name, limits.draft_trees and METHODS[name].trees)
+    trees = limits.draft_trees and (name not in METHODS or METHODS[name].trees)
+    plan = parse_plan(RequestError, wish, plans[name], name, trees)
     if plan.budget >= limits.max_num_batched_tokens:
         raise RequestError(
             f"num_speculative_tokens is {plan.budget}, but a pass has at most "

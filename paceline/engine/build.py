@@ -9,10 +9,9 @@ from paceline.backends.load import load_backend
 from paceline.config import EngineConfig
 from paceline.control.controller import FixedController
 from paceline.draft.base import Target
-from paceline.draft.methods import Speculation, load_drafter
+from paceline.draft.methods import load_drafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
-from paceline.errors import ConfigError
 from paceline.kv.sizing import available_memory, size_cache
 from paceline.models.config import ModelConfig
 from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
@@ -55,7 +54,6 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
     model = model or load_model(config)
     backend, tokenizer = model.backend, model.tokenizer
     speculation = config.speculative.speculation()
-    _check_room(speculation, config.scheduler.max_num_batched_tokens)
     target = Target(
         model=config.model.model,
         config=model.config,
@@ -97,14 +95,3 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         rule=RULES[speculation.rule].verify,
     )
     return Loaded(engine, tokenizer, model.config)
-
-
-def _check_room(speculation: Speculation, max_rows: int) -> None:
-    """Refuse drafts that can never be whole in a pass."""
-    for name, own in speculation.drafters.items():
-        if own.plan.budget >= max_rows:
-            raise ConfigError(
-                f"num_speculative_tokens of {name} is {own.plan.budget}, but a pass has at most {max_rows} "
-                f"rows, one of them for the request's last token. Use at most {max_rows - 1}, or raise "
-                "max_num_batched_tokens."
-            )

@@ -1,4 +1,4 @@
-"""The two inner loops of attention as register tiles: several heads, of one row or more, that share a KV head.
+"""The two inner loops of attention as register tiles: several heads, of one row or more, for one KV head.
 
 A tile only decides which sums grow side by side in registers. Each score and each output column is
 its own chain of fused multiply-adds in the order of the head's columns or of the positions, so its
