@@ -42,13 +42,10 @@ class DraftSampling(Enum):
 class Target:
     """What a drafter may know of the model it drafts for when it is loaded."""
 
-    model: str  # as the user named it
     config: ModelConfig
     tokenizer: Tokenizer
     backend: BackendOptions
     loaded: Backend  # it, ready to run; a model that drafts can share its threads
-    page_size: int  # tokens per KV page
-    max_num_seqs: int  # most requests of a pass
     max_rows: int  # most rows of a pass
     sampling: DraftSampling
 

@@ -110,7 +110,7 @@ class DraftModelDrafter(Drafter):
         if options.quantization is not None:
             how = replace(how, quantization=options.quantization)
         backend = load_backend(checkpoint, how, target.max_rows, beside=target.loaded)
-        assert backend.page_size == target.page_size, "one kind of backend has one page size"
+        assert backend.page_size == target.loaded.page_size, "one kind of backend has one page size"
         return cls(backend, vocabulary, make_cache, vocab_size=config.vocab_size, sampling=target.sampling)
 
     def bind(self, kv: KVCache) -> None:

@@ -12,6 +12,7 @@ have left in place, the stem, is not computed again: so a chain costs one row a 
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,7 +58,7 @@ class FinishedTree:
 NO_GUESS = FinishedTree((), (), (), ())
 
 
-class GrowingTree:
+class GrowingTree(ABC):
     """One request's tree. `frontier` is empty when it is complete."""
 
     def __init__(self, context: Context, plan: DraftPlan, scales: Scales) -> None:
@@ -101,13 +102,13 @@ class GrowingTree:
             end = node
         return len(nodes)
 
+    @abstractmethod
     def grow(self, logits: Float32Array) -> None:
         """Add the children of the frontier, given its logits: [frontier, vocabulary of the draft]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finished(self) -> FinishedTree:
         """The tree as it is proposed."""
-        raise NotImplementedError
 
     def chain_in_place(self) -> list[int]:
         """The draft's ids of the guesses that lie after the context's tokens as if they were committed."""

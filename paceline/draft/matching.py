@@ -19,17 +19,14 @@ the file of the function it loads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from paceline.compiling import compiled
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 GAP = -1  # stands between two texts in a stream: no match and no draft reaches across it
 MOST_VISITS = 12  # occurrences that are looked at on each level, newest first
@@ -37,11 +34,6 @@ OWN_DOUBT = 3.0  # occurrences that the shorter match counts for: in the request
 PAST_DOUBT = 8.0  # and in past responses, which say less about this request
 _ODD = -7046029254386353131  # 2^64 / golden ratio
 _ROOT = -1
-
-
-def compiled(function: Function) -> Function:
-    """A numba function, kept on disk, that runs without the GIL."""
-    return cast(Function, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
 
 
 @compiled

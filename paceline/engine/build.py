@@ -55,13 +55,10 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
     backend, tokenizer = model.backend, model.tokenizer
     speculation = config.speculative.speculation()
     target = Target(
-        model=config.model.model,
         config=model.config,
         tokenizer=tokenizer,
         backend=config.backend,
         loaded=backend,
-        page_size=backend.page_size,
-        max_num_seqs=config.scheduler.max_num_seqs,
         max_rows=config.scheduler.max_num_batched_tokens,
         sampling=speculation.sampling,
     )

@@ -15,7 +15,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from paceline.verify.compiling import compiled, inlined
+from paceline.compiling import compiled, inlined
 from paceline.verify.floats import (
     ATANH,
     EXP_LOWEST,

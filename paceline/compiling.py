@@ -1,4 +1,4 @@
-"""How this room's functions are compiled."""
+"""How numba compiles the functions of the rooms. The cpu backend keeps its kernels in its own way."""
 
 from __future__ import annotations
 
