@@ -51,6 +51,8 @@ def make_requests(
     pool_tokens: int,
     now: float,
     plans: Mapping[str, DraftPlan] | None = None,
+    segment: str = "",
+    cache_salt: str = "",
 ) -> list[Request]:
     """One request for each of the n outputs of the index-th arrival.
 
@@ -88,6 +90,8 @@ def make_requests(
                 sampler=Sampler(params, child_seed, prompt, ending_ids),
                 detokenizer=Detokenizer(tokenizer, params),
                 arrival_time=now,
+                segment=segment,
+                cache_salt=cache_salt,
                 plan=plan,
                 leader=children[0] if child else None,
             )

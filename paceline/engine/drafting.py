@@ -113,6 +113,7 @@ def draft_facts(part: Scheduled, parents: Sequence[int], accepted: int, num_toke
         depth = min(depth, num_tokens)
     return DraftFacts(
         request_id=part.request.request_id,
+        segment=part.request.segment,
         drafter=part.plan.drafter or "",
         nodes=len(parents),
         depth=depth,

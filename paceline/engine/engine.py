@@ -79,9 +79,19 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def add_request(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        segment: str = "",
+        cache_salt: str = "",
     ) -> list[Request]:
-        """The queued requests, one for each of the n outputs. RequestError if it cannot be served."""
+        """The queued requests, one for each of the n outputs. RequestError if it cannot be served.
+
+        `segment` names the kind of traffic, for statistics. Only requests of the same `cache_salt`
+        share pages of the prefix cache.
+        """
         name = str(self._num_arrived) if request_id is None else request_id
         if name in self._live:
             raise RequestError(f"a request with id {name!r} is already running; give each its own id.")
@@ -96,6 +106,8 @@ class Engine:
             pool_tokens=self.kv.pages.num_pages * self.kv.page_size,
             now=self._clock(),
             plans=self._plans,
+            segment=segment,
+            cache_salt=cache_salt,
         )
         self._num_arrived += 1
         self._live[name] = list(children)
@@ -125,6 +137,7 @@ class Engine:
         parts = self.scheduler.schedule(self._drafting.sound(running, plans))
         if not parts:
             return []
+        self._note_start(parts)
         times.append(time.perf_counter())
         try:
             trees = self._drafting.propose(parts)
@@ -216,6 +229,12 @@ class Engine:
         if reason is not None:
             self._finish(request, reason)
         return Delta(request, request.detokenizer.take(), verdict.tokens[:taken])
+
+    def _note_start(self, parts: Sequence[Scheduled]) -> None:
+        """Write down when requests take part in their first pass."""
+        for part in parts:
+            if part.request.scheduled_time is None:
+                part.request.scheduled_time = self._clock()
 
     def _take_token(self, request: Request, token: int) -> str | None:
         """Append one token; why the request ends with it, if it does."""

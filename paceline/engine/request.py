@@ -68,6 +68,8 @@ class Request:
     sampler: Sampler
     detokenizer: Detokenizer
     arrival_time: float
+    segment: str = ""  # the kind of traffic it belongs to, for statistics
+    cache_salt: str = ""  # only requests of the same salt share pages of the prefix cache
     plan: DraftPlan | None = None  # what its options ask to be drafted; None leaves it to the controller
     leader: Request | None = None  # the first of the n children: the others wait for its prompt's pages
 
@@ -80,6 +82,7 @@ class Request:
     error: Exception | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    scheduled_time: float | None = None  # when it first took part in a pass
     first_token_time: float | None = None
     finished_time: float | None = None
     num_cached_tokens: int = 0  # found in the prefix cache when first admitted

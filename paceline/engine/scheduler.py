@@ -117,7 +117,9 @@ class Scheduler:
             request = self.waiting[0]
             if self._should_wait_for_leader(request):
                 break
-            opened = self._kv.open(request.token_ids, reuse=not request.wants_prompt_logprobs)
+            opened = self._kv.open(
+                request.token_ids, request.cache_salt, reuse=not request.wants_prompt_logprobs
+            )
             if opened is None:
                 break
             self.waiting.popleft()

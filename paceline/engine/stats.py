@@ -10,6 +10,7 @@ class DraftFacts:
     """What became of one request's draft in one step."""
 
     request_id: str
+    segment: str
     drafter: str
     nodes: int
     depth: int  # levels of the draft that could be tried: none below a token that ended the request
