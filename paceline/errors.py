@@ -31,3 +31,11 @@ class RequestError(PacelineError):
 
 class BackendError(PacelineError):
     """A backend is not available on this machine or failed during a pass."""
+
+
+class OverloadedError(PacelineError):
+    """The queue is full: the request may be sent again later."""
+
+
+class UnavailableError(PacelineError):
+    """The engine is stopping, or has died: it takes no requests."""

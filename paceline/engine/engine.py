@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.backends.base import Backend, Float32Array, ForwardBatch
 from paceline.control.controller import Controller, FixedController, Load
@@ -136,6 +136,7 @@ class Engine:
         before = (self.scheduler.num_preemptions, self._drafting.failures)
         parts = self.scheduler.schedule(self._drafting.sound(running, plans))
         if not parts:
+            self.stats = self._state()
             return []
         self._note_start(parts)
         times.append(time.perf_counter())
@@ -271,7 +272,18 @@ class Engine:
         for part in parts:
             self._finish(part.request, "error", error=error)
         self._drafting.forget([part.request for part in parts])
+        self.stats = replace(self._state(), requests=len(parts), failed=True)
         return [Delta(part.request, part.request.detokenizer.take(), ()) for part in parts]
+
+    def _state(self) -> StepStats:
+        """The facts of a step in which nothing happened."""
+        return StepStats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            kv_usage=self.kv.usage,
+            prefix_queries=self.kv.prefix_queries,
+            prefix_hits=self.kv.prefix_hits,
+        )
 
     def _facts(
         self,
@@ -285,7 +297,8 @@ class Engine:
         """The facts of a step whose phases ended at `times`."""
         known = sum(part.num_tokens for part in parts)
         drafts = self._count_drafts(parts, trees, verdicts, deltas, times)
-        return StepStats(
+        return replace(
+            self._state(),
             requests=len(parts),
             rows=batch.num_rows,
             prefill_tokens=known - sum(part.num_tokens == 1 for part in parts),
@@ -293,11 +306,6 @@ class Engine:
             drafted=batch.num_rows - known,
             accepted=sum(draft.accepted for draft in drafts),
             drafts=tuple(drafts),
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
-            kv_usage=self.kv.usage,
-            prefix_queries=self.kv.prefix_queries,
-            prefix_hits=self.kv.prefix_hits,
             plan_time=times[1] - times[0],
             draft_time=times[2] - times[1],
             build_time=times[3] - times[2],

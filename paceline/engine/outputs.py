@@ -49,6 +49,7 @@ class RequestMetrics:
     """When things happened, in seconds of one monotonic clock, and what was spared."""
 
     arrival_time: float
+    scheduled_time: float | None  # when it first took part in a pass
     first_token_time: float | None
     finished_time: float | None
     num_cached_tokens: int  # prompt tokens found in the prefix cache
@@ -90,7 +91,7 @@ def request_output(
     first = children[0]
     prompt_logprobs = None
     if first.params.prompt_logprobs is not None:
-        prompt_logprobs = [entry and _with_text(entry, tokenizer) for entry in first.prompt_logprobs]
+        prompt_logprobs = [entry and with_texts(entry, tokenizer) for entry in first.prompt_logprobs]
         prompt_logprobs = prompt_logprobs or [None]  # a prompt of one token has none to give
     return RequestOutput(
         request_id=first.request_id,
@@ -113,7 +114,7 @@ def _completion(request: Request, tokenizer: TextTokenizer) -> CompletionOutput:
         token_ids=tokens,
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
-        logprobs=[_with_text(entry, tokenizer) for entry in request.logprobs] if asked else None,
+        logprobs=[with_texts(entry, tokenizer) for entry in request.logprobs] if asked else None,
         cumulative_logprob=sum(chosen) if asked else None,
         error=request.error,
     )
@@ -124,6 +125,7 @@ def _metrics(children: Sequence[Request]) -> RequestMetrics:
     ends = [request.finished_time for request in children if request.finished_time is not None]
     return RequestMetrics(
         arrival_time=children[0].arrival_time,
+        scheduled_time=children[0].scheduled_time,
         first_token_time=min(starts, default=None),
         finished_time=max(ends) if len(ends) == len(children) else None,
         num_cached_tokens=children[0].num_cached_tokens,
@@ -152,7 +154,7 @@ def _summed(lists: Sequence[list[int]]) -> list[int]:
     return [sum(places) for places in zip_longest(*lists, fillvalue=0)]
 
 
-def _with_text(entry: TokenLogprobs, tokenizer: TextTokenizer) -> TokenLogprobs:
+def with_texts(entry: TokenLogprobs, tokenizer: TextTokenizer) -> TokenLogprobs:
     """The entries with their tokens' texts."""
     return {
         token: replace(logprob, decoded_token=tokenizer.token_bytes(token).decode("utf-8", errors="replace"))

@@ -22,6 +22,7 @@ class StepStats:
     """One step. Times are seconds."""
 
     requests: int = 0  # requests in the pass
+    failed: bool = False  # the pass raised: its requests have ended with the error
     rows: int = 0  # rows of the pass
     prefill_tokens: int = 0  # rows that only compute known tokens, beyond each request's last
     new_tokens: int = 0  # tokens that requests gained

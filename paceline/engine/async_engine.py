@@ -1,0 +1,348 @@
+"""The async front: the engine steps in a thread of its own, and an event loop sends requests and gets tokens.
+
+    event loop                                 engine thread
+    submit, abort  -- commands, in order -->   between two passes: carry them out
+    Stream         <-- one batch a step ----   after a pass: what each request gained
+
+Requests belong to the engine thread. The loop only sees Updates, which do not change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from paceline.engine.admission import Limits, TextTokenizer
+from paceline.engine.engine import Delta, Engine
+from paceline.engine.outputs import RequestOutput, TokenLogprobs, request_output, with_texts
+from paceline.engine.request import Request
+from paceline.engine.stats import StepStats
+from paceline.errors import OverloadedError, RequestError, UnavailableError
+from paceline.verify.params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+STUCK_AFTER = 120.0  # seconds of one pass after which the engine counts as dead
+
+
+class Observer(Protocol):
+    """Sees every step, in the engine's thread: be quick."""
+
+    def step(self, stats: StepStats, deltas: Sequence[Delta]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one step added to one of the n outputs of a request."""
+
+    index: int  # which of the n outputs
+    text: str  # may be empty while characters or stop strings are incomplete
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None  # one per token, if asked
+    finish_reason: str | None  # stop | length | abort | error, in the last update of the output
+    stop_reason: int | str | None
+    error: Exception | None  # why, when finish_reason is error
+
+
+class Stream:
+    """The updates of one request as an async iterator. Leaving its `async with` early aborts the request."""
+
+    def __init__(self, engine: AsyncEngine, request_id: str) -> None:
+        self.request_id = request_id
+        self.output: RequestOutput | None = None  # the whole, once all n outputs have ended
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by the engine
+        self._engine = engine
+        self._updates: deque[Update] = deque()
+        self._arrived = asyncio.Event()
+        self._failure: Exception | None = None
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.abort()
+
+    async def __aiter__(self) -> AsyncIterator[Update]:
+        while True:
+            while self._updates:
+                yield self._updates.popleft()
+            if self._failure is not None:
+                raise self._failure
+            if self.output is not None:
+                return
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    async def finished(self) -> RequestOutput:
+        """The whole output, when it is there."""
+        async for _ in self:
+            pass
+        assert self.output is not None
+        return self.output
+
+    def abort(self) -> None:
+        """End the request now, if it has not ended. It takes part in no further pass."""
+        if self.output is None and self._failure is None:
+            self._engine.abort(self)
+
+    def put(self, update: Update) -> None:
+        """For the engine: one more update."""
+        self._updates.append(update)
+        self._arrived.set()
+
+    def end(self, output: RequestOutput) -> None:
+        """For the engine: that was all."""
+        self.output = output
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        """For the engine: the request has ended without an output."""
+        self._failure = error
+        self._arrived.set()
+        _settle(self.accepted, error)
+
+
+_Command: TypeAlias = Callable[[], None]
+
+
+class AsyncEngine:
+    """An engine for an event loop. Make it, `start` it in the loop, `submit` requests, `stop` it."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: TextTokenizer, *, max_queue: int, observers: Sequence[Observer] = ()
+    ) -> None:
+        """`max_queue` is how many requests may wait; more are refused with OverloadedError."""
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._most_requests = engine.limits.max_num_seqs + max_queue
+        self._observers = tuple(observers)
+        self._commands: deque[_Command] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._draining = False
+        self._dead: Exception | None = None
+        self._step_began: float | None = None
+        self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
+        self._children: dict[str, list[Request]] = {}  # of the engine's thread
+        self._streams: dict[str, tuple[Stream, int]] = {}  # of the loop: with how many outputs
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def limits(self) -> Limits:
+        """What the engine can take."""
+        return self._engine.limits
+
+    @property
+    def num_requests(self) -> int:
+        """Outputs that are waited for now."""
+        return sum(count for _, count in self._streams.values())
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine takes no requests any more; None while it is well."""
+        if self._dead is not None:
+            return f"the engine has died: {type(self._dead).__name__}"
+        began = self._step_began
+        if began is not None and time.monotonic() - began > STUCK_AFTER:
+            return f"the engine is stuck in a pass for more than {STUCK_AFTER:.0f} seconds"
+        return None
+
+    def start(self) -> None:
+        """Let the engine run. Call it in the event loop that will use it."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        segment: str = "",
+        cache_salt: str = "",
+    ) -> Stream:
+        """The stream of a request that the engine has taken.
+
+        RequestError if it cannot be served, OverloadedError if too many wait, UnavailableError if
+        the engine is stopping or dead.
+        """
+        self._check_open(params.n)
+        if request_id in self._streams:
+            raise RequestError(f"a request with id {request_id!r} is already running; give each its own id.")
+        stream = Stream(self, request_id)
+        self._streams[request_id] = (stream, params.n)
+        self._idle.clear()
+
+        def add() -> None:
+            try:
+                children = self._engine.add_request(
+                    prompt_token_ids, params, request_id, segment=segment, cache_salt=cache_salt
+                )
+                self._children[request_id] = children
+                self._in_loop(_settle, stream.accepted, None)
+            except Exception as error:  # a refusal, or a bug that is this request's alone
+                self._in_loop(stream.fail, error)
+
+        self._send(add)
+        try:
+            await stream.accepted
+        except asyncio.CancelledError:
+            self.abort(stream)
+            raise
+        except Exception:
+            self._forget(request_id)
+            raise
+        return stream
+
+    def abort(self, stream: Stream) -> None:
+        """End a stream's request before the next pass."""
+        request_id = stream.request_id
+
+        def end() -> None:
+            self._engine.abort(request_id)
+            self._children.pop(request_id, None)
+
+        self._forget(request_id)
+        if self._dead is None:
+            self._send(end)
+
+    async def drain(self) -> None:
+        """Take no new requests, and return when those at hand have ended."""
+        self._draining = True
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        """End: requests at hand fail, and what drafters keep is written."""
+        self._draining = True
+        self._fail_all(UnavailableError("the server is stopping; send the request to another one."))
+        self._stopping = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def _check_open(self, wanted: int) -> None:
+        failure = self.failure
+        if failure is not None:
+            raise UnavailableError(f"{failure}; restart the server.")
+        if self._draining:
+            raise UnavailableError("the server is stopping; send the request to another one.")
+        most, now = self._most_requests, self.num_requests
+        if wanted > most:
+            raise RequestError(
+                f"n is {wanted}, but at most {most} outputs may run and wait. Use a smaller n."
+            )
+        if now + wanted > most:
+            raise OverloadedError(
+                f"{now} requests run or wait, and at most {most} may. Send the request again later."
+            )
+
+    def _forget(self, request_id: str) -> None:
+        """In the loop: this request is no longer waited for."""
+        self._streams.pop(request_id, None)
+        if not self._streams:
+            self._idle.set()
+
+    def _fail_all(self, error: Exception) -> None:
+        """In the loop: no stream will get more."""
+        for stream, _ in list(self._streams.values()):
+            self.abort(stream)
+            stream.fail(error)
+
+    def _send(self, command: _Command) -> None:
+        self._commands.append(command)
+        self._wake.set()
+
+    def _in_loop(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call a function in the event loop, if that still runs."""
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop is closed: nobody listens
+            self._stopping = True
+
+    # --- the engine's thread ---
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                if not self._engine.has_unfinished and not self._commands:
+                    self._wake.wait()
+                self._wake.clear()
+                while self._commands:
+                    self._commands.popleft()()
+                if self._engine.has_unfinished:
+                    self._step()
+            self._engine.close()
+        except Exception as error:  # a bug of ours: the requests get an answer and /health tells
+            logger.exception("the engine has died")
+            self._dead = error
+            self._in_loop(self._fail_all, UnavailableError("the engine has died; restart the server."))
+
+    def _step(self) -> None:
+        self._step_began = time.monotonic()
+        deltas = self._engine.step()
+        self._step_began = None
+        updates = [(delta.request.request_id, self._update(delta)) for delta in deltas if _tells(delta)]
+        if updates:
+            self._in_loop(self._deliver, updates, self._take_outputs(deltas))
+        for observer in self._observers:
+            observer.step(self._engine.stats, deltas)
+
+    def _update(self, delta: Delta) -> Update:
+        """What a delta tells the loop."""
+        request, count = delta.request, len(delta.token_ids)
+        logprobs = None
+        if request.params.logprobs is not None:
+            taken = request.logprobs[len(request.logprobs) - count :]
+            logprobs = tuple(with_texts(entry, self._tokenizer) for entry in taken)
+        return Update(
+            index=request.child,
+            text=delta.text,
+            token_ids=delta.token_ids,
+            logprobs=logprobs,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            error=request.error,
+        )
+
+    def _take_outputs(self, deltas: Sequence[Delta]) -> list[tuple[str, RequestOutput]]:
+        """The whole outputs of requests whose last child has ended in this step."""
+        outputs = []
+        for request_id in {delta.request.request_id for delta in deltas if delta.request.finished}:
+            if all(child.finished for child in self._children[request_id]):
+                children = self._children.pop(request_id)
+                outputs.append((request_id, request_output(None, children, self._tokenizer)))
+        return outputs
+
+    def _deliver(
+        self, updates: Sequence[tuple[str, Update]], outputs: Sequence[tuple[str, RequestOutput]]
+    ) -> None:
+        """In the loop: hand out what a step gave."""
+        for request_id, update in updates:
+            if request_id in self._streams:  # else it was aborted while the pass ran
+                self._streams[request_id][0].put(update)
+        for request_id, output in outputs:
+            if request_id in self._streams:
+                self._streams[request_id][0].end(output)
+                self._forget(request_id)
+
+
+def _tells(delta: Delta) -> bool:
+    """Whether a delta has anything for a client; chunks of a prompt have not."""
+    return bool(delta.token_ids or delta.text or delta.request.finished)
+
+
+def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
+    """Give a future its end, unless its waiter has gone."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP API. Importing this room needs the `serve` extra."""
