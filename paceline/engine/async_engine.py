@@ -53,13 +53,14 @@ class Update:
 class Stream:
     """The updates of one request as an async iterator. Leaving its `async with` early aborts the request."""
 
-    def __init__(self, engine: AsyncEngine, request_id: str) -> None:
+    def __init__(self, engine: AsyncEngine, request_id: str, arrived: asyncio.Event | None = None) -> None:
+        """`arrived` is set whenever there is something to take; streams that are read together share one."""
         self.request_id = request_id
         self.output: RequestOutput | None = None  # the whole, once all n outputs have ended
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by the engine
         self._engine = engine
         self._updates: deque[Update] = deque()
-        self._arrived = asyncio.Event()
+        self._arrived = arrived or asyncio.Event()
         self._failure: Exception | None = None
 
     async def __aenter__(self) -> Stream:
@@ -70,14 +71,23 @@ class Stream:
 
     async def __aiter__(self) -> AsyncIterator[Update]:
         while True:
-            while self._updates:
-                yield self._updates.popleft()
-            if self._failure is not None:
-                raise self._failure
+            taken = self.take()
+            for update in taken:
+                yield update
+            if taken:
+                continue  # more may have come while these were used
             if self.output is not None:
                 return
             self._arrived.clear()
             await self._arrived.wait()
+
+    def take(self) -> list[Update]:
+        """The updates that have come and were not taken yet. Raises what the request has failed with."""
+        if self._failure is not None and not self._updates:
+            raise self._failure
+        taken = list(self._updates)
+        self._updates.clear()
+        return taken
 
     async def finished(self) -> RequestOutput:
         """The whole output, when it is there."""
@@ -167,8 +177,9 @@ class AsyncEngine:
         *,
         segment: str = "",
         cache_salt: str = "",
+        arrived: asyncio.Event | None = None,
     ) -> Stream:
-        """The stream of a request that the engine has taken.
+        """The stream of a request that the engine has taken. `arrived`: see Stream.
 
         RequestError if it cannot be served, OverloadedError if too many wait, UnavailableError if
         the engine is stopping or dead.
@@ -176,7 +187,7 @@ class AsyncEngine:
         self._check_open(params.n)
         if request_id in self._streams:
             raise RequestError(f"a request with id {request_id!r} is already running; give each its own id.")
-        stream = Stream(self, request_id)
+        stream = Stream(self, request_id, arrived)
         self._streams[request_id] = (stream, params.n)
         self._idle.clear()
 
