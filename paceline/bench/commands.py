@@ -1,4 +1,4 @@
-"""`paceline bench decode|rows|concurrency|speculation|drafting|perplexity`."""
+"""`paceline bench decode|rows|concurrency|speculation|drafting|perplexity|load|overhead`."""
 
 from __future__ import annotations
 
@@ -203,6 +203,93 @@ def perplexity_command(
         comparison = compare_quantizations(model, quantization, against, threads, context, on_turn)
     facts = {"model": model, "context": context, **comparison.facts()}
     report.show([perplexity_table(model, comparison)], [], facts)
+
+
+@app.command("load")
+def load_command(
+    model: Model = DEFAULT_MODEL,
+    url: Annotated[
+        str | None, typer.Option(help="A server that runs already, instead of one started for this.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="The key that this server wants.")] = None,
+    clients: Annotated[int, typer.Option(help="Streaming clients at once.")] = 200,
+    requests: Annotated[int, typer.Option(help="Requests of a round, all clients together.")] = 400,
+    rounds: Annotated[int, typer.Option(help="How often all of it is done.")] = 2,
+    cut: Annotated[float, typer.Option(help="Share of requests whose client leaves at some point.")] = 0.2,
+    bad: Annotated[float, typer.Option(help="Share of requests that are nonsense.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Decides who leaves, where, and who talks nonsense.")] = 0,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(help="A file of JSON lines, or code-edit, summarize, extract. May be repeated."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Take the first prompts of each workload only.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Cut answers that may be longer.")] = 64,
+    draft: Annotated[str, typer.Option(help="What drafts in a server started for this.")] = "suffix",
+    threads: Threads = None,
+    quantization: Quantization = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Many streaming clients, some of whom leave or talk nonsense: are all other answers there, and right?"""
+    import asyncio
+    from contextlib import nullcontext
+
+    from paceline.bench.client import Server
+    from paceline.bench.load import LoadOptions, run_load
+    from paceline.bench.load_tables import load_facts, load_notes, load_table
+    from paceline.bench.server_process import ServerProcess, serve_flags
+    from paceline.bench.tables import progress
+    from paceline.bench.workloads import load_workload
+
+    report = Report(json_file)
+    options = LoadOptions(clients, requests, rounds, cut, bad, seed)
+    names = workload or ["code-edit", "summarize", "extract"]
+    prompts = [one for name in names for one in load_workload(name, limit, max_tokens).prompts]
+    started = (
+        ServerProcess(model, *serve_flags(threads, quantization, ["--draft", draft]), api_key=api_key)
+        if url is None
+        else None
+    )
+    with started or nullcontext(), progress(len(prompts) + rounds * requests) as on_turn:
+        server = started.server if started else Server.at(url or "", api_key)
+        load = asyncio.run(run_load(server, prompts, options, on_turn))
+    report.show([load_table(load)], load_notes(load), load_facts(load))
+    if not load.good:
+        raise typer.Exit(1)
+
+
+@app.command("overhead")
+def overhead_command(
+    model: Model = DEFAULT_MODEL,
+    concurrency: Annotated[int, typer.Option(help="Streaming clients at once.")] = 16,
+    tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
+    rounds: Annotated[int, typer.Option(help="How often both have their turn.")] = 5,
+    draft: Annotated[str, typer.Option(help="What drafts, in both.")] = "off",
+    threads: Threads = None,
+    quantization: Quantization = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Throughput of the whole server as a share of the offline engine's, in turns, with the same texts."""
+    from paceline.bench.concurrency import short_prompts
+    from paceline.bench.loading import bench_config, settings
+    from paceline.bench.overhead import measure_overhead
+    from paceline.bench.perplexity import text_ids
+    from paceline.bench.server_process import ServerProcess, serve_flags
+    from paceline.bench.tables import overhead_table, progress
+    from paceline.engine.build import build_engine
+
+    report = Report(json_file)
+    config = bench_config(model, quantization, threads, concurrency, draft)
+    scheduler = config.scheduler
+    flags = ["--no-enable-prefix-caching", "--draft", draft, "--max-num-seqs", str(scheduler.max_num_seqs)]
+    flags += ["--max-num-batched-tokens", str(scheduler.max_num_batched_tokens)]
+    with ServerProcess(model, *serve_flags(threads, quantization, flags)) as process:
+        loaded = build_engine(config)
+        prompts = short_prompts(text_ids(loaded.tokenizer), concurrency)
+        with progress(2 * rounds) as on_turn:
+            result = measure_overhead(process.server, loaded.engine, prompts, tokens, rounds, on_turn)
+    facts = {"model": model, **asdict(settings(loaded.engine.backend)), "concurrency": concurrency}
+    facts |= {"tokens_each": tokens, "rounds": rounds, "draft": draft, **result.facts()}
+    report.show([overhead_table(model, result, concurrency, rounds)], [], facts)
 
 
 class Report:

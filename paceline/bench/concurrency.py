@@ -65,7 +65,7 @@ def measure_concurrency(
     check_integer(ConfigError, "tokens", tokens, 1, None)
     check_integer(ConfigError, "rounds", rounds, 1, None)
     distinct = sorted({1, *counts})
-    prompts = _prompts(token_ids, distinct[-1])
+    prompts = short_prompts(token_ids, distinct[-1])
     alone = []
     for number, prompt in enumerate(prompts):
         alone += _run(engine, [prompt], tokens)[1]
@@ -85,7 +85,7 @@ def measure_concurrency(
     )
 
 
-def _prompts(token_ids: Sequence[int], count: int) -> list[list[int]]:
+def short_prompts(token_ids: Sequence[int], count: int) -> list[list[int]]:
     """`count` different pieces of the text, evenly spread over it."""
     stride = (len(token_ids) - PROMPT_TOKENS) // count
     if stride < 1:

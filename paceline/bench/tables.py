@@ -13,6 +13,7 @@ from rich.table import Table
 from paceline.bench.concurrency import Concurrency
 from paceline.bench.decode import Contest, Result
 from paceline.bench.drafting import DraftingCosts
+from paceline.bench.overhead import Overhead
 from paceline.bench.quantization import Comparison
 from paceline.bench.rows import RowCosts
 from paceline.bench.timing import OnTurn
@@ -137,6 +138,21 @@ def concurrency_notes(result: Concurrency) -> list[str]:
     if result.identical:
         return ["Every request got, token for token, what it gets alone."]
     return ["Outputs depended on what else was running: this is a bug, please report it."]
+
+
+def overhead_table(model: str, result: Overhead, concurrency: int, rounds: int) -> Table:
+    """Both throughputs, and the server's share."""
+    table = Table(
+        title=f"{model}: {concurrency} requests at once, best and median of {rounds}, in turns",
+        title_justify="left",
+    )
+    for heading in ("tokens per second", "server", "offline engine", "server / offline"):
+        table.add_column(heading, justify="right")
+    facts = result.facts()
+    for name, prefix in (("best", ""), ("median", "median_")):
+        speeds = (facts[f"{prefix}{side}_tokens_per_second"] for side in ("server", "offline"))
+        table.add_row(name, *(f"{speed:,.0f}" for speed in speeds), f"{facts[prefix + 'ratio']:.3f}")
+    return table
 
 
 def perplexity_table(model: str, comparison: Comparison) -> Table:

@@ -1,0 +1,103 @@
+"""What a load run found, for the terminal and for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from paceline.bench.load import Load, Round
+
+PERCENTILES = (50, 90, 99)
+
+
+def load_facts(load: Load) -> dict[str, Any]:
+    """Everything, ready for JSON. Times are milliseconds."""
+    return {
+        "model": load.model,
+        **asdict(load.options),
+        "good": load.good,
+        "before": None if load.before is None else asdict(load.before),
+        "results": [_round_facts(one) for one in load.rounds],
+    }
+
+
+def _round_facts(one: Round) -> dict[str, Any]:
+    tokens = sum(answer.completion_tokens for answer in one.kept)
+    return {
+        "seconds": one.seconds,
+        "answers": len(one.kept),
+        "lost": one.lost,
+        "wrong": one.wrong,
+        "misjudged": one.misjudged,
+        "turned_away": one.turned_away,
+        "statuses": dict(sorted(one.statuses.items())),
+        "tokens_per_second": tokens / one.seconds,
+        "first_byte_ms": _percentiles([answer.first_byte_seconds for answer in one.kept]),
+        "first_text_ms": _percentiles([answer.first_text_seconds for answer in one.kept]),
+        "gap_ms": _percentiles([gap for answer in one.kept for gap in answer.gaps]),
+        "after": None if one.gauges is None else asdict(one.gauges),
+    }
+
+
+def _percentiles(seconds: Sequence[float | None]) -> dict[str, float] | None:
+    known = [1e3 * value for value in seconds if value is not None]
+    if not known:
+        return None
+    return {f"p{share}": float(np.percentile(known, share)) for share in PERCENTILES}
+
+
+def load_table(load: Load) -> Table:
+    """One column for each round."""
+    options = load.options
+    table = Table(
+        title=f"{load.model}: {options.clients} streaming clients at once, {options.requests} requests "
+        f"a round, {options.cut:.0%} cut, {options.bad:.0%} nonsense",
+        title_justify="left",
+    )
+    table.add_column("")
+    facts = [_round_facts(one) for one in load.rounds]
+    for number in range(len(facts)):
+        table.add_column(f"round {number + 1}", justify="right")
+    rows: dict[str, Callable[[dict[str, Any]], str]] = {
+        "answers, complete and as alone": lambda one: f"{one['answers'] - one['wrong']}",
+        "lost": lambda one: str(one["lost"]),
+        "other bytes than alone": lambda one: str(one["wrong"]),
+        "nonsense not refused, or a 5xx": lambda one: str(one["misjudged"]),
+        "turned away by a full queue, sent again": lambda one: str(one["turned_away"]),
+        "statuses": lambda one: ", ".join(f"{status}: {count}" for status, count in one["statuses"].items()),
+        "seconds": lambda one: f"{one['seconds']:.1f}",
+        "tokens per second, of complete answers": lambda one: f"{one['tokens_per_second']:,.0f}",
+        "first byte, p50 / p90 / p99 ms": lambda one: _cell(one["first_byte_ms"]),
+        "first text, p50 / p90 / p99 ms": lambda one: _cell(one["first_text_ms"]),
+        "gap between texts, p50 / p90 / p99 ms": lambda one: _cell(one["gap_ms"]),
+    }
+    for heading, cell in rows.items():
+        table.add_row(heading, *(cell(one) for one in facts))
+    return table
+
+
+def _cell(percentiles: dict[str, float] | None) -> str:
+    return "-" if percentiles is None else " / ".join(f"{value:,.0f}" for value in percentiles.values())
+
+
+def load_notes(load: Load) -> list[str]:
+    """What is left in the server, in words."""
+    states = [load.before, *(one.gauges for one in load.rounds)]
+    known = [state for state in states if state is not None]
+    if len(known) < len(states):
+        return ["The server does not tell its memory and pages."]
+    memory = ", then ".join(f"{state.memory_bytes / 1e6:,.0f} MB" for state in known)
+    notes = [f"memory of the server before and after each round: {memory}"]
+    left = [state for state in known[1:] if not state.idle]
+    if not left:
+        return [*notes, "Afterwards nothing ran or waited, and no request held a page."]
+    worst = left[-1]
+    return [
+        *notes,
+        f"Something is left in the server: {worst.running:g} running, {worst.waiting:g} waiting, "
+        f"{worst.kv_usage:.2%} of the pages held. This is a bug, please report it.",
+    ]
