@@ -12,7 +12,7 @@ import typer
 from paceline import __version__
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError, PacelineError
-from paceline.terminal.flags import ENGINE, SAMPLING, Options, having, with_flags, without
+from paceline.terminal.flags import ENGINE, SAMPLING, SEED, SERVER, Options, having, with_flags, without
 
 # plain help: rich would cut long flags
 PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
@@ -109,13 +109,18 @@ def check(
     raise typer.Exit(0 if report.passed else 1)
 
 
-@app.command(context_settings=ANY_ARGUMENTS)
-def serve() -> None:
-    """Serve a model over HTTP (not in this version)."""
-    raise PacelineError(
-        f"paceline {__version__} has no server yet: it comes with a later version. What works now: "
-        "`paceline generate`, `paceline chat`, and `from paceline import LLM` in Python."
-    )
+@app.command()
+@with_flags(server=SERVER, engine=(*ENGINE, SEED))
+def serve(server: Options, engine: Options, model: Model = DEFAULT_MODEL) -> None:
+    """Serve a model over HTTP, with the API of OpenAI."""
+    try:
+        from paceline.serve.server import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"`paceline serve` needs the module {error.name}: run `pip install 'paceline[serve]'`."
+        ) from error
+
+    serve(model, engine, server)
 
 
 def _mount(name: str, module: str, summary: str) -> None:

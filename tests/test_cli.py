@@ -13,8 +13,9 @@ import pytest
 from paceline import LLM, SamplingParams, __version__
 from paceline.cli import main
 from paceline.config import EngineConfig
+from paceline.serve.options import ServeOptions
 from paceline.terminal import generate as generate_room
-from paceline.terminal.flags import ENGINE, SAMPLING
+from paceline.terminal.flags import ENGINE, SAMPLING, SEED, SERVER
 from tests.models.files import config_of, random_tensors, write_gguf
 from tests.toy import ToyBackend, ToyTokenizer, toy_engine
 
@@ -49,6 +50,9 @@ def test_flags_have_the_names_and_defaults_of_the_python_api():
         options |= dataclasses.asdict(part)
     del options["model"]  # the argument
     assert {flag.name: flag.default for flag in ENGINE} == options
+    assert SEED.default == config.seed
+    server = {name: value or None if value == () else value for name, value in vars(ServeOptions()).items()}
+    assert {flag.name: flag.default for flag in SERVER} == server
 
 
 @pytest.mark.parametrize(
@@ -78,8 +82,10 @@ def test_unknown_options_and_commands_are_errors(paceline, toy, arguments):
         (("generate", "--prompt", "a", "--backend", "tpu"), "backend must be one of auto, cpu, torch"),
         (("models", "pull", "smollm2"), "Did you mean 'smollm2-135m'?"),
         (("models", "show", "nowhere.gguf"), "There is no model"),
-        (("serve",), "no server yet"),
-        (("serve", "smollm2-135m", "--port", "8000"), "no server yet"),
+        (("serve", "--port", "70000"), "port must be an integer from 0 to 65535"),
+        (("serve", "--host", "no.such.host.invalid"), "no address of this machine"),
+        (("serve", "--api-key", "two words"), "api_key must be"),
+        (("serve", "no-such-model", "--port", "0"), "There is no model 'no-such-model'"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(paceline, arguments, message):

@@ -112,6 +112,33 @@ SAMPLING: Group = (
     ),
 )
 
+SEED = Flag("seed", int, 0, "Of requests that bring no seed of their own.")
+
+SERVER: Group = (
+    Flag("host", str, "127.0.0.1", "Address to listen on; 0.0.0.0 for all of this machine's."),
+    Flag("port", int, 8000, "Port to listen on; 0 takes one that is free."),
+    Flag(
+        "api_key",
+        list[str] | None,
+        None,
+        "Clients must send this key. May be repeated; PACELINE_API_KEY is one more.",
+    ),
+    Flag("served_model_name", list[str] | None, None, "What clients call the model. May be repeated."),
+    Flag("max_queue", int, 256, "Most requests that wait; more get 429."),
+    Flag("max_connections", int, 512, "Most connections; more get 503."),
+    Flag("max_body_bytes", int, 16 * 1024 * 1024, "Most bytes of a request; more gets 413."),
+    Flag("request_timeout", float, 600.0, "Seconds until a request is aborted; 0: never."),
+    Flag("client_timeout", float, 60.0, "Seconds for a client to send its request, or to read its answer."),
+    Flag("timeout_keep_alive", int, 30, "Seconds until a connection without requests is closed."),
+    Flag("drain_timeout", float, 30.0, "Seconds that requests at hand have to end after SIGTERM."),
+    Flag("cors_origin", list[str] | None, None, "Let pages of this origin call. May be repeated; * is all."),
+    Flag("tool_call_parser", str | None, None, "How the model writes tool calls; else by its template."),
+    Flag("max_segments", int, 32, "Most segments that metrics tell apart."),
+    Flag("root_path", str, "", "The path under which a proxy offers this server."),
+    Flag("log_level", str, "info", "debug, info, warning or error."),
+    Flag("log_format", str, "auto", "json, text, or auto: text on a terminal."),
+)
+
 
 def having(group: Group, **defaults: Any) -> Group:
     """The group with other defaults."""

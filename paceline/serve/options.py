@@ -1,0 +1,84 @@
+"""The server's own options: one frozen slice, as those of the engine in config.py."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+from paceline.errors import ConfigError
+from paceline.options import check_integer, check_number, refuse_unknown
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("auto", "json", "text")
+KEY_VARIABLE = "PACELINE_API_KEY"
+_KEY = re.compile(r"[\x21-\x7e]{1,512}")
+_ORIGIN = re.compile(r"\*|https?://[^\s/,]+")
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)*")
+
+
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class ServeOptions:
+    """How a model is served. Times are seconds; 0 means no limit where a limit is in seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any that is free
+    api_key: tuple[str, ...] = ()  # any of them opens the door; none: everyone may come in
+    served_model_name: tuple[str, ...] = ()  # what clients may call the model; none: its own name
+    max_queue: int = 256  # requests that wait for the engine; more get 429
+    max_connections: int = 512  # more get 503
+    max_body_bytes: int = 16 * 1024 * 1024  # of a request; more gets 413
+    request_timeout: float = 600.0  # of a request until its last byte; then it is aborted
+    client_timeout: float = 60.0  # for a client to send its request, or to read what it was sent
+    timeout_keep_alive: int = 30  # of a connection without a request
+    drain_timeout: float = 30.0  # for the requests at hand after the first SIGTERM
+    cors_origin: tuple[str, ...] = ()  # web pages that may call this server
+    tool_call_parser: str | None = None  # None: by the model's chat template
+    max_segments: int = 32  # segments that metrics tell apart; the others are "other"
+    root_path: str = ""  # under which a proxy offers this server
+    log_level: str = "info"
+    log_format: str = "auto"  # auto: text on a terminal, else json
+
+    def __post_init__(self) -> None:
+        check_integer(ConfigError, "port", self.port, 0, 65535)
+        check_integer(ConfigError, "max_queue", self.max_queue, 0, 1_000_000)
+        check_integer(ConfigError, "max_connections", self.max_connections, 1, 1_000_000)
+        check_integer(ConfigError, "max_body_bytes", self.max_body_bytes, 1024, 1 << 32)
+        check_integer(ConfigError, "timeout_keep_alive", self.timeout_keep_alive, 1, 86400)
+        check_integer(ConfigError, "max_segments", self.max_segments, 0, 10_000)
+        for name in ("request_timeout", "client_timeout", "drain_timeout"):
+            check_number(ConfigError, name, getattr(self, name), 0, 1e6)
+        if not self.host.strip():
+            raise ConfigError("host must be an address or a name of this machine, such as 127.0.0.1; got ''.")
+        for key in self.api_key:  # the key itself is never shown
+            if not _KEY.fullmatch(key):
+                raise ConfigError("api_key must be 1 to 512 printable ASCII characters without spaces.")
+        for name in self.served_model_name:
+            if not name.strip() or len(name) > 256 or not name.isprintable():
+                raise ConfigError(f"served_model_name must be 1 to 256 printable characters, got {name!r}.")
+        for origin in self.cors_origin:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"cors_origin must be '*' or an origin such as https://chat.example.org, got {origin!r}."
+                )
+        if not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(
+                f"root_path must look like /llm, without a slash at its end, got {self.root_path!r}."
+            )
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}.")
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(f"log_format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}.")
+
+    @staticmethod
+    def from_flags(flags: dict[str, Any]) -> ServeOptions:
+        """The options that a command line spells, with the key of the environment among the keys."""
+        lists = {item.name for item in fields(ServeOptions) if isinstance(item.default, tuple)}
+        values: dict[str, Any] = {
+            name: tuple(value or ()) if name in lists else value for name, value in flags.items()
+        }
+        if key := os.environ.get(KEY_VARIABLE):
+            values["api_key"] = (*values.get("api_key", ()), key)
+        return ServeOptions(**values)

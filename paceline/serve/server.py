@@ -1,0 +1,211 @@
+"""`paceline serve`: load a model, warm it up, open the port, and stop when asked to.
+
+The first SIGTERM or SIGINT drains: no new requests, those at hand may end. The second stops now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+import uvicorn.server
+
+from paceline import __version__
+from paceline.config import CacheOptions, EngineConfig, SpeculativeOptions
+from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.build import Loaded, LoadedModel, build_engine, load_model
+from paceline.errors import ConfigError
+from paceline.models.registry import resolve
+from paceline.serve.app import make_app
+from paceline.serve.logs import log_event, set_up_logs
+from paceline.serve.options import ServeOptions
+from paceline.serve.service import Service
+from paceline.terminal.session import announce_compilation, note
+from paceline.verify.params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+LAST_BYTES_SECONDS = 5.0  # for answers to reach their clients after the engine has stopped
+SAME_SIGNAL_SECONDS = 0.5  # `timeout` and others send one signal twice: to the process and to its group
+WARM_TOKENS = 8  # of the prompt that warms up
+
+
+def serve(model: str, engine: dict[str, Any], server: dict[str, Any]) -> None:
+    """Serve a model until a signal ends it. Mistakes are told before anything is loaded."""
+    options = ServeOptions.from_flags(server)
+    config = EngineConfig.from_options(model=model, **engine)
+    listener = bind(options.host, options.port)
+    set_up_logs(options.log_level, options.log_format)
+    begun = time.monotonic()
+    loaded = load(config)
+    seconds = round(time.monotonic() - begun, 1)
+    log_event(
+        logger, "loaded", model=model, seconds=seconds, max_model_len=loaded.engine.limits.max_model_len
+    )
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        code = runner.run(run(loaded, _model_names(model, options), options, listener))
+    raise SystemExit(code)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket on this address. It does not listen yet: nobody can connect before the model is ready."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"host {host!r} is no address of this machine ({error}). Use 127.0.0.1, or 0.0.0.0 for all."
+        ) from error
+    family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # restart at once after a kill
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}. Use another --port (0 takes one that is "
+            "free) or --host, or stop what listens there."
+        ) from error
+    return listener
+
+
+def load(config: EngineConfig) -> Loaded:
+    """The model, fetched if it must be, with its kernels compiled."""
+    resolve(config.model.model)
+    if config.backend.name == "cpu":
+        announce_compilation()
+    if sys.stderr.isatty():
+        note(f"loading {config.model.model}")
+    model = load_model(config)
+    warm_up(config, model)
+    return build_engine(config, model)
+
+
+def warm_up(config: EngineConfig, model: LoadedModel) -> None:
+    """Compile and touch what a pass needs, in an engine of its own: the real one starts untouched."""
+    small = replace(
+        config,
+        model=replace(config.model, max_model_len=None),
+        cache=CacheOptions(
+            kv_cache_memory_bytes=16 * model.backend.bytes_per_page(), enable_prefix_caching=False
+        ),
+        speculative=SpeculativeOptions("off"),
+    )
+    engine = build_engine(small, model).engine
+    length = min(WARM_TOKENS, engine.limits.max_model_len - 3)
+    for params in (
+        SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
+        SamplingParams(top_p=0.9, top_k=20, seed=0, max_tokens=2, ignore_eos=True, logprobs=1),
+    ):
+        engine.add_request([0] * length, params)
+    while engine.has_unfinished:
+        engine.step()
+
+
+async def run(loaded: Loaded, names: tuple[str, ...], options: ServeOptions, listener: socket.socket) -> int:
+    """The exit code, after the server has come to its end."""
+    engine = AsyncEngine(loaded.engine, loaded.tokenizer, max_queue=options.max_queue)
+    engine.start()
+    service = Service(engine, loaded.tokenizer, names)
+    server = Server(make_app(service), engine, options)
+    try:
+        await server.serve([listener])
+    finally:
+        await engine.stop()
+        service.workers.shutdown(wait=False, cancel_futures=True)
+    log_event(logger, "stopped")
+    return 0
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with a drain of ours: the port stays open for as long as requests at hand need."""
+
+    def __init__(self, app: Any, engine: AsyncEngine, options: ServeOptions) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                lifespan="off",
+                ws="none",
+                root_path=options.root_path,
+                timeout_keep_alive=options.timeout_keep_alive,
+                timeout_graceful_shutdown=int(LAST_BYTES_SECONDS),
+            )
+        )
+        self._engine = engine
+        self._options = options
+        self._asked_at: float | None = None  # when the first signal came
+        self._loop = asyncio.get_running_loop()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say where."""
+        await super().startup(sockets)
+        assert sockets is not None
+        log_event(logger, "listening", url=_url(self._options.host, sockets[0]), version=__version__)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come. (uvicorn's own would raise it again at the end, and the exit code be not 0.)"""
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+            self._loop.call_soon_threadsafe(self._begin_to_stop, sig)
+        elif now - self._asked_at > SAME_SIGNAL_SECONDS:
+            self._stop_now(sig)
+
+    def _begin_to_stop(self, sig: int) -> None:
+        self._stopping = asyncio.create_task(self._drain(sig))
+
+    async def _drain(self, sig: int) -> None:
+        """Let requests at hand end, for a while; then end them, and the server."""
+        waiting = self._engine.num_requests
+        log_event(logger, "draining", signal=signal.Signals(sig).name, requests=waiting)
+        try:
+            async with asyncio.timeout(self._options.drain_timeout):
+                await self._engine.drain()
+        except TimeoutError:
+            log_event(logger, "drain timed out", level=logging.WARNING, requests=self._engine.num_requests)
+            await self._engine.stop()
+        self.should_exit = True
+
+    def _stop_now(self, sig: int) -> None:
+        """End the process here: a pass, a compiling grammar or a slow client may take its time."""
+        log_event(
+            logger, "stopped by a second signal", level=logging.WARNING, signal=signal.Signals(sig).name
+        )
+        logging.shutdown()
+        os._exit(128 + sig)
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    port = listener.getsockname()[1]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _model_names(model: str, options: ServeOptions) -> tuple[str, ...]:
+    """What clients call the model. A file or folder gives its own name only, never its path."""
+    if options.served_model_name:
+        return options.served_model_name
+    path = Path(model).expanduser()
+    return (path.resolve().name.removesuffix(".gguf") if path.exists() else model,)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ModuleNotFoundError:  # not on every platform
+        return None
+    return uvloop.new_event_loop
