@@ -1,0 +1,65 @@
+"""Tools as /v1/chat/completions has them in its body, and what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+from paceline.serve.fields import Body, Bool
+from paceline.serve.tools.declared import Tool, ToolChoice
+
+
+class Function(Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # JSON schema of an object; left out: no arguments
+    strict: Bool | None = None  # false: the arguments may be any JSON object
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedToolsChoice(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ChatToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice
+
+
+def chat_tools(tools: Sequence[FunctionTool] | None) -> list[Tool]:
+    """The tools of a body."""
+    return [
+        Tool(one.function.name, one.function.description, one.function.parameters, one.function.strict)
+        for one in tools or ()
+    ]
+
+
+def chat_choice(choice: ChatToolChoice | None, parallel_tool_calls: bool | None) -> ToolChoice:
+    """The choice of a body."""
+    single = parallel_tool_calls is False
+    match choice:
+        case None:
+            return ToolChoice("auto", single=single)
+        case NamedTool():
+            return ToolChoice.named(choice.function.name)
+        case AllowedToolsChoice(allowed_tools=allowed):
+            return ToolChoice(allowed.mode, tuple(one.function.name for one in allowed.tools), single)
+        case _:
+            return ToolChoice(choice, single=single)

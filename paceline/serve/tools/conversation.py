@@ -1,0 +1,85 @@
+"""Messages with tool calls and results, made ready for a chat template.
+
+A message may have `tool_calls`, as the OpenAI API has them; its role is then assistant. A result is
+a message of role tool.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.errors import RequestError
+from paceline.serve.tools.formats import ToolFormat
+
+
+def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the arguments of calls as objects: templates write their JSON themselves."""
+    return [
+        {**message, "tool_calls": [_with_object(number, call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else {name: value for name, value in message.items() if name != "tool_calls"}
+        for number, message in enumerate(messages)
+    ]
+
+
+def with_spelled_calls(messages: Sequence[Mapping[str, Any]], format: ToolFormat) -> list[dict[str, Any]]:
+    """The messages with calls as the text that the model would write, and results as a user's words.
+
+    For templates that know neither. Results that follow each other are one message.
+    """
+    spelled: list[dict[str, Any]] = []
+    in_results = False
+    for message in messages:
+        is_result = message["role"] == "tool"
+        if is_result:
+            text = format.result.replace("{content}", text_of(message.get("content")))
+            if in_results:
+                spelled[-1]["content"] += "\n" + text
+            else:
+                spelled.append({"role": "user", "content": text})
+        elif "tool_calls" in message:
+            functions = [call["function"] for call in message["tool_calls"]]
+            calls = [(one["name"], json.dumps(one["arguments"], ensure_ascii=False)) for one in functions]
+            parts = [text_of(message.get("content")), format.write(calls)]
+            spelled.append({"role": "assistant", "content": "\n".join(part for part in parts if part)})
+        else:
+            spelled.append(dict(message))
+        in_results = is_result
+    return spelled
+
+
+def with_instructions(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], format: ToolFormat
+) -> list[dict[str, Any]]:
+    """The messages with a system message that describes the tools, after what it says already."""
+    described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    told = format.instructions.replace("{tools}", described)
+    if messages and messages[0].get("role") in ("system", "developer"):
+        told = f"{text_of(messages[0].get('content'))}\n\n{told}"
+        messages = messages[1:]
+    return [{"role": "system", "content": told}, *map(dict, messages)]
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content: a text, text parts, or nothing."""
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content)
+    return content or ""
+
+
+def _with_object(number: int, call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise RequestError(
+            f"messages.{number}: the arguments of the call of {str(function.get('name'))[:64]!r} must be "
+            "the JSON text of an object."
+        )
+    return {**call, "function": {**function, "arguments": arguments}}

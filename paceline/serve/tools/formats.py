@@ -1,0 +1,109 @@
+"""How models write tool calls. Each format is one entry of FORMATS, all of it data.
+
+Calls are JSON objects with a name and arguments; formats differ in what stands around them:
+
+    begin {"name": "f", "arguments": {...}} between {"name": "g", "arguments": {...}} end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """One way of writing tool calls."""
+
+    begin: str  # before the first call
+    between: str  # between two calls
+    end: str  # after the last
+    marker: str  # what of `begin` a text never has unless calls follow; "": calls can only start the text
+    arguments_key: str
+    tokens: tuple[str, ...]  # texts that are tokens of their own in some vocabularies
+    clues: tuple[str, ...]  # a chat template with all of these teaches the format
+    instructions: str  # for models whose template does not; {tools} stands for their JSON
+    result: str  # how a result is told to such a model; {content} stands for it
+    id_prefix: str = "call_"
+    id_digits: int = 24
+
+    @property
+    def opening(self) -> str:
+        """How the first call starts, up to its name."""
+        return self.begin + CALL_START
+
+    def name_end(self) -> str:
+        """What stands between a call's name and its arguments."""
+        return f'", "{self.arguments_key}": '
+
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        """The text of calls, each a name and the JSON of its arguments."""
+        written = [CALL_START + name + self.name_end() + arguments + "}" for name, arguments in calls]
+        return self.begin + self.between.join(written) + self.end
+
+
+CALL_START = '{"name": "'
+
+_INSTRUCTIONS = """You can call functions to help with the user's request. These are their JSON descriptions:
+<tools>
+{tools}
+</tools>
+
+To call one, write a JSON object with its name and its arguments, like this:
+"""
+
+FORMATS = {
+    "hermes": ToolFormat(
+        begin="<tool_call>\n",
+        between="\n</tool_call>\n<tool_call>\n",
+        end="\n</tool_call>",
+        marker="<tool_call>",
+        arguments_key="arguments",
+        tokens=("<tool_call>", "</tool_call>"),
+        clues=("<tool_call>",),
+        instructions=_INSTRUCTIONS
+        + '<tool_call>\n{"name": "function name", "arguments": {"argument name": "value"}}\n</tool_call>',
+        result="<tool_response>\n{content}\n</tool_response>",
+    ),
+    "mistral": ToolFormat(
+        begin="[TOOL_CALLS] [",
+        between=", ",
+        end="]",
+        marker="[TOOL_CALLS]",
+        arguments_key="arguments",
+        tokens=("[TOOL_CALLS]",),
+        clues=("[TOOL_CALLS]",),
+        instructions=_INSTRUCTIONS
+        + '[TOOL_CALLS] [{"name": "function name", "arguments": {"argument name": "value"}}]',
+        result="[TOOL_RESULTS] {content}[/TOOL_RESULTS]",
+        id_prefix="",
+        id_digits=9,  # its template takes no others
+    ),
+    "llama3_json": ToolFormat(
+        begin="",
+        between="; ",
+        end="",
+        marker="",
+        arguments_key="parameters",
+        tokens=(),
+        clues=("<|python_tag|>", '"parameters": '),
+        instructions=_INSTRUCTIONS
+        + '{"name": "function name", "parameters": {"argument name": "value"}}\n\nWrite nothing else then.',
+        result="The function's result: {content}",
+    ),
+}
+DEFAULT_FORMAT = "hermes"
+
+
+def choose_format(template: str | None, name: str | None = None) -> ToolFormat:
+    """The format named `name`, or else the one that the chat template teaches, or else the default."""
+    if name is not None:
+        if name not in FORMATS:
+            raise ConfigError(f"there is no tool_call_parser {name!r}; use one of {', '.join(FORMATS)}.")
+        return FORMATS[name]
+    for known in FORMATS.values():
+        if template and all(clue in template for clue in known.clues):
+            return known
+    return FORMATS[DEFAULT_FORMAT]

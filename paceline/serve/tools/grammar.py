@@ -1,0 +1,90 @@
+"""The grammar of an answer that may or must call tools, in llguidance's variant of Lark.
+
+    start: TEXT | begin call (between call)* end
+    call: "{name, arguments: " %json {the tool's schema} "}" | ...
+
+An answer that has begun a call can only go on with a valid call of a given tool.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from paceline.serve.tools.declared import Tool, ToolChoice
+from paceline.serve.tools.formats import CALL_START, ToolFormat
+
+# JSON as models write it: one space after a comma or a colon, none elsewhere
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class Vocabulary(Protocol):
+    """The part of a tokenizer that the grammar needs."""
+
+    def id_of(self, token: str) -> int | None: ...
+
+    def is_special(self, token_id: int) -> bool: ...
+
+
+def special_tokens(format: ToolFormat, vocabulary: Vocabulary) -> dict[str, int]:
+    """The texts of the format that are special tokens here: a grammar must name those by their ids."""
+    ids = {text: vocabulary.id_of(text) for text in format.tokens}
+    return {text: token for text, token in ids.items() if token is not None and vocabulary.is_special(token)}
+
+
+def answer_grammar(
+    format: ToolFormat,
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    content: Mapping[str, Any] | None,
+    special: Mapping[str, int],
+) -> str:
+    """The grammar of an answer: content or calls, as the choice has it.
+
+    `content` is the JSON schema that content follows, if it must follow one; `special` is what
+    special_tokens gives.
+    """
+    begin, between, end = (_literal(text, special) for text in (format.begin, format.between, format.end))
+    lines = [f"calls: call {end}" if choice.single else f"calls: call ({between} call)* {end}"]
+    if choice.mode == "required":
+        lines.append(f"start: {begin} calls")
+    elif content is not None:
+        lines += [f"start: content | {begin} calls", f"content: {_json(content)}"]
+    elif not format.marker:
+        lines += [f"start: TEXT? | {begin} calls", r"TEXT: /[^{](?s:.*)/"]
+    elif format.marker in special:
+        lines += [f"start: TEXT | TEXT? {begin} calls", "TEXT: /(?s:.*)/"]
+    else:  # the marker ends the text that it interrupts, which only a lazy lexeme sees in time
+        rest = _literal(format.begin.removeprefix(format.marker), special)
+        lines += [
+            f"start: TEXT | marked {rest} calls",
+            "TEXT: /(?s:.*)/",
+            f"marked[lazy]: /(?s:.*){_escaped(format.marker)}/",
+        ]
+    names = [f"call_{number}" for number in range(len(tools))]
+    lines.append(f"call: {' | '.join(names)}")
+    for name, tool in zip(names, tools, strict=True):
+        head = _literal(CALL_START + tool.name + format.name_end(), {})
+        lines.append(f'{name}: {head} {_json(tool.schema())} "}}"')
+    return "\n".join(lines) + "\n"
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": _SPACING})
+
+
+def _literal(text: str, special: Mapping[str, int]) -> str:
+    """A text in a rule; special tokens in it by their ids."""
+    if not text:
+        return ""
+    if not special:
+        return json.dumps(text)
+    parts = re.split(f"({'|'.join(map(re.escape, special))})", text)
+    return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part)
+
+
+def _escaped(text: str) -> str:
+    """A text in a regular expression between slashes."""
+    return re.escape(text).replace("/", r"\/")

@@ -1,0 +1,246 @@
+"""The model's text, as it comes, to content and calls. How the text is cut into pieces changes nothing.
+
+The grammar (grammar.py) makes the model write calls byte for byte as the format says, so that the
+parser needs no guesses: what does not follow the format is content.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from paceline.serve.tools.formats import CALL_START, ToolFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStarted:
+    """A call whose name is known. Calls are numbered from 0, and one ends before the next starts."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """More of a call's arguments, as the model writes their JSON."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """A call has all of its arguments, or was cut off."""
+
+    index: int
+    complete: bool
+
+
+Event: TypeAlias = Content | CallStarted | Arguments | CallEnded
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call as a whole. The arguments are JSON unless it was cut off."""
+
+    id: str
+    name: str
+    arguments: str
+    complete: bool
+
+
+class ToolParser:
+    """Reads one output. `format` None: all of it is content."""
+
+    def __init__(self, format: ToolFormat | None, anywhere: bool = True) -> None:
+        """`anywhere`: calls may follow text. Else an output is either calls or content from its start."""
+        self._format = format
+        self._buffer = ""  # text that is not yet understood
+        self._index = -1  # of the last call
+        self._json = _JsonEnd()
+        self._events: list[Event] = []
+        self._read: Callable[[], bool] = self._read_plain
+        if format is not None:
+            self._read = self._read_text if anywhere and format.marker else self._read_start
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have started."""
+        return self._index + 1
+
+    def feed(self, text: str) -> list[Event]:
+        """What is certain after this piece of text."""
+        self._buffer += text
+        while self._buffer and self._read():
+            pass
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        """What was held back; a call that was cut off ends with what there is of it."""
+        if self._read in (self._read_name_end, self._read_arguments):
+            self._end_call(complete=False)
+        elif self._index < 0:  # no call, but perhaps the beginning of one
+            self._content((self._opening if self._read == self._read_name else "") + self._buffer)
+        self._buffer = ""
+        self._read = self._read_plain
+        return self._take()
+
+    # Each reader takes what it understands off the buffer and says whether another may go on with the rest.
+
+    def _read_plain(self) -> bool:
+        self._content(self._buffer)
+        self._buffer = ""
+        return False
+
+    def _read_start(self) -> bool:
+        """Calls, if the very beginning is theirs."""
+        if self._buffer.startswith(self._opening):
+            self._skip(len(self._opening))
+            self._read = self._read_name
+            return True
+        if self._opening.startswith(self._buffer):
+            return False
+        self._read = self._read_plain
+        return True
+
+    def _read_text(self) -> bool:
+        """Content up to the first call. White space is held back: before a call it is not content."""
+        start = self._buffer.find(self._opening)
+        if start >= 0:
+            self._content(self._buffer[:start].rstrip())
+            self._skip(start + len(self._opening))
+            self._read = self._read_name
+            return True
+        text = self._buffer[: len(self._buffer) - _overlap(self._buffer, self._opening)].rstrip()
+        self._content(text)
+        self._skip(len(text))
+        return False
+
+    def _read_name(self) -> bool:
+        end = self._buffer.find('"')
+        if end < 0:
+            return False
+        self._index += 1
+        self._events.append(CallStarted(self._index, self._new_id(), self._buffer[:end]))
+        self._skip(end)
+        self._read = self._read_name_end
+        return True
+
+    def _read_name_end(self) -> bool:
+        assert self._format is not None
+        if len(self._buffer) < len(self._format.name_end()):
+            return False
+        self._skip(len(self._format.name_end()))
+        self._json = _JsonEnd()
+        self._read = self._read_arguments
+        return True
+
+    def _read_arguments(self) -> bool:
+        end = self._json.find(self._buffer)
+        text = self._buffer if end is None else self._buffer[:end]
+        self._events.append(Arguments(self._index, text))
+        self._skip(len(text))
+        if end is None:
+            return False
+        self._end_call(complete=True)
+        return True
+
+    def _read_after(self) -> bool:
+        """The way to the next call, if there is one: nothing else follows a call."""
+        start = self._buffer.find(CALL_START)
+        if start < 0:
+            return False
+        self._skip(start + len(CALL_START))
+        self._read = self._read_name
+        return True
+
+    def _end_call(self, complete: bool) -> None:
+        self._events.append(CallEnded(self._index, complete))
+        self._read = self._read_after
+
+    def _content(self, text: str) -> None:
+        if text:
+            self._events.append(Content(text))
+
+    def _skip(self, count: int) -> None:
+        self._buffer = self._buffer[count:]
+
+    def _take(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def _opening(self) -> str:
+        assert self._format is not None
+        return self._format.opening
+
+    def _new_id(self) -> str:
+        assert self._format is not None
+        return self._format.id_prefix + secrets.token_hex(16)[: self._format.id_digits]
+
+
+def read_whole(parser: ToolParser, text: str) -> tuple[str, list[ToolCall]]:
+    """The content and the calls of a whole output."""
+    content = ""
+    calls: list[ToolCall] = []
+    for event in [*parser.feed(text), *parser.finish()]:
+        match event:
+            case Content(text=piece):
+                content += piece
+            case CallStarted(id=call_id, name=name):
+                calls.append(ToolCall(call_id, name, "", complete=False))
+            case Arguments(text=piece):
+                last = calls[-1]
+                calls[-1] = ToolCall(last.id, last.name, last.arguments + piece, complete=False)
+            case CallEnded(complete=complete):
+                last = calls[-1]
+                calls[-1] = ToolCall(last.id, last.name, last.arguments, complete)
+    return content, calls
+
+
+class _JsonEnd:
+    """Finds where a JSON object that comes in pieces ends."""
+
+    _TELLING = re.compile(r'["\\{}\[\]]')
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False  # the next character follows a backslash
+
+    def find(self, piece: str) -> int | None:
+        """The place in this piece after the object's last character, if it is here."""
+        place = 1 if self._escaped and piece else 0
+        self._escaped = self._escaped and not piece
+        while match := self._TELLING.search(piece, place):
+            place = match.end()
+            character = match.group()
+            if character == '"':
+                self._in_string = not self._in_string
+            elif character == "\\":  # only in strings
+                self._escaped = place == len(piece)
+                place += 1
+            elif not self._in_string:
+                self._depth += 1 if character in "{[" else -1
+                if self._depth == 0:
+                    return place
+        return None
+
+
+def _overlap(text: str, opening: str) -> int:
+    """How many of the last characters of `text` may be the beginning of `opening`."""
+    for length in range(min(len(text), len(opening) - 1), 0, -1):
+        if text.endswith(opening[:length]):
+            return length
+    return 0

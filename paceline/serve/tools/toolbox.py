@@ -1,0 +1,125 @@
+"""The tools of a model: which format it writes calls in, and what its chat template knows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.models.tokenizer import Tokenizer
+from paceline.serve.tools.conversation import with_instructions, with_objects, with_spelled_calls
+from paceline.serve.tools.declared import Tool, ToolChoice, check_tools
+from paceline.serve.tools.formats import ToolFormat, choose_format
+from paceline.serve.tools.grammar import answer_grammar, special_tokens
+from paceline.serve.tools.parser import ToolParser
+
+Message = Mapping[str, Any]
+
+_PROBE_TOOL = Tool("probe_tool", "a description", {"type": "object", "properties": {}})
+_PROBE_CALL: dict[str, Any] = {
+    "id": "probe0001",
+    "type": "function",
+    "function": {"name": "probe_tool", "arguments": {"probe_argument": 1}},
+}
+_PROBE_CHAT: list[Message] = [
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": None, "tool_calls": [_PROBE_CALL]},
+    {"role": "tool", "tool_call_id": "probe0001", "name": "probe_tool", "content": "probe_result"},
+]
+
+
+@dataclass(frozen=True)
+class ToolPlan:
+    """What the tools of one request ask for."""
+
+    tools: tuple[Tool, ...] = ()  # those that the prompt shows
+    format: ToolFormat | None = None  # None: the answer is content, whatever it looks like
+    grammar: str | None = None
+    calls_after_text: bool = True
+    keep_special_tokens: bool = False  # the parser must see them
+
+    def sampling_options(self) -> dict[str, Any]:
+        """What SamplingParams must have, so that the answer is what the tools and the choice allow."""
+        options: dict[str, Any] = {}
+        if self.grammar is not None:
+            options["structured_outputs"] = {"grammar": self.grammar}
+        if self.keep_special_tokens:
+            options["skip_special_tokens"] = False
+        return options
+
+    def parser(self) -> ToolParser:
+        """A reader for one output."""
+        return ToolParser(self.format, self.calls_after_text)
+
+
+NO_TOOLS = ToolPlan()
+
+
+class Toolbox:
+    """Tool calling with one model. Its methods may render templates: call them beside the event loop."""
+
+    def __init__(self, tokenizer: Tokenizer, tool_call_parser: str | None = None) -> None:
+        """`tool_call_parser` names a format of FORMATS; None takes the one that the chat template teaches."""
+        self._tokenizer = tokenizer
+        self.format = choose_format(tokenizer.chat_template, tool_call_parser)
+        self._special = special_tokens(self.format, tokenizer)
+
+    def plan(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoice | None = None,
+        content_schema: Mapping[str, Any] | None = None,
+    ) -> ToolPlan:
+        """The plan for a request; RequestError if its tools cannot be served.
+
+        `content_schema` is the JSON schema of the content, if the request has a response_format: the
+        answer is then calls or such JSON. Without tools, the caller must see to it.
+        """
+        choice = choice or ToolChoice()
+        check_tools(tools, choice)
+        if not tools or choice.mode == "none":
+            return NO_TOOLS
+        callable_tools = [tool for tool in tools if choice.names is None or tool.name in choice.names]
+        return ToolPlan(
+            tools=tuple(tools),
+            format=self.format,
+            grammar=answer_grammar(self.format, callable_tools, choice, content_schema, self._special),
+            calls_after_text=choice.mode == "auto" and content_schema is None,
+            keep_special_tokens=bool(self._special),
+        )
+
+    def conversation(
+        self, messages: Sequence[Message], plan: ToolPlan = NO_TOOLS
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """The messages and tools for the chat template.
+
+        Earlier calls and results, and the plan's tools, are in the messages' text where the template
+        does not know them.
+        """
+        chat = with_objects(messages)
+        if not self._template_knows_calls:
+            chat = with_spelled_calls(chat, self.format)
+        described = [tool.described() for tool in plan.tools]
+        if not described:
+            return chat, None
+        if self._template_knows_tools:
+            return chat, described
+        return with_instructions(chat, described, self.format), None
+
+    @cached_property
+    def _template_knows_tools(self) -> bool:
+        prompt = self._rendered(_PROBE_CHAT[:1], [_PROBE_TOOL.described()])
+        return _PROBE_TOOL.name in prompt
+
+    @cached_property
+    def _template_knows_calls(self) -> bool:
+        prompt = self._rendered(_PROBE_CHAT, [_PROBE_TOOL.described()])
+        return "probe_argument" in prompt and "probe_result" in prompt
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(messages, True, tools)
+        except PacelineError:  # there is no template, or it trips over what it does not know
+            return ""
