@@ -36,6 +36,9 @@ class Observer(Protocol):
 
     def step(self, stats: StepStats, deltas: Sequence[Delta]) -> None: ...
 
+    def aborted(self, requests: Sequence[Request]) -> None:
+        """These have ended between two steps: nobody waits for them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Update:
@@ -155,6 +158,16 @@ class AsyncEngine:
         return sum(count for _, count in self._streams.values())
 
     @property
+    def draining(self) -> bool:
+        """Whether new requests are refused because the engine is to stop."""
+        return self._draining
+
+    @property
+    def state(self) -> StepStats:
+        """How things are now: who runs and waits, and what the cache holds."""
+        return self._engine.state()
+
+    @property
     def failure(self) -> str | None:
         """Why the engine takes no requests any more; None while it is well."""
         if self._dead is not None:
@@ -217,8 +230,10 @@ class AsyncEngine:
         request_id = stream.request_id
 
         def end() -> None:
-            self._engine.abort(request_id)
+            aborted = self._engine.abort(request_id)
             self._children.pop(request_id, None)
+            for observer in self._observers:
+                observer.aborted(aborted)
 
         self._forget(request_id)
         if self._dead is None:
@@ -299,11 +314,11 @@ class AsyncEngine:
         self._step_began = time.monotonic()
         deltas = self._engine.step()
         self._step_began = None
+        for observer in self._observers:  # first: who has an answer finds it counted
+            observer.step(self._engine.stats, deltas)
         updates = [(delta.request.request_id, self._update(delta)) for delta in deltas if _tells(delta)]
         if updates:
             self._in_loop(self._deliver, updates, self._take_outputs(deltas))
-        for observer in self._observers:
-            observer.step(self._engine.stats, deltas)
 
     def _update(self, delta: Delta) -> Update:
         """What a delta tells the loop."""

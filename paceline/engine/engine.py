@@ -136,7 +136,7 @@ class Engine:
         before = (self.scheduler.num_preemptions, self._drafting.failures)
         parts = self.scheduler.schedule(self._drafting.sound(running, plans))
         if not parts:
-            self.stats = self._state()
+            self.stats = self.state()
             return []
         self._note_start(parts)
         times.append(time.perf_counter())
@@ -272,11 +272,11 @@ class Engine:
         for part in parts:
             self._finish(part.request, "error", error=error)
         self._drafting.forget([part.request for part in parts])
-        self.stats = replace(self._state(), requests=len(parts), failed=True)
+        self.stats = replace(self.state(), requests=len(parts), failed=True)
         return [Delta(part.request, part.request.detokenizer.take(), ()) for part in parts]
 
-    def _state(self) -> StepStats:
-        """The facts of a step in which nothing happened."""
+    def state(self) -> StepStats:
+        """The facts of a step in which nothing happened: how things are now. Any thread may ask."""
         return StepStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -298,7 +298,7 @@ class Engine:
         known = sum(part.num_tokens for part in parts)
         drafts = self._count_drafts(parts, trees, verdicts, deltas, times)
         return replace(
-            self._state(),
+            self.state(),
             requests=len(parts),
             rows=batch.num_rows,
             prefill_tokens=known - sum(part.num_tokens == 1 for part in parts),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from paceline.backends.base import ForwardBatch, ForwardOutput
 from paceline.engine.async_engine import AsyncEngine, Stream
 from paceline.engine.engine import Delta, Engine
+from paceline.engine.request import Request
 from paceline.engine.stats import StepStats
 from paceline.errors import OverloadedError, RequestError, UnavailableError
 from paceline.verify.params import SamplingParams
@@ -231,15 +233,23 @@ def test_stop_ends_what_runs_with_an_error_and_closes_the_engine() -> None:
     assert closed.is_set()
 
 
-def test_an_observer_sees_every_token_once() -> None:
+def test_an_observer_sees_every_token_and_every_end() -> None:
     class Counts:
         tokens = 0
         failed = 0
+
+        def __init__(self) -> None:
+            self.gone: list[str | None] = []
 
         def step(self, stats: StepStats, deltas: Sequence[Delta]) -> None:
             assert stats.new_tokens == sum(len(delta.token_ids) for delta in deltas)
             self.tokens += stats.new_tokens
             self.failed += stats.failed
+
+        def aborted(self, requests: Sequence[Request]) -> None:
+            self.gone += [request.finish_reason for request in requests]
+
+    seen: list[int] = []
 
     async def main() -> Counts:
         counts = Counts()
@@ -247,9 +257,13 @@ def test_an_observer_sees_every_token_once() -> None:
         front.start()
         await (await front.submit([4, 5], LONG, "hit")).finished()
         await (await front.submit([4, 5], LONG, "whole")).finished()
+        seen.append(counts.tokens)
+        async with await front.submit([4, 5], replace(LONG, n=2), "left"):
+            pass
         await front.stop()
         return counts
 
     counts = asyncio.run(main())
-    assert counts.tokens == 2 + 200
+    assert seen == [2 + 200]
     assert counts.failed == 1
+    assert counts.gone == ["abort", "abort"]
