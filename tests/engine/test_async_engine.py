@@ -260,6 +260,7 @@ def test_an_observer_sees_every_token_and_every_end() -> None:
         seen.append(counts.tokens)
         async with await front.submit([4, 5], replace(LONG, n=2), "left"):
             pass
+        await (await front.submit([4, 5], LONG, "after it")).finished()
         await front.stop()
         return counts
 
