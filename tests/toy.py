@@ -159,6 +159,7 @@ class ToyTokenizer:
     eos_ids = frozenset({0})
     bos_id = 1
     vocab_size = VOCAB
+    chat_template = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [1] * add_special_tokens + [2 + ord(letter) % 64 for letter in text]
@@ -176,6 +177,9 @@ class ToyTokenizer:
 
     def is_special(self, token_id: int) -> bool:
         return token_id < 2
+
+    def id_of(self, token: str) -> int | None:
+        return {"<eos>": 0, "<bos>": 1}.get(token)
 
     def apply_chat_template(
         self, messages: Sequence[object], add_generation_prompt: bool = True, tools: object = None

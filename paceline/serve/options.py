@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number, refuse_unknown
+from paceline.serve.tools.formats import named_format
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("auto", "json", "text")
@@ -67,6 +68,8 @@ class ServeOptions:
             raise ConfigError(
                 f"root_path must look like /llm, without a slash at its end, got {self.root_path!r}."
             )
+        if self.tool_call_parser is not None:
+            named_format(self.tool_call_parser)
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}.")
         if self.log_format not in LOG_FORMATS:

@@ -97,12 +97,17 @@ FORMATS = {
 DEFAULT_FORMAT = "hermes"
 
 
+def named_format(name: str) -> ToolFormat:
+    """The format of this name."""
+    if name not in FORMATS:
+        raise ConfigError(f"tool_call_parser must be one of {', '.join(FORMATS)}, got {name!r}.")
+    return FORMATS[name]
+
+
 def choose_format(template: str | None, name: str | None = None) -> ToolFormat:
     """The format named `name`, or else the one that the chat template teaches, or else the default."""
     if name is not None:
-        if name not in FORMATS:
-            raise ConfigError(f"there is no tool_call_parser {name!r}; use one of {', '.join(FORMATS)}.")
-        return FORMATS[name]
+        return named_format(name)
     for known in FORMATS.values():
         if template and all(clue in template for clue in known.clues):
             return known

@@ -36,15 +36,15 @@ class ToolPlan:
 
     tools: tuple[Tool, ...] = ()  # those that the prompt shows
     format: ToolFormat | None = None  # None: the answer is content, whatever it looks like
-    grammar: str | None = None
+    structure: Mapping[str, Any] | None = None  # structured_outputs that the answer needs
     calls_after_text: bool = True
     keep_special_tokens: bool = False  # the parser must see them
 
     def sampling_options(self) -> dict[str, Any]:
         """What SamplingParams must have, so that the answer is what the tools and the choice allow."""
         options: dict[str, Any] = {}
-        if self.grammar is not None:
-            options["structured_outputs"] = {"grammar": self.grammar}
+        if self.structure is not None:
+            options["structured_outputs"] = self.structure
         if self.keep_special_tokens:
             options["skip_special_tokens"] = False
         return options
@@ -75,17 +75,18 @@ class Toolbox:
         """The plan for a request; RequestError if its tools cannot be served.
 
         `content_schema` is the JSON schema of the content, if the request has a response_format: the
-        answer is then calls or such JSON. Without tools, the caller must see to it.
+        answer is then calls or such JSON.
         """
         choice = choice or ToolChoice()
         check_tools(tools, choice)
         if not tools or choice.mode == "none":
-            return NO_TOOLS
+            return NO_TOOLS if content_schema is None else ToolPlan(structure={"json": content_schema})
         callable_tools = [tool for tool in tools if choice.names is None or tool.name in choice.names]
+        grammar = answer_grammar(self.format, callable_tools, choice, content_schema, self._special)
         return ToolPlan(
             tools=tuple(tools),
             format=self.format,
-            grammar=answer_grammar(self.format, callable_tools, choice, content_schema, self._special),
+            structure={"grammar": grammar},
             calls_after_text=choice.mode == "auto" and content_schema is None,
             keep_special_tokens=bool(self._special),
         )
