@@ -7,20 +7,19 @@ request's id: the log has the rest.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from paceline.errors import OverloadedError, PacelineError, RequestError, UnavailableError
-from paceline.options import unknown_option
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER = "1"  # seconds, told to clients that come when the queue is full
+CLIENT_GONE = 499  # for the log: nobody gets it
 
 # what a client is told for each family of errors; everything else is a 500
 _KINDS: dict[type[Exception], tuple[int, str]] = {
@@ -38,6 +37,10 @@ class ApiError(PacelineError):
         self.status = status
         self.param = param
         self.code = code
+
+
+class ClientGone(Exception):
+    """The client has closed the connection: nobody waits for an answer."""
 
 
 class FieldError(RequestError):
@@ -74,30 +77,22 @@ def response(error: BaseException) -> JSONResponse:
     return JSONResponse(body, status, headers)
 
 
-def validation_error(errors: Sequence[Mapping[str, Any]], known: Sequence[str] = ()) -> FieldError:
-    """The error for the first of pydantic's complaints about a body."""
-    first = errors[0]
-    place = [str(part) for part in first["loc"] if part not in ("body", "query")]
-    name = ".".join(place)
-    if first["type"] == "extra_forbidden":
-        return FieldError(name, unknown_option(place[-1], known, "this request"))
-    if first["type"] == "json_invalid":
-        return FieldError(
-            "body", f"the body is not JSON: {first.get('ctx', {}).get('error', 'it is broken')}."
-        )
-    return FieldError(name or "body", f"{name or 'the body'}: {first['msg']}.")
-
-
 def add_handlers(app: FastAPI) -> None:
     """Answer every error of the app in OpenAI's form."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return response(validation_error(error.errors()))
+        first = error.errors()[0]  # of a path or a query; JsonRoute tells of bodies
+        name = ".".join(str(part) for part in first["loc"][1:])
+        return response(FieldError(name, f"{name}: {first['msg']}."))
 
     @app.exception_handler(PacelineError)
     async def refused(_: Request, error: PacelineError) -> JSONResponse:
         return response(error)
+
+    @app.exception_handler(ClientGone)
+    async def gone(_: Request, error: ClientGone) -> Response:
+        return Response(status_code=CLIENT_GONE)
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> JSONResponse:

@@ -6,63 +6,84 @@ an error, and so is a known one whose value asks for what we do not do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field, PlainValidator
+from pydantic_core import PydanticCustomError
 
 from paceline.engine.outputs import RequestOutput, SpeculativeMetrics
 from paceline.serve.errors import FieldError
+from paceline.serve.fields import Body, Bool, Float, Int, Name, Unsupported
 from paceline.verify.params import MOST_CHILDREN, SamplingParams
 
 MOST_STOPS = 64
+MOST_STOP_TEXT = 1024  # characters of a stop string
 MOST_BIASES = 1024
-MOST_TEXT = 256  # characters of a name: a segment, a salt, a user
-
-
-class Body(BaseModel):
-    """A request body, or an object in it: unknown fields are refused."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class StreamOptions(Body):
-    include_usage: bool = False  # a last chunk with the usage and no choices
-    continuous_usage_stats: bool = False  # the usage so far in every chunk
+    include_usage: Bool = False  # a last chunk with the usage and no choices
+    continuous_usage_stats: Bool = False  # the usage so far in every chunk
 
 
-Name = Annotated[str, Field(max_length=MOST_TEXT)]
+def _checked_stop(stop: Any) -> Any:
+    texts = [stop] if isinstance(stop, str) else stop
+    if texts is not None and (
+        not isinstance(texts, list)
+        or len(texts) > MOST_STOPS
+        or not all(isinstance(text, str) and 0 < len(text) <= MOST_STOP_TEXT for text in texts)
+    ):
+        raise PydanticCustomError(
+            "stop",
+            f"must be a text of 1 to {MOST_STOP_TEXT} characters, or a list of at most {MOST_STOPS} of them",
+        )
+    return texts
+
+
+StopText = Annotated[str, Field(min_length=1, max_length=MOST_STOP_TEXT)]
+Stop = Annotated[
+    list[str] | None,
+    PlainValidator(
+        _checked_stop,
+        json_schema_input_type=StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None,
+    ),
+]
+_USE_STRUCTURED = Unsupported('is not a field here: use structured_outputs, such as {"regex": "[0-9]+"}')
 
 
 class SamplingFields(Body):
-    """How tokens are chosen. The engine checks the values; here only sizes are bounded."""
+    """How tokens are chosen. The engine checks the values again; here sizes are bounded."""
 
-    temperature: float | None = Field(None, ge=0, le=1000, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    top_k: int | None = Field(None, ge=-1, le=2**31)
-    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
-    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
-    logit_bias: dict[str, float] | None = Field(None, max_length=MOST_BIASES)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    n: int | None = Field(None, ge=1, le=MOST_CHILDREN)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=MOST_STOPS)
-    min_tokens: int | None = Field(None, ge=0, le=2**31)
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    structured_outputs: dict[str, Any] | None = (
-        None  # {"regex" | "choice" | "grammar" | "json" | "json_object"}
-    )
+    temperature: Float | None = Field(None, ge=0, le=1000)
+    top_p: Float | None = Field(None, gt=0, le=1)
+    top_k: Int | None = Field(None, ge=-1, le=2**31)
+    min_p: Float | None = Field(None, ge=0, le=1)
+    repetition_penalty: Float | None = Field(None, gt=0, le=100)
+    presence_penalty: Float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: Float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Float] | None = Field(None, max_length=MOST_BIASES)
+    seed: Int | None = Field(None, ge=-(2**63), lt=2**64)
+    n: Int | None = Field(None, ge=1, le=MOST_CHILDREN)
+    stop: Stop = None
+    stop_token_ids: list[Int] | None = Field(None, max_length=MOST_STOPS)
+    min_tokens: Int | None = Field(None, ge=0, le=2**31)
+    ignore_eos: Bool | None = None
+    skip_special_tokens: Bool | None = None
+    include_stop_str_in_output: Bool | None = None
+    structured_outputs: dict[str, Any] | None = None  # {"regex" | "choice" | "grammar" | "json": ...}
     speculative: str | dict[str, Any] | None = None  # "off", "auto", a method or an object
     segment: Name | None = None  # the kind of traffic; the header X-Segment says the same
     cache_salt: Name | None = None  # only requests of the same salt share the prefix cache
-    return_metrics: bool | None = None  # the response then has `metrics`
-    stream: bool | None = None
+    return_metrics: Bool | None = None  # the response then has `metrics`
+    stream: Bool | None = None
     stream_options: StreamOptions | None = None
     user: Name | None = None  # for the log
+    guided_json: Annotated[None, _USE_STRUCTURED] = None
+    guided_regex: Annotated[None, _USE_STRUCTURED] = None
+    guided_choice: Annotated[None, _USE_STRUCTURED] = None
+    guided_grammar: Annotated[None, _USE_STRUCTURED] = None
 
     def sampling_params(self, **others: Any) -> SamplingParams:
         """The engine's parameters: the fields that were given, and `others`."""
@@ -70,6 +91,16 @@ class SamplingFields(Body):
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(token): value for token, value in self.logit_bias.items()}
         return SamplingParams(**{**given, **others})
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wants_running_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
 class PromptTokensDetails(BaseModel):
@@ -83,16 +114,23 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
-def usage_of(output: RequestOutput) -> Usage:
-    """The usage of a finished request; a prompt of n outputs counts once."""
-    prompt = len(output.prompt_token_ids)
-    completion = sum(len(one.token_ids) for one in output.outputs)
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=output.metrics.num_cached_tokens),
+def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """The usage of finished prompts; a prompt of n outputs counts once."""
+    return usage(
+        sum(len(output.prompt_token_ids) for output in outputs),
+        sum(len(one.token_ids) for output in outputs for one in output.outputs),
+        sum(output.metrics.num_cached_tokens for output in outputs),
     )
+
+
+def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, Any]:
+    """The usage in OpenAI's shape; `cached` is known only at the end."""
+    counts: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+    return counts if cached is None else {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 class SpeculativeDecoding(BaseModel):

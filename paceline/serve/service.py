@@ -7,21 +7,27 @@ loop.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
+from paceline import __version__
 from paceline.engine.admission import Limits
-from paceline.engine.async_engine import AsyncEngine, Stream
+from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.outputs import RequestOutput
 from paceline.errors import RequestError
 from paceline.models.tokenizer import Tokenizer
-from paceline.serve.errors import ApiError
+from paceline.serve.errors import ApiError, ClientGone
+from paceline.serve.generation import Generation
 from paceline.serve.protocol import SamplingFields
+from paceline.serve.sse import disconnected
+from paceline.serve.tools.toolbox import NO_TOOLS, Toolbox, ToolPlan
 from paceline.verify.params import SamplingParams
 
 Parameters = ParamSpec("Parameters")
@@ -31,10 +37,6 @@ WORKERS = 2  # threads for templates, tokenizing and grammars
 COMPILE_SECONDS = 10.0  # a grammar that takes longer is refused
 
 
-class ClientGone(Exception):
-    """The client has closed the connection: nobody waits for an answer."""
-
-
 @dataclass
 class Service:
     """One served model."""
@@ -42,6 +44,7 @@ class Service:
     engine: AsyncEngine
     tokenizer: Tokenizer
     model_names: tuple[str, ...]  # what clients may call it; answers use the first
+    tool_call_parser: str | None = None  # None: by the model's chat template
     created: int = field(default_factory=lambda: int(time.time()))
     workers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(WORKERS, thread_name_prefix="paceline-serve")
@@ -51,6 +54,11 @@ class Service:
     def limits(self) -> Limits:
         """What the engine can take."""
         return self.engine.limits
+
+    @cached_property
+    def toolbox(self) -> Toolbox:
+        """Tool calling as this model does it."""
+        return Toolbox(self.tokenizer, self.tool_call_parser)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with, if the request means this model (or does not say which)."""
@@ -76,42 +84,56 @@ class Service:
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, object]] | None = None,
+        plan: ToolPlan = NO_TOOLS,
         add_generation_prompt: bool = True,
     ) -> list[int]:
         """The token ids of a conversation, by the model's own template."""
 
         def encode() -> list[int]:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt, tools)
+            chat, tools = self.toolbox.conversation(messages, plan)
+            text = self.tokenizer.apply_chat_template(chat, add_generation_prompt, tools)
             return self.tokenizer.encode(text, add_special_tokens=False)
 
         return await self.in_thread(encode)
 
     async def start(
-        self, request: Request, ids: Sequence[int], params: SamplingParams, fields: SamplingFields
-    ) -> Stream:
-        """The running generation of a request. Use it with `async with`, so that leaving it aborts it."""
-        return await self.engine.submit(
-            ids,
-            params,
-            request.state.request_id,
-            segment=fields.segment or request.headers.get("x-segment", ""),
-            cache_salt=fields.cache_salt or "",
-        )
+        self,
+        request: Request,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        fields: SamplingFields,
+    ) -> Generation:
+        """The running generation of a request. Hand it to `finished` or to an EventResponse, which end it."""
+        return await Generation.start(self.engine, request, prompts, params, fields)
 
-    async def finished(self, request: Request, stream: Stream) -> RequestOutput:
-        """The whole output, for a client that does not stream; ClientGone if it does not wait for it."""
-        output = await unless_gone(request, stream.finished())
-        for one in output.outputs:
-            if one.error is not None:
-                raise one.error
-        return output
+    async def finished(self, request: Request, generation: Generation) -> list[RequestOutput]:
+        """The whole outputs, for a client that does not stream; ClientGone if it does not wait for them."""
+        try:
+            return await unless_gone(request, generation.finished())
+        finally:
+            generation.abort()
+
+    def head(self, request: Request, prefix: str, kind: str, model: str) -> dict[str, Any]:
+        """What every answer begins with, and every chunk of a stream."""
+        return {
+            "id": f"{prefix}-{request.state.request_id}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for the same model and version of this server."""
+        name = f"{self.model_names[0]} {self.limits.vocab_size} {__version__}"
+        return "fp_" + hashlib.sha256(name.encode()).hexdigest()[:10]
 
 
 async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
     """The result of `work`, which is cancelled with ClientGone when the client closes the connection."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
+    gone = asyncio.ensure_future(disconnected(request.receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -120,9 +142,3 @@ async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
     finally:
         gone.cancel()
         task.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    """Returns when the client has closed the connection. The body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 
-from starlette.responses import StreamingResponse
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from paceline.serve.errors import describe
 
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+
+# compact, characters as they are; lone surrogates, which a model cannot write, would raise
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def event(data: object, name: str | None = None) -> bytes:
@@ -22,20 +26,43 @@ def event(data: object, name: str | None = None) -> bytes:
     return (line if name is None else f"event: {name}\n{line}").encode()
 
 
-def to_json(data: object) -> str:
-    """Compact JSON, characters as they are. Lone surrogates, which a model cannot write, would raise."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+class EventResponse(Response):
+    """A stream of events, written as they come until the client goes; then `close` is called in any case.
+
+    An error after the beginning is an event too, as there is no status any more.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]  # nobody knows it yet
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        gone = asyncio.ensure_future(disconnected(receive))
+        try:
+            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            gone.cancel()
+            sending.cancel()
+            self._close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for data in _with_errors(self._events):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class EventResponse(StreamingResponse):
-    """A stream of events. An error after the beginning is an event too, as there is no status any more."""
-
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
-        super().__init__(
-            _with_errors(events),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has closed the connection. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _with_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -47,10 +74,4 @@ async def _with_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         if status == 500:
             logger.error("a stream failed", exc_info=error)
         body["error"]["code"] = body["error"]["code"] or status
-        yield event(body)
-        yield DONE
-
-
-def without_none(data: dict[str, Any]) -> dict[str, Any]:
-    """The entries that say something."""
-    return {name: value for name, value in data.items() if value is not None}
+        yield event(body) + DONE

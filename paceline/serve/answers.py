@@ -1,0 +1,98 @@
+"""What endpoints that generate have in common: documented answers, JSON responses, ends of streams."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from paceline.engine.async_engine import Update
+from paceline.serve.errors import FieldError
+from paceline.serve.generation import Generation
+from paceline.serve.protocol import Metrics, SamplingFields, usage, usage_of
+from paceline.serve.sse import DONE, event, to_json
+
+
+class ErrorDetails(BaseModel):
+    message: str
+    type: str
+    param: str | None  # the field that is wrong
+    code: str | int | None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetails
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "description": "The request is wrong; `param` names the field"},
+    401: {"model": ErrorBody, "description": "An API key is needed"},
+    404: {"model": ErrorBody, "description": "This model is not served here"},
+    408: {"model": ErrorBody, "description": "The request took too long"},
+    413: {"model": ErrorBody, "description": "The body is too large"},
+    415: {"model": ErrorBody, "description": "The body is not JSON"},
+    429: {"model": ErrorBody, "description": "Too many requests wait; come again after Retry-After"},
+    500: {"model": ErrorBody, "description": "The server failed on this request"},
+    503: {"model": ErrorBody, "description": "The server is stopping, or its engine is dead"},
+}
+
+
+def documented(*statuses: int, stream: bool = False) -> dict[int | str, dict[str, Any]]:
+    """The answers besides 200 that an endpoint's documentation lists; and that it can be a stream."""
+    events: dict[int | str, dict[str, Any]] = {
+        200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    }
+    return (events if stream else {}) | {status: _ERRORS[status] for status in statuses}
+
+
+GENERATES = documented(*map(int, _ERRORS), stream=True)
+READS = documented(400, 401, 404, 408, 413, 415, 500, 503)
+ASKS = documented(401, 500, 503)
+
+
+def json_response(body: dict[str, Any]) -> Response:
+    """The answer with this body."""
+    return Response(to_json(body), media_type="application/json")
+
+
+class ChunkMaker:
+    """Makes the chunks of a stream: the head, the choices, and the usage where it was asked for."""
+
+    def __init__(self, head: dict[str, Any], fields: SamplingFields, num_prompt_tokens: int) -> None:
+        self._head = head
+        self._fields = fields
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = 0
+
+    def count(self, update: Update) -> None:
+        """Note the tokens of an update."""
+        self._num_tokens += len(update.token_ids)
+
+    def chunk(self, choice: dict[str, Any]) -> bytes:
+        """One event with one choice."""
+        data = {**self._head, "choices": [choice]}
+        if self._fields.wants_running_usage:
+            data["usage"] = usage(self._num_prompt_tokens, self._num_tokens)
+        elif self._fields.wants_usage:
+            data["usage"] = None
+        return event(data)
+
+    def end(self, generation: Generation) -> bytes:
+        """The last events: usage and metrics if they were asked for, in a chunk without choices."""
+        data: dict[str, Any] = {}
+        if self._fields.wants_usage:
+            data["usage"] = usage_of(generation.outputs)
+        if self._fields.return_metrics:
+            data["metrics"] = Metrics.of(generation.outputs[0]).model_dump()
+        return (event({**self._head, "choices": [], **data}) if data else b"") + DONE
+
+
+def check_fields(fields: SamplingFields, num_prompts: int = 1) -> None:
+    """Refuse fields that do not go together."""
+    if fields.stream_options is not None and not fields.stream:
+        raise FieldError("stream_options", "stream_options is only for streams: set stream to true.")
+    if fields.return_metrics and num_prompts > 1:
+        raise FieldError("return_metrics", "return_metrics is for one prompt: send several requests.")

@@ -1,0 +1,205 @@
+"""Request bodies: from bytes to a checked model, and from what is wrong with them to a message.
+
+JSON is taken strictly: what two parsers would read differently (a key twice, NaN, half a
+surrogate pair) is refused, and so is nesting that could exhaust the stack of code behind.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, get_args
+from uuid import uuid4
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from paceline.errors import RequestError
+from paceline.options import unknown_option
+from paceline.serve.errors import ApiError, FieldError
+
+MOST_DEPTH = 100  # lists and objects in each other
+_BOUNDS = {"less_than_equal", "less_than", "greater_than_equal", "greater_than"}
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is JSON, and whose errors name the field that is wrong."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        body_field = self.body_field
+        if body_field is None:
+            return handle
+        model: type[BaseModel] = body_field.field_info.annotation  # type: ignore[assignment]
+
+        async def read_and_handle(request: Request) -> Response:
+            request.scope.setdefault("state", {}).setdefault("request_id", uuid4().hex)
+            _check_content_type(request)
+            read = _JsonRequest(request.scope, request.receive)
+            read.data = parse_json(await read.body())
+            try:
+                return await handle(read)
+            except RequestValidationError as error:
+                raise validation_error(error.errors(), model, read.data) from None
+            except RequestError as error:
+                raise _with_param(error, model) from error
+
+        return read_and_handle
+
+
+class _JsonRequest(Request):
+    """A request whose body has been parsed."""
+
+    data: Any
+
+    async def json(self) -> Any:
+        return self.data
+
+
+def parse_json(raw: bytes) -> Any:
+    """The value that a body spells. FieldError if it is not JSON that can be read in one way only."""
+    if not raw:
+        raise FieldError("body", "the body is empty: send a JSON object.")
+    try:
+        text = raw.decode("utf-8")
+        data = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite)
+        if "\\ud" in text or "\\uD" in text:  # pairs are characters, halves are not
+            json.dumps(data, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError:
+        raise FieldError("body", "the body is not UTF-8.") from None
+    except UnicodeEncodeError:
+        raise FieldError(
+            "body", "a text in the body has half a surrogate pair, which is no character."
+        ) from None
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
+        raise FieldError("body", f"the body is not JSON: {str(error)[:200]}.") from None
+    _check_depth(data)
+    return data
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the key {_shown(twice)} twice")
+    return found
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if number in (float("inf"), float("-inf")):
+        raise ValueError(f"the number {digits[:40]} is too large")
+    return number
+
+
+def _check_depth(data: Any) -> None:
+    """Refuse nesting deeper than MOST_DEPTH, without recursion."""
+    level = [data]
+    for _ in range(MOST_DEPTH):
+        inner: list[Any] = []
+        for value in level:
+            children: Iterable[Any] = value.values() if type(value) is dict else value
+            if type(value) in (dict, list):
+                inner.extend(child for child in children if type(child) in (dict, list))
+        if not inner:
+            return
+        level = inner
+    raise _too_deep()
+
+
+def _too_deep() -> FieldError:
+    return FieldError("body", f"the body has more than {MOST_DEPTH} lists and objects in each other.")
+
+
+def _check_content_type(request: Request) -> None:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise ApiError(
+            415, f"the body must be JSON: send Content-Type: application/json, not {_shown(kind)}.", "body"
+        )
+
+
+def validation_error(errors: Sequence[Any], model: type[BaseModel], data: Any) -> FieldError:
+    """The error that tells of pydantic's complaints about `data` as a `model`: of those at one place.
+
+    Of the members of a union, the one that got deepest is the one that was meant.
+    """
+    first = _place(errors[0], data)
+    places = [_place(error, data) for error in errors]
+    place = max((one for one in places if one[: len(first)] == first), key=len)
+    name = ".".join(map(str, place))
+    here = [error for error, one in zip(errors, places, strict=True) if one == place]
+    if here[0]["type"] == "extra_forbidden":
+        return FieldError(name, unknown_option(str(place[-1])[:80], _fields_at(model, place), "this request"))
+    messages = [_message(error) for error in here]
+    return FieldError(name or "body", f"{name or 'the body'}: {' or '.join(dict.fromkeys(messages))}.")
+
+
+def _place(error: Any, data: Any) -> tuple[str | int, ...]:
+    """Where in the data the error is: pydantic's place without its names for the members of unions."""
+    place: list[str | int] = []
+    parts = [part for part in error["loc"] if part != "body"]
+    for number, part in enumerate(parts):
+        within = part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int)
+        if within:
+            data = data[part]
+        elif error["type"] != "missing" or number < len(parts) - 1:
+            continue
+        place.append(part)
+    return tuple(place)
+
+
+def _message(error: Any) -> str:
+    message = "input should be an object" if error["type"] == "model_type" else str(error["msg"])
+    message = message[:1].lower() + message[1:]
+    return f"{message}, got {error['input']!r:.40}" if error["type"] in _BOUNDS else message.rstrip(".")
+
+
+def _fields_at(model: type[BaseModel], place: Sequence[str | int]) -> list[str]:
+    """The fields that the object at a place of the body may have."""
+    models = [model]
+    for part in place[:-1]:
+        deeper = [
+            inner
+            for outer in models
+            for name, field in outer.model_fields.items()
+            if part == (field.alias or name)
+            for inner in _models_in(field.annotation)
+        ]
+        models = deeper or models
+    return [field.alias or name for one in models for name, field in one.model_fields.items()]
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models that a type mentions."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in _models_in(part)]
+
+
+def _with_param(error: RequestError, model: type[BaseModel]) -> RequestError:
+    """The error with the field that its message begins with, if the body has it.
+
+    The engine's messages begin with the option's name: "min_tokens must be at most ...".
+    """
+    if getattr(error, "param", None) is not None:
+        return error
+    named = re.match(r"(?:the )?(\w+)(?!['\w])", str(error))
+    name = named[1] if named else ""
+    if name in ("prompt", "Message") and "messages" in model.model_fields:
+        name = "messages"
+    return FieldError(name, str(error)) if name in model.model_fields else error
+
+
+def _shown(text: str) -> str:
+    return repr(text[:80])

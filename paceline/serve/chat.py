@@ -1,0 +1,168 @@
+"""/v1/chat/completions: a conversation, and its next message."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from paceline.engine.async_engine import Update
+from paceline.engine.outputs import CompletionOutput, RequestOutput
+from paceline.serve.answers import GENERATES, ChunkMaker, check_fields, json_response
+from paceline.serve.bodies import JsonRoute
+from paceline.serve.chat_protocol import ChatCompletion, ChatRequest
+from paceline.serve.errors import FieldError
+from paceline.serve.generation import Generation
+from paceline.serve.logprobs import chat_logprobs, prompt_logprobs
+from paceline.serve.protocol import Metrics, usage_of
+from paceline.serve.service import Service
+from paceline.serve.sse import EventResponse
+from paceline.serve.tools import Arguments, CallStarted, Content, Event, ToolParser, ToolPlan, read_whole
+from paceline.serve.tools.chat_fields import chat_choice, chat_tools
+from paceline.verify.params import SamplingParams
+
+
+def router(service: Service) -> APIRouter:
+    """The routes of chat completions."""
+    routes = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
+
+    @routes.post("/v1/chat/completions", response_model=ChatCompletion, responses=GENERATES)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """The next message of a conversation. With `stream`, chunks as server-sent events."""
+        model = service.check_model(body.model)
+        plan, params = await service.in_thread(_plan, service, body)
+        messages = [message.plain() for message in body.messages]
+        prompt = await service.encode_chat(messages, plan, body.add_generation_prompt is not False)
+        generation = await service.start(request, [prompt], params, body)
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        head = service.head(request, "chatcmpl", kind, model)
+        answer = _Answer(service, body, params, plan, head)
+        if body.stream:
+            return EventResponse(answer.chunks(generation, len(prompt)), generation.abort)
+        (output,) = await service.finished(request, generation)
+        return json_response(answer.whole(output))
+
+    return routes
+
+
+def _plan(service: Service, body: ChatRequest) -> tuple[ToolPlan, SamplingParams]:
+    """What the tools and what the engine is asked for. Fields that contradict each other are refused."""
+    check_fields(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise FieldError("top_logprobs", "top_logprobs needs logprobs: set logprobs to true.")
+    if body.stream and body.prompt_logprobs is not None:
+        raise FieldError("stream", "log-probabilities of a prompt are not streamed: set stream to false.")
+    schema = body.response_format.content_schema() if body.response_format is not None else None
+    choice = chat_choice(body.tool_choice, body.parallel_tool_calls)
+    plan = service.toolbox.plan(chat_tools(body.tools), choice, schema)
+    options = plan.sampling_options()
+    if schema is not None:
+        options.setdefault("structured_outputs", {"json": schema})
+    if body.structured_outputs is not None and "structured_outputs" in options:
+        raise FieldError(
+            "structured_outputs", "structured_outputs cannot be beside tools or a response_format."
+        )
+    params = body.sampling_params(
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        **options,
+    )
+    return plan, params
+
+
+@dataclass
+class _Answer:
+    """Writes the answer to one request, whole or as chunks."""
+
+    service: Service
+    body: ChatRequest
+    params: SamplingParams
+    plan: ToolPlan
+    head: dict[str, Any]
+
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        choices = [self._choice(one) for one in output.outputs]
+        body = {**self.head, "choices": choices, "usage": usage_of([output])}
+        if output.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if self.body.return_metrics:
+            body["metrics"] = Metrics.of(output).model_dump()
+        return body
+
+    async def chunks(self, generation: Generation, num_prompt_tokens: int) -> AsyncIterator[bytes]:
+        maker = ChunkMaker(self.head, self.body, num_prompt_tokens)
+        parsers: dict[int, ToolParser] = {}
+        async for batch in generation:
+            written = []
+            for index, update in batch:
+                maker.count(update)
+                if index not in parsers:
+                    parsers[index] = self.plan.parser()
+                    written.append(maker.chunk(_delta(index, {"role": "assistant", "content": ""})))
+                written += [maker.chunk(choice) for choice in self._deltas(index, update, parsers[index])]
+            yield b"".join(written)
+        yield maker.end(generation)
+
+    def _deltas(self, index: int, update: Update, parser: ToolParser) -> list[dict[str, Any]]:
+        """What an update tells: content, calls, and in the end why it ended."""
+        events = parser.feed(update.text)
+        if update.finish_reason is not None:
+            events += parser.finish()
+        choices = [_delta(index, delta) for delta in map(_as_delta, events) if delta]
+        if update.logprobs:
+            choices = choices or [_delta(index, {})]
+            choices[0]["logprobs"] = self._logprobs(list(update.token_ids), list(update.logprobs))
+        if update.finish_reason is not None:
+            reason = _finish_reason(update.finish_reason, parser)
+            choices.append({**_delta(index, {}), "finish_reason": reason, "stop_reason": update.stop_reason})
+        return choices
+
+    def _choice(self, one: CompletionOutput) -> dict[str, Any]:
+        parser = self.plan.parser()
+        content, calls = read_whole(parser, one.text)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["content"] = content or None
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in calls
+            ]
+        assert one.finish_reason is not None
+        return {
+            "index": one.index,
+            "message": message,
+            "logprobs": None if one.logprobs is None else self._logprobs(one.token_ids, one.logprobs),
+            "finish_reason": _finish_reason(one.finish_reason, parser),
+            "stop_reason": one.stop_reason,
+        }
+
+    def _logprobs(self, token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
+        return chat_logprobs(token_ids, entries, self.body.top_logprobs or 0, self.service.tokenizer)
+
+
+def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _as_delta(event: Event) -> dict[str, Any] | None:
+    match event:
+        case Content(text=text):
+            return {"content": text}
+        case CallStarted(index=index, id=call_id, name=name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case Arguments(index=index, text=text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        case _:
+            return None  # the end of a call is not told
+
+
+def _finish_reason(reason: str, parser: ToolParser) -> str:
+    return "tool_calls" if reason == "stop" and parser.num_calls else reason

@@ -1,0 +1,163 @@
+"""/v1/chat/completions on the wire: what a request may have, and what answers look like."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from paceline.serve.answers import FinishReason
+from paceline.serve.errors import FieldError
+from paceline.serve.fields import Body, Bool, Int, Name, Unsupported
+from paceline.serve.protocol import Metrics, SamplingFields, Usage
+from paceline.serve.tools.chat_fields import ChatToolChoice, FunctionTool
+from paceline.verify.params import MOST_LOGPROBS
+
+
+class TextPart(Body):
+    type: Annotated[Literal["text"], Unsupported("only parts of type text are served")]
+    text: str
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str  # JSON
+
+
+class CalledTool(Body):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+_USE_TOOLS = Unsupported("is not served: use tools, tool_calls and messages of role tool")
+_ONLY_TEXT = Unsupported("is not served: this model takes and gives text only")
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None  # may be left out beside tool_calls
+    name: Name | None = None
+    tool_calls: list[CalledTool] | None = None  # what the assistant called
+    tool_call_id: Name | None = None  # which call a message of role tool answers
+    refusal: str | None = None  # answers have it, so that they can be sent back as they are
+    annotations: list[Any] | None = None  # likewise
+    audio: Annotated[None, _ONLY_TEXT] = None
+    function_call: Annotated[None, _USE_TOOLS] = None
+
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates take it."""
+        return self.model_dump(
+            include={"role", "content", "name", "tool_calls", "tool_call_id"}, exclude_none=True
+        )
+
+
+class JsonSchema(Body):
+    name: Name
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # left out: any object
+    strict: Bool | None = None  # the schema is followed in either case
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def content_schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the content; None if it may be any text."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise FieldError(
+                "response_format",
+                'response_format has a json_schema if, and only if, its type is "json_schema".',
+            )
+        if self.type == "text":
+            return None
+        return (self.json_schema and self.json_schema.schema_) or {"type": "object"}
+
+
+class ChatRequest(SamplingFields):
+    model: Name | None = None
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Int | None = Field(None, ge=1, le=2**31)  # left out: until the context is full
+    max_tokens: Int | None = Field(None, ge=1, le=2**31)  # the old name, used if the new one is not given
+    logprobs: Bool | None = None
+    top_logprobs: Int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    prompt_logprobs: Int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    response_format: ResponseFormat | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: ChatToolChoice | None = None  # "auto" if there are tools
+    parallel_tool_calls: Bool | None = None
+    add_generation_prompt: Bool | None = None  # false: the answer goes on where the messages end
+    # what cannot change an answer here
+    metadata: dict[str, Any] | None = Field(None, max_length=16)
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+    service_tier: Annotated[
+        Literal["auto", "default"] | None, Unsupported("is not served: there is one tier. Leave it out")
+    ] = None
+    # what is not done
+    store: Annotated[
+        Literal[False] | None, Unsupported("is not served: nothing is kept. Set it to false")
+    ] = None
+    modalities: Annotated[list[Literal["text"]] | None, _ONLY_TEXT] = None
+    audio: Annotated[None, _ONLY_TEXT] = None
+    functions: Annotated[None, _USE_TOOLS] = None
+    function_call: Annotated[None, _USE_TOOLS] = None
+    prediction: Annotated[
+        None, Unsupported('is not served: leave it out; "speculative" chooses what is drafted')
+    ] = None
+    reasoning_effort: Annotated[
+        Literal["none"] | None, Unsupported("is not served: ask for it in the messages")
+    ] = None
+    verbosity: Annotated[
+        Literal["medium"] | None, Unsupported("is not served: ask for it in the messages")
+    ] = None
+    web_search_options: Annotated[None, Unsupported("is not served: give a search function in tools")] = None
+    prompt_cache_retention: Annotated[
+        None, Unsupported("is not served: the prefix cache keeps what it has room for")
+    ] = None
+    chat_template: Annotated[
+        None, Unsupported("is not served: the template is the model's own. Use /v1/completions for another")
+    ] = None
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ContentLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(BaseModel):
+    content: list[ContentLogprob] | None
+    refusal: None = None
+
+
+class AnswerMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+    tool_calls: list[CalledTool] | None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AnswerMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    metrics: Metrics | None = None

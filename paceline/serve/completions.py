@@ -1,0 +1,243 @@
+"""/v1/completions: a prompt, or several, and how they go on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Field, PlainValidator
+from pydantic_core import PydanticCustomError
+
+from paceline.engine.async_engine import Update
+from paceline.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from paceline.serve.answers import GENERATES, ChunkMaker, FinishReason, check_fields, json_response
+from paceline.serve.bodies import JsonRoute
+from paceline.serve.errors import FieldError
+from paceline.serve.fields import Bool, Int, Name, Unsupported
+from paceline.serve.generation import Generation
+from paceline.serve.logprobs import CompletionLogprobs, prompt_logprobs
+from paceline.serve.protocol import Metrics, SamplingFields, Usage, usage_of
+from paceline.serve.service import Service
+from paceline.serve.sse import EventResponse
+from paceline.verify.params import MOST_CHILDREN, MOST_LOGPROBS, SamplingParams
+
+MOST_OUTPUTS = MOST_CHILDREN  # of all prompts together
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+def _checked_prompt(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a request, one or several, each a text or token ids."""
+    prompts = [prompt] if isinstance(prompt, str) or _are_ids(prompt) else prompt
+    if not isinstance(prompts, list) or not prompts:
+        raise PydanticCustomError(
+            "prompt", "must be a text, a list of token ids, or a list of texts or of lists of token ids"
+        )
+    for number, one in enumerate(prompts):
+        if not one or not (isinstance(one, str) or _are_ids(one)):
+            raise PydanticCustomError(
+                "prompt", f"prompt {number} must be a text or a list of token ids, and not empty"
+            )
+    return prompts
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+Text = Annotated[str, Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(
+        _checked_prompt,
+        json_schema_input_type=Text
+        | Ids
+        | Annotated[list[Text | Ids], Field(min_length=1, max_length=MOST_OUTPUTS)],
+    ),
+]
+
+
+class CompletionRequest(SamplingFields):
+    model: Name | None = None
+    prompt: Prompts
+    max_tokens: Int | None = Field(None, ge=0, le=2**31)  # 16 by default; 0 only with echo
+    echo: Bool | None = None  # the prompt in front of the output
+    logprobs: Int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    prompt_logprobs: Int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    add_special_tokens: Bool | None = None  # whether a text begins as the model's texts do; true by default
+    best_of: Annotated[Literal[1] | None, Unsupported("is not served: use n, and choose among them")] = None
+    suffix: Annotated[
+        None,
+        Unsupported("is not served: write the prompt in your model's own form for filling in the middle"),
+    ] = None
+
+
+class LogprobsOfTokens(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: LogprobsOfTokens | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    metrics: Metrics | None = None
+
+
+def router(service: Service) -> APIRouter:
+    """The routes of completions."""
+    routes = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
+
+    @routes.post("/v1/completions", response_model=Completion, responses=GENERATES)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """How a prompt goes on. With `stream`, chunks as server-sent events."""
+        model = service.check_model(body.model)
+        params = _params(body)
+        prompts = [await _encode(service, body, prompt) for prompt in body.prompt]
+        head = service.head(request, "cmpl", "text_completion", model)
+        answer = _Answer(service, body, params, prompts, head)
+        generation = await service.start(request, prompts, params, body)
+        if body.stream:
+            return EventResponse(answer.chunks(generation), generation.abort)
+        return json_response(answer.whole(await service.finished(request, generation)))
+
+    return routes
+
+
+def _params(body: CompletionRequest) -> SamplingParams:
+    """What the engine is asked for. Fields that do not go together are refused."""
+    check_fields(body, len(body.prompt))
+    outputs = len(body.prompt) * (body.n or 1)
+    if outputs > MOST_OUTPUTS:
+        raise FieldError(
+            "prompt",
+            f"{len(body.prompt)} prompts with n = {body.n or 1} are {outputs} outputs, and at most "
+            f"{MOST_OUTPUTS} are made for one request. Send several requests.",
+        )
+    if body.max_tokens == 0 and not body.echo:
+        raise FieldError("max_tokens", "max_tokens is 0, which is only of use with echo: use at least 1.")
+    if body.max_tokens == 0 and body.stream:
+        raise FieldError("stream", "max_tokens is 0, so there is nothing to stream: set stream to false.")
+    if body.stream and (body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)):
+        raise FieldError("stream", "log-probabilities of a prompt are not streamed: set stream to false.")
+    of_prompt = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        of_prompt = max(body.logprobs, of_prompt or 0)
+    return body.sampling_params(
+        max_tokens=max(1, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens),
+        logprobs=body.logprobs,
+        prompt_logprobs=of_prompt,
+    )
+
+
+async def _encode(service: Service, body: CompletionRequest, prompt: str | list[int]) -> list[int]:
+    if isinstance(prompt, list):
+        return prompt
+    return await service.encode(prompt, body.add_special_tokens is not False)
+
+
+@dataclass
+class _Answer:
+    """Writes the answer to one request, whole or as chunks."""
+
+    service: Service
+    body: CompletionRequest
+    params: SamplingParams
+    prompts: list[list[int]]
+    head: dict[str, Any]
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        if self.body.max_tokens == 0:
+            outputs = [_without_output(output) for output in outputs]
+        choices = [
+            self._choice(number * self.params.n + one.index, output, one)
+            for number, output in enumerate(outputs)
+            for one in output.outputs
+        ]
+        body = {**self.head, "choices": choices, "usage": usage_of(outputs)}
+        if self.body.return_metrics:
+            body["metrics"] = Metrics.of(outputs[0]).model_dump()
+        return body
+
+    async def chunks(self, generation: Generation) -> AsyncIterator[bytes]:
+        maker = ChunkMaker(self.head, self.body, sum(map(len, self.prompts)))
+        count = len(self.prompts) * self.params.n
+        logprobs = [self._logprobs() for _ in range(count)]
+        if self.body.echo:
+            texts = [self._prompt_text(index // self.params.n) for index in range(count)]
+            yield b"".join(maker.chunk(_choice(index, text)) for index, text in enumerate(texts))
+        async for batch in generation:
+            written = []
+            for index, update in batch:
+                maker.count(update)
+                choice = _choice(index, update.text)
+                if update.logprobs is not None:
+                    choice["logprobs"] = logprobs[index].take(update.token_ids, update.logprobs)
+                if update.finish_reason is not None:
+                    choice["finish_reason"] = update.finish_reason
+                    choice["stop_reason"] = update.stop_reason
+                if _tells(update):
+                    written.append(maker.chunk(choice))
+            yield b"".join(written)
+        yield maker.end(generation)
+
+    def _choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
+        choice = _choice(index, one.text)
+        if self.body.echo:
+            choice["text"] = self._prompt_text(index // self.params.n) + one.text
+        if one.logprobs is not None:
+            tokens: list[int] = one.token_ids
+            entries: list[TokenLogprobs | None] = [*one.logprobs]
+            if self.body.echo and output.prompt_logprobs is not None:
+                tokens = output.prompt_token_ids + tokens
+                entries = [*output.prompt_logprobs, *entries]
+            choice["logprobs"] = self._logprobs().take(tokens, entries)
+        if self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return {**choice, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
+
+    def _logprobs(self) -> CompletionLogprobs:
+        return CompletionLogprobs(
+            self.service.tokenizer, self.body.logprobs or 0, self.params.skip_special_tokens
+        )
+
+    def _prompt_text(self, number: int) -> str:
+        prompt = self.body.prompt[number]
+        return prompt if isinstance(prompt, str) else self.service.tokenizer.decode(prompt)
+
+
+def _choice(index: int, text: str) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+
+
+def _tells(update: Update) -> bool:
+    """Whether an update says anything: half a character does not."""
+    return bool(update.text or update.logprobs or update.finish_reason)
+
+
+def _without_output(output: RequestOutput) -> RequestOutput:
+    """The output of a request that asked for none: the engine makes at least one token."""
+    empty = [
+        replace(
+            one, text="", token_ids=[], logprobs=one.logprobs and [], finish_reason="length", stop_reason=None
+        )
+        for one in output.outputs
+    ]
+    return replace(output, outputs=empty)

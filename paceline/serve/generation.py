@@ -1,0 +1,85 @@
+"""Generation: all the outputs that one HTTP request asks for, from one prompt or several."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from starlette.requests import Request
+
+from paceline.engine.async_engine import AsyncEngine, Stream, Update
+from paceline.engine.outputs import RequestOutput
+from paceline.serve.protocol import SamplingFields
+from paceline.verify.params import SamplingParams
+
+
+class Generation:
+    """The running outputs of a request, numbered prompt by prompt: those of prompt p from p * n on."""
+
+    def __init__(self, num_outputs: int) -> None:
+        self._n = num_outputs
+        self._arrived = asyncio.Event()  # whichever stream it is for
+        self._streams: list[Stream] = []
+
+    @staticmethod
+    async def start(
+        engine: AsyncEngine,
+        request: Request,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        fields: SamplingFields,
+    ) -> Generation:
+        """A generation whose prompts have all been accepted by the engine; if one is refused, none runs."""
+        generation = Generation(params.n)
+        request_id = request.state.request_id
+        try:
+            for number, prompt in enumerate(prompts):
+                stream = await engine.submit(
+                    prompt,
+                    params,
+                    f"{request_id}-{number}" if len(prompts) > 1 else request_id,
+                    segment=fields.segment or request.headers.get("x-segment", ""),
+                    cache_salt=fields.cache_salt or "",
+                    arrived=generation._arrived,
+                )
+                generation._streams.append(stream)
+        except BaseException:
+            generation.abort()
+            raise
+        return generation
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """The whole outputs of the prompts that have ended; of all, when the iteration is over."""
+        return [stream.output for stream in self._streams if stream.output is not None]
+
+    async def __aiter__(self) -> AsyncIterator[list[tuple[int, Update]]]:
+        """What has come since the last time, as (number of the output, update). Raises an output's error."""
+        while True:
+            ended = len(self.outputs) == len(self._streams)  # asked first: updates come before the end
+            batch = [
+                (number * self._n + update.index, update)
+                for number, stream in enumerate(self._streams)
+                for update in stream.take()
+            ]
+            for _, update in batch:
+                if update.error is not None:
+                    raise update.error
+            if batch:
+                yield batch
+            elif ended:
+                return
+            else:
+                self._arrived.clear()
+                await self._arrived.wait()
+
+    async def finished(self) -> list[RequestOutput]:
+        """The whole outputs, one for each prompt, when all are there."""
+        async for _ in self:
+            pass
+        return self.outputs
+
+    def abort(self) -> None:
+        """End what still runs. It takes part in no further pass."""
+        for stream in self._streams:
+            stream.abort()

@@ -1,0 +1,97 @@
+"""Log-probabilities in OpenAI's shapes, of chat and of completions, and in vLLM's shape of prompts."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.engine.admission import TextTokenizer
+from paceline.engine.outputs import TokenLogprobs
+from paceline.verify.logprobs import Logprob
+
+LOWEST = -9999.0  # OpenAI's word for minus infinity, which JSON does not have
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], entries: Sequence[TokenLogprobs], top: int, tokenizer: TextTokenizer
+) -> dict[str, Any]:
+    """The logprobs of a chat choice, or of one chunk of it."""
+
+    def one(token: int, found: Logprob) -> dict[str, Any]:
+        return {
+            "token": found.decoded_token,
+            "logprob": max(found.logprob, LOWEST),
+            "bytes": list(tokenizer.token_bytes(token)),
+        }
+
+    content = []
+    for token, entry in zip(token_ids, entries, strict=True):
+        likeliest = [one(*item) for item in likeliest_of(entry, top)]
+        content.append({**one(token, entry[token]), "top_logprobs": likeliest})
+    return {"content": content, "refusal": None}
+
+
+def likeliest_of(entry: TokenLogprobs, count: int) -> list[tuple[int, Logprob]]:
+    """The `count` likeliest tokens of an entry, best first, whether the chosen one is among them or not."""
+    ranked = sorted(entry.items(), key=lambda item: item[1].rank)
+    return [item for item in ranked if item[1].rank <= count][:count]
+
+
+class CompletionLogprobs:
+    """Gives the logprobs of one choice of a completion, chunk by chunk, with offsets into its whole text."""
+
+    def __init__(self, tokenizer: TextTokenizer, top: int, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+        self._skip_special = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+
+    def take(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        """The next tokens; an entry is None for the first token of a prompt, which nothing foretells."""
+        offsets = [self._next_offset(token) for token in token_ids]
+        pairs = list(zip(token_ids, entries, strict=True))
+        return {
+            "tokens": [self._spelled(token) for token in token_ids],
+            "token_logprobs": [entry and max(entry[token].logprob, LOWEST) for token, entry in pairs],
+            "top_logprobs": [entry and self._likeliest(token, entry) for token, entry in pairs],
+            "text_offset": offsets,
+        }
+
+    def _likeliest(self, token: int, entry: TokenLogprobs) -> dict[str, float]:
+        likeliest = [*likeliest_of(entry, self._top), (token, entry[token])]  # the chosen one is always there
+        found: dict[str, float] = {}
+        for other, logprob in likeliest:
+            found.setdefault(self._spelled(other), max(logprob.logprob, LOWEST))
+        return found
+
+    def _next_offset(self, token: int) -> int:
+        offset = self._offset
+        if not (self._skip_special and self._tokenizer.is_special(token)):
+            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
+        return offset
+
+    def _spelled(self, token: int) -> str:
+        """The token's text; pieces of characters are spelled apart, as they would all look the same."""
+        spelling = self._tokenizer.token_bytes(token)
+        try:
+            return spelling.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
+
+
+def prompt_logprobs(entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+    """The log-probabilities of a prompt's tokens, by token id, in vLLM's shape."""
+    return [
+        None if entry is None else {str(token): _plain(logprob) for token, logprob in entry.items()}
+        for entry in entries
+    ]
+
+
+def _plain(logprob: Logprob) -> dict[str, Any]:
+    return {
+        "logprob": max(logprob.logprob, LOWEST),
+        "rank": logprob.rank,
+        "decoded_token": logprob.decoded_token,
+    }

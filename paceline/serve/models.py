@@ -1,0 +1,65 @@
+"""/v1/models and /version: what is served, and by what."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from paceline import __version__
+from paceline.serve.answers import ASKS, documented
+from paceline.serve.service import Service
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str  # the model's first name
+    parent: str | None
+    max_model_len: int  # tokens of prompt and output together
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Version(BaseModel):
+    version: str
+
+
+def router(service: Service) -> APIRouter:
+    """The routes that tell of the model."""
+    routes = APIRouter(tags=["OpenAI"])
+
+    @routes.get("/v1/models", response_model=ModelList, responses=ASKS)
+    async def models() -> dict[str, Any]:
+        """The names of the served model."""
+        return {"object": "list", "data": [_model(service, name) for name in service.model_names]}
+
+    @routes.get("/v1/models/{name:path}", response_model=Model, responses=documented(401, 404, 500, 503))
+    async def model(name: str) -> dict[str, Any]:
+        """One of them."""
+        return _model(service, service.check_model(name))
+
+    @routes.get("/version", response_model=Version, responses=ASKS, tags=["Server"])
+    async def version() -> dict[str, Any]:
+        """The version of this server."""
+        return {"version": __version__}
+
+    return routes
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "paceline",
+        "root": service.model_names[0],
+        "parent": None,
+        "max_model_len": service.limits.max_model_len,
+    }
