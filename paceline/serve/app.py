@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from paceline import __version__
-from paceline.serve import chat, completions, models, tokens
+from paceline.serve import chat, completions, health, models, tokens
 from paceline.serve.errors import add_handlers
+from paceline.serve.middleware import Gate, Requests, log_request
+from paceline.serve.options import ServeOptions
 from paceline.serve.service import Service
 
 
-def make_app(service: Service) -> FastAPI:
+def make_app(service: Service, options: ServeOptions | None = None) -> FastAPI:
     """The HTTP API over a running service."""
+    options = options or ServeOptions()
     app = FastAPI(title="paceline", version=__version__, docs_url="/docs", redoc_url=None)
     add_handlers(app)
     for part in (models, completions, chat, tokens):
         app.include_router(part.router(service))
+    app.include_router(health.router(service.engine))
+    add_middleware(app, service, options)
     return app
+
+
+def add_middleware(app: FastAPI, service: Service, options: ServeOptions) -> None:
+    """What every request passes on its way to the app; the last one added is the first it meets."""
+    app.add_middleware(
+        Gate, engine=service.engine, keys=options.api_key, max_body_bytes=options.max_body_bytes
+    )
+    if options.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origin,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id", "X-Client-Request-Id", "Retry-After"),
+        )
+    app.add_middleware(Requests, timeout=options.request_timeout, tell=log_request)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 
 from starlette.requests import Request
 
 from paceline.engine.async_engine import AsyncEngine, Stream, Update
 from paceline.engine.outputs import RequestOutput
+from paceline.serve.errors import FieldError
 from paceline.serve.protocol import SamplingFields
 from paceline.verify.params import SamplingParams
+
+_SEGMENT = re.compile(r"[\w.:/-]{1,64}", re.ASCII)  # what can be a label of a metric
 
 
 class Generation:
@@ -32,13 +36,15 @@ class Generation:
         """A generation whose prompts have all been accepted by the engine; if one is refused, none runs."""
         generation = Generation(params.n)
         request_id = request.state.request_id
+        segment = segment_of(request, fields)
+        request.state.record.note(generation, segment, fields.user)
         try:
             for number, prompt in enumerate(prompts):
                 stream = await engine.submit(
                     prompt,
                     params,
                     f"{request_id}-{number}" if len(prompts) > 1 else request_id,
-                    segment=fields.segment or request.headers.get("x-segment", ""),
+                    segment=segment,
                     cache_salt=fields.cache_salt or "",
                     arrived=generation._arrived,
                 )
@@ -83,3 +89,14 @@ class Generation:
         """End what still runs. It takes part in no further pass."""
         for stream in self._streams:
             stream.abort()
+
+
+def segment_of(request: Request, fields: SamplingFields) -> str:
+    """The kind of traffic a request says it is, in its body or by X-Segment; empty if it does not say."""
+    segment = fields.segment or request.headers.get("x-segment", "")
+    if segment and not _SEGMENT.fullmatch(segment):
+        raise FieldError(
+            "segment",
+            f"a segment has 1 to 64 letters, digits, '_', '.', ':', '/' and '-', got {segment[:80]!r}.",
+        )
+    return segment

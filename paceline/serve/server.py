@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 import uvicorn.server
@@ -28,6 +29,7 @@ from paceline.engine.build import Loaded, LoadedModel, build_engine, load_model
 from paceline.errors import ConfigError
 from paceline.models.registry import resolve
 from paceline.serve.app import make_app
+from paceline.serve.connections import Connection, ConnectionLimits
 from paceline.serve.logs import log_event, set_up_logs
 from paceline.serve.options import ServeOptions
 from paceline.serve.service import Service
@@ -117,8 +119,8 @@ async def run(loaded: Loaded, names: tuple[str, ...], options: ServeOptions, lis
     """The exit code, after the server has come to its end."""
     engine = AsyncEngine(loaded.engine, loaded.tokenizer, max_queue=options.max_queue)
     engine.start()
-    service = Service(engine, loaded.tokenizer, names)
-    server = Server(make_app(service), engine, options)
+    service = Service(engine, loaded.tokenizer, names, options.tool_call_parser)
+    server = Server(make_app(service, options), engine, options, lambda status: None)
     try:
         await server.serve([listener])
     finally:
@@ -131,10 +133,15 @@ async def run(loaded: Loaded, names: tuple[str, ...], options: ServeOptions, lis
 class Server(uvicorn.Server):
     """uvicorn, with a drain of ours: the port stays open for as long as requests at hand need."""
 
-    def __init__(self, app: Any, engine: AsyncEngine, options: ServeOptions) -> None:
+    def __init__(
+        self, app: Any, engine: AsyncEngine, options: ServeOptions, tell: Callable[[int], None]
+    ) -> None:
+        """`tell` is called with the status of each request that is refused before it reaches the app."""
+        limits = ConnectionLimits(options.max_connections, options.client_timeout, tell)
         super().__init__(
             uvicorn.Config(
                 app,
+                http=cast(Any, partial(Connection, limits=limits)),
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -1,0 +1,35 @@
+"""`/health`: 200 while the server takes requests, 503 when it stops or its engine is dead. Needs no key."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter, Response
+from pydantic import BaseModel
+
+from paceline.engine.async_engine import AsyncEngine
+
+
+class Health(BaseModel):
+    status: Literal["ok", "draining", "dead"]
+
+
+def router(engine: AsyncEngine) -> APIRouter:
+    """The route of the health check."""
+    routes = APIRouter(tags=["server"])
+
+    @routes.get("/health", responses={503: {"model": Health, "description": "Stopping, or dead."}})
+    async def health(response: Response) -> Health:
+        """Whether requests are taken."""
+        status = health_of(engine)
+        response.status_code = 200 if status.status == "ok" else 503
+        return status
+
+    return routes
+
+
+def health_of(engine: AsyncEngine) -> Health:
+    """How the engine is."""
+    if engine.failure is not None:
+        return Health(status="dead")
+    return Health(status="draining" if engine.draining else "ok")

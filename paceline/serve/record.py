@@ -1,0 +1,105 @@
+"""RequestRecord: what there is to tell about one HTTP request when it is over."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import Scope
+
+from paceline.engine.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from paceline.serve.generation import Generation
+
+_SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}")
+MOST_PATH = 200  # characters of a path in the log
+USER_DIGITS = 12  # of the hash that stands for a user
+
+
+@dataclass
+class RequestRecord:
+    """Filled in on the way; `facts` is what the log gets."""
+
+    method: str
+    path: str
+    client: str | None  # the address it came from
+    client_request_id: str | None  # the client's own X-Request-Id, if it is a sane one
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # ours: unique whatever clients send
+    begun: float = field(default_factory=time.monotonic)
+    status: int | None = None  # None: the client has gone without an answer
+    complete: bool = False  # the answer was sent to its end
+    generation: Generation | None = None
+    segment: str = ""
+    user: str | None = None
+
+    @staticmethod
+    def of(scope: Scope) -> RequestRecord:
+        """The record of a request that has just come."""
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        address = scope.get("client")
+        return RequestRecord(
+            method=scope["method"],
+            path=scope["path"][:MOST_PATH],
+            client=address[0] if address else None,
+            client_request_id=given.decode() if _SANE_ID.fullmatch(given) else None,
+        )
+
+    def note(self, generation: Generation, segment: str, user: str | None) -> None:
+        """What the request has the engine do, once that is known."""
+        self.generation, self.segment, self.user = generation, segment, user
+
+    def facts(self) -> dict[str, Any]:
+        """What the log tells. Times are milliseconds; no prompt, no answer, no key."""
+        user = self.user and hashlib.sha256(self.user.encode()).hexdigest()[:USER_DIGITS]
+        facts = {
+            "request_id": self.request_id,
+            "client_request_id": self.client_request_id,
+            "method": self.method,
+            "path": self.path,
+            "status": self.status,
+            "client": self.client,
+            "disconnected": True if not self.complete else None,
+            "duration_ms": _milliseconds(time.monotonic() - self.begun),
+            "segment": self.segment or None,
+            "user": user,
+        }
+        return facts | (_figures(self.generation.outputs) if self.generation else {})
+
+
+def _figures(outputs: list[RequestOutput]) -> dict[str, Any]:
+    """What the engine did for a request, over all its prompts."""
+    if not outputs:
+        return {}
+    metrics = [output.metrics for output in outputs]
+    drafts = [one.speculative for one in metrics]
+    steps = sum(one.num_spec_steps for one in drafts)
+    accepted = sum(one.num_accepted_draft_tokens for one in drafts)
+    arrival = min(one.arrival_time for one in metrics)
+    firsts = [one.first_token_time for one in metrics if one.first_token_time is not None]
+    starts = [one.scheduled_time for one in metrics if one.scheduled_time is not None]
+    completions = [one for output in outputs for one in output.outputs]
+    figures: dict[str, Any] = {
+        "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
+        "cached_tokens": sum(one.num_cached_tokens for one in metrics),
+        "completion_tokens": sum(len(one.token_ids) for one in completions),
+        "finish_reasons": [one.finish_reason for one in completions],
+        "queue_ms": _milliseconds(min(starts) - arrival) if starts else None,
+        "ttft_ms": _milliseconds(min(firsts) - arrival) if firsts else None,
+    }
+    if steps:
+        figures["speculative"] = {
+            "num_spec_steps": steps,
+            "num_draft_tokens": sum(one.num_draft_tokens for one in drafts),
+            "num_accepted_draft_tokens": accepted,
+            "mean_acceptance_length": round(1 + accepted / steps, 3),
+        }
+    return figures
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1e3, 2)
