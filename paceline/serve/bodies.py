@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, get_args
-from uuid import uuid4
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -20,9 +19,21 @@ from pydantic import BaseModel
 from paceline.errors import RequestError
 from paceline.options import unknown_option
 from paceline.serve.errors import ApiError, FieldError
+from paceline.serve.fields import Unsupported
 
 MOST_DEPTH = 100  # lists and objects in each other
 _BOUNDS = {"less_than_equal", "less_than", "greater_than_equal", "greater_than"}
+_OBJECTS = {"model_type", "model_attributes_type", "dict_type"}
+
+# what the engine's messages begin with where that is not the name of a field
+_ABOUT = {
+    "Message": "messages",
+    "prompt": "messages",
+    "token": "prompt",
+    "num_speculative_tokens": "speculative",
+    "branching": "speculative",
+    "depth": "speculative",
+}
 
 
 class JsonRoute(APIRoute):
@@ -36,7 +47,6 @@ class JsonRoute(APIRoute):
         model: type[BaseModel] = body_field.field_info.annotation  # type: ignore[assignment]
 
         async def read_and_handle(request: Request) -> Response:
-            request.scope.setdefault("state", {}).setdefault("request_id", uuid4().hex)
             _check_content_type(request)
             read = _JsonRequest(request.scope, request.receive)
             read.data = parse_json(await read.body())
@@ -141,8 +151,8 @@ def validation_error(errors: Sequence[Any], model: type[BaseModel], data: Any) -
     here = [error for error, one in zip(errors, places, strict=True) if one == place]
     if here[0]["type"] == "extra_forbidden":
         return FieldError(name, unknown_option(str(place[-1])[:80], _fields_at(model, place), "this request"))
-    messages = [_message(error) for error in here]
-    return FieldError(name or "body", f"{name or 'the body'}: {' or '.join(dict.fromkeys(messages))}.")
+    wrong = " or ".join(dict.fromkeys(map(_message, here)))
+    return FieldError(name or "body", f"{name or 'the body'} {wrong}.")
 
 
 def _place(error: Any, data: Any) -> tuple[str | int, ...]:
@@ -160,9 +170,14 @@ def _place(error: Any, data: Any) -> tuple[str | int, ...]:
 
 
 def _message(error: Any) -> str:
-    message = "input should be an object" if error["type"] == "model_type" else str(error["msg"])
-    message = message[:1].lower() + message[1:]
-    return f"{message}, got {error['input']!r:.40}" if error["type"] in _BOUNDS else message.rstrip(".")
+    """What is wrong, to be read after the field's name."""
+    kind = error["type"]
+    if kind == "missing":
+        return "is missing"
+    if kind in _OBJECTS:
+        return "should be an object"
+    message = re.sub(r"^(Input|String|List|Dictionary|Value) should", "should", str(error["msg"]))
+    return f"{message}, got {error['input']!r:.40}" if kind in _BOUNDS else message.rstrip(".")
 
 
 def _fields_at(model: type[BaseModel], place: Sequence[str | int]) -> list[str]:
@@ -177,7 +192,12 @@ def _fields_at(model: type[BaseModel], place: Sequence[str | int]) -> list[str]:
             for inner in _models_in(field.annotation)
         ]
         models = deeper or models
-    return [field.alias or name for one in models for name, field in one.model_fields.items()]
+    return [
+        field.alias or name
+        for one in models
+        for name, field in one.model_fields.items()
+        if not any(isinstance(mark, Unsupported) for mark in field.metadata)
+    ]
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
@@ -194,10 +214,10 @@ def _with_param(error: RequestError, model: type[BaseModel]) -> RequestError:
     """
     if getattr(error, "param", None) is not None:
         return error
-    named = re.match(r"(?:the )?(\w+)(?!['\w])", str(error))
+    named = re.match(r"(?:the |a token id of |an id of )?(\w+)(?!['\w])", str(error))
     name = named[1] if named else ""
-    if name in ("prompt", "Message") and "messages" in model.model_fields:
-        name = "messages"
+    if name not in model.model_fields:
+        name = _ABOUT.get(name, "")
     return FieldError(name, str(error)) if name in model.model_fields else error
 
 

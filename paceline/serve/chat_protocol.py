@@ -15,7 +15,7 @@ from paceline.verify.params import MOST_LOGPROBS
 
 
 class TextPart(Body):
-    type: Annotated[Literal["text"], Unsupported("only parts of type text are served")]
+    type: Annotated[Literal["text"], Unsupported("must be text: only text parts are served")]
     text: str
 
 

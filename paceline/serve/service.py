@@ -34,6 +34,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 WORKERS = 2  # threads for templates, tokenizing and grammars
+MOST_CHARACTERS = 256  # of a token: a text with more for each token of the context cannot fit
 COMPILE_SECONDS = 10.0  # a grammar that takes longer is refused
 
 
@@ -79,7 +80,7 @@ class Service:
         """The token ids of a text."""
         if not text:
             raise RequestError("the prompt is empty: give at least one token (a text, or token ids).")
-        return await self.in_thread(self.tokenizer.encode, text, add_special_tokens)
+        return await self.in_thread(self._encode, text, add_special_tokens)
 
     async def encode_chat(
         self,
@@ -92,9 +93,19 @@ class Service:
         def encode() -> list[int]:
             chat, tools = self.toolbox.conversation(messages, plan)
             text = self.tokenizer.apply_chat_template(chat, add_generation_prompt, tools)
-            return self.tokenizer.encode(text, add_special_tokens=False)
+            return self._encode(text, add_special_tokens=False)
 
         return await self.in_thread(encode)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text; of one that is far too long nobody needs them."""
+        most = self.limits.max_model_len * MOST_CHARACTERS
+        if len(text) > most:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, and the context of {self.limits.max_model_len} tokens "
+                f"holds at most {most}. Shorten the prompt."
+            )
+        return self.tokenizer.encode(text, add_special_tokens)
 
     async def start(
         self,

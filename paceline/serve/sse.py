@@ -55,7 +55,8 @@ class EventResponse(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for data in _with_errors(self._events):
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
