@@ -1,0 +1,50 @@
+"""A server that is killed starts again at once, with what it keeps whole, and answers the same bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from paceline.bench.client import Server, post
+from paceline.bench.server_process import ServerProcess
+
+pytestmark = pytest.mark.real
+
+BODY = {"prompt": "one two three one two three one", "max_tokens": 24, "temperature": 0.8, "seed": 9}
+
+
+def answer(server: Server) -> str:
+    whole = asyncio.run(post(server, "/v1/completions", BODY))
+    assert whole.status == 200, whole.body
+    text: str = json.loads(whole.body)["choices"][0]["text"]
+    return text
+
+
+def test_killed_in_the_middle_of_answers(tmp_path: Path) -> None:
+    kept = tmp_path / "past.npz"
+    drafts = json.dumps({"method": "suffix", "suffix_cache_path": str(kept)})
+
+    def start() -> ServerProcess:
+        return ServerProcess("--speculative-config", drafts)
+
+    first = start()
+    text = answer(first.server)
+    assert answer(first.server) == text  # now from the prefix cache, and drafted from the past answer
+    assert first.stop() == 0
+    written = kept.read_bytes()
+
+    second = start()
+    assert answer(second.server) == text
+    endless = {**BODY, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{second.url}/v1/completions", json=endless) as stream:
+        next(stream.iter_lines())
+        second.kill()
+    assert kept.read_bytes() == written
+    assert list(tmp_path.iterdir()) == [kept]
+
+    with start() as third:
+        assert answer(third.server) == text

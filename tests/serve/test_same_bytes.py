@@ -1,0 +1,160 @@
+"""Over HTTP with a seed come the offline engine's bytes: drafted or not, streamed or not, alone or not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from paceline import LLM, SamplingParams
+from paceline.bench.client import Answer, Server, post
+from paceline.bench.server_process import ServerProcess
+from tests.serve.conftest import MODEL
+
+pytestmark = pytest.mark.real
+
+COMPANY = 17  # requests at once: each one among 16 others
+TEXT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n"
+CHAT = [
+    {"role": "user", "content": "Count from one to ten."},
+    {"role": "assistant", "content": "one, two, three, four, five, six, seven, eight, nine, ten"},
+    {"role": "user", "content": "Again, please."},
+]
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.8, "seed": 11},
+    {"temperature": 0.8, "seed": 12, "top_k": 30, "top_p": 0.9},
+    {"temperature": 1.0, "seed": 13, "min_p": 0.05, "repetition_penalty": 1.1},
+    {"temperature": 0.8, "seed": 14, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    {"temperature": 0, "logit_bias": {"216": -5}, "min_tokens": 20},
+    {"temperature": 0.8, "seed": 15, "stop": ["return", "\n\n\n"], "ignore_eos": True},
+    {"temperature": 0.8, "seed": 16, "stop_token_ids": [198], "skip_special_tokens": False},
+]
+TOKENS = 24
+SPECULATIVE = ["off", "suffix", {"method": "ngram", "num_speculative_tokens": 4}]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request: to a chat or to continue a text, with options and log-probabilities."""
+
+    chat: bool
+    options: dict[str, Any]
+
+    def params(self) -> SamplingParams:
+        options = {**self.options}
+        if "logit_bias" in options:
+            options["logit_bias"] = {int(token): value for token, value in options["logit_bias"].items()}
+        return SamplingParams(max_tokens=TOKENS, logprobs=2, **options)
+
+    def body(self, speculative: object, stream: bool) -> dict[str, Any]:
+        body = {"model": MODEL, "max_tokens": TOKENS, "speculative": speculative, "stream": stream}
+        if self.chat:
+            return {**body, **self.options, "messages": CHAT, "logprobs": True, "top_logprobs": 2}
+        return {**body, **self.options, "prompt": TEXT, "logprobs": 2}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What an answer must be."""
+
+    text: str
+    logprobs: list[float]  # of the tokens that were chosen
+    finish_reason: str | None
+
+
+CASES = [Case(chat, options) for options in OPTIONS for chat in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def truths(offline: LLM) -> list[Truth]:
+    """The offline engine's answers, without drafts."""
+    outputs = [
+        (offline.chat(CHAT, case.params()) if case.chat else offline.generate(TEXT, case.params()))[
+            0
+        ].outputs[0]
+        for case in CASES
+    ]
+    return [
+        Truth(
+            one.text,
+            [entry[token].logprob for entry, token in zip(one.logprobs or [], one.token_ids, strict=True)],
+            one.finish_reason,
+        )
+        for one in outputs
+    ]
+
+
+async def ask(server: Server, case: Case, speculative: object, stream: bool) -> Truth:
+    """What the server answers."""
+    path = "/v1/chat/completions" if case.chat else "/v1/completions"
+    answer = await post(server, path, case.body(speculative, stream))
+    assert answer.status == 200, answer.body
+    choices = _streamed_choices(answer) if stream else [json.loads(answer.body)["choices"][0]]
+    logprobs = [value for choice in choices for value in _logprobs(choice)]
+    text = "".join(_text(choice) for choice in choices)
+    return Truth(text, logprobs, choices[-1]["finish_reason"])
+
+
+def _streamed_choices(answer: Answer) -> list[dict[str, Any]]:
+    assert answer.complete, answer.body
+    return [choice for _, choice in answer.choices]
+
+
+def _text(choice: dict[str, Any]) -> str:
+    message = choice.get("message") or choice.get("delta") or {}
+    return choice.get("text") or message.get("content") or ""
+
+
+def _logprobs(choice: dict[str, Any]) -> list[float]:
+    logprobs = choice.get("logprobs") or {}
+    if "content" in logprobs:
+        return [entry["logprob"] for entry in logprobs["content"] or ()]
+    return list(logprobs.get("token_logprobs") or ())
+
+
+def test_alone(real_server: ServerProcess, truths: Sequence[Truth]) -> None:
+    async def work() -> None:
+        for number, (case, truth) in enumerate(zip(CASES, truths, strict=True)):
+            speculative = SPECULATIVE[number % len(SPECULATIVE)]
+            for stream in (False, True):
+                assert await ask(real_server.server, case, speculative, stream) == truth, (case, speculative)
+
+    asyncio.run(work())
+
+
+def test_among_sixteen_others(real_server: ServerProcess, truths: Sequence[Truth]) -> None:
+    room = asyncio.Semaphore(COMPANY)
+
+    async def one(case: Case, truth: Truth, speculative: object, stream: bool) -> None:
+        async with room:
+            assert await ask(real_server.server, case, speculative, stream) == truth, (case, speculative)
+
+    async def work() -> None:
+        await asyncio.gather(
+            *(
+                one(case, truth, speculative, stream)
+                for speculative in SPECULATIVE
+                for stream in (False, True)
+                for case, truth in zip(CASES, truths, strict=True)
+            )
+        )
+
+    asyncio.run(work())
+
+
+def test_the_cases_differ_and_are_drafted_for(real_server: ServerProcess, truths: Sequence[Truth]) -> None:
+    """Else the comparisons above would show little."""
+    assert len({(truth.text, tuple(truth.logprobs)) for truth in truths}) == len(truths)
+
+    async def work() -> dict[str, Any]:
+        body = {**CASES[1].body("suffix", False), "return_metrics": True}
+        answer = await post(real_server.server, "/v1/chat/completions", body)
+        figures: dict[str, Any] = json.loads(answer.body)["metrics"]["speculative_decoding"]
+        return figures
+
+    assert asyncio.run(work())["num_accepted_draft_tokens"] > 0

@@ -1,0 +1,72 @@
+"""Requests made up from the OpenAPI document: none is a 500, and every answer is as documented.
+
+More of them against any server: `python -m tests.serve.test_schemathesis URL REQUESTS`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import hypothesis
+import schemathesis
+from schemathesis.checks import load_all_checks
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from tests.serve.toy_server import toy_server
+from tests.toy import toy_engine
+
+# what a document cannot say (ids within the vocabulary, prompts that fit) is refused with reason
+EXCLUDED = [positive_data_acceptance]
+
+
+def check_operations(url: str, requests: int) -> Counter[int]:
+    """How often each status was answered to about so many requests, half of them against the document."""
+    load_all_checks()
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    operations = [found.ok() for found in schema.get_all_operations()]
+    with_body = [operation for operation in operations if operation.body]
+    statuses: Counter[int] = Counter()
+    for operation in operations:
+        if operation in with_body:
+            for mode in GenerationMode:
+                _check(
+                    operation.as_strategy(generation_mode=mode), requests // (2 * len(with_body)), statuses
+                )
+        else:  # hardly anything can be varied
+            _check(operation.as_strategy(), 3, statuses)
+    return statuses
+
+
+def _check(cases: Any, examples: int, statuses: Counter[int]) -> None:
+    @hypothesis.settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(case=cases)
+    def check(case: schemathesis.Case) -> None:
+        if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+            del case.body["model"]  # hardly ever the one that is served: all would be 404
+        response = case.call(timeout=60)
+        statuses[response.status_code] += 1
+        case.validate_response(response, excluded_checks=EXCLUDED)
+
+    check()
+
+
+def test_no_made_up_request_breaks_the_server() -> None:
+    with toy_server(toy_engine()) as url:
+        statuses = check_operations(url, 300)
+    assert sum(statuses.values()) > 250
+    assert statuses[200] > 30
+    assert statuses[400] > 50
+    assert max(statuses) < 500
+
+
+if __name__ == "__main__":
+    print(dict(check_operations(sys.argv[1], int(sys.argv[2]))))
