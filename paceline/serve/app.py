@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from paceline import __version__
-from paceline.serve import chat, completions, health, models, tokens
+from paceline.serve import chat, completions, health, models, responses, tokens
 from paceline.serve.errors import add_handlers
 from paceline.serve.middleware import Gate, Requests, log_request
 from paceline.serve.options import ServeOptions
@@ -18,7 +18,7 @@ def make_app(service: Service, options: ServeOptions | None = None) -> FastAPI:
     options = options or ServeOptions()
     app = FastAPI(title="paceline", version=__version__, docs_url="/docs", redoc_url=None)
     add_handlers(app)
-    for part in (models, completions, chat, tokens):
+    for part in (models, completions, chat, responses, tokens):
         app.include_router(part.router(service))
     app.include_router(health.router(service.engine))
     add_middleware(app, service, options)

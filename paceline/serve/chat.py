@@ -57,18 +57,11 @@ def _plan(service: Service, body: ChatRequest) -> tuple[ToolPlan, SamplingParams
     schema = body.response_format.content_schema() if body.response_format is not None else None
     choice = chat_choice(body.tool_choice, body.parallel_tool_calls)
     plan = service.toolbox.plan(chat_tools(body.tools), choice, schema)
-    options = plan.sampling_options()
-    if schema is not None:
-        options.setdefault("structured_outputs", {"json": schema})
-    if body.structured_outputs is not None and "structured_outputs" in options:
-        raise FieldError(
-            "structured_outputs", "structured_outputs cannot be beside tools or a response_format."
-        )
     params = body.sampling_params(
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
-        **options,
+        **plan.sampling_options(),
     )
     return plan, params
 

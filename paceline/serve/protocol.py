@@ -60,7 +60,7 @@ class SamplingFields(Body):
     top_p: Float | None = Field(None, gt=0, le=1)
     top_k: Int | None = Field(None, ge=-1, le=2**31)
     min_p: Float | None = Field(None, ge=0, le=1)
-    repetition_penalty: Float | None = Field(None, gt=0, le=100)
+    repetition_penalty: Float | None = Field(None, ge=0.01, le=100)
     presence_penalty: Float | None = Field(None, ge=-2, le=2)
     frequency_penalty: Float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Float] | None = Field(None, max_length=MOST_BIASES)
@@ -73,7 +73,7 @@ class SamplingFields(Body):
     skip_special_tokens: Bool | None = None
     include_stop_str_in_output: Bool | None = None
     structured_outputs: dict[str, Any] | None = None  # {"regex" | "choice" | "grammar" | "json": ...}
-    speculative: str | dict[str, Any] | None = None  # "off", "auto", a method or an object
+    speculative: Name | dict[str, Any] | None = None  # "off", "auto", a method or an object
     segment: Name | None = None  # the kind of traffic; the header X-Segment says the same
     cache_salt: Name | None = None  # only requests of the same salt share the prefix cache
     return_metrics: Bool | None = None  # the response then has `metrics`
@@ -87,6 +87,10 @@ class SamplingFields(Body):
 
     def sampling_params(self, **others: Any) -> SamplingParams:
         """The engine's parameters: the fields that were given, and `others`."""
+        if self.structured_outputs is not None and "structured_outputs" in others:
+            raise FieldError(
+                "structured_outputs", "structured_outputs cannot be beside tools or a response format."
+            )
         given = {name: getattr(self, name) for name in _ENGINE_FIELDS if getattr(self, name) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(token): value for token, value in self.logit_bias.items()}

@@ -1,0 +1,178 @@
+"""/v1/responses: OpenAI's newer API for conversations. Nothing is stored: a request brings all it needs."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from paceline.engine.outputs import RequestOutput
+from paceline.serve.answers import GENERATES, json_response
+from paceline.serve.bodies import JsonRoute
+from paceline.serve.errors import describe
+from paceline.serve.generation import Generation
+from paceline.serve.protocol import Metrics
+from paceline.serve.responses_input import messages_of
+from paceline.serve.responses_output import OutputItems
+from paceline.serve.responses_protocol import ResponseObject, ResponseRequest
+from paceline.serve.service import Service
+from paceline.serve.sse import EventResponse, event
+from paceline.serve.tools import ToolPlan
+from paceline.verify.params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+def router(service: Service) -> APIRouter:
+    """The route of responses."""
+    routes = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
+
+    @routes.post("/v1/responses", response_model=ResponseObject, responses=GENERATES)
+    async def responses(body: ResponseRequest, request: Request) -> Response:
+        """The answer to an input. With `stream`, events as server-sent events."""
+        model = service.check_model(body.model)
+        messages = messages_of(body)
+        plan, params = await service.in_thread(_plan, service, body)
+        prompt = await service.encode_chat(messages, plan)
+        answer = _Answer(body, params, plan, model, f"resp_{request.state.request_id}")
+        generation = await service.start(request, [prompt], params, body)
+        if body.stream:
+            return EventResponse(answer.events(generation), generation.abort)
+        (output,) = await service.finished(request, generation)
+        return json_response(answer.whole(output))
+
+    return routes
+
+
+def _plan(service: Service, body: ResponseRequest) -> tuple[ToolPlan, SamplingParams]:
+    """What the tools ask for, and what the engine is asked for."""
+    tools = [tool.tool() for tool in body.tools or ()]
+    plan = service.toolbox.plan(tools, body.choice(), body.content_schema())
+    return plan, body.sampling_params(max_tokens=body.max_output_tokens, **plan.sampling_options())
+
+
+class _Answer:
+    """Writes the answer to one request, whole or as events."""
+
+    def __init__(
+        self, body: ResponseRequest, params: SamplingParams, plan: ToolPlan, model: str, response_id: str
+    ) -> None:
+        self._parser = plan.parser()
+        self._items = OutputItems(_new_id)
+        self._sequence = 0
+        self._wants_metrics = bool(body.return_metrics)
+        self._head: dict[str, Any] = {
+            "id": response_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            **_echoed(body, params),
+        }
+
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        """The response object of a finished output."""
+        (one,) = output.outputs
+        for parsed in [*self._parser.feed(one.text), *self._parser.finish()]:
+            list(self._items.take(parsed))
+        list(self._items.finish(one.finish_reason == "length"))
+        return self._ended(output)
+
+    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The events of a stream. One that fails ends with response.failed."""
+        begun = self._response("in_progress")
+        yield self._lifecycle("created", begun) + self._lifecycle("in_progress", begun)
+        try:
+            async for batch in generation:
+                yield b"".join(self._written(update.text) for _, update in batch)
+        except Exception as error:
+            status, told = describe(error)
+            if status == 500:
+                logger.error("a stream failed", exc_info=error)
+            details = {"code": "server_error", "message": told["error"]["message"]}
+            yield self._lifecycle("failed", {**self._response("failed"), "error": details})
+            return
+        (output,) = generation.outputs
+        cut_off = output.outputs[0].finish_reason == "length"
+        last = [wire for parsed in self._parser.finish() for wire in self._items.take(parsed)]
+        yield b"".join(self._event(wire) for wire in [*last, *self._items.finish(cut_off)])
+        ended = self._ended(output)
+        yield self._lifecycle(ended["status"], ended)
+
+    def _written(self, text: str) -> bytes:
+        parsed = self._parser.feed(text)
+        return b"".join(self._event(wire) for one in parsed for wire in self._items.take(one))
+
+    def _ended(self, output: RequestOutput) -> dict[str, Any]:
+        cut_off = output.outputs[0].finish_reason == "length"
+        response = self._response("incomplete" if cut_off else "completed")
+        response["usage"] = _usage(output)
+        if cut_off:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["completed_at"] = int(time.time())
+        if self._wants_metrics:
+            response["metrics"] = Metrics.of(output).model_dump()
+        return response
+
+    def _response(self, status: str) -> dict[str, Any]:
+        nothing = {"completed_at": None, "error": None, "incomplete_details": None, "usage": None}
+        return {**self._head, **nothing, "status": status, "output": list(self._items.items)}
+
+    def _lifecycle(self, kind: str, response: dict[str, Any]) -> bytes:
+        return self._event({"type": f"response.{kind}", "response": response})
+
+    def _event(self, data: dict[str, Any]) -> bytes:
+        numbered = {**data, "sequence_number": self._sequence}
+        self._sequence += 1
+        return event(numbered, name=data["type"])
+
+
+def _echoed(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
+    """What a response repeats of its request."""
+    text_format = (body.text and body.text.format and body.text.format.model_dump(by_alias=True)) or {}
+    choice = body.tool_choice
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "text": {"format": _given(text_format) or {"type": "text"}},
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump() if choice else "auto",
+        "store": False,
+        "background": False,
+        "previous_response_id": None,
+        "truncation": "disabled",
+        "service_tier": "default",
+        "reasoning": {"effort": None, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "prompt_cache_key": body.prompt_cache_key,
+        "user": body.user,
+        "top_logprobs": 0,
+    }
+
+
+def _usage(output: RequestOutput) -> dict[str, Any]:
+    given, made = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+    cached = {"cached_tokens": output.metrics.num_cached_tokens, "cache_write_tokens": 0}
+    return {
+        "input_tokens": given,
+        "input_tokens_details": cached,
+        "output_tokens": made,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": given + made,
+    }
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"
