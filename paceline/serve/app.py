@@ -6,26 +6,32 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from paceline import __version__
-from paceline.serve import chat, completions, health, models, responses, tokens
-from paceline.serve.errors import add_handlers
+from paceline.serve import chat, completions, health, metrics_page, models, responses, tokens
+from paceline.serve.errors import CLIENT_GONE, add_handlers
+from paceline.serve.metrics import Metrics
 from paceline.serve.middleware import Gate, Requests, log_request
 from paceline.serve.options import ServeOptions
+from paceline.serve.record import RequestRecord
 from paceline.serve.service import Service
 
 
-def make_app(service: Service, options: ServeOptions | None = None) -> FastAPI:
-    """The HTTP API over a running service."""
+def make_app(
+    service: Service, options: ServeOptions | None = None, metrics: Metrics | None = None
+) -> FastAPI:
+    """The HTTP API over a running service. `metrics` are shown if they are given: they observe the engine."""
     options = options or ServeOptions()
     app = FastAPI(title="paceline", version=__version__, docs_url="/docs", redoc_url=None)
     add_handlers(app)
     for part in (models, completions, chat, responses, tokens):
         app.include_router(part.router(service))
     app.include_router(health.router(service.engine))
-    add_middleware(app, service, options)
+    if metrics is not None:
+        app.include_router(metrics_page.router(metrics, service.engine))
+    add_middleware(app, service, options, metrics)
     return app
 
 
-def add_middleware(app: FastAPI, service: Service, options: ServeOptions) -> None:
+def add_middleware(app: FastAPI, service: Service, options: ServeOptions, metrics: Metrics | None) -> None:
     """What every request passes on its way to the app; the last one added is the first it meets."""
     app.add_middleware(
         Gate, engine=service.engine, keys=options.api_key, max_body_bytes=options.max_body_bytes
@@ -38,4 +44,12 @@ def add_middleware(app: FastAPI, service: Service, options: ServeOptions) -> Non
             allow_headers=("*",),
             expose_headers=("X-Request-Id", "X-Client-Request-Id", "Retry-After"),
         )
-    app.add_middleware(Requests, timeout=options.request_timeout, tell=log_request)
+    known = {getattr(route, "path", "") for route in app.routes}
+
+    def tell(record: RequestRecord) -> None:
+        log_request(record)
+        if metrics is not None:
+            path = record.path if record.path in known else ""  # clients must not name labels
+            metrics.answered(path, record.status or CLIENT_GONE)
+
+    app.add_middleware(Requests, timeout=options.request_timeout, tell=tell)

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,14 @@ from paceline import __version__
 from paceline.config import CacheOptions, EngineConfig, SpeculativeOptions
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.build import Loaded, LoadedModel, build_engine, load_model
+from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.models.registry import resolve
+from paceline.models.tokenizer import Tokenizer
 from paceline.serve.app import make_app
 from paceline.serve.connections import Connection, ConnectionLimits
 from paceline.serve.logs import log_event, set_up_logs
+from paceline.serve.metrics import Metrics
 from paceline.serve.options import ServeOptions
 from paceline.serve.service import Service
 from paceline.terminal.session import announce_compilation, note
@@ -51,13 +54,11 @@ def serve(model: str, engine: dict[str, Any], server: dict[str, Any]) -> None:
     set_up_logs(options.log_level, options.log_format)
     begun = time.monotonic()
     loaded = load(config)
-    seconds = round(time.monotonic() - begun, 1)
-    log_event(
-        logger, "loaded", model=model, seconds=seconds, max_model_len=loaded.engine.limits.max_model_len
-    )
+    facts = describe(config, loaded)
+    log_event(logger, "loaded", seconds=round(time.monotonic() - begun, 1), **facts)
+    names = _model_names(model, options)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        code = runner.run(run(loaded, _model_names(model, options), options, listener))
-    raise SystemExit(code)
+        runner.run(run(loaded.engine, loaded.tokenizer, names, options, listener, facts))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -115,29 +116,50 @@ def warm_up(config: EngineConfig, model: LoadedModel) -> None:
         engine.step()
 
 
-async def run(loaded: Loaded, names: tuple[str, ...], options: ServeOptions, listener: socket.socket) -> int:
-    """The exit code, after the server has come to its end."""
-    engine = AsyncEngine(loaded.engine, loaded.tokenizer, max_queue=options.max_queue)
-    engine.start()
-    service = Service(engine, loaded.tokenizer, names, options.tool_call_parser)
-    server = Server(make_app(service, options), engine, options, lambda status: None)
+def describe(config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
+    """What is served and how, for the log and the metrics."""
+    limits = loaded.engine.limits
+    return {
+        "version": __version__,
+        "model": Path(config.model.model).name,
+        "backend": config.backend.name,
+        "quantization": config.backend.quantization,
+        "drafters": ",".join(config.speculative.speculation().drafters) or "off",
+        "max_model_len": str(limits.max_model_len),
+        "max_num_seqs": str(limits.max_num_seqs),
+        "max_num_batched_tokens": str(limits.max_num_batched_tokens),
+    }
+
+
+async def run(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    names: tuple[str, ...],
+    options: ServeOptions,
+    listener: socket.socket,
+    facts: Mapping[str, str],
+) -> None:
+    """Serve a loaded model on a bound socket until a signal ends it."""
+    metrics = Metrics(names[0], options.max_segments, facts)
+    front = AsyncEngine(engine, tokenizer, max_queue=options.max_queue, observers=(metrics,))
+    front.start()
+    service = Service(front, tokenizer, names, options.tool_call_parser)
+    app = make_app(service, options, metrics)
     try:
-        await server.serve([listener])
+        await Server(app, front, options, metrics).serve([listener])
     finally:
-        await engine.stop()
+        await front.stop()
         service.workers.shutdown(wait=False, cancel_futures=True)
     log_event(logger, "stopped")
-    return 0
 
 
 class Server(uvicorn.Server):
     """uvicorn, with a drain of ours: the port stays open for as long as requests at hand need."""
 
-    def __init__(
-        self, app: Any, engine: AsyncEngine, options: ServeOptions, tell: Callable[[int], None]
-    ) -> None:
-        """`tell` is called with the status of each request that is refused before it reaches the app."""
-        limits = ConnectionLimits(options.max_connections, options.client_timeout, tell)
+    def __init__(self, app: Any, engine: AsyncEngine, options: ServeOptions, metrics: Metrics) -> None:
+        limits = ConnectionLimits(
+            options.max_connections, options.client_timeout, partial(metrics.answered, "")
+        )
         super().__init__(
             uvicorn.Config(
                 app,
@@ -162,7 +184,7 @@ class Server(uvicorn.Server):
         """Listen, and say where."""
         await super().startup(sockets)
         assert sockets is not None
-        log_event(logger, "listening", url=_url(self._options.host, sockets[0]), version=__version__)
+        log_event(logger, "listening", url=_url(self._options.host, sockets[0]))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come. (uvicorn's own would raise it again at the end, and the exit code be not 0.)"""

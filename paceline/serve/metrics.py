@@ -1,0 +1,215 @@
+"""The numbers behind /metrics: plain counts, kept by the engine's thread while it steps.
+
+Observing a step costs microseconds, so the counts are Python numbers; metrics_page.py puts them into
+Prometheus' words when somebody asks. Names are vLLM's, and so are the edges of the histograms, with
+finer ones below for small models.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from paceline.engine.engine import Delta
+from paceline.engine.request import Request
+from paceline.engine.stats import DraftFacts, StepStats
+
+OTHER = "other"  # the segments beyond the limit, taken together
+
+_TOKENS = tuple(mantissa * 10.0**power for power in range(6) for mantissa in (1, 2, 5))
+_FIRST_TOKEN = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_GAP = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_WHOLE = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
+    *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+# name: (upper edges, what is observed)
+HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
+    "time_to_first_token_seconds": (_FIRST_TOKEN, "From arrival to the first token of an output."),
+    "inter_token_latency_seconds": (_GAP, "From a step that gave an output tokens to the next that did."),
+    "request_time_per_output_token_seconds": (_GAP, "Mean time of an output's tokens after its first."),
+    "e2e_request_latency_seconds": (_WHOLE, "From arrival to the last token of an output."),
+    "request_queue_time_seconds": (_WHOLE, "From arrival to the first pass."),
+    "request_prefill_time_seconds": (_WHOLE, "From the first pass to the first token."),
+    "request_decode_time_seconds": (_WHOLE, "From the first token to the last."),
+    "request_inference_time_seconds": (_WHOLE, "From the first pass to the last token."),
+    "request_prompt_tokens": (_TOKENS, "Tokens of a finished request's prompt."),
+    "request_generation_tokens": (_TOKENS, "Tokens of a finished output."),
+}
+
+STEP_PARTS = [item.name.removesuffix("_time") for item in fields(StepStats) if item.name.endswith("_time")]
+
+
+class Histogram:
+    """Counts of values by their size."""
+
+    __slots__ = ("counts", "edges", "total")
+
+    def __init__(self, edges: Sequence[float]) -> None:
+        self.edges = edges
+        self.counts = [0] * (len(edges) + 1)  # the last: above all edges
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.edges, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper edge, how many values are at most that) for each edge and for +Inf."""
+        reached = 0
+        found: list[tuple[str, float]] = []
+        for edge, count in zip((*self.edges, "+Inf"), self.counts, strict=True):
+            reached += count
+            found.append((str(edge), reached))
+        return found
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """What became of the drafts of one drafter for one segment."""
+
+    drafts: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    tried_at: list[int] = field(default_factory=list)  # [d] drafts that went to depth d + 1
+    accepted_at: list[int] = field(default_factory=list)  # [d] of these, accepted there
+
+    def add(self, draft: DraftFacts) -> None:
+        """Count one draft. Its length may differ from that of the one before."""
+        self.drafts += 1
+        self.tokens += draft.nodes
+        self.accepted += draft.accepted
+        missing = draft.depth - len(self.tried_at)
+        if missing > 0:
+            self.tried_at += [0] * missing
+            self.accepted_at += [0] * missing
+        for depth in range(draft.depth):
+            self.tried_at[depth] += 1
+        for depth in range(draft.accepted):
+            self.accepted_at[depth] += 1
+
+
+class SegmentCounts:
+    """What was done for one segment."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.ended: Counter[str] = Counter()  # outputs, by finish reason
+        self.histograms = {name: Histogram(edges) for name, (edges, _) in HISTOGRAMS.items()}
+        self.drafts: dict[str, DraftCounts] = {}  # by drafter
+
+
+class Metrics:
+    """Counts steps for the engine and HTTP requests for the server. Each count has one thread that writes."""
+
+    def __init__(
+        self,
+        model_name: str,
+        max_segments: int,
+        info: Mapping[str, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`info` are facts about this server that do not change."""
+        self.model_name = model_name
+        self.info = info
+        self.segments: dict[str, SegmentCounts] = {"": SegmentCounts()}  # "": requests that name none
+        self.steps = 0
+        self.failed_steps = 0
+        self.rows = 0
+        self.preemptions = 0
+        self.draft_failures = 0
+        self.step_seconds = dict.fromkeys(STEP_PARTS, 0.0)
+        self.http: Counter[tuple[str, int]] = Counter()  # of the event loop: by path and status
+        self._max_segments = max_segments
+        self._clock = clock
+        self._gained_at: dict[Request, float] = {}  # when each running output last gained a token
+
+    # --- in the engine's thread ---
+
+    def step(self, stats: StepStats, deltas: Sequence[Delta]) -> None:
+        """Count one step."""
+        self.steps += 1
+        self.failed_steps += stats.failed
+        self.rows += stats.rows
+        self.preemptions += stats.preemptions
+        self.draft_failures += stats.draft_failures
+        for part in STEP_PARTS:
+            self.step_seconds[part] += getattr(stats, part + "_time")
+        for draft in stats.drafts:
+            drafts = self._segment(draft.segment).drafts
+            (drafts.get(draft.drafter) or drafts.setdefault(draft.drafter, DraftCounts())).add(draft)
+        now = self._clock()
+        for delta in deltas:
+            if delta.token_ids:
+                self._gain(delta.request, len(delta.token_ids), now)
+            if delta.request.finished:
+                self._end(delta.request)
+
+    def aborted(self, requests: Sequence[Request]) -> None:
+        """Count outputs that nobody waits for any more."""
+        for request in requests:
+            self._end(request)
+
+    def _gain(self, request: Request, num_tokens: int, now: float) -> None:
+        segment = self._segment(request.segment)
+        segment.generation_tokens += num_tokens
+        before = self._gained_at.get(request)
+        self._gained_at[request] = now
+        if before is not None:
+            segment.histograms["inter_token_latency_seconds"].observe(now - before)
+            return
+        assert request.first_token_time is not None
+        segment.histograms["time_to_first_token_seconds"].observe(
+            request.first_token_time - request.arrival_time
+        )
+        if request.child == 0:  # the n outputs share one prompt
+            segment.prompt_tokens += len(request.prompt_token_ids)
+
+    def _end(self, request: Request) -> None:
+        segment = self._segment(request.segment)
+        segment.ended[request.finish_reason or ""] += 1
+        self._gained_at.pop(request, None)
+        started, first, end = request.scheduled_time, request.first_token_time, request.finished_time
+        if started is None or first is None or end is None:
+            return
+        count = request.num_output
+        observed: dict[str, float] = {
+            "e2e_request_latency_seconds": end - request.arrival_time,
+            "request_queue_time_seconds": started - request.arrival_time,
+            "request_prefill_time_seconds": first - started,
+            "request_decode_time_seconds": end - first,
+            "request_inference_time_seconds": end - started,
+            "request_generation_tokens": count,
+        }
+        if count > 1:
+            observed["request_time_per_output_token_seconds"] = (end - first) / (count - 1)
+        if request.child == 0:
+            observed["request_prompt_tokens"] = len(request.prompt_token_ids)
+        for name, value in observed.items():
+            segment.histograms[name].observe(value)
+
+    def _segment(self, name: str) -> SegmentCounts:
+        """The counts of a segment; of all the others together, once there are too many."""
+        found = self.segments.get(name)
+        if found is None:
+            known = len(self.segments) - 1 - (OTHER in self.segments)  # without "" and the others
+            kept = name if known < self._max_segments else OTHER
+            found = self.segments.setdefault(kept, SegmentCounts())
+        return found
+
+    # --- in the event loop ---
+
+    def answered(self, path: str, status: int) -> None:
+        """Count an HTTP request. `path` is one of the API's own, or empty: clients must not name metrics."""
+        self.http[path, status] += 1

@@ -1,0 +1,177 @@
+"""`/metrics`: the counts of metrics.py in Prometheus' text format."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from paceline.engine.async_engine import AsyncEngine
+from paceline.serve.metrics import HISTOGRAMS, DraftCounts, Metrics
+
+PREFIX = "paceline:"
+# `vllm bench serve` reads its four counters of drafts by these names
+VLLM = "vllm:"
+
+Labels = dict[str, str]
+Samples = Iterable[tuple[Labels, float]]
+
+
+def router(metrics: Metrics, engine: AsyncEngine) -> APIRouter:
+    """The route of the metrics."""
+    registry = CollectorRegistry()
+    registry.register(Page(metrics, engine))
+    ProcessCollector(registry=registry)
+    routes = APIRouter(tags=["server"])
+
+    @routes.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def page() -> Response:
+        """What the server did, for Prometheus."""
+        text = await asyncio.to_thread(generate_latest, registry)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    return routes
+
+
+class Page(Collector):
+    """All metrics, made anew whenever they are asked for."""
+
+    def __init__(self, metrics: Metrics, engine: AsyncEngine) -> None:
+        self._metrics = metrics
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        yield InfoMetricFamily(PREFIX + "server", "What is served, and how.", value=dict(self._metrics.info))
+        yield from self._state()
+        yield from self._steps()
+        yield from self._segments()
+        yield from self._drafts()
+        http = [
+            ({"path": path, "status": str(status)}, count)
+            for (path, status), count in list(self._metrics.http.items())
+        ]
+        yield self._counter("http_requests", "HTTP requests, by the path and the status of the answer.", http)
+
+    def _state(self) -> Iterator[Metric]:
+        """How things are now."""
+        state = self._engine.state
+        gauges = {
+            "num_requests_running": ("Outputs that take part in passes.", state.running),
+            "num_requests_waiting": ("Outputs that wait for their first pass.", state.waiting),
+            "kv_cache_usage_perc": ("Share of pages that requests hold; 1 is all.", state.kv_usage),
+            "engine_healthy": ("1 while the engine is well.", float(self._engine.failure is None)),
+        }
+        for name, (words, value) in gauges.items():
+            family = GaugeMetricFamily(PREFIX + name, words, labels=["model_name"])
+            family.add_metric([self._metrics.model_name], value)
+            yield family
+        words = "Prompt tokens looked up in the prefix cache."
+        yield self._counter("prefix_cache_queries", words, [({}, state.prefix_queries)])
+        words = "Prompt tokens found in the prefix cache."
+        yield self._counter("prefix_cache_hits", words, [({}, state.prefix_hits)])
+
+    def _steps(self) -> Iterator[Metric]:
+        """What passes there were, and where their time went."""
+        metrics = self._metrics
+        counts = {
+            "engine_steps": ("Passes over the model.", metrics.steps),
+            "engine_failed_steps": ("Passes that raised; their requests have failed.", metrics.failed_steps),
+            "engine_rows": ("Rows of all passes: prompts, tokens and drafts.", metrics.rows),
+            "num_preemptions": ("Requests that gave up their pages, to go on later.", metrics.preemptions),
+            "draft_failures": ("Calls of drafters that raised.", metrics.draft_failures),
+        }
+        for name, (words, count) in counts.items():
+            yield self._counter(name, words, [({}, count)])
+        parts = [({"part": part}, seconds) for part, seconds in metrics.step_seconds.items()]
+        yield self._counter("engine_step_seconds", "Seconds of all steps, by part.", parts)
+
+    def _segments(self) -> Iterator[Metric]:
+        """What was done for each segment."""
+        segments = list(self._metrics.segments.items())
+        sums = [({"segment": name}, one.prompt_tokens) for name, one in segments]
+        yield self._counter("prompt_tokens", "Tokens of prompts; n outputs share one.", sums)
+        sums = [({"segment": name}, one.generation_tokens) for name, one in segments]
+        yield self._counter("generation_tokens", "Tokens that were generated.", sums)
+        ends = [
+            ({"segment": name, "finished_reason": reason}, count)
+            for name, one in segments
+            for reason, count in list(one.ended.items())
+        ]
+        yield self._counter("request_success", "Outputs that have ended, by reason.", ends)
+        for name, (_, words) in HISTOGRAMS.items():
+            family = HistogramMetricFamily(PREFIX + name, words, labels=["model_name", "segment"])
+            for segment, one in segments:
+                histogram = one.histograms[name]
+                family.add_metric([self._metrics.model_name, segment], histogram.buckets(), histogram.total)
+            yield family
+
+    def _drafts(self) -> Iterator[Metric]:
+        """What became of drafts, by segment, drafter and position; and their sums under vLLM's names."""
+        counts = [
+            ({"segment": name, "drafter": drafter}, drafts)
+            for name, one in list(self._metrics.segments.items())
+            for drafter, drafts in list(one.drafts.items())
+        ]
+        for prefix, found in ((PREFIX, counts), (VLLM, [({}, _summed(drafts for _, drafts in counts))])):
+            yield self._counter(
+                "spec_decode_num_drafts", "Drafts.", [(labels, one.drafts) for labels, one in found], prefix
+            )
+            yield self._counter(
+                "spec_decode_num_draft_tokens",
+                "Drafted tokens.",
+                [(labels, one.tokens) for labels, one in found],
+                prefix,
+            )
+            yield self._counter(
+                "spec_decode_num_accepted_tokens",
+                "Drafted tokens that were accepted.",
+                [(labels, one.accepted) for labels, one in found],
+                prefix,
+            )
+            yield self._counter(
+                "spec_decode_num_accepted_tokens_per_pos",
+                "Drafts that were accepted at this position; 0 is the first.",
+                [sample for labels, one in found for sample in _places(labels, one.accepted_at)],
+                prefix,
+            )
+        # not under vLLM's prefix: its bench would take these for more draft tokens
+        yield self._counter(
+            "spec_decode_num_draft_tokens_per_pos",
+            "Drafts that went to this position.",
+            [sample for labels, one in counts for sample in _places(labels, one.tried_at)],
+        )
+
+    def _counter(self, name: str, words: str, samples: Samples, prefix: str = PREFIX) -> CounterMetricFamily:
+        family = CounterMetricFamily(prefix + name, words)
+        for labels, value in samples:
+            family.add_sample(
+                f"{prefix}{name}_total", {"model_name": self._metrics.model_name, **labels}, value
+            )
+        return family
+
+
+def _places(labels: Labels, counts: list[int]) -> Samples:
+    return [({**labels, "position": str(place)}, count) for place, count in enumerate(list(counts))]
+
+
+def _summed(counts: Iterable[DraftCounts]) -> DraftCounts:
+    """The sums of all."""
+    total = DraftCounts()
+    for one in counts:
+        total.drafts += one.drafts
+        total.tokens += one.tokens
+        total.accepted += one.accepted
+        total.accepted_at += [0] * (len(one.accepted_at) - len(total.accepted_at))
+        for place, count in enumerate(one.accepted_at):
+            total.accepted_at[place] += count
+    return total
