@@ -28,7 +28,9 @@ from tests.toy import ToyBackend
 
 Result = TypeVar("Result")
 
+# special tokens
 END, USER, ANSWER = "<|end|>", "<|user|>", "<|answer|>"
+FAILS = 7  # the byte that a bell is
 PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}<|answer|>{% endif %}"
@@ -49,10 +51,13 @@ def byte_tokenizer(
 
 
 class EchoBackend(ToyBackend):
-    """Its likeliest next token is that of the last user's message at the same place, then the end."""
+    """Its likeliest next token is that of the last user's message at the same place, then the end.
+
+    It fails on a path with the byte FAILS.
+    """
 
     def __init__(self, tokenizer: Tokenizer, max_rows: int) -> None:
-        super().__init__(max_rows=max_rows, vocab=tokenizer.vocab_size)
+        super().__init__(max_rows=max_rows, vocab=tokenizer.vocab_size, nan_after=FAILS)
         self._ids = {text: tokenizer.id_of(text) for text in (END, USER, ANSWER)}
 
     def logits_of(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Float32Array:
