@@ -7,16 +7,26 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
+    from paceline.constrain.params import StructuredOutputsParams
     from paceline.engine.outputs import CompletionOutput, RequestOutput
     from paceline.llm import LLM
     from paceline.verify.params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "PacelineError", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "PacelineError",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "paceline.llm",
     "SamplingParams": "paceline.verify.params",
+    "StructuredOutputsParams": "paceline.constrain.params",
     "RequestOutput": "paceline.engine.outputs",
     "CompletionOutput": "paceline.engine.outputs",
 }

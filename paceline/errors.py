@@ -33,6 +33,10 @@ class BackendError(PacelineError):
     """A backend is not available on this machine or failed during a pass."""
 
 
+class GrammarError(BackendError):
+    """The grammar of a running request cannot go on: it needs more than its limits allow."""
+
+
 class OverloadedError(PacelineError):
     """The queue is full: the request may be sent again later."""
 

@@ -43,6 +43,7 @@ def test_the_command_line_starts_without_heavy_imports():
 def test_flags_have_the_names_and_defaults_of_the_python_api():
     params = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     del params["speculative"]  # --draft says it for all requests of a command
+    del params["structured_outputs"]  # has flags of its own
     assert {flag.name: flag.default for flag in SAMPLING} == params
     config = EngineConfig()
     options = {}

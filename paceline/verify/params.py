@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.constrain.params import StructuredOutputsParams, as_structured_outputs
 from paceline.errors import RequestError
 from paceline.options import check_bool, check_integer, check_number, refuse_unknown
 
@@ -46,6 +47,8 @@ class SamplingParams:
     # what is drafted: None or "auto" leaves it to the engine, "off" is plain decoding, a method's name, or
     # {"method": ..., "num_speculative_tokens": ..., "branching": ..., "depth": ...}, each of them optional
     speculative: str | Mapping[str, Any] | None = None
+    # the form that the output must have: a JSON schema, a regular expression, choices or a grammar
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Check every field and give it its plain form: tuples, ints and floats."""
@@ -60,14 +63,9 @@ class SamplingParams:
                 error, "top_p", self.top_p, 0, 1, low_open=True, remedy="Use 1 to keep all."
             ),
             "min_p": check_number(error, "min_p", self.min_p, 0, 1, remedy="Use 0 to keep all."),
+            # far from 1 the quotient would leave what float32 can hold
             "repetition_penalty": check_number(
-                error,
-                "repetition_penalty",
-                self.repetition_penalty,
-                0,
-                100,
-                low_open=True,
-                remedy="1 is none.",
+                error, "repetition_penalty", self.repetition_penalty, 0.01, 100, remedy="1 is none."
             ),
             "presence_penalty": check_number(error, "presence_penalty", self.presence_penalty, -2, 2),
             "frequency_penalty": check_number(error, "frequency_penalty", self.frequency_penalty, -2, 2),
@@ -80,6 +78,7 @@ class SamplingParams:
             "include_stop_str_in_output": check_bool(
                 error, "include_stop_str_in_output", self.include_stop_str_in_output
             ),
+            "structured_outputs": as_structured_outputs(self.structured_outputs),
         }
         if not isinstance(self.speculative, str | Mapping | None):
             raise RequestError(
@@ -119,6 +118,10 @@ class SamplingParams:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         return self.stop_token_ids  # type: ignore[return-value]  # __post_init__ made it a tuple
+
+    @property
+    def structure(self) -> StructuredOutputsParams | None:
+        return self.structured_outputs  # type: ignore[return-value]  # __post_init__ made it one
 
 
 def _checked_bias(bias: object) -> dict[int, float]:

@@ -1,0 +1,8 @@
+"""Structured output: JSON schema, regex, choice and grammar as token masks along a draft tree."""
+
+from paceline.constrain.compiler import Grammar, GrammarCompiler
+from paceline.constrain.constraint import Constraint
+from paceline.constrain.limits import GrammarLimits
+from paceline.constrain.params import StructuredOutputsParams
+
+__all__ = ["Constraint", "Grammar", "GrammarCompiler", "GrammarLimits", "StructuredOutputsParams"]

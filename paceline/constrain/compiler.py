@@ -1,0 +1,186 @@
+"""From params to grammars that can be followed: compiled once, kept, and never for long."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+from paceline.constrain.constraint import Constraint, Endings
+from paceline.constrain.limits import GrammarLimits
+from paceline.constrain.params import StructuredOutputsParams
+from paceline.constrain.sources import grammar_source
+from paceline.errors import RequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+CACHED_GRAMMARS = 128
+CACHED_BYTES = 1 << 20  # of their sources
+STACK_BYTES = 64 << 20  # the library follows rules and references by recursion
+
+
+class GrammarTokenizer(Protocol):
+    """The part of a tokenizer that constraints need."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def is_special(self, token_id: int) -> bool: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+
+class Grammar:
+    """A compiled grammar, from which any number of outputs can start."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._eos_ids = tuple(eos_ids)
+
+    def start(self, ignore_eos: bool = False) -> Constraint:
+        """A constraint at the start of a text. `ignore_eos`: it ends only where nothing else may follow."""
+        endings = Endings(self._eos_ids, eager=not ignore_eos)
+        return Constraint(self._matcher.deep_copy(), self._vocab_size, endings)
+
+    @property
+    def usable(self) -> bool:
+        """Whether an output can start: false once a request has used up what the grammar may cost in all."""
+        first = self._matcher.deep_copy()
+        first.compute_bitmask()
+        return not first.is_error()
+
+
+class GrammarCompiler:
+    """Compiles what requests ask for. Any thread may call it; it takes one grammar at a time."""
+
+    def __init__(
+        self, tokenizer: GrammarTokenizer, vocab_size: int, limits: GrammarLimits | None = None
+    ) -> None:
+        """`vocab_size` is the model's: ids that the tokenizer does not have are never allowed."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._limits = limits or GrammarLimits()
+        self._compiling = threading.Lock()
+        self._changing = threading.Lock()  # of the cache
+        self._cache: OrderedDict[str, Grammar] = OrderedDict()  # by source, least recently used first
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """The grammar that the params mean. RequestError if there is none, or if it is beyond the limits."""
+        try:
+            source = grammar_source(params, self._limits)
+            found = self._cached(source)
+            if found is not None:
+                return found
+            with self._compiling:
+                found = self._cached(source) or self._compiled(source)
+        except ImportError as error:
+            raise RequestError(
+                "structured_outputs needs the package llguidance: pip install 'paceline[serve]'."
+            ) from error
+        self._keep(source, found)
+        return found
+
+    def _cached(self, source: str) -> Grammar | None:
+        with self._changing:
+            found = self._cache.get(source)
+            if found is not None and not found.usable:
+                del self._cache[source]
+                return None
+            if found is not None:
+                self._cache.move_to_end(source)
+            return found
+
+    def _keep(self, source: str, grammar: Grammar) -> None:
+        with self._changing:
+            self._cache[source] = grammar
+            self._cache.move_to_end(source)
+            while len(self._cache) > CACHED_GRAMMARS or sum(map(len, self._cache)) > CACHED_BYTES:
+                self._cache.popitem(last=False)
+
+    def _compiled(self, source: str) -> Grammar:
+        """The grammar, compiled on a thread whose stack is deep enough, or refused if that takes too long.
+
+        The library lets other threads run meanwhile. It cannot be interrupted; fuel ends it.
+        """
+        from llguidance import LLMatcher
+
+        vocabulary, limits = self._vocabulary, self._library_limits()
+        made: list[LLMatcher] = []
+
+        def work() -> None:
+            matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
+            matcher.deep_copy().compute_bitmask()  # the first step is the costliest: it counts too
+            made.append(matcher)
+
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread = threading.Thread(target=work, name="paceline-grammar", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+        thread.join(self._limits.seconds)
+        if not made:
+            raise RequestError(
+                f"the grammar takes longer than {self._limits.seconds:g} s to compile. Use a simpler one."
+            )
+        if made[0].is_error():
+            raise RequestError(f"the grammar cannot be compiled: {_in_one_line(made[0].get_error())}")
+        grammar = Grammar(made[0], self._vocab_size, sorted(self._tokenizer.eos_ids))
+        if not grammar.usable:
+            raise RequestError("the grammar allows no text at all, or its first token costs too much.")
+        return grammar
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        """The tokens as the library wants them."""
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(
+            _Vocabulary(self._tokenizer, self._vocab_size),  # type: ignore[arg-type]
+            eos_token=sorted(self._tokenizer.eos_ids),
+        )
+
+    def _library_limits(self) -> LLParserLimits:
+        from llguidance import LLParserLimits
+
+        names = "initial_lexer_fuel step_lexer_fuel step_max_items max_items_in_row max_lexer_states"
+        own = {name: getattr(self._limits, name) for name in [*names.split(), "max_grammar_size"]}
+        return LLParserLimits(**own, verbose_errors=False)
+
+
+class _Vocabulary:
+    """The tokenizer with the members that the library asks for."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: GrammarTokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = min(tokenizer.eos_ids)
+        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
+        self.special_token_ids = [token for token in range(vocab_size) if tokenizer.is_special(token)]
+        spellings = {self.tokens[token].decode("utf-8", "replace") for token in self.special_token_ids} - {""}
+        self._special = re.compile(
+            "|".join(map(re.escape, sorted(spellings, key=len, reverse=True))) or "(?!)"
+        )
+
+    def __call__(self, text: str) -> list[int]:
+        """The canonical tokens of a text in which nothing stands for a special token."""
+        ids: list[int] = []
+        start = 0
+        for match in self._special.finditer(text):  # cut after its first character, it is plain text
+            ids += self._tokenizer.encode(text[start : match.start() + 1], add_special_tokens=False)
+            start = match.start() + 1
+        return ids + self._tokenizer.encode(text[start:], add_special_tokens=False)
+
+
+def _in_one_line(message: str) -> str:
+    """The library's message, short: its later lines draw the place in the source."""
+    return " ".join(message.split())[:300]

@@ -1,0 +1,104 @@
+"""From what a user asks to the text that llguidance compiles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from paceline.constrain.limits import (
+    EMBEDDED,
+    GrammarLimits,
+    check_rules,
+    check_size,
+    checked_schema,
+)
+from paceline.constrain.params import StructuredOutputsParams
+from paceline.errors import RequestError
+
+ANY_OBJECT = {"type": "object"}
+
+
+def grammar_source(params: StructuredOutputsParams, limits: GrammarLimits) -> str:
+    """The grammar in the library's own language. RequestError if it is beyond the limits."""
+    return _SOURCES[params.kind](params, limits)
+
+
+def json_rule(schema: dict[str, Any], whitespace_pattern: str | None = None) -> dict[str, Any]:
+    """The schema with the rules of how its JSON is spelled: fixed separators, nothing ignored."""
+    spelling: dict[str, Any] = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+    if whitespace_pattern is None:
+        spelling |= {"item_separator": ", ", "key_separator": ": "}
+    else:
+        spelling["whitespace_pattern"] = whitespace_pattern
+    return {**schema, "x-guidance": spelling}
+
+
+def _from_json(params: StructuredOutputsParams, limits: GrammarLimits) -> str:
+    schema = ANY_OBJECT if params.json is None else checked_schema(params.json, limits)
+    if params.whitespace_pattern is not None:
+        check_size("whitespace_pattern", params.whitespace_pattern, limits.regex_length)
+    try:
+        source = json.dumps({"grammars": [{"json_schema": json_rule(schema, params.whitespace_pattern)}]})
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"the JSON schema is not JSON: {error}.") from None
+    check_size("the JSON schema", source, limits.source_bytes + limits.regex_length)
+    return source
+
+
+def _from_regex(params: StructuredOutputsParams, limits: GrammarLimits) -> str:
+    from llguidance import LLMatcher
+
+    assert params.regex is not None
+    check_size("the regular expression", params.regex, limits.regex_length)
+    return str(LLMatcher.grammar_from_regex(params.regex))
+
+
+def _from_choice(params: StructuredOutputsParams, limits: GrammarLimits) -> str:
+    assert params.choice is not None
+    if len(params.choice) > limits.choices:
+        raise RequestError(
+            f"choice has {len(params.choice)} texts, and at most {limits.choices} are compiled. Use fewer, "
+            "or a regex."
+        )
+    source = "start: " + " | ".join(json.dumps(text) for text in params.choice)
+    check_size("choice", source, limits.source_bytes)
+    return source
+
+
+def _from_grammar(params: StructuredOutputsParams, limits: GrammarLimits) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    assert params.grammar is not None
+    check_size("the grammar", params.grammar, limits.source_bytes)
+    check_rules(params.grammar, limits)
+    try:
+        lark = str(any_to_lark(params.grammar))
+    except Exception as error:  # the library raises many kinds
+        raise RequestError(f"the grammar cannot be read as GBNF: {error!s:.200}. Check its syntax.") from None
+    return _with_settled_schemas(lark, limits)
+
+
+def _with_settled_schemas(lark: str, limits: GrammarLimits) -> str:
+    """The grammar with every embedded `%json {...}` checked, and spelled as all JSON is."""
+    pieces: list[str] = []
+    end = 0
+    for match in EMBEDDED.finditer(lark):
+        if match.start() < end:
+            continue  # inside a schema
+        try:
+            schema, stop = json.JSONDecoder().raw_decode(lark, match.end())
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"%json in the grammar is not followed by a JSON schema: {error}.") from None
+        pieces += [lark[end : match.end()], json.dumps(json_rule(checked_schema(schema, limits)))]
+        end = stop
+    return "".join([*pieces, lark[end:]])
+
+
+_SOURCES: dict[str, Callable[[StructuredOutputsParams, GrammarLimits], str]] = {
+    "json": _from_json,
+    "json_object": _from_json,
+    "regex": _from_regex,
+    "choice": _from_choice,
+    "grammar": _from_grammar,
+}
