@@ -42,6 +42,8 @@ class ChatTemplate:
         checked = [_checked_message(number, message) for number, message in enumerate(messages)]
         if not checked:
             raise RequestError("A chat needs at least one message.")
+        if "developer" not in self.source:  # OpenAI's newer word for system, which few templates know
+            checked = [{**one, "role": "system"} if one["role"] == "developer" else one for one in checked]
         try:
             return template.render(
                 messages=checked,

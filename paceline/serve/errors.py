@@ -18,6 +18,7 @@ from paceline.errors import OverloadedError, PacelineError, RequestError, Unavai
 
 logger = logging.getLogger(__name__)
 
+MOST_MESSAGE = 1200  # characters; clients may send long values, and need not get them back
 RETRY_AFTER = "1"  # seconds, told to clients that come when the queue is full
 CLIENT_GONE = 499  # for the log: nobody gets it
 
@@ -64,7 +65,7 @@ def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
         return error.status, error_body(str(error), "invalid_request_error", error.param, error.code)
     for kind, (status, name) in _KINDS.items():
         if isinstance(error, kind):
-            return status, error_body(str(error), name, getattr(error, "param", None))
+            return status, error_body(str(error)[:MOST_MESSAGE], name, getattr(error, "param", None))
     return 500, error_body(
         "the server failed on this request; its log tells why, under the request's id.", "server_error"
     )

@@ -28,6 +28,26 @@ class StreamOptions(Body):
     continuous_usage_stats: Bool = False  # the usage so far in every chunk
 
 
+class Speculative(Body):
+    """What is drafted for a request."""
+
+    method: Name | None = None  # one of the server's drafters; left out: its first
+    num_speculative_tokens: Int | None = None  # in a step; 0 is plain decoding
+    branching: Int | None = None
+    depth: Int | None = None
+
+
+class StructuredOutputs(Body):
+    """The form of an output: exactly one of the first five."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")  # a JSON schema
+    json_object: Bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # Lark or GBNF
+    whitespace_pattern: str | None = None
+
+
 def _checked_stop(stop: Any) -> Any:
     texts = [stop] if isinstance(stop, str) else stop
     if texts is not None and (
@@ -72,8 +92,8 @@ class SamplingFields(Body):
     ignore_eos: Bool | None = None
     skip_special_tokens: Bool | None = None
     include_stop_str_in_output: Bool | None = None
-    structured_outputs: dict[str, Any] | None = None  # {"regex" | "choice" | "grammar" | "json": ...}
-    speculative: Name | dict[str, Any] | None = None  # "off", "auto", a method or an object
+    structured_outputs: StructuredOutputs | None = None
+    speculative: Name | Speculative | None = None  # "off", "auto", a method or an object
     segment: Name | None = None  # the kind of traffic; the header X-Segment says the same
     cache_salt: Name | None = None  # only requests of the same salt share the prefix cache
     return_metrics: Bool | None = None  # the response then has `metrics`
@@ -94,6 +114,9 @@ class SamplingFields(Body):
         given = {name: getattr(self, name) for name in _ENGINE_FIELDS if getattr(self, name) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(token): value for token, value in self.logit_bias.items()}
+        for name, value in given.items():
+            if isinstance(value, Body):
+                given[name] = value.model_dump(by_alias=True, exclude_none=True)
         return SamplingParams(**{**given, **others})
 
     @property

@@ -102,8 +102,8 @@ class Service:
         most = self.limits.max_model_len * MOST_CHARACTERS
         if len(text) > most:
             raise RequestError(
-                f"the prompt has {len(text)} characters, and the context of {self.limits.max_model_len} tokens "
-                f"holds at most {most}. Shorten the prompt."
+                f"the prompt has {len(text)} characters, and the context of {self.limits.max_model_len} "
+                f"tokens holds at most {most}. Shorten the prompt."
             )
         return self.tokenizer.encode(text, add_special_tokens)
 

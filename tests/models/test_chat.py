@@ -87,3 +87,9 @@ def test_a_template_cannot_leave_the_sandbox(source: str) -> None:
 def test_a_template_that_is_not_jinja_is_told() -> None:
     with pytest.raises(CheckpointError, match="not valid Jinja"):
         render("{% if %}")
+
+
+def test_a_developer_is_a_system_to_templates_that_do_not_know_the_word() -> None:
+    message = [{"role": "developer", "content": "x"}]
+    assert render("{{ messages[0].role }}", message) == "system"
+    assert render("{{ 'developer' == messages[0].role }}", message) == "True"

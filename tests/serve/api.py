@@ -1,0 +1,93 @@
+"""The app over the toy model, in process: requests in, answers out, no socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import httpx
+
+from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.engine import Engine
+from paceline.serve.app import make_app
+from paceline.serve.service import Service
+from tests.toy import ToyTokenizer, toy_engine
+
+Result = TypeVar("Result")
+
+
+class Api:
+    """A client of an app whose engine runs until `close`."""
+
+    def __init__(self, engine: Engine | None = None, max_queue: int = 100) -> None:
+        self.engine = engine or toy_engine(max_model_len=400)
+        self._runner = asyncio.Runner()
+        self.front = AsyncEngine(self.engine, ToyTokenizer(), max_queue=max_queue)
+        self.service = Service(self.front, ToyTokenizer(), ("toy", "toy-too"))  # type: ignore[arg-type]
+        self.app = make_app(self.service)
+
+        async def start() -> None:
+            self.front.start()
+
+        self._runner.run(start())
+
+    def run(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """The result of `work`, in the app's event loop."""
+
+        async def main() -> Result:
+            return await asyncio.wait_for(work(), 60)
+
+        return self._runner.run(main())
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """The answer to a request; streams come whole."""
+        return self.run(lambda: self.send(method, path, **options))
+
+    async def send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """The same for several at a time, in `run`."""
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
+            return await client.request(method, path, **options)
+
+    def get(self, path: str) -> Any:
+        """The JSON at a path."""
+        response = self.request("GET", path)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def post(self, path: str, body: Any) -> Any:
+        """The JSON of an answer that is 200."""
+        response = self.request("POST", path, json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def chunks(self, path: str, body: Any) -> list[Any]:
+        """The chunks of a stream that ends as it should."""
+        response = self.request("POST", path, json={**body, "stream": True})
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *events, done = response.text.removesuffix("\n\n").split("\n\n")
+        assert done == "data: [DONE]"
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    def refusal(self, path: str, body: Any, status: int = 400) -> Any:
+        """The error of a request that is not served."""
+        response = self.request("POST", path, json=body)
+        assert response.status_code == status, response.text
+        assert set(response.json()) == {"error"}
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+    def close(self) -> None:
+        """Stop the engine. Nothing may be left in it."""
+        # the engine carries out what it is told in order: aborts that came before this one are done after it
+        self.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
+        self.run(self.front.drain)
+        self.run(self.front.stop)
+        self.service.workers.shutdown()
+        self._runner.close()
+        assert self.front.num_requests == 0
+        assert self.engine.kv.usage == 0
