@@ -54,26 +54,20 @@ class InputCallOutput(Body):
     status: Status | None = None
 
 
-class OtherItem(Body):
-    """Whatever else OpenAI's API has: files, images, results of its own tools."""
-
-    type: Annotated[
-        Literal["message", "function_call", "function_call_output"],
-        Unsupported("must be message, function_call or function_call_output: leave other items out"),
-    ]
-
-
 def _kind_of_item(item: Any) -> str:
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
-    return kind if kind in ("message", "function_call", "function_call_output") else "other"
+    return str(kind)
 
 
 InputItem: TypeAlias = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[InputCall, Tag("function_call")]
-    | Annotated[InputCallOutput, Tag("function_call_output")]
-    | Annotated[OtherItem, Tag("other")],
-    Discriminator(_kind_of_item),
+    | Annotated[InputCallOutput, Tag("function_call_output")],
+    Discriminator(
+        _kind_of_item,
+        custom_error_type="unsupported",
+        custom_error_message="must be a message, function_call or function_call_output: leave others out",
+    ),
 ]
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from paceline.errors import RequestError
 
 MOST_TOOLS = 128
-MOST_BYTES = 1 << 18  # of all tools' JSON together
+MOST_BYTES = 1 << 17  # of all tools' JSON together
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 # keywords beside which "properties" need not name all that an object may have

@@ -16,9 +16,6 @@ from typing import Any, Protocol
 from paceline.serve.tools.declared import Tool, ToolChoice
 from paceline.serve.tools.formats import CALL_START, ToolFormat
 
-# JSON as models write it: one space after a comma or a colon, none elsewhere
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
 
 class Vocabulary(Protocol):
     """The part of a tokenizer that the grammar needs."""
@@ -72,7 +69,7 @@ def answer_grammar(
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": _SPACING})
+    return "%json " + json.dumps(schema)
 
 
 def _literal(text: str, special: Mapping[str, int]) -> str:

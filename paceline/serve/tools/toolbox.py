@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, RequestError
 from paceline.models.tokenizer import Tokenizer
 from paceline.serve.tools.conversation import with_instructions, with_objects, with_spelled_calls
 from paceline.serve.tools.declared import Tool, ToolChoice, check_tools
@@ -81,6 +81,11 @@ class Toolbox:
         check_tools(tools, choice)
         if not tools or choice.mode == "none":
             return NO_TOOLS if content_schema is None else ToolPlan(structure={"json": content_schema})
+        if content_schema is not None and choice.mode == "auto" and not self.format.marker:
+            raise RequestError(
+                "tools cannot be beside a JSON format of the answer with this model: nothing tells its calls "
+                "from other JSON. Leave one out, or set tool_choice to 'required' or 'none'."
+            )
         callable_tools = [tool for tool in tools if choice.names is None or tool.name in choice.names]
         grammar = answer_grammar(self.format, callable_tools, choice, content_schema, self._special)
         return ToolPlan(

@@ -1,0 +1,150 @@
+"""The grammar of an answer with tools: what the choice allows, all of it, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.constrain.compiler import GrammarCompiler
+from paceline.constrain.params import StructuredOutputsParams
+from paceline.errors import GrammarError, RequestError
+from paceline.models.tokenizer import Tokenizer
+from paceline.serve.tools import FORMATS, Tool, Toolbox, ToolChoice, ToolPlan
+from tests.serve.echo import END, byte_tokenizer
+
+WEATHER = Tool(
+    "weather",
+    "A description that says name ::= value, %json {} and </tool_call>",
+    {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/City"}, "days": {"type": "integer"}},
+        "required": ["city"],
+        "$defs": {"City": {"type": "string", "enum": ["Bern", "Basel"]}},
+    },
+)
+NOW = Tool("now")
+LOOSE = Tool("loose", parameters={"type": "object", "properties": {"x": {"type": "integer"}}}, strict=False)
+TOOLS = [WEATHER, NOW, LOOSE]
+BERN = ("weather", '{"city": "Bern"}')
+DAYS = ("weather", '{"city": "Basel", "days": 3}')
+PARIS = ("weather", '{"city": "Paris"}')
+MORE = ("weather", '{"city": "Bern", "more": 1}')
+CLOCK = ("now", "{}")
+SINGLE = ToolChoice(single=True)
+REQUIRED = ToolChoice("required")
+
+formats = pytest.mark.parametrize("name", FORMATS)
+
+
+def accepts(plan: ToolPlan, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether the whole text is an answer of the plan's grammar."""
+    params = StructuredOutputsParams(**plan.sampling_options()["structured_outputs"])
+    constraint = GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(params).start()
+    try:
+        for token in tokenizer.encode(text + END, add_special_tokens=False):
+            if not constraint.allows(token):
+                return False
+            constraint.advance(token)
+    except GrammarError:
+        return False
+    return True
+
+
+def allowed(name: str, choice: ToolChoice, text: str, schema: dict[str, Any] | None = None) -> bool:
+    tokenizer = byte_tokenizer()
+    return accepts(Toolbox(tokenizer, name).plan(TOOLS, choice, schema), tokenizer, text)
+
+
+@formats
+def test_required_is_at_least_one_valid_call_and_nothing_else(name: str) -> None:
+    write = FORMATS[name].write
+    assert allowed(name, REQUIRED, write([BERN]))
+    assert allowed(name, REQUIRED, write([DAYS, CLOCK, BERN]))
+    assert not allowed(name, REQUIRED, "")
+    assert not allowed(name, REQUIRED, "Hello")
+    assert not allowed(name, REQUIRED, "Hello\n" + write([BERN]))
+    assert not allowed(name, REQUIRED, write([BERN]) + "\nHello")
+
+
+@formats
+def test_arguments_follow_the_schema_of_their_own_tool(name: str) -> None:
+    write = FORMATS[name].write
+    assert not allowed(name, REQUIRED, write([PARIS]))
+    assert not allowed(name, REQUIRED, write([MORE]))  # arguments that the tool does not name
+    assert not allowed(name, REQUIRED, write([("weather", "{}")]))
+    assert not allowed(name, REQUIRED, write([("now", '{"city": "Bern"}')]))  # it has none
+    assert not allowed(name, REQUIRED, write([("weathers", '{"city": "Bern"}')]))
+    assert allowed(name, REQUIRED, write([("loose", '{"x": "not even", "y": [null]}')]))  # strict: false
+
+
+@formats
+def test_named_is_exactly_one_call_of_that_function(name: str) -> None:
+    write, choice = FORMATS[name].write, ToolChoice.named("now")
+    assert allowed(name, choice, write([CLOCK]))
+    assert not allowed(name, choice, write([BERN]))
+    assert not allowed(name, choice, write([CLOCK, CLOCK]))
+
+
+@formats
+def test_allowed_tools_are_the_only_ones(name: str) -> None:
+    write, choice = FORMATS[name].write, ToolChoice("auto", ("now", "loose"))
+    assert allowed(name, choice, write([CLOCK]))
+    assert allowed(name, choice, "Hello")
+    assert not allowed(name, choice, write([BERN]))
+
+
+@formats
+def test_auto_is_any_text_or_calls_that_are_valid_once_they_begin(name: str) -> None:
+    write = FORMATS[name].write
+    for text in ("", "Hello, wörld\n", "a < b </tool_call> [TOOL] <tool_", "x = {}"):
+        assert allowed(name, ToolChoice(), text), text
+    assert allowed(name, ToolChoice(), write([BERN, CLOCK]))
+    assert not allowed(name, ToolChoice(), write([PARIS]))
+    assert not allowed(name, ToolChoice(), write([BERN]) + "\nHello")
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
+def test_auto_has_text_before_calls_where_a_marker_tells_them_apart(name: str) -> None:
+    write = FORMATS[name].write
+    assert allowed(name, ToolChoice(), "I will look.\n" + write([BERN, CLOCK]))
+    assert not allowed(name, ToolChoice(), "I will look.\n" + write([PARIS]))
+    assert not allowed(name, ToolChoice(), f"The marker is {FORMATS[name].marker}, it seems.")
+
+
+@formats
+def test_without_parallel_calls_there_is_one_at_most(name: str) -> None:
+    write = FORMATS[name].write
+    assert allowed(name, SINGLE, write([BERN]))
+    assert not allowed(name, SINGLE, write([BERN, CLOCK]))
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
+def test_beside_a_response_format_an_answer_is_calls_or_its_json(name: str) -> None:
+    write, schema = FORMATS[name].write, {"type": "object", "properties": {"ok": {"type": "boolean"}}}
+    assert allowed(name, ToolChoice(), '{"ok": true}', schema)
+    assert allowed(name, ToolChoice(), write([BERN]), schema)
+    assert not allowed(name, ToolChoice(), "Hello", schema)
+    assert not allowed(name, ToolChoice(), '{"ok": 3}', schema)
+
+
+def test_calls_that_look_like_any_json_cannot_be_beside_a_response_format() -> None:
+    with pytest.raises(RequestError, match="tools cannot be beside a JSON format of the answer"):
+        allowed("llama3_json", ToolChoice(), "{}", {"type": "object"})
+    assert allowed("llama3_json", REQUIRED, FORMATS["llama3_json"].write([CLOCK]), {"type": "object"})
+
+
+def test_without_tools_a_response_format_is_its_own_structure() -> None:
+    plan = Toolbox(byte_tokenizer()).plan([], None, {"type": "object"})
+    assert plan.sampling_options() == {"structured_outputs": {"json": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("choice", [ToolChoice(), REQUIRED], ids=["auto", "required"])
+@pytest.mark.parametrize("kind", ["special", "added"])
+def test_markers_that_are_tokens_of_their_own_are_written_as_such(kind: str, choice: ToolChoice) -> None:
+    marks = ("<tool_call>", "</tool_call>")
+    tokenizer = byte_tokenizer(special=marks) if kind == "special" else byte_tokenizer(added=marks)
+    plan = Toolbox(tokenizer).plan(TOOLS, choice)
+    assert accepts(plan, tokenizer, FORMATS["hermes"].write([BERN, CLOCK]))
+    assert not accepts(plan, tokenizer, FORMATS["hermes"].write([PARIS]))
+    assert (plan.sampling_options().get("skip_special_tokens") is False) == (kind == "special")

@@ -1,0 +1,121 @@
+"""What a model is told of tools: by its own template where that knows them, else in the format's words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from paceline.errors import ConfigError, RequestError
+from paceline.models.tokenizer import Tokenizer
+from paceline.serve.tools import FORMATS, Tool, Toolbox, ToolChoice
+from paceline.serve.tools.declared import MOST_BYTES, MOST_TOOLS
+from paceline.serve.tools.formats import choose_format
+from tests.serve.echo import PLAIN_TEMPLATE, byte_tokenizer
+
+# as real templates do it, in few words
+KNOWING_TEMPLATE = (
+    "{% if tools %}[TOOLS]{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
+WEATHER = Tool(
+    "weather", "The weather of a city", {"type": "object", "properties": {"city": {"type": "string"}}}
+)
+NOW = Tool("now")
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Bern?"},
+    {
+        "role": "assistant",
+        "content": "Well.",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Bern"}'}},
+            {"id": "c2", "type": "function", "function": {"name": "now", "arguments": ""}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "noon"}]},
+]
+
+
+def prompt_of(template: str, messages: list[dict[str, Any]], tools: tuple[Tool, ...] = ()) -> str:
+    tokenizer: Tokenizer = byte_tokenizer(template)
+    toolbox = Toolbox(tokenizer)
+    chat, shown = toolbox.conversation(messages, toolbox.plan(tools))
+    return tokenizer.apply_chat_template(chat, True, shown)
+
+
+def test_a_template_that_knows_tools_gets_them_and_the_calls_as_objects() -> None:
+    prompt = prompt_of(KNOWING_TEMPLATE, CHAT, (WEATHER, NOW))
+    assert prompt.startswith("[TOOLS]" + json.dumps(WEATHER.described()) + json.dumps(NOW.described()))
+    assert '<tool_call>weather {"city": "Bern"}<tool_call>now {}' in prompt
+    assert "<|tool|>rain<|tool|>noon" in prompt
+    assert "<|system|>Be brief.<|user|>" in prompt  # nothing is added to it
+
+
+def test_a_template_that_does_not_is_told_in_the_system_message() -> None:
+    prompt = prompt_of(PLAIN_TEMPLATE, CHAT[:2], (WEATHER, NOW))
+    assert prompt.startswith("<|system|>Be brief.\n\nYou can call functions")
+    for tool in (WEATHER, NOW):
+        assert json.dumps(tool.described()["function"]) in prompt
+    assert "<tool_call>" in prompt
+    assert prompt.endswith("<|end|><|user|>Bern?<|end|><|answer|>")
+
+
+def test_without_a_system_message_there_is_one_then() -> None:
+    assert prompt_of(PLAIN_TEMPLATE, CHAT[1:2], (NOW,)).startswith("<|system|>You can call functions")
+
+
+def test_earlier_calls_and_results_are_text_for_a_template_that_does_not_know_them() -> None:
+    written = FORMATS["hermes"].write([("weather", '{"city": "Bern"}'), ("now", "{}")])
+    results = "<tool_response>\nrain\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"
+    prompt = prompt_of(PLAIN_TEMPLATE, CHAT)
+    assert f"<|assistant|>Well.\n{written}<|end|><|user|>{results}<|end|>" in prompt
+
+
+def test_with_tool_choice_none_the_prompt_does_not_show_them() -> None:
+    toolbox = Toolbox(byte_tokenizer(KNOWING_TEMPLATE))
+    plan = toolbox.plan([WEATHER], ToolChoice("none"))
+    assert toolbox.conversation(CHAT[:2], plan) == (CHAT[:2], None)
+    assert plan.sampling_options() == {}
+
+
+@pytest.mark.parametrize("arguments", ["{", "[]", '"x"', "3"])
+def test_earlier_arguments_must_be_the_json_of_an_object(arguments: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": arguments}}
+    with pytest.raises(
+        RequestError, match=r"messages\.0: the arguments of the call of 'now' must be the JSON"
+    ):
+        prompt_of(KNOWING_TEMPLATE, [{"role": "assistant", "content": None, "tool_calls": [call]}])
+
+
+def test_the_format_is_the_one_that_the_template_teaches() -> None:
+    assert choose_format("... <tool_call>\n{...") is FORMATS["hermes"]
+    assert choose_format("... [TOOL_CALLS] [...") is FORMATS["mistral"]
+    assert choose_format('... <|python_tag|> ... "parameters": ...') is FORMATS["llama3_json"]
+    assert choose_format(PLAIN_TEMPLATE) is FORMATS["hermes"]
+    assert choose_format(None) is FORMATS["hermes"]
+    assert choose_format("<tool_call>", "mistral") is FORMATS["mistral"]
+    with pytest.raises(ConfigError, match="tool_call_parser must be one of hermes, "):
+        choose_format(None, "nonsense")
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "message"),
+    [
+        ([Tool("two words")], ToolChoice(), "tools.0 has the name 'two words'; a name has 1 to 64 letters"),
+        ([Tool("x" * 65)], ToolChoice(), "a name has 1 to 64 letters"),
+        ([Tool("")], ToolChoice(), "a name has 1 to 64 letters"),
+        ([NOW, NOW], ToolChoice(), "tools has two functions named 'now'"),
+        ([Tool("f", parameters={"type": "dict"})], ToolChoice(), "of type 'object', got 'dict'"),
+        ([NOW], ToolChoice.named("then"), "tool_choice names 'then', which is not among the tools"),
+        ([], ToolChoice("required"), "tool_choice asks for a call, but there are no tools"),
+        ([Tool(f"f{n}") for n in range(MOST_TOOLS + 1)], ToolChoice(), f"at most {MOST_TOOLS} may be"),
+        ([Tool("f", "x" * MOST_BYTES)], ToolChoice(), f"at most {MOST_BYTES} may be"),
+    ],
+)
+def test_tools_that_cannot_be_served_are_refused(tools: list[Tool], choice: ToolChoice, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        Toolbox(byte_tokenizer()).plan(tools, choice)
