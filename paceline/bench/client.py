@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import ssl
+import struct
 import time
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -64,10 +67,10 @@ class Server:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a client leaves: in the middle of its own request, or after some pieces of the answer."""
+    """Where a client leaves: in the middle of its own request, or after so many reads from the answer."""
 
-    pieces: int  # -1: half of the request is sent
-    reset: bool  # as a crash does (RST) instead of a close (FIN)
+    reads: int  # -1: half of the request is sent
+    reset: bool  # by a reset, as a crash leaves, instead of a close
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Answer:
     sent: float
     status: int  # 0: the connection ended before there was one
     headers: Mapping[str, str]  # names in lower case
-    pieces: tuple[tuple[float, bytes], ...]  # as the connection gave them
+    pieces: tuple[tuple[float, bytes], ...]  # of the body, as the server wrote them
     ended: float
 
     @cached_property
@@ -166,15 +169,6 @@ def _text(choice: Mapping[str, Any]) -> str:
     return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
 
 
-@dataclass
-class _Noted:
-    """What has come so far."""
-
-    status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
-    pieces: list[tuple[float, bytes]] = field(default_factory=list)
-
-
 async def post(server: Server, path: str, body: Mapping[str, Any] | bytes, cut: Cut | None = None) -> Answer:
     """The answer to a body, or what of it came before the connection was cut."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -187,56 +181,91 @@ async def get(server: Server, path: str) -> Answer:
 
 
 async def exchange(server: Server, request: bytes, cut: Cut | None) -> Answer:
-    """Send the bytes of a request over a connection of its own, and note what comes back."""
-    reader, writer = await _connect(server)
-    noted = _Noted()
-    sent = time.perf_counter()
-    try:
-        writer.write(request if cut is None or cut.pieces >= 0 else request[: len(request) // 2])
-        await writer.drain()
-        if cut is None or cut.pieces > 0:
-            most = None if cut is None else cut.pieces
-            await asyncio.wait_for(_read(reader, noted, most), ANSWER_SECONDS)
-    except (ConnectionError, asyncio.IncompleteReadError, TimeoutError):
-        pass  # what has come tells that it is not all
-    finally:
-        if cut is not None and cut.reset:
-            writer.transport.abort()
-        else:
-            writer.close()
-    return Answer(sent, noted.status, noted.headers, tuple(noted.pieces), time.perf_counter())
-
-
-async def _connect(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send the bytes of a request over a connection of its own, and note what comes until it is closed."""
+    loop = asyncio.get_running_loop()
     context = ssl.create_default_context() if server.tls else None
     try:
-        connecting = asyncio.open_connection(server.host, server.port, ssl=context)
-        return await asyncio.wait_for(connecting, CONNECT_SECONDS)
+        async with asyncio.timeout(CONNECT_SECONDS):
+            transport, connection = await loop.create_connection(
+                lambda: _Connection(request, cut), server.host, server.port, ssl=context
+            )
     except (OSError, TimeoutError) as error:
         raise ClientError(
             f"nothing answers at {server.host}, port {server.port} ({error}); start `paceline serve` there."
         ) from None
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            await connection.closed
+    except TimeoutError:
+        pass  # what has come tells that it is not all
+    finally:
+        transport.abort()
+    status, headers, pieces = read_response(connection.reads)
+    return Answer(connection.sent, status, headers, tuple(pieces), time.perf_counter())
 
 
-async def _read(reader: asyncio.StreamReader, noted: _Noted, most: int | None) -> None:
-    """Note the status, the headers and the pieces of the body; at most so many of these."""
-    words = (await reader.readline()).split(None, 2)
-    if len(words) < 2 or not words[0].startswith(b"HTTP/"):
-        return
-    noted.status = int(words[1])
-    while (line := await reader.readline()).strip():
-        name, _, value = line.decode("latin-1").partition(":")
-        noted.headers[name.lower()] = value.strip()
-    async for data in _body(reader, noted.headers):
-        noted.pieces.append((time.perf_counter(), data))
-        if len(noted.pieces) == most:
-            return
+class _Connection(asyncio.Protocol):
+    """Sends a request, notes what comes and when, and leaves where it is told to."""
+
+    def __init__(self, request: bytes, cut: Cut | None) -> None:
+        self._request = request
+        self._cut = cut
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.reads: list[tuple[float, bytes]] = []
+        self.sent = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        half = self._cut is not None and self._cut.reads < 0
+        transport.write(self._request[: len(self._request) // 2] if half else self._request)
+        self.sent = time.perf_counter()
+        if self._cut is not None and self._cut.reads <= 0:
+            self._leave(self._cut)
+
+    def data_received(self, data: bytes) -> None:
+        self.reads.append((time.perf_counter(), data))
+        if self._cut is not None and len(self.reads) == self._cut.reads:
+            self._leave(self._cut)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def _leave(self, cut: Cut) -> None:
+        if cut.reset:
+            connection: socket.socket = self._transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._transport.close()
 
 
-async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
-    if "chunked" in headers.get("transfer-encoding", ""):
-        while size := int((await reader.readline()).partition(b";")[0] or b"0", 16):
-            data = await reader.readexactly(size + 2)  # and the end of the line
-            yield data[:-2]
-    else:
-        yield await reader.readexactly(int(headers.get("content-length", 0)))
+def read_response(
+    reads: Sequence[tuple[float, bytes]],
+) -> tuple[int, dict[str, str], list[tuple[float, bytes]]]:
+    """The status, the headers, and the pieces of the body with the time at which each was whole."""
+    raw = b"".join(data for _, data in reads)
+    ends = list(accumulate(len(data) for _, data in reads))
+    head, blank, _ = raw.partition(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").split("\r\n")
+    if not blank or not first.startswith("HTTP/"):
+        return 0, {}, []
+    pairs = (line.partition(":") for line in lines)
+    headers = {name.lower(): value.strip() for name, _, value in pairs}
+    start = len(head) + len(blank)
+    chunked = "chunked" in headers.get("transfer-encoding", "")
+    spans = _chunks(raw, start) if chunked else [(start, len(raw))]
+    pieces = [(reads[bisect_left(ends, end)][0], raw[begin:end]) for begin, end in spans if end > begin]
+    return int(first.split()[1]), headers, pieces
+
+
+def _chunks(raw: bytes, start: int) -> list[tuple[int, int]]:
+    """Where the chunks of a body begin and end, as far as they are whole."""
+    spans: list[tuple[int, int]] = []
+    while (line_end := raw.find(b"\r\n", start)) >= 0:
+        size = int(raw[start:line_end].partition(b";")[0], 16)
+        begin = line_end + 2
+        if size == 0 or begin + size > len(raw):
+            break
+        spans.append((begin, begin + size))
+        start = begin + size + 2
+    return spans

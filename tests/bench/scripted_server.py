@@ -109,7 +109,8 @@ async def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
     half = len(event) // 2  # an event may come in two pieces
     for part in (event[:half], event[half:]):
         writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
-    await writer.drain()
+        await writer.drain()
+        await asyncio.sleep(0)  # a client that is in the same loop reads it now
 
 
 def with_server(scripted: ScriptedServer, work: Callable[[Server], Awaitable[Result]]) -> Result:

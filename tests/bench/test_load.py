@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.bench import gauges
-from paceline.bench.client import Cut, Server, post
+from paceline.bench.client import Answer, Cut, Server, post, read_response
 from paceline.bench.load import (
     NONSENSE,
     Load,
@@ -133,19 +133,32 @@ def test_who_leaves_and_who_talks_nonsense_is_seeded_and_has_its_share() -> None
     assert mixed != mixed_requests(plain, many, 1)
     assert sum(one.cut is not None for one in mixed) / 4000 == pytest.approx(0.2, abs=0.02)
     assert sum(one.refusal is not None for one in mixed) / 4000 == pytest.approx(0.1, abs=0.02)
-    cuts = {one.cut.pieces for one in mixed if one.cut is not None}
+    cuts = {one.cut.reads for one in mixed if one.cut is not None}
     assert {-1, 0, 1, 5} <= cuts
     assert len({str(one.body) for one in mixed if one.refusal}) == len(NONSENSE) * len(PROMPTS)
 
 
-def test_a_client_that_leaves_after_some_pieces_has_exactly_these() -> None:
+def test_a_client_that_leaves_has_only_what_it_has_read() -> None:
     body = plain_requests(PROMPTS, "scripted")[0].body
 
-    async def work(server: Server) -> list[int]:
-        cuts = [Cut(pieces, reset) for pieces in (-1, 0, 3) for reset in (False, True)]
-        return [len((await post(server, "/v1/completions", body, cut)).pieces) for cut in cuts]
+    async def work(server: Server) -> list[Answer]:
+        cuts = [Cut(reads, reset) for reads in (-1, 0, 1) for reset in (False, True)]
+        return [await post(server, "/v1/completions", body, cut) for cut in cuts]
 
-    assert with_server(ScriptedServer(), work) == [0, 0, 0, 0, 3, 3]
+    answers = with_server(ScriptedServer(), work)
+    assert [answer.status for answer in answers[:4]] == [0, 0, 0, 0]
+    assert not any(answer.complete for answer in answers)
+
+
+def test_pieces_have_the_time_at_which_they_were_whole() -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    reads = [(1.0, head + b"3\r\nab"), (2.0, b"c\r\n2\r\nde"), (3.0, b"\r\n4;x=y\r\nf"), (4.0, b"ghi")]
+    status, headers, pieces = read_response([*reads, (5.0, b"\r\n0\r\n\r\n")])
+    assert (status, headers["transfer-encoding"]) == (200, "chunked")
+    assert pieces == [(2.0, b"abc"), (2.0, b"de"), (4.0, b"fghi")]
+    assert read_response(reads[:2])[2] == [(2.0, b"abc"), (2.0, b"de")]
+    assert read_response([(1.0, b"HTTP/1.1 200 OK\r\nContent-")]) == (0, {}, [])
+    assert read_response([]) == (0, {}, [])
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ def test_fields_beyond_openais_go_in_extra_body(client: openai.OpenAI) -> None:
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"n": 0}, "n"),
-        ({"max_tokens": 10**9}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
         ({"messages": []}, "messages"),
         ({"extra_body": {"no_such_field": 1}}, "no_such_field"),
