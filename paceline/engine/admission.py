@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from paceline.constrain.compiler import Grammar
 from paceline.draft.methods import METHODS, PLAN_KEYS, parse_plan
 from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.engine.detokenizer import Detokenizer
@@ -18,7 +19,7 @@ from paceline.verify.sampling import Sampler
 
 
 class TextTokenizer(Protocol):
-    """The part of a tokenizer that the engine needs."""
+    """The part of a tokenizer that requests need."""
 
     @property
     def eos_ids(self) -> frozenset[int]: ...
@@ -51,6 +52,7 @@ def make_requests(
     pool_tokens: int,
     now: float,
     plans: Mapping[str, DraftPlan] | None = None,
+    grammar: Grammar | None = None,
     segment: str = "",
     cache_salt: str = "",
 ) -> list[Request]:
@@ -59,7 +61,7 @@ def make_requests(
     Seeds: a request without one gets derive_seed(engine seed, index), so a program that sends the
     same requests in the same order gets the same answers. Child 0 has the request's seed, child i
     derive_seed(seed, i). `plans` are what each of the engine's drafters drafts if a request does not
-    say; the first is the default.
+    say; the first is the default. `grammar` is what the structured_outputs of the params mean.
     """
     prompt = _checked_prompt(prompt_token_ids, limits)
     _check_ids(params, limits.vocab_size)
@@ -73,10 +75,13 @@ def make_requests(
         )
     plan = _asked_plan(params.speculative, plans or {}, limits)
     seed = derive_seed(engine_seed, index) if params.seed is None else params.seed
-    ending_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
+    ending_ids = frozenset(params.stop_ids)
+    if grammar is not None or not params.ignore_eos:  # where a grammar must end, there is nothing else
+        ending_ids |= tokenizer.eos_ids
     children: list[Request] = []
     for child in range(params.n):
         child_seed = derive_seed(seed, child) if child else seed
+        constraint = None if grammar is None else grammar.start(params.ignore_eos)
         children.append(
             Request(
                 request_id=request_id,
@@ -87,7 +92,7 @@ def make_requests(
                 seed=child_seed,
                 max_output=max_output,
                 ending_ids=ending_ids,
-                sampler=Sampler(params, child_seed, prompt, ending_ids),
+                sampler=Sampler(params, child_seed, prompt, ending_ids, constraint),
                 detokenizer=Detokenizer(tokenizer, params),
                 arrival_time=now,
                 segment=segment,

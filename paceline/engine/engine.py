@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.backends.base import Backend, Float32Array, ForwardBatch
+from paceline.constrain.compiler import GrammarCompiler, GrammarTokenizer
 from paceline.control.controller import Controller, FixedController, Load
 from paceline.draft.base import Drafter
 from paceline.draft.trees import NO_TREE, DraftPlan, DraftTrees
-from paceline.engine.admission import Limits, TextTokenizer, make_requests
+from paceline.engine.admission import Limits, make_requests
 from paceline.engine.batch import BatchBuilder, prompt_rows
 from paceline.engine.drafting import Drafting, draft_facts
 from paceline.engine.request import Request
@@ -40,7 +41,7 @@ class Engine:
     def __init__(
         self,
         backend: Backend,
-        tokenizer: TextTokenizer,
+        tokenizer: GrammarTokenizer,
         limits: Limits,
         *,
         num_pages: int,
@@ -62,6 +63,7 @@ class Engine:
             self.kv, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len
         )
         self.stats = StepStats()  # of the last step
+        self.grammars = GrammarCompiler(tokenizer, limits.vocab_size)  # any thread may fill its cache
         self._pool = self.kv.add_pool(backend)
         self._seed = seed
         self._rule = rule
@@ -95,6 +97,7 @@ class Engine:
         name = str(self._num_arrived) if request_id is None else request_id
         if name in self._live:
             raise RequestError(f"a request with id {name!r} is already running; give each its own id.")
+        structure = params.structure
         children = make_requests(
             name,
             self._num_arrived,
@@ -106,6 +109,7 @@ class Engine:
             pool_tokens=self.kv.pages.num_pages * self.kv.page_size,
             now=self._clock(),
             plans=self._plans,
+            grammar=None if structure is None else self.grammars.compile(structure),
             segment=segment,
             cache_salt=cache_salt,
         )

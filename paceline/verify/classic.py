@@ -176,8 +176,8 @@ def open_draft(case: Case, target_probs: Float64Array, workspace: Workspace) -> 
         place = len(opened.nodes)
         is_open = target_probs[above + 1][token] > 0 and not case.is_last(token, num_output)
         if is_open:
-            sampler = sampler.branch((token,))
             try:
+                sampler = sampler.branch((token,))
                 line = target_probs[place + 1]
                 sampler.probabilities(case.logits[node + 1], num_output + 1, workspace, out=line)
                 followed[node] = (place, sampler, num_output + 1)
@@ -229,12 +229,12 @@ def _verdict(case: Case, accepted: Sequence[int], token: int) -> Verdict:
     if token >= 0:
         tokens.append(token)
     logprobs = []
-    if case.num_logprobs is not None:
-        try:
+    try:
+        if case.num_logprobs is not None:
             for node, chosen in zip([-1, *accepted], tokens, strict=False):  # an ending has no bonus
                 logprobs.append(token_logprobs(case.logits[node + 1], chosen, case.num_logprobs))
-        except BackendError as error:
-            return Verdict((), (), error=error)
-    for chosen in tokens:
-        case.sampler.advance(chosen)
+        for chosen in tokens:
+            case.sampler.advance(chosen)
+    except BackendError as error:
+        return Verdict((), (), error=error)
     return Verdict(tuple(accepted), tuple(tokens), tuple(logprobs))

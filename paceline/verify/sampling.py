@@ -2,10 +2,11 @@
 
 The order, which is vLLM's:
 
-    logit_bias -> min_tokens -> repetition, presence, frequency penalties     on the node's own path
+    constraint -> logit_bias -> min_tokens -> repetition, presence, frequency penalties
     greedy: argmax, ties to the lowest id
     else:   temperature -> min_p -> top_k -> top_p -> argmax(log p + gumbel)
 
+all on the node's own path. A token that the constraint forces is the token, whatever the rest says.
 Top-p is measured on what min_p and top_k have kept. The token depends on the logits, the options,
 the path and (seed, position), and on nothing else.
 """
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from paceline.constrain.constraint import Constraint
 from paceline.errors import BackendError
 from paceline.verify.kernels import best_candidates, choose_token, target_probabilities
 from paceline.verify.params import SamplingParams
@@ -92,9 +94,15 @@ class Sampler:
     """One request's way from logits to a token. It follows the request's path by `advance`."""
 
     def __init__(
-        self, params: SamplingParams, seed: int, prompt: Sequence[int], ending_ids: Iterable[int]
+        self,
+        params: SamplingParams,
+        seed: int,
+        prompt: Sequence[int],
+        ending_ids: Iterable[int],
+        constraint: Constraint | None = None,
     ) -> None:
         """`ending_ids` are the ids that min_tokens forbids: end-of-sequence and stop ids."""
+        self.constraint = constraint  # None: any token may follow
         self._params = params
         self._seed = np.uint64(seed)
         self._options = (params.temperature, params.top_k, params.top_p, params.min_p)
@@ -120,16 +128,20 @@ class Sampler:
 
     def advance(self, token: int) -> None:
         """Take a token into the path."""
+        if self.constraint is not None:
+            self.constraint.advance(token)
         if self._penalized:
             self._seen.add(token)
             self._output.add(token)
 
     def branch(self, tokens: Iterable[int]) -> Sampler:
         """A sampler that has followed these tokens after the own path. This one is not changed."""
-        if not self._penalized:
+        if not self._penalized and self.constraint is None:
             return self  # the path is nowhere used
         twin = copy.copy(self)
         twin._seen, twin._output = self._seen.copy(), self._output.copy()
+        if self.constraint is not None:
+            twin.constraint = self.constraint.branch()
         for token in tokens:
             twin.advance(token)
         return twin
@@ -139,6 +151,13 @@ class Sampler:
 
         Raises BackendError if the logits hold NaN or +inf, or if nothing may be chosen.
         """
+        forced = self._forced(logits)
+        if forced is not None:
+            return forced
+        if self.greedy and self._is_plain(num_output):
+            token = int(logits.argmax())  # nothing that is allowed is larger than the largest of all
+            if math.isfinite(logits[token]) and (self.constraint is None or self.constraint.allows(token)):
+                return token
         logits = self._with_options(logits, num_output, workspace)
         if self.greedy:
             token = int(logits.argmax())  # the first NaN, if there is one
@@ -161,6 +180,11 @@ class Sampler:
         """
         if out is None:
             out = np.empty(len(logits), dtype=np.float64)
+        forced = self._forced(logits)
+        if forced is not None:
+            out[:] = 0.0
+            out[forced] = 1.0
+            return out
         logits = self._with_options(logits, num_output, workspace)
         if self.greedy:
             token = int(logits.argmax())
@@ -188,6 +212,9 @@ class Sampler:
         ties to the lowest id. Fewer where the options keep fewer. At temperature 0, where p is one-hot,
         they are ranked by the logits, and log p is that of temperature 1.
         """
+        forced = self._forced(logits)
+        if forced is not None:
+            return np.array([forced]), np.zeros(1)
         logits = self._with_options(logits, num_output, workspace)
         best = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float64)
         found = best_candidates(
@@ -203,21 +230,43 @@ class Sampler:
             raise unusable_logits(f"at position {position}")
         return best[0][:found], best[1][:found]
 
+    def _forced(self, logits: Float32Array) -> int | None:
+        """The only token that the constraint allows, if it allows one only."""
+        if self.constraint is None:
+            return None
+        forced = self.constraint.forced()
+        if not forced:
+            return None
+        if not math.isfinite(logits[forced[0]]):
+            raise unusable_logits(f"of token {forced[0]}")
+        return forced[0]
+
+    def _is_plain(self, num_output: int) -> bool:
+        """Whether bias, min_tokens and penalties leave all logits as they are."""
+        return not self._edits_always and not self._forbids_endings(num_output)
+
+    def _forbids_endings(self, num_output: int) -> bool:
+        return num_output < self._params.min_tokens and len(self._ending_ids) > 0
+
     def _with_options(self, logits: Float32Array, num_output: int, workspace: Workspace) -> Float32Array:
-        """The logits with bias, min_tokens and penalties, if there are any."""
-        forbidden = num_output < self._params.min_tokens and len(self._ending_ids) > 0
-        if self._edits_always or forbidden:
-            return self._edited(logits, forbidden, workspace.logits)
-        return logits
+        """The logits with constraint, bias, min_tokens and penalties, if there are any."""
+        if self.constraint is None and self._is_plain(num_output):
+            return logits
+        return self._edited(logits, self._forbids_endings(num_output), workspace.logits)
 
     def _edited(self, logits: Float32Array, forbidden: bool, edited: Float32Array) -> Float32Array:
-        """The logits with bias, min_tokens and penalties applied, written to `edited`."""
+        """The logits with constraint, bias, min_tokens and penalties applied, written to `edited`."""
         params = self._params
         np.copyto(edited, logits)
+        if self.constraint is not None:
+            edited[~self.constraint.mask()] = -np.inf
         if len(self._bias_ids):
             edited[self._bias_ids] += self._bias
         if forbidden:
+            endings = edited[self._ending_ids]
             edited[self._ending_ids] = -np.inf
+            if self.constraint is not None and edited.max() == -np.inf:
+                edited[self._ending_ids] = endings  # the grammar allows nothing else
         if self._repeats:
             seen = edited[self._seen.ids]
             penalty = np.float32(params.repetition_penalty)
