@@ -244,17 +244,22 @@ def test_a_response_has_text_usage_and_a_status(client: openai.OpenAI) -> None:
 def test_a_streamed_response_gives_its_events_in_order(client: openai.OpenAI) -> None:
     settings: dict[str, Any] = {"model": MODEL, "input": ASK, "max_output_tokens": 10, "temperature": 0}
     whole = client.responses.create(**settings)
-    with client.responses.stream(**settings) as stream:
-        events = list(stream)
-        final = stream.get_final_response()
-    assert final.output_text == whole.output_text
+    events = list(client.responses.create(stream=True, **settings))
     assert (
         "".join(one.delta for one in events if one.type == "response.output_text.delta") == whole.output_text
     )
-    kinds = [one.type for one in events]
-    assert kinds[:2] == ["response.created", "response.in_progress"]
-    assert kinds[-1] in ("response.completed", "response.incomplete")
-    assert [one.sequence_number for one in events] == sorted({one.sequence_number for one in events})
+    assert [one.type for one in events[:2]] == ["response.created", "response.in_progress"]
+    assert [one.sequence_number for one in events] == list(range(len(events)))
+    last = events[-1]
+    assert last.type == f"response.{whole.status}"
+    assert last.response.output_text == whole.output_text
+
+
+def test_the_clients_own_reader_of_streams_gives_the_users_own_class(client: openai.OpenAI) -> None:
+    with client.responses.stream(
+        model=MODEL, input=ASK, max_output_tokens=40, temperature=0, text_format=Person
+    ) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Person)
 
 
 def test_a_parsed_response_is_the_users_own_class(client: openai.OpenAI) -> None:
