@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
+from itertools import starmap
 
 from starlette.requests import Request
 
@@ -23,7 +24,7 @@ class Generation:
     def __init__(self, num_outputs: int) -> None:
         self._n = num_outputs
         self._arrived = asyncio.Event()  # whichever stream it is for
-        self._streams: list[Stream] = []
+        self._streams: dict[int, Stream] = {}  # by prompt
 
     @staticmethod
     async def start(
@@ -38,17 +39,21 @@ class Generation:
         request_id = request.state.request_id
         segment = segment_of(request, fields)
         request.state.record.note(generation, segment, fields.user)
-        try:
-            for number, prompt in enumerate(prompts):
-                stream = await engine.submit(
-                    prompt,
-                    params,
-                    f"{request_id}-{number}" if len(prompts) > 1 else request_id,
-                    segment=segment,
-                    cache_salt=fields.cache_salt or "",
-                    arrived=generation._arrived,
-                )
-                generation._streams.append(stream)
+
+        async def submit(number: int, prompt: Sequence[int]) -> None:
+            generation._streams[number] = await engine.submit(
+                prompt,
+                params,
+                f"{request_id}-{number}" if len(prompts) > 1 else request_id,
+                segment=segment,
+                cache_salt=fields.cache_salt or "",
+                arrived=generation._arrived,
+            )
+
+        try:  # all at once: they begin in the same pass
+            results = await asyncio.gather(*starmap(submit, enumerate(prompts)), return_exceptions=True)
+            for error in filter(None, results):
+                raise error
         except BaseException:
             generation.abort()
             raise
@@ -57,7 +62,8 @@ class Generation:
     @property
     def outputs(self) -> list[RequestOutput]:
         """The whole outputs of the prompts that have ended; of all, when the iteration is over."""
-        return [stream.output for stream in self._streams if stream.output is not None]
+        outputs = [self._streams[number].output for number in sorted(self._streams)]
+        return [output for output in outputs if output is not None]
 
     async def __aiter__(self) -> AsyncIterator[list[tuple[int, Update]]]:
         """What has come since the last time, as (number of the output, update). Raises an output's error."""
@@ -65,7 +71,7 @@ class Generation:
             ended = len(self.outputs) == len(self._streams)  # asked first: updates come before the end
             batch = [
                 (number * self._n + update.index, update)
-                for number, stream in enumerate(self._streams)
+                for number, stream in self._streams.items()
                 for update in stream.take()
             ]
             for _, update in batch:
@@ -87,7 +93,7 @@ class Generation:
 
     def abort(self) -> None:
         """End what still runs. It takes part in no further pass."""
-        for stream in self._streams:
+        for stream in self._streams.values():
             stream.abort()
 
 
