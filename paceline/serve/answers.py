@@ -42,8 +42,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 def documented(*statuses: int, stream: bool = False) -> dict[int | str, dict[str, Any]]:
     """The answers besides 200 that an endpoint's documentation lists; and that it can be a stream."""
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     events: dict[int | str, dict[str, Any]] = {
-        200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+        200: {"content": {"text/event-stream": {"schema": event}}}  # the schema is of one event
     }
     return (events if stream else {}) | {status: _ERRORS[status] for status in statuses}
 
