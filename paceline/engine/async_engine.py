@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from paceline.constrain.params import StructuredOutputsParams
 from paceline.engine.admission import Limits, TextTokenizer
 from paceline.engine.engine import Delta, Engine
 from paceline.engine.outputs import RequestOutput, TokenLogprobs, request_output, with_texts
@@ -176,6 +177,13 @@ class AsyncEngine:
         if began is not None and time.monotonic() - began > STUCK_AFTER:
             return f"the engine is stuck in a pass for more than {STUCK_AFTER:.0f} seconds"
         return None
+
+    def compile(self, structure: StructuredOutputsParams) -> None:
+        """Have the grammar ready for requests that need it. Any thread may call this; it can take seconds.
+
+        RequestError if there is none, or if it is beyond the limits.
+        """
+        self._engine.grammars.compile(structure)
 
     def start(self) -> None:
         """Let the engine run. Call it in the event loop that will use it."""

@@ -35,7 +35,7 @@ def router(service: Service) -> APIRouter:
         plan, params = await service.in_thread(_plan, service, body)
         messages = [message.plain() for message in body.messages]
         prompt = await service.encode_chat(messages, plan, body.add_generation_prompt is not False)
-        generation = await service.start(request, [prompt], params, body)
+        generation = await service.start(request, [prompt], params, body, plan)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = service.head(request, "chatcmpl", kind, model)
         answer = _Answer(service, body, params, plan, head)

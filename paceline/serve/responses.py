@@ -39,7 +39,7 @@ def router(service: Service) -> APIRouter:
         plan, params = await service.in_thread(_plan, service, body)
         prompt = await service.encode_chat(messages, plan)
         answer = _Answer(body, params, plan, model, f"resp_{request.state.request_id}")
-        generation = await service.start(request, [prompt], params, body)
+        generation = await service.start(request, [prompt], params, body, plan)
         if body.stream:
             return EventResponse(answer.events(generation), generation.abort)
         (output,) = await service.finished(request, generation)

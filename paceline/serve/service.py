@@ -33,9 +33,9 @@ from paceline.verify.params import SamplingParams
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-WORKERS = 2  # threads for templates, tokenizing and grammars
+WORKERS = 4  # threads for templates, tokenizing and grammars
+COMPILERS = 2  # of them that may be busy with grammars
 MOST_CHARACTERS = 256  # of a token: a text with more for each token of the context cannot fit
-COMPILE_SECONDS = 10.0  # a grammar that takes longer is refused
 
 
 @dataclass
@@ -50,6 +50,7 @@ class Service:
     workers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(WORKERS, thread_name_prefix="paceline-serve")
     )
+    compilers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(COMPILERS))
 
     @property
     def limits(self) -> Limits:
@@ -113,8 +114,12 @@ class Service:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         fields: SamplingFields,
+        plan: ToolPlan = NO_TOOLS,
     ) -> Generation:
         """The running generation of a request. Hand it to `finished` or to an EventResponse, which end it."""
+        if params.structure is not None:
+            async with self.compilers:
+                await self.in_thread(plan.compile, self.engine.compile, params.structure)
         return await Generation.start(self.engine, request, prompts, params, fields)
 
     async def finished(self, request: Request, generation: Generation) -> list[RequestOutput]:

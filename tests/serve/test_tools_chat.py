@@ -133,3 +133,14 @@ def test_structured_outputs_cannot_be_beside_tools() -> None:
     answer = ask(PATH, **body_of("Hello", structured_outputs={"regex": "a"}))
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "structured_outputs"
+
+
+def test_a_schema_that_cannot_be_followed_is_refused_by_the_name_of_its_tool() -> None:
+    faulty = {"name": "faulty", "parameters": {"properties": {"x": {"type": "dict"}}}}
+    answer = ask(PATH, **{**body_of("Hello"), "tools": [*TOOLS, {"type": "function", "function": faulty}]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "tools")
+    assert error["message"].startswith("tools.2: the parameters of 'faulty' cannot be followed")
+    assert "dict" in error["message"]
+    loose = {"type": "function", "function": {**faulty, "strict": False}}
+    assert ask(PATH, **{**body_of("Hello"), "tools": [*TOOLS, loose]}).status_code == 200

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from paceline.constrain.params import StructuredOutputsParams
 from paceline.errors import PacelineError, RequestError
 from paceline.models.tokenizer import Tokenizer
 from paceline.serve.tools.conversation import with_instructions, with_objects, with_spelled_calls
@@ -16,6 +18,8 @@ from paceline.serve.tools.grammar import answer_grammar, special_tokens
 from paceline.serve.tools.parser import ToolParser
 
 Message = Mapping[str, Any]
+
+BLAME_SECONDS = 1.0  # for finding out which tool a grammar failed by
 
 _PROBE_TOOL = Tool("probe_tool", "a description", {"type": "object", "properties": {}})
 _PROBE_CALL: dict[str, Any] = {
@@ -48,6 +52,28 @@ class ToolPlan:
         if self.keep_special_tokens:
             options["skip_special_tokens"] = False
         return options
+
+    def compile(
+        self, compiler: Callable[[StructuredOutputsParams], None], structure: StructuredOutputsParams
+    ) -> None:
+        """Compile the request's structure. An error names the tool whose schema is at fault, if that is
+        found soon.
+        """
+        try:
+            compiler(structure)
+        except RequestError:
+            began = time.monotonic()
+            for number, tool in enumerate(self.tools):
+                if time.monotonic() - began > BLAME_SECONDS:
+                    break
+                try:
+                    compiler(StructuredOutputsParams(json=tool.schema()))
+                except RequestError as error:
+                    raise RequestError(
+                        f"tools.{number}: the parameters of {tool.name!r} cannot be followed (strict: false "
+                        f"would leave its arguments unchecked): {error}"
+                    ) from None
+            raise
 
     def parser(self) -> ToolParser:
         """A reader for one output."""
