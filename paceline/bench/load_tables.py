@@ -55,7 +55,7 @@ def load_table(load: Load) -> Table:
     options = load.options
     table = Table(
         title=f"{load.model}: {options.clients} streaming clients at once, {options.requests} requests "
-        f"a round, {options.cut:.0%} cut, {options.bad:.0%} nonsense",
+        f"a round, {options.cut:.0%} cut, {options.bad:.0%} nonsense; times are p50 / p90 / p99",
         title_justify="left",
     )
     table.add_column("")
@@ -63,17 +63,16 @@ def load_table(load: Load) -> Table:
     for number in range(len(facts)):
         table.add_column(f"round {number + 1}", justify="right")
     rows: dict[str, Callable[[dict[str, Any]], str]] = {
-        "answers, complete and as alone": lambda one: f"{one['answers'] - one['wrong']}",
-        "lost": lambda one: str(one["lost"]),
+        "right answers": lambda one: f"{one['answers'] - one['wrong']}",
+        "lost answers": lambda one: str(one["lost"]),
         "other bytes than alone": lambda one: str(one["wrong"]),
-        "nonsense not refused, or a 5xx": lambda one: str(one["misjudged"]),
-        "turned away by a full queue, sent again": lambda one: str(one["turned_away"]),
+        "wrong statuses": lambda one: str(one["misjudged"]),
+        "sent again (queue full)": lambda one: str(one["turned_away"]),
         "statuses": lambda one: ", ".join(f"{status}: {count}" for status, count in one["statuses"].items()),
         "seconds": lambda one: f"{one['seconds']:.1f}",
-        "tokens per second, of complete answers": lambda one: f"{one['tokens_per_second']:,.0f}",
-        "first byte, p50 / p90 / p99 ms": lambda one: _cell(one["first_byte_ms"]),
-        "first text, p50 / p90 / p99 ms": lambda one: _cell(one["first_text_ms"]),
-        "gap between texts, p50 / p90 / p99 ms": lambda one: _cell(one["gap_ms"]),
+        "tokens per second": lambda one: f"{one['tokens_per_second']:,.0f}",
+        "first byte, ms": lambda one: _cell(one["first_byte_ms"]),
+        "between texts, ms": lambda one: _cell(one["gap_ms"]),
     }
     for heading, cell in rows.items():
         table.add_row(heading, *(cell(one) for one in facts))
