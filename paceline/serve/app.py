@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from paceline import __version__
-from paceline.serve import chat, completions, health, metrics_page, models, responses, tokens
+from paceline.serve import chat, completions, health, live, metrics_page, models, responses, tokens
 from paceline.serve.errors import CLIENT_GONE, add_handlers
 from paceline.serve.metrics import Metrics
 from paceline.serve.middleware import Gate, Requests, log_request
@@ -27,6 +27,7 @@ def make_app(
     app.include_router(health.router(service.engine))
     if metrics is not None:
         app.include_router(metrics_page.router(metrics, service.engine))
+        app.include_router(live.router())
     add_middleware(app, service, options, metrics)
     return app
 
@@ -44,12 +45,10 @@ def add_middleware(app: FastAPI, service: Service, options: ServeOptions, metric
             allow_headers=("*",),
             expose_headers=("X-Request-Id", "X-Client-Request-Id", "Retry-After"),
         )
-    known = {getattr(route, "path", "") for route in app.routes}
 
     def tell(record: RequestRecord) -> None:
         log_request(record)
         if metrics is not None:
-            path = record.path if record.path in known else ""  # clients must not name labels
-            metrics.answered(path, record.status or CLIENT_GONE)
+            metrics.answered(record.route, record.status or CLIENT_GONE)
 
     app.add_middleware(Requests, timeout=options.request_timeout, tell=tell)

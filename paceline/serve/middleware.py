@@ -59,6 +59,7 @@ class Requests:
                 logger.error("a request failed", exc_info=error, extra={"facts": facts})
                 await answer.error(*describe(error))
         finally:
+            record.route = getattr(scope.get("route"), "path", "")
             self._tell(record)
 
 

@@ -31,6 +31,7 @@ class RequestRecord:
     client_request_id: str | None  # the client's own X-Request-Id, if it is a sane one
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # ours: unique whatever clients send
     begun: float = field(default_factory=time.monotonic)
+    route: str = ""  # the path of the API that it matched; empty if none
     status: int | None = None  # None: the client has gone without an answer
     complete: bool = False  # the answer was sent to its end
     generation: Generation | None = None

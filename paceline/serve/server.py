@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 LAST_BYTES_SECONDS = 5.0  # for answers to reach their clients after the engine has stopped
 SAME_SIGNAL_SECONDS = 0.5  # `timeout` and others send one signal twice: to the process and to its group
-WARM_TOKENS = 8  # of the prompt that warms up
+WARM_TOKENS = 40  # of the prompt that warms up: enough for every kernel of a pass
 
 
 def serve(model: str, engine: dict[str, Any], server: dict[str, Any]) -> None:

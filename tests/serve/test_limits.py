@@ -1,0 +1,241 @@
+"""Limits: what is too large, too many or too slow gets a clear answer, and costs nobody else anything."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.serve.connections import MOST_HEAD_BYTES, MOST_HEADERS
+from tests.serve.running import PATIENCE, Client, Gate, read_answer, serving, until
+from tests.toy import toy_engine
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with serving(max_body_bytes=2000) as made:
+        yield made
+
+
+# Sizes ---------------------------------------------------------------------------------------------
+
+
+def test_a_body_that_is_too_large_is_refused_by_its_length_before_it_is_sent(client: Client) -> None:
+    head = client.request("POST", "/v1/completions", b"", {"Content_Length": "2001"})
+    answer = client.raw(head)
+    assert answer.status == 413
+    assert "2000 bytes" in answer.message
+
+
+def test_a_body_without_a_length_is_refused_when_it_has_become_too_large(client: Client) -> None:
+    headers = {"Transfer_Encoding": "chunked", "Content_Type": "application/json"}
+    head = client.request("POST", "/v1/completions", headers=headers)
+    chunk = b"3e8\r\n" + b" " * 1000 + b"\r\n"
+    assert client.raw(head + 2 * chunk + b"0\r\n\r\n").status == 400  # not JSON, but small enough
+    assert client.raw(head + 3 * chunk).status == 413
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        pytest.param(f"X-Long: {'a' * MOST_HEAD_BYTES}\r\n\r\n", id="one long"),
+        pytest.param("".join(f"X-{n}: a\r\n" for n in range(MOST_HEADERS + 1)) + "\r\n", id="many"),
+        pytest.param(f"X-Endless: {'a' * (MOST_HEAD_BYTES + 1000)}", id="one without an end"),
+    ],
+)
+def test_headers_that_are_too_large_or_too_many_are_refused(client: Client, headers: str) -> None:
+    answer = client.raw(f"GET /health HTTP/1.1\r\nHost: a\r\n{headers}".encode())
+    assert answer.status == 431
+    assert f"{MOST_HEADERS} headers" in answer.message
+    assert answer.headers["connection"] == "close"
+
+
+def test_a_long_path_counts_as_the_head_that_it_is_part_of(client: Client) -> None:
+    assert client.get("/" + "a" * MOST_HEAD_BYTES).status == 431
+    assert client.get("/" + "a" * 5000).status == 404
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"nonsense\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabc",
+        b"POST / HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: 99999999999999999999\r\n\r\n",
+        b"GET / HTTP/1.1\r\nX: a\x00b\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_or_could_be_read_in_two_ways_is_refused(client: Client, data: bytes) -> None:
+    answer = client.raw(data)
+    assert answer.status == 400
+    assert answer.json["error"]["type"] == "invalid_request_error"
+
+
+# Numbers -------------------------------------------------------------------------------------------
+
+
+def test_connections_beyond_the_limit_are_told_to_come_again() -> None:
+    with serving(max_connections=2) as client:
+        idle = [client.connect(), client.connect()]
+        until(lambda: client.get("/health").status == 503)
+        answer = client.get("/health")
+        assert "2 connections" in answer.message
+        assert answer.headers["retry-after"] == "1"
+        idle.pop().close()
+        until(lambda: client.get("/health").status == 200)
+        idle.pop().close()
+
+
+def test_requests_beyond_the_queue_get_429_and_when_to_come_again() -> None:
+    backend = Gate()
+    backend.open.clear()
+    with serving(toy_engine(backend, max_num_seqs=1), max_queue=1) as client:
+        held = []
+        for _ in range(2):  # one runs, one waits
+            connection = client.connect()
+            body = {"prompt": "hello", "max_tokens": 2}
+            connection.sendall(client.request("POST", "/v1/completions", body))
+            held.append(connection)
+        until(lambda: client.complete(max_tokens=1).status == 429)
+        answer = client.complete(max_tokens=1)
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json["error"]["type"] == "rate_limit_error"
+        backend.open.set()
+        assert [read_answer(connection).status for connection in held] == [200, 200]
+        assert client.complete(max_tokens=1).status == 200
+
+
+def test_requests_sent_before_the_first_answer_are_bounded(client: Client) -> None:
+    with client.connect() as connection:
+        connection.sendall(client.request("GET", "/v1/models") * 3)
+        assert [read_answer(connection).status] == [200]
+    with client.connect() as connection:
+        connection.sendall(client.request("GET", "/v1/models") * 50)
+        with pytest.raises(ConnectionError):
+            read_answer(connection)
+
+
+# Time ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Slow: ",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{",
+    ],
+    ids=["headers", "body"],
+)
+def test_a_request_that_does_not_come_is_not_waited_for(beginning: bytes) -> None:
+    with serving(client_timeout=0.05) as client:
+        answer = client.raw(beginning)
+    assert answer.status == 408
+    assert "0.05 seconds" in answer.message
+
+
+def test_a_connection_without_requests_is_closed() -> None:
+    with serving(timeout_keep_alive=1) as client, client.connect() as connection:
+        connection.sendall(client.request("GET", "/health"))
+        assert read_answer(connection).status == 200
+        assert connection.recv(1) == b""
+
+
+def test_a_request_that_takes_too_long_is_aborted_and_says_so() -> None:
+    backend = Gate()
+    backend.open.clear()
+    engine = toy_engine(backend)
+    with serving(engine, request_timeout=0.1) as client:
+        answer = client.complete(max_tokens=100)
+        assert answer.status == 504
+        assert "0.1 seconds" in answer.message
+        assert answer.headers["x-should-retry"] == "false"
+        backend.open.set()
+        until(lambda: not engine.has_unfinished)
+        assert engine.kv.usage == 0
+
+
+def test_a_stream_that_takes_too_long_ends_with_the_error_as_an_event() -> None:
+    backend = Gate()
+    with serving(toy_engine(backend), request_timeout=0.3) as client, client.stream(max_tokens=200) as stream:
+        backend.open.clear()
+        seen = b""
+        while b"[DONE]" not in seen:
+            received = stream.recv(1 << 16)
+            assert received
+            seen += received
+        backend.open.set()
+    assert b"timeout_error" in seen
+
+
+# Clients that leave, or do not read ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_disconnected_client_costs_at_most_the_pass_that_runs(streaming: bool) -> None:
+    backend = Gate()
+    engine = toy_engine(backend)
+    with serving(engine) as client:
+        if streaming:
+            connection = client.stream(max_tokens=200, ignore_eos=True)
+        else:
+            connection = client.connect()
+            body = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True}
+            connection.sendall(client.request("POST", "/v1/completions", body))
+            until(lambda: backend.batches)
+        backend.open.clear()
+        passes = len(backend.batches)
+        connection.close()
+        until(lambda: has_answered(client))
+        backend.open.set()
+        until(lambda: not engine.has_unfinished)
+        assert len(backend.batches) <= passes + 2  # the one at the gate, and one that had passed it
+        assert engine.kv.usage == 0
+
+
+def has_answered(client: Client) -> bool:
+    """Whether the server is done with a completion, in one way or another."""
+    return b'path="/v1/completions"' in client.get("/metrics").body
+
+
+def test_a_client_that_does_not_read_holds_neither_the_engine_nor_its_connection() -> None:
+    """Its answer is far larger than what the system buffers; another client's is not held up by it."""
+    engine = toy_engine(max_model_len=400)
+    with serving(engine, send_buffer=4096, client_timeout=0.2) as client, socket.socket() as connection:
+        connection.settimeout(PATIENCE)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect(("127.0.0.1", client.port))
+        body = {"prompt": "hello", "stream": True, "max_tokens": 300, "ignore_eos": True, "logprobs": 20}
+        connection.sendall(client.request("POST", "/v1/completions", body))
+        assert client.post("/v1/chat/completions", HELLO).status == 200
+        until(lambda: has_answered(client))
+        assert not engine.has_unfinished
+        with pytest.raises(ConnectionError):
+            read_answer(connection)
+
+
+def test_one_slow_client_does_not_delay_the_others(client: Client) -> None:
+    answers: list[int] = []
+    with client.connect() as slow:
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 900\r\n\r\n{")
+        threads = [
+            threading.Thread(target=lambda: answers.append(client.complete(max_tokens=2).status))
+            for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert answers == [200] * 8
+
+
+def test_answers_on_one_connection_come_in_order(client: Client) -> None:
+    with client.connect() as connection:
+        for count in (1, 2, 3):
+            body = {"prompt": "hello", "max_tokens": count, "ignore_eos": True}
+            connection.sendall(client.request("POST", "/v1/completions", body))
+            assert json.loads(read_answer(connection).body)["usage"]["completion_tokens"] == count

@@ -1,0 +1,138 @@
+"""Signals: the first drains, the second stops now, and after a kill -9 the next start is like any other."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.serve.server import bind
+from tests.serve.running import PATIENCE, Client, read_answer, serving_process, until
+
+
+def events_of(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def exit_code(process: ForkProcess) -> int | None:
+    process.join(PATIENCE)
+    return process.exitcode
+
+
+def has_event(log: Path, event: str) -> bool:
+    return f'"event": "{event}"' in log.read_text()
+
+
+def ask(client: Client, max_tokens: int) -> socket.socket:
+    """A connection on which a completion was asked for."""
+    connection = client.connect()
+    body = {"prompt": "hello", "max_tokens": max_tokens, "ignore_eos": True}
+    connection.sendall(client.request("POST", "/v1/completions", body))
+    until(lambda: b'num_requests_running{model_name="toy"} 1.0' in client.get("/metrics").body)
+    return connection
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_lets_requests_at_hand_end_and_takes_no_others(tmp_path: Path, sig: int) -> None:
+    log = tmp_path / "log"
+    with serving_process(log) as (process, client):
+        running = ask(client, max_tokens=60)
+        os.kill(process.pid or 0, sig)
+        until(lambda: has_event(log, "draining"))
+        health = client.get("/health")
+        assert (health.status, health.json) == (503, {"status": "draining"})
+        late = client.complete()
+        assert late.status == 503
+        assert late.headers["connection"] == "close"
+        assert "retry-after" in late.headers
+        answer = read_answer(running)
+        assert answer.status == 200
+        assert answer.json["usage"]["completion_tokens"] == 60
+        assert exit_code(process) == 0
+    assert [event["event"] for event in events_of(log)][-1] == "stopped"
+
+
+def test_requests_that_outlast_the_drain_are_ended_with_an_answer(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with serving_process(log, drain_timeout=0.2) as (process, client):
+        running = ask(client, max_tokens=4000)
+        streaming = client.stream(max_tokens=4000, ignore_eos=True)
+        process.terminate()
+        answer = read_answer(running)
+        assert answer.status == 503
+        assert "stopping" in answer.message
+        seen = b""
+        while b"[DONE]" not in seen:
+            seen += streaming.recv(1 << 16)
+        assert b"stopping" in seen
+        assert exit_code(process) == 0
+    assert has_event(log, "drain timed out")
+
+
+def test_the_second_signal_stops_now(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with serving_process(log) as (process, client):
+        running = ask(client, max_tokens=4000)
+        process.terminate()
+        until(lambda: has_event(log, "draining"))
+        until(lambda: not process.is_alive() or process.terminate())  # type: ignore[func-returns-value]
+        assert exit_code(process) == 128 + signal.SIGTERM
+        with pytest.raises(ConnectionError):
+            read_answer(running)
+    assert has_event(log, "stopped by a second signal")
+
+
+def test_one_signal_that_is_sent_twice_is_one_signal(tmp_path: Path) -> None:
+    """As `timeout` and container runtimes do: to the process, and to its group."""
+    log = tmp_path / "log"
+    with serving_process(log) as (process, client):
+        running = ask(client, max_tokens=20)
+        process.terminate()
+        process.terminate()
+        assert read_answer(running).status == 200
+        assert exit_code(process) == 0
+
+
+def test_after_a_kill_the_same_port_is_served_again_at_once(tmp_path: Path) -> None:
+    with serving_process(tmp_path / "first") as (process, client):
+        running = client.stream(max_tokens=4000, ignore_eos=True)
+        process.kill()
+        process.join()
+        with serving_process(tmp_path / "second", port=client.port) as (_, again):
+            assert again.port == client.port
+            assert again.complete(max_tokens=3).status == 200
+        running.close()
+
+
+def test_a_port_that_is_taken_is_told_in_one_line_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"
+        ):
+            bind("127.0.0.1", port)
+
+
+def test_nobody_can_connect_before_the_model_is_ready() -> None:
+    """The port is taken before the model is loaded, but listened on only afterwards."""
+    with bind("127.0.0.1", 0) as listener, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(listener.getsockname())
+
+
+def test_a_missing_library_is_named_with_the_remedy() -> None:
+    program = "import sys; sys.modules['fastapi'] = None; sys.argv = ['paceline', 'serve']; "
+    program += "from paceline.cli import main; main()"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "error: `paceline serve` needs the module fastapi: run `pip install 'paceline[serve]'`.\n"
+    )
