@@ -67,6 +67,8 @@ class Drafter(Protocol):
 
     name: str
     needs: DrafterNeeds = DrafterNeeds()
+    follows_prefix: bool = False  # whether it can draft behind a plan's prefix; if not, it is not asked then
+    only_forced: bool = False  # whether all it drafts is forced, so that its budget is for that
 
     def bind(self, kv: KVCache) -> None:
         """Called once, before the first request: the place to take a KV pool on the engine's pages."""

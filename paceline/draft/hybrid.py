@@ -72,6 +72,7 @@ class HybridDrafter(Drafter):
         self._most = most
         self._parts: tuple[Drafter, Drafter] = (suffix, other)
         self.needs = other.needs
+        self.follows_prefix = suffix.follows_prefix and other.follows_prefix
 
     @classmethod
     def load(cls, options: HybridOptions, target: Target) -> HybridDrafter:

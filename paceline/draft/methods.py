@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
+from paceline.constrain.constraint import MOST_FORCED
 from paceline.draft.base import Drafter, DraftSampling, Target
 from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.errors import ConfigError, PacelineError
@@ -37,6 +38,9 @@ METHODS: dict[str, Method] = {
     "draft_model": Method(
         "paceline.draft.draft_model", "DraftModelDrafter", num_speculative_tokens=4, trees=True
     ),
+    "grammar": Method(
+        "paceline.constrain.drafter", "GrammarDrafter", num_speculative_tokens=MOST_FORCED, trees=False
+    ),
     "hybrid": Method("paceline.draft.hybrid", "HybridDrafter", num_speculative_tokens=7, trees=True),
 }
 
@@ -61,25 +65,23 @@ class Speculation:
     drafters: Mapping[str, DrafterConfig]  # by method; the first is the default
     rule: str = "pathwise"  # of RULES
     sampling: DraftSampling = DraftSampling.COUPLED
+    forced: bool = True  # tokens that a constraint forces are drafted, whatever the drafter
 
     @property
     def default_plan(self) -> DraftPlan:
         return next((config.plan for config in self.drafters.values()), PLAIN)
 
 
-OFF = Speculation({})
-
-
 def parse_speculative_config(given: Any) -> Speculation:
     """The speculation that a speculative_config means. ConfigError if it means none.
 
-    It is None or "off"; an object as vLLM takes it; the short form "ngram" or "model:PATH"; or a
-    list of objects, or short forms with commas between, for several drafters, of which each request
-    chooses one. The first is the default.
+    It is None; "off", which drafts not even forced tokens; an object as vLLM takes it; the short form
+    "ngram" or "model:PATH"; or a list of objects, or short forms with commas between, for several
+    drafters, of which each request chooses one. The first is the default.
     """
     entries = _entries(given)
     if not entries:
-        return OFF
+        return Speculation({}, forced=given is None)
     shared = _shared(entries)
     drafters: dict[str, DrafterConfig] = {}
     for entry in entries:

@@ -30,8 +30,8 @@ class RequestIndexes:
         self._levels = tuple(levels)
         self._indexes: dict[Request, Occurrences] = {}
 
-    def of(self, request: Request) -> Occurrences:
-        """The index of all tokens that the request has now."""
+    def of(self, request: Request, prefix: Sequence[int] = ()) -> Occurrences:
+        """The index of all tokens that the request has now, and of those that are sure to come next."""
         index = self._indexes.get(request)
         if index is None:
             most = len(request.prompt_token_ids) + request.max_output
@@ -39,6 +39,8 @@ class RequestIndexes:
         known = len(index)
         if known < len(request.token_ids):
             index.append(request.token_ids[known:])
+            known = len(request.token_ids)
+        index.append(prefix[known - len(request.token_ids) :])
         return index
 
     def drop(self, request: Request) -> None:
@@ -52,6 +54,7 @@ class NgramDrafter(Drafter):
     """Copies what followed the newest occurrence of the longest n-gram. Drafts chains."""
 
     name = "ngram"
+    follows_prefix = True
 
     @refuse_unknown(ConfigError)
     @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class NgramDrafter(Drafter):
         offsets = [0]
         parents: list[int] = []
         for request, plan in zip(requests, plans, strict=True):
-            index = self._indexes.of(request)
+            index = self._indexes.of(request, plan.prefix)
             room = slice(offsets[-1], offsets[-1] + plan.levels)
             size = copy_longest(index.table, index.levels, index.oldest, index.end, tokens[room])
             offsets.append(offsets[-1] + size)

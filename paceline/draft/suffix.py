@@ -67,6 +67,7 @@ class SuffixDrafter(Drafter):
     """Drafts what followed the end of the text, here and in past responses. Chains or trees."""
 
     name = "suffix"
+    follows_prefix = True
     Options = SuffixOptions
 
     def __init__(self, options: SuffixOptions, fingerprint: str = "", vocab_size: int = 0) -> None:
@@ -104,7 +105,8 @@ class SuffixDrafter(Drafter):
         offsets, scores = [0], []
         for request, plan in zip(requests, plans, strict=True):
             room = slice(offsets[-1], offsets[-1] + plan.budget)
-            size, score = self._draft(self._indexes.of(request), plan, tokens[room], parents[room])
+            index = self._indexes.of(request, plan.prefix)
+            size, score = self._draft(index, plan, tokens[room], parents[room])
             offsets.append(offsets[-1] + size)
             scores.append(score)
         end = offsets[-1]

@@ -24,6 +24,8 @@ class DraftPlan:
     budget: int = 0  # most nodes of the tree
     branching: int = 1  # most children of a node; 1 is a chain
     depth: int | None = None  # most levels of the tree; None: as many as the budget has nodes
+    forced: int = 0  # nodes of the budget that are kept for tokens that a constraint forces
+    prefix: tuple[int, ...] = ()  # tokens that are sure to come first: what is drafted follows them
 
     @property
     def levels(self) -> int:

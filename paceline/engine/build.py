@@ -90,5 +90,6 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         drafters=drafters,
         plans={name: own.plan for name, own in speculation.drafters.items()},
         rule=RULES[speculation.rule].verify,
+        draft_forced=speculation.forced,
     )
     return Loaded(engine, tokenizer, model.config)

@@ -9,10 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
 
 from paceline.backends.base import ForwardBatch, ForwardOutput
+from paceline.constrain.constraint import MOST_FORCED
+from paceline.constrain.drafter import GrammarDrafter
+from paceline.constrain.pruning import Draft, fit_draft
 from paceline.draft.base import Drafter, Features
-from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
+from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees, Draws
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduled
 from paceline.engine.stats import DraftFacts
@@ -22,12 +28,19 @@ from paceline.verify.verdict import Verdict
 logger = logging.getLogger(__name__)
 
 
-class Drafting:
-    """Several drafters behind one face."""
+FORCED_ONLY = DraftPlan(GrammarDrafter.name, MOST_FORCED)
+ROOM_AT_ENDS = 16  # nodes for what is forced at the ends of a draft
 
-    def __init__(self, drafters: Mapping[str, Drafter], vocab_size: int, kv: KVCache) -> None:
-        self._drafters = dict(drafters)
+
+class Drafting:
+    """Several drafters behind one face, and the one that is always there: of forced tokens."""
+
+    def __init__(
+        self, drafters: Mapping[str, Drafter], vocab_size: int, kv: KVCache, draft_forced: bool = True
+    ) -> None:
+        self._drafters: dict[str, Drafter] = {GrammarDrafter.name: GrammarDrafter(), **drafters}
         self._vocab_size = vocab_size
+        self._draft_forced = draft_forced
         self.failures = 0  # calls of drafters that raised
         self.feature_layers = tuple(
             sorted({layer for drafter in self._drafters.values() for layer in drafter.needs.feature_layers})
@@ -35,35 +48,90 @@ class Drafting:
         for drafter in self._drafters.values():
             drafter.bind(kv)
 
-    def sound(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> Sequence[DraftPlan]:
-        """The plans, without those of drafters that failed for their request."""
-        if not self.failures:
-            return plans
+    def settled(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> list[DraftPlan]:
+        """The plans, without those of drafters that failed for their request, with room for forced tokens."""
         return [
-            PLAIN if plan.drafter in request.failed_drafters else plan
+            self._with_forced(request, PLAIN if plan.drafter in request.failed_drafters else plan)
             for request, plan in zip(requests, plans, strict=True)
         ]
+
+    def _with_forced(self, request: Request, plan: DraftPlan) -> DraftPlan:
+        """The plan with nodes for what the request's constraint forces, unless the request wants none."""
+        constraint = request.sampler.constraint
+        wants_none = request.plan is not None and request.plan.budget == 0
+        if constraint is None or wants_none or not self._draft_forced:
+            return plan
+        run = len(constraint.forced())
+        if plan.drafter is None or self._drafters[plan.drafter].only_forced:
+            return (plan if plan.budget else FORCED_ONLY).shrunk(run)
+        room = run or ROOM_AT_ENDS
+        depth = None if plan.depth is None else plan.depth + run
+        return replace(plan, budget=plan.budget + room, depth=depth, forced=room)
 
     def propose(self, parts: Sequence[Scheduled]) -> DraftTrees | None:
         """The trees of all parts; None when nothing is drafted."""
         groups: dict[str, list[int]] = {}
-        for index, part in enumerate(parts):
-            if part.plan.drafter is not None:
-                groups.setdefault(part.plan.drafter, []).append(index)
+        own = [self._own_plan(part) for part in parts]
+        for index, plan in enumerate(own):
+            if plan.drafter is not None:
+                groups.setdefault(plan.drafter, []).append(index)
         proposed: list[tuple[list[int], DraftTrees]] = []
         for name, members in groups.items():
             requests = [parts[index].request for index in members]
-            plans = [parts[index].plan for index in members]
+            plans = [own[index] for index in members]
             with self._guard(name, requests):
                 trees = self._drafters[name].propose(requests, plans)
                 trees.check(plans, self._vocab_size)
                 if trees.num_nodes:
                     proposed.append((members, trees))
-        if not proposed:
+        constrained = [index for index, part in enumerate(parts) if self._is_to_fit(part)]
+        if not proposed and not constrained:
             return None
         if len(proposed) == 1 and len(proposed[0][0]) == len(parts):
-            return proposed[0][1]
-        return DraftTrees.merged(len(parts), proposed)
+            merged = proposed[0][1]
+        else:
+            merged = DraftTrees.merged(len(parts), proposed)
+        return self._fitted(merged, parts, constrained) if constrained else merged
+
+    def _own_plan(self, part: Scheduled) -> DraftPlan:
+        """What the drafter of a part is asked for: what the forced tokens leave of the plan, behind them."""
+        plan, constraint = part.plan, part.request.sampler.constraint
+        if plan.drafter is None or plan.forced == 0 or constraint is None:
+            return plan
+        run = constraint.forced()
+        own = replace(plan.shrunk(plan.budget - plan.forced), forced=0)
+        if own.budget == 0 or not run:
+            return own
+        depth = None if plan.depth is None else plan.depth - len(run)
+        over = (
+            len(run) > plan.forced or run[-1] in part.request.ending_ids or (depth is not None and depth < 1)
+        )
+        if over or not self._drafters[plan.drafter].follows_prefix:
+            return PLAIN
+        return replace(own, depth=depth, prefix=run)
+
+    def _is_to_fit(self, part: Scheduled) -> bool:
+        """Whether a part's draft is still to be held against a constraint."""
+        drafter, constraint = part.plan.drafter, part.request.sampler.constraint
+        return drafter is not None and constraint is not None and not self._drafters[drafter].only_forced
+
+    def _fitted(self, trees: DraftTrees, parts: Sequence[Scheduled], members: Sequence[int]) -> DraftTrees:
+        """The trees, those of these parts along their constraints."""
+        rows = [-1] * trees.num_nodes if trees.draws is None else trees.draws.rows.tolist()
+        drafts = [
+            Draft(*trees.tree_lists(index), rows[trees.offsets[index] : trees.offsets[index + 1]])
+            for index in range(len(parts))
+        ]
+        for index in members:
+            plan, constraint = parts[index].plan, parts[index].request.sampler.constraint
+            assert constraint is not None
+            run = constraint.forced()[: plan.forced]
+            drafts[index] = fit_draft(drafts[index], constraint, run, plan.budget, plan.levels)
+        fitted = DraftTrees.from_lists([(draft.tokens, draft.parents) for draft in drafts])
+        if trees.draws is None:
+            return fitted
+        flat = np.array([row for draft in drafts for row in draft.rows], dtype=np.int32)
+        return replace(fitted, draws=Draws(trees.draws.draft_probs, flat))
 
     def observe(
         self,

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 from paceline.backends.base import Backend, Float32Array, ForwardBatch
 from paceline.constrain.compiler import GrammarCompiler, GrammarTokenizer
+from paceline.constrain.drafter import GrammarDrafter
 from paceline.control.controller import Controller, FixedController, Load
 from paceline.draft.base import Drafter
 from paceline.draft.trees import NO_TREE, DraftPlan, DraftTrees
 from paceline.engine.admission import Limits, make_requests
 from paceline.engine.batch import BatchBuilder, prompt_rows
-from paceline.engine.drafting import Drafting, draft_facts
+from paceline.engine.drafting import FORCED_ONLY, Drafting, draft_facts
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduled, Scheduler
 from paceline.engine.stats import DraftFacts, StepStats
@@ -51,6 +52,7 @@ class Engine:
         drafters: Mapping[str, Drafter] | None = None,
         plans: Mapping[str, DraftPlan] | None = None,
         rule: Rule = verify_pathwise,
+        draft_forced: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.backend = backend
@@ -68,8 +70,8 @@ class Engine:
         self._seed = seed
         self._rule = rule
         self._controller = controller or FixedController()
-        self._plans = dict(plans or {})
-        self._drafting = Drafting(drafters or {}, limits.vocab_size, self.kv)
+        self._drafting = Drafting(drafters or {}, limits.vocab_size, self.kv, draft_forced)
+        self._plans = {**(plans or {}), GrammarDrafter.name: FORCED_ONLY}
         self._builder = BatchBuilder(limits.max_num_batched_tokens, limits.max_num_seqs)
         self._workspace = Workspace(limits.vocab_size)
         self._clock = clock
@@ -138,7 +140,7 @@ class Engine:
         running = self.scheduler.running
         plans = self._controller.plan(running, Load(len(running), len(self.scheduler.waiting)))
         before = (self.scheduler.num_preemptions, self._drafting.failures)
-        parts = self.scheduler.schedule(self._drafting.sound(running, plans))
+        parts = self.scheduler.schedule(self._drafting.settled(running, plans))
         if not parts:
             self.stats = self.state()
             return []

@@ -166,11 +166,11 @@ def test_a_wish_that_cannot_be_met_is_refused(wish, message):
     assert not engine.has_unfinished
 
 
-def test_without_drafters_only_off_and_auto_can_be_asked_for():
+def test_without_drafters_only_off_auto_and_grammar_can_be_asked_for():
     engine = toy_engine()
     assert add(engine, speculative="off").plan is not None
     assert add(engine, speculative="auto").plan is None
-    with pytest.raises(RequestError, match="It has none"):
+    with pytest.raises(RequestError, match="It has grammar"):
         add(engine, speculative="ngram")
 
 

@@ -1,0 +1,95 @@
+"""A draft along a grammar: what it forbids goes, what it forces is added."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.constrain.constraint import Constraint
+from paceline.errors import GrammarError
+
+ROOT = -1
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One request's draft, as a drafter gave it. Sequences are parallel."""
+
+    tokens: Sequence[int]
+    parents: Sequence[int]  # ROOT for the first level
+    rows: Sequence[int]  # the distribution that a node was drawn from, -1: it was chosen
+
+
+@dataclass
+class _Fitted:
+    """The draft that is being made, and what it may become."""
+
+    budget: int
+    levels: int
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+
+    def add(self, token: int, parent: int, row: int = -1) -> int:
+        """The number of the new node."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.rows.append(row)
+        self.depths.append(self.depth(parent) + 1)
+        return len(self.tokens) - 1
+
+    def depth(self, node: int) -> int:
+        return 0 if node == ROOT else self.depths[node]
+
+    def extend(self, node: int, forced: Sequence[int]) -> int:
+        """Add a run below a node as far as there is room; where it ends."""
+        room = min(self.budget - len(self.tokens), self.levels - self.depth(node))
+        for token in forced[: max(room, 0)]:
+            node = self.add(token, node)
+        return node
+
+
+def fit_draft(draft: Draft, constraint: Constraint, forced: Sequence[int], budget: int, levels: int) -> Draft:
+    """The draft behind `forced`, without what the grammar forbids, its paths continued by what it forces.
+
+    At most `budget` nodes and `levels` levels. The nodes of the draft keep their order; what continues
+    paths comes after them. `constraint` is at the request's last token, and stays there.
+
+    A node that was drawn stays even if it is forbidden, as does what stands beside it: a rule must see
+    what was refused, or the rest is no longer distributed as the target is. Below it nothing stays.
+    """
+    fitted = _Fitted(budget, levels)
+    stem = fitted.extend(ROOT, forced)
+    start = constraint.branch()
+    for token in fitted.tokens:
+        start.advance(token)
+    states: dict[int, Constraint] = {stem: start}  # of the nodes that something may follow
+    places = {ROOT: stem}  # of the draft's nodes that stay
+    drawn = {parent for parent, row in zip(draft.parents, draft.rows, strict=True) if row >= 0}
+    for node, (token, parent, row) in enumerate(zip(draft.tokens, draft.parents, draft.rows, strict=True)):
+        above = places.get(parent)
+        if above is None or above not in states:
+            continue
+        following = _followed(states[above], token)
+        if following is not None or parent in drawn:
+            places[node] = fitted.add(token, above, row)
+        if following is not None:
+            states[places[node]] = following
+    with_children = set(fitted.parents)
+    for node, state in states.items():
+        if node not in with_children:
+            fitted.extend(node, state.forced())
+    return Draft(fitted.tokens, fitted.parents, fitted.rows)
+
+
+def _followed(state: Constraint, token: int) -> Constraint | None:
+    """The state after a token; None if it may not come there."""
+    try:
+        if state.allows(token):
+            following = state.branch()
+            following.advance(token)
+            return following
+    except GrammarError:  # a limit, on a path that the text need not take
+        pass
+    return None
