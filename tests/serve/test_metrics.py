@@ -1,0 +1,274 @@
+"""Metrics tell the truth: the counters are the sums of what the requests say of themselves."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from paceline.engine.engine import Engine
+from paceline.engine.stats import DraftFacts, StepStats
+from paceline.serve.metrics import HISTOGRAMS, OTHER, Histogram, Metrics
+from paceline.verify.params import SamplingParams
+from tests.serve.running import Client, serving
+from tests.toy import ScriptedDrafter, ToyBackend, ToyTokenizer, drain, toy_engine
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "paceline.json"
+PROMPTS = ("one", "two", "three", "four")
+LENGTH = 40
+# with vLLM's types, as `vllm:` there
+VLLM_NAMES = {
+    "counter": (
+        *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+        *("spec_decode_num_accepted_tokens_per_pos", "num_preemptions", "prefix_cache_hits"),
+        *("prefix_cache_queries", "prompt_tokens", "generation_tokens", "request_success"),
+    ),
+    "histogram": (
+        *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+        *("request_time_per_output_token_seconds", "request_queue_time_seconds"),
+        *("request_prompt_tokens", "request_generation_tokens"),
+    ),
+    "gauge": ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+}
+
+
+def drafting_engine() -> Engine:
+    """An engine with a drafter whose drafts are partly right, and of a length that shrinks at the end."""
+    ids = {prompt: tuple(ToyTokenizer().encode(prompt)) for prompt in PROMPTS}
+    truth = {}
+    for prompt in PROMPTS:
+        engine = toy_engine()
+        (request,) = engine.add_request(
+            ids[prompt], SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+        )
+        drain(engine)
+        truth[ids[prompt]] = request.output_token_ids
+    return toy_engine(drafter=ScriptedDrafter(truth, "partly"), budget=5)
+
+
+def samples(client: Client) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """All samples by their name."""
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(client.get("/metrics").body.decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
+    return found
+
+
+def total(found: dict[str, list[tuple[dict[str, str], float]]], name: str, **where: str) -> float:
+    """The sum of the samples of a name that have these labels."""
+    return sum(value for labels, value in found[name] if where.items() <= labels.items())
+
+
+def generate(client: Client, prompt: str, **fields: object) -> dict[str, Any]:
+    body = {
+        "prompt": prompt,
+        "max_tokens": LENGTH,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_metrics": True,
+    }
+    answer = client.post("/v1/completions", {**body, **fields})
+    assert answer.status == 200, answer.body
+    found: dict[str, Any] = answer.json
+    return found
+
+
+def test_the_counters_are_the_sums_of_what_requests_say_of_themselves() -> None:
+    with serving(drafting_engine()) as client:
+        answers = [
+            generate(client, prompt, segment=f"s{number % 2}") for number, prompt in enumerate(PROMPTS)
+        ]
+        found = samples(client)
+    drafts = [answer["metrics"]["speculative_decoding"] for answer in answers]
+    for counter, figure in (
+        ("spec_decode_num_drafts", "num_spec_steps"),
+        ("spec_decode_num_draft_tokens", "num_draft_tokens"),
+        ("spec_decode_num_accepted_tokens", "num_accepted_draft_tokens"),
+    ):
+        name = f"paceline:{counter}_total"
+        assert total(found, name) == sum(draft[figure] for draft in drafts) > 0
+        assert total(found, name, segment="s0") == drafts[0][figure] + drafts[2][figure]
+        assert total(found, name, drafter="scripted") == total(found, name)
+        assert total(found, f"vllm:{counter}_total") == total(found, name)
+    assert total(found, "paceline:generation_tokens_total") == 4 * LENGTH
+    prompts = sum(answer["usage"]["prompt_tokens"] for answer in answers)
+    assert total(found, "paceline:prompt_tokens_total") == prompts
+    assert total(found, "paceline:request_success_total", finished_reason="length") == 4
+    for name in ("e2e_request_latency_seconds", "time_to_first_token_seconds", "request_prompt_tokens"):
+        assert total(found, f"paceline:{name}_count") == 4
+    gaps = total(found, "paceline:inter_token_latency_seconds_count")
+    tokens = 4 * LENGTH
+    assert gaps == tokens - total(found, "paceline:spec_decode_num_accepted_tokens_total") - 4
+
+
+def test_positions_are_counted_by_the_drafts_that_reached_them() -> None:
+    """Drafts differ in length: dividing by the number of drafts would be wrong, as it is elsewhere."""
+    with serving(drafting_engine()) as client:
+        drafts = [generate(client, prompt)["metrics"]["speculative_decoding"] for prompt in PROMPTS]
+        found = samples(client)
+    histogram = Counter(dict.fromkeys(range(6), 0))
+    for draft in drafts:
+        histogram.update(dict(enumerate(draft["acceptance_histogram"])))
+    tried, accepted = (
+        [
+            total(found, f"paceline:spec_decode_num_{which}_tokens_per_pos_total", position=str(place))
+            for place in range(5)
+        ]
+        for which in ("draft", "accepted")
+    )
+    assert accepted == [sum(histogram[count] for count in range(place + 1, 6)) for place in range(5)]
+    assert sum(tried) == total(found, "paceline:spec_decode_num_draft_tokens_total")  # these were chains
+    assert tried[0] == total(found, "paceline:spec_decode_num_drafts_total")
+    assert tried[4] < tried[0]
+    assert tried == sorted(tried, reverse=True)
+    assert all(hits <= tries for hits, tries in zip(accepted, tried, strict=True))
+
+
+def test_n_outputs_share_one_prompt_and_end_one_by_one() -> None:
+    with serving() as client:
+        answer = generate(client, "hello", n=3, max_tokens=5)
+        found = samples(client)
+    assert total(found, "paceline:prompt_tokens_total") == answer["usage"]["prompt_tokens"]
+    assert total(found, "paceline:generation_tokens_total") == 15
+    assert total(found, "paceline:request_success_total", finished_reason="length") == 3
+    assert total(found, "paceline:request_prompt_tokens_count") == 1
+    assert total(found, "paceline:request_generation_tokens_count") == 3
+
+
+def test_every_name_of_vllm_is_there_with_its_type_and_label() -> None:
+    with serving(drafting_engine()) as client:
+        generate(client, "one")
+        text = client.get("/metrics").body.decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for kind, names in VLLM_NAMES.items():
+        for name in names:
+            assert families[f"paceline:{name}"].type == kind
+            assert all(
+                sample.labels["model_name"] == "toy" for sample in families[f"paceline:{name}"].samples
+            )
+    assert families["process_resident_memory_bytes"].samples[0].value > 1e6
+    assert families["process_start_time_seconds"].samples[0].value > 1e9
+    assert families["paceline:server_info"].samples[0].labels["version"] == "test"
+
+
+def test_the_bench_of_vllm_finds_its_four_counters_and_nothing_it_would_misread() -> None:
+    with serving(drafting_engine()) as client:
+        generate(client, "one")
+        lines = [
+            line for line in client.get("/metrics").body.decode().splitlines() if line.startswith("vllm:")
+        ]
+    names = {line.split("{")[0] for line in lines}
+    assert names == {
+        "vllm:spec_decode_num_drafts_total",
+        "vllm:spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    }
+    assert all(len(line.split()) == 2 for line in lines)  # it splits at the first space
+
+
+def test_failures_refusals_and_aborts_are_counted() -> None:
+    backend = ToyBackend(max_rows=64)
+    with serving(toy_engine(backend)) as client:
+        backend.fail_next = MemoryError("no room")
+        assert client.complete().status == 500
+        assert client.complete(temperature=-1).status == 400
+        assert client.get("/nowhere/at/all").status == 404
+        assert client.raw(b"nonsense\r\n\r\n").status == 400
+        client.stream(max_tokens=200, ignore_eos=True).close()
+        found = samples(client)
+        while not total(found, "paceline:request_success_total", finished_reason="abort"):
+            found = samples(client)
+    assert total(found, "paceline:request_success_total", finished_reason="error") == 1
+    assert total(found, "paceline:request_success_total", finished_reason="abort") == 1
+    assert total(found, "paceline:engine_failed_steps_total") == 1
+    http = "paceline:http_requests_total"
+    assert total(found, http, path="/v1/completions", status="500") == 1
+    assert total(found, http, path="/v1/completions", status="400") == 1
+    assert total(found, http, path="", status="404") == 1  # a path that clients invent is no label
+    assert total(found, http, path="", status="400") == 1
+    assert total(found, "paceline:engine_healthy") == 1
+
+
+def test_where_the_time_of_steps_goes_adds_up() -> None:
+    metrics = Metrics("m", 4, {})
+    stats = StepStats(plan_time=1, draft_time=2, build_time=3, forward_time=4, verify_time=5, commit_time=6)
+    metrics.step(stats, [])
+    metrics.step(stats, [])
+    assert sum(metrics.step_seconds.values()) == 2 * stats.total_time
+    assert metrics.step_seconds["forward"] == 8
+    assert metrics.steps == 2
+
+
+def drafted(metrics: Metrics, segments: Sequence[str]) -> None:
+    for segment in segments:
+        metrics.step(StepStats(drafts=(DraftFacts("r", segment, "ngram", 3, 2, 1),)), [])
+
+
+def test_segments_beyond_the_limit_are_counted_together() -> None:
+    metrics = Metrics("m", 2, {})
+    drafted(metrics, ["a", "", "b", "c", "a", "d", "", "c"])
+    assert {
+        name: sum(one.drafts for one in counts.drafts.values()) for name, counts in metrics.segments.items()
+    } == {
+        "": 2,
+        "a": 2,
+        "b": 1,
+        OTHER: 3,
+    }
+
+
+@pytest.mark.parametrize("segment", ['a"b', "a\nb", "a b", "é", "a" * 65, "{}", "a\\"])
+def test_a_segment_that_could_spoil_a_label_is_refused(segment: str) -> None:
+    with serving() as client:
+        answer = client.complete(segment=segment)
+        assert answer.status == 400
+        assert answer.json["error"]["param"] == "segment"
+        found = samples(client)
+    assert {labels["segment"] for labels, _ in found["paceline:prompt_tokens_total"]} == {""}
+
+
+def test_the_header_names_the_segment_too() -> None:
+    with serving() as client:
+        answer = client.post("/v1/completions", {"prompt": "a", "max_tokens": 2}, X_Segment="eu/chat-1.5")
+        assert answer.status == 200
+        assert total(samples(client), "paceline:generation_tokens_total", segment="eu/chat-1.5") == 2
+        assert client.post("/v1/completions", {"prompt": "a"}, X_Segment="a b").status == 400
+
+
+def test_a_histogram_is_what_counting_by_hand_gives() -> None:
+    histogram = Histogram((1.0, 2.5, 5.0))
+    values = (0.0, 1.0, 1.1, 2.5, 5.0, 5.1, 100.0)
+    for value in values:
+        histogram.observe(value)
+    by_hand = [(str(edge), sum(value <= edge for value in values)) for edge in (1.0, 2.5, 5.0)]
+    assert histogram.buckets() == [*by_hand, ("+Inf", len(values))]
+    assert histogram.total == sum(values)
+
+
+def test_edges_rise() -> None:
+    for edges, _ in HISTOGRAMS.values():
+        assert list(edges) == sorted(set(edges))
+
+
+def test_every_expression_of_the_dashboard_names_metrics_that_exist() -> None:
+    with serving(drafting_engine()) as client:
+        generate(client, "one", segment="a")
+        found = samples(client)
+    dashboard = json.loads(DASHBOARD.read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    assert len(expressions) > 15
+    for expression in expressions:
+        names = re.findall(r"\b(?:paceline:|process_)\w+", expression)
+        assert names, expression
+        assert set(names) <= set(found), expression
+        labels = set(re.findall(r"by \(([\w, ]+)\)", expression))
+        wanted = {label.strip() for group in labels for label in group.split(",")} - {"le"}
+        assert wanted <= set().union(*(labels for name in names for labels, _ in found[name])), expression
