@@ -32,7 +32,7 @@ def router(service: Service) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """The next message of a conversation. With `stream`, chunks as server-sent events."""
         model = service.check_model(body.model)
-        plan, params = await service.in_thread(_plan, service, body)
+        plan, params = _plan(service, body)
         messages = [message.plain() for message in body.messages]
         prompt = await service.encode_chat(messages, plan, body.add_generation_prompt is not False)
         generation = await service.start(request, [prompt], params, body, plan)

@@ -36,7 +36,7 @@ def router(service: Service) -> APIRouter:
         """The answer to an input. With `stream`, events as server-sent events."""
         model = service.check_model(body.model)
         messages = messages_of(body)
-        plan, params = await service.in_thread(_plan, service, body)
+        plan, params = _plan(service, body)
         prompt = await service.encode_chat(messages, plan)
         answer = _Answer(body, params, plan, model, f"resp_{request.state.request_id}")
         generation = await service.start(request, [prompt], params, body, plan)

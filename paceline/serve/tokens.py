@@ -81,6 +81,6 @@ async def _encode(service: Service, body: TokenizeRequest) -> list[int]:
         return await service.in_thread(
             service.tokenizer.encode, body.prompt, body.add_special_tokens is not False
         )
-    plan = await service.in_thread(service.toolbox.plan, chat_tools(body.tools))
+    plan = service.toolbox.plan(chat_tools(body.tools))
     messages = [message.plain() for message in body.messages or ()]
     return await service.encode_chat(messages, plan, body.add_generation_prompt is not False)
