@@ -81,22 +81,29 @@ class DraftCounts:
     drafts: int = 0
     tokens: int = 0
     accepted: int = 0
-    tried_at: list[int] = field(default_factory=list)  # [d] drafts that went to depth d + 1
-    accepted_at: list[int] = field(default_factory=list)  # [d] of these, accepted there
+    depths: Counter[int] = field(default_factory=Counter)  # drafts by how deep they went
+    accepted_depths: Counter[int] = field(default_factory=Counter)  # and by how deep they were accepted
 
     def add(self, draft: DraftFacts) -> None:
         """Count one draft. Its length may differ from that of the one before."""
         self.drafts += 1
         self.tokens += draft.nodes
         self.accepted += draft.accepted
-        missing = draft.depth - len(self.tried_at)
-        if missing > 0:
-            self.tried_at += [0] * missing
-            self.accepted_at += [0] * missing
-        for depth in range(draft.depth):
-            self.tried_at[depth] += 1
-        for depth in range(draft.accepted):
-            self.accepted_at[depth] += 1
+        self.depths[draft.depth] += 1
+        self.accepted_depths[draft.accepted] += 1
+
+    def tried_at(self) -> list[int]:
+        """[d] the drafts that went to depth d + 1."""
+        return self._reached(self.depths)
+
+    def accepted_at(self) -> list[int]:
+        """[d] those that were accepted there."""
+        return self._reached(self.accepted_depths)
+
+    def _reached(self, depths: Counter[int]) -> list[int]:
+        counts = dict(depths)  # the engine may go on counting
+        deepest = max(self.depths, default=0)
+        return [sum(count for depth, count in counts.items() if depth > place) for place in range(deepest)]
 
 
 class SegmentCounts:

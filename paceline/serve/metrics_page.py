@@ -141,14 +141,14 @@ class Page(Collector):
             yield self._counter(
                 "spec_decode_num_accepted_tokens_per_pos",
                 "Drafts that were accepted at this position; 0 is the first.",
-                [sample for labels, one in found for sample in _places(labels, one.accepted_at)],
+                [sample for labels, one in found for sample in _places(labels, one.accepted_at())],
                 prefix,
             )
         # not under vLLM's prefix: its bench would take these for more draft tokens
         yield self._counter(
             "spec_decode_num_draft_tokens_per_pos",
             "Drafts that went to this position.",
-            [sample for labels, one in counts for sample in _places(labels, one.tried_at)],
+            [sample for labels, one in counts for sample in _places(labels, one.tried_at())],
         )
 
     def _counter(self, name: str, words: str, samples: Samples, prefix: str = PREFIX) -> CounterMetricFamily:
@@ -161,7 +161,7 @@ class Page(Collector):
 
 
 def _places(labels: Labels, counts: list[int]) -> Samples:
-    return [({**labels, "position": str(place)}, count) for place, count in enumerate(list(counts))]
+    return [({**labels, "position": str(place)}, count) for place, count in enumerate(counts)]
 
 
 def _summed(counts: Iterable[DraftCounts]) -> DraftCounts:
@@ -171,7 +171,6 @@ def _summed(counts: Iterable[DraftCounts]) -> DraftCounts:
         total.drafts += one.drafts
         total.tokens += one.tokens
         total.accepted += one.accepted
-        total.accepted_at += [0] * (len(one.accepted_at) - len(total.accepted_at))
-        for place, count in enumerate(one.accepted_at):
-            total.accepted_at[place] += count
+        total.depths.update(dict(one.depths))
+        total.accepted_depths.update(dict(one.accepted_depths))
     return total
