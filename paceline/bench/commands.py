@@ -128,6 +128,9 @@ def speculation_command(
     concurrency: Annotated[str, typer.Option(help="Numbers of requests at once.")] = "1",
     warm: Annotated[bool, typer.Option("--warm", help="Also measure a second pass, caches full.")] = False,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    constrain: Annotated[
+        bool, typer.Option(help="Answer in the form that a prompt's response_format asks for.")
+    ] = True,
     threads: Threads = None,
     quantization: Quantization = "auto",
     against: Annotated[
@@ -155,6 +158,7 @@ def speculation_command(
         concurrency=tuple(_integers("--concurrency", concurrency)),
         warm=warm,
         temperature=temperature,
+        constrain=constrain,
         threads=threads,
         quantization=quantization,
         peers=parse_peers([name for name in against.split(",") if name], peer_python or []),
@@ -162,7 +166,7 @@ def speculation_command(
     with progress(options.num_turns) as on_turn:
         contest = run_contest(options, on_turn)
     report.show(*show_contest(contest), contest.facts())
-    if not contest.identical:
+    if not contest.identical or not contest.valid:
         raise typer.Exit(1)
 
 

@@ -16,6 +16,7 @@ from paceline.bench.workloads import Prompt, Workload
 from paceline.config import DEFAULT_MODEL
 from paceline.engine.build import LoadedModel, build_engine, load_model
 from paceline.engine.engine import Engine
+from paceline.errors import ConfigError
 from paceline.models.registry import resolve
 from paceline.verify.params import SamplingParams
 
@@ -31,6 +32,7 @@ class SpeculationOptions:
     concurrency: tuple[int, ...] = (1,)
     warm: bool = False
     temperature: float = 0.0
+    constrain: bool = True  # answers to what a workload's response_format says
     threads: int | None = None  # None: one for each core
     quantization: str = "auto"
     peers: tuple[PeerOptions, ...] = ()
@@ -59,6 +61,11 @@ class Contest:
         """Whether no method changed a token of any answer."""
         return all(row.identical for row in self.rows)
 
+    @property
+    def valid(self) -> bool:
+        """Whether every answer that a schema was given for, and that came to its end, fits it."""
+        return all(row.valid == row.finished for row in self.rows if row.structured)
+
     def facts(self) -> dict[str, Any]:
         """Everything, for JSON."""
         options = self.options
@@ -68,7 +75,9 @@ class Contest:
             "quantization": self.quantization,
             "rounds": options.rounds,
             "temperature": options.temperature,
+            "constrain": options.constrain,
             "identical": self.identical,
+            "valid": self.valid,
             "rows": [asdict(row) for row in self.rows],
             "peer_rows": [asdict(row) for row in self.peer_rows],
             "peer_errors": self.peer_errors,
@@ -77,6 +86,9 @@ class Contest:
 
 def run_contest(options: SpeculationOptions, on_turn: OnTurn = lambda _: None) -> Contest:
     """All rows. A peer that fails is told of, and does not stop the rest."""
+    structured = any(prompt.structured_outputs for one in options.workloads for prompt in one.prompts)
+    if options.peers and options.constrain and structured:
+        raise ConfigError("peers are run without a response_format: add --no-constrain, or leave them out.")
     most = max(options.concurrency)
     configs = {
         label: bench_config(options.model, options.quantization, options.threads, most, config)
@@ -113,7 +125,12 @@ def _tasks(workload: Workload, model: LoadedModel, options: SpeculationOptions) 
     """The prompts as requests; each has a seed of its own, the same for all methods."""
 
     def params(number: int, prompt: Prompt) -> SamplingParams:
-        return SamplingParams(temperature=options.temperature, seed=number, max_tokens=prompt.max_tokens)
+        return SamplingParams(
+            temperature=options.temperature,
+            seed=number,
+            max_tokens=prompt.max_tokens,
+            structured_outputs=prompt.structured_outputs if options.constrain else None,
+        )
 
     return [
         Task(prompt.id, prompt.segment, prompt.token_ids(model.tokenizer), params(number, prompt))

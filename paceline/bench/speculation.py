@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from paceline.bench.schemas import fits_schema
 from paceline.bench.timing import OnTurn
 from paceline.draft.methods import parse_speculative_config
 from paceline.engine.engine import Engine
@@ -51,6 +52,8 @@ class Answer:
     gains: tuple[int, ...]  # tokens of each pass that gave it some
     speculative: SpeculativeCounts
     failed_drafters: tuple[str, ...]
+    finished: bool = True  # it came to its end, it was not cut
+    valid: bool | None = None  # whether it fits its schema; None: it has none
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def parse_methods(given: Sequence[str]) -> dict[str, Any]:
 
     A value is a list of short forms, such as ngram,suffix, or one JSON object.
     """
-    contestants: dict[str, Any] = {OFF: None}
+    contestants: dict[str, Any] = {OFF: OFF}
     for value in given:
         for config in [value] if value.lstrip().startswith("{") else value.split(","):
             label = config.strip()
@@ -173,6 +176,8 @@ def _answer(request: Request, gains: Sequence[int]) -> Answer:
         gains=tuple(gains),
         speculative=request.speculative,
         failed_drafters=tuple(sorted(request.failed_drafters)),
+        finished=request.finish_reason == "stop",
+        valid=fits_schema(request.detokenizer.text, request.params.structure),
     )
 
 

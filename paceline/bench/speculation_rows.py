@@ -42,6 +42,9 @@ class Row:
     ttft_ms: float
     tpot_ms: float
     e2e_ms: float
+    structured: int  # answers that a schema was given for
+    finished: int  # those of them that came to their end
+    valid: int  # those of them that fit the schema
     identical: bool  # token for token what plain decoding gave, in every round
     differing_prompts: list[str]
     failed_drafters: list[str]
@@ -124,6 +127,9 @@ def _row(
         ttft_ms=1e3 * statistics.fmean(answer.ttft for answer in answers),
         tpot_ms=1e3 * _ratio(sum(decode), later_tokens),
         e2e_ms=1e3 * statistics.fmean(answer.e2e_seconds for answer in answers),
+        structured=len([answer for answer in answers if answer.valid is not None]),
+        finished=len([answer for answer in answers if answer.valid is not None and answer.finished]),
+        valid=len([answer for answer in answers if answer.valid and answer.finished]),
         identical=not differing,
         differing_prompts=differing,
         failed_drafters=sorted({name for answer in answers for name in answer.failed_drafters}),

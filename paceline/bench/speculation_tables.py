@@ -120,5 +120,11 @@ def _notes(contest: Contest) -> list[str]:
             )
         if row.failed_drafters:
             notes.append(f"{row.workload}, {row.method}: {', '.join(row.failed_drafters)} failed on the way.")
+    for row in contest.rows:
+        if row.structured:
+            notes.append(
+                f"{_name(row)}, {row.method}: {row.structured} answers by a schema, {row.finished} came to "
+                f"their end, {row.valid} of these fit it."
+            )
     notes += [f"no numbers of {name}: {error}" for name, error in contest.peer_errors.items()]
     return notes

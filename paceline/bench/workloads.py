@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ class Prompt:
     max_tokens: int
     messages: Sequence[Mapping[str, Any]] | None = None
     text: str | None = None  # instead of messages
+    structured_outputs: Mapping[str, Any] | None = None  # what its response_format means
 
     def token_ids(self, tokenizer: PromptTokenizer) -> list[int]:
         """The ids that the model gets; a chat goes through the model's template."""
@@ -69,10 +70,7 @@ def load_workload(name: str, limit: int | None = None, max_tokens: int | None = 
         )
     prompts = workload.prompts[:limit]
     if max_tokens is not None:
-        prompts = tuple(
-            Prompt(one.id, one.segment, min(one.max_tokens, max_tokens), one.messages, one.text)
-            for one in prompts
-        )
+        prompts = tuple(replace(one, max_tokens=min(one.max_tokens, max_tokens)) for one in prompts)
     return Workload(workload.name, prompts)
 
 
@@ -97,7 +95,7 @@ def _from_file(path: Path) -> Workload:
 
 
 def _prompt(line: Any, segment: str, default_id: str) -> Prompt:
-    """The prompt that a line means. Keys of other tools, such as a schema, are left alone."""
+    """The prompt that a line means. Keys of other tools are left alone."""
     if not isinstance(line, Mapping):
         raise ConfigError(f"expected an object, got {line!r:.60}.")
     messages, text = line.get("messages"), line.get("prompt")
@@ -113,8 +111,29 @@ def _prompt(line: Any, segment: str, default_id: str) -> Prompt:
     if type(max_tokens) is not int or max_tokens < 2:
         raise ConfigError(f"max_tokens must be an integer of at least 2, got {max_tokens!r}.")
     return Prompt(
-        str(line.get("id", default_id)), str(line.get("segment", segment)), max_tokens, messages, text
+        str(line.get("id", default_id)),
+        str(line.get("segment", segment)),
+        max_tokens,
+        messages,
+        text,
+        _structured_outputs(line.get("response_format")),
     )
+
+
+def _structured_outputs(given: Any) -> Mapping[str, Any] | None:
+    """What a response_format, in the shape of the OpenAI API, asks of the answer."""
+    kind = given.get("type") if isinstance(given, Mapping) else given
+    if kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    named = given.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(named, Mapping) or not isinstance(named.get("schema"), Mapping):
+        raise ConfigError(
+            "response_format must be {'type': 'json_schema', 'json_schema': {'schema': {...}}} or "
+            f"{{'type': 'json_object'}}, got {given!r:.80}."
+        )
+    return {"json": named["schema"]}
 
 
 def _is_chat(messages: Any) -> bool:

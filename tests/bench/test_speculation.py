@@ -158,10 +158,10 @@ def test_a_token_that_differs_in_any_round_is_told_and_fails() -> None:
 
 
 def test_methods_are_short_forms_or_objects_and_off_is_always_among_them() -> None:
-    assert parse_methods(["ngram,suffix"]) == {OFF: None, "ngram": "ngram", "suffix": "suffix"}
+    assert parse_methods(["ngram,suffix"]) == {OFF: OFF, "ngram": "ngram", "suffix": "suffix"}
     config = '{"method": "ngram", "num_speculative_tokens": 4}'
     assert parse_methods(["off,ngram", config]) == {
-        OFF: None,
+        OFF: OFF,
         "ngram": "ngram",
         "ngram num_speculative_tokens=4": config,
     }
