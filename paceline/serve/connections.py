@@ -40,6 +40,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.access_log = False  # whoever listens to that logger: the log has a line of ours
         self._limits = limits
         self._timer: asyncio.TimerHandle | None = None  # until the request is here
         self._stall: asyncio.TimerHandle | None = None  # until the client reads on

@@ -1,0 +1,141 @@
+"""Logs: one line for each request with all there is to know, and nothing that is nobody's business."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from paceline.serve.logs import log_event, set_up_logs
+from tests.serve.running import Client, serving, until
+from tests.toy import ToyBackend, toy_engine
+
+SECRET = "my secret prompt"
+
+
+class Log:
+    """What the server has logged, as its facts."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+
+    def requests(self, path: str) -> list[dict[str, Any]]:
+        """The lines of requests to a path."""
+        lines = [record.__dict__.get("facts", {}) for record in self._caplog.records]
+        return [facts for facts in lines if facts.get("path") == path and "method" in facts]
+
+    def request(self, path: str) -> dict[str, Any]:
+        """The one line of a request to a path, which comes right after its answer."""
+        until(lambda: self.requests(path))
+        (facts,) = self.requests(path)
+        return facts
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Log:
+    caplog.set_level(logging.INFO)
+    return Log(caplog)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with serving() as made:
+        yield made
+
+
+def test_a_request_has_one_line_with_its_figures(client: Client, log: Log) -> None:
+    fields = {"prompt": SECRET, "max_tokens": 5, "n": 2, "ignore_eos": True, "segment": "eu", "user": "ann"}
+    answer = client.post("/v1/completions", fields)
+    line = log.request("/v1/completions")
+    assert line["request_id"] == answer.headers["x-request-id"]
+    assert answer.json["id"] == f"cmpl-{line['request_id']}"
+    assert line["method"] == "POST"
+    assert line["status"] == 200
+    assert line["client"] == "127.0.0.1"
+    assert line["segment"] == "eu"
+    assert line["prompt_tokens"] == answer.json["usage"]["prompt_tokens"]
+    assert line["completion_tokens"] == 10
+    assert line["finish_reasons"] == ["length", "length"]
+    assert line["duration_ms"] > 0
+    assert line["ttft_ms"] > 0
+    assert len(line["user"]) == 12
+    text = json.dumps(line)
+    assert "secret" not in text
+    assert "ann" not in text
+    assert answer.json["choices"][0]["text"] not in text
+
+
+def test_a_stream_has_the_same_line(client: Client, log: Log) -> None:
+    client.complete(max_tokens=5, stream=True, ignore_eos=True)
+    line = log.request("/v1/completions")
+    assert (line["status"], line["completion_tokens"], line["finish_reasons"]) == (200, 5, ["length"])
+    assert "disconnected" not in line
+
+
+def test_a_client_that_left_is_told_of(client: Client, log: Log) -> None:
+    client.stream(max_tokens=200, ignore_eos=True).close()
+    assert log.request("/v1/completions")["disconnected"] is True
+
+
+def test_ids_are_ours_and_a_sane_one_of_the_clients_is_given_back(client: Client, log: Log) -> None:
+    first, second = (client.get("/v1/models", X_Request_Id="mine-1") for _ in range(2))
+    assert first.headers["x-client-request-id"] == second.headers["x-client-request-id"] == "mine-1"
+    assert first.headers["x-request-id"] != second.headers["x-request-id"]
+    until(lambda: len(log.requests("/v1/models")) == 2)
+    assert {line["client_request_id"] for line in log.requests("/v1/models")} == {"mine-1"}
+
+
+@pytest.mark.parametrize("own", ["a b", "a\tb", "\xe9", "x" * 129, '{"a": 1}', "a;b"])
+def test_an_id_that_is_not_sane_is_left_out(client: Client, log: Log, own: str) -> None:
+    answer = client.get("/v1/models", X_Request_Id=own)
+    assert answer.status == 200
+    assert "x-client-request-id" not in answer.headers
+    assert "client_request_id" not in log.request("/v1/models")
+
+
+def test_errors_have_their_line_and_unexpected_ones_a_traceback(
+    log: Log, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = ToyBackend(max_rows=64)
+    with serving(toy_engine(backend)) as client:
+        backend.fail_next = MemoryError("no room in /srv/models/secret")
+        answer = client.complete()
+        assert answer.status == 500
+        assert "secret" not in answer.body.decode()
+        assert client.complete().status == 200  # the server lives
+    tracebacks = [record for record in caplog.records if record.exc_info]
+    assert any("no room" in str(record.exc_info) for record in tracebacks)
+    assert [line["status"] for line in log.requests("/v1/completions")] == [500, 200]
+
+
+def test_watching_the_server_is_no_news_and_nothing_is_told_twice(
+    client: Client, log: Log, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.get("/health")
+    client.get("/metrics")
+    client.get("/v1/models")
+    log.request("/v1/models")
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_a_line_is_one_line_whatever_is_in_it(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = logging.getLogger().handlers[:]
+    try:
+        set_up_logs("info", form)
+        log_event(
+            logging.getLogger("paceline.test"), "request", path="/a\nb\x1b[31m", status=200, segment=None
+        )
+    finally:
+        logging.basicConfig(handlers=before, force=True)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "\x1b" not in line
+    assert "segment" not in line
+    if form == "json":
+        told = json.loads(line)
+        assert told["event"] == "request"
+        assert told["path"] == "/a\nb\x1b[31m"
+        assert told["time"].endswith("+00:00")
