@@ -31,12 +31,13 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "The request is wrong; `param` names the field"},
     401: {"model": ErrorBody, "description": "An API key is needed"},
     404: {"model": ErrorBody, "description": "This model is not served here"},
-    408: {"model": ErrorBody, "description": "The request took too long"},
+    408: {"model": ErrorBody, "description": "The request did not come in time"},
     413: {"model": ErrorBody, "description": "The body is too large"},
     415: {"model": ErrorBody, "description": "The body is not JSON"},
     429: {"model": ErrorBody, "description": "Too many requests wait; come again after Retry-After"},
     500: {"model": ErrorBody, "description": "The server failed on this request"},
     503: {"model": ErrorBody, "description": "The server is stopping, or its engine is dead"},
+    504: {"model": ErrorBody, "description": "The answer took longer than the server allows"},
 }
 
 
@@ -50,7 +51,7 @@ def documented(*statuses: int, stream: bool = False) -> dict[int | str, dict[str
 
 
 GENERATES = documented(*map(int, _ERRORS), stream=True)
-READS = documented(400, 401, 404, 408, 413, 415, 500, 503)
+READS = documented(400, 401, 404, 408, 413, 415, 500, 503, 504)
 ASKS = documented(401, 500, 503)
 
 
