@@ -112,6 +112,18 @@ def test_auto_has_text_before_calls_where_a_marker_tells_them_apart(name: str) -
     assert not allowed(name, ToolChoice(), f"The marker is {FORMATS[name].marker}, it seems.")
 
 
+def test_a_block_of_json_that_begins_as_a_call_is_one() -> None:
+    def block(name: str, arguments: str) -> str:
+        return f'```json\n{{\n  "name": "{name}",\n  "arguments": {arguments}\n}}\n```'
+
+    assert allowed("hermes", ToolChoice(), block(*BERN))
+    assert allowed("hermes", ToolChoice(), block("other", '{"city": "Paris"}'))  # no tool: text
+    assert allowed("hermes", ToolChoice(), "Like this: " + block(*PARIS))
+    assert not allowed("hermes", ToolChoice(), block(*PARIS))
+    assert not allowed("hermes", ToolChoice(), block(*BERN) + "\nThere.")
+    assert not allowed("hermes", REQUIRED, block(*BERN))
+
+
 @formats
 def test_without_parallel_calls_there_is_one_at_most(name: str) -> None:
     write = FORMATS[name].write

@@ -84,6 +84,21 @@ def test_an_answer_that_is_calls_or_json_has_no_calls_inside_its_json() -> None:
     assert read_whole(ToolParser(FORMATS["hermes"], anywhere=False), text) == (text, [])
 
 
+FENCED = '```json\n{\n  "name": "weather",\n  "arguments": {"city": "Bern", "days": [1, 2]}\n}\n```'
+
+
+def test_a_call_in_a_block_of_json_is_one_if_it_starts_the_answer_and_names_a_tool() -> None:
+    def read(text: str, names: tuple[str, ...] = ("now", "weather")) -> tuple[str, list[tuple[str, str]]]:
+        content, calls = read_whole(ToolParser(FORMATS["hermes"], names=names), text)
+        return content, [(call.name, call.arguments) for call in calls]
+
+    assert read(FENCED) == ("", [WEATHER])
+    assert read(FENCED, ("now",)) == (FENCED, [])
+    assert read("Like this:\n" + FENCED) == ("Like this:\n" + FENCED, [])
+    assert read(FENCED[:25]) == (FENCED[:25], [])
+    assert read('```json\n{"a": 1}\n```') == ('```json\n{"a": 1}\n```', [])
+
+
 def test_without_tools_everything_is_content_at_once() -> None:
     parser = ToolParser(None)
     assert parser.feed("<tool_") == [Content("<tool_")]
@@ -158,6 +173,7 @@ texts = st.text(alphabet="ab <>{}[]\n_tolcTOLCAS\"':", max_size=20)
     format=st.sampled_from(list(FORMATS.values())),
     text=texts,
     calls=calls_of,
+    fenced=st.booleans(),
     keep=st.floats(0, 1),
     anywhere=st.booleans(),
     data=st.data(),
@@ -166,16 +182,18 @@ def test_pieces_do_not_matter(
     format: ToolFormat,
     text: str,
     calls: list[tuple[str, str]],
+    fenced: bool,
     keep: float,
     anywhere: bool,
     data: st.DataObject,
 ) -> None:
-    whole = text + (format.write(calls) if calls else "")
+    whole = FENCED if fenced else text + (format.write(calls) if calls else "")
     whole = whole[: round(len(whole) * keep)]  # cut off anywhere
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=8)))
     pieces = [whole[start:end] for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
-    at_once = joined(events_of(ToolParser(format, anywhere), [whole]))
-    assert joined(events_of(ToolParser(format, anywhere), pieces)) == at_once
-    assert joined(events_of(ToolParser(format, anywhere), list(whole))) == at_once
+    names = ("weather", "weathers")
+    at_once = joined(events_of(ToolParser(format, anywhere, names), [whole]))
+    assert joined(events_of(ToolParser(format, anywhere, names), pieces)) == at_once
+    assert joined(events_of(ToolParser(format, anywhere, names), list(whole))) == at_once
     if not any(fact[0] == "call" for fact in at_once):  # then nothing may be lost
         assert "".join(str(fact[2]) for fact in at_once) == whole

@@ -28,6 +28,7 @@ class ToolFormat:
     result: str  # how a result is told to such a model; {content} stands for it
     id_prefix: str = "call_"
     id_digits: int = 24
+    fenced: bool = False  # models may also answer with a call as a block of JSON, see FENCE_START
 
     @property
     def opening(self) -> str:
@@ -45,6 +46,11 @@ class ToolFormat:
 
 
 CALL_START = '{"name": "'
+
+# how Qwen2.5-Coder begins a call if it is free to: in place of what its template says, and always like this
+FENCE_START = '```json\n{\n  "name": "'
+FENCE_NAME_END = '",\n  "arguments": '
+FENCE_END = "\n}\n```"
 
 _INSTRUCTIONS = """You can call functions to help with the user's request. These are their JSON descriptions:
 <tools>
@@ -66,6 +72,7 @@ FORMATS = {
         instructions=_INSTRUCTIONS
         + '<tool_call>\n{"name": "function name", "arguments": {"argument name": "value"}}\n</tool_call>',
         result="<tool_response>\n{content}\n</tool_response>",
+        fenced=True,
     ),
     "mistral": ToolFormat(
         begin="[TOOL_CALLS] [",

@@ -1,7 +1,9 @@
 """The grammar of an answer that may or must call tools, in llguidance's variant of Lark.
 
-    start: TEXT | begin call (between call)* end
-    call: "{name, arguments: " %json {the tool's schema} "}" | ...
+    start: TEXT | begin calls
+    calls: call (between call)* end
+    call: "{name, arguments: " arguments_0 "}" | ...
+    arguments_0: %json {the tool's schema}
 
 An answer that has begun a call can only go on with a valid call of a given tool.
 """
@@ -14,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from paceline.serve.tools.declared import Tool, ToolChoice
-from paceline.serve.tools.formats import CALL_START, ToolFormat
+from paceline.serve.tools.formats import CALL_START, FENCE_END, FENCE_NAME_END, FENCE_START, ToolFormat
 
 
 class Vocabulary(Protocol):
@@ -56,16 +58,25 @@ def answer_grammar(
     else:  # the marker ends the text that it interrupts, which only a lazy lexeme sees in time
         rest = _literal(format.begin.removeprefix(format.marker), special)
         lines += [
-            f"start: TEXT | marked {rest} calls",
+            f"start: TEXT | marked {rest} calls" + (" | fenced" if format.fenced else ""),
             "TEXT: /(?s:.*)/",
             f"marked[lazy]: /(?s:.*){_escaped(format.marker)}/",
         ]
-    names = [f"call_{number}" for number in range(len(tools))]
-    lines.append(f"call: {' | '.join(names)}")
-    for name, tool in zip(names, tools, strict=True):
-        head = _literal(CALL_START + tool.name + format.name_end(), {})
-        lines.append(f'{name}: {head} {_json(tool.schema())} "}}"')
+        lines += _fenced(tools) if format.fenced else []
+    heads = [_literal(CALL_START + tool.name + format.name_end(), {}) for tool in tools]
+    lines.append("call: " + " | ".join(f'{head} arguments_{n} "}}"' for n, head in enumerate(heads)))
+    lines += [f"arguments_{n}: {_json(tool.schema())}" for n, tool in enumerate(tools)]
     return "\n".join(lines) + "\n"
+
+
+def _fenced(tools: Sequence[Tool]) -> list[str]:
+    """Rules for an answer that is one call in a block of JSON; any other block is text."""
+    end = _literal(FENCE_END, {})
+    heads = [_literal(FENCE_START + tool.name + FENCE_NAME_END, {}) for tool in tools]
+    return [
+        "fenced: " + " | ".join(f"fence_{n} arguments_{n} {end}" for n in range(len(tools))),
+        *(f"fence_{n}[lazy]: {head}" for n, head in enumerate(heads)),
+    ]
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from paceline.serve.tools.formats import CALL_START, ToolFormat
+from paceline.serve.tools.formats import CALL_START, FENCE_NAME_END, FENCE_START, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,13 @@ class ToolCall:
 class ToolParser:
     """Reads one output. `format` None: all of it is content."""
 
-    def __init__(self, format: ToolFormat | None, anywhere: bool = True) -> None:
-        """`anywhere`: calls may follow text. Else an output is either calls or content from its start."""
+    def __init__(self, format: ToolFormat | None, anywhere: bool = True, names: Collection[str] = ()) -> None:
+        """`anywhere`: calls may follow text. Else an output is either calls or content from its start.
+
+        `names` are those of the tools: a block of JSON is a call only if it names one of them.
+        """
         self._format = format
+        self._names = names
         self._buffer = ""  # text that is not yet understood
         self._index = -1  # of the last call
         self._json = _JsonEnd()
@@ -73,6 +77,8 @@ class ToolParser:
         self._read: Callable[[], bool] = self._read_plain
         if format is not None:
             self._read = self._read_text if anywhere and format.marker else self._read_start
+            if anywhere and format.fenced:
+                self._read = self._read_fence
 
     @property
     def num_calls(self) -> int:
@@ -114,6 +120,20 @@ class ToolParser:
         self._read = self._read_plain
         return True
 
+    def _read_fence(self) -> bool:
+        """A call in a block of JSON, if the very beginning is one; else text."""
+        heads = {FENCE_START + name + FENCE_NAME_END: name for name in self._names}
+        for head, name in heads.items():
+            if self._buffer.startswith(head):
+                self._start_call(name)
+                self._skip(len(head))
+                self._read = self._read_arguments
+                return True
+        if any(head.startswith(self._buffer) for head in heads):
+            return False
+        self._read = self._read_text
+        return True
+
     def _read_text(self) -> bool:
         """Content up to the first call. White space is held back: before a call it is not content."""
         start = self._buffer.find(self._opening)
@@ -131,8 +151,7 @@ class ToolParser:
         end = self._buffer.find('"')
         if end < 0:
             return False
-        self._index += 1
-        self._events.append(CallStarted(self._index, self._new_id(), self._buffer[:end]))
+        self._start_call(self._buffer[:end])
         self._skip(end)
         self._read = self._read_name_end
         return True
@@ -142,7 +161,6 @@ class ToolParser:
         if len(self._buffer) < len(self._format.name_end()):
             return False
         self._skip(len(self._format.name_end()))
-        self._json = _JsonEnd()
         self._read = self._read_arguments
         return True
 
@@ -164,6 +182,11 @@ class ToolParser:
         self._skip(start + len(CALL_START))
         self._read = self._read_name
         return True
+
+    def _start_call(self, name: str) -> None:
+        self._index += 1
+        self._events.append(CallStarted(self._index, self._new_id(), name))
+        self._json = _JsonEnd()
 
     def _end_call(self, complete: bool) -> None:
         self._events.append(CallEnded(self._index, complete))

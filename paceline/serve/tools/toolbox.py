@@ -42,6 +42,7 @@ class ToolPlan:
     format: ToolFormat | None = None  # None: the answer is content, whatever it looks like
     structure: Mapping[str, Any] | None = None  # structured_outputs that the answer needs
     calls_after_text: bool = True
+    names: tuple[str, ...] = ()  # of the tools that may be called
     keep_special_tokens: bool = False  # the parser must see them
 
     def sampling_options(self) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class ToolPlan:
 
     def parser(self) -> ToolParser:
         """A reader for one output."""
-        return ToolParser(self.format, self.calls_after_text)
+        return ToolParser(self.format, self.calls_after_text, self.names)
 
 
 NO_TOOLS = ToolPlan()
@@ -119,6 +120,7 @@ class Toolbox:
             format=self.format,
             structure={"grammar": grammar},
             calls_after_text=choice.mode == "auto" and content_schema is None,
+            names=tuple(tool.name for tool in callable_tools),
             keep_special_tokens=bool(self._special),
         )
 
