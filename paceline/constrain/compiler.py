@@ -13,7 +13,7 @@ from paceline.constrain.constraint import Constraint, Endings
 from paceline.constrain.limits import GrammarLimits
 from paceline.constrain.params import StructuredOutputsParams
 from paceline.constrain.sources import grammar_source
-from paceline.errors import RequestError
+from paceline.errors import GrammarError, RequestError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 CACHED_GRAMMARS = 128
 CACHED_BYTES = 1 << 20  # of their sources
 STACK_BYTES = 64 << 20  # the library follows rules and references by recursion
+TOKENIZED = 2048  # characters of a forced text at a time: a schema may force a text without end
 
 
 class GrammarTokenizer(Protocol):
@@ -52,9 +53,11 @@ class Grammar:
     @property
     def usable(self) -> bool:
         """Whether an output can start: false once a request has used up what the grammar may cost in all."""
-        first = self._matcher.deep_copy()
-        first.compute_bitmask()
-        return not first.is_error()
+        first = self.start()
+        try:
+            return bool(first.forced()) or bool(first.mask().any())
+        except GrammarError:
+            return False
 
 
 class GrammarCompiler:
@@ -80,11 +83,11 @@ class GrammarCompiler:
                 return found
             with self._compiling:
                 found = self._cached(source) or self._compiled(source)
+                self._keep(source, found)
         except ImportError as error:
             raise RequestError(
                 "structured_outputs needs the package llguidance: pip install 'paceline[serve]'."
             ) from error
-        self._keep(source, found)
         return found
 
     def _cached(self, source: str) -> Grammar | None:
@@ -116,7 +119,7 @@ class GrammarCompiler:
 
         def work() -> None:
             matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
-            matcher.deep_copy().compute_bitmask()  # the first step is the costliest: it counts too
+            matcher.deep_copy().compute_ff_tokens()  # the first step is often the costliest: it counts too
             made.append(matcher)
 
         before = threading.stack_size(STACK_BYTES)
@@ -172,7 +175,8 @@ class _Vocabulary:
         )
 
     def __call__(self, text: str) -> list[int]:
-        """The canonical tokens of a text in which nothing stands for a special token."""
+        """The canonical tokens of the beginning of a text, in which nothing stands for a special token."""
+        text = text[:TOKENIZED]
         ids: list[int] = []
         start = 0
         for match in self._special.finditer(text):  # cut after its first character, it is plain text
