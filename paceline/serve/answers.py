@@ -65,6 +65,7 @@ class ChunkMaker:
 
     def __init__(self, head: dict[str, Any], fields: SamplingFields, num_prompt_tokens: int) -> None:
         self._head = head
+        self._before = f'data: {to_json(head)[:-1]},"choices":['  # the same in all: written once
         self._fields = fields
         self._num_prompt_tokens = num_prompt_tokens
         self._num_tokens = 0
@@ -75,12 +76,12 @@ class ChunkMaker:
 
     def chunk(self, choice: dict[str, Any]) -> bytes:
         """One event with one choice."""
-        data = {**self._head, "choices": [choice]}
+        after = "]}\n\n"
         if self._fields.wants_running_usage:
-            data["usage"] = usage(self._num_prompt_tokens, self._num_tokens)
+            after = f'],"usage":{to_json(usage(self._num_prompt_tokens, self._num_tokens))}}}\n\n'
         elif self._fields.wants_usage:
-            data["usage"] = None
-        return event(data)
+            after = '],"usage":null}\n\n'
+        return f"{self._before}{to_json(choice)}{after}".encode()
 
     def end(self, generation: Generation) -> bytes:
         """The last events: usage and metrics if they were asked for, in a chunk without choices."""

@@ -68,7 +68,8 @@ class Generation:
     async def __aiter__(self) -> AsyncIterator[list[tuple[int, Update]]]:
         """What has come since the last time, as (number of the output, update). Raises an output's error."""
         while True:
-            ended = len(self.outputs) == len(self._streams)  # asked first: updates come before the end
+            # asked first: updates come before the end
+            ended = all(stream.output is not None for stream in self._streams.values())
             batch = [
                 (number * self._n + update.index, update)
                 for number, stream in self._streams.items()
