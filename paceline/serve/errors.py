@@ -14,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from paceline.errors import OverloadedError, PacelineError, RequestError, UnavailableError
+from paceline.errors import GrammarError, OverloadedError, PacelineError, RequestError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ CLIENT_GONE = 499  # for the log: nobody gets it
 # what a client is told for each family of errors; everything else is a 500
 _KINDS: dict[type[Exception], tuple[int, str]] = {
     RequestError: (400, "invalid_request_error"),
+    GrammarError: (400, "invalid_request_error"),
     OverloadedError: (429, "rate_limit_error"),
     UnavailableError: (503, "service_unavailable_error"),
 }
@@ -72,8 +73,10 @@ def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
 
 
 def response(error: BaseException) -> JSONResponse:
-    """The HTTP answer to an error."""
+    """The HTTP answer to an error. One that is not the client's fault is logged."""
     status, body = describe(error)
+    if status == 500:
+        logger.error("a request failed", exc_info=error)
     headers = {"Retry-After": RETRY_AFTER} if status in (429, 503) else None
     return JSONResponse(body, status, headers)
 
@@ -104,5 +107,4 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unexpected(_: Request, error: Exception) -> JSONResponse:
-        logger.error("a request failed", exc_info=error)
         return response(error)

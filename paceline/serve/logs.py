@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
+
+# the request at hand: whatever is logged on its behalf carries its id
+current_request: ContextVar[str] = ContextVar("current_request")
 
 # what libraries tell of their own accord and we tell better, or not at all
 _QUIET = ("uvicorn", "uvicorn.error", "uvicorn.access", "asyncio")
@@ -36,6 +40,9 @@ def facts_of(record: logging.LogRecord) -> dict[str, Any]:
         "event": record.getMessage(),
         **getattr(record, "facts", {}),
     }
+    request_id = current_request.get(None)
+    if request_id is not None:
+        facts["request_id"] = request_id
     if record.exc_info:
         facts["traceback"] = logging.Formatter().formatException(record.exc_info)
     return facts

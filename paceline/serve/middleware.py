@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.engine.async_engine import AsyncEngine
 from paceline.serve.errors import RETRY_AFTER, describe, error_body
-from paceline.serve.logs import log_event
+from paceline.serve.logs import current_request, log_event
 from paceline.serve.record import RequestRecord
 from paceline.serve.sse import DONE, event
 
@@ -46,6 +46,7 @@ class Requests:
             return
         record = RequestRecord.of(scope)
         scope.setdefault("state", {}).update(request_id=record.request_id, record=record)
+        current_request.set(record.request_id)
         answer = _Answer(record, send)
         try:
             async with asyncio.timeout(self._timeout) as limit:
@@ -55,8 +56,7 @@ class Requests:
                 message = f"the request took more than {self._timeout:g} seconds and was ended."
                 await answer.error(504, error_body(message, "timeout_error"))
             else:
-                facts = {"request_id": record.request_id, "path": record.path}
-                logger.error("a request failed", exc_info=error, extra={"facts": facts})
+                logger.error("a request failed", exc_info=error)
                 await answer.error(*describe(error))
         finally:
             record.route = getattr(scope.get("route"), "path", "")

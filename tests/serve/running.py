@@ -154,7 +154,7 @@ def serving(engine: Engine | None = None, send_buffer: int | None = None, **opti
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = []
 
     async def main() -> None:
-        work = run(own, ToyTokenizer(), NAMES, ServeOptions(**options), listener, FACTS)  # type: ignore[arg-type]
+        work = run(own, own.tokenizer, NAMES, ServeOptions(**options), listener, FACTS)  # type: ignore[arg-type]
         task = asyncio.ensure_future(work)
         loops.append((asyncio.get_running_loop(), task))
         await asyncio.wait([task])
