@@ -95,11 +95,12 @@ class Detokenizer:
         """How many characters can no longer become part of a stop string."""
         if not self._holding or not self._stops:
             return len(self._text)
-        tail_length = len(self._text) - self._search_from
-        held = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, tail_length), held, -1):
-                if self._text.endswith(stop[:length]):
-                    held = length
-                    break
-        return len(self._text) - held
+        return min(self._possible_start(stop) for stop in self._stops)
+
+    def _possible_start(self, stop: str) -> int:
+        """Where this stop string may have begun without being complete; the end of the text if nowhere."""
+        end = len(self._text)
+        start = self._text.find(stop[0], max(self._search_from, end - len(stop) + 1))
+        while start >= 0 and not stop.startswith(self._text[start:]):
+            start = self._text.find(stop[0], start + 1)
+        return start if start >= 0 else end

@@ -18,8 +18,9 @@ from paceline.serve.errors import FieldError
 from paceline.serve.fields import Body, Bool, Float, Int, Name, Unsupported
 from paceline.verify.params import MOST_CHILDREN, SamplingParams
 
-MOST_STOPS = 64
-MOST_STOP_TEXT = 1024  # characters of a stop string
+MOST_STOPS = 16  # every token is compared with each
+MOST_STOP_TEXT = 256  # characters of a stop string
+MOST_STOP_IDS = 64
 MOST_BIASES = 1024
 
 
@@ -87,7 +88,7 @@ class SamplingFields(Body):
     seed: Int | None = Field(None, ge=-(2**63), lt=2**64)
     n: Int | None = Field(None, ge=1, le=MOST_CHILDREN)
     stop: Stop = None
-    stop_token_ids: list[Int] | None = Field(None, max_length=MOST_STOPS)
+    stop_token_ids: list[Int] | None = Field(None, max_length=MOST_STOP_IDS)
     min_tokens: Int | None = Field(None, ge=0, le=2**31)
     ignore_eos: Bool | None = None
     skip_special_tokens: Bool | None = None
