@@ -182,5 +182,5 @@ def _replay(first: Message, receive: Receive) -> Receive:
 
 def log_request(record: RequestRecord) -> None:
     """One line for each request; those that only look after the server are for debugging."""
-    watching = record.path in (HEALTH, METRICS) and record.status == 200
+    watching = record.route in (HEALTH, METRICS) and record.status == 200
     log_event(logger, "request", level=logging.DEBUG if watching else logging.INFO, **record.facts())

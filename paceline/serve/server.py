@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 LAST_BYTES_SECONDS = 5.0  # for answers to reach their clients after the engine has stopped
 SAME_SIGNAL_SECONDS = 0.5  # `timeout` and others send one signal twice: to the process and to its group
+OTHER_FILES = 256  # that are open beside connections
 WARM_TOKENS = 40  # of the prompt that warms up: enough for every kernel of a pass
 
 
@@ -55,6 +57,7 @@ def serve(model: str, engine: dict[str, Any], server: dict[str, Any]) -> None:
     begun = time.monotonic()
     loaded = load(config)
     facts = describe(config, loaded)
+    allow_files(2 * options.max_connections)
     log_event(logger, "loaded", seconds=round(time.monotonic() - begun, 1), **facts)
     names = _model_names(model, options)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -81,6 +84,16 @@ def bind(host: str, port: int) -> socket.socket:
             "free) or --host, or stop what listens there."
         ) from error
     return listener
+
+
+def allow_files(connections: int) -> None:
+    """Let the process have as many open files as its connections need, if the system permits that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = (
+        min(hard, connections + OTHER_FILES) if hard != resource.RLIM_INFINITY else connections + OTHER_FILES
+    )
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def load(config: EngineConfig) -> Loaded:
@@ -207,14 +220,16 @@ class Server(uvicorn.Server):
                 await self._engine.drain()
         except TimeoutError:
             log_event(logger, "drain timed out", level=logging.WARNING, requests=self._engine.num_requests)
-            await self._engine.stop()
+        try:
+            async with asyncio.timeout(LAST_BYTES_SECONDS):
+                await self._engine.stop()
+        except TimeoutError:  # a pass that does not end
+            self._stop_now(sig)
         self.should_exit = True
 
     def _stop_now(self, sig: int) -> None:
         """End the process here: a pass, a compiling grammar or a slow client may take its time."""
-        log_event(
-            logger, "stopped by a second signal", level=logging.WARNING, signal=signal.Signals(sig).name
-        )
+        log_event(logger, "stopped now", level=logging.WARNING, signal=signal.Signals(sig).name)
         logging.shutdown()
         os._exit(128 + sig)
 

@@ -80,6 +80,16 @@ def test_a_proxys_headers_do_not_open_the_door(client: Client, name: str) -> Non
     assert client.get("/v1/models", **{name: "/health"}).status == 401
 
 
+def test_behind_a_proxy_the_paths_are_the_same() -> None:
+    """The proxy offers the server under /llm and takes that away: only links that we write need to know."""
+    with serving(api_key=KEYS, root_path="/llm") as client:
+        assert client.get("/health").status == 200
+        assert client.get("/v1/models").status == 401
+        assert client.get("/llm/health").status == 401
+        assert client.get("/v1/models", Authorization="Bearer sk-first").status == 200
+        assert b"/llm/openapi.json" in client.get("/docs", Authorization="Bearer sk-first").body
+
+
 def test_the_answer_to_a_wrong_key_tells_nothing_about_the_right_ones(client: Client) -> None:
     answers = [
         client.get("/v1/models", Authorization=f"Bearer {key}").body for key in ("a", "sk-firs", "sk-firsX")

@@ -88,7 +88,7 @@ def test_the_second_signal_stops_now(tmp_path: Path) -> None:
         assert exit_code(process) == 128 + signal.SIGTERM
         with pytest.raises(ConnectionError):
             read_answer(running)
-    assert has_event(log, "stopped by a second signal")
+    assert has_event(log, "stopped now")
 
 
 def test_one_signal_that_is_sent_twice_is_one_signal(tmp_path: Path) -> None:
