@@ -27,14 +27,15 @@ MOST_OBJECTS = 20_000  # of a body: checking one takes microseconds, and the eve
 _BOUNDS = {"less_than_equal", "less_than", "greater_than_equal", "greater_than"}
 _OBJECTS = {"model_type", "model_attributes_type", "dict_type"}
 
-# what the engine's messages begin with where that is not the name of a field
+# what messages begin with where that is not the name of a field, and the fields that may be meant
 _ABOUT = {
-    "Message": "messages",
-    "prompt": "messages",
-    "token": "prompt",
-    "num_speculative_tokens": "speculative",
-    "branching": "speculative",
-    "depth": "speculative",
+    "Message": ("messages", "input"),
+    "messages": ("input",),
+    "prompt": ("messages", "input"),
+    "token": ("prompt",),
+    "num_speculative_tokens": ("speculative",),
+    "branching": ("speculative",),
+    "depth": ("speculative",),
 }
 
 
@@ -229,9 +230,9 @@ def _with_param(error: RequestError, model: type[BaseModel]) -> RequestError:
         return error
     named = re.match(r"(?:the |a token id of |an id of )?(\w+)(?!['\w])", str(error))
     name = named[1] if named else ""
-    if name not in model.model_fields:
-        name = _ABOUT.get(name, "")
-    return FieldError(name, str(error)) if name in model.model_fields else error
+    served = _fields_at(model, [name])
+    meant = next((field for field in (name, *_ABOUT.get(name, ())) if field in served), None)
+    return FieldError(meant, str(error)) if meant is not None else error
 
 
 def _shown(text: str) -> str:

@@ -261,6 +261,8 @@ def test_our_own_fields_are_those_of_chat() -> None:
         ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y.png"}]}]),
         ("input", [{"role": "user", "content": [{"type": "input_file", "file_id": "file_1"}]}]),
         ("input", [{"type": "function_call_output", "call_id": "nobody", "output": "x"}]),
+        ("input", "x" * 5000),  # more than the context
+        ("input", [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "nonsense"}]),
         ("text", {"format": {"type": "json_schema", "name": "x"}}),
         ("unheard_of", 1),
     ],
