@@ -80,7 +80,7 @@ class _Answer:
         choices = [self._choice(one) for one in output.outputs]
         body = {**self.head, "choices": choices, "usage": usage_of([output])}
         if output.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+            body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self.body.prompt_logprobs or 0)
         if self.body.return_metrics:
             body["metrics"] = Metrics.of(output).model_dump()
         return body

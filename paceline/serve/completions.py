@@ -210,7 +210,7 @@ class _Answer:
                 entries = [*output.prompt_logprobs, *entries]
             choice["logprobs"] = self._logprobs().take(tokens, entries)
         if self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self.body.prompt_logprobs)
         return {**choice, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
 
     def _logprobs(self) -> CompletionLogprobs:

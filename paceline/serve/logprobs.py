@@ -81,12 +81,18 @@ class CompletionLogprobs:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
 
 
-def prompt_logprobs(entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
-    """The log-probabilities of a prompt's tokens, by token id, in vLLM's shape."""
-    return [
-        None if entry is None else {str(token): _plain(logprob) for token, logprob in entry.items()}
-        for entry in entries
-    ]
+def prompt_logprobs(entries: Sequence[TokenLogprobs | None], top: int) -> list[dict[str, Any] | None]:
+    """The log-probabilities of a prompt's tokens and of the `top` likeliest, by token id, in vLLM's shape."""
+
+    def shown(entry: TokenLogprobs) -> dict[str, Any]:
+        own = next(iter(entry))  # the prompt's token comes first
+        return {
+            str(token): _plain(logprob)
+            for token, logprob in entry.items()
+            if token == own or logprob.rank <= top
+        }
+
+    return [None if entry is None else shown(entry) for entry in entries]
 
 
 def _plain(logprob: Logprob) -> dict[str, Any]:

@@ -159,12 +159,13 @@ def test_echo_without_output_scores_a_prompt(api: Api) -> None:
 
 def test_prompt_logprobs_come_in_the_shape_of_vllm(api: Api) -> None:
     expected = offline("hello", max_tokens=1, prompt_logprobs=1).prompt_logprobs
-    (choice,) = api.post(PATH, {**BODY, "prompt_logprobs": 1})["choices"]
-    assert choice["prompt_logprobs"][0] is None
-    for entry, own in zip(choice["prompt_logprobs"][1:], expected[1:], strict=True):
-        assert {int(token): one["logprob"] for token, one in entry.items()} == {
-            token: one.logprob for token, one in own.items()
-        }
+    for beside in ({}, {"echo": True, "logprobs": 4}):  # which needs more of them for itself
+        (choice,) = api.post(PATH, {**BODY, "prompt_logprobs": 1, **beside})["choices"]
+        assert choice["prompt_logprobs"][0] is None
+        for entry, own in zip(choice["prompt_logprobs"][1:], expected[1:], strict=True):
+            assert {int(token): one["logprob"] for token, one in entry.items()} == {
+                token: one.logprob for token, one in own.items()
+            }
 
 
 def test_without_max_tokens_there_are_16(api: Api) -> None:

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given, strategies
 
 from paceline.backends.base import ForwardBatch, ForwardOutput
 from paceline.errors import OverloadedError, UnavailableError
+from paceline.serve.bodies import parse_json
 from tests.serve.api import Api
 from tests.toy import ToyBackend, toy_engine
 
@@ -63,6 +65,21 @@ def test_a_body_that_is_not_plain_json_is_refused_everywhere(api: Api, content: 
         assert error["param"] == "body"
         assert message in error["message"]
         assert len(error["message"]) < 400
+
+
+@given(
+    strategies.recursive(
+        strategies.none()
+        | strategies.booleans()
+        | strategies.integers()
+        | strategies.floats(allow_nan=False, allow_infinity=False)
+        | strategies.text(),
+        lambda inner: strategies.lists(inner) | strategies.dictionaries(strategies.text(), inner),
+    )
+)
+def test_json_is_read_as_it_was_written(value: Any) -> None:
+    for ascii_only in (True, False):
+        assert parse_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
 
 def test_a_pair_of_surrogates_is_a_character(api: Api) -> None:
