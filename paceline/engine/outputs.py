@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from paceline.engine.admission import TextTokenizer
@@ -157,6 +157,6 @@ def _summed(lists: Sequence[list[int]]) -> list[int]:
 def with_texts(entry: TokenLogprobs, tokenizer: TextTokenizer) -> TokenLogprobs:
     """The entries with their tokens' texts."""
     return {
-        token: replace(logprob, decoded_token=tokenizer.token_bytes(token).decode("utf-8", errors="replace"))
-        for token, logprob in entry.items()
+        token: Logprob(one.logprob, one.rank, tokenizer.token_bytes(token).decode("utf-8", errors="replace"))
+        for token, one in entry.items()
     }
