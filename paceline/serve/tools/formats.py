@@ -7,6 +7,7 @@ Calls are JSON objects with a name and arguments; formats differ in what stands 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,13 +36,18 @@ class ToolFormat:
         """How the first call starts, up to its name."""
         return self.begin + CALL_START
 
+    @property
     def name_end(self) -> str:
         """What stands between a call's name and its arguments."""
         return f'", "{self.arguments_key}": '
 
+    def new_id(self) -> str:
+        """An id for a call, unlike all others."""
+        return self.id_prefix + secrets.token_hex(16)[: self.id_digits]
+
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
         """The text of calls, each a name and the JSON of its arguments."""
-        written = [CALL_START + name + self.name_end() + arguments + "}" for name, arguments in calls]
+        written = [CALL_START + name + self.name_end + arguments + "}" for name, arguments in calls]
         return self.begin + self.between.join(written) + self.end
 
 

@@ -63,7 +63,7 @@ def answer_grammar(
             f"marked[lazy]: /(?s:.*){_escaped(format.marker)}/",
         ]
         lines += _fenced(tools) if format.fenced else []
-    heads = [_literal(CALL_START + tool.name + format.name_end(), {}) for tool in tools]
+    heads = [_literal(CALL_START + tool.name + format.name_end, {}) for tool in tools]
     lines.append("call: " + " | ".join(f'{head} arguments_{n} "}}"' for n, head in enumerate(heads)))
     lines += [f"arguments_{n}: {_json(tool.schema())}" for n, tool in enumerate(tools)]
     return "\n".join(lines) + "\n"

@@ -7,7 +7,6 @@ parser needs no guesses: what does not follow the format is content.
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -68,7 +67,6 @@ class ToolParser:
 
         `names` are those of the tools: a block of JSON is a call only if it names one of them.
         """
-        self._format = format
         self._names = names
         self._buffer = ""  # text that is not yet understood
         self._index = -1  # of the last call
@@ -76,6 +74,7 @@ class ToolParser:
         self._events: list[Event] = []
         self._read: Callable[[], bool] = self._read_plain
         if format is not None:
+            self._opening, self._name_end, self._new_id = format.opening, format.name_end, format.new_id
             self._read = self._read_text if anywhere and format.marker else self._read_start
             if anywhere and format.fenced:
                 self._read = self._read_fence
@@ -157,10 +156,9 @@ class ToolParser:
         return True
 
     def _read_name_end(self) -> bool:
-        assert self._format is not None
-        if len(self._buffer) < len(self._format.name_end()):
+        if len(self._buffer) < len(self._name_end):
             return False
-        self._skip(len(self._format.name_end()))
+        self._skip(len(self._name_end))
         self._read = self._read_arguments
         return True
 
@@ -202,15 +200,6 @@ class ToolParser:
     def _take(self) -> list[Event]:
         events, self._events = self._events, []
         return events
-
-    @property
-    def _opening(self) -> str:
-        assert self._format is not None
-        return self._format.opening
-
-    def _new_id(self) -> str:
-        assert self._format is not None
-        return self._format.id_prefix + secrets.token_hex(16)[: self._format.id_digits]
 
 
 def read_whole(parser: ToolParser, text: str) -> tuple[str, list[ToolCall]]:
