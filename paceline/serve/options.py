@@ -30,7 +30,7 @@ class ServeOptions:
     served_model_name: tuple[str, ...] = ()  # what clients may call the model; none: its own name
     max_queue: int = 256  # requests that wait for the engine; more get 429
     max_connections: int = 512  # more get 503
-    max_body_bytes: int = 16 * 1024 * 1024  # of a request; more gets 413
+    max_body_bytes: int = 4 * 1024 * 1024  # of a request; more gets 413
     request_timeout: float = 600.0  # of a request until its last byte; then it is aborted
     client_timeout: float = 60.0  # for a client to send its request, or to read what it was sent
     timeout_keep_alive: int = 30  # of a connection without a request

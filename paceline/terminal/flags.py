@@ -126,7 +126,7 @@ SERVER: Group = (
     Flag("served_model_name", list[str] | None, None, "What clients call the model. May be repeated."),
     Flag("max_queue", int, 256, "Most requests that wait; more get 429."),
     Flag("max_connections", int, 512, "Most connections; more get 503."),
-    Flag("max_body_bytes", int, 16 * 1024 * 1024, "Most bytes of a request; more gets 413."),
+    Flag("max_body_bytes", int, 4 * 1024 * 1024, "Most bytes of a request; more gets 413."),
     Flag("request_timeout", float, 600.0, "Seconds until a request is aborted; 0: never."),
     Flag("client_timeout", float, 60.0, "Seconds for a client to send its request, or to read its answer."),
     Flag("timeout_keep_alive", int, 30, "Seconds until a connection without requests is closed."),

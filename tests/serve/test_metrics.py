@@ -15,11 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.engine.engine import Engine
 from paceline.engine.stats import DraftFacts, StepStats
 from paceline.serve.metrics import HISTOGRAMS, OTHER, Histogram, Metrics
+from paceline.terminal.flags import SERVER
 from paceline.verify.params import SamplingParams
 from tests.serve.running import Client, serving
 from tests.toy import ScriptedDrafter, ToyBackend, ToyTokenizer, drain, toy_engine
 
-DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "paceline.json"
+DOCS = Path(__file__).parents[2] / "docs"
+DASHBOARD = DOCS / "grafana" / "paceline.json"
 PROMPTS = ("one", "two", "three", "four")
 LENGTH = 40
 # with vLLM's types, as `vllm:` there
@@ -272,3 +274,16 @@ def test_every_expression_of_the_dashboard_names_metrics_that_exist() -> None:
         labels = set(re.findall(r"by \(([\w, ]+)\)", expression))
         wanted = {label.strip() for group in labels for label in group.split(",")} - {"le"}
         assert wanted <= set().union(*(labels for name in names for labels, _ in found[name])), expression
+
+
+def test_the_documentation_names_every_metric_and_every_flag() -> None:
+    text = (DOCS / "serve.md").read_text()
+    with serving(drafting_engine()) as client:
+        generate(client, "one")
+        page = client.get("/metrics").body.decode()
+    families = {family.name: family.type for family in text_string_to_metric_families(page)}
+    for name, kind in families.items():
+        if name.startswith("paceline:"):
+            assert f"`{name.removeprefix('paceline:')}{'_total' * (kind == 'counter')}`" in text
+    for flag in SERVER:
+        assert f"`--{flag.name.replace('_', '-')}`" in text
