@@ -172,7 +172,7 @@ def validation_error(errors: Sequence[Any], model: type[BaseModel], data: Any) -
 def _place(error: Any, data: Any) -> tuple[str | int, ...]:
     """Where in the data the error is: pydantic's place without its names for the members of unions."""
     place: list[str | int] = []
-    parts = [part for part in error["loc"] if part != "body"]
+    parts = error["loc"][1:]  # after "body"
     for number, part in enumerate(parts):
         within = part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int)
         if within:

@@ -37,7 +37,7 @@ def _checked_prompt(prompt: Any) -> list[str | list[int]]:
     for number, one in enumerate(prompts):
         if not one or not (isinstance(one, str) or _are_ids(one)):
             raise PydanticCustomError(
-                "prompt", f"prompt {number} must be a text or a list of token ids, and not empty"
+                "prompt", f"number {number} must be a text or a list of token ids, and not empty"
             )
     return prompts
 
@@ -110,7 +110,7 @@ def router(service: Service) -> APIRouter:
         """How a prompt goes on. With `stream`, chunks as server-sent events."""
         model = service.check_model(body.model)
         params = _params(body)
-        prompts = [await _encode(service, body, prompt) for prompt in body.prompt]
+        prompts = await service.encode(body.prompt, body.add_special_tokens is not False)
         head = service.head(request, "cmpl", "text_completion", model)
         answer = _Answer(service, body, params, prompts, head)
         generation = await service.start(request, prompts, params, body)
@@ -145,12 +145,6 @@ def _params(body: CompletionRequest) -> SamplingParams:
         logprobs=body.logprobs,
         prompt_logprobs=of_prompt,
     )
-
-
-async def _encode(service: Service, body: CompletionRequest, prompt: str | list[int]) -> list[int]:
-    if isinstance(prompt, list):
-        return prompt
-    return await service.encode(prompt, body.add_special_tokens is not False)
 
 
 @dataclass

@@ -77,11 +77,18 @@ class Service:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.workers, lambda: function(*args, **options))
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text."""
-        if not text:
-            raise RequestError("the prompt is empty: give at least one token (a text, or token ids).")
-        return await self.in_thread(self._encode, text, add_special_tokens)
+    async def encode(
+        self, prompts: Sequence[str | list[int]], add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """The token ids of prompts, of which some may be token ids already."""
+
+        def encode() -> list[list[int]]:
+            return [
+                self._encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+                for prompt in prompts
+            ]
+
+        return await self.in_thread(encode)
 
     async def encode_chat(
         self,

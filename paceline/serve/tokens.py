@@ -78,9 +78,8 @@ async def _encode(service: Service, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise FieldError("prompt", "give either a prompt or messages.")
     if body.prompt is not None:
-        return await service.in_thread(
-            service.tokenizer.encode, body.prompt, body.add_special_tokens is not False
-        )
+        (tokens,) = await service.encode([body.prompt], body.add_special_tokens is not False)
+        return tokens
     plan = service.toolbox.plan(chat_tools(body.tools))
     messages = [message.plain() for message in body.messages or ()]
     return await service.encode_chat(messages, plan, body.add_generation_prompt is not False)

@@ -161,6 +161,7 @@ def test_what_clients_send_without_meaning_it_is_taken(api: Api) -> None:
             "messages.0.text",
             "options are annotations, content",
         ),
+        ({"body": 1}, "body", "unknown option 'body'"),
         ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
         (
             {"stream": True, "stream_options": {"include_use": True}},

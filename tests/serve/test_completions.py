@@ -182,8 +182,8 @@ def test_a_field_may_be_null_as_clients_send_it(api: Api) -> None:
     [
         ({"prompt": ""}, "prompt", "not empty"),
         ({"prompt": []}, "prompt", "must be a text"),
-        ({"prompt": ["a", [1], 5]}, "prompt", "prompt 2"),
-        ({"prompt": [1, "a"]}, "prompt", "prompt 0"),
+        ({"prompt": ["a", [1], 5]}, "prompt", "number 2"),
+        ({"prompt": [1, "a"]}, "prompt", "number 0"),
         ({"prompt": [97]}, "prompt", "outside the vocabulary"),
         ({"prompt": [-1]}, "prompt", "outside the vocabulary"),
         ({"prompt": "x" * 500}, "prompt", "501 tokens"),
