@@ -23,7 +23,7 @@ def set_up_logs(level: str, form: str) -> None:
     handler.setFormatter(_Text() if text else _Json())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name in _QUIET:
-        logging.getLogger(name).setLevel("WARNING")
+        logging.getLogger(name).setLevel("ERROR")
 
 
 def log_event(logger: logging.Logger, event: str, *, level: int = logging.INFO, **facts: Any) -> None:

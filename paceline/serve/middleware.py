@@ -116,7 +116,8 @@ class Gate:
         if refusal is None:
             first = await self._read(headers, receive)
             if first is not None:
-                await self._app(scope, _replay(first, receive), send)
+                if first["type"] == "http.request":  # else the client has gone
+                    await self._app(scope, _replay(first, receive), send)
                 return
             message = f"the body has more than {self._max_body_bytes} bytes, the most that is taken here."
             refusal = _refusal(413, message, "invalid_request_error", "body_too_large")

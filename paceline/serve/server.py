@@ -28,6 +28,7 @@ from paceline.config import CacheOptions, EngineConfig, SpeculativeOptions
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.build import Loaded, LoadedModel, build_engine, load_model
 from paceline.engine.engine import Engine
+from paceline.engine.request import Request
 from paceline.errors import ConfigError
 from paceline.models.registry import resolve
 from paceline.models.tokenizer import Tokenizer
@@ -59,7 +60,7 @@ def serve(model: str, engine: dict[str, Any], server: dict[str, Any]) -> None:
     facts = describe(config, loaded)
     allow_files(2 * options.max_connections)
     log_event(logger, "loaded", seconds=round(time.monotonic() - begun, 1), **facts)
-    names = _model_names(model, options)
+    names = model_names(model, options)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(run(loaded.engine, loaded.tokenizer, names, options, listener, facts))
 
@@ -89,9 +90,9 @@ def bind(host: str, port: int) -> socket.socket:
 def allow_files(connections: int) -> None:
     """Let the process have as many open files as its connections need, if the system permits that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = (
-        min(hard, connections + OTHER_FILES) if hard != resource.RLIM_INFINITY else connections + OTHER_FILES
-    )
+    wanted = connections + OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
@@ -120,13 +121,17 @@ def warm_up(config: EngineConfig, model: LoadedModel) -> None:
     )
     engine = build_engine(small, model).engine
     length = min(WARM_TOKENS, engine.limits.max_model_len - 3)
+    requests: list[Request] = []
     for params in (
         SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
         SamplingParams(top_p=0.9, top_k=20, seed=0, max_tokens=2, ignore_eos=True, logprobs=1),
     ):
-        engine.add_request([0] * length, params)
+        requests += engine.add_request([0] * length, params)
     while engine.has_unfinished:
         engine.step()
+    for request in requests:  # what fails now would fail for every client
+        if request.error is not None:
+            raise request.error
 
 
 def describe(config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
@@ -239,7 +244,7 @@ def _url(host: str, listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _model_names(model: str, options: ServeOptions) -> tuple[str, ...]:
+def model_names(model: str, options: ServeOptions) -> tuple[str, ...]:
     """What clients call the model. A file or folder gives its own name only, never its path."""
     if options.served_model_name:
         return options.served_model_name

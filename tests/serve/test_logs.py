@@ -80,6 +80,18 @@ def test_a_client_that_left_is_told_of(client: Client, log: Log) -> None:
     assert log.request("/v1/completions")["disconnected"] is True
 
 
+def test_a_client_that_left_before_its_request_was_whole_is_no_error(
+    client: Client, log: Log, caplog: pytest.LogCaptureFixture
+) -> None:
+    with client.connect() as connection:
+        head = client.request("POST", "/v1/completions", b"{", {"Content_Length": "100"})
+        connection.sendall(head)
+    line = log.request("/v1/completions")
+    assert line["disconnected"] is True
+    assert "status" not in line
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+
+
 def test_ids_are_ours_and_a_sane_one_of_the_clients_is_given_back(client: Client, log: Log) -> None:
     first, second = (client.get("/v1/models", X_Request_Id="mine-1") for _ in range(2))
     assert first.headers["x-client-request-id"] == second.headers["x-client-request-id"] == "mine-1"
