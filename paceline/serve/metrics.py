@@ -94,15 +94,14 @@ class DraftCounts:
 
     def tried_at(self) -> list[int]:
         """[d] the drafts that went to depth d + 1."""
-        return self._reached(self.depths)
+        return self._reached(dict(self.depths))  # a copy: the engine may go on counting
 
     def accepted_at(self) -> list[int]:
         """[d] those that were accepted there."""
-        return self._reached(self.accepted_depths)
+        return self._reached(dict(self.accepted_depths))
 
-    def _reached(self, depths: Counter[int]) -> list[int]:
-        counts = dict(depths)  # the engine may go on counting
-        deepest = max(self.depths, default=0)
+    def _reached(self, counts: dict[int, int]) -> list[int]:
+        deepest = max(dict(self.depths), default=0)
         return [sum(count for depth, count in counts.items() if depth > place) for place in range(deepest)]
 
 
