@@ -61,6 +61,8 @@ def fit_draft(draft: Draft, constraint: Constraint, forced: Sequence[int], budge
     """
     fitted = _Fitted(budget, levels)
     stem = fitted.extend(ROOT, forced)
+    if not draft.tokens:
+        return Draft(fitted.tokens, fitted.parents, fitted.rows)
     start = constraint.branch()
     for token in fitted.tokens:
         start.advance(token)
