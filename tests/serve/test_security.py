@@ -1,8 +1,7 @@
 """What has gone wrong in servers like this one, by class. docs/security.md says what we do about each.
 
-Classes with more to test have files of their own: test_security_bombs.py, test_auth.py, test_limits.py,
-test_logs.py here,
-tests/models/ for files, tests/constrain/ for grammars, tests/lossless/test_edges.py for logits.
+Classes with more to test have files of their own: test_security_bombs.py, test_auth.py, test_limits.py and
+test_logs.py here, tests/models/ for files, tests/constrain/ for grammars, tests/lossless/test_edges.py.
 """
 
 from __future__ import annotations
