@@ -12,7 +12,17 @@ import typer
 from paceline import __version__
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError, PacelineError
-from paceline.terminal.flags import ENGINE, SAMPLING, SEED, SERVER, Options, having, with_flags, without
+from paceline.terminal.flags import (
+    ENGINE,
+    SAMPLING,
+    SEED,
+    SERVER,
+    STRUCTURE,
+    Options,
+    having,
+    with_flags,
+    without,
+)
 
 # plain help: rich would cut long flags
 PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
@@ -57,9 +67,10 @@ def options(
 
 
 @app.command()
-@with_flags(sampling=having(SAMPLING, max_tokens=256), engine=ENGINE)
+@with_flags(sampling=having(SAMPLING, max_tokens=256), structure=STRUCTURE, engine=ENGINE)
 def generate(
     sampling: Options,
+    structure: Options,
     engine: Options,
     model: Model = DEFAULT_MODEL,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt. May be repeated.")] = None,
@@ -74,8 +85,18 @@ def generate(
     """Continue prompts: --prompt, --prompt-file, or standard input."""
     from paceline.terminal.generate import generate
 
-    texts, files = prompt or [], prompt_file or []
-    generate(model, texts, files, engine, sampling, chat=chat, system=system, as_json=as_json, stats=stats)
+    generate(
+        model,
+        prompt or [],
+        prompt_file or [],
+        engine,
+        sampling,
+        structure,
+        chat=chat,
+        system=system,
+        as_json=as_json,
+        stats=stats,
+    )
 
 
 @app.command()

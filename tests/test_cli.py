@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -143,6 +145,32 @@ def test_json_has_everything_that_the_python_api_gives(paceline, toy):
     assert len(output["prompt_logprobs"]) == 6
     assert document["stats"]["output_tokens"] == 8
     assert document["stats"]["prompt_tokens"] == 6
+
+
+@pytest.mark.parametrize(
+    ("flags", "answers"),
+    [
+        (["--choice", "ABBA", "--choice", "AA"], "(ABBA|AA)"),
+        (["--regex", "[AB]{3}C"], "[AB]{3}C"),
+        (["--json-schema", '{"enum": [10, 20]}'], "(10|20)"),
+        (["--json-schema", "schema.json"], "(30|40)"),
+        (["--grammar", "grammar.lark"], "A+B"),
+    ],
+)
+def test_an_answer_has_the_form_that_a_flag_asks_for(paceline, toy, tmp_path, monkeypatch, flags, answers):
+    monkeypatch.chdir(tmp_path)
+    Path("schema.json").write_text('{"enum": [30, 40]}')
+    Path("grammar.lark").write_text('start: "A"+ "B"')
+    code, out, _ = paceline("generate", "--prompt", "hello", "--seed", 3, "--max-tokens", 200, *flags)
+    assert code == 0
+    assert re.fullmatch(answers + "\n", out)
+
+
+def test_a_form_that_cannot_be_read_is_told(paceline, toy):
+    code, _, err = paceline("generate", "--prompt", "a", "--grammar", "no-such-file")
+    assert (code, "--grammar 'no-such-file' cannot be read" in err) == (2, True)
+    code, _, err = paceline("generate", "--prompt", "a", "--regex", "a", "--json-object")
+    assert (code, "exactly one of" in err) == (2, True)
 
 
 def test_every_sampling_flag_reaches_the_request(monkeypatch, paceline, toy):

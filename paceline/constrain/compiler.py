@@ -180,9 +180,40 @@ class _Vocabulary:
         ids: list[int] = []
         start = 0
         for match in self._special.finditer(text):  # cut after its first character, it is plain text
-            ids += self._tokenizer.encode(text[start : match.start() + 1], add_special_tokens=False)
+            ids += self._plain(text[start : match.start() + 1])
             start = match.start() + 1
-        return ids + self._tokenizer.encode(text[start:], add_special_tokens=False)
+        return ids + self._plain(text[start:])
+
+    def _plain(self, text: str) -> list[int]:
+        """The tokenizer's own tokens if they spell the text, else the longest that fit, from left to right.
+
+        Some tokenizers put a space before a text: then the tokens after a line break are taken.
+        """
+        spelled = text.encode()
+        for before in ("", "\n"):
+            ids = self._tokenizer.encode(before + text, add_special_tokens=False)
+            for dropped in range(3):
+                if b"".join(self.tokens[token] for token in ids[dropped:]) == spelled:
+                    return ids[dropped:]
+        return self._longest(spelled)
+
+    def _longest(self, spelled: bytes) -> list[int]:
+        ids: list[int] = []
+        while spelled:
+            fitting = (spelled[:end] for end in range(len(spelled), 0, -1))
+            token = next((self._by_bytes[piece] for piece in fitting if piece in self._by_bytes), None)
+            if token is None:
+                break
+            ids.append(token)
+            spelled = spelled[len(self.tokens[token]) :]
+        return ids
+
+    @cached_property
+    def _by_bytes(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {
+            spelled: token for token, spelled in enumerate(self.tokens) if spelled and token not in special
+        }
 
 
 def _in_one_line(message: str) -> str:

@@ -139,6 +139,14 @@ SERVER: Group = (
     Flag("log_format", str, "auto", "json, text, or auto: text on a terminal."),
 )
 
+STRUCTURE: Group = (
+    Flag("json_schema", str | None, None, "Answer with JSON by this schema: JSON, or a file that has it."),
+    Flag("json_object", bool, False, "Answer with a JSON object.", "--json-object"),
+    Flag("regex", str | None, None, "Answer with what this regular expression matches."),
+    Flag("choice", list[str] | None, None, "Answer with one of these texts. May be repeated."),
+    Flag("grammar", str | None, None, "Answer by the Lark or GBNF grammar in this file."),
+)
+
 
 def having(group: Group, **defaults: Any) -> Group:
     """The group with other defaults."""

@@ -14,6 +14,7 @@ from paceline.errors import RequestError
 from paceline.llm import LLM
 from paceline.terminal.flags import Options
 from paceline.terminal.session import load, note, sampling_params, show, stream
+from paceline.terminal.structure import structured_outputs
 from paceline.verify.params import SamplingParams
 
 
@@ -23,6 +24,7 @@ def generate(
     files: Sequence[Path],
     engine: Options,
     sampling: Options,
+    structure: Options,
     *,
     chat: bool,
     system: str | None,
@@ -30,7 +32,7 @@ def generate(
     stats: bool,
 ) -> None:
     """Print what the model makes of the prompts. One prompt with one output is streamed."""
-    params = sampling_params(sampling)
+    params = sampling_params({**sampling, "structured_outputs": structured_outputs(structure)})
     if system is not None and not chat:
         raise RequestError("--system is a message of a chat: add --chat, or put the text into the prompt.")
     if not as_json and (params.logprobs is not None or params.prompt_logprobs is not None):

@@ -96,6 +96,29 @@ def test_many_threads_compile_each_grammar_once():
     assert {len(grammars) for grammars in found.values()} == {1}
 
 
+class SpaceFirst(PieceTokenizer):
+    """Puts a space before a text, as sentencepiece does."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return super().encode(" " + text, add_special_tokens)
+
+
+class Unfaithful(PieceTokenizer):
+    """Its tokens spell another text than the one it was given."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return super().encode(text.upper(), add_special_tokens)
+
+
+@pytest.mark.parametrize("kind", [PieceTokenizer, SpaceFirst, Unfaithful])
+def test_forced_tokens_spell_what_is_forced_whatever_the_tokenizer_makes_of_a_text(kind):
+    own = GrammarCompiler(kind(), kind.vocab_size)
+    for word in ("triangle_area yes", " abc", "<eos>no"):
+        run = own.compile(StructuredOutputsParams(choice=[word])).start().forced()
+        assert run[-1] == 0
+        assert TOKENIZER.decode(run) == word
+
+
 def test_without_the_library_a_request_is_told_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match=r"pip install 'paceline\[serve\]'"):
