@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
 
+import httpx
 import pytest
+
+from paceline.bench.server_process import ServerProcess
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -32,3 +36,13 @@ def test_the_python_example(capsys):
     (output,) = blocks("text")
     exec(program, {})
     assert capsys.readouterr().out == output
+
+
+@pytest.mark.real
+def test_the_http_example():
+    command = next(block for block in blocks("sh") if block.startswith("curl"))
+    (content,) = blocks("json")
+    body = json.loads(re.search(r"-d '(.*)'", command, flags=re.DOTALL)[1])
+    with ServerProcess() as server:
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+    assert answer["choices"][0]["message"]["content"] == content.strip()
