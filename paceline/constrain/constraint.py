@@ -54,6 +54,8 @@ class Constraint:
         """Whether the token may come next."""
         if self.forced():
             return token == self.forced()[0]
+        if self._bits is None and token not in self._endings.ids:  # quicker than finding all that are
+            return bool(self._matcher.validate_tokens([token]))
         return bool(self._allowed()[token >> 3] >> (token & 7) & 1)
 
     def mask(self) -> BoolArray:
