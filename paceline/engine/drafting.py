@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 FORCED_ONLY = DraftPlan(GrammarDrafter.name, MOST_FORCED)
-ROOM_AT_ENDS = 16  # nodes for what is forced at the ends of a draft
+ROOM_AT_ENDS = 8  # nodes for what is forced at the ends of a draft
 
 
 class Drafting:
