@@ -75,7 +75,7 @@ def _check_values(schema: Mapping[str, Any], limits: GrammarLimits) -> None:
     waiting: list[tuple[Any, int]] = [(schema, 1)]
     references: set[str] = set()
     multiples: list[Decimal] = []
-    count = 0
+    count = characters = 0
     while waiting:
         value, depth = waiting.pop()
         count += 1
@@ -85,6 +85,10 @@ def _check_values(schema: Mapping[str, Any], limits: GrammarLimits) -> None:
             raise RequestError(
                 f"the JSON schema has more than {limits.schema_values} values. Make it smaller."
             )
+        if isinstance(value, str):
+            characters += len(value)
+        if characters > limits.source_bytes:
+            raise RequestError(f"the JSON schema has more than {limits.source_bytes} bytes. Shorten it.")
         if isinstance(value, Mapping):
             waiting += [(item, depth + 1) for item in value.values()]
             if isinstance(value.get("$ref"), str):
