@@ -122,8 +122,8 @@ def _prompt(line: Any, segment: str, default_id: str) -> Prompt:
 
 def _structured_outputs(given: Any) -> Mapping[str, Any] | None:
     """What a response_format, in the shape of the OpenAI API, asks of the answer."""
-    kind = given.get("type") if isinstance(given, Mapping) else given
-    if kind in (None, "text"):
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if given is None or kind == "text":
         return None
     if kind == "json_object":
         return {"json_object": True}

@@ -87,16 +87,17 @@ def _check_values(schema: Mapping[str, Any], limits: GrammarLimits) -> None:
             )
         if isinstance(value, str):
             characters += len(value)
-        if characters > limits.source_bytes:
-            raise RequestError(f"the JSON schema has more than {limits.source_bytes} bytes. Shorten it.")
-        if isinstance(value, Mapping):
+        elif isinstance(value, Mapping):
             waiting += [(item, depth + 1) for item in value.values()]
+            characters += sum(len(str(key)) for key in value)
             if isinstance(value.get("$ref"), str):
                 references.add(value["$ref"])
             if isinstance(value.get("multipleOf"), int | float):
                 multiples.append(_decimal(value["multipleOf"]))
         elif isinstance(value, list | tuple):
             waiting += [(item, depth + 1) for item in value]
+        if characters > limits.source_bytes:
+            raise RequestError(f"the JSON schema has more than {limits.source_bytes} bytes. Shorten it.")
     if len(references) > limits.references:
         raise RequestError(
             f"the JSON schema refers to {len(references)} definitions, and at most {limits.references} are "

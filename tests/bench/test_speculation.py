@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from paceline.bench.commands import app
 from paceline.bench.contest import Contest, SpeculationOptions
+from paceline.bench.schemas import fits_schema
 from paceline.bench.speculation import (
     COLD,
     OFF,
@@ -27,6 +29,7 @@ from paceline.bench.speculation import (
 )
 from paceline.bench.speculation_rows import rows
 from paceline.bench.speculation_tables import show_contest
+from paceline.constrain import StructuredOutputsParams
 from paceline.draft.base import Drafter
 from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.engine.engine import Engine
@@ -155,6 +158,31 @@ def test_a_token_that_differs_in_any_round_is_told_and_fails() -> None:
     assert not contest.identical
     _, notes = show_contest(contest)
     assert any("other tokens than plain decoding for task 1" in note for note in notes)
+
+
+def test_answers_that_do_not_fit_their_schema_are_told_and_fail() -> None:
+    structure = StructuredOutputsParams(json='{"enum": [1, 2]}')
+    texts = {"1": True, "3": False, "[1": False}
+    assert {text: fits_schema(text, structure) for text in texts} == texts
+    assert fits_schema("1", None) is None
+    assert fits_schema("1", StructuredOutputsParams(regex="1")) is None
+
+    def contest(*verdicts: tuple[bool, bool | None]) -> Contest:
+        runs = made_up_runs()
+        for turns in runs.turns.values():
+            for one_round in turns:
+                for place, (turn, (finished, valid)) in enumerate(zip(one_round, verdicts, strict=True)):
+                    answers = [replace(one, finished=finished, valid=valid) for one in turn.answers]
+                    one_round[place] = replace(turn, answers=answers)
+        return Contest(SpeculationOptions((), {OFF: OFF, "lookup": "x"}), 2, "native", rows("toy", runs))
+
+    fine = contest((True, True), (False, False))  # the second was cut
+    assert [(row.structured, row.finished, row.valid) for row in fine.rows] == [(2, 1, 1)] * 2
+    assert fine.valid
+    _, notes = show_contest(fine)
+    assert any("2 answers by a schema, 1 came to their end, 1 of these fit" in note for note in notes)
+    assert not contest((True, True), (True, False)).valid
+    assert contest((True, None), (False, None)).valid
 
 
 def test_methods_are_short_forms_or_objects_and_off_is_always_among_them() -> None:

@@ -24,7 +24,7 @@ def write(path: Path, *lines: Any) -> str:
 def test_lines_are_chats_or_texts_with_defaults_for_what_they_leave_out(tmp_path: Path) -> None:
     name = write(
         tmp_path / "mine.jsonl",
-        {"id": "a", "segment": "chat", "messages": CHAT, "max_tokens": 5, "response_format": {"schema": {}}},
+        {"id": "a", "segment": "chat", "messages": CHAT, "max_tokens": 5, "made_by": "another tool"},
         "",
         {"prompt": "once"},
     )
@@ -36,6 +36,24 @@ def test_lines_are_chats_or_texts_with_defaults_for_what_they_leave_out(tmp_path
     tokenizer = ToyTokenizer()
     assert chat.token_ids(tokenizer) == tokenizer.encode(tokenizer.apply_chat_template(CHAT), False)
     assert text.token_ids(tokenizer) == tokenizer.encode("once")
+
+
+def test_a_response_format_says_what_form_the_answer_has(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    formats = [
+        {"type": "json_schema", "json_schema": {"name": "call", "schema": schema}},
+        {"type": "json_object"},
+        {"type": "text"},
+        None,
+    ]
+    lines = [{"prompt": "x", "response_format": given} for given in formats]
+    prompts = load_workload(write(tmp_path / "w.jsonl", *lines), max_tokens=9).prompts
+    assert [prompt.structured_outputs for prompt in prompts] == [
+        {"json": schema},
+        {"json_object": True},
+        None,
+        None,
+    ]
 
 
 def test_a_limit_keeps_the_first_and_max_tokens_only_lowers(tmp_path: Path) -> None:
@@ -56,6 +74,9 @@ def test_a_limit_keeps_the_first_and_max_tokens_only_lowers(tmp_path: Path) -> N
         ({"messages": [{"role": "user"}]}, "line 2: messages must be a list"),
         ({"prompt": "a", "max_tokens": 1}, "line 2: max_tokens must be an integer of at least 2"),
         ({"prompt": "a", "max_tokens": "many"}, "line 2: max_tokens"),
+        ({"prompt": "a", "response_format": {"schema": {}}}, "line 2: response_format must be"),
+        ({"prompt": "a", "response_format": {"type": "json_schema"}}, "line 2: response_format must be"),
+        ({"prompt": "a", "response_format": "json"}, "line 2: response_format must be"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: Any, message: str) -> None:
