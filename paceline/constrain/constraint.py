@@ -69,9 +69,7 @@ class Constraint:
 
     def advance(self, token: int) -> None:
         """Take a token into the text. GrammarError if it may not come next."""
-        forced = (
-            self.forced()
-        )  # also if nobody has asked: where a run begins decides how it is cut into tokens
+        forced = self.forced()  # also if nobody asked: where a run begins decides how it is cut into tokens
         if forced and token != forced[0]:
             raise self._error()
         self._take(token)
@@ -100,12 +98,12 @@ class Constraint:
             if not tokens:
                 break
             try:
-                for token in tokens:
+                for token in tokens[: MOST_FORCED - len(run)]:
                     ahead._take(token)
                     run.append(token)
             except GrammarError:  # a limit: the text may not come so far
                 break
-        return tuple(run[:MOST_FORCED])
+        return tuple(run)
 
     def _next_run(self) -> list[int]:
         """The canonical tokens of the bytes that have no alternative here, as far as they are settled."""

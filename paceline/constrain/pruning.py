@@ -20,6 +20,9 @@ class Draft:
     rows: Sequence[int]  # the distribution that a node was drawn from, -1: it was chosen
 
 
+NOTHING = Draft((), (), ())
+
+
 @dataclass
 class _Fitted:
     """The draft that is being made, and what it may become."""
@@ -63,10 +66,12 @@ def fit_draft(draft: Draft, constraint: Constraint, forced: Sequence[int], budge
     stem = fitted.extend(ROOT, forced)
     if not draft.tokens:
         return Draft(fitted.tokens, fitted.parents, fitted.rows)
-    start = constraint.branch()
+    start: Constraint | None = constraint
     for token in fitted.tokens:
-        start.advance(token)
-    states: dict[int, Constraint] = {stem: start}  # of the nodes that something may follow
+        start = start and _followed(start, token)
+    if start is None:  # a limit
+        return NOTHING
+    states = {stem: start}  # of the nodes that something may follow
     places = {ROOT: stem}  # of the draft's nodes that stay
     drawn = {parent for parent, row in zip(draft.parents, draft.rows, strict=True) if row >= 0}
     for node, (token, parent, row) in enumerate(zip(draft.tokens, draft.parents, draft.rows, strict=True)):
