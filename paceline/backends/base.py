@@ -96,6 +96,44 @@ class Backend(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class HeadBatch:
+    """A pass of a learned draft head. What reads token j of a request lies at its KV index j.
+
+    The slot at index j reads token j and the target's feature of token j - 1, and has position j - 1.
+    So a page's content depends on the tokens up to its end and on nothing behind them. Index 0 has no
+    slot: nothing is written there and no row sees it. `context_lengths` counts it, so they are at
+    least 1, and `positions` are context length - 1 + depth.
+    """
+
+    rows: ForwardBatch
+    # [rows, width] all of one width: the target's features side by side, or states that the head gave
+    states: Float32Array
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """What a pass of a head gives back. The arrays are valid until its next pass."""
+
+    logits: Float32Array  # [outputs, draft vocabulary]
+    states: Float32Array  # [outputs, hidden] of the same rows: what their children read
+
+
+class HeadRunner(Protocol):
+    """A loaded draft head that can run passes beside its target."""
+
+    page_size: int  # the target's
+    max_rows: int
+
+    def make_pool(self, num_pages: int) -> KVPool:
+        """Storage for `num_pages` pages of keys and values of the head."""
+        ...
+
+    def bytes_per_page(self) -> int: ...
+
+    def run(self, batch: HeadBatch) -> HeadOutput: ...
+
+
 def chain_parents(row_counts: Sequence[int]) -> Int32Array:
     """Parents of requests whose rows are chains of the given lengths."""
     return np.concatenate([np.arange(-1, count - 1, dtype=np.int32) for count in row_counts])

@@ -1,0 +1,115 @@
+"""What a learned head is: its sizes, its flags, and the tensors that follow from them.
+
+    slot i      reads the feature h_i of token x_i and the token x_{i+1}; guesses x_{i+2}
+    feature     hidden states of the target, side by side; a slot behind a guess reads the head's own state
+
+Tensors have these names, whatever file they came from (H, Ht: hidden sizes of head and target):
+
+    fc.weight                                   [H, features * Ht]      eagle: [H, H + Ht], and maybe fc.bias
+    fc_norm.{i}.weight                          [Ht]                    with fc_norm
+    input_norm.weight                           [features * Ht]         with norm_before_fc
+    midlayer.self_attn.{q,k,v}_proj.weight      [heads * head_dim, 2H]  eagle: [heads * head_dim, H]
+    midlayer.self_attn.o_proj.weight            [H, heads * head_dim]
+    midlayer.mlp.{gate,up}_proj.weight          [intermediate, H]
+    midlayer.mlp.down_proj.weight               [H, intermediate]
+    midlayer.{input_layernorm,hidden_norm}.weight [H]                   eagle: neither
+    midlayer.post_attention_layernorm.weight    [H]
+    norm.weight                                 [H]                     eagle: none
+    lm_head.weight                              [draft vocabulary, H]   absent: the target's
+    embed_tokens.weight                         [vocabulary, H]         absent: the target's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.models.config import RopeConfig
+
+
+@dataclass(frozen=True)
+class TargetName:
+    """Which model a head was trained for."""
+
+    fingerprint: str  # of its weights: see fingerprint.py
+    name: str = ""  # for people
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Everything that a runner or the training must know of a head."""
+
+    kind: str  # eagle3 | eagle
+    vocab_size: int  # of the target: ids that are read
+    draft_vocab_size: int  # ids that are guessed
+    hidden_size: int
+    target_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position: int
+    feature_layers: tuple[int, ...] | None = None  # as in Hugging Face; None: usual_feature_layers
+    fc_bias: bool = False
+    fc_norm: bool = False  # a norm for each feature
+    norm_before_fc: bool = False  # one norm for all features side by side
+    norm_output: bool = False  # the state that is fed back is the normed one
+    norm_before_residual: bool = False  # the residual stream starts from the normed state
+    own_embedding: bool = False  # False: the target's
+    own_lm_head: bool = True  # False: the target's
+    target: TargetName | None = None  # None: nobody wrote it down
+
+    @property
+    def num_features(self) -> int:
+        """How many hidden states of the target a slot reads."""
+        if self.kind == "eagle":
+            return 1
+        return 3 if self.feature_layers is None else len(self.feature_layers)
+
+    @property
+    def feature_width(self) -> int:
+        return self.num_features * self.target_hidden_size
+
+    def layers_of(self, num_layers: int) -> tuple[int, ...]:
+        """The hidden states to read of a target with `num_layers` layers: 0 is the embedding."""
+        if self.kind == "eagle":
+            return (num_layers,)
+        return self.feature_layers or usual_feature_layers(num_layers)
+
+
+def usual_feature_layers(num_layers: int) -> tuple[int, ...]:
+    """The three hidden states, early, middle and late, that an EAGLE-3 head usually reads."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def expected_tensors(config: HeadConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The name and shape of every tensor that a head of this config has of its own."""
+    hidden, target_hidden = config.hidden_size, config.target_hidden_size
+    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    eagle3 = config.kind == "eagle3"
+    yield "fc.weight", (hidden, config.feature_width if eagle3 else hidden + target_hidden)
+    if config.fc_bias:
+        yield "fc.bias", (hidden,)
+    if config.fc_norm:
+        for feature in range(config.num_features):
+            yield f"fc_norm.{feature}.weight", (target_hidden,)
+    if config.norm_before_fc:
+        yield "input_norm.weight", (config.feature_width,)
+    for projection, size in (("q", query_size), ("k", kv_size), ("v", kv_size)):
+        yield f"midlayer.self_attn.{projection}_proj.weight", (size, 2 * hidden if eagle3 else hidden)
+    yield "midlayer.self_attn.o_proj.weight", (hidden, query_size)
+    yield "midlayer.mlp.gate_proj.weight", (config.intermediate_size, hidden)
+    yield "midlayer.mlp.up_proj.weight", (config.intermediate_size, hidden)
+    yield "midlayer.mlp.down_proj.weight", (hidden, config.intermediate_size)
+    if eagle3:
+        yield "midlayer.input_layernorm.weight", (hidden,)
+        yield "midlayer.hidden_norm.weight", (hidden,)
+    yield "midlayer.post_attention_layernorm.weight", (hidden,)
+    if eagle3:
+        yield "norm.weight", (hidden,)
+    if config.own_lm_head:
+        yield "lm_head.weight", (config.draft_vocab_size, hidden)
+    if config.own_embedding:
+        yield "embed_tokens.weight", (config.vocab_size, hidden)
