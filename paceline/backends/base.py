@@ -107,8 +107,8 @@ class HeadBatch:
     """
 
     rows: ForwardBatch
-    # [rows, width] all of one width: the target's features side by side, or states that the head gave
-    states: Float32Array
+    states: Float32Array  # [rows, width] what the slots read beside their tokens
+    from_target: bool  # whether the states are the target's features side by side, or such as the head gave
 
 
 @dataclass(frozen=True)
