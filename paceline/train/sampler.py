@@ -1,0 +1,135 @@
+"""Many answers at once, by torch: what a GPU wants, where thousands of sequences cost as much as one.
+
+The engine serves; this only samples: no pages, no streams, no options but the temperature. A batch of
+prompts is padded on the left, so that all of them write their next token in the same column.
+
+    prompts   . . a b c | x y z       column of the KV cache; '.' is padding, seen by nobody
+              d e f g h | u v w       positions count from the first real token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from paceline.models.transformer import Transformer
+from paceline.train.sequences import run_layers
+
+COMPACT_BELOW = 0.6  # when fewer of a batch's sequences still run, the others' rows are dropped
+
+
+class Sampler:
+    """A target that answers batches of prompts. The same seed and batches give the same answers."""
+
+    def __init__(self, model: Transformer, eos_ids: Collection[int], seed: int) -> None:
+        self.model = model
+        self.device = model.embedding.device
+        self.eos_ids = torch.tensor(sorted(eos_ids), device=self.device)
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+
+    @torch.inference_mode()
+    def answer(
+        self, prompts: Sequence[Sequence[int]], temperatures: Sequence[float], max_tokens: int
+    ) -> list[list[int]]:
+        """An answer to each prompt, up to and with its end-of-sequence token, at most `max_tokens` long."""
+        width = max(len(prompt) for prompt in prompts)
+        padding = torch.tensor([width - len(prompt) for prompt in prompts], device=self.device)
+        tokens = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        state = _Batch(self.model, tokens.to(self.device), padding, max_tokens)
+        heat = torch.tensor(temperatures, device=self.device)
+        running = torch.arange(len(prompts), device=self.device)  # the prompt that each row answers
+        ended = torch.zeros(len(prompts), dtype=torch.bool, device=self.device)
+        answers = torch.full((len(prompts), max_tokens), -1, device=self.device)
+        for step in range(max_tokens):
+            chosen = self._choose(state.logits, heat)
+            answers[running, step] = torch.where(ended, -1, chosen)
+            ended |= torch.isin(chosen, self.eos_ids)
+            if step % 16 == 15 or step < 2:  # asking the device is slow
+                alive = torch.nonzero(~ended).flatten()
+                if not len(alive):
+                    break
+                if len(alive) < COMPACT_BELOW * len(ended):
+                    state.keep(alive)
+                    chosen, heat = chosen[alive], heat[alive]
+                    running, ended = running[alive], ended[alive]
+            if step + 1 < max_tokens:
+                state.advance(chosen)
+        return [[token for token in row if token >= 0] for row in answers.tolist()]
+
+    def _choose(self, logits: torch.Tensor, heat: torch.Tensor) -> torch.Tensor:
+        """A token of each row [rows]: the best one at temperature 0, else drawn by Gumbel noise."""
+        noise = torch.empty_like(logits).exponential_(generator=self.generator).log_().neg_()
+        return torch.addcmul(logits, noise, heat[:, None]).argmax(-1)
+
+
+class _Batch:
+    """Sequences that grow in step, with their keys and values."""
+
+    def __init__(
+        self, model: Transformer, tokens: torch.Tensor, padding: torch.Tensor, max_tokens: int
+    ) -> None:
+        """Prefill tokens [rows, width] whose first `padding` [rows] columns are not theirs."""
+        config, device, dtype = model.config, model.embedding.device, model.embedding.dtype
+        rows, width = tokens.shape
+        self.model = model
+        self.padding = padding
+        self.columns = 0  # filled so far
+        # float [layers, rows, kv_heads, columns, head_dim]
+        shape = (config.num_layers, rows, config.num_kv_heads, width + max_tokens, config.head_dim)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.logits = self._run(tokens)  # float32 [rows, vocab] of each sequence's last token
+
+    def advance(self, tokens: torch.Tensor) -> None:
+        """Append one token [rows] to each sequence."""
+        self.logits = self._run(tokens[:, None])
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Go on with these rows only."""
+        self.padding = self.padding[rows]
+        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+
+    def _run(self, tokens: torch.Tensor) -> torch.Tensor:
+        start, stop = self.columns, self.columns + tokens.shape[1]
+        column = torch.arange(stop, device=tokens.device)
+        positions = (column[start:] - self.padding[:, None]).clamp(min=0)  # [rows, new]
+        real = column >= self.padding[:, None]  # [rows, columns]
+        causal = column[start:, None] >= column  # [new, columns]
+
+        def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            keys, values = self.keys[layer], self.values[layer]
+            keys[:, :, start:stop] = key.transpose(1, 2)
+            values[:, :, start:stop] = value.transpose(1, 2)
+            seen = causal & real[:, None, :]  # [rows, new, columns]
+            window = self.model.config.window(layer)
+            if window is not None:
+                seen = seen & (column[start:, None] - column < window)
+            return _attend(query, keys[:, :, :stop], values[:, :, :stop], seen)
+
+        hidden, _ = run_layers(self.model, tokens, positions, attend)
+        self.columns = stop
+        return self.model.logits(hidden[:, -1]).float()
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor
+) -> torch.Tensor:
+    """Values mixed by softmax(query · key): [rows, new, heads, head_dim].
+
+    keys and values are [rows, kv_heads, columns, head_dim], seen bool [rows, new, columns]. Neighbouring
+    query heads share a key head; they are rows of one product, so that keys are read once.
+    """
+    rows, new, heads, head_dim = query.shape
+    kv_heads = keys.shape[1]
+    grouped = query.view(rows, new, kv_heads, -1, head_dim).permute(
+        0, 2, 3, 1, 4
+    )  # [rows, kv, group, new, dim]
+    flat = grouped.reshape(rows, kv_heads, -1, head_dim)  # [rows, kv_heads, group * new, head_dim]
+    scores = (flat @ keys.transpose(-1, -2) * head_dim**-0.5).view(rows, kv_heads, -1, new, keys.shape[2])
+    # the lowest finite number: a row of padding sees nothing, and must not become NaN
+    scores = scores.masked_fill(~seen[:, None, None], torch.finfo(scores.dtype).min)
+    weights = scores.float().softmax(-1).to(values.dtype)
+    mixed: torch.Tensor = weights.view(rows, kv_heads, -1, keys.shape[2]) @ values
+    grouped = mixed.view(rows, kv_heads, -1, new, head_dim).permute(0, 3, 1, 2, 4)
+    return grouped.reshape(rows, new, heads, head_dim)

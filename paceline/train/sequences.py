@@ -1,0 +1,102 @@
+"""The target over whole sequences at once: the same weights as the readable transformer, no pages.
+
+Sequences are padded on the right, so that causal attention alone keeps padding out of what counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.transformer import Attention, Layer, Rotation, Transformer, rotate
+
+# From layer, queries [batch, tokens, heads, head_dim], keys and values [batch, tokens, kv_heads, head_dim]
+# to mixed values in the shape of the queries.
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """What the target computed for every token of a batch of sequences."""
+
+    features: torch.Tensor  # [batch, tokens, features * hidden] the wanted hidden states, side by side
+    final: torch.Tensor  # [batch, tokens, hidden] after the final norm: times the head, the logits
+
+
+def load_target(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """The checkpoint's transformer on a device."""
+
+    def take(name: str) -> torch.Tensor:
+        return torch.from_numpy(checkpoint.tensors[name].float32()).to(device=device, dtype=dtype)
+
+    return Transformer(checkpoint.config, take)
+
+
+@torch.no_grad()
+def target_states(model: Transformer, tokens: torch.Tensor, feature_layers: Sequence[int]) -> TargetStates:
+    """Features and final states of token ids [batch, tokens], padded on the right with any ids.
+
+    Feature layers are indices of hidden states: 0 is the embedding, i the output of layer i - 1.
+    """
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    distance = positions[:, None] - positions[None, :]
+
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        window = model.config.window(layer)
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=None if window is None else (distance >= 0) & (distance < window),
+            is_causal=window is None,
+            enable_gqa=True,
+        )
+        return mixed.transpose(1, 2)
+
+    last, features = run_layers(model, tokens, positions, attend, feature_layers)
+    return TargetStates(torch.cat(features, dim=-1), model.norm(last))
+
+
+def run_layers(
+    model: Transformer,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    attend: Attend,
+    wanted: Sequence[int] = (),
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The last layer's output [batch, tokens, hidden], before the final norm, and the wanted hidden states.
+
+    Attention is what `attend` does. positions is [tokens], or [batch, tokens] where sequences differ.
+    """
+    cosine, sine = model.rotation(positions.flatten())
+    shape = (*positions.shape, 1, -1)
+    rotation = cosine.view(shape), sine.view(shape)
+    hidden = model.embedding[tokens]
+    states = {0: hidden}
+    for index, layer in enumerate(model.layers):
+        query, key, value = _heads(layer.attention, layer.attention_norm(hidden), rotation)
+        mixed = attend(index, query, key, value)
+        hidden = hidden + layer.attention.output(mixed.flatten(-2))
+        hidden = hidden + _feed_forward(layer, hidden)
+        if index + 1 in wanted:
+            states[index + 1] = hidden
+    return hidden, [states[index] for index in wanted]
+
+
+def _heads(attention: Attention, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values of normed states, queries and keys turned by their positions."""
+    shape = (*hidden.shape[:-1], -1, attention.config.head_dim)
+    query, key = attention.query(hidden).view(shape), attention.key(hidden).view(shape)
+    if attention.query_norm and attention.key_norm:
+        query, key = attention.query_norm(query), attention.key_norm(key)
+    return rotate(query, rotation), rotate(key, rotation), attention.value(hidden).view(shape)
+
+
+def _feed_forward(layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
+    # flat, because experts choose rows
+    rows = layer.feed_forward_norm(hidden).flatten(0, -2)
+    return layer.feed_forward(rows).view(hidden.shape)

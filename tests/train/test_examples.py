@@ -1,0 +1,87 @@
+"""The file of answers: appended to, resumed after a kill, refused where settings differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.train.examples import Example, ExampleWriter, read_examples
+
+FIRST = Example("a-1", "math", [5, 6, 7, 8], 2)
+SECOND = Example("a-2", "chat", [1, 2, 3], 1)
+
+
+def writer(path: Path, temperature: float = 1.0) -> ExampleWriter:
+    return ExampleWriter(path, 10, {"temperature": temperature})
+
+
+def test_what_was_written_is_read_end_to_end(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    writer(path).append([FIRST, SECOND])
+    examples = read_examples([path], max_length=100)
+    assert examples.vocab_size == 10
+    assert examples.tokens.tolist() == [5, 6, 7, 8, 1, 2, 3]
+    assert examples.offsets.tolist() == [0, 4, 7]
+    assert examples.answers.tolist() == [2, 1]
+    assert np.flatnonzero(examples.answer_counts()).tolist() == [2, 3, 7, 8]
+
+
+def test_a_resumed_file_knows_what_is_done_and_drops_half_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    writer(path).append([FIRST, SECOND])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])  # killed while it wrote the second
+    resumed = writer(path)
+    assert resumed.done == {"a-1"}
+    assert resumed.answered_tokens == 2
+    resumed.append([SECOND])
+    assert path.read_bytes() == whole
+
+
+def test_a_half_line_at_the_end_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    writer(path).append([FIRST, SECOND])
+    path.write_bytes(path.read_bytes()[:-5])
+    assert len(read_examples([path], 100)) == 1
+
+
+def test_answers_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    writer(path).append([FIRST])
+    with pytest.raises(ConfigError, match="other settings"):
+        writer(path, temperature=0.5)
+
+
+def test_long_examples_are_cut_and_those_without_two_answered_tokens_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    writer(path).append([FIRST, SECOND])
+    examples = read_examples([path], max_length=3)
+    assert examples.tokens.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("content", ["", "{}\n", "no json\n", '{"paceline_answers": 99}\n'])
+def test_another_file_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="no file of answers"):
+        read_examples([path], 100)
+
+
+def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    writer(path).append([Example("a-1", "math", [1, 2, 10], 1)])
+    with pytest.raises(ConfigError, match="outside of 0 to 9"):
+        read_examples([path], 100)
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    writer(path).append([FIRST])
+    with path.open("a") as file:
+        file.write("garbage\n")
+    writer_line = path.read_text().count("\n")
+    with pytest.raises(ConfigError, match=f"line {writer_line} "):
+        read_examples([path], 100)
