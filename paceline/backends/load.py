@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.backends.base import Backend
+from paceline.backends.base import Backend, HeadRunner
 from paceline.config import BackendOptions
+from paceline.draft.heads.checkpoint import HeadCheckpoint
 from paceline.models.checkpoint import Checkpoint
 
 
@@ -17,6 +18,17 @@ def load_backend(
     `beside` is a loaded backend whose passes take turns with those of this one.
     """
     return _LOADERS[options.name](checkpoint, options, max_rows, beside)
+
+
+def load_head_runner(
+    checkpoint: HeadCheckpoint, options: BackendOptions, max_rows: int, beside: Backend
+) -> HeadRunner:
+    """A runner of the head, on the backend that the options name.
+
+    `beside` is the loaded target: its passes take turns with those of the head, and it has the weights
+    that the head shares with it.
+    """
+    return _HEAD_LOADERS[options.name](checkpoint, options, max_rows, beside)
 
 
 def _load_cpu(
@@ -49,4 +61,19 @@ def _load_torch(
 _LOADERS: dict[str, Callable[[Checkpoint, BackendOptions, int, Backend | None], Backend]] = {
     "cpu": _load_cpu,
     "torch": _load_torch,
+}
+
+
+def _load_torch_head(
+    checkpoint: HeadCheckpoint, options: BackendOptions, max_rows: int, beside: Backend
+) -> HeadRunner:
+    from paceline.backends.torch_backend import TorchBackend
+    from paceline.backends.torch_head_runner import TorchHeadRunner
+
+    assert isinstance(beside, TorchBackend), "the options name the backend that the target runs on"
+    return TorchHeadRunner.load(checkpoint, beside, max_rows)
+
+
+_HEAD_LOADERS: dict[str, Callable[[HeadCheckpoint, BackendOptions, int, Backend], HeadRunner]] = {
+    "torch": _load_torch_head,
 }

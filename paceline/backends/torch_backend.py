@@ -6,6 +6,7 @@ request, no caching of intermediate work. See base.py for the contract it implem
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -70,15 +71,7 @@ class TorchBackend:
         """Zeroed storage for `num_pages` pages of keys and values of this model."""
         config = self.model.config
         shape = (config.num_layers, num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        try:
-            cache = KeyValues(*(torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)))
-        except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
-            gigabytes = num_pages * self.bytes_per_page() / 1e9
-            raise BackendError(
-                f"No memory for a KV pool of {num_pages} pages ({gigabytes:.1f} GB) on {self.device}; "
-                "ask for fewer pages, shorter contexts or bfloat16."
-            ) from error
-        return TorchPool(num_pages, self.bytes_per_page(), cache)
+        return make_torch_pool(shape, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
@@ -130,6 +123,20 @@ class TorchBackend:
 
     def _tensor(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
+
+
+def make_torch_pool(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> TorchPool:
+    """Zeroed storage of keys and values: [layers, places, kv_heads, head_dim]."""
+    num_pages = shape[1] // PAGE_SIZE
+    total = 2 * math.prod(shape) * dtype.itemsize
+    try:
+        cache = KeyValues(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+    except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
+        raise BackendError(
+            f"No memory for a KV pool of {num_pages} pages ({total / 1e9:.1f} GB) on {device}; "
+            "ask for fewer pages, shorter contexts or bfloat16."
+        ) from error
+    return TorchPool(num_pages, total // num_pages, cache)
 
 
 def ancestors(parents: Int32Array) -> npt.NDArray[np.bool_]:

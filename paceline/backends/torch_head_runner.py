@@ -1,0 +1,101 @@
+"""Learned draft heads run by torch beside a TorchBackend: the readable reference of all runners."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.backends.base import ForwardBatch, HeadBatch, HeadOutput, Int32Array
+from paceline.backends.torch_backend import (
+    PAGE_SIZE,
+    TorchBackend,
+    TorchPool,
+    ancestors,
+    kv_places,
+    make_torch_pool,
+)
+from paceline.draft.heads.checkpoint import HeadCheckpoint
+from paceline.draft.heads.torch_head import Head, Shared, make_head
+from paceline.models.transformer import KeyValues, RowView, attend
+
+
+class TorchHeadRunner:
+    """Implements HeadRunner with the network of torch_head.py."""
+
+    page_size = PAGE_SIZE
+
+    def __init__(self, head: Head, max_rows: int) -> None:
+        self.head = head
+        self.max_rows = max_rows
+        weight = head.midlayer.self_attn.q_proj.weight
+        self.dtype, self.device = weight.dtype, weight.device
+
+    @classmethod
+    def load(cls, checkpoint: HeadCheckpoint, beside: TorchBackend, max_rows: int) -> TorchHeadRunner:
+        """A runner with the checkpoint's weights, in the dtype and on the device of the target."""
+        model = beside.model
+        shared = Shared(model.embedding, model.head, model.norm.weight, model.norm.eps)
+        head = make_head(checkpoint.config, shared).requires_grad_(False)
+        tensors = {name: torch.from_numpy(tensor.float32()) for name, tensor in checkpoint.tensors.items()}
+        head.load_state_dict(tensors)
+        return cls(head.to(device=beside.device, dtype=beside.dtype), max_rows)
+
+    def make_pool(self, num_pages: int) -> TorchPool:
+        config = self.head.config
+        shape = (1, num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        return make_torch_pool(shape, self.dtype, self.device)
+
+    def bytes_per_page(self) -> int:
+        config = self.head.config
+        return 2 * PAGE_SIZE * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+
+    @torch.inference_mode()
+    def run(self, batch: HeadBatch) -> HeadOutput:
+        """Logits of the wanted rows, and the states that their children read."""
+        rows = batch.rows
+        assert rows.num_rows <= self.max_rows, f"{rows.num_rows} rows, but max_rows is {self.max_rows}"
+        views, places = self._views(rows)
+        cache = cast(TorchPool, rows.pool).cache
+
+        def attend_to_pages(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return _attend(query, key, value, cache, views, places)
+
+        states = torch.from_numpy(batch.states).to(device=self.device, dtype=self.dtype)
+        if batch.from_target:
+            states = self.head.fuse(states)
+        outputs = self.head(states, self._tensor(rows.tokens), self._tensor(rows.positions), attend_to_pages)
+        wanted = outputs[self._tensor(rows.logit_rows)]
+        logits, states = self.head.logits(wanted), self.head.feed_back(wanted)
+        return HeadOutput(logits.float().cpu().numpy(), states.float().cpu().numpy())
+
+    def _views(self, batch: ForwardBatch) -> tuple[list[RowView], Tensor]:
+        """What the rows of each request see, and the place of every row's key and value."""
+        views, places = [], []
+        for request in range(batch.num_requests):
+            rows = slice(int(batch.row_offsets[request]), int(batch.row_offsets[request + 1]))
+            context = int(batch.context_lengths[request])
+            key_places = kv_places(batch.page_tables[request], context + rows.stop - rows.start)
+            places.append(key_places[context:])
+            related = ancestors(batch.parents[rows])
+            sees_context = np.ones((len(related), context - 1), dtype=np.bool_)
+            mask = torch.from_numpy(np.concatenate((sees_context, related), axis=1)).to(self.device)
+            views.append(RowView(rows, self._tensor(key_places[1:]), {None: mask}))  # index 0 has no slot
+        return views, self._tensor(np.concatenate(places))
+
+    def _tensor(self, array: Int32Array) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(self.device)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, cache: KeyValues, views: list[RowView], places: Tensor
+) -> Tensor:
+    """Mixed values of all rows, after their keys and values are written to their places."""
+    keys, values = cache.keys[0], cache.values[0]
+    keys[places], values[places] = key, value
+    mixed = torch.empty_like(query)
+    for view in views:
+        mixed[view.rows] = attend(query[view.rows], keys[view.places], values[view.places], view.masks[None])
+    return mixed
