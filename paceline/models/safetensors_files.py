@@ -9,7 +9,7 @@ and the tensors stay mapped until a backend asks for them. Nothing is ever unpic
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -30,6 +30,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 KINDS = ("F32", "F16", "BF16")
+INTEGER_KINDS = {"I64": "<i8", "I32": "<i4", "BOOL": "|b1"}  # only where a reader asks for them
 
 # mixtral names its experts otherwise: name in the file -> our name
 MIXTRAL_EXPERT = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.weight")
@@ -47,6 +48,11 @@ class SafeTensor:
     def float32(self) -> npt.NDArray[np.float32]:
         """The values as float32, a new array of `shape`."""
         return dequantize(self.kind, self.data).reshape(self.shape)
+
+    def integers(self) -> npt.NDArray[np.int64]:
+        """The values of a tensor of integers or booleans, a new array of `shape`."""
+        kind = np.dtype(INTEGER_KINDS[self.kind])
+        return np.ascontiguousarray(self.data).view(kind).astype(np.int64).reshape(self.shape)
 
     def blocks(self) -> Bytes:
         """The stored bytes: uint8 [rows, bytes per row]."""
@@ -68,22 +74,19 @@ def safetensors_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(config, select_tensors(config, tensors, folder), folder)
 
 
-def read_safetensors(path: Path) -> dict[str, SafeTensor]:
-    """The mapped tensors of one safetensors file, under the file's own names, all sizes checked."""
-    content = map_file(path)
-    if len(content) < 8:
-        raise damaged(path, f"it has only {len(content)} bytes")
-    header_bytes = int.from_bytes(content[:8].tobytes(), "little")
-    if header_bytes > min(MAX_HEADER_BYTES, len(content) - 8):
-        raise damaged(path, f"its header claims {header_bytes} bytes, but the file has {len(content)}")
-    header = parse_json(content[8 : 8 + header_bytes].tobytes(), path)
+def read_safetensors(path: Path, integers: bool = False) -> dict[str, SafeTensor]:
+    """The mapped tensors of one safetensors file, under the file's own names, all sizes checked.
+
+    `integers`: tensors of whole numbers may be among them.
+    """
+    kinds = (*KINDS, *INTEGER_KINDS) if integers else KINDS
+    header, data = _read_header(path)
     header.pop("__metadata__", None)
-    data = content[8 + header_bytes :]
     tensors: dict[str, SafeTensor] = {}
     spans: list[tuple[int, int, str]] = []
     for name, entry in header.items():
-        kind, shape, begin, end = _checked_entry(path, name, entry, len(data))
-        row_bytes = (shape[-1] if shape else 1) * FORMATS[kind].block_bytes
+        kind, shape, begin, end = _checked_entry(path, name, entry, len(data), kinds)
+        row_bytes = (shape[-1] if shape else 1) * item_bytes(kind)
         tensors[name] = SafeTensor(shape, kind, data[begin:end].reshape(-1, row_bytes))
         spans.append((begin, end, name))
     spans.sort()
@@ -93,22 +96,46 @@ def read_safetensors(path: Path) -> dict[str, SafeTensor]:
     return tensors
 
 
-def _checked_entry(path: Path, name: str, entry: object, size: int) -> tuple[str, tuple[int, ...], int, int]:
+def read_metadata(path: Path) -> dict[str, str]:
+    """The notes in the header of a safetensors file."""
+    notes = _read_header(path)[0].get("__metadata__")
+    return {str(name): str(note) for name, note in notes.items()} if isinstance(notes, dict) else {}
+
+
+def item_bytes(kind: str) -> int:
+    """How many bytes one number of this kind takes."""
+    return np.dtype(INTEGER_KINDS[kind]).itemsize if kind in INTEGER_KINDS else FORMATS[kind].block_bytes
+
+
+def _read_header(path: Path) -> tuple[dict[str, object], Bytes]:
+    """The header of a safetensors file and the data behind it."""
+    content = map_file(path)
+    if len(content) < 8:
+        raise damaged(path, f"it has only {len(content)} bytes")
+    header_bytes = int.from_bytes(content[:8].tobytes(), "little")
+    if header_bytes > min(MAX_HEADER_BYTES, len(content) - 8):
+        raise damaged(path, f"its header claims {header_bytes} bytes, but the file has {len(content)}")
+    return parse_json(content[8 : 8 + header_bytes].tobytes(), path), content[8 + header_bytes :]
+
+
+def _checked_entry(
+    path: Path, name: str, entry: object, size: int, kinds: Collection[str]
+) -> tuple[str, tuple[int, ...], int, int]:
     """The kind, shape, begin and end of a header entry, found to be possible in `size` bytes of data."""
     if not isinstance(entry, dict):
         raise damaged(path, f"the header entry of {name} is not an object")
     kind, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or 0 in shape:
         raise damaged(path, f"tensor {name} has an impossible shape or place")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in kinds:
         raise UnsupportedModelError(
-            f"{path.name}: tensor {name} has dtype {kind!r}; supported are {', '.join(KINDS)}. "
+            f"{path.name}: tensor {name} has dtype {kind!r}; supported are {', '.join(kinds)}. "
             f"Use a float version of the model, or a GGUF file of it."
         )
     begin, end = offsets
     if not begin <= end <= size:
         raise damaged(path, f"tensor {name} should end at byte {end} of the data, which has {size}")
-    if prod(shape) * FORMATS[kind].block_bytes != end - begin:
+    if prod(shape) * item_bytes(kind) != end - begin:
         raise damaged(
             path, f"tensor {name} of shape {shape} and type {kind} does not fill its {end - begin} bytes"
         )
