@@ -257,9 +257,11 @@ class Sampler:
     def _edited(self, logits: Float32Array, forbidden: bool, edited: Float32Array) -> Float32Array:
         """The logits with constraint, bias, min_tokens and penalties applied, written to `edited`."""
         params = self._params
-        np.copyto(edited, logits)
-        if self.constraint is not None:
-            edited[~self.constraint.mask()] = -np.inf
+        if self.constraint is None:
+            np.copyto(edited, logits)
+        else:
+            edited.fill(-np.inf)
+            np.copyto(edited, logits, where=self.constraint.mask())
         if len(self._bias_ids):
             edited[self._bias_ids] += self._bias
         if forbidden:
