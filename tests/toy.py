@@ -241,6 +241,7 @@ class ScriptedDrafter(Drafter):
         assert features is not None
         for request, verdict in zip(requests, verdicts, strict=True):
             assert request not in self.forgotten, "observed after it was forgotten"
+            assert request.slot >= 0, "observed without its pages"
             self.seen[request] = self.seen.get(request, 0) + len(verdict.tokens)
 
     def forget(self, request: Request) -> None:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from paceline.models.tokenizer import Tokenizer
     from paceline.verify.verdict import Verdict
 
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
 
 @dataclass(frozen=True)
 class DrafterNeeds:
@@ -52,10 +55,29 @@ class Target:
 
 @dataclass(frozen=True)
 class Features:
-    """Hidden states of the rows of a pass. Rows of request i start at row_offsets[i]."""
+    """Hidden states of the rows of a pass: of each request its own tokens', then its draft's nodes'."""
 
-    values: npt.NDArray[np.float32]  # [rows, len(feature_layers) * hidden]
-    row_offsets: npt.NDArray[np.int32]  # [requests + 1]
+    values: Float32Array  # [rows, len(layers) * hidden]
+    layers: tuple[int, ...]  # what all drafters need, ascending
+    row_offsets: Int32Array  # [requests + 1] rows of request i are row_offsets[i]:row_offsets[i + 1]
+    context_lengths: Int32Array  # [requests] tokens that were committed before the pass
+    num_tokens: Sequence[int]  # [requests] rows that are its own tokens
+
+    def committed(self, index: int, request: Request, verdict: Verdict) -> Float32Array:
+        """Those of the tokens that a request has committed with this pass: [tokens, len(layers) * hidden].
+
+        The first is that of token context_lengths[index].
+        """
+        first, own = self.row_offsets[index], self.num_tokens[index]
+        accepted = [first + own + node for node in verdict.accepted]
+        rows = np.array([*range(first, first + own), *accepted], dtype=np.int64)
+        return self.values[rows[: request.num_computed - self.context_lengths[index]]]
+
+    def columns(self, layers: Sequence[int]) -> npt.NDArray[np.int64]:
+        """The columns of these layers' hidden states, in this order."""
+        hidden = self.values.shape[1] // len(self.layers)
+        starts = [self.layers.index(layer) * hidden for layer in layers]
+        return np.concatenate([np.arange(start, start + hidden) for start in starts])
 
 
 class Drafter(Protocol):
@@ -84,7 +106,10 @@ class Drafter(Protocol):
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:
-        """Take in a pass, after the requests advanced; prefill chunks too, so no position is missed."""
+        """Take in a pass, after the requests advanced; prefill chunks too, so no position is missed.
+
+        Requests that ended with it hold their pages until all drafters have observed it.
+        """
         return  # not abstract
 
     def forget(self, request: Request) -> None:

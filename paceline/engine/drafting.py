@@ -135,13 +135,22 @@ class Drafting:
 
     def observe(
         self,
-        requests: Sequence[Request],
+        parts: Sequence[Scheduled],
         verdicts: Sequence[Verdict],
         batch: ForwardBatch,
         output: ForwardOutput,
     ) -> None:
         """Show a pass to every drafter, also to those that did not propose."""
-        features = None if output.features is None else Features(output.features, batch.row_offsets)
+        requests = [part.request for part in parts]
+        features = None
+        if output.features is not None:
+            features = Features(
+                output.features,
+                batch.feature_layers,
+                batch.row_offsets,
+                batch.context_lengths,
+                [part.num_tokens for part in parts],
+            )
         for name, drafter in self._drafters.items():
             with self._guard(name, requests):
                 drafter.observe(requests, verdicts, features)

@@ -125,7 +125,8 @@ class Engine:
         """The requests of this id that were still unfinished and are now ended with reason "abort"."""
         aborted = self._live.get(request_id, [])
         for request in list(aborted):
-            self._finish(request, "abort")
+            self._end(request, "abort")
+            self._remove(request)
         self._drafting.forget(aborted)
         return aborted
 
@@ -159,8 +160,11 @@ class Engine:
             return self._fail(parts, error)
         deltas = [self._advance(part, verdict) for part, verdict in zip(parts, verdicts, strict=True)]
         requests = [part.request for part in parts]
-        self._drafting.observe(requests, verdicts, batch, output)
-        self._drafting.forget([request for request in requests if request.finished])
+        self._drafting.observe(parts, verdicts, batch, output)
+        ended = [request for request in requests if request.finish_reason is not None]
+        for request in ended:  # only now: drafters observe requests that still hold their pages
+            self._remove(request)
+        self._drafting.forget(ended)
         times.append(time.perf_counter())
 
         self.stats = self._facts(parts, trees, verdicts, deltas, batch, times)
@@ -219,7 +223,7 @@ class Engine:
         """Give a request its tokens, keep their keys and values, and end it where it must end."""
         request = part.request
         if verdict.error is not None:
-            self._finish(request, "error", error=verdict.error)
+            self._end(request, "error", error=verdict.error)
             return Delta(request, request.detokenizer.take(), ())
         reason: str | None = None
         taken = 0
@@ -234,7 +238,7 @@ class Engine:
         self.kv.commit(request.slot, request.token_ids, part.num_tokens, kept)
         request.num_computed += part.num_tokens + len(kept)
         if reason is not None:
-            self._finish(request, reason)
+            self._end(request, reason)
         return Delta(request, request.detokenizer.take(), verdict.tokens[:taken])
 
     def _note_start(self, parts: Sequence[Scheduled]) -> None:
@@ -261,13 +265,16 @@ class Engine:
             return "stop"
         return "length" if num_output >= request.max_output else None
 
-    def _finish(self, request: Request, reason: str, error: Exception | None = None) -> None:
-        """End a request. After an error its keys and values are not offered to others."""
+    def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        """Decide that a request goes on no longer. `_remove` follows in the same step."""
         request.finish_reason = reason
         request.error = error
         request.finished_time = self._clock()
         request.detokenizer.finish()
-        self.scheduler.remove(request, forget=error is not None)
+
+    def _remove(self, request: Request) -> None:
+        """Take out a request that ended. After an error its keys and values are not offered to others."""
+        self.scheduler.remove(request, forget=request.error is not None)
         siblings = self._live[request.request_id]
         self._live[request.request_id] = [other for other in siblings if other is not request]
         if not self._live[request.request_id]:
@@ -276,7 +283,8 @@ class Engine:
     def _fail(self, parts: Sequence[Scheduled], error: Exception) -> list[Delta]:
         """End the requests of a pass that raised."""
         for part in parts:
-            self._finish(part.request, "error", error=error)
+            self._end(part.request, "error", error=error)
+            self._remove(part.request)
         self._drafting.forget([part.request for part in parts])
         self.stats = replace(self.state(), requests=len(parts), failed=True)
         return [Delta(part.request, part.request.detokenizer.take(), ()) for part in parts]
