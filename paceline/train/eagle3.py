@@ -113,7 +113,10 @@ def step_losses(
     since_answer = (place - answers[:, None]).flatten()[teachers]
     # step k of slot i is taught by token i + 1 + k, so token p teaches step k of slot p - 1 - k
     students = torch.stack(
-        [output.flatten(0, 1)[(teachers - 1 - step).clamp(min=0)] for step, output in enumerate(outputs)]
+        [
+            output.flatten(0, 1).index_select(0, (teachers - 1 - step).clamp(min=0))
+            for step, output in enumerate(outputs)
+        ]
     )  # [steps, teachers, hidden]
     counts = torch.stack([since_answer >= step for step in range(steps)])  # bool [steps, teachers]
     final = target.final.flatten(0, 1)[teachers]

@@ -1,0 +1,72 @@
+"""Examples in batches of about the same number of tokens, in an order that a seed decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.train.examples import Examples
+
+Indices = npt.NDArray[np.int64]
+POOL = 2048  # examples that are sorted by length together, so that a batch has little padding
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences padded on the right."""
+
+    tokens: torch.Tensor  # int64 [batch, tokens]
+    answers: torch.Tensor  # int64 [batch] index of the first answered token
+    lengths: torch.Tensor  # int64 [batch]
+
+
+def split(examples: Examples, held_out: float, seed: int) -> tuple[Indices, Indices]:
+    """The examples to train on and those held out, each ascending. Few examples: none are held out."""
+    order = np.random.default_rng([seed, 1]).permutation(len(examples))
+    kept = min(int(held_out * len(examples)), 1024)
+    return np.sort(order[kept:]), np.sort(order[:kept])
+
+
+def epoch_batches(
+    examples: Examples, chosen: Indices, batch_tokens: int, seed: int, epoch: int
+) -> list[Indices]:
+    """Every chosen example once, in batches that hold at most `batch_tokens` tokens, padding included.
+
+    An example that is longer than that has a batch of its own.
+    """
+    generator = np.random.default_rng([seed, 2, epoch])
+    order = generator.permutation(chosen)
+    lengths = examples.lengths
+    batches: list[Indices] = []
+    for start in range(0, len(order), POOL):
+        pool = order[start : start + POOL]
+        pool = pool[np.argsort(lengths[pool], kind="stable")]
+        begin = 0
+        for end in range(1, len(pool) + 1):
+            # ascending, so the next one would be the longest of its batch
+            if end == len(pool) or lengths[pool[end]] * (end + 1 - begin) > batch_tokens:
+                batches.append(pool[begin:end])
+                begin = end
+    return [batches[index] for index in generator.permutation(len(batches))]
+
+
+def all_batches(examples: Examples, chosen: Indices, batch_tokens: int, seed: int) -> Iterator[Indices]:
+    """Batches without end, epoch after epoch."""
+    for epoch in count():
+        yield from epoch_batches(examples, chosen, batch_tokens, seed, epoch)
+
+
+def collate(examples: Examples, indices: Indices, device: torch.device) -> Batch:
+    """The examples at these indices as one padded batch."""
+    sequences = [examples.ids(int(index)) for index in indices]
+    lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
+    tokens = np.zeros((len(sequences), int(lengths.max())), dtype=np.int64)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = sequence
+    answers = examples.answers[indices].astype(np.int64)
+    return Batch(*(torch.from_numpy(array).to(device) for array in (tokens, answers, lengths)))

@@ -1,0 +1,94 @@
+"""A head to start from: sized for its target, or one that exists already."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.draft.heads.checkpoint import HeadCheckpoint
+from paceline.draft.heads.config import HeadConfig, TargetName, usual_feature_layers
+from paceline.draft.heads.torch_head import Head, Shared, make_head
+from paceline.errors import ConfigError
+from paceline.models.config import ModelConfig
+from paceline.models.transformer import Transformer
+from paceline.train.options import TrainOptions
+
+Int32Array = npt.NDArray[np.int32]
+
+
+def shared_weights(target: Transformer) -> Shared:
+    """The target's weights that a head uses."""
+    return Shared(target.embedding, target.head, target.norm.weight, target.norm.eps)
+
+
+def choose_draft_ids(answer_counts: npt.NDArray[np.int64], size: int) -> Int32Array:
+    """The `size` tokens that are answered most often, ascending; of equal ones those with lower ids."""
+    most = np.argsort(-answer_counts, kind="stable")[:size]
+    return np.sort(most).astype(np.int32)
+
+
+def coverage(answer_counts: npt.NDArray[np.int64], draft_ids: Int32Array) -> float:
+    """The share of answered tokens that a head can guess."""
+    return float(answer_counts[draft_ids].sum() / answer_counts.sum())
+
+
+def head_config(target: ModelConfig, options: TrainOptions, name: TargetName | None) -> HeadConfig:
+    """The config of a new head: a layer like those of its target."""
+    layers = usual_feature_layers(target.num_layers)
+    usable = all(1 <= layer <= target.num_layers for layer in layers)
+    return HeadConfig(
+        kind="eagle3",
+        vocab_size=target.vocab_size,
+        draft_vocab_size=min(options.draft_vocab_size, target.vocab_size),
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        intermediate_size=options.intermediate_size or target.intermediate_size,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=target.rope,
+        max_position=target.max_position,
+        # a target of few layers has not three different ones where they usually are
+        feature_layers=None
+        if usable and len(set(layers)) == 3
+        else (1, target.num_layers, target.num_layers),
+        fc_norm=options.fc_norm,
+        norm_output=options.norm_output,
+        target=name,
+    )
+
+
+def new_head(config: HeadConfig, target: Transformer, draft_ids: Int32Array, seed: int) -> Head:
+    """A head with random weights whose output norm and scores are those of the target."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = make_head(config, shared_weights(target))  # on the CPU: the same weights on every device
+    with torch.no_grad():
+        head.get_parameter("norm.weight").copy_(target.norm.weight)
+        head.get_parameter("lm_head.weight").copy_(target.head[torch.from_numpy(draft_ids).long()])
+    return head.to(target.embedding.device)
+
+
+def head_from(checkpoint: HeadCheckpoint, target: Transformer) -> tuple[Head, Int32Array]:
+    """The head of a checkpoint, ready to be trained on, and the ids that it guesses."""
+    config = checkpoint.config
+    if config.kind != "eagle3":
+        raise ConfigError(f"{checkpoint.source} is a head of kind {config.kind!r}; give one of kind eagle3.")
+    if (config.vocab_size, config.target_hidden_size) != (
+        target.config.vocab_size,
+        target.config.hidden_size,
+    ):
+        raise ConfigError(
+            f"{checkpoint.source} is for a target with {config.vocab_size} tokens and hidden size "
+            f"{config.target_hidden_size}, but this one has {target.config.vocab_size} and "
+            f"{target.config.hidden_size}. Give a head that was trained for it."
+        )
+    head = make_head(config, shared_weights(target))
+    tensors = {name: torch.from_numpy(tensor.float32()) for name, tensor in checkpoint.tensors.items()}
+    head.load_state_dict(tensors, strict=True)
+    same_ids = np.arange(config.draft_vocab_size, dtype=np.int32)
+    return head.to(
+        target.embedding.device
+    ), same_ids if checkpoint.draft_ids is None else checkpoint.draft_ids

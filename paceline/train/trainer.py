@@ -1,0 +1,244 @@
+"""The training loop: batches in, a trained head out, and nothing lost when it is killed.
+
+A checkpoint is one safetensors file, written beside the old one and then put in its place: weights,
+the optimizer's moments, the step and the history. The order of the data follows from the seed and the
+step, and nothing else is random, so a resumed run goes on bit for bit where the killed one was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+
+from paceline.draft.heads.torch_head import Head
+from paceline.errors import ConfigError
+from paceline.models.transformer import Transformer
+from paceline.train.batches import Indices, all_batches, collate, epoch_batches, split
+from paceline.train.eagle3 import DraftIds, StepLosses, step_losses
+from paceline.train.examples import Examples
+from paceline.train.options import TrainOptions
+from paceline.train.sequences import target_states
+
+TIMED_STEPS = 30  # over so many the speed is measured that says how many steps fit into `minutes`
+RECORD_EVERY = 10  # steps between two records of the history
+LOWEST_RATE = 0.02  # of the learning rate, at the end
+
+
+@dataclass(frozen=True)
+class Record:
+    """The course of training over some steps."""
+
+    step: int  # steps done
+    loss: float  # weighted over the unrolled steps
+    matches: list[float]  # [unroll] share of guesses that were the target's best token
+
+    @property
+    def expected_length(self) -> float:
+        """Tokens a verification gives, were matches at different steps independent: an estimate."""
+        return 1 + sum(math.prod(self.matches[: step + 1]) for step in range(len(self.matches)))
+
+
+@dataclass
+class Progress:
+    """How far a run is; all of it is in the checkpoint."""
+
+    step: int = 0
+    total: int | None = None  # steps of the whole run; None while it is still measured
+    seconds: float = 0.0  # spent so far, earlier runs included
+    history: list[Record] = field(default_factory=list)
+
+
+OnProgress = Callable[[Progress], None]
+
+
+class Trainer:
+    """One head in training."""
+
+    def __init__(
+        self,
+        target: Transformer,
+        head: Head,
+        draft_ids: torch.Tensor,
+        examples: Examples,
+        options: TrainOptions,
+        folder: Path,
+    ) -> None:
+        """`draft_ids` int64 [draft vocabulary]; checkpoints go to `folder`, and are taken up from there."""
+        self.target, self.head, self.options, self.examples = target, head, options, examples
+        self.device = target.embedding.device
+        self.draft_ids = DraftIds(draft_ids.to(self.device), target.head)
+        self.feature_layers = head.config.layers_of(target.config.num_layers)
+        self.chosen, self.held_out = split(examples, options.held_out, options.seed)
+        self.parameters = dict(head.named_parameters())
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.weights = torch.tensor([options.step_decay**step for step in range(options.unroll)])
+        self.weights = self.weights.to(self.device)
+        self._timed_from: tuple[int, float] | None = None  # step and seconds
+        self.path = folder / "checkpoint.safetensors"
+        self.progress = Progress(total=self._planned_steps())
+        if self.path.is_file():
+            self._load()
+
+    def train(self, on_progress: OnProgress = lambda progress: None) -> Progress:
+        """Train to the end; told of every RECORD_EVERY steps."""
+        progress, options = self.progress, self.options
+        started, before = time.monotonic(), progress.seconds
+        batches = all_batches(self.examples, self.chosen, options.batch_tokens, options.seed)
+        losses: list[StepLosses] = []
+        for indices in islice(batches, progress.step, None):
+            if progress.total is not None and progress.step >= progress.total:
+                break
+            losses.append(self.step(indices))
+            progress.step += 1
+            progress.seconds = before + time.monotonic() - started
+            if progress.step % RECORD_EVERY == 0:
+                progress.history.append(self._record(losses))
+                losses = []
+                self._plan()
+                on_progress(progress)
+            # only where a record ends: the history then has no gap after a resume
+            if progress.step % options.checkpoint_every == 0 and not losses:
+                self.save()
+        self.save()
+        return progress
+
+    def step(self, indices: Indices) -> StepLosses:
+        """One optimizer step over the examples at these indices."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate()
+        losses = self.losses(indices)
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward((losses.losses * self.weights).sum())
+        torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.options.clip)
+        self.optimizer.step()
+        return StepLosses(losses.losses.detach(), losses.matches)
+
+    def losses(self, indices: Indices) -> StepLosses:
+        """The losses of a batch."""
+        batch = collate(self.examples, indices, self.device)
+        states = target_states(self.target, batch.tokens, self.feature_layers)
+        with self._precision():
+            return step_losses(
+                self.head,
+                self.draft_ids,
+                states,
+                batch.tokens,
+                batch.answers,
+                batch.lengths,
+                self.options.unroll,
+            )
+
+    @torch.no_grad()
+    def evaluate(self) -> Record | None:
+        """Loss and matches on the examples that were held out, batches weighted alike; None without any."""
+        if not len(self.held_out):
+            return None
+        batches = epoch_batches(self.examples, self.held_out, self.options.batch_tokens, 0, 0)
+        return self._record([self.losses(indices) for indices in batches])
+
+    def save(self) -> None:
+        """Write the checkpoint; the old one stays until the new one is whole."""
+        tensors = {f"head.{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        for name, parameter in self.parameters.items():
+            state = self.optimizer.state[parameter]
+            tensors |= {f"{part}.{name}": state[part] for part in state}
+        tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+        progress = self.progress
+        facts = {
+            "run": self._run_facts(),
+            "step": progress.step,
+            "total": progress.total,
+            "seconds": progress.seconds,
+            "history": [[one.step, one.loss, one.matches] for one in progress.history],
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_suffix(".unfinished")
+        save_file(tensors, str(unfinished), {"facts": json.dumps(facts)})
+        os.replace(unfinished, self.path)
+
+    def _load(self) -> None:
+        with safetensors.safe_open(str(self.path), framework="pt", device="cpu") as file:
+            facts = json.loads(file.metadata()["facts"])
+            if facts["run"] != self._run_facts():
+                raise ConfigError(
+                    f"{self.path} is of a run with other options or data ({facts['run']}); this one has "
+                    f"{self._run_facts()}. Give the same ones to go on, or another folder."
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        self.head.load_state_dict({name: tensors[f"head.{name}"] for name in self.parameters})
+        parts = {name.split(".", 1)[0] for name in tensors} - {"head"}
+        state = {
+            index: {part: tensors[f"{part}.{name}"] for part in parts}
+            for index, name in enumerate(self.parameters)
+        }
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state if parts else {}, "param_groups": groups})
+        history = [Record(*one) for one in facts["history"]]
+        self.progress = Progress(facts["step"], facts["total"], facts["seconds"], history)
+
+    def _run_facts(self) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
+        options = dict(vars(self.options))
+        options.pop("checkpoint_every")
+        return {**options, "examples": len(self.examples), "tokens": len(self.examples.tokens)}
+
+    def _planned_steps(self) -> int | None:
+        """The steps of the run, as far as they are known before it begins."""
+        options = self.options
+        if options.minutes is not None:
+            return None
+        if options.max_steps is not None:
+            return options.max_steps
+        return sum(
+            len(epoch_batches(self.examples, self.chosen, options.batch_tokens, options.seed, epoch))
+            for epoch in range(options.epochs)
+        )
+
+    def _plan(self) -> None:
+        """Decide how many steps fit into the minutes, once the speed is known."""
+        progress = self.progress
+        if progress.total is not None or self.options.minutes is None:
+            return
+        if self._timed_from is None:  # after the first steps, which are slower
+            self._timed_from = progress.step, progress.seconds
+            return
+        step, seconds = self._timed_from
+        if progress.step - step >= TIMED_STEPS:
+            seconds_per_step = (progress.seconds - seconds) / (progress.step - step)
+            left = self.options.minutes * 60 - progress.seconds
+            progress.total = progress.step + max(0, int(left / seconds_per_step))
+
+    def _learning_rate(self) -> float:
+        """Warm-up, then half a cosine down to LOWEST_RATE."""
+        options, progress = self.options, self.progress
+        rate = options.learning_rate
+        if progress.step < options.warmup_steps:
+            return rate * (progress.step + 1) / options.warmup_steps
+        if progress.total is None:
+            return rate
+        done = (progress.step - options.warmup_steps) / max(1, progress.total - options.warmup_steps)
+        return rate * (LOWEST_RATE + (1 - LOWEST_RATE) * (1 + math.cos(math.pi * min(1.0, done))) / 2)
+
+    def _record(self, losses: list[StepLosses]) -> Record:
+        mean = torch.stack([each.losses for each in losses]).mean(0)
+        matches = torch.stack([each.matches for each in losses]).mean(0)
+        return Record(self.progress.step, float((mean * self.weights).sum()), matches.tolist())
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """bfloat16 products where the target is in bfloat16, else none but its own."""
+        dtype = self.target.embedding.dtype
+        return torch.autocast(self.device.type, dtype, enabled=dtype == torch.bfloat16)

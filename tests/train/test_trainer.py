@@ -1,0 +1,177 @@
+"""Training is deterministic, resumes bit for bit after a kill, and learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.errors import ConfigError
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.transformer import Transformer
+from paceline.train.batches import collate, epoch_batches, split
+from paceline.train.examples import Examples
+from paceline.train.new_head import choose_draft_ids, coverage, head_config, new_head
+from paceline.train.options import TrainOptions
+from paceline.train.sampler import Sampler
+from paceline.train.trainer import Progress, Record, Trainer
+
+OPTIONS = TrainOptions(
+    max_steps=20,
+    unroll=3,
+    draft_vocab_size=100,
+    intermediate_size=32,
+    batch_tokens=96,
+    max_length=48,
+    learning_rate=3e-3,
+    warmup_steps=5,
+    held_out=0.1,
+    checkpoint_every=10,
+)
+
+
+@pytest.fixture(scope="module")
+def examples(target: Transformer) -> Examples:
+    """Answers of the target itself to random prompts of different lengths."""
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(0, 173, size=generator.integers(2, 9)).tolist() for _ in range(60)]
+    answers = Sampler(target, [5, 6], seed=0).answer(prompts, [0.7] * len(prompts), 24)
+    pairs = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) > 1]
+    sequences = [prompt + answer for prompt, answer in pairs]
+    return Examples(
+        173,
+        np.concatenate(sequences).astype(np.int32),
+        np.cumsum([0, *map(len, sequences)]),
+        np.array([len(prompt) for prompt, _ in pairs], dtype=np.int32),
+    )
+
+
+def trainer(
+    target: Transformer, examples: Examples, folder: Path, options: TrainOptions = OPTIONS
+) -> Trainer:
+    draft_ids = choose_draft_ids(examples.answer_counts(), options.draft_vocab_size)
+    head = new_head(head_config(target.config, options, None), target, draft_ids, options.seed)
+    return Trainer(target, head, torch.from_numpy(draft_ids).long(), examples, options, folder)
+
+
+def weights(of: Trainer) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in of.head.parameters()])
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_killed_run_that_is_resumed_ends_with_the_same_bits(
+    target: Transformer, examples: Examples, tmp_path: Path
+) -> None:
+    whole = trainer(target, examples, tmp_path / "whole")
+    whole.train()
+
+    def kill(progress: Progress) -> None:
+        if progress.step == 20:  # after the checkpoint of step 10, before that of step 20
+            raise Killed
+
+    killed = trainer(target, examples, tmp_path / "killed")
+    with pytest.raises(Killed):
+        killed.train(kill)
+    resumed = trainer(target, examples, tmp_path / "killed")
+    assert resumed.progress.step == 10
+    resumed.train()
+    assert torch.equal(weights(whole), weights(resumed))
+    assert whole.progress.history == resumed.progress.history
+    assert whole.evaluate() == resumed.evaluate()
+
+
+def test_a_finished_run_is_not_trained_again(target: Transformer, examples: Examples, tmp_path: Path) -> None:
+    trainer(target, examples, tmp_path).train()
+    again = trainer(target, examples, tmp_path)
+    before = weights(again)
+    again.train()
+    assert torch.equal(before, weights(again))
+
+
+def test_another_seed_gives_other_weights(target: Transformer, examples: Examples, tmp_path: Path) -> None:
+    results = []
+    for seed in (0, 1):
+        options = TrainOptions(**{**vars(OPTIONS), "seed": seed, "max_steps": 3})
+        run = trainer(target, examples, tmp_path / str(seed), options)
+        run.train()
+        results.append(weights(run))
+    assert not torch.equal(*results)
+
+
+def test_a_checkpoint_of_another_run_is_refused(
+    target: Transformer, examples: Examples, tmp_path: Path
+) -> None:
+    trainer(target, examples, tmp_path).save()
+    with pytest.raises(ConfigError, match="other options or data"):
+        trainer(target, examples, tmp_path, TrainOptions(**{**vars(OPTIONS), "unroll": 2}))
+
+
+def test_the_head_learns_to_guess_its_target(target: Transformer, examples: Examples, tmp_path: Path) -> None:
+    run = trainer(
+        target, examples, tmp_path, TrainOptions(**{**vars(OPTIONS), "max_steps": 60, "learning_rate": 1e-2})
+    )
+    history = run.train().history
+    assert history[-1].loss < 0.95 * history[0].loss
+    assert history[-1].matches[0] > history[0].matches[0]
+
+
+def test_minutes_become_a_number_of_steps(target: Transformer, examples: Examples, tmp_path: Path) -> None:
+    options = TrainOptions(**{**vars(OPTIONS), "max_steps": None, "minutes": 0.001})
+    progress = trainer(target, examples, tmp_path, options).train()
+    assert progress.step == progress.total == 40  # measured over 30 steps after the first 10: no time is left
+
+
+def test_epochs_decide_the_number_of_steps(target: Transformer, examples: Examples, tmp_path: Path) -> None:
+    options = TrainOptions(**{**vars(OPTIONS), "max_steps": None, "epochs": 2})
+    run = trainer(target, examples, tmp_path, options)
+    batches = [epoch_batches(examples, run.chosen, options.batch_tokens, 0, epoch) for epoch in range(2)]
+    assert run.train().step == len(batches[0]) + len(batches[1])
+
+
+def test_an_epoch_has_every_example_once_and_no_batch_is_too_large(examples: Examples) -> None:
+    chosen, held_out = split(examples, 0.1, seed=0)
+    assert sorted([*chosen, *held_out]) == list(range(len(examples)))
+    for epoch in range(2):
+        batches = epoch_batches(examples, chosen, 96, 0, epoch)
+        assert sorted(np.concatenate(batches)) == chosen.tolist()
+        for indices in batches:
+            assert collate(examples, indices, torch.device("cpu")).tokens.numel() <= 96
+    first, second = (np.concatenate(epoch_batches(examples, chosen, 96, 0, epoch)) for epoch in range(2))
+    assert first.tolist() != second.tolist()
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_tokens() -> None:
+    counts = np.array([3, 0, 9, 3, 5])
+    assert choose_draft_ids(counts, 3).tolist() == [0, 2, 4]  # of 0 and 3, alike, the lower
+    assert coverage(counts, choose_draft_ids(counts, 3)) == 17 / 20
+
+
+def test_a_new_head_scores_like_its_target(target: Transformer, checkpoint: Checkpoint) -> None:
+    draft_ids = np.array([1, 4, 9], dtype=np.int32)
+    options = TrainOptions(**{**vars(OPTIONS), "draft_vocab_size": 3})
+    head = new_head(head_config(checkpoint.config, options, None), target, draft_ids, 0)
+    state = torch.randn(60, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(head.logits(state), target.logits(state)[[1, 4, 9]])
+
+
+def test_the_expected_length_multiplies_the_matches() -> None:
+    assert Record(1, 0.0, [0.5, 0.5]).expected_length == 1.75
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 0}, "epochs must be"),
+        ({"held_out": 0.9}, "held_out must be"),
+        ({"minutes": 1.0, "max_steps": 3}, "give one of them"),
+        ({"epoch": 3}, "did you mean 'epochs'"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainOptions(**options)  # type: ignore[arg-type]
