@@ -105,7 +105,7 @@ class SchedulerOptions:
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class SpeculativeOptions:
-    """Drafting: None or "off" is plain decoding. draft/methods.py says what else is understood."""
+    """Drafting: None drafts only what a grammar forces, "off" nothing. See draft/methods.py for the rest."""
 
     speculative_config: Any = None
 
