@@ -20,19 +20,24 @@ COMPACT_BELOW = 0.6  # when fewer of a batch's sequences still run, the others' 
 
 
 class Sampler:
-    """A target that answers batches of prompts. The same seed and batches give the same answers."""
+    """An Answerer on any torch device."""
 
-    def __init__(self, model: Transformer, eos_ids: Collection[int], seed: int) -> None:
+    def __init__(self, model: Transformer, eos_ids: Collection[int]) -> None:
         self.model = model
         self.device = model.embedding.device
         self.eos_ids = torch.tensor(sorted(eos_ids), device=self.device)
-        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.generator = torch.Generator(self.device)
 
     @torch.inference_mode()
     def answer(
-        self, prompts: Sequence[Sequence[int]], temperatures: Sequence[float], max_tokens: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        temperatures: Sequence[float],
+        seeds: Sequence[int],
+        max_tokens: int,
     ) -> list[list[int]]:
         """An answer to each prompt, up to and with its end-of-sequence token, at most `max_tokens` long."""
+        self.generator.manual_seed(seeds[0])  # one stream of noise for the whole batch
         width = max(len(prompt) for prompt in prompts)
         padding = torch.tensor([width - len(prompt) for prompt in prompts], device=self.device)
         tokens = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])

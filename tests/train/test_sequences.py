@@ -55,7 +55,7 @@ def test_greedy_answers_of_a_batch_equal_those_of_each_prompt_alone(target: Tran
     prompts, _ = padded()
     long = greedy(target, prompts[0], 20, eos=-1)
     eos = long[6]  # so that one answer ends early, and the batch is made smaller
-    answers = Sampler(target, [eos], seed=0).answer(prompts, [0.0] * 3, 20)
+    answers = Sampler(target, [eos]).answer(prompts, [0.0] * 3, [0] * 3, 20)
     assert answers == [greedy(target, prompt, 20, eos) for prompt in prompts]
     assert answers[0][-1] == eos
 
@@ -64,7 +64,7 @@ def test_a_batch_that_is_compacted_goes_on_with_the_right_rows(target: Transform
     prompts, _ = padded()
     first = [greedy(target, prompt, 1, -1)[0] for prompt in prompts]
     assert len(set(first)) == 3
-    answers = Sampler(target, [first[0], first[1]], seed=0).answer(prompts, [0.0] * 3, 8)
+    answers = Sampler(target, first[:2]).answer(prompts, [0.0] * 3, [0] * 3, 8)
     assert answers[:2] == [[first[0]], [first[1]]]
     assert answers[2][:1] == [first[2]]
     assert answers[2] == _until(greedy(target, prompts[2], 8, -1), first[:2])
@@ -79,7 +79,7 @@ def _until(ids: list[int], ends: list[int]) -> list[int]:
 
 def test_the_same_seed_gives_the_same_answers_and_another_does_not(target: Transformer) -> None:
     prompts, _ = padded()
-    answers = [Sampler(target, [], seed).answer(prompts, [1.0] * 3, 12) for seed in (1, 1, 2)]
+    answers = [Sampler(target, []).answer(prompts, [1.0] * 3, [seed] * 3, 12) for seed in (1, 1, 2)]
     assert answers[0] == answers[1]
     assert answers[0] != answers[2]
 
@@ -88,6 +88,6 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_temperature(target: Tran
     prompt = padded()[0][1]
     final = target_states(target, torch.tensor([prompt]), (0,)).final[0, -1]
     wanted = (final @ target.head.T / 2.0).softmax(-1)
-    answers = Sampler(target, [], seed=3).answer([prompt] * 4000, [2.0] * 4000, 1)
+    answers = Sampler(target, []).answer([prompt] * 4000, [2.0] * 4000, [3] * 4000, 1)
     counts = torch.bincount(torch.tensor(answers).flatten(), minlength=tiny.VOCAB_SIZE)
     assert (counts / 4000 - wanted).abs().sum() < 0.25  # total variation of 4000 draws is about 0.1

@@ -37,7 +37,7 @@ def examples(target: Transformer) -> Examples:
     """Answers of the target itself to random prompts of different lengths."""
     generator = np.random.default_rng(0)
     prompts = [generator.integers(0, 173, size=generator.integers(2, 9)).tolist() for _ in range(60)]
-    answers = Sampler(target, [5, 6], seed=0).answer(prompts, [0.7] * len(prompts), 24)
+    answers = Sampler(target, [5, 6]).answer(prompts, [0.7] * 60, [0] * 60, 24)
     pairs = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) > 1]
     sequences = [prompt + answer for prompt, answer in pairs]
     return Examples(

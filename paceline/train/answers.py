@@ -1,0 +1,71 @@
+"""The target answers prompts: in batches, each batch on disk before the next, so that a kill costs one."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Protocol, TypeVar
+
+from paceline.train.examples import Example, ExampleWriter
+from paceline.train.prompts import Prompt
+
+Item = TypeVar("Item")
+
+
+class Answerer(Protocol):
+    """A target that answers."""
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        temperatures: Sequence[float],
+        seeds: Sequence[int],
+        max_tokens: int,
+    ) -> list[list[int]]:
+        """An answer to each prompt, up to and with its end-of-sequence token, at most `max_tokens` long.
+
+        The same arguments give the same answers.
+        """
+        ...
+
+
+def write_answers(
+    prompts: Iterable[tuple[Prompt, list[int]]],
+    answerer: Answerer,
+    writer: ExampleWriter,
+    temperatures: Sequence[float],
+    max_tokens: int,
+    seed: int,
+    batch_size: int,
+    on_batch: Callable[[ExampleWriter], None] = lambda writer: None,
+) -> None:
+    """Answer each prompt once at each temperature, leaving out what `writer` has already."""
+    wanted = (
+        (f"{prompt.id}#{number}", prompt.segment, ids, temperature)
+        for prompt, ids in prompts
+        for number, temperature in enumerate(temperatures)
+        if f"{prompt.id}#{number}" not in writer.done
+    )
+    for batch in batched(wanted, batch_size):
+        example_ids, segments, prompt_ids, heats = zip(*batch, strict=True)
+        answers = answerer.answer(prompt_ids, heats, [seed_of(seed, one) for one in example_ids], max_tokens)
+        writer.append(
+            Example(example_id, segment, ids + answer, len(ids))
+            for example_id, segment, ids, answer in zip(
+                example_ids, segments, prompt_ids, answers, strict=True
+            )
+        )
+        on_batch(writer)
+
+
+def seed_of(seed: int, name: str) -> int:
+    """The seed of one answer, whatever was answered before it: a resumed run draws what a whole one does."""
+    return zlib.crc32(f"{seed} {name}".encode())
+
+
+def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """The items in lists of `size`, the last one shorter."""
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch

@@ -1,0 +1,88 @@
+"""Prompts that the model writes itself: its chat template up to the user's turn, and the model goes on.
+
+An instruction-tuned model has seen so many users' turns that it writes plausible ones. Some turns get
+their first words given, so that kinds of requests which a model seldom thinks of are among them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from paceline.errors import ConfigError
+from paceline.train.answers import Answerer, seed_of
+from paceline.train.prompts import Prompt, Skipped
+
+MARK = "9c1e5b7f04"  # a content that no template has of its own
+FREE = ("",) * 8
+OPENINGS = (
+    *FREE,
+    "Write a Python function",
+    "Write a Python program",
+    "Complete the following Python code:\n```python\ndef",
+    "Fix the bug in this code:\n```python\n",
+    "Write a story",
+    "Explain",
+    "Summarize the following",
+    "Rewrite the following",
+    "Translate",
+    "What",
+    "How",
+    "Solve",
+)
+
+
+class TurnTokenizer(Protocol):
+    """The part of a tokenizer that spells a user's turn."""
+
+    eos_ids: Collection[int]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> str: ...
+
+
+def before_user_turn(tokenizer: TurnTokenizer) -> str:
+    """What the chat template writes before the text of the first user turn."""
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": MARK}])
+    if MARK not in chat:
+        raise ConfigError(
+            "The model's chat template does not show what users write, so the model cannot write prompts: "
+            "give a file of prompts with --data."
+        )
+    return chat.split(MARK)[0]
+
+
+def self_written(
+    tokenizer: TurnTokenizer,
+    answerer: Answerer,
+    number: int,
+    skipped: Skipped,
+    seed: int,
+    batch_size: int,
+    max_tokens: int = 256,
+    openings: Sequence[str] = OPENINGS,
+) -> Iterator[Prompt]:
+    """At most `number` prompts; turns that do not end within `max_tokens`, or are empty, are counted out."""
+    before = before_user_turn(tokenizer)
+    starts = [tokenizer.encode(before + opening, add_special_tokens=False) for opening in openings]
+    for first in range(0, number, batch_size):
+        numbers = range(first, min(first + batch_size, number))
+        chosen = [index % len(openings) for index in numbers]
+        seeds = [seed_of(seed, f"self-{name}") for name in numbers]
+        turns = answerer.answer([starts[index] for index in chosen], [1.0] * len(chosen), seeds, max_tokens)
+        for name, index, turn in zip(numbers, chosen, turns, strict=True):
+            text = openings[index] + tokenizer.decode(turn)
+            if not turn or turn[-1] not in tokenizer.eos_ids:
+                skipped.add("a self-written prompt that does not end", f"self-{name}")
+            elif not text.strip():
+                skipped.add("empty", f"self-{name}")
+            else:
+                yield Prompt(f"self-{name}", "self", messages=[{"role": "user", "content": text}])

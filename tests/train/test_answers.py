@@ -1,0 +1,122 @@
+"""Answers are the target's own, each on disk as soon as its batch is done, and the same after a kill."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.llm import LLM
+from paceline.train.answers import write_answers
+from paceline.train.engine_answers import EngineAnswerer
+from paceline.train.examples import ExampleWriter
+from paceline.train.prompts import Prompt, Skipped
+from paceline.train.self_prompts import before_user_turn, self_written
+from tests.toy import VOCAB, ToyTokenizer, toy_engine
+
+TEMPERATURES = (0.0, 1.0)
+
+
+def prompts(number: int = 5) -> Iterator[tuple[Prompt, list[int]]]:
+    return iter([(Prompt(f"p-{one}", "s", text="x"), [one + 1, 2, 3]) for one in range(number)])
+
+
+def answerer() -> EngineAnswerer:
+    return EngineAnswerer(LLM.from_engine(toy_engine(), ToyTokenizer()))  # type: ignore[arg-type]
+
+
+class Killed(Exception):
+    pass
+
+
+def run(path: Path, batch_size: int = 3, stop_after: int | None = None) -> None:
+    writer = ExampleWriter(path, VOCAB, {})
+    batches = 0
+
+    def on_batch(_: ExampleWriter) -> None:
+        nonlocal batches
+        batches += 1
+        if batches == stop_after:
+            raise Killed
+
+    write_answers(prompts(), answerer(), writer, TEMPERATURES, 8, 0, batch_size, on_batch)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+
+
+def test_every_prompt_is_answered_at_every_temperature(tmp_path: Path) -> None:
+    run(tmp_path / "a.jsonl")
+    examples = rows(tmp_path / "a.jsonl")
+    assert [row["id"] for row in examples] == [f"p-{one}#{heat}" for one in range(5) for heat in range(2)]
+    assert all(row["answer"] == 3 and 3 < len(row["ids"]) <= 11 for row in examples)
+    assert any(examples[one]["ids"] != examples[one + 1]["ids"] for one in range(0, 10, 2))
+
+
+def test_a_killed_run_goes_on_to_the_same_file(tmp_path: Path) -> None:
+    run(tmp_path / "whole.jsonl")
+    with pytest.raises(Killed):
+        run(tmp_path / "killed.jsonl", stop_after=2)
+    assert len(rows(tmp_path / "killed.jsonl")) == 6
+    run(tmp_path / "killed.jsonl")
+    assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+class Turns:
+    """A tokenizer of letters with a chat template; 0 ends a turn."""
+
+    eos_ids = frozenset({0})
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(token) for token in ids if token)
+
+    def apply_chat_template(
+        self, messages: Any, add_generation_prompt: bool = True, tools: Any = None
+    ) -> str:
+        return f"<user>{messages[0]['content']}</user>"
+
+
+class Scripted:
+    """Answers every start of a turn with the next of its turns."""
+
+    def __init__(self, *turns: str) -> None:
+        self.turns = iter(turns)
+        self.asked: list[str] = []
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        temperatures: Sequence[float],
+        seeds: Sequence[int],
+        max_tokens: int,
+    ) -> list[list[int]]:
+        self.asked += ["".join(map(chr, prompt)) for prompt in prompts]
+        return [[0 if letter == "." else ord(letter) for letter in next(self.turns)] for _ in prompts]
+
+
+def test_the_model_writes_prompts_from_its_template_and_from_given_openings() -> None:
+    skipped = Skipped()
+    model = Scripted("hello.", " a poem.", "and on and on", ".", " .")
+    written = list(self_written(Turns(), model, 5, skipped, 0, batch_size=2, openings=("", "Write")))
+    assert model.asked[:2] == ["<user>", "<user>Write"]
+    contents = [prompt.messages[0]["content"] for prompt in written if prompt.messages]
+    assert contents == ["hello", "Write a poem", "Write"]
+    assert [prompt.id for prompt in written] == ["self-0", "self-1", "self-3"]
+    assert dict(skipped.counts) == {"a self-written prompt that does not end": 1, "empty": 1}
+
+
+def test_a_template_that_hides_the_user_is_a_user_error() -> None:
+    class Hidden(Turns):
+        def apply_chat_template(self, *_: Any, **__: Any) -> str:
+            return "always the same"
+
+    with pytest.raises(ConfigError, match="--data"):
+        before_user_turn(Hidden())
