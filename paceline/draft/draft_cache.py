@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline.kv.cache import KVCache
+from paceline.kv.cache import KVCache, PoolOwner
 from paceline.kv.pages import pages_for
 
 if TYPE_CHECKING:
-    from paceline.backends.base import Backend, KVPool
+    from paceline.backends.base import KVPool
     from paceline.engine.request import Request
 
 Int32Array = npt.NDArray[np.int32]
@@ -77,10 +77,10 @@ class SharedPages:
     draft late.
     """
 
-    def __init__(self, kv: KVCache, backend: Backend, longest: int) -> None:
-        """`longest` is the context of the draft model."""
+    def __init__(self, kv: KVCache, owner: PoolOwner, longest: int) -> None:
+        """`longest` is the context of the draft model, which makes the pool."""
         self._kv = kv
-        self.pool = kv.add_pool(backend)
+        self.pool = kv.add_pool(owner)
         self._longest = longest
         self._counts = np.zeros(kv.pages.num_pages, dtype=np.int64)  # [pages]
         self._generations = np.full(kv.pages.num_pages, -1, dtype=np.int64)  # [pages]

@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Features, Target
-from paceline.draft.draft_cache import Context, DraftCache, SharedPages
+from paceline.draft.draft_cache import DraftCache, SharedPages
 from paceline.draft.draft_pass import DraftRunner
-from paceline.draft.growth import NO_GUESS, ChosenTree, DrawnTree, FinishedTree, GrowingTree, Scales
+from paceline.draft.growth import Scales, make_tree, merged
 from paceline.draft.own_pages import OwnPages
-from paceline.draft.trees import DraftPlan, DraftTrees, Draws, Float64Array
+from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.draft.vocabulary import Vocabulary, common_vocabulary, vocabulary_intersection
 from paceline.errors import ConfigError
 from paceline.options import check_bool, check_integer, refuse_unknown
@@ -120,7 +118,9 @@ class DraftModelDrafter(Drafter):
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         contexts = self._cache.open(requests, [plan.budget for plan in plans])
         trees = [
-            None if context is None else self._tree(context, plan.shrunk(context.room))
+            None
+            if context is None
+            else make_tree(context, plan.shrunk(context.room), self._scales, self._sampling)
             for context, plan in zip(contexts, plans, strict=True)
         ]
         growing = [tree for tree in trees if tree is not None]
@@ -135,17 +135,9 @@ class DraftModelDrafter(Drafter):
                 end = first + len(tree.frontier)
                 tree.grow(logits[first:end])
                 first = end
-        drafted = [NO_GUESS if tree is None else tree.finished() for tree in trees]
         for tree in filter(None, trees):
             self._cache.keep_drafted(tree.context, tree.chain_in_place())
-        return _merged(drafted)
-
-    def _tree(self, context: Context, plan: DraftPlan) -> GrowingTree:
-        """The kind of tree that suits a request and the rule of verification."""
-        drawn = self._sampling is DraftSampling.INDEPENDENT and not context.request.sampler.greedy
-        if drawn:
-            return DrawnTree(context, plan, self._scales)
-        return ChosenTree(context, plan, self._scales, coupled=self._sampling is DraftSampling.COUPLED)
+        return merged(trees)
 
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
@@ -156,16 +148,3 @@ class DraftModelDrafter(Drafter):
 
     def forget(self, request: Request) -> None:
         self._cache.forget(request)
-
-
-def _merged(trees: Sequence[FinishedTree]) -> DraftTrees:
-    """The trees as one batch, with the distributions of those that were drawn."""
-    merged = DraftTrees.from_lists([(tree.tokens, tree.parents) for tree in trees])
-    distributions: list[Float64Array] = []
-    rows: list[int] = []
-    for tree in trees:
-        rows += [row + len(distributions) if row >= 0 else -1 for row in tree.rows]
-        distributions += tree.distributions
-    if not distributions:
-        return merged
-    return replace(merged, draws=Draws(np.stack(distributions), np.array(rows, dtype=np.int32)))

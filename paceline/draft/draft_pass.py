@@ -1,15 +1,19 @@
-"""Passes of a draft model: rows of several requests into one ForwardBatch, and catching up."""
+"""Passes of a network that drafts: rows of several requests into one ForwardBatch, and catching up."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from paceline.backends.base import Backend, Float32Array, ForwardBatch, Int32Array
 from paceline.draft.draft_cache import Context, DraftCache
 from paceline.kv.pages import pages_for
+
+Output = TypeVar("Output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,25 +25,29 @@ class Part:
     tokens: Sequence[int]
     parents: Sequence[int]  # local rows, -1: the token before `start`
     outputs: Sequence[int] = ()  # local rows whose logits are wanted
+    nodes: Sequence[int] = ()  # the nodes of a tree that the rows are; none in a context
 
 
-class DraftRunner:
-    """Runs a draft model over contexts."""
+class Passes(ABC, Generic[Output]):
+    """Runs a network over contexts and the trees behind them."""
 
-    def __init__(self, backend: Backend, cache: DraftCache, vocab_size: int) -> None:
-        self._backend = backend
+    def __init__(self, cache: DraftCache, page_size: int, max_rows: int) -> None:
         self._cache = cache
-        self._last_id = vocab_size - 1
+        self._page_size = page_size
+        self._max_rows = max_rows
 
-    def run(self, parts: Sequence[Part]) -> Float32Array:
-        """The wanted logits of one pass, part after part: float32 [outputs, vocab], until the next pass."""
+    @abstractmethod
+    def run(self, parts: Sequence[Part]) -> Output:
+        """What one pass over parts of contexts gives, part after part, until the next pass."""
+
+    def batch(self, parts: Sequence[Part]) -> ForwardBatch:
+        """The rows of one pass."""
         counts = [len(part.tokens) for part in parts]
         offsets = np.zeros(len(parts) + 1, dtype=np.int32)
         np.cumsum(counts, out=offsets[1:])
-        tokens = np.array([token for part in parts for token in part.tokens], dtype=np.int32)
         outputs = [first + row for part, first in zip(parts, offsets, strict=False) for row in part.outputs]
-        batch = ForwardBatch(
-            tokens=np.minimum(tokens, self._last_id),  # an id the draft does not have: any other will do
+        return ForwardBatch(
+            tokens=np.array([token for part in parts for token in part.tokens], dtype=np.int32),
             positions=np.concatenate([_positions(part) for part in parts]),
             parents=np.array([parent for part in parts for parent in part.parents], dtype=np.int32),
             row_offsets=offsets,
@@ -48,10 +56,9 @@ class DraftRunner:
             logit_rows=np.array(outputs, dtype=np.int32),
             pool=self._cache.pool,
         )
-        return self._backend.forward(batch).logits
 
-    def catch_up(self, contexts: Sequence[Context]) -> Float32Array:
-        """The logits after each context, all its tokens computed: float32 [contexts, vocab].
+    def catch_up(self, contexts: Sequence[Context]) -> Output:
+        """What a pass gives for the last token of each context, after all others are computed.
 
         One pass, unless there is more to compute than a pass can take.
         """
@@ -60,7 +67,7 @@ class DraftRunner:
             missing = sum(len(context.tokens) for context in contexts) - sum(starts)
             chunks = self._chunks(contexts, starts)
             nothing_waits = sum(len(chunk.tokens) for chunk in chunks) + len(contexts) == missing
-            if nothing_waits and missing <= self._backend.max_rows:
+            if nothing_waits and missing <= self._max_rows:
                 break
             self._compute(chunks)
         rest = zip(contexts, starts, strict=True)
@@ -71,8 +78,8 @@ class DraftRunner:
 
         Contexts may share pages that neither has computed: one does, and the other finds them done.
         """
-        rows = self._backend.max_rows
-        page_size = self._backend.page_size
+        rows = self._max_rows
+        page_size = self._page_size
         taken: set[int] = set()
         chunks = []
         for context, start in zip(contexts, starts, strict=True):
@@ -84,18 +91,32 @@ class DraftRunner:
                 chunks.append(_chain(context, start, end))
         return chunks
 
-    def _compute(self, parts: Sequence[Part]) -> Float32Array:
+    def _compute(self, parts: Sequence[Part]) -> Output:
         """Run parts of contexts and take note that they are computed."""
-        logits = self.run(parts)
+        output = self.run(parts)
         for part in parts:
             self._cache.keep(part.context, part.start, part.start + len(part.tokens))
-        return logits
+        return output
 
     def _page_tables(self, parts: Sequence[Part]) -> Int32Array:
         """The lines of the parts, as far as they are used: int32 [parts, pages]."""
         ends = (part.start + len(part.tokens) for part in parts)
-        width = pages_for(max(ends), self._backend.page_size)
+        width = pages_for(max(ends), self._page_size)
         return np.stack([part.context.pages[:width] for part in parts])
+
+
+class DraftRunner(Passes[Float32Array]):
+    """Runs a draft model; a pass gives logits, float32 [outputs, vocab]."""
+
+    def __init__(self, backend: Backend, cache: DraftCache, vocab_size: int) -> None:
+        super().__init__(cache, backend.page_size, backend.max_rows)
+        self._backend = backend
+        self._last_id = vocab_size - 1
+
+    def run(self, parts: Sequence[Part]) -> Float32Array:
+        batch = self.batch(parts)
+        known = np.minimum(batch.tokens, self._last_id)  # an id the draft does not have: any other will do
+        return self._backend.forward(replace(batch, tokens=known)).logits
 
 
 def _chain(context: Context, start: int, end: int, with_output: bool = False) -> Part:

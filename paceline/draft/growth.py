@@ -14,14 +14,15 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.draft.base import DraftSampling
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part
-from paceline.draft.trees import DraftPlan
+from paceline.draft.trees import DraftPlan, DraftTrees, Draws
 from paceline.draft.vocabulary import Vocabulary
 from paceline.errors import BackendError
 from paceline.verify.draws import draw
@@ -89,6 +90,7 @@ class GrowingTree(ABC):
             [self._scales.vocabulary.draft_id(self.tokens[node]) for node in rows],
             [rows.get(self.parents[node], -1) for node in rows],
             [rows[node] for node in self.frontier],
+            list(rows),
         )
 
     def _stem(self, nodes: Sequence[int]) -> int:
@@ -143,6 +145,27 @@ class GrowingTree(ABC):
         if node not in self._samplers:
             self._samplers[node] = self._sampler(self.parents[node]).branch([self.tokens[node]])
         return self._samplers[node]
+
+
+def make_tree(context: Context, plan: DraftPlan, scales: Scales, sampling: DraftSampling) -> GrowingTree:
+    """The kind of tree that suits a request and the way of sampling."""
+    if sampling is DraftSampling.INDEPENDENT and not context.request.sampler.greedy:
+        return DrawnTree(context, plan, scales)
+    return ChosenTree(context, plan, scales, coupled=sampling is DraftSampling.COUPLED)
+
+
+def merged(trees: Sequence[GrowingTree | None]) -> DraftTrees:
+    """What the trees propose as one batch, with the distributions of those that were drawn."""
+    finished = [NO_GUESS if tree is None else tree.finished() for tree in trees]
+    proposed = DraftTrees.from_lists([(tree.tokens, tree.parents) for tree in finished])
+    distributions: list[Float64Array] = []
+    rows: list[int] = []
+    for tree in finished:
+        rows += [row + len(distributions) if row >= 0 else -1 for row in tree.rows]
+        distributions += tree.distributions
+    if not distributions:
+        return proposed
+    return replace(proposed, draws=Draws(np.stack(distributions), np.array(rows, dtype=np.int32)))
 
 
 class ChosenTree(GrowingTree):

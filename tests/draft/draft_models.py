@@ -12,8 +12,8 @@ from paceline.backends.base import Float32Array
 from paceline.control.controller import Load
 from paceline.draft.base import DraftSampling
 from paceline.draft.draft_cache import Context, SharedPages
-from paceline.draft.draft_model import DraftModelDrafter, _merged
-from paceline.draft.growth import ROOT, GrowingTree
+from paceline.draft.draft_model import DraftModelDrafter
+from paceline.draft.growth import ROOT, GrowingTree, make_tree, merged
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.vocabulary import Vocabulary
 from paceline.engine.admission import Limits
@@ -80,10 +80,11 @@ class AgainstReference(Checked):
         if room < 1:
             return DraftTrees.chains([[]])
         pages = np.zeros(0, dtype=np.int32)
-        tree = self._tree(Context(request, request.token_ids, pages, room), plan.shrunk(room))
+        context = Context(request, request.token_ids, pages, room)
+        tree = make_tree(context, plan.shrunk(room), self._scales, self._sampling)
         while tree.frontier:
             tree.grow(np.stack([self._logits(request, path_of(tree, node)) for node in tree.frontier]))
-        return _merged([tree.finished()])
+        return merged([tree])
 
     def _logits(self, request: Request, path: tuple[int, ...]) -> Float32Array:
         tokens = np.array([*request.token_ids, *path])

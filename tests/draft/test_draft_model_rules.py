@@ -92,12 +92,12 @@ def test_outputs_have_the_targets_distribution(rule, plan):
 
 def test_the_distance_tells_when_a_draft_names_another_distribution_than_it_drew_from(monkeypatch):
     """The negative control of the test above."""
-    merged = draft_model._merged
+    merged = draft_model.merged
 
     def misnamed(trees):
         drafted = merged(trees)
         wrong = np.full_like(drafted.draws.draft_probs, 1 / VOCAB)
         return replace(drafted, draws=replace(drafted.draws, draft_probs=wrong))
 
-    monkeypatch.setattr(draft_model, "_merged", misnamed)
+    monkeypatch.setattr(draft_model, "merged", misnamed)
     assert distance(outputs("rejection", chain(3), DraftSampling.INDEPENDENT)) > 7
