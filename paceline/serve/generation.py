@@ -75,16 +75,18 @@ class Generation:
                 for number, stream in self._streams.items()
                 for update in stream.take()
             ]
+            sound = [(index, update) for index, update in batch if update.error is None]
+            if sound:
+                yield sound
             for _, update in batch:
-                if update.error is not None:
+                if update.error is not None:  # after what came before it
                     raise update.error
             if batch:
-                yield batch
-            elif ended:
+                continue
+            if ended:
                 return
-            else:
-                self._arrived.clear()
-                await self._arrived.wait()
+            self._arrived.clear()
+            await self._arrived.wait()
 
     async def finished(self) -> list[RequestOutput]:
         """The whole outputs, one for each prompt, when all are there."""

@@ -15,8 +15,7 @@ from schemathesis.checks import load_all_checks
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from tests.serve.toy_server import toy_server
-from tests.toy import toy_engine
+from tests.serve.running import serving
 
 # what a document cannot say (ids within the vocabulary, prompts that fit) is refused with reason
 EXCLUDED = [positive_data_acceptance]
@@ -65,8 +64,8 @@ def _check(cases: Any, examples: int, statuses: Counter[int]) -> None:
 
 
 def test_no_made_up_request_breaks_the_server() -> None:
-    with toy_server(toy_engine()) as url:
-        statuses = check_operations(url, 300)
+    with serving() as client:
+        statuses = check_operations(f"http://127.0.0.1:{client.port}", 300)
     assert sum(statuses.values()) > 250
     assert statuses[200] > 30
     assert statuses[400] > 50
