@@ -38,9 +38,12 @@ def write_answers(
     max_tokens: int,
     seed: int,
     batch_size: int,
-    on_batch: Callable[[ExampleWriter], None] = lambda writer: None,
+    on_batch: Callable[[ExampleWriter], bool] = lambda writer: True,
 ) -> None:
-    """Answer each prompt once at each temperature, leaving out what `writer` has already."""
+    """Answer each prompt once at each temperature, leaving out what `writer` has already.
+
+    `on_batch` is asked after every batch whether to go on.
+    """
     wanted = (
         (f"{prompt.id}#{number}", prompt.segment, ids, temperature)
         for prompt, ids in prompts
@@ -56,7 +59,8 @@ def write_answers(
                 example_ids, segments, prompt_ids, answers, strict=True
             )
         )
-        on_batch(writer)
+        if not on_batch(writer):
+            return
 
 
 def seed_of(seed: int, name: str) -> int:

@@ -6,7 +6,7 @@ their first words given, so that kinds of requests which a model seldom thinks o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from paceline.errors import ConfigError
@@ -35,7 +35,7 @@ OPENINGS = (
 class TurnTokenizer(Protocol):
     """The part of a tokenizer that spells a user's turn."""
 
-    eos_ids: Collection[int]
+    eos_ids: frozenset[int]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 

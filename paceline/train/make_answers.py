@@ -1,0 +1,100 @@
+"""From prompts, or from none, to a file of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import ConfigError
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.registry import load_checkpoint, load_tokenizer
+from paceline.models.tokenizer import Tokenizer
+from paceline.options import check_integer, check_number, refuse_unknown
+from paceline.train.answers import Answerer, write_answers
+from paceline.train.examples import ExampleWriter
+from paceline.train.prompts import Prompt, Skipped, read_prompts, tokenized
+from paceline.train.self_prompts import self_written
+
+
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How prompts are answered. The same options and prompts give the same answers."""
+
+    temperatures: tuple[float, ...] = (0.0, 0.8)  # each prompt is answered once at each
+    max_prompt_tokens: int = 512  # longer prompts are left out
+    max_tokens: int = 384  # of an answer
+    self_written: int = 0  # prompts that the model writes itself
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperatures:
+            raise ConfigError("temperatures is empty: give at least one, such as 0.8.")
+        for temperature in self.temperatures:
+            check_number(ConfigError, "a temperature", temperature, 0.0, 10.0)
+        for name, low in (("max_prompt_tokens", 1), ("max_tokens", 2), ("self_written", 0), ("seed", 0)):
+            check_integer(ConfigError, name, getattr(self, name), low, None)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """How far answering is."""
+
+    answers: int
+    tokens: int  # answered so far
+    skipped: Skipped
+
+
+def open_answerer(checkpoint: Checkpoint, tokenizer: Tokenizer, device: str) -> tuple[Answerer, int]:
+    """What answers on this device, and how many prompts it likes to get at once."""
+    if device == "cpu":
+        from paceline.llm import LLM
+        from paceline.train.engine_answers import EngineAnswerer
+
+        return EngineAnswerer(LLM(str(checkpoint.source), speculative_config=None)), 64
+    import torch
+
+    from paceline.train.sampler import Sampler
+    from paceline.train.sequences import load_target
+
+    target = load_target(checkpoint, torch.device(device), torch.bfloat16)
+    return Sampler(target, tokenizer.eos_ids), 1024
+
+
+def make_answers(
+    model: Path,
+    files: Sequence[Path],
+    out: Path,
+    options: AnswerOptions,
+    device: str,
+    on_progress: Callable[[Answered], bool] = lambda answered: True,
+) -> Answered:
+    """Answer the prompts of files, and those the model writes itself, into the file `out`.
+
+    A file that is there already is gone on with. `on_progress` is asked after every batch whether to.
+    """
+    if not files and not options.self_written:
+        raise ConfigError("There are no prompts: give a file of them, or let the model write some.")
+    tokenizer = load_tokenizer(model)
+    settings = {"model": model.name, **vars(options)}
+    checkpoint = load_checkpoint(model)
+    writer = ExampleWriter(out, checkpoint.config.vocab_size, settings)
+    answerer, batch_size = open_answerer(checkpoint, tokenizer, device)
+    skipped = Skipped()
+
+    def prompts() -> Iterator[Prompt]:
+        for path in files:
+            yield from read_prompts(path, skipped)
+        yield from self_written(
+            tokenizer, answerer, options.self_written, skipped, options.seed, batch_size=batch_size
+        )
+
+    def on_batch(writer: ExampleWriter) -> bool:
+        return on_progress(Answered(len(writer.done), writer.answered_tokens, skipped))
+
+    pairs = tokenized(prompts(), tokenizer, options.max_prompt_tokens, skipped)
+    heats, max_tokens, seed = options.temperatures, options.max_tokens, options.seed
+    write_answers(pairs, answerer, writer, heats, max_tokens, seed, batch_size, on_batch)
+    writer.close()
+    return Answered(len(writer.done), writer.answered_tokens, skipped)

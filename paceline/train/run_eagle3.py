@@ -1,0 +1,73 @@
+"""From a file of answers to a trained head in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from paceline.draft.heads.checkpoint import HeadCheckpoint
+from paceline.draft.heads.config import TargetName
+from paceline.errors import ConfigError
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.safetensors_writer import encode
+from paceline.train.examples import Examples, read_examples
+from paceline.train.new_head import choose_draft_ids, coverage, head_config, head_from, new_head
+from paceline.train.options import TrainOptions
+from paceline.train.sequences import load_target
+from paceline.train.trainer import OnProgress, Record, Trainer
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run gave."""
+
+    head: HeadCheckpoint
+    examples: Examples
+    coverage: float  # share of answered tokens that the head can guess
+    history: list[Record]
+    held_out: Record | None
+    seconds: float
+
+
+def train_eagle3(
+    checkpoint: Checkpoint,
+    target_name: TargetName | None,
+    answers: Sequence[Path],
+    folder: Path,
+    options: TrainOptions,
+    device: str,
+    init_from: HeadCheckpoint | None = None,
+    on_progress: OnProgress = lambda progress: None,
+) -> Trained:
+    """Train a head for the checkpoint on files of answers; goes on with the run that `folder` holds."""
+    examples = read_examples(answers, options.max_length)
+    if examples.vocab_size != checkpoint.config.vocab_size:
+        raise ConfigError(
+            f"The answers are of a target with {examples.vocab_size} tokens, but {checkpoint.source.name} "
+            f"has {checkpoint.config.vocab_size}: let this target answer the prompts."
+        )
+    on_gpu = torch.device(device).type == "cuda"
+    target = load_target(checkpoint, torch.device(device), torch.bfloat16 if on_gpu else torch.float32)
+    counts = examples.answer_counts()
+    if init_from is None:
+        draft_ids = choose_draft_ids(counts, options.draft_vocab_size)
+        head = new_head(head_config(checkpoint.config, options, target_name), target, draft_ids, options.seed)
+    else:
+        head, draft_ids = head_from(init_from, target)
+    trainer = Trainer(target, head, torch.from_numpy(draft_ids).long(), examples, options, folder)
+    progress = trainer.train(on_progress)
+    tensors = {
+        name: encode(parameter.detach().float().cpu().numpy(), "F16")
+        for name, parameter in head.named_parameters()
+    }
+    return Trained(
+        HeadCheckpoint(replace(head.config, target=target_name), tensors, draft_ids, folder),
+        examples,
+        coverage(counts, draft_ids),
+        progress.history,
+        trainer.evaluate(),
+        progress.seconds,
+    )
