@@ -1,0 +1,156 @@
+"""eagle3 and eagle: a small head reads the target's hidden states and guesses what it will say.
+
+    tokens      x0   x1   x2   x3        x3 is the last known one, the target has computed x0 to x2
+    features    h0   h1   h2
+    slots          (h0,x1) (h1,x2) (h2,x3) -> logits of the root's children, and the state they read
+
+The slots of new tokens are computed when it proposes, in one pass for all requests; then one pass for
+each level of the trees, whose slots read the head's own states. Those are computed again with the
+target's features once they are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.backends.base import ForwardBatch, HeadBatch, HeadOutput, HeadRunner
+from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Features
+from paceline.draft.draft_cache import Context
+from paceline.draft.draft_pass import Part, Passes
+from paceline.draft.growth import GrowingTree, Scales, make_tree, merged
+from paceline.draft.head_pages import HeadPages
+from paceline.draft.trees import DraftPlan, DraftTrees
+from paceline.draft.vocabulary import Vocabulary
+from paceline.verify.sampling import Workspace
+
+if TYPE_CHECKING:
+    from paceline.engine.request import Request
+    from paceline.kv.cache import KVCache
+    from paceline.verify.verdict import Verdict
+
+Float32Array = npt.NDArray[np.float32]
+
+FLUSH_TOKENS = 32  # of a request that wait for their slots: so many are computed even if nothing is drafted
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What a drafter must know of its head."""
+
+    feature_layers: tuple[int, ...]  # the target's hidden states that it reads, in this order
+    feature_width: int
+    vocabulary: Vocabulary
+    longest: int  # context
+
+
+class HeadPasses(Passes[HeadOutput]):
+    """Passes of a head."""
+
+    def __init__(self, runner: HeadRunner, pages: HeadPages) -> None:
+        super().__init__(pages, runner.page_size, runner.max_rows)
+        self._runner = runner
+        self._pages = pages
+
+    def run(self, parts: Sequence[Part]) -> HeadOutput:
+        """A pass over known tokens, which reads the target's features."""
+        # the slot of token j reads the feature of token j - 1
+        spans = [(part.context.pages, part.start - 1, part.start - 1 + len(part.tokens)) for part in parts]
+        states = np.concatenate([self._pages.features(*span) for span in spans])
+        return self._runner.run(HeadBatch(self.batch(parts), states, from_target=True))
+
+    def run_guesses(self, parts: Sequence[Part], states: Float32Array) -> HeadOutput:
+        """A pass over nodes of trees, which reads states of the head's own: [rows, hidden]."""
+        return self._runner.run(HeadBatch(self.batch(parts), states, from_target=False))
+
+    def batch(self, parts: Sequence[Part]) -> ForwardBatch:
+        batch = super().batch(parts)
+        return replace(batch, positions=batch.positions - 1)  # of the token whose feature is read
+
+
+class GuessedTree:
+    """A tree that grows, and the states that the slots of its nodes read."""
+
+    def __init__(self, tree: GrowingTree) -> None:
+        self.tree = tree
+        self._states: dict[int, Float32Array] = {}  # of nodes that have children, each [hidden]
+
+    def grow(self, logits: Float32Array, states: Float32Array) -> None:
+        """Add the children of the frontier, given what a pass gave for it: [frontier, ...]."""
+        self._states.update(zip(self.tree.frontier, states.copy(), strict=True))
+        self.tree.grow(logits)
+
+    def states_of(self, part: Part) -> list[Float32Array]:
+        """What the rows of a part read: the states of their parents."""
+        return [self._states[self.tree.parents[node]] for node in part.nodes]
+
+
+class EagleDrafter(Drafter):
+    """Drafts with a head that a HeadRunner runs beside the target."""
+
+    def __init__(self, name: str, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling) -> None:
+        self.name = name
+        kept = HeadPages.feature_bytes_per_page(shape.feature_width)
+        self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + kept)
+        self._runner = runner
+        self._shape = shape
+        self._sampling = sampling
+        self._scales = Scales(shape.vocabulary, Workspace(shape.vocabulary.target_size))
+
+    def bind(self, kv: KVCache) -> None:
+        self._kv = kv
+        self._pages = HeadPages(kv, self._runner, self._shape.longest, self._shape.feature_width)
+        self._passes = HeadPasses(self._runner, self._pages)
+
+    def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
+        contexts = self._pages.open(requests, [plan.budget for plan in plans])
+        trees = [
+            None
+            if context is None
+            else make_tree(context, plan.shrunk(context.room), self._scales, self._sampling)
+            for context, plan in zip(contexts, plans, strict=True)
+        ]
+        growing = [GuessedTree(tree) for tree in trees if tree is not None]
+        if growing:
+            _grow(growing, self._passes.catch_up([guessed.tree.context for guessed in growing]))
+        while growing := [guessed for guessed in growing if guessed.tree.frontier]:
+            parts = [guessed.tree.part() for guessed in growing]
+            pairs = zip(growing, parts, strict=True)
+            states = np.stack([state for guessed, part in pairs for state in guessed.states_of(part)])
+            _grow(growing, self._passes.run_guesses(parts, states))
+        return merged(trees)
+
+    def observe(
+        self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
+    ) -> None:
+        assert features is not None, "the engine gives what the needs ask for"
+        columns = features.columns(self.needs.feature_layers)
+        for index, (request, verdict) in enumerate(zip(requests, verdicts, strict=True)):
+            values = features.committed(index, request, verdict)[:, columns]
+            line = self._kv.page_tables[request.slot]
+            self._pages.put(line, int(features.context_lengths[index]), values)
+        self._flush(requests)
+
+    def _flush(self, requests: Sequence[Request]) -> None:
+        """Compute the slots of requests for which many features wait, so that few do."""
+        contexts = []
+        for request in requests:
+            context = Context(request, request.token_ids, self._kv.page_tables[request.slot], room=0)
+            known = min(request.num_computed, self._shape.longest)
+            if known - self._pages.computed(context) >= FLUSH_TOKENS:
+                contexts.append(replace(context, tokens=request.token_ids[:known]))
+        if contexts:
+            self._passes.catch_up(contexts)
+
+
+def _grow(growing: Sequence[GuessedTree], output: HeadOutput) -> None:
+    """Add a level to each tree, given the outputs of their frontiers."""
+    first = 0
+    for guessed in growing:
+        end = first + len(guessed.tree.frontier)
+        guessed.grow(output.logits[first:end], output.states[first:end])
+        first = end

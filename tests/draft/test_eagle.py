@@ -1,0 +1,203 @@
+"""A head over the toy: the same bytes, and every slot reads the right feature whatever happened before."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.draft.base import DraftSampling
+from paceline.draft.trees import PLAIN
+from paceline.verify.params import SamplingParams
+from tests.draft.draft_models import Plans
+from tests.draft.heads.toy_head import chain, drain, eagle_engine, toy_eagle, tree
+from tests.engine.test_exactness import prompt, requests, result
+from tests.toy import VOCAB, ToyBackend, toy_engine
+from tests.toy import drain as drain_plain
+
+MIXED = (PLAIN, chain(1), chain(4), chain(7), tree(6, 2), tree(9, 3), tree(5, 4, depth=2))
+LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Each request's result without drafts."""
+    results = []
+    for ids, params in requests():
+        engine = toy_engine(enable_prefix_caching=False)
+        (request,) = engine.add_request(ids, params)
+        drain_plain(engine)
+        results.append(result(request))
+    return results
+
+
+def together(engine, drafter):
+    added = [engine.add_request(ids, params)[0] for ids, params in requests()]
+    drain(engine, drafter)
+    assert not any(request.failed_drafters for request in added)
+    assert engine.kv.pages.num_available == engine.kv.pages.num_pages, "pages leaked"
+    return added
+
+
+def counts(added):
+    drafted = sum(request.speculative.num_draft_tokens for request in added)
+    return drafted, sum(request.speculative.num_accepted_draft_tokens for request in added)
+
+
+@pytest.mark.parametrize("budget", [1, 3, 8])
+def test_a_chain_of_a_head_that_knows_the_target_is_accepted_whole(alone, budget):
+    drafter = toy_eagle()
+    added = together(eagle_engine(drafter, chain(budget)), drafter)
+    assert [result(request) for request in added] == alone
+    drafted, accepted = counts(added)
+    assert accepted == drafted > 100
+
+
+@pytest.mark.parametrize("sampling", list(DraftSampling))
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {},
+        {"rows": 17, "max_num_seqs": 7},
+        {"num_pages": 26, "max_model_len": 100},
+        {"num_pages": 26, "max_model_len": 100, "enable_prefix_caching": False},
+        {"backend": ToyBackend(page_size=1, max_rows=128), "num_pages": 1600},
+        {"backend": ToyBackend(page_size=16, max_rows=128), "num_pages": 100},
+    ],
+    ids=["roomy", "small passes", "preemption", "no prefix cache", "pages of 1", "pages of 16"],
+)
+def test_no_slot_reads_a_wrong_feature_with_plans_that_change_from_step_to_step(alone, setting, sampling):
+    """The toy head raises if it does, and then its requests are marked."""
+    drafter = toy_eagle(setting.get("backend"), sampling)
+    engine = eagle_engine(drafter, *MIXED, **setting)
+    for _ in range(2):  # the second time with prefix hits
+        added = together(engine, drafter)
+        assert [result(request) for request in added] == alone
+    drafted, accepted = counts(added)
+    assert 20 < accepted < drafted
+    assert engine.scheduler.num_preemptions > 0 or "max_model_len" not in setting
+
+
+def test_only_tokens_of_the_trimmed_vocabulary_are_guessed(alone):
+    drafter = toy_eagle(ids=[token for token in range(VOCAB) if token % 5])
+    proposals = []
+    propose = drafter.propose
+    drafter.propose = lambda *args: proposals.append(propose(*args)) or proposals[-1]
+    added = together(eagle_engine(drafter, chain(4), tree(8, 3)), drafter)
+    assert [result(request) for request in added] == alone
+    guessed = {int(token) for trees in proposals for token in trees.tokens}
+    assert len(guessed) > 50
+    assert all(token % 5 for token in guessed)
+
+
+def test_one_pass_over_new_tokens_then_one_row_a_level():
+    drafter = toy_eagle()
+    engine = eagle_engine(drafter, chain(4))
+    (request,) = engine.add_request(prompt(1, 30), LONG)
+    drain(engine, drafter)
+    drafted, accepted = counts([request])
+    assert accepted == drafted > 40
+    # the 30 slots of the prompt and its first output; then what was accepted and the bonus token
+    assert drafter._runner.passes[:8] == [(30, True), *[(1, False)] * 3, (5, True), *[(1, False)] * 3]
+
+
+def test_a_prompt_of_one_token_is_drafted_for_from_its_first_output_on():
+    drafter = toy_eagle()
+    engine = eagle_engine(drafter, chain(3))
+    (request,) = engine.add_request([5], LONG)
+    drain(engine, drafter)
+    drafted, accepted = counts([request])
+    assert accepted == drafted > 40
+
+
+def test_slots_are_computed_while_nothing_is_drafted_so_that_few_features_wait():
+    drafter = toy_eagle(strict=True)
+    plans = Plans(PLAIN)
+    engine = eagle_engine(drafter)
+    engine._controller = plans
+    children = engine.add_request(prompt(3, 41), SamplingParams(n=4, seed=11, max_tokens=80, ignore_eos=True))
+    while min(child.num_output for child in children) < 50:
+        engine.step()
+        waiting = sum(len(page.values) for page in drafter._pages._waiting.values())
+        assert waiting <= 4 * (32 + 2 * engine.kv.page_size)
+    assert {from_target for _, from_target in drafter._runner.passes} == {True}
+    plans.plans = (chain(3),)
+    drain(engine, drafter)
+    drafted, accepted = counts(children)
+    assert accepted == drafted > 20
+    assert not any(child.failed_drafters for child in children)
+
+
+def test_prompts_that_were_warmed_up_with_one_token_are_found_with_their_features():
+    drafter = toy_eagle()
+    engine = eagle_engine(drafter, chain(4))
+    for length in (9, 60):
+        warm, late = (prompt(length, length) for _ in range(2))
+        engine.add_request(warm, SamplingParams(temperature=0, max_tokens=1))
+        drain(engine, drafter)
+        (request,) = engine.add_request([*late, 7], LONG)
+        drain(engine, drafter)
+        assert request.num_cached_tokens == length // 4 * 4
+        assert not request.failed_drafters
+        drafted, accepted = counts([request])
+        assert accepted == drafted > 40
+
+
+def test_a_conversation_goes_on_from_the_pages_of_its_last_answer():
+    drafter = toy_eagle()
+    engine = eagle_engine(drafter, chain(5))
+    tokens = prompt(4, 11)
+    for turn in range(4):
+        (request,) = engine.add_request(tokens, SamplingParams(temperature=0, max_tokens=13, ignore_eos=True))
+        drain(engine, drafter)
+        assert not request.failed_drafters
+        drafted, accepted = counts([request])
+        assert accepted == drafted > 8
+        tokens = [*request.token_ids, *prompt(turn, 3)]
+    assert request.num_cached_tokens > 40
+
+
+def test_aborted_requests_leave_nothing_that_harms_others():
+    drafter = toy_eagle()
+    engine = eagle_engine(drafter, chain(3), PLAIN)
+    for number in range(6):
+        engine.add_request(prompt(number % 2, 30), LONG, request_id=str(number))
+        for _ in range(3):
+            engine.step()
+        if number % 3 == 0:
+            engine.abort(str(number))
+    drain(engine, drafter)
+    (request,) = engine.add_request(prompt(0, 30), LONG)
+    drain(engine, drafter)
+    assert not request.failed_drafters
+    drafted, accepted = counts([request])
+    assert accepted == drafted > 20
+
+
+def test_features_that_were_never_seen_make_poor_guesses_and_nothing_else():
+    drafter = toy_eagle(strict=False)
+    engine = eagle_engine(drafter, chain(3))
+    observe = drafter.observe
+    drafter.observe = lambda *args: None
+    engine.add_request(prompt(5, 40), SamplingParams(temperature=0, max_tokens=1))
+    drain(engine, drafter)
+    drafter.observe = observe
+    (request,) = engine.add_request(prompt(5, 40), LONG)
+    drain(engine, drafter)
+    plain = toy_engine()
+    (expected,) = plain.add_request(prompt(5, 40), LONG)
+    drain_plain(plain)
+    assert request.token_ids == expected.token_ids
+    assert request.num_cached_tokens == 36
+    assert drafter._runner.poor > 0
+    assert not request.failed_drafters
+
+
+def test_a_request_that_outgrows_the_heads_context_goes_on_without_drafts():
+    drafter = toy_eagle(longest=40)
+    engine = eagle_engine(drafter, chain(4), tree(6, 2))
+    short, long = (
+        engine.add_request(prompt(number, length), LONG)[0] for number, length in ((1, 10), (2, 45))
+    )
+    drain(engine, drafter)
+    assert not short.failed_drafters
+    assert 15 < short.speculative.num_accepted_draft_tokens <= 30
+    assert long.speculative.num_draft_tokens == 0
