@@ -39,6 +39,11 @@ class ChatTemplate:
         template = self._compiled
         if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
             raise RequestError("Each tool must be an object with its JSON schema.")
+        if tools and "tools" not in self.source:
+            raise RequestError(
+                "The model's chat template has no place for tools. Describe them in a system message; the "
+                "server does so by itself."
+            )
         checked = [_checked_message(number, message) for number, message in enumerate(messages)]
         if not checked:
             raise RequestError("A chat needs at least one message.")

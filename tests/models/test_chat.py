@@ -64,6 +64,8 @@ def test_what_a_template_refuses_is_told() -> None:
         render("{{ messages[0].content + 1 }}")
     with pytest.raises(RequestError, match="tool"):
         render("x", tools=[5])
+    with pytest.raises(RequestError, match="no place for tools"):
+        render("x", tools=[{"type": "function"}])
 
 
 @pytest.mark.parametrize(

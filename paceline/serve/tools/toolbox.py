@@ -149,10 +149,11 @@ class Toolbox:
 
     @cached_property
     def _template_knows_calls(self) -> bool:
-        prompt = self._rendered(_PROBE_CHAT, [_PROBE_TOOL.described()])
+        tools = [_PROBE_TOOL.described()] if self._template_knows_tools else None
+        prompt = self._rendered(_PROBE_CHAT, tools)
         return "probe_argument" in prompt and "probe_result" in prompt
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> str:
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] | None) -> str:
         try:
             return self._tokenizer.apply_chat_template(messages, True, tools)
         except PacelineError:  # there is no template, or it trips over what it does not know
