@@ -74,6 +74,16 @@ def _load_torch_head(
     return TorchHeadRunner.load(checkpoint, beside, max_rows)
 
 
+def _load_cpu_head(
+    checkpoint: HeadCheckpoint, options: BackendOptions, max_rows: int, beside: Backend
+) -> HeadRunner:
+    from paceline.backends.cpu import CpuBackend, CpuHeadRunner
+
+    assert isinstance(beside, CpuBackend), "the options name the backend that the target runs on"
+    return CpuHeadRunner(checkpoint, beside, max_rows)
+
+
 _HEAD_LOADERS: dict[str, Callable[[HeadCheckpoint, BackendOptions, int, Backend], HeadRunner]] = {
+    "cpu": _load_cpu_head,
     "torch": _load_torch_head,
 }

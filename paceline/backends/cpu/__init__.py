@@ -1,3 +1,4 @@
 from paceline.backends.cpu.backend import CpuBackend
+from paceline.backends.cpu.head_runner import CpuHeadRunner
 
-__all__ = ["CpuBackend"]
+__all__ = ["CpuBackend", "CpuHeadRunner"]

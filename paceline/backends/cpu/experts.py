@@ -63,7 +63,7 @@ def route_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-un
     """Each row's experts and their shares: the most probable of a softmax over the router's scores."""
     padded, experts, chosen = field(job, HIDDEN_PADDED), field(job, EXPERTS), field(job, EXPERTS_PER_TOKEN)
     epsilon = load_float(field(job, EPSILON_AT))
-    weight = field(job, NORMS_AT) + 4 * padded * (2 * layer + 1)
+    weight = load_int64(field(job, NORMS_AT) + 8 * (2 * layer + 1))
     router = field(job, ROUTERS_AT) + 4 * padded * experts * layer
     scores = scratch + 4 * padded
     while True:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from paceline.backends.cpu.atomics import atomic_load
 from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.entry import enter_rows, join_rows
 from paceline.backends.cpu.experts import (
     combine_rows,
     gate_experts,
@@ -19,14 +20,20 @@ from paceline.backends.cpu.job import (
     COUNTERS_AT,
     COUNTERS_PER_LAYER,
     DOWN,
+    ENTRY_BIAS_AT,
+    ENTRY_COUNTERS,
+    FEATURE_SLOT_AT,
+    FROM_TARGET,
     GATE,
     HAS_EXPERTS_AT,
     HIDDEN_PADDED,
+    INPUTS_AT,
     LAYER_MATRICES,
     LAYERS,
     LOGITS_AT,
     LOGITS_STRIDE,
     MATRICES_AT,
+    MIX_AT,
     OUTPUT,
     OUTPUT_BIAS_AT,
     OUTPUTS,
@@ -34,6 +41,7 @@ from paceline.backends.cpu.job import (
     QKV_BIAS_AT,
     QKV_STRIDE,
     RECORDS_AT,
+    REDUCE_AT,
     ROWS,
     SCRATCH_AT,
     SCRATCH_BYTES,
@@ -88,14 +96,40 @@ def _run_experts(control, tasks, job, layer, counter, scratch):  # type: ignore[
 
 
 @compiled
-def _run_layer(control, tasks, job, layer, counter, scratch):  # type: ignore[no-untyped-def]
-    """One transformer layer."""
+def _enter(control, tasks, job, counter, embedding, scratch):  # type: ignore[no-untyped-def]
+    """The residual stream from tokens, or, for a draft head, from states and tokens."""
+    threads, line, rows = tasks[1], 64 * tasks[1], field(job, ROWS)
+    if field(job, INPUTS_AT) == 0:
+        embed_rows(tasks, job, counter, rows, embedding)
+        barrier(control, threads)
+        return
+    records, state, stride = field(job, RECORDS_AT), field(job, STATE_AT), 4 * field(job, HIDDEN_PADDED)
+    bias = field(job, ENTRY_BIAS_AT)
+    if field(job, FROM_TARGET):
+        enter_rows(tasks, job, counter, rows, scratch)
+        barrier(control, threads)
+        matrix = field(job, REDUCE_AT)
+        if matrix != 0:
+            project(tasks, job, counter + line, matrix, records, rows, state, stride, bias, 0)
+            barrier(control, threads)
+    join_rows(tasks, job, counter + 2 * line, rows, embedding, scratch)
+    barrier(control, threads)
+    matrix = field(job, MIX_AT)
+    if matrix != 0:
+        project(tasks, job, counter + 3 * line, matrix, records, rows, state, stride, bias, 0)
+        barrier(control, threads)
+
+
+@compiled
+def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type: ignore[no-untyped-def]
+    """One transformer layer; `only_keys` if nobody asks for more than its keys and values."""
     threads, line = tasks[1], 64 * tasks[1]  # a counter is a cache line for each thread
     rows, records, state = field(job, ROWS), field(job, RECORDS_AT), field(job, STATE_AT)
     state_stride = 4 * field(job, HIDDEN_PADDED)
     matrices = field(job, MATRICES_AT) + DESCRIPTOR * LAYER_MATRICES * layer
-    normalize_rows(tasks, job, counter, rows, 2 * layer, 0, scratch)
-    barrier(control, threads)
+    if field(job, INPUTS_AT) == 0 or field(job, MIX_AT) != 0:  # else the records are there already
+        normalize_rows(tasks, job, counter, rows, 2 * layer, 0, scratch)
+        barrier(control, threads)
 
     qkv, qkv_stride, column = field(job, QKV_AT), field(job, QKV_STRIDE), 0
     bias = field(job, QKV_BIAS_AT)
@@ -105,12 +139,15 @@ def _run_layer(control, tasks, job, layer, counter, scratch):  # type: ignore[no
         matrix = matrices + DESCRIPTOR * part
         place = counter + line * (1 + part)
         part_bias = bias + 4 * column if bias != 0 else 0
-        project(tasks, job, place, matrix, records, rows, qkv + 4 * column, qkv_stride, part_bias, 0)
+        if part > 0 or not only_keys:
+            project(tasks, job, place, matrix, records, rows, qkv + 4 * column, qkv_stride, part_bias, 0)
         column += COLUMNS * load_int64(matrix + 24)
     barrier(control, threads)
 
     place_rows(tasks, job, counter + line * 4, rows, layer)
     barrier(control, threads)
+    if only_keys:
+        return
     attend_rows(tasks, job, counter + line * 5, rows, layer, scratch)
     barrier(control, threads)
     quantize_rows(tasks, job, counter + line * 6, rows)
@@ -137,15 +174,15 @@ def _run_pass(control, index, threads, job):  # type: ignore[no-untyped-def]
     scratch = field(job, SCRATCH_AT) + field(job, SCRATCH_BYTES) * index
     tasks, line = (index, threads), 64 * threads
     embedding = field(job, MATRICES_AT) + DESCRIPTOR * LAYER_MATRICES * layers
-    embed_rows(tasks, job, counter, rows, embedding)
-    barrier(control, threads)
-    counter += line
+    _enter(control, tasks, job, counter, embedding, scratch)
+    counter += line * ENTRY_COUNTERS
+    outputs = field(job, OUTPUTS)
+    silent = outputs == 0 and load_int64(field(job, FEATURE_SLOT_AT) + 8 * layers) < 0
     for layer in range(layers):
         save_features(tasks, job, counter, rows, layer)
-        _run_layer(control, tasks, job, layer, counter + line, scratch)
+        _run_layer(control, tasks, job, layer, counter + line, scratch, silent and layer == layers - 1)
         counter += line * COUNTERS_PER_LAYER
     save_features(tasks, job, counter, rows, layers)
-    outputs = field(job, OUTPUTS)
     if outputs > 0:
         normalize_rows(tasks, job, counter + line, outputs, 2 * layers, 1, scratch)
         barrier(control, threads)

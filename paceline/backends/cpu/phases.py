@@ -18,6 +18,7 @@ from paceline.backends.cpu.job import (
     FEATURE_SLOT_AT,
     FEATURES_AT,
     FEATURES_STRIDE,
+    FIRST_INDEX,
     HALF_KV,
     HEAD_NORMS_AT,
     HEAD_WIDTH,
@@ -29,6 +30,7 @@ from paceline.backends.cpu.job import (
     KV_HEADS,
     LOGIT_ROWS_AT,
     MAX_PAGES,
+    NORMED_STATES,
     NORMS_AT,
     NUM_PAGES,
     PAGES_AT,
@@ -45,6 +47,7 @@ from paceline.backends.cpu.job import (
     RUN_TILE,
     SINES_AT,
     STATE_AT,
+    STATES_AT,
     TOKENS_AT,
     WIDE_RECORDS_AT,
     WINDOWS_AT,
@@ -53,6 +56,7 @@ from paceline.backends.cpu.job import (
 )
 from paceline.backends.cpu.matmul import multiply_rows
 from paceline.backends.cpu.rows import (
+    copy_row,
     gate,
     normalize,
     normalize_head,
@@ -67,17 +71,28 @@ from paceline.backends.cpu.tiles import GROUP, RECORD
 
 @compiled
 def normalize_rows(tasks, job, counter, rows, norm, gathered, scratch):  # type: ignore[no-untyped-def]
-    """Norm of the residual stream into records; of the rows that want logits only, if `gathered`."""
+    """Norm of the residual stream into records; of the rows that want logits only, if `gathered`.
+
+    A draft head may lack a norm, and gives back the states of the gathered rows.
+    """
     padded, state, records = field(job, HIDDEN_PADDED), field(job, STATE_AT), field(job, RECORDS_AT)
-    weight = field(job, NORMS_AT) + 4 * padded * norm
+    weight = load_int64(field(job, NORMS_AT) + 8 * norm)
     epsilon = load_float(field(job, EPSILON_AT))
+    states = field(job, STATES_AT) if gathered else 0
     while True:
         row, _ = take(tasks, counter, rows, 1)
         if row >= rows:
             return
         source = load_int32(field(job, LOGIT_ROWS_AT) + 4 * row) if gathered else row
-        normalize(state + 4 * padded * source, weight, scratch, field(job, HIDDEN), padded, epsilon)
-        write_records(scratch, padded // GROUP, records, rows, row, field(job, QUANTIZED))
+        before = state + 4 * padded * source
+        after = before
+        if weight != 0:
+            after = scratch
+            normalize(before, weight, after, field(job, HIDDEN), padded, epsilon)
+        write_records(after, padded // GROUP, records, rows, row, field(job, QUANTIZED))
+        if states != 0:
+            told = after if field(job, NORMED_STATES) else before
+            copy_row(told, states + 4 * padded * row, padded)
 
 
 @compiled
@@ -216,8 +231,10 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
         while row < end:
             together = _rows_together(job, row, end, most, window)
             request = load_int32(field(job, REQUEST_AT) + 4 * row)
-            last = load_int32(field(job, POSITIONS_AT) + 4 * row)
-            first = max(0, last - window + 1) if window > 0 else 0
+            last = field(job, FIRST_INDEX) + load_int32(field(job, POSITIONS_AT) + 4 * row)
+            first = field(job, FIRST_INDEX)
+            if window > 0:
+                first = max(first, last - window + 1)
             final = row + together - 1
             _list_blocks(
                 job, layer, final, request, head // shared, first, last + together - 1, blocks, spare
@@ -300,13 +317,18 @@ def save_features(tasks, job, counter, rows, index):  # type: ignore[no-untyped-
 
 
 @compiled
+def read_embedding(embedding, token, out):  # type: ignore[no-untyped-def]
+    """The embedding of a token, from the descriptor of the matrix of all."""
+    groups, size = load_int64(embedding + 16), load_int64(embedding + 32)
+    read_matrix_row(load_int64(embedding), load_int64(embedding + 8), groups, size, token, out)
+
+
+@compiled
 def embed_rows(tasks, job, counter, rows, embedding):  # type: ignore[no-untyped-def]
     """The embedding of each row's token into the residual stream."""
     while True:
         row, _ = take(tasks, counter, rows, 1)
         if row >= rows:
             return
-        token = load_int32(field(job, TOKENS_AT) + 4 * row)
         out = field(job, STATE_AT) + 4 * field(job, HIDDEN_PADDED) * row
-        groups, size = load_int64(embedding + 16), load_int64(embedding + 32)
-        read_matrix_row(load_int64(embedding), load_int64(embedding + 8), groups, size, token, out)
+        read_embedding(embedding, load_int32(field(job, TOKENS_AT) + 4 * row), out)

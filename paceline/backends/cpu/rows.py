@@ -83,6 +83,13 @@ def normalize(values, weight, out, width, padded, epsilon):  # type: ignore[no-u
 
 
 @compiled
+def copy_row(values, out, padded):  # type: ignore[no-untyped-def]
+    """out = values."""
+    for k in range(0, padded, 16):
+        store(out + 4 * k, load(values + 4 * k))
+
+
+@compiled
 def add_row(values, other, padded):  # type: ignore[no-untyped-def]
     """values += other."""
     for k in range(0, padded, 16):

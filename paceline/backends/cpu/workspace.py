@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.attention_tiles import MOST_HEADS, PAGE, run_mix, run_score
+from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.matmul import run_tile
 from paceline.backends.cpu.packing import PackedMatrix, pack
 from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
@@ -36,23 +38,44 @@ class Workspace:
     """Everything a pass of this model reads and writes, except the batch and the KV pool."""
 
     def __init__(
-        self, checkpoint: Checkpoint, quantization: str, half_kv: bool, threads: int, rows: int
+        self,
+        checkpoint: Checkpoint,
+        quantization: str,
+        threads: int,
+        rows: int,
+        *,
+        packed: Mapping[str, PackedMatrix] | None = None,
+        entry_width: int = 0,
     ) -> None:
+        """`packed` are matrices that another model has packed, by the names they have in this one.
+
+        `entry_width` is the most floats of a row that the entry of a draft head works on.
+        """
         self.config, self.threads, self.rows = checkpoint.config, threads, rows
         self._tensors = checkpoint.tensors
         self._kept: list[npt.NDArray[np.generic]] = []  # what the job's addresses point into
         self.job = np.zeros(fields.JOB_SIZE, dtype=np.int64)
-        self.quantized, self.half_kv = quantization != "none", half_kv
+        self.quantized = quantization != "none"
+        self.half_kv = self.quantized and ISA.native_half
         self.hidden = round_up(self.config.hidden_size, GROUP)
         self.max_pages = round_up(self.config.max_position, PAGE) // PAGE  # of one request
         self._record = RECORD if self.quantized else 4 * GROUP
-        self._matrices = _pack_matrices(checkpoint, quantization, threads)
+        self._entry_width = entry_width
+        self._matrices = _pack_matrices(checkpoint, quantization, threads, packed or {})
         self._set_sizes()
         self._set_weights()
         self._set_buffers()
         if self.config.moe is not None:
             self._set_experts(self.config.moe)
         del self._tensors
+
+    @property
+    def embedding(self) -> PackedMatrix:
+        return self._matrices["model.embed_tokens.weight"]
+
+    @property
+    def lm_head(self) -> PackedMatrix:
+        return self.embedding if self.config.tie_embeddings else self._matrices["lm_head.weight"]
 
     @property
     def block_bytes(self) -> int:
@@ -74,6 +97,10 @@ class Workspace:
         joined = np.concatenate(rows)
         stacked[:, : joined.shape[1]] = joined
         return stacked
+
+    def _norm(self, name: str) -> int:
+        """Where the weights of a norm lie; 0 if the model does without it."""
+        return self._keep(self._vectors([name], self.hidden)) if name in self._tensors else 0
 
     def _layer_names(self, *suffixes: str) -> list[str]:
         return [_LAYER.format(i) + name for i in range(self.config.num_layers) for name in suffixes]
@@ -99,7 +126,9 @@ class Workspace:
         angles = np.arange(config.max_position, dtype=np.float32)[:, None] * frequencies
         windows = [config.window(layer) or 0 for layer in range(config.num_layers)]
         job[fields.EPSILON_AT] = self._keep(np.array([config.rms_norm_eps], dtype=np.float32))
-        job[fields.NORMS_AT] = self._keep(self._vectors(names, self.hidden))
+        norms = [self._norm(name) for name in names]
+        job[fields.NORMS_AT] = self._keep(np.array(norms, dtype=np.int64))
+        self.last_norm = norms[-1]  # its address
         job[fields.COSINES_AT], job[fields.SINES_AT] = self._keep(np.cos(angles)), self._keep(np.sin(angles))
         job[fields.WINDOWS_AT] = self._keep(np.array(windows, dtype=np.int64))
         job[fields.MATRICES_AT] = self._descriptors(_matrix_names(config))
@@ -132,7 +161,7 @@ class Workspace:
         job[fields.STATE_AT] = self._buffer(rows, self.hidden)
         job[fields.QKV_AT], job[fields.QKV_STRIDE] = self._buffer(rows, qkv), 4 * qkv
         job[fields.ATTENTION_AT], job[fields.ATTENTION_PADDED] = self._buffer(rows, attention), attention
-        groups = max(self.hidden, attention) // GROUP
+        groups = max(self.hidden, attention, self._entry_width) // GROUP
         job[fields.RECORDS_AT] = self._buffer(groups, rows, self._record, dtype=np.uint8)
         wide = int(job[fields.INTERMEDIATE]) // GROUP
         job[fields.WIDE_RECORDS_AT] = self._buffer(wide, rows, self._record, dtype=np.uint8)
@@ -141,7 +170,8 @@ class Workspace:
         job[fields.SCRATCH_AT] = self._buffer(self.threads, scratch, dtype=np.uint8)
         job[fields.HAS_EXPERTS_AT] = self._buffer(config.num_layers, dtype=np.int64)
         self.counters = np.zeros(
-            (4 + fields.COUNTERS_PER_LAYER * config.num_layers, self.threads, 8), dtype=np.int64
+            (3 + fields.ENTRY_COUNTERS + fields.COUNTERS_PER_LAYER * config.num_layers, self.threads, 8),
+            dtype=np.int64,
         )
         self.feature_slots = np.full(config.num_layers + 1, -1, dtype=np.int64)
         self.row_requests = np.zeros(rows, dtype=np.int32)
@@ -157,7 +187,7 @@ class Workspace:
         )
         attention += (self.rows // PAGE + 2) * self.block_bytes
         routing = 4 * self.hidden + 4 * ((config.moe.num_experts if config.moe else 0) + COLUMNS)
-        return max(attention, 2 * _SCRATCH_ROWS * 4 * GROUP, routing)
+        return max(attention, 2 * _SCRATCH_ROWS * 4 * GROUP, routing, 4 * self._entry_width)
 
     def _set_experts(self, moe: MoeConfig) -> None:
         config, job, pairs = self.config, self.job, self.rows * moe.experts_per_token
@@ -204,12 +234,14 @@ def _expert_names(moe: MoeConfig, layer: int) -> list[str]:
     ]
 
 
-def _pack_matrices(checkpoint: Checkpoint, quantization: str, threads: int) -> dict[str, PackedMatrix]:
-    """All matrices by name, packed by several threads."""
+def _pack_matrices(
+    checkpoint: Checkpoint, quantization: str, threads: int, known: Mapping[str, PackedMatrix]
+) -> dict[str, PackedMatrix]:
+    """All matrices by name, packed by several threads unless they are known."""
     moe = checkpoint.config.moe
     names = [name for name in _matrix_names(checkpoint.config) if name]
     names += [name for layer in sorted(moe.layers) for name in _expert_names(moe, layer)] if moe else []
-    names = list(dict.fromkeys(names))
+    names = [name for name in dict.fromkeys(names) if name not in known]
     with ThreadPoolExecutor(threads) as pool:
         packed = pool.map(lambda name: pack(checkpoint.tensors[name], quantization), names)
-        return dict(zip(names, packed, strict=True))
+        return {**known, **dict(zip(names, packed, strict=True))}

@@ -1,0 +1,90 @@
+"""How a pass of a draft head begins: with states that are given, joined with the embeddings of tokens.
+
+    features of the target -> norms -> reduce -> state      rows that the target feeds
+    a state the head gave back                -> state      rows that it feeds itself
+
+    [norm(embedding), norm(state)] -> queries, keys, values; the state is the residual     EAGLE-3
+    [embedding, state] -> mix -> the residual, and the layer's input                       EAGLE-1 and 2
+
+The norms and matrices that a head does without are addresses 0.
+"""
+
+from __future__ import annotations
+
+from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.job import (
+    EPSILON_AT,
+    FEATURE_NORMS_AT,
+    FEATURE_PADDED,
+    FEATURE_WIDTH,
+    FEATURES,
+    FROM_TARGET,
+    HIDDEN,
+    HIDDEN_PADDED,
+    INPUT_EPSILON_AT,
+    INPUT_NORM_AT,
+    INPUTS_AT,
+    JOIN_NORMS_AT,
+    NORMED_RESIDUAL,
+    QUANTIZED,
+    RECORDS_AT,
+    REDUCE_AT,
+    STATE_AT,
+    TOKENS_AT,
+    field,
+    take,
+)
+from paceline.backends.cpu.phases import read_embedding
+from paceline.backends.cpu.rows import copy_row, normalize, write_records
+from paceline.backends.cpu.simd import load_float, load_int32
+from paceline.backends.cpu.tiles import GROUP, RECORD
+
+
+@compiled
+def enter_rows(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-def]
+    """Norms of the target's features into records, or into the state where nothing reduces them."""
+    count, width, part = field(job, FEATURES), field(job, FEATURE_WIDTH), field(job, FEATURE_PADDED)
+    padded, epsilon = count * part, load_float(field(job, INPUT_EPSILON_AT))
+    norms, norm = field(job, FEATURE_NORMS_AT), field(job, INPUT_NORM_AT)
+    while True:
+        row, _ = take(tasks, counter, rows, 1)
+        if row >= rows:
+            return
+        values = field(job, INPUTS_AT) + 4 * padded * row
+        if norms != 0:
+            for at in range(0, 4 * padded, 4 * part):
+                normalize(values + at, norms + at, scratch + at, width, part, epsilon)
+            values = scratch
+        if norm != 0:
+            normalize(values, norm, scratch, count * width, padded, epsilon)
+            values = scratch
+        if field(job, REDUCE_AT) != 0:
+            write_records(values, padded // GROUP, field(job, RECORDS_AT), rows, row, field(job, QUANTIZED))
+        else:
+            copy_row(values, field(job, STATE_AT) + 4 * padded * row, padded)
+
+
+@compiled
+def join_rows(tasks, job, counter, rows, embedding, scratch):  # type: ignore[no-untyped-def]
+    """Records of the normed embedding and the normed state behind each other; the state as the residual."""
+    width, padded, quantized = field(job, HIDDEN), field(job, HIDDEN_PADDED), field(job, QUANTIZED)
+    norms, epsilon = field(job, JOIN_NORMS_AT), load_float(field(job, EPSILON_AT))
+    groups = padded // GROUP
+    records = field(job, RECORDS_AT)
+    behind = records + groups * rows * (RECORD if quantized else 4 * GROUP)
+    while True:
+        row, _ = take(tasks, counter, rows, 1)
+        if row >= rows:
+            return
+        read_embedding(embedding, load_int32(field(job, TOKENS_AT) + 4 * row), scratch)
+        if norms != 0:
+            normalize(scratch, norms, scratch, width, padded, epsilon)
+        write_records(scratch, groups, records, rows, row, quantized)
+        residual = field(job, STATE_AT) + 4 * padded * row
+        if field(job, FROM_TARGET) == 0:
+            copy_row(field(job, INPUTS_AT) + 4 * padded * row, residual, padded)
+        normed = residual
+        if norms != 0:
+            normed = residual if field(job, NORMED_RESIDUAL) else scratch
+            normalize(residual, norms + 4 * padded, normed, width, padded, epsilon)
+        write_records(normed, groups, behind, rows, row, quantized)

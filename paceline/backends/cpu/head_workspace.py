@@ -1,0 +1,121 @@
+"""The job of a draft head: that of a model with one layer, and the entry that entry.py describes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.backends.cpu import job as fields
+from paceline.backends.cpu.packing import PackedMatrix, pack
+from paceline.backends.cpu.tiles import GROUP
+from paceline.backends.cpu.workspace import Workspace, round_up
+from paceline.draft.heads.checkpoint import HeadCheckpoint
+from paceline.models.checkpoint import Checkpoint, Tensor
+from paceline.models.config import ModelConfig
+from paceline.models.safetensors_writer import encode
+
+Float32Array = npt.NDArray[np.float32]
+
+# Beginnings of names in a head, and in a model
+_NAMES = {
+    "midlayer.": "model.layers.0.",
+    "norm.": "model.norm.",
+    "lm_head.": "lm_head.",
+    "embed_tokens.": "model.embed_tokens.",
+}
+
+
+class HeadWorkspace(Workspace):
+    """Everything a pass of a head reads and writes, except the batch, its states and the KV pool."""
+
+    def __init__(self, head: HeadCheckpoint, target: Workspace, quantization: str, rows: int) -> None:
+        """`target` has the weights that the head does not have itself."""
+        config = head.config
+        self.feature_padded = round_up(config.target_hidden_size, GROUP)
+        self._target = target  # not to be forgotten while its weights are read here
+        packed: dict[str, PackedMatrix] = {}
+        if not config.own_embedding:
+            packed["model.embed_tokens.weight"] = target.embedding
+        if not config.own_lm_head:
+            packed["lm_head.weight"] = target.lm_head
+        joined = 2 * round_up(config.hidden_size, GROUP)
+        super().__init__(
+            _as_model(head, target.config.max_position),
+            quantization,
+            target.threads,
+            rows,
+            packed=packed,
+            entry_width=max(joined, config.num_features * self.feature_padded),
+        )
+        job = self.job
+        job[fields.FIRST_INDEX] = 1
+        job[fields.FEATURES], job[fields.FEATURE_WIDTH] = config.num_features, config.target_hidden_size
+        job[fields.FEATURE_PADDED] = self.feature_padded
+        if config.fc_bias:
+            job[fields.ENTRY_BIAS_AT] = self._keep(_padded(head.tensors["fc.bias"]))
+        {"eagle3": self._enter_eagle3, "eagle": self._enter_eagle}[config.kind](head, quantization)
+
+    def _enter_eagle3(self, head: HeadCheckpoint, quantization: str) -> None:
+        config, job, tensors = head.config, self.job, head.tensors
+        job[fields.REDUCE_AT] = self._fused(tensors["fc.weight"], config.num_features, quantization)
+        job[fields.INPUT_EPSILON_AT] = job[fields.EPSILON_AT]
+        if config.fc_norm:
+            norms = [_padded(tensors[f"fc_norm.{i}.weight"]) for i in range(config.num_features)]
+            job[fields.FEATURE_NORMS_AT] = self._keep(np.concatenate(norms))
+        if config.norm_before_fc:
+            job[fields.INPUT_NORM_AT] = self._keep(_padded(tensors["input_norm.weight"], config.num_features))
+        norms = [_padded(tensors[f"midlayer.{name}.weight"]) for name in ("input_layernorm", "hidden_norm")]
+        job[fields.JOIN_NORMS_AT] = self._keep(np.concatenate(norms))
+        job[fields.NORMED_RESIDUAL] = config.norm_before_residual
+        job[fields.NORMED_STATES] = config.norm_output
+
+    def _enter_eagle(self, head: HeadCheckpoint, quantization: str) -> None:
+        epsilon = np.array([self._target.config.rms_norm_eps], dtype=np.float32)
+        self.job[fields.MIX_AT] = self._fused(head.tensors["fc.weight"], 2, quantization)
+        self.job[fields.INPUT_EPSILON_AT] = self._keep(epsilon)
+        self.job[fields.INPUT_NORM_AT] = self._target.last_norm
+
+    def _fused(self, tensor: Tensor, parts: int, quantization: str) -> int:
+        """Where the descriptor of a matrix lies whose columns read `parts` vectors side by side."""
+        matrix = pack(encode(_padded(tensor, parts)), quantization)
+        self._keep(matrix.data)
+        return self._keep(np.array(matrix.descriptor(), dtype=np.int64))
+
+
+def _as_model(head: HeadCheckpoint, max_position: int) -> Checkpoint:
+    """The layer of a head and what follows it, as a model that has nothing else."""
+    config = head.config
+    tensors = {
+        theirs + name.removeprefix(ours): tensor
+        for name, tensor in head.tensors.items()
+        for ours, theirs in _NAMES.items()
+        if name.startswith(ours)
+    }
+    for part in "qkv":
+        name = f"model.layers.0.self_attn.{part}_proj.weight"
+        parts = tensors[name].shape[1] // config.hidden_size  # the state alone, or the embedding before it
+        tensors[name] = encode(_padded(tensors[name], parts))
+    as_model = ModelConfig(
+        family=config.kind,
+        vocab_size=config.draft_vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=1,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        rms_norm_eps=config.rms_norm_eps,
+        rope=config.rope,
+        max_position=max_position,
+        tie_embeddings=False,
+    )
+    return Checkpoint(as_model, tensors, head.source)
+
+
+def _padded(tensor: Tensor, parts: int = 1) -> Float32Array:
+    """The values of a tensor, its last axis cut into parts that are padded with zeros to whole groups."""
+    values = tensor.float32()
+    width = values.shape[-1] // parts
+    apart = values.reshape(-1, parts, width)
+    padded = np.pad(apart, ((0, 0), (0, 0), (0, -width % GROUP)))
+    return padded.reshape(*values.shape[:-1], -1)
