@@ -172,3 +172,12 @@ def _vocab_size(path: Path, first: bytes) -> int:
     raise ConfigError(
         f"{path} is no file of answers of version {VERSION}: make one by `paceline train answers`."
     )
+
+
+def is_answers(path: Path) -> bool:
+    """Whether a file holds answers, rather than prompts."""
+    try:
+        with path.open("rb") as file:
+            return file.read(20).startswith(b'{"paceline_answers"')
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error}): give a file of prompts or answers.") from None

@@ -64,8 +64,8 @@ class Sampler:
 
     def _choose(self, logits: torch.Tensor, heat: torch.Tensor) -> torch.Tensor:
         """A token of each row [rows]: the best one at temperature 0, else drawn by Gumbel noise."""
-        noise = torch.empty_like(logits).exponential_(generator=self.generator).log_().neg_()
-        return torch.addcmul(logits, noise, heat[:, None]).argmax(-1)
+        noise = torch.empty_like(logits).exponential_(generator=self.generator).clamp_(min=1e-30)
+        return torch.addcmul(logits, noise.log_(), heat[:, None], value=-1).argmax(-1)
 
 
 class _Batch:
@@ -99,18 +99,16 @@ class _Batch:
         start, stop = self.columns, self.columns + tokens.shape[1]
         column = torch.arange(stop, device=tokens.device)
         positions = (column[start:] - self.padding[:, None]).clamp(min=0)  # [rows, new]
-        real = column >= self.padding[:, None]  # [rows, columns]
-        causal = column[start:, None] >= column  # [new, columns]
+        distance = column[start:, None] - column  # [new, columns]
+        seen = (distance >= 0) & (column >= self.padding[:, None, None])  # [rows, new, columns]
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             keys, values = self.keys[layer], self.values[layer]
             keys[:, :, start:stop] = key.transpose(1, 2)
             values[:, :, start:stop] = value.transpose(1, 2)
-            seen = causal & real[:, None, :]  # [rows, new, columns]
             window = self.model.config.window(layer)
-            if window is not None:
-                seen = seen & (column[start:, None] - column < window)
-            return _attend(query, keys[:, :, :stop], values[:, :, :stop], seen)
+            visible = seen if window is None else seen & (distance < window)
+            return _attend(query, keys[:, :, :stop], values[:, :, :stop], visible)
 
         hidden, _ = run_layers(self.model, tokens, positions, attend)
         self.columns = stop
