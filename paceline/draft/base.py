@@ -51,6 +51,7 @@ class Target:
     loaded: Backend  # it, ready to run; a model that drafts can share its threads
     max_rows: int  # most rows of a pass
     sampling: DraftSampling
+    fingerprint: str = ""  # of its weights, see heads/fingerprint.py; empty: unknown
 
 
 @dataclass(frozen=True)

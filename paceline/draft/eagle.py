@@ -13,19 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.base import ForwardBatch, HeadBatch, HeadOutput, HeadRunner
-from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Features
+from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Features, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part, Passes
 from paceline.draft.growth import GrowingTree, Scales, make_tree, merged
 from paceline.draft.head_pages import HeadPages
+from paceline.draft.heads.checkpoint import load_head
+from paceline.draft.heads.fingerprint import check_target
+from paceline.draft.heads.shipped import shipped_head
 from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.draft.vocabulary import Vocabulary
+from paceline.errors import ConfigError
+from paceline.options import check_bool, refuse_unknown
 from paceline.verify.sampling import Workspace
 
 if TYPE_CHECKING:
@@ -89,17 +95,68 @@ class GuessedTree:
         return [self._states[self.tree.parents[node]] for node in part.nodes]
 
 
-class EagleDrafter(Drafter):
-    """Drafts with a head that a HeadRunner runs beside the target."""
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class EagleOptions:
+    """The keys of speculative_config that are a head's own."""
 
-    def __init__(self, name: str, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling) -> None:
-        self.name = name
+    model: str | None = None  # folder or file of the head; None: the one that is shipped for the target
+    quantization: str | None = None  # None: the target's
+    any_target: bool = False  # use a head that was trained for another model of the same sizes
+
+    def __post_init__(self) -> None:
+        if self.model is not None and not (isinstance(self.model, str) and self.model):
+            raise ConfigError(f"model must be the path of a draft head, got {self.model!r}.")
+        if self.quantization is not None and not isinstance(self.quantization, str):
+            raise ConfigError(f"quantization must be a text such as 'int8', got {self.quantization!r}.")
+        check_bool(ConfigError, "any_target", self.any_target)
+
+
+class EagleDrafter(Drafter):
+    """EAGLE-1 and 2: drafts with a head that a HeadRunner runs beside the target."""
+
+    name = "eagle"
+    Options = EagleOptions
+
+    def __init__(self, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling) -> None:
         kept = HeadPages.feature_bytes_per_page(shape.feature_width)
         self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + kept)
         self._runner = runner
         self._shape = shape
         self._sampling = sampling
         self._scales = Scales(shape.vocabulary, Workspace(shape.vocabulary.target_size))
+
+    @classmethod
+    def load(cls, options: EagleOptions, target: Target) -> EagleDrafter:
+        """The drafter with the head that the options name, run as the target is."""
+        from paceline.backends.load import load_head_runner
+
+        if not target.loaded.supports_features:
+            raise ConfigError(
+                f"the method {cls.name} reads hidden states of the target, which the {target.loaded.name} "
+                "backend does not give. Use another method or another backend."
+            )
+        head = load_head(_head_path(options.model, cls.name, target))
+        config = head.config
+        if config.kind != cls.name:
+            raise ConfigError(
+                f"{head.source} is an {config.kind} head, but the method is {cls.name}: "
+                f"set method to {config.kind!r}."
+            )
+        check_target(config, target.config, target.fingerprint, str(head.source), options.any_target)
+        how = target.backend
+        if options.quantization is not None:
+            how = replace(how, quantization=options.quantization)
+        runner = load_head_runner(head, how, target.max_rows, target.loaded)
+        guesses = np.arange(config.draft_vocab_size, dtype=np.int32)
+        ids = guesses if head.draft_ids is None else head.draft_ids
+        shape = HeadShape(
+            feature_layers=config.layers_of(target.config.num_layers),
+            feature_width=config.feature_width,
+            vocabulary=Vocabulary(guesses, ids, target.config.vocab_size),
+            longest=config.max_position,
+        )
+        return cls(runner, shape, target.sampling)
 
     def bind(self, kv: KVCache) -> None:
         self._kv = kv
@@ -145,6 +202,28 @@ class EagleDrafter(Drafter):
                 contexts.append(replace(context, tokens=request.token_ids[:known]))
         if contexts:
             self._passes.catch_up(contexts)
+
+
+class Eagle3Drafter(EagleDrafter):
+    """EAGLE-3: the same with a head that reads several hidden states."""
+
+    name = "eagle3"
+
+
+def _head_path(given: str | None, method: str, target: Target) -> Path:
+    """The folder or file of the head that was asked for."""
+    if given is None:
+        shipped = shipped_head(target.fingerprint)
+        if shipped is None:
+            raise ConfigError(
+                f"no {method} head is shipped for this target. Name one, as in {{'method': '{method}', "
+                "'model': 'PATH'}, or train one with `paceline train`."
+            )
+        return shipped
+    path = Path(given).expanduser()
+    if not path.exists():
+        raise ConfigError(f"there is no draft head at {given!r}: give the path of its folder.")
+    return path
 
 
 def _grow(growing: Sequence[GuessedTree], output: HeadOutput) -> None:

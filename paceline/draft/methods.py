@@ -30,13 +30,24 @@ class Method:
     drafter: str  # the class
     num_speculative_tokens: int  # drafted in a step, if the user does not say
     trees: bool  # can draft several continuations
+    has_model: bool = False  # the short form may name one: eagle3:PATH
 
 
 METHODS: dict[str, Method] = {
     "ngram": Method("paceline.draft.ngram", "NgramDrafter", num_speculative_tokens=6, trees=False),
     "suffix": Method("paceline.draft.suffix", "SuffixDrafter", num_speculative_tokens=7, trees=True),
     "draft_model": Method(
-        "paceline.draft.draft_model", "DraftModelDrafter", num_speculative_tokens=4, trees=True
+        "paceline.draft.draft_model",
+        "DraftModelDrafter",
+        num_speculative_tokens=4,
+        trees=True,
+        has_model=True,
+    ),
+    "eagle3": Method(
+        "paceline.draft.eagle", "Eagle3Drafter", num_speculative_tokens=5, trees=True, has_model=True
+    ),
+    "eagle": Method(
+        "paceline.draft.eagle", "EagleDrafter", num_speculative_tokens=5, trees=True, has_model=True
     ),
     "grammar": Method(
         "paceline.constrain.drafter", "GrammarDrafter", num_speculative_tokens=MOST_FORCED, trees=False
@@ -44,6 +55,7 @@ METHODS: dict[str, Method] = {
     "hybrid": Method("paceline.draft.hybrid", "HybridDrafter", num_speculative_tokens=7, trees=True),
 }
 
+SHORT_NAMES = {"model": "draft_model"}
 PLAN_KEYS = ("method", "num_speculative_tokens", "branching", "depth")  # a request may give these too
 SHARED_KEYS = ("verification", "rejection_sample_method", "draft_sample_method")  # one for all drafters
 SAMPLE_METHODS = ("probabilistic", "greedy")
@@ -151,13 +163,19 @@ def _from_json(text: str) -> Any:
 
 def _from_short_form(text: str) -> Mapping[str, Any]:
     name, colon, rest = text.partition(":")
-    if name == "model" and rest:
-        return {"method": "draft_model", "model": rest}
+    name = SHORT_NAMES.get(name, name)
     if name in METHODS and not colon:
         return {"method": name}
+    if name in METHODS and METHODS[name].has_model and rest:
+        return {"method": name, "model": rest}
+    long_names = SHORT_NAMES.values()
+    known = [
+        f"{name}:PATH" if method.has_model else name
+        for name, method in METHODS.items()
+        if name not in long_names
+    ]
     raise ConfigError(
-        f"{text!r} names no drafting method. Use off, model:PATH, or one of "
-        f"{', '.join(name for name in METHODS if name != 'draft_model')}."
+        f"{text!r} names no drafting method. Use off, model:PATH, or one of {', '.join(known)}."
     )
 
 

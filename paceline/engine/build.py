@@ -9,6 +9,7 @@ from paceline.backends.load import load_backend
 from paceline.config import EngineConfig
 from paceline.control.controller import FixedController
 from paceline.draft.base import Target
+from paceline.draft.heads.fingerprint import target_fingerprint
 from paceline.draft.methods import load_drafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
@@ -26,6 +27,7 @@ class LoadedModel:
     backend: Backend
     tokenizer: Tokenizer
     config: ModelConfig
+    fingerprint: str = ""  # of the weights: draft heads name the model they were trained for by it
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     tokenizer = load_tokenizer(resolve(config.model.tokenizer) if config.model.tokenizer else path)
     checkpoint = load_checkpoint(path)
     backend = load_backend(checkpoint, config.backend, config.scheduler.max_num_batched_tokens)
-    return LoadedModel(backend, tokenizer, checkpoint.config)
+    return LoadedModel(backend, tokenizer, checkpoint.config, target_fingerprint(checkpoint))
 
 
 def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Loaded:
@@ -61,6 +63,7 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         loaded=backend,
         max_rows=config.scheduler.max_num_batched_tokens,
         sampling=speculation.sampling,
+        fingerprint=model.fingerprint,
     )
     drafters = {name: load_drafter(name, own, target) for name, own in speculation.drafters.items()}
     size = size_cache(

@@ -58,7 +58,7 @@ def model_config(values: Mapping[str, object], source: str) -> ModelConfig:
         head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps", family.default_eps),
-        rope=_rope_config(fields, family.default_theta),
+        rope=rope_config(fields, family.default_theta),
         max_position=fields.integer("max_position_embeddings"),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         qkv_bias=family.qkv_bias or optional_bias,
@@ -86,7 +86,7 @@ def _refuse_unsupported(fields: Fields) -> None:
         )
 
 
-def _rope_config(fields: Fields, default_theta: float) -> RopeConfig:
+def rope_config(fields: Fields, default_theta: float) -> RopeConfig:
     """The rotary embedding: transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling."""
     scaling = fields.group("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
     rope_type = scaling.text("rope_type", scaling.text("type", "default"))

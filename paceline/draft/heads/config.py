@@ -53,7 +53,7 @@ class HeadConfig:
     max_position: int
     feature_layers: tuple[int, ...] | None = None  # as in Hugging Face; None: usual_feature_layers
     fc_bias: bool = False
-    fc_norm: bool = False  # a norm for each feature
+    fc_norm: bool = False  # a norm for each feature; not with norm_before_fc
     norm_before_fc: bool = False  # one norm for all features side by side
     norm_output: bool = False  # the state that is fed back is the normed one
     norm_before_residual: bool = False  # the residual stream starts from the normed state

@@ -38,9 +38,7 @@ CONFIGS = {
     "norm_before_fc": replace(EAGLE3, norm_before_fc=True),
     "norm_output": replace(EAGLE3, norm_output=True),
     "norm_before_residual": replace(EAGLE3, norm_before_residual=True),
-    "all flags": replace(
-        EAGLE3, fc_norm=True, norm_before_fc=True, norm_output=True, norm_before_residual=True, fc_bias=True
-    ),
+    "all flags": replace(EAGLE3, fc_norm=True, norm_output=True, norm_before_residual=True, fc_bias=True),
     "two features": replace(EAGLE3, feature_layers=(3, 1)),
     "target's head": replace(EAGLE3, own_lm_head=False, draft_vocab_size=VOCAB),
     "own embedding": replace(EAGLE3, hidden_size=44, own_embedding=True),

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.backends.base import HeadBatch, HeadOutput
 from paceline.draft.base import DraftSampling
-from paceline.draft.eagle import EagleDrafter, HeadShape
+from paceline.draft.eagle import Eagle3Drafter, EagleDrafter, HeadShape
 from paceline.draft.trees import DraftPlan
 from paceline.draft.vocabulary import Vocabulary
 from paceline.engine.admission import Limits
@@ -104,7 +104,7 @@ def toy_eagle(
     vocabulary = Vocabulary(np.arange(len(own), dtype=np.int32), own, VOCAB)
     runner = ToyHeadRunner(target or ToyBackend(max_rows=128), own, strict=strict)
     # two features, and not in the engine's order
-    return EagleDrafter("eagle3", runner, HeadShape((2, 1), 2, vocabulary, longest), sampling)
+    return Eagle3Drafter(runner, HeadShape((2, 1), 2, vocabulary, longest), sampling)
 
 
 def chain(budget: int) -> DraftPlan:
