@@ -162,3 +162,4 @@ def _mount(name: str, module: str, summary: str) -> None:
 
 _mount("models", "paceline.models.commands", "Models: list, pull, show.")
 _mount("bench", "paceline.bench.commands", "Measure speed, drafting and perplexity.")
+_mount("train", "paceline.train.commands", "Train a draft head on the target's own answers.")

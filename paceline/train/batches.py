@@ -13,6 +13,7 @@ import torch
 from paceline.train.examples import Examples
 
 Indices = npt.NDArray[np.int64]
+MOST_HELD_OUT = 512
 POOL = 2048  # examples that are sorted by length together, so that a batch has little padding
 
 
@@ -26,10 +27,15 @@ class Batch:
 
 
 def split(examples: Examples, held_out: float, seed: int) -> tuple[Indices, Indices]:
-    """The examples to train on and those held out, each ascending. Few examples: none are held out."""
-    order = np.random.default_rng([seed, 1]).permutation(len(examples))
-    kept = min(int(held_out * len(examples)), 1024)
-    return np.sort(order[kept:]), np.sort(order[:kept])
+    """The examples to train on and those held out, each ascending.
+
+    All answers to a prompt are on the same side. At most MOST_HELD_OUT prompts are held out.
+    """
+    number = int(examples.prompts.max()) + 1
+    order = np.random.default_rng([seed, 1]).permutation(number)
+    kept = order[: min(int(held_out * number), MOST_HELD_OUT)]
+    aside = np.isin(examples.prompts, kept)
+    return np.flatnonzero(~aside), np.flatnonzero(aside)
 
 
 def epoch_batches(

@@ -3,17 +3,19 @@
 JSON lines, so that answers of one machine can train a head on another:
 
     {"paceline_answers": 1, "vocab_size": 49152, "settings": {...}}     the first line
-    {"id": "...", "segment": "math", "ids": [1, 4093, ...], "answer": 41}
+    {"id": "logs-17#0", "segment": "math", "ids": [1, 4093, ...], "answer": 41}
 
-`answer` is the index of the first answered token; all ids from there on are the target's own, the
-end-of-sequence token included if the answer ended by itself. Lines are only ever appended: a run
-that was killed leaves at most half a line at the end, which the next one cuts off.
+The id names the prompt and, behind #, which of its answers this is. `answer` is the index of the first
+answered token; all ids from there on are the target's own, the end-of-sequence token included if the
+answer ended by itself. Lines are only ever appended: a run that was killed leaves at most half a line at
+the end, which the next one cuts off.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -106,6 +108,8 @@ class Examples:
     tokens: npt.NDArray[np.int32]  # [all tokens]
     offsets: npt.NDArray[np.int64]  # [examples + 1] tokens of example i are offsets[i]:offsets[i + 1]
     answers: npt.NDArray[np.int32]  # [examples] index of the first answered token within the example
+    prompts: npt.NDArray[np.int32]  # [examples] number of the prompt: its answers are held out together
+    segments: list[str]  # [examples] the kind of traffic
 
     def __len__(self) -> int:
         return len(self.answers)
@@ -121,15 +125,16 @@ class Examples:
 
     def answer_counts(self) -> npt.NDArray[np.int64]:
         """How often each token is answered: [vocab_size]."""
-        counts = np.zeros(self.vocab_size, dtype=np.int64)
-        for example in range(len(self)):
-            np.add.at(counts, self.ids(example)[self.answers[example] :], 1)
-        return counts
+        place = np.arange(len(self.tokens)) - np.repeat(self.offsets[:-1], self.lengths)
+        answered = self.tokens[place >= np.repeat(self.answers, self.lengths)]
+        return np.bincount(answered, minlength=self.vocab_size)
 
 
 def read_examples(paths: Iterable[Path], max_length: int) -> Examples:
     """The examples of files, each cut to `max_length` tokens; those without two answered tokens left out."""
-    tokens, offsets, answers = array("i"), array("q", [0]), array("i")
+    tokens, offsets, answers, prompts = array("i"), array("q", [0]), array("i"), array("i")
+    segments: list[str] = []
+    numbers: dict[str, int] = {}  # of prompts, by their ids
     vocab_sizes = set()
     for path in paths:
         with path.open("rb") as file:
@@ -138,6 +143,7 @@ def read_examples(paths: Iterable[Path], max_length: int) -> Examples:
                 try:
                     row = json.loads(line)
                     ids, answer = row["ids"][:max_length], int(row["answer"])
+                    prompt, segment = str(row["id"]).rsplit("#", 1)[0], str(row["segment"])
                     if len(ids) - answer < 2 or answer < 1:
                         continue
                     tokens.extend(ids)
@@ -147,6 +153,8 @@ def read_examples(paths: Iterable[Path], max_length: int) -> Examples:
                     raise ConfigError(f"{path}, line {number} is no example: {error!r}.") from None
                 offsets.append(len(tokens))
                 answers.append(answer)
+                prompts.append(numbers.setdefault(prompt, len(numbers)))
+                segments.append(sys.intern(segment))
     if len(vocab_sizes) > 1:
         raise ConfigError(f"The answers are of targets with different vocabularies: {sorted(vocab_sizes)}.")
     if not answers:
@@ -156,6 +164,8 @@ def read_examples(paths: Iterable[Path], max_length: int) -> Examples:
         np.frombuffer(tokens, dtype=np.int32),
         np.frombuffer(offsets, dtype=np.int64),
         np.frombuffer(answers, dtype=np.int32),
+        np.frombuffer(prompts, dtype=np.int32),
+        segments,
     )
     if examples.tokens.min() < 0 or examples.tokens.max() >= examples.vocab_size:
         raise ConfigError(f"The answers have token ids outside of 0 to {examples.vocab_size - 1}.")

@@ -10,11 +10,20 @@ import torch
 
 from paceline.draft.heads.checkpoint import HeadCheckpoint
 from paceline.draft.heads.config import TargetName
+from paceline.draft.heads.torch_head import Head
 from paceline.errors import ConfigError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.safetensors_writer import encode
+from paceline.train.batches import Indices
 from paceline.train.examples import Examples, read_examples
-from paceline.train.new_head import choose_draft_ids, coverage, head_config, head_from, new_head
+from paceline.train.new_head import (
+    Int32Array,
+    choose_draft_ids,
+    coverage,
+    head_config,
+    head_from,
+    new_head,
+)
 from paceline.train.options import TrainOptions
 from paceline.train.sequences import load_target
 from paceline.train.trainer import OnProgress, Record, Trainer
@@ -25,10 +34,12 @@ class Trained:
     """What a run gave."""
 
     head: HeadCheckpoint
+    untrained: HeadCheckpoint  # what it was before
     examples: Examples
+    held_out_examples: Indices  # [held out]
     coverage: float  # share of answered tokens that the head can guess
     history: list[Record]
-    held_out: Record | None
+    held_out: Record | None  # guesses on the held-out examples, with true tokens before them
     seconds: float
 
 
@@ -57,17 +68,27 @@ def train_eagle3(
         head = new_head(head_config(checkpoint.config, options, target_name), target, draft_ids, options.seed)
     else:
         head, draft_ids = head_from(init_from, target)
+    untrained = _checkpoint_of(head, target_name, draft_ids, folder)
     trainer = Trainer(target, head, torch.from_numpy(draft_ids).long(), examples, options, folder)
     progress = trainer.train(on_progress)
-    tensors = {
-        name: encode(parameter.detach().float().cpu().numpy(), "F16")
-        for name, parameter in head.named_parameters()
-    }
     return Trained(
-        HeadCheckpoint(replace(head.config, target=target_name), tensors, draft_ids, folder),
+        _checkpoint_of(head, target_name, draft_ids, folder),
+        untrained,
         examples,
+        trainer.held_out,
         coverage(counts, draft_ids),
         progress.history,
         trainer.evaluate(),
         progress.seconds,
     )
+
+
+def _checkpoint_of(
+    head: Head, name: TargetName | None, draft_ids: Int32Array, folder: Path
+) -> HeadCheckpoint:
+    """A copy of the head's weights in float16."""
+    tensors = {
+        name: encode(parameter.detach().float().cpu().numpy(), "F16")
+        for name, parameter in head.named_parameters()
+    }
+    return HeadCheckpoint(replace(head.config, target=name), tensors, draft_ids, folder)

@@ -107,6 +107,11 @@ class Trainer:
             progress.seconds = before + time.monotonic() - started
             if progress.step % RECORD_EVERY == 0:
                 progress.history.append(self._record(losses))
+                if not math.isfinite(progress.history[-1].loss):
+                    raise ConfigError(
+                        f"The loss is {progress.history[-1].loss} after {progress.step} steps: lower "
+                        f"learning_rate, which is {options.learning_rate:g}, and start in another folder."
+                    )
                 losses = []
                 self._plan()
                 on_progress(progress)

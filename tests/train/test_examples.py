@@ -26,7 +26,15 @@ def test_what_was_written_is_read_end_to_end(tmp_path: Path) -> None:
     assert examples.tokens.tolist() == [5, 6, 7, 8, 1, 2, 3]
     assert examples.offsets.tolist() == [0, 4, 7]
     assert examples.answers.tolist() == [2, 1]
+    assert examples.segments == ["math", "chat"]
     assert np.flatnonzero(examples.answer_counts()).tolist() == [2, 3, 7, 8]
+
+
+def test_answers_to_one_prompt_are_known_by_their_ids(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    names = ["a-1#0", "a-1#1", "a-2#0"]
+    writer(path).append([Example(name, "s", [1, 2, 3], 1) for name in names])
+    assert read_examples([path], 100).prompts.tolist() == [0, 0, 1]
 
 
 def test_a_resumed_file_knows_what_is_done_and_drops_half_a_line(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ def examples(target: Transformer) -> Examples:
         np.concatenate(sequences).astype(np.int32),
         np.cumsum([0, *map(len, sequences)]),
         np.array([len(prompt) for prompt, _ in pairs], dtype=np.int32),
+        np.arange(len(pairs), dtype=np.int32) // 2,
+        ["s"] * len(pairs),
     )
 
 
@@ -143,6 +145,12 @@ def test_an_epoch_has_every_example_once_and_no_batch_is_too_large(examples: Exa
             assert collate(examples, indices, torch.device("cpu")).tokens.numel() <= 96
     first, second = (np.concatenate(epoch_batches(examples, chosen, 96, 0, epoch)) for epoch in range(2))
     assert first.tolist() != second.tolist()
+
+
+def test_all_answers_to_a_prompt_are_held_out_or_none(examples: Examples) -> None:
+    chosen, held_out = split(examples, 0.2, seed=3)
+    assert len(held_out) > 2
+    assert not set(examples.prompts[chosen]) & set(examples.prompts[held_out])
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_tokens() -> None:

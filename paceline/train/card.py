@@ -1,0 +1,114 @@
+"""What a user reads about a trained head: a card, its history as JSON, and a plot of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from paceline.train.evaluation import DRAFTED
+from paceline.train.options import TrainOptions
+from paceline.train.run_eagle3 import Trained
+from paceline.train.trainer import Record
+
+WIDTH, HEIGHT, MARGIN = 720, 240, 48
+
+
+Measured = dict[str, dict[str, float]]  # method -> segment -> tokens per pass
+
+
+def write_report(
+    trained: Trained, target: str, options: TrainOptions, measured: Measured, folder: Path
+) -> None:
+    """Write README.md, training.json and training.svg beside the head."""
+    history = [dataclasses.asdict(record) for record in trained.history]
+    held_out = dataclasses.asdict(trained.held_out) if trained.held_out else None
+    facts = {
+        "target": target,
+        "options": vars(options),
+        "held_out": held_out,
+        "tokens_per_pass": measured,
+        "history": history,
+    }
+    (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (folder / "training.svg").write_text(plot(trained.history), encoding="utf-8")
+    (folder / "README.md").write_text(card(trained, target, options, measured), encoding="utf-8")
+
+
+def card(trained: Trained, target: str, options: TrainOptions, measured: Measured) -> str:
+    """The model card as Markdown."""
+    answered = int((trained.examples.lengths - trained.examples.answers).sum())
+    sizes = trained.head.config
+    steps = trained.history[-1].step if trained.history else 0
+    lines = [
+        f"# An EAGLE-3 draft head for {target}",
+        "",
+        "Trained by `paceline train eagle3` on the target's own answers. It only makes the target faster:",
+        "with paceline the output is the target's, byte for byte.",
+        "",
+        "| | |",
+        "| --- | --- |",
+        f"| answers | {len(trained.examples)}, {answered} answered tokens |",
+        f"| draft vocabulary | {sizes.draft_vocab_size} tokens, {100 * trained.coverage:.1f} % of those |",
+        f"| head | hidden {sizes.hidden_size}, MLP {sizes.intermediate_size}, {sizes.num_heads} heads |",
+        f"| training | {steps} steps of {options.batch_tokens} tokens, {options.unroll} draft steps |",
+        f"| | learning rate {options.learning_rate:g}, seed {options.seed} |",
+        f"| time | {trained.seconds / 60:.1f} minutes |",
+    ]
+    if trained.held_out is not None:
+        lines += ["", _held_out(trained.held_out)]
+    if measured:
+        lines += ["", f"Tokens per pass over the target, greedy, {DRAFTED} drafted, on held-out prompts:", ""]
+        lines += _measured_table(measured)
+    return "\n".join([*lines, "", "![training](training.svg)", ""])
+
+
+def _measured_table(measured: Measured) -> list[str]:
+    segments = list(next(iter(measured.values())))
+    lines = ["| | " + " | ".join(segments) + " |", "| --- " * (len(segments) + 1) + "|"]
+    for method, lengths in measured.items():
+        lines.append(f"| {method} | " + " | ".join(f"{lengths[segment]:.2f}" for segment in segments) + " |")
+    return lines
+
+
+def _held_out(record: Record) -> str:
+    shares = ", ".join(f"{100 * match:.1f} %" for match in record.matches)
+    return (
+        f"On answers that were held out, with the true tokens before each guess, the draft steps, first to "
+        f"last, gave the target's likeliest token in {shares} of the cases. Were these independent, a "
+        f"verification would give {record.expected_length:.2f} tokens."
+    )
+
+
+def plot(history: list[Record]) -> str:
+    """Loss and estimated acceptance length over the steps, as an SVG picture."""
+    curves = [
+        ("loss", "#b04030", [record.loss for record in history]),
+        ("tokens per verification (estimate)", "#2060a0", [record.expected_length for record in history]),
+    ]
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {2 * HEIGHT}">']
+    for row, (title, colour, values) in enumerate(curves):
+        parts.append(f'<g transform="translate(0 {row * HEIGHT})" font-family="sans-serif" font-size="12">')
+        parts += _curve(title, colour, [record.step for record in history], values)
+        parts.append("</g>")
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _curve(title: str, colour: str, steps: list[int], values: list[float]) -> list[str]:
+    if not values:
+        return []
+    low, high = min(values), max(values)
+    span, last = (high - low) or 1.0, max(steps[-1], 1)
+    points = " ".join(
+        f"{MARGIN + (WIDTH - 2 * MARGIN) * step / last:.1f},"
+        f"{HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * (value - low) / span:.1f}"
+        for step, value in zip(steps, values, strict=True)
+    )
+    bottom = HEIGHT - MARGIN
+    return [
+        f'<text x="{MARGIN}" y="{MARGIN - 16}">{title}: {values[-1]:.3f} after {steps[-1]} steps</text>',
+        f'<text x="4" y="{MARGIN + 4}">{high:.2f}</text>',
+        f'<text x="4" y="{bottom}">{low:.2f}</text>',
+        f'<path d="M{MARGIN} {MARGIN}V{bottom}H{WIDTH - MARGIN}" fill="none" stroke="#888"/>',
+        f'<polyline points="{points}" fill="none" stroke="{colour}"/>',
+    ]

@@ -1,0 +1,74 @@
+"""What a head is worth in the engine: tokens per pass over the target, beside other drafters."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.llm import LLM
+from paceline.train.batches import Indices
+from paceline.train.examples import Examples
+from paceline.verify.params import SamplingParams
+
+DRAFTED = 5  # tokens of a draft, in a chain
+MAX_TOKENS = 128  # of an answer
+
+
+@dataclass(frozen=True)
+class HeldOutPrompt:
+    """A prompt that the head was not trained on."""
+
+    segment: str
+    token_ids: list[int]
+
+
+def held_out_prompts(examples: Examples, held_out: Indices, number: int, seed: int) -> list[HeldOutPrompt]:
+    """At most `number` of the prompts that were held out."""
+    firsts = {int(examples.prompts[index]): int(index) for index in reversed(held_out)}
+    chosen = random.Random(seed).sample(sorted(firsts.values()), min(number, len(firsts)))
+    return [
+        HeldOutPrompt(examples.segments[index], examples.ids(index)[: examples.answers[index]].tolist())
+        for index in sorted(chosen)
+    ]
+
+
+def contestants(head: Path, untrained: Path) -> dict[str, dict[str, Any]]:
+    """Speculative configurations to compare, by what they are called in a table."""
+    chain = {"num_speculative_tokens": DRAFTED}
+    return {
+        "this head": {"method": "eagle3", "model": str(head), **chain},
+        "untrained": {"method": "eagle3", "model": str(untrained), **chain},
+        "ngram": {"method": "ngram", **chain},
+    }
+
+
+def tokens_per_pass(
+    load: Callable[[dict[str, Any]], LLM],
+    prompts: Sequence[HeldOutPrompt],
+    methods: Mapping[str, dict[str, Any]],
+    max_tokens: int = MAX_TOKENS,
+) -> dict[str, dict[str, float]]:
+    """Greedy tokens per pass of each method on each segment, and on all prompts together.
+
+    `load` gives the model with a speculative configuration. Every pass gives one token besides those
+    that were accepted.
+    """
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    table: dict[str, dict[str, float]] = {}
+    for method, config in methods.items():
+        llm = load(config)
+        outputs = llm.generate([prompt.token_ids for prompt in prompts], params, use_tqdm=False)
+        llm.close()
+        sums: dict[str, list[int]] = {}
+        for prompt, output in zip(prompts, outputs, strict=True):
+            tokens = len(output.outputs[0].token_ids)
+            accepted = output.metrics.speculative.num_accepted_draft_tokens
+            for segment in (prompt.segment, "all"):
+                total = sums.setdefault(segment, [0, 0])
+                total[0] += tokens
+                total[1] += tokens - accepted
+        table[method] = {segment: tokens / max(1, passes) for segment, (tokens, passes) in sums.items()}
+    return table

@@ -1,0 +1,112 @@
+"""`paceline train`: from prompts to a head that drafts, on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.draft.heads.checkpoint import load_head
+from paceline.models.registry import load_checkpoint
+from paceline.train.commands import ANSWERS, SEED, TRAINING
+from paceline.train.make_answers import AnswerOptions
+from paceline.train.options import TrainOptions
+from tests.models.files import config_of, random_tensors, write_gguf
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of two layers with a context of 128 and a tokenizer of bytes."""
+    path = tmp_path_factory.mktemp("train") / "tiny.gguf"
+    return write_gguf(path, "llama", random_tensors(config_of("llama")))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": text, "segment": "letters"} for text in ("abc abc", "one two", "xyz", "a b c", "q")]
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\nno JSON\n")
+    return path
+
+
+SMALL = ("--device", "cpu", "--max-tokens", "12", "--max-steps", "10", "--unroll", "2", "--held-out", "0.5")
+SMALL += ("--intermediate-size", "16", "--draft-vocab-size", "50", "--batch-tokens", "64")
+
+
+def test_prompts_become_a_head_with_its_card(
+    paceline: Run, tiny_gguf: Path, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "head"
+    code, table, told = paceline("train", "eagle3", tiny_gguf, "--data", prompts, "--out", out, *SMALL)
+    assert code == 0, told
+    assert "1 rows left out: broken JSON" in told
+    assert "this head" in table
+    head = load_head(out)
+    assert head.config.draft_vocab_size == 50
+    assert head.config.target is not None
+    assert head.config.target.name == "tiny.gguf"
+    card = (out / "README.md").read_text()
+    assert "10 steps" in card
+    assert "| this head |" in card
+    facts = json.loads((out / "training.json").read_text())
+    assert set(facts["tokens_per_pass"]) == {"this head", "untrained", "ngram"}
+    assert facts["tokens_per_pass"]["ngram"]["all"] >= 1
+    assert (out / "training.svg").read_text().startswith("<svg")
+
+
+def test_answers_of_one_machine_train_a_head_on_another(
+    paceline: Run, tiny_gguf: Path, prompts: Path, tmp_path: Path
+) -> None:
+    answers, out = tmp_path / "answers.jsonl", tmp_path / "head"
+    short = ("--device", "cpu", "--max-tokens", "12")
+    assert paceline("train", "answers", tiny_gguf, "--data", prompts, "--out", answers, *short)[0] == 0
+    written = answers.read_bytes()
+    code, _, told = paceline(
+        "train", "eagle3", tiny_gguf, "--data", answers, "--out", out, *SMALL, "--evaluate", "0"
+    )
+    assert code == 0, told
+    assert answers.read_bytes() == written
+    further = tmp_path / "further"
+    again = ("--data", answers, "--out", further, *SMALL, "--evaluate", "0", "--init-from", out)
+    assert paceline("train", "eagle3", tiny_gguf, *again)[0] == 0
+    before, after = (load_head(folder).tensors["fc.weight"].float32() for folder in (out, further))
+    assert before.shape == after.shape
+    assert (before != after).any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--temperatures", "warm"), "--temperatures must be numbers"),
+        (("--epochs", "0"), "epochs must be an integer from 1"),
+        (("--data", "no-such-file"), "cannot be read"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(
+    paceline: Run, tiny_gguf: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    code, _, told = paceline("train", "eagle3", tiny_gguf, "--out", tmp_path / "head", *arguments)
+    assert code == 2
+    assert message in told
+    assert not (tmp_path / "head").exists()
+
+
+def test_flags_have_the_names_and_defaults_of_the_options() -> None:
+    training = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
+    assert {flag.name: flag.default for flag in (*TRAINING, *SEED)} == training
+    answering = {field.name: field.default for field in dataclasses.fields(AnswerOptions)}
+    flags = {flag.name: flag.default for flag in (*ANSWERS, *SEED)}
+    assert flags.keys() == answering.keys()
+    assert flags["temperatures"] == "0,0.8"
+    assert answering["temperatures"] == (0.0, 0.8)
+    for name in ("max_prompt_tokens", "max_tokens", "seed"):
+        assert flags[name] == answering[name]
+
+
+def test_the_tiny_target_has_too_few_layers_for_the_usual_features(tiny_gguf: Path) -> None:
+    assert load_checkpoint(tiny_gguf).config.num_layers == 2  # so that the runs above cover that case
