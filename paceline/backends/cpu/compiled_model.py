@@ -39,8 +39,8 @@ class CompiledModel:
         self.max_rows = workspace.rows
         self.threads = workspace.threads
         self.workspace = workspace
-        self._job = workspace.job
-        self._logits = np.empty((0, 0), dtype=np.float32)
+        self._job, self._job_at = workspace.job, address_of(workspace.job)
+        self._logits = np.empty((0, round_up(self.config.vocab_size, GROUP)), dtype=np.float32)
         shared = beside is not None and beside.threads == self.threads
         self._team: Team = beside._team if beside and shared else Team(self.threads, run_passes)
 
@@ -64,34 +64,30 @@ class CompiledModel:
         """Run a pass: the logits of the wanted rows, valid until the next one."""
         rows, outputs, job = batch.num_rows, len(batch.logit_rows), self._job
         assert 0 < rows <= self.max_rows, f"{rows} rows, but max_rows is {self.max_rows}"
+        assert batch.num_requests <= rows, "a request without rows"
         assert isinstance(batch.pool, CpuPool)
         assert batch.page_tables.shape[1] <= self.workspace.max_pages, "the page table outgrows the context"
         assert self._team.close.alive, "the backend is closed"
         if outputs > len(self._logits):
-            self._logits = np.empty((outputs, round_up(self.config.vocab_size, GROUP)), dtype=np.float32)
-        starts = batch.row_offsets[:-1].repeat(
-            np.diff(batch.row_offsets)
-        )  # each row's first row of its request
-        self.workspace.row_requests[:rows] = np.searchsorted(batch.row_offsets, np.arange(rows), "right") - 1
-        arrays = (
-            (fields.TOKENS_AT, batch.tokens),
-            (fields.POSITIONS_AT, batch.positions),
-            (fields.PARENTS_AT, batch.parents),
-            (fields.ROW_START_AT, batch.row_offsets),
-            (fields.CONTEXT_AT, batch.context_lengths),
-            (fields.PAGES_AT, batch.page_tables),
-            (fields.CHAIN_AT, _chains(batch, starts)),
-            (fields.LOGIT_ROWS_AT, batch.logit_rows),
+            self._logits = np.empty((outputs, self._logits.shape[1]), dtype=np.float32)
+            job[fields.LOGITS_AT], job[fields.LOGITS_STRIDE] = (
+                address_of(self._logits),
+                self._logits.strides[0],
+            )
+        given = (
+            batch.tokens,
+            batch.positions,
+            batch.parents,
+            batch.row_offsets,
+            batch.context_lengths,
+            batch.page_tables,
+            batch.logit_rows,
         )
-        held = [np.ascontiguousarray(array, dtype=np.int32) for _, array in arrays]
-        for (index, _), array in zip(arrays, held, strict=True):
-            job[index] = address_of(array)
-        job[fields.ROWS], job[fields.OUTPUTS] = rows, outputs
-        job[fields.MAX_PAGES] = batch.page_tables.shape[1]
-        job[fields.LOGITS_AT], job[fields.LOGITS_STRIDE] = address_of(self._logits), self._logits.strides[0]
+        held = [np.ascontiguousarray(array, dtype=np.int32) for array in given]  # until the pass is over
+        _describe(job, *held, self.workspace.row_requests, self.workspace.chains)
         job[fields.KV_AT], job[fields.NUM_PAGES] = address_of(batch.pool.data), batch.pool.num_pages
         self.workspace.counters.fill(0)
-        run_passes(self._team.control, 0, self.threads, address_of(job))
+        run_passes(self._team.control, 0, self.threads, self._job_at)
         return self._logits[:outputs, : self.config.vocab_size]
 
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
@@ -108,12 +104,27 @@ class CompiledModel:
         self._team.close()
 
 
-def _chains(batch: ForwardBatch, starts: Int32Array) -> Int32Array:
-    """For each request, whether its rows are a chain: each row's parent is the row before it."""
-    broken = batch.parents != np.arange(batch.num_rows) - starts - 1
-    if not broken.any():
-        return np.ones(batch.num_requests, dtype=np.int32)
-    return np.logical_not(np.logical_or.reduceat(broken, batch.row_offsets[:-1])).astype(np.int32)
+@compiled(cached=True)
+def _describe(job, tokens, positions, parents, offsets, contexts, pages, logit_rows, requests, chains):  # type: ignore[no-untyped-def]
+    """Write a batch into the job; each row's request, and whether each request's rows are a chain.
+
+    In a chain each row's parent is the row before it.
+    """
+    job[fields.ROWS], job[fields.OUTPUTS], job[fields.MAX_PAGES] = (
+        len(tokens),
+        len(logit_rows),
+        pages.shape[1],
+    )
+    job[fields.TOKENS_AT], job[fields.POSITIONS_AT] = tokens.ctypes.data, positions.ctypes.data
+    job[fields.PARENTS_AT], job[fields.ROW_START_AT] = parents.ctypes.data, offsets.ctypes.data
+    job[fields.CONTEXT_AT], job[fields.PAGES_AT] = contexts.ctypes.data, pages.ctypes.data
+    job[fields.LOGIT_ROWS_AT] = logit_rows.ctypes.data
+    for request in range(len(contexts)):
+        chains[request] = 1
+        for row in range(offsets[request], offsets[request + 1]):
+            requests[row] = request
+            if parents[row] != row - offsets[request] - 1:
+                chains[request] = 0
 
 
 @compiled(cached=True)

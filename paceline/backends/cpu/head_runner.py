@@ -30,7 +30,10 @@ class CpuHeadRunner(CompiledModel):
         features = (max_rows, head.config.num_features, workspace.feature_padded)
         self._features = np.zeros(features, dtype=np.float32)
         self._fed_back = np.zeros((max_rows, 1, workspace.hidden), dtype=np.float32)
-        self._states = np.empty((0, workspace.hidden), dtype=np.float32)  # what it gives back, [outputs, ...]
+        self._states = np.empty(
+            (max_rows, workspace.hidden), dtype=np.float32
+        )  # of outputs: what it gives back
+        self._job[fields.STATES_AT] = address_of(self._states)
 
     def run(self, batch: HeadBatch) -> HeadOutput:
         """Logits of the wanted rows, and the states that their children read.
@@ -38,12 +41,9 @@ class CpuHeadRunner(CompiledModel):
         A pass in which no row is wanted computes keys and values only.
         """
         rows, outputs = batch.rows.num_rows, len(batch.rows.logit_rows)
-        if outputs > len(self._states):
-            self._states = np.empty((outputs, self._states.shape[1]), dtype=np.float32)
         inputs = self._features if batch.from_target else self._fed_back
         apart = batch.states.reshape(rows, inputs.shape[1], -1)
         inputs[:rows, :, : apart.shape[2]] = apart
         self._job[fields.INPUTS_AT], self._job[fields.FROM_TARGET] = address_of(inputs), batch.from_target
-        self._job[fields.STATES_AT] = address_of(self._states)
         logits = self._run(batch.rows)
         return HeadOutput(logits, self._states[:outputs, : self.config.hidden_size])

@@ -174,10 +174,11 @@ class Workspace:
             dtype=np.int64,
         )
         self.feature_slots = np.full(config.num_layers + 1, -1, dtype=np.int64)
-        self.row_requests = np.zeros(rows, dtype=np.int32)
+        self.row_requests = np.zeros(rows, dtype=np.int32)  # the request of each row
+        self.chains = np.zeros(rows, dtype=np.int32)  # for each request, whether its rows are a chain
         job[fields.COUNTERS_AT] = address_of(self.counters)
         job[fields.FEATURE_SLOT_AT] = address_of(self.feature_slots)
-        job[fields.REQUEST_AT] = address_of(self.row_requests)
+        job[fields.REQUEST_AT], job[fields.CHAIN_AT] = address_of(self.row_requests), address_of(self.chains)
 
     def _scratch_bytes(self) -> int:
         """What the hungriest phase needs of a thread's own memory."""

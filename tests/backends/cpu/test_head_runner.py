@@ -171,8 +171,8 @@ def test_a_pass_that_tells_nothing_leaves_the_same_keys_and_values(backend: CpuB
     runner = CpuHeadRunner(random_checkpoint(EAGLE3), backend, MAX_ROWS)
     tokens, features, _ = random_slots(EAGLE3, LENGTH)
     telling, silent = drive_heads(runner, PAGES)[0], drive_heads(runner, PAGES)[0]
-    extend(telling, tokens, features)
     nothing = run_heads([silent.ask(features, tokens)], from_target=True, outputs=[])
+    extend(telling, tokens, features)
     assert nothing.logits.shape == (0, EAGLE3.draft_vocab_size)
     assert nothing.states.shape == (0, EAGLE3.hidden_size)
     np.testing.assert_array_equal(silent.pool.data, telling.pool.data)  # type: ignore[attr-defined]
