@@ -144,6 +144,24 @@ def serve(server: Options, engine: Options, model: Model = DEFAULT_MODEL) -> Non
     serve(model, engine, server)
 
 
+@app.command()
+def export(
+    head: Annotated[Path, typer.Argument(help="A draft head: its folder or file.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write it.")],
+    form: Annotated[
+        str, typer.Option("--format", help="Whose format: sglang (for vLLM too) or speculators.")
+    ],
+    target: Annotated[
+        str, typer.Option(help="What others call its target: a hub id, or a path of theirs.")
+    ] = "",
+) -> None:
+    """Write a draft head for another engine."""
+    from paceline.draft.heads.checkpoint import load_head, write_head
+
+    write_head(load_head(head), folder, form, target)
+    typer.echo(folder)
+
+
 def _mount(name: str, module: str, summary: str) -> None:
     """Give a room's own commands a name here. The room is imported only when it is used."""
 

@@ -31,7 +31,7 @@ def test_version_and_help_name_every_command(paceline):
     assert paceline("--version") == (0, f"paceline {__version__}\n", "")
     code, out, _ = paceline("--help")
     assert code == 0
-    for command in ("generate", "chat", "check", "serve", "models", "bench", "train"):
+    for command in ("generate", "chat", "check", "serve", "models", "bench", "train", "export"):
         assert f"\n  {command} " in out
 
 

@@ -101,14 +101,11 @@ class EagleOptions:
     """The keys of speculative_config that are a head's own."""
 
     model: str | None = None  # folder or file of the head; None: the one that is shipped for the target
-    quantization: str | None = None  # None: the target's
     any_target: bool = False  # use a head that was trained for another model of the same sizes
 
     def __post_init__(self) -> None:
         if self.model is not None and not (isinstance(self.model, str) and self.model):
             raise ConfigError(f"model must be the path of a draft head, got {self.model!r}.")
-        if self.quantization is not None and not isinstance(self.quantization, str):
-            raise ConfigError(f"quantization must be a text such as 'int8', got {self.quantization!r}.")
         check_bool(ConfigError, "any_target", self.any_target)
 
 
@@ -144,10 +141,7 @@ class EagleDrafter(Drafter):
                 f"set method to {config.kind!r}."
             )
         check_target(config, target.config, target.fingerprint, str(head.source), options.any_target)
-        how = target.backend
-        if options.quantization is not None:
-            how = replace(how, quantization=options.quantization)
-        runner = load_head_runner(head, how, target.max_rows, target.loaded)
+        runner = load_head_runner(head, target.backend, target.max_rows, target.loaded)
         guesses = np.arange(config.draft_vocab_size, dtype=np.int32)
         ids = guesses if head.draft_ids is None else head.draft_ids
         shape = HeadShape(

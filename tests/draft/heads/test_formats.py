@@ -130,6 +130,20 @@ def test_sglang_numbers_layers_and_vllm_hidden_states(tmp_path):
     assert load_head(tmp_path).config.feature_layers == (1, 2, 3)
 
 
+def test_paceline_export(tmp_path, paceline):
+    head = random_checkpoint(replace(EAGLE3, target=TARGET))
+    write_head(head, tmp_path / "ours", "sglang")
+    out = str(tmp_path / "theirs")
+    given = ("export", str(tmp_path / "ours"), out)
+    assert paceline(*given, "--format", "speculators", "--target", "their/name") == (0, f"{out}\n", "")
+    assert_equal(head, load_head(tmp_path / "theirs"))
+    values = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert values["speculators_config"]["verifier"]["name_or_path"] == "their/name"
+    code, _, error = paceline(*given, "--format", "gguf")
+    assert code == 2
+    assert "Use one of sglang, speculators." in error
+
+
 def test_a_missing_norm_before_residual_is_read_as_vllm_reads_it(tmp_path):
     for form, expected in (("sglang", False), ("speculators", True)):
         write_head(random_checkpoint(EAGLE3), tmp_path / form, form)
