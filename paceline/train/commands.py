@@ -15,9 +15,12 @@ from paceline.errors import ConfigError
 from paceline.terminal.flags import Flag, Group, Options, with_flags
 
 if TYPE_CHECKING:
+    import torch
+
     from paceline.train.card import Measured
     from paceline.train.make_answers import AnswerOptions
     from paceline.train.options import TrainOptions
+    from paceline.train.processes import Processes
     from paceline.train.run_eagle3 import Trained
 
 app = typer.Typer(help="Train a draft head on the target's own answers.", no_args_is_help=True)
@@ -93,10 +96,12 @@ def eagle3_command(
     ] = 40,
 ) -> None:
     """Train an EAGLE-3 head: the target answers the prompts, the head learns to guess the answers."""
+    from paceline.draft.heads.checkpoint import write_head
     from paceline.models.registry import resolve
     from paceline.train.card import write_report
     from paceline.train.examples import is_answers
     from paceline.train.options import TrainOptions
+    from paceline.train.processes import processes_on, started_by_torchrun
 
     options = TrainOptions(**training, **seed)
     files = data or []
@@ -104,10 +109,19 @@ def eagle3_command(
     answers = [path for path in files if is_answers(path)]
     answer_options = _answer_options(answering, seed, has_files=bool(files))
     path, chosen = resolve(model), _device(device)
+    if started_by_torchrun() and (prompts or answer_options.self_written):
+        raise ConfigError(
+            "torchrun only trains: let one process answer the prompts, with `paceline train answers`, and "
+            "give its file as --data."
+        )
     if prompts or answer_options.self_written:
         answers.append(out / "answers.jsonl")
         _answer(path, prompts, answers[-1], answer_options, chosen)
-    trained = _train(path, answers, out, options, chosen, init_from)
+    processes, own_device = processes_on(chosen)
+    trained = _train(path, answers, out, options, own_device, init_from, processes)
+    if processes.rank != 0:
+        return
+    write_head(trained.head, out, "sglang")
     measured = _evaluate(path, trained, out, evaluate, options.seed)
     write_report(trained, path.name, options, measured, out)
     print(f"The head is in {out}: serve with --draft eagle3:{out}", file=sys.stderr)
@@ -150,11 +164,12 @@ def _train(
     answers: Sequence[Path],
     out: Path,
     options: TrainOptions,
-    device: str,
+    device: torch.device,
     init_from: Path | None,
+    processes: Processes,
 ) -> Trained:
-    """Train, and write the head into `out`."""
-    from paceline.draft.heads.checkpoint import load_head, write_head
+    """Train with a progress bar, which rank 0 alone shows."""
+    from paceline.draft.heads.checkpoint import load_head
     from paceline.draft.heads.config import TargetName
     from paceline.draft.heads.fingerprint import target_fingerprint
     from paceline.models.registry import load_checkpoint
@@ -164,10 +179,8 @@ def _train(
     checkpoint = load_checkpoint(model)
     name = TargetName(target_fingerprint(checkpoint), model.name)
     start = load_head(init_from) if init_from is not None else None
-    with training_progress() as show:
-        trained = train_eagle3(checkpoint, name, answers, out, options, device, start, show)
-    write_head(trained.head, out, "sglang")
-    return trained
+    with training_progress(visible=processes.rank == 0) as show:
+        return train_eagle3(checkpoint, name, answers, out, options, device, start, show, processes)
 
 
 def _evaluate(model: Path, trained: Trained, out: Path, number: int, seed: int) -> Measured:

@@ -25,6 +25,7 @@ from paceline.train.new_head import (
     new_head,
 )
 from paceline.train.options import TrainOptions
+from paceline.train.processes import Processes
 from paceline.train.sequences import load_target
 from paceline.train.trainer import OnProgress, Record, Trainer
 
@@ -49,9 +50,10 @@ def train_eagle3(
     answers: Sequence[Path],
     folder: Path,
     options: TrainOptions,
-    device: str,
+    device: torch.device,
     init_from: HeadCheckpoint | None = None,
     on_progress: OnProgress = lambda progress: None,
+    processes: Processes | None = None,
 ) -> Trained:
     """Train a head for the checkpoint on files of answers; goes on with the run that `folder` holds."""
     examples = read_examples(answers, options.max_length)
@@ -60,8 +62,7 @@ def train_eagle3(
             f"The answers are of a target with {examples.vocab_size} tokens, but {checkpoint.source.name} "
             f"has {checkpoint.config.vocab_size}: let this target answer the prompts."
         )
-    on_gpu = torch.device(device).type == "cuda"
-    target = load_target(checkpoint, torch.device(device), torch.bfloat16 if on_gpu else torch.float32)
+    target = load_target(checkpoint, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     counts = examples.answer_counts()
     if init_from is None:
         draft_ids = choose_draft_ids(counts, options.draft_vocab_size)
@@ -69,7 +70,7 @@ def train_eagle3(
     else:
         head, draft_ids = head_from(init_from, target)
     untrained = _checkpoint_of(head, target_name, draft_ids, folder)
-    trainer = Trainer(target, head, torch.from_numpy(draft_ids).long(), examples, options, folder)
+    trainer = Trainer(target, head, torch.from_numpy(draft_ids).long(), examples, options, folder, processes)
     progress = trainer.train(on_progress)
     return Trained(
         _checkpoint_of(head, target_name, draft_ids, folder),

@@ -31,10 +31,10 @@ def answering_progress() -> Iterator[Callable[[Answered], None]]:
 
 
 @contextmanager
-def training_progress() -> Iterator[Callable[[TrainingProgress], None]]:
+def training_progress(visible: bool) -> Iterator[Callable[[TrainingProgress], None]]:
     """A progress bar on standard error with loss, acceptance of each draft step, and time left."""
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Console(stderr=True), disable=not visible) as bar:
         task = bar.add_task("training", total=None)
 
         def show(progress: TrainingProgress) -> None:

@@ -29,6 +29,7 @@ from paceline.train.batches import Indices, all_batches, collate, epoch_batches,
 from paceline.train.eagle3 import DraftIds, StepLosses, step_losses
 from paceline.train.examples import Examples
 from paceline.train.options import TrainOptions
+from paceline.train.processes import Alone, Processes
 from paceline.train.sequences import target_states
 
 TIMED_STEPS = 30  # over so many the speed is measured that says how many steps fit into `minutes`
@@ -74,9 +75,11 @@ class Trainer:
         examples: Examples,
         options: TrainOptions,
         folder: Path,
+        processes: Processes | None = None,
     ) -> None:
         """`draft_ids` int64 [draft vocabulary]; checkpoints go to `folder`, and are taken up from there."""
         self.target, self.head, self.options, self.examples = target, head, options, examples
+        self.processes = processes or Alone()
         self.device = target.embedding.device
         self.draft_ids = DraftIds(draft_ids.to(self.device), target.head)
         self.feature_layers = head.config.layers_of(target.config.num_layers)
@@ -99,7 +102,8 @@ class Trainer:
         started, before = time.monotonic(), progress.seconds
         batches = all_batches(self.examples, self.chosen, options.batch_tokens, options.seed)
         losses: list[StepLosses] = []
-        for indices in islice(batches, progress.step, None):
+        rank, number = self.processes.rank, self.processes.number
+        for indices in islice(batches, progress.step * number + rank, None, number):
             if progress.total is not None and progress.step >= progress.total:
                 break
             losses.append(self.step(indices))
@@ -128,6 +132,9 @@ class Trainer:
         losses = self.losses(indices)
         self.optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward((losses.losses * self.weights).sum())
+        self.processes.average(
+            parameter.grad for parameter in self.parameters.values() if parameter.grad is not None
+        )
         torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.options.clip)
         self.optimizer.step()
         return StepLosses(losses.losses.detach(), losses.matches)
@@ -157,6 +164,8 @@ class Trainer:
 
     def save(self) -> None:
         """Write the checkpoint; the old one stays until the new one is whole."""
+        if self.processes.rank != 0:
+            return
         tensors = {f"head.{name}": parameter.detach() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             state = self.optimizer.state[parameter]
@@ -199,7 +208,8 @@ class Trainer:
         """What must be the same for a run to go on."""
         options = dict(vars(self.options))
         options.pop("checkpoint_every")
-        return {**options, "examples": len(self.examples), "tokens": len(self.examples.tokens)}
+        sizes = {"examples": len(self.examples), "tokens": len(self.examples.tokens)}
+        return {**options, **sizes, "processes": self.processes.number}
 
     def _planned_steps(self) -> int | None:
         """The steps of the run, as far as they are known before it begins."""
@@ -208,10 +218,11 @@ class Trainer:
             return None
         if options.max_steps is not None:
             return options.max_steps
-        return sum(
+        batches = sum(
             len(epoch_batches(self.examples, self.chosen, options.batch_tokens, options.seed, epoch))
             for epoch in range(options.epochs)
         )
+        return -(-batches // self.processes.number)
 
     def _plan(self) -> None:
         """Decide how many steps fit into the minutes, once the speed is known."""
@@ -225,7 +236,7 @@ class Trainer:
         if progress.step - step >= TIMED_STEPS:
             seconds_per_step = (progress.seconds - seconds) / (progress.step - step)
             left = self.options.minutes * 60 - progress.seconds
-            progress.total = progress.step + max(0, int(left / seconds_per_step))
+            progress.total = self.processes.agree(progress.step + max(0, int(left / seconds_per_step)))
 
     def _learning_rate(self) -> float:
         """Warm-up, then half a cosine down to LOWEST_RATE."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +15,12 @@ import torch
 from paceline.errors import ConfigError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.transformer import Transformer
-from paceline.train.batches import collate, epoch_batches, split
+from paceline.train.batches import Indices, all_batches, collate, epoch_batches, split
+from paceline.train.eagle3 import StepLosses
 from paceline.train.examples import Examples
 from paceline.train.new_head import choose_draft_ids, coverage, head_config, new_head
 from paceline.train.options import TrainOptions
+from paceline.train.processes import Processes
 from paceline.train.sampler import Sampler
 from paceline.train.trainer import Progress, Record, Trainer
 
@@ -50,12 +56,24 @@ def examples(target: Transformer) -> Examples:
     )
 
 
+class Recording(Trainer):
+    """Remembers the examples of every step."""
+
+    def step(self, indices: Indices) -> StepLosses:
+        self.seen = [*getattr(self, "seen", []), tuple(indices)]
+        return super().step(indices)
+
+
 def trainer(
-    target: Transformer, examples: Examples, folder: Path, options: TrainOptions = OPTIONS
-) -> Trainer:
+    target: Transformer,
+    examples: Examples,
+    folder: Path,
+    options: TrainOptions = OPTIONS,
+    processes: Processes | None = None,
+) -> Recording:
     draft_ids = choose_draft_ids(examples.answer_counts(), options.draft_vocab_size)
     head = new_head(head_config(target.config, options, None), target, draft_ids, options.seed)
-    return Trainer(target, head, torch.from_numpy(draft_ids).long(), examples, options, folder)
+    return Recording(target, head, torch.from_numpy(draft_ids).long(), examples, options, folder, processes)
 
 
 def weights(of: Trainer) -> torch.Tensor:
@@ -183,3 +201,47 @@ def test_the_expected_length_multiplies_the_matches() -> None:
 def test_bad_options_are_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainOptions(**options)  # type: ignore[arg-type]
+
+
+class Threads:
+    """Processes of a run that are threads of this test."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.barrier = threading.Barrier(number, timeout=60)
+        self.given: dict[int, list[torch.Tensor]] = {}
+
+    def of(self, rank: int) -> Member:
+        return Member(self, rank)
+
+
+class Member:
+    def __init__(self, threads: Threads, rank: int) -> None:
+        self.threads, self.rank, self.number = threads, rank, threads.number
+
+    def average(self, tensors: Iterable[torch.Tensor]) -> None:
+        own = list(tensors)
+        self.threads.given[self.rank] = [tensor.clone() for tensor in own]
+        self.threads.barrier.wait()
+        for index, tensor in enumerate(own):
+            total = sum(self.threads.given[rank][index] for rank in range(self.number))
+            tensor.copy_(total / self.number)  # type: ignore[operator]
+        self.threads.barrier.wait()
+
+    def agree(self, value: int) -> int:
+        return value
+
+
+def test_processes_take_their_own_batches_and_end_with_the_same_weights(
+    target: Transformer, examples: Examples, tmp_path: Path
+) -> None:
+    options = TrainOptions(**{**vars(OPTIONS), "max_steps": 4})
+    threads = Threads(2)
+    members = [trainer(target, examples, tmp_path / "two", options, threads.of(rank)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda member: member.train(), members))
+    assert torch.equal(weights(members[0]), weights(members[1]))
+    expected = [tuple(one) for one in islice(all_batches(examples, members[0].chosen, 96, 0), 8)]
+    assert [
+        batch for pair in zip(*(member.seen for member in members), strict=True) for batch in pair
+    ] == expected
