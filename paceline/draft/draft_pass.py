@@ -31,6 +31,8 @@ class Part:
 class Passes(ABC, Generic[Output]):
     """Runs a network over contexts and the trees behind them."""
 
+    first_position = 0  # of the row at KV index 0
+
     def __init__(self, cache: DraftCache, page_size: int, max_rows: int) -> None:
         self._cache = cache
         self._page_size = page_size
@@ -41,16 +43,26 @@ class Passes(ABC, Generic[Output]):
         """What one pass over parts of contexts gives, part after part, until the next pass."""
 
     def batch(self, parts: Sequence[Part]) -> ForwardBatch:
-        """The rows of one pass."""
-        counts = [len(part.tokens) for part in parts]
-        offsets = np.zeros(len(parts) + 1, dtype=np.int32)
-        np.cumsum(counts, out=offsets[1:])
-        outputs = [first + row for part, first in zip(parts, offsets, strict=False) for row in part.outputs]
+        """The rows of one pass. Put together in lists: for a few rows they are quicker than arrays."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        parents: list[int] = []
+        outputs: list[int] = []
+        offsets = [0]
+        for part in parts:
+            first = len(tokens)
+            tokens += part.tokens
+            parents += part.parents
+            outputs += [first + row for row in part.outputs]
+            for parent in part.parents:
+                before = positions[first + parent] if parent >= 0 else part.start - 1 + self.first_position
+                positions.append(before + 1)
+            offsets.append(len(tokens))
         return ForwardBatch(
-            tokens=np.array([token for part in parts for token in part.tokens], dtype=np.int32),
-            positions=np.concatenate([_positions(part) for part in parts]),
-            parents=np.array([parent for part in parts for parent in part.parents], dtype=np.int32),
-            row_offsets=offsets,
+            tokens=np.array(tokens, dtype=np.int32),
+            positions=np.array(positions, dtype=np.int32),
+            parents=np.array(parents, dtype=np.int32),
+            row_offsets=np.array(offsets, dtype=np.int32),
             context_lengths=np.array([part.start for part in parts], dtype=np.int32),
             page_tables=self._page_tables(parts),
             logit_rows=np.array(outputs, dtype=np.int32),
@@ -124,11 +136,3 @@ def _chain(context: Context, start: int, end: int, with_output: bool = False) ->
     count = end - start
     outputs = (count - 1,) if with_output else ()
     return Part(context, start, context.tokens[start:end], range(-1, count - 1), outputs)
-
-
-def _positions(part: Part) -> Int32Array:
-    """The position of each row: int32 [rows]."""
-    positions = np.empty(len(part.parents), dtype=np.int32)
-    for row, parent in enumerate(part.parents):
-        positions[row] = positions[parent] + 1 if parent >= 0 else part.start
-    return positions

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.base import ForwardBatch, HeadBatch, HeadOutput, HeadRunner
+from paceline.backends.base import HeadBatch, HeadOutput, HeadRunner
 from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Features, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part, Passes
@@ -29,7 +29,7 @@ from paceline.draft.heads.checkpoint import load_head
 from paceline.draft.heads.fingerprint import check_target
 from paceline.draft.heads.shipped import shipped_head
 from paceline.draft.trees import DraftPlan, DraftTrees
-from paceline.draft.vocabulary import Vocabulary
+from paceline.draft.vocabulary import Vocabulary, trimmed_vocabulary
 from paceline.errors import ConfigError
 from paceline.options import check_bool, refuse_unknown
 from paceline.verify.sampling import Workspace
@@ -57,6 +57,8 @@ class HeadShape:
 class HeadPasses(Passes[HeadOutput]):
     """Passes of a head."""
 
+    first_position = -1  # a slot has the position of the token whose feature it reads
+
     def __init__(self, runner: HeadRunner, pages: HeadPages) -> None:
         super().__init__(pages, runner.page_size, runner.max_rows)
         self._runner = runner
@@ -72,10 +74,6 @@ class HeadPasses(Passes[HeadOutput]):
     def run_guesses(self, parts: Sequence[Part], states: Float32Array) -> HeadOutput:
         """A pass over nodes of trees, which reads states of the head's own: [rows, hidden]."""
         return self._runner.run(HeadBatch(self.batch(parts), states, from_target=False))
-
-    def batch(self, parts: Sequence[Part]) -> ForwardBatch:
-        batch = super().batch(parts)
-        return replace(batch, positions=batch.positions - 1)  # of the token whose feature is read
 
 
 class GuessedTree:
@@ -142,12 +140,10 @@ class EagleDrafter(Drafter):
             )
         check_target(config, target.config, target.fingerprint, str(head.source), options.any_target)
         runner = load_head_runner(head, target.backend, target.max_rows, target.loaded)
-        guesses = np.arange(config.draft_vocab_size, dtype=np.int32)
-        ids = guesses if head.draft_ids is None else head.draft_ids
         shape = HeadShape(
             feature_layers=config.layers_of(target.config.num_layers),
             feature_width=config.feature_width,
-            vocabulary=Vocabulary(guesses, ids, target.config.vocab_size),
+            vocabulary=trimmed_vocabulary(head.draft_ids, target.config.vocab_size),
             longest=config.max_position,
         )
         return cls(runner, shape, target.sampling)

@@ -60,6 +60,28 @@ class Vocabulary:
         return self.draft_ids is self.target_ids
 
 
+@dataclass(frozen=True)
+class TrimmedVocabulary(Vocabulary):
+    """Some of the target's tokens, which a head numbers from 0."""
+
+    _row: (
+        Float32Array  # [target_size] -inf wherever nothing can be guessed; what is given, until the next call
+    )
+
+    def target_logits(self, logits: Float32Array) -> Float32Array:
+        self._row[self.target_ids] = logits
+        return self._row
+
+
+def trimmed_vocabulary(target_ids: Int32Array | None, target_size: int) -> Vocabulary:
+    """The vocabulary of a head that guesses these ids of the target, in this order; None: all of them."""
+    if target_ids is None:
+        every = np.arange(target_size, dtype=np.int32)
+        return Vocabulary(every, every, target_size)
+    own = np.arange(len(target_ids), dtype=np.int32)
+    return TrimmedVocabulary(own, target_ids, target_size, np.full(target_size, -np.inf, dtype=np.float32))
+
+
 def common_vocabulary(
     target: TokenTexts, draft: TokenTexts, target_size: int, draft_size: int, model: str
 ) -> Vocabulary:

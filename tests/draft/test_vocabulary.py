@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.draft.vocabulary import common_vocabulary, vocabulary_intersection
+from paceline.draft.vocabulary import common_vocabulary, trimmed_vocabulary, vocabulary_intersection
 from paceline.errors import ConfigError
 
 
@@ -100,3 +100,13 @@ def test_of_several_ids_with_one_string_the_last_is_meant():
 def test_vocabularies_without_a_common_token_are_refused():
     with pytest.raises(ConfigError, match="'draft' shares no token"):
         vocabulary_intersection(Texts(b"a"), Texts(b"b"), 1, 1, "draft")
+
+
+def test_a_head_guesses_some_tokens_of_the_target_and_never_others():
+    vocabulary = trimmed_vocabulary(np.array([1, 4], dtype=np.int32), 6)
+    for logits in ([2.0, -3.0], [0.5, 7.0]):
+        row = vocabulary.target_logits(np.array(logits, dtype=np.float32)).tolist()
+        assert row == [-np.inf, logits[0], -np.inf, -np.inf, logits[1], -np.inf]
+    every = np.arange(6, dtype=np.float32)
+    assert trimmed_vocabulary(None, 6).target_logits(every) is every
+    assert vocabulary.draft_id(4) == 4, "what it reads are the target's ids"

@@ -16,7 +16,7 @@ from paceline.backends.base import HeadBatch, HeadOutput
 from paceline.draft.base import DraftSampling
 from paceline.draft.eagle import Eagle3Drafter, EagleDrafter, HeadShape
 from paceline.draft.trees import DraftPlan
-from paceline.draft.vocabulary import Vocabulary
+from paceline.draft.vocabulary import trimmed_vocabulary
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from tests.draft.draft_models import Plans
@@ -101,7 +101,7 @@ def toy_eagle(
 ) -> EagleDrafter:
     """A drafter with the toy head; `ids` are what it can guess."""
     own = np.array(ids, dtype=np.int32)
-    vocabulary = Vocabulary(np.arange(len(own), dtype=np.int32), own, VOCAB)
+    vocabulary = trimmed_vocabulary(own, VOCAB)
     runner = ToyHeadRunner(target or ToyBackend(max_rows=128), own, strict=strict)
     # two features, and not in the engine's order
     return Eagle3Drafter(runner, HeadShape((2, 1), 2, vocabulary, longest), sampling)
