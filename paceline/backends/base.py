@@ -134,6 +134,14 @@ class HeadRunner(Protocol):
     def run(self, batch: HeadBatch) -> HeadOutput: ...
 
 
+class MedusaRunner(Protocol):
+    """Loaded Medusa heads."""
+
+    def run(self, states: Float32Array) -> Float32Array:
+        """The guesses of all heads [heads, rows, draft vocabulary] for normed last states [rows, hidden]."""
+        ...
+
+
 def chain_parents(row_counts: Sequence[int]) -> Int32Array:
     """Parents of requests whose rows are chains of the given lengths."""
     return np.concatenate([np.arange(-1, count - 1, dtype=np.int32) for count in row_counts])

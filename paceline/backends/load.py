@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.backends.base import Backend, HeadRunner
+from paceline.backends.base import Backend, HeadRunner, MedusaRunner
 from paceline.config import BackendOptions
 from paceline.draft.heads.checkpoint import HeadCheckpoint
+from paceline.draft.heads.medusa import MedusaCheckpoint, NumpyMedusa
 from paceline.models.checkpoint import Checkpoint
 
 
@@ -29,6 +30,13 @@ def load_head_runner(
     that the head shares with it.
     """
     return _HEAD_LOADERS[options.name](checkpoint, options, max_rows, beside)
+
+
+def load_medusa_runner(
+    checkpoint: MedusaCheckpoint, options: BackendOptions, beside: Backend
+) -> MedusaRunner:
+    """A runner of Medusa heads beside the loaded target, on the backend that the options name."""
+    return _MEDUSA_LOADERS[options.name](checkpoint, beside)
 
 
 def _load_cpu(
@@ -86,4 +94,22 @@ def _load_cpu_head(
 _HEAD_LOADERS: dict[str, Callable[[HeadCheckpoint, BackendOptions, int, Backend], HeadRunner]] = {
     "cpu": _load_cpu_head,
     "torch": _load_torch_head,
+}
+
+
+def _load_torch_medusa(checkpoint: MedusaCheckpoint, beside: Backend) -> MedusaRunner:
+    from paceline.backends.torch_backend import TorchBackend
+    from paceline.draft.heads.torch_medusa import TorchMedusa
+
+    assert isinstance(beside, TorchBackend), "the options name the backend that the target runs on"
+    return TorchMedusa.load(checkpoint, beside.device, beside.dtype)
+
+
+def _load_numpy_medusa(checkpoint: MedusaCheckpoint, beside: Backend) -> MedusaRunner:
+    return NumpyMedusa(checkpoint)
+
+
+_MEDUSA_LOADERS: dict[str, Callable[[MedusaCheckpoint, Backend], MedusaRunner]] = {
+    "cpu": _load_numpy_medusa,
+    "torch": _load_torch_medusa,
 }

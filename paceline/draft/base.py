@@ -52,6 +52,7 @@ class Target:
     max_rows: int  # most rows of a pass
     sampling: DraftSampling
     fingerprint: str = ""  # of its weights, see heads/fingerprint.py; empty: unknown
+    final_norm: Float32Array | None = None  # [hidden] the weights of its last norm
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class EagleDrafter(Drafter):
                 f"the method {cls.name} reads hidden states of the target, which the {target.loaded.name} "
                 "backend does not give. Use another method or another backend."
             )
-        head = load_head(_head_path(options.model, cls.name, target))
+        head = load_head(head_path(options.model, cls.name, target))
         config = head.config
         if config.kind != cls.name:
             raise ConfigError(
@@ -200,10 +200,10 @@ class Eagle3Drafter(EagleDrafter):
     name = "eagle3"
 
 
-def _head_path(given: str | None, method: str, target: Target) -> Path:
+def head_path(given: str | None, method: str, target: Target) -> Path:
     """The folder or file of the head that was asked for."""
     if given is None:
-        shipped = shipped_head(target.fingerprint)
+        shipped = shipped_head(method, target.fingerprint)
         if shipped is None:
             raise ConfigError(
                 f"no {method} head is shipped for this target. Name one, as in {{'method': '{method}', "

@@ -49,6 +49,9 @@ METHODS: dict[str, Method] = {
     "eagle": Method(
         "paceline.draft.eagle", "EagleDrafter", num_speculative_tokens=5, trees=True, has_model=True
     ),
+    "medusa": Method(
+        "paceline.draft.medusa", "MedusaDrafter", num_speculative_tokens=5, trees=True, has_model=True
+    ),
     "grammar": Method(
         "paceline.constrain.drafter", "GrammarDrafter", num_speculative_tokens=MOST_FORCED, trees=False
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.backends.base import Backend
+from paceline.backends.base import Backend, Float32Array
 from paceline.backends.load import load_backend
 from paceline.config import EngineConfig
 from paceline.control.controller import FixedController
@@ -28,6 +28,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     config: ModelConfig
     fingerprint: str = ""  # of the weights: draft heads name the model they were trained for by it
+    final_norm: Float32Array | None = None  # [hidden] the weights of the last norm, for draft heads
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,13 @@ def load_model(config: EngineConfig) -> LoadedModel:
     tokenizer = load_tokenizer(resolve(config.model.tokenizer) if config.model.tokenizer else path)
     checkpoint = load_checkpoint(path)
     backend = load_backend(checkpoint, config.backend, config.scheduler.max_num_batched_tokens)
-    return LoadedModel(backend, tokenizer, checkpoint.config, target_fingerprint(checkpoint))
+    return LoadedModel(
+        backend,
+        tokenizer,
+        checkpoint.config,
+        target_fingerprint(checkpoint),
+        checkpoint.tensors["model.norm.weight"].float32(),
+    )
 
 
 def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Loaded:
@@ -64,6 +71,7 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         max_rows=config.scheduler.max_num_batched_tokens,
         sampling=speculation.sampling,
         fingerprint=model.fingerprint,
+        final_norm=model.final_norm,
     )
     drafters = {name: load_drafter(name, own, target) for name, own in speculation.drafters.items()}
     size = size_cache(

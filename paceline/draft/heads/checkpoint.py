@@ -47,7 +47,7 @@ def load_head(path: Path) -> HeadCheckpoint:
     """The head in a folder, or in a file with its config.json beside it, in any format that is known."""
     folder = path if path.is_dir() else path.parent
     weights = path if path.is_file() else _find_weights(folder)
-    found = {our_name(name): tensor for name, tensor in _read_weights(weights).items()}
+    found = {our_name(name): tensor for name, tensor in read_weights(weights).items()}
     found = {name: tensor for name, tensor in found.items() if name not in COPIES}
     offsets, mask = found.pop("d2t", None), found.pop("t2d", None)
     source = f"{folder.name}/config.json"
@@ -56,7 +56,7 @@ def load_head(path: Path) -> HeadCheckpoint:
     if config.kind == "eagle":  # it has no head of its own: one in the file is a copy of the target's
         found.pop("lm_head.weight", None)
         config = replace(config, draft_vocab_size=config.vocab_size, own_lm_head=False)
-    config = replace(config, target=_target_name(weights))
+    config = replace(config, target=read_target_name(weights))
     ids = _draft_ids(config, offsets, mask, weights)
     return HeadCheckpoint(config, _selected(config, found, weights), ids, path)
 
@@ -76,12 +76,17 @@ def write_head(head: HeadCheckpoint, folder: Path, form: str, target: str = "") 
         mask[ids] = True
         tensors["d2t"] = encode_integers(ids - np.arange(len(ids)))
         tensors["t2d"] = encode_flags(mask)
-    notes = {"format": "pt"}
-    if known is not None:
-        notes |= {FINGERPRINT: known.fingerprint, TARGET_NAME: known.name}
     folder.mkdir(parents=True, exist_ok=True)
-    write_safetensors(folder / WEIGHTS[0], tensors, notes)
+    write_safetensors(folder / WEIGHTS[0], tensors, target_notes(known))
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+def target_notes(target: TargetName | None) -> dict[str, str]:
+    """What a safetensors file says about the target of the head in it."""
+    notes = {"format": "pt"}  # others want to be told that the tensors are torch's
+    if target is not None:
+        notes |= {FINGERPRINT: target.fingerprint, TARGET_NAME: target.name}
+    return notes
 
 
 def _their_name(name: str, layer: str) -> str:
@@ -98,7 +103,7 @@ def _find_weights(folder: Path) -> Path:
     )
 
 
-def _read_weights(path: Path) -> dict[str, SafeTensor]:
+def read_weights(path: Path) -> dict[str, SafeTensor]:
     """The tensors of a file under the file's own names."""
     if path.suffix == ".safetensors":
         return read_safetensors(path, integers=True)
@@ -122,7 +127,7 @@ def _read_weights(path: Path) -> dict[str, SafeTensor]:
     return tensors
 
 
-def _target_name(path: Path) -> TargetName | None:
+def read_target_name(path: Path) -> TargetName | None:
     """Which target the head was trained for, if its file says so."""
     notes = read_metadata(path) if path.suffix == ".safetensors" else {}
     return TargetName(notes[FINGERPRINT], notes.get(TARGET_NAME, "")) if FINGERPRINT in notes else None

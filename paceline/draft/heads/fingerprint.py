@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from paceline.draft.heads.config import HeadConfig
+from paceline.draft.heads.config import HeadConfig, TargetName
 from paceline.errors import ConfigError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig
@@ -50,11 +50,17 @@ def check_target(
             f"the head {source} has no embedding of its own, and its hidden size {head.hidden_size} is not "
             f"the target's, {target.hidden_size}. Fetch the head again, with all of its files."
         )
-    known = head.target is not None and bool(fingerprint)
-    if known and head.target is not None and head.target.fingerprint != fingerprint and not any_target:
-        raise ConfigError(
-            f"the head {source} was trained for another target, {head.target.name or 'without a name'} "
-            f"({head.target.fingerprint}; this one is {fingerprint}). It would guess badly, though never "
-            "change the output. Use a head that was trained for this target, or set any_target to use it "
-            "all the same."
-        )
+    check_fingerprint(head.target, fingerprint, source, any_target)
+
+
+def check_fingerprint(
+    trained_for: TargetName | None, fingerprint: str, source: str, any_target: bool
+) -> None:
+    """Nothing, if a head may be used for the target of this fingerprint; ConfigError says why it may not."""
+    if trained_for is None or not fingerprint or trained_for.fingerprint == fingerprint or any_target:
+        return
+    raise ConfigError(
+        f"the head {source} was trained for another target, {trained_for.name or 'without a name'} "
+        f"({trained_for.fingerprint}; this one is {fingerprint}). It would guess badly, though never change "
+        "the output. Use a head that was trained for this target, or set any_target to use it all the same."
+    )

@@ -1,4 +1,4 @@
-"""The heads that come with the package, each in a folder of its own beside this file."""
+"""The heads that come with the package: shipped/METHOD/NAME beside this file, each a folder of its own."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from paceline.models.safetensors_files import read_metadata
 SHIPPED = Path(__file__).parent / "shipped"
 
 
-def shipped_head(fingerprint: str) -> Path | None:
-    """The folder of the head that is shipped for the target of this fingerprint; None if there is none."""
-    for weights in sorted(SHIPPED.glob(f"*/{WEIGHTS[0]}")):
+def shipped_head(method: str, fingerprint: str) -> Path | None:
+    """The folder of the method's head for the target of this fingerprint; None if none is shipped."""
+    for weights in sorted((SHIPPED / method).glob(f"*/{WEIGHTS[0]}")):
         if read_metadata(weights).get(FINGERPRINT) == fingerprint:
             return weights.parent
     return None

@@ -1,0 +1,118 @@
+"""medusa: several heads read the target's last state, and each guesses one token ahead.
+
+All guesses come from one state, so a level's are the same below every node: a tree is the product of
+the levels, and the likeliest paths of it stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.backends.base import MedusaRunner
+from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Features, Target
+from paceline.draft.draft_cache import Context
+from paceline.draft.eagle import EagleOptions, head_path
+from paceline.draft.growth import GrowingTree, Scales, make_tree, merged
+from paceline.draft.heads.fingerprint import check_fingerprint
+from paceline.draft.heads.medusa import load_medusa
+from paceline.draft.trees import DraftPlan, DraftTrees
+from paceline.draft.vocabulary import Vocabulary, trimmed_vocabulary
+from paceline.errors import ConfigError
+from paceline.verify.sampling import Workspace
+
+if TYPE_CHECKING:
+    from paceline.engine.request import Request
+    from paceline.kv.cache import KVCache
+    from paceline.verify.verdict import Verdict
+
+Float32Array = npt.NDArray[np.float32]
+
+
+class MedusaDrafter(Drafter):
+    """Keeps each request's last state, and nothing else."""
+
+    name = "medusa"
+    Options = EagleOptions
+
+    def __init__(
+        self,
+        runner: MedusaRunner,
+        num_heads: int,
+        vocabulary: Vocabulary,
+        target: Target,
+    ) -> None:
+        assert target.final_norm is not None
+        self.needs = DrafterNeeds(feature_layers=(target.config.num_layers,))
+        self._runner = runner
+        self._num_heads = num_heads
+        self._sampling: DraftSampling = target.sampling
+        self._norm, self._eps = target.final_norm, target.config.rms_norm_eps
+        self._scales = Scales(vocabulary, Workspace(vocabulary.target_size))
+        self._states: dict[Request, tuple[int, Float32Array]] = {}  # tokens before the state, [hidden]
+
+    @classmethod
+    def load(cls, options: EagleOptions, target: Target) -> MedusaDrafter:
+        """The drafter with the heads that the options name, run as the target is."""
+        from paceline.backends.load import load_medusa_runner
+
+        head = load_medusa(head_path(options.model, cls.name, target))
+        config = head.config
+        ids = head.draft_ids
+        guessed = config.draft_vocab_size if ids is None else target.config.vocab_size
+        if (config.hidden_size, guessed) != (target.config.hidden_size, target.config.vocab_size):
+            raise ConfigError(
+                f"the heads {head.source} are for a target with {guessed} tokens and hidden size "
+                f"{config.hidden_size}, but this one has {target.config.vocab_size} and "
+                f"{target.config.hidden_size}. Use heads that were trained for it."
+            )
+        if ids is not None and (ids.min() < 0 or ids.max() >= guessed or len(set(ids.tolist())) != len(ids)):
+            raise ConfigError(f"the heads {head.source} guess tokens that this target does not have.")
+        check_fingerprint(config.target, target.fingerprint, str(head.source), options.any_target)
+        runner = load_medusa_runner(head, target.backend, target.loaded)
+        return cls(runner, config.num_heads, trimmed_vocabulary(ids, guessed), target)
+
+    def bind(self, kv: KVCache) -> None:
+        self._kv = kv
+
+    def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
+        pairs = zip(requests, plans, strict=True)
+        trees = [self._tree(request, plan) if self._is_ready(request) else None for request, plan in pairs]
+        growing = [tree for tree in trees if tree is not None]
+        if growing:
+            states = np.stack([self._states[tree.context.request][1] for tree in growing])
+            guesses = self._runner.run(states)
+            for number, tree in enumerate(growing):
+                for level in guesses[:, number]:
+                    if tree.frontier:
+                        tree.grow(np.broadcast_to(level, (len(tree.frontier), len(level))))
+        return merged(trees)
+
+    def _is_ready(self, request: Request) -> bool:
+        """Whether the state of the token before the last is known."""
+        known = self._states.get(request)
+        return known is not None and known[0] == len(request.token_ids) - 2 == request.num_computed - 1
+
+    def _tree(self, request: Request, plan: DraftPlan) -> GrowingTree:
+        context = Context(request, request.token_ids, self._kv.page_tables[request.slot], plan.budget)
+        plan = replace(plan, depth=min(plan.levels, self._num_heads))
+        return make_tree(context, plan, self._scales, self._sampling)
+
+    def observe(
+        self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
+    ) -> None:
+        assert features is not None, "the engine gives what the needs ask for"
+        columns = features.columns(self.needs.feature_layers)
+        for index, (request, verdict) in enumerate(zip(requests, verdicts, strict=True)):
+            values = features.committed(index, request, verdict)
+            if len(values):
+                last = values[-1, columns]
+                state = last / np.sqrt(np.mean(last * last) + self._eps) * self._norm
+                self._states[request] = request.num_computed - 1, state
+
+    def forget(self, request: Request) -> None:
+        self._states.pop(request, None)
