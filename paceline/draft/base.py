@@ -65,17 +65,25 @@ class Features:
     context_lengths: Int32Array  # [requests] tokens that were committed before the pass
     num_tokens: Sequence[int]  # [requests] rows that are its own tokens
 
-    def committed(self, index: int, request: Request, verdict: Verdict) -> Float32Array:
+    def committed(
+        self, index: int, request: Request, verdict: Verdict, layers: tuple[int, ...]
+    ) -> Float32Array:
         """Those of the tokens that a request has committed with this pass: [tokens, len(layers) * hidden].
 
-        The first is that of token context_lengths[index].
+        The first is that of token context_lengths[index]. It may be a view, good until the next pass.
         """
         first, own = self.row_offsets[index], self.num_tokens[index]
-        accepted = [first + own + node for node in verdict.accepted]
-        rows = np.array([*range(first, first + own), *accepted], dtype=np.int64)
-        return self.values[rows[: request.num_computed - self.context_lengths[index]]]
+        count = int(request.num_computed - self.context_lengths[index])
+        nodes = verdict.accepted
+        if nodes == tuple(range(len(nodes))):  # nothing lies between them
+            values = self.values[first : first + count]
+        else:
+            values = self.values[
+                [*range(first, first + own), *(first + own + node for node in nodes)][:count]
+            ]
+        return values if layers == self.layers else values[:, self._columns(layers)]
 
-    def columns(self, layers: Sequence[int]) -> npt.NDArray[np.int64]:
+    def _columns(self, layers: Sequence[int]) -> npt.NDArray[np.int64]:
         """The columns of these layers' hidden states, in this order."""
         hidden = self.values.shape[1] // len(self.layers)
         starts = [self.layers.index(layer) * hidden for layer in layers]

@@ -98,7 +98,9 @@ class GuessedTree:
 class EagleOptions:
     """The keys of speculative_config that are a head's own."""
 
-    model: str | None = None  # folder or file of the head; None: the one that is shipped for the target
+    model: str | None = (
+        None  # folder, file or hub id of the head; None: the one that is shipped for the target
+    )
     any_target: bool = False  # use a head that was trained for another model of the same sizes
 
     def __post_init__(self) -> None:
@@ -175,9 +177,8 @@ class EagleDrafter(Drafter):
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:
         assert features is not None, "the engine gives what the needs ask for"
-        columns = features.columns(self.needs.feature_layers)
         for index, (request, verdict) in enumerate(zip(requests, verdicts, strict=True)):
-            values = features.committed(index, request, verdict)[:, columns]
+            values = features.committed(index, request, verdict, self.needs.feature_layers)
             line = self._kv.page_tables[request.slot]
             self._pages.put(line, int(features.context_lengths[index]), values)
         self._flush(requests)
@@ -201,7 +202,9 @@ class Eagle3Drafter(EagleDrafter):
 
 
 def head_path(given: str | None, method: str, target: Target) -> Path:
-    """The folder or file of the head that was asked for."""
+    """The folder or file of the head that was asked for; fetched if it is on the hub."""
+    from paceline.models.registry import resolve
+
     if given is None:
         shipped = shipped_head(method, target.fingerprint)
         if shipped is None:
@@ -210,10 +213,7 @@ def head_path(given: str | None, method: str, target: Target) -> Path:
                 "'model': 'PATH'}, or train one with `paceline train`."
             )
         return shipped
-    path = Path(given).expanduser()
-    if not path.exists():
-        raise ConfigError(f"there is no draft head at {given!r}: give the path of its folder.")
-    return path
+    return resolve(given)
 
 
 def _grow(growing: Sequence[GuessedTree], output: HeadOutput) -> None:

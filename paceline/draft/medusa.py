@@ -106,11 +106,10 @@ class MedusaDrafter(Drafter):
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:
         assert features is not None, "the engine gives what the needs ask for"
-        columns = features.columns(self.needs.feature_layers)
         for index, (request, verdict) in enumerate(zip(requests, verdicts, strict=True)):
-            values = features.committed(index, request, verdict)
+            values = features.committed(index, request, verdict, self.needs.feature_layers)
             if len(values):
-                last = values[-1, columns]
+                last = values[-1]
                 state = last / np.sqrt(np.mean(last * last) + self._eps) * self._norm
                 self._states[request] = request.num_computed - 1, state
 

@@ -23,7 +23,7 @@ from paceline.draft.heads.fingerprint import target_fingerprint
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
-from paceline.errors import ConfigError
+from paceline.errors import PacelineError
 from paceline.models.registry import load_checkpoint
 from paceline.models.transformer import attend
 from paceline.verify.params import SamplingParams
@@ -206,13 +206,13 @@ def test_a_head_that_cannot_be_used_is_refused_with_the_reason(model, tmp_path):
     head = saved_head(random_checkpoint(named), tmp_path)
     for config, message in (
         ({"method": "eagle3"}, "no eagle3 head is shipped for this target"),
-        ({"method": "eagle3", "model": "no/such/folder"}, "no draft head at 'no/such/folder'"),
+        ({"method": "eagle3", "model": "no/such/folder"}, "There is no model 'no/such/folder'"),
         ({"method": "eagle3", "model": head}, "trained for another target, another"),
         ({"method": "eagle", "model": head, "any_target": True}, "set method to 'eagle3'"),
         ({"method": "eagle3", "model": head, "any_target": "yes"}, "any_target must be True or False"),
         ({"method": "eagle3", "model": head, "any": True}, "unknown option 'any'"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(PacelineError, match=message):
             generate(model, config)
     used = generate(model, {"method": "eagle3", "model": head, "any_target": True})
     assert used.metrics.speculative.num_draft_tokens > 50
