@@ -65,8 +65,8 @@ def _check(cases: Any, examples: int, statuses: Counter[int]) -> None:
 
 def test_no_made_up_request_breaks_the_server() -> None:
     with serving() as client:
-        statuses = check_operations(f"http://127.0.0.1:{client.port}", 300)
-    assert sum(statuses.values()) > 250
+        statuses = check_operations(f"http://127.0.0.1:{client.port}", 240)
+    assert sum(statuses.values()) > 200
     assert statuses[200] > 30
     assert statuses[400] > 50
     assert max(statuses) < 500
