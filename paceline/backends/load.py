@@ -88,7 +88,7 @@ def _load_cpu_head(
     from paceline.backends.cpu import CpuBackend, CpuHeadRunner
 
     assert isinstance(beside, CpuBackend), "the options name the backend that the target runs on"
-    return CpuHeadRunner(checkpoint, beside, max_rows)
+    return CpuHeadRunner(checkpoint, beside, max_rows, options.quantization)
 
 
 _HEAD_LOADERS: dict[str, Callable[[HeadCheckpoint, BackendOptions, int, Backend], HeadRunner]] = {

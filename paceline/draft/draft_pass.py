@@ -85,6 +85,11 @@ class Passes(ABC, Generic[Output]):
         rest = zip(contexts, starts, strict=True)
         return self._compute([_chain(context, start, len(context.tokens), True) for context, start in rest])
 
+    def compute(self, contexts: Sequence[Context]) -> None:
+        """Compute all tokens of the contexts but the last of each, in passes of which nothing is asked."""
+        while chunks := self._chunks(contexts, [self._cache.computed(context) for context in contexts]):
+            self._compute(chunks)
+
     def _chunks(self, contexts: Sequence[Context], starts: Sequence[int]) -> list[Part]:
         """What one pass can compute of the contexts, their last tokens left for later.
 

@@ -1,7 +1,8 @@
 """Weights from a checkpoint's tensors into the order in which the tiles read them (see tiles.py).
 
 The 4-bit and 8-bit blocks of a GGUF file are only moved, never rounded again; everything else is
-quantized to int8 in groups of 32, or kept as float32.
+quantized to int8 in groups of 32, or kept as float32. A draft head, whose guesses are verified anyway,
+can be rounded to int4.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def choose_format(kind: str, quantization: str) -> int:
     """The format a tensor of this kind is packed in."""
     if quantization == "none":
         return FLOAT32
+    if quantization == "int4":
+        return INT4
     if quantization == "native":
         return {"Q4_0": INT4, "Q4_1": INT4, "Q4_K": INT4K}.get(kind, INT8)
     return INT8
@@ -67,7 +70,7 @@ def pack(tensor: Tensor, quantization: str) -> PackedMatrix:
         else:
             if padded_depth != depth:
                 part = np.pad(part, ((0, 0), (0, padded_depth - depth)))
-            packed = _pack_float32(part) if weight_format == FLOAT32 else _pack_int8_rounded(part)
+            packed = _FROM_FLOATS[weight_format](part)
         data[start // COLUMNS : start // COLUMNS + len(packed)] = packed
     return PackedMatrix(data, weight_format, rows, depth)
 
@@ -162,6 +165,21 @@ def _pack_int8_rounded(rows: npt.NDArray[np.float32]) -> Bytes:
     return _stream(_interleave(_signed_bytes(values), 8), _columns(scale))
 
 
+def _pack_int4_rounded(rows: npt.NDArray[np.float32]) -> Bytes:
+    """w = d q + m: 15 steps from the smallest to the largest of 32, as in Q4_1."""
+    groups = rows.reshape(len(rows), -1, GROUP)
+    smallest = groups.min(axis=2).astype(np.float16)
+    scale = ((groups.max(axis=2) - smallest) / np.float32(15)).astype(np.float16)
+    inverse = np.divide(
+        1, scale, out=np.zeros(scale.shape, dtype=np.float32), where=scale != 0, dtype=np.float32
+    )
+    above = groups - smallest[:, :, None].astype(np.float32)
+    with np.errstate(invalid="ignore"):  # as below
+        values = np.clip(np.rint(above * inverse[:, :, None]), 0, 15).astype(np.uint8)
+    nibbles = values[:, :, : GROUP // 2] | values[:, :, GROUP // 2 :] << 4
+    return _stream(_interleave(nibbles, 4), _columns(scale), _columns(smallest))
+
+
 def _pack_float32(rows: npt.NDArray[np.float32]) -> Bytes:
     count, depth = rows.shape
     moved = np.ascontiguousarray(rows.reshape(count // COLUMNS, COLUMNS, depth).transpose(0, 2, 1))
@@ -174,3 +192,4 @@ _FROM_BLOCKS = {
     ("Q4_K", INT4K): _pack_q4_k,
     ("Q8_0", INT8): _pack_q8_0,
 }
+_FROM_FLOATS = {INT8: _pack_int8_rounded, INT4: _pack_int4_rounded, FLOAT32: _pack_float32}

@@ -13,7 +13,7 @@ from paceline.backends.cpu import CpuBackend, CpuHeadRunner
 from paceline.backends.torch_backend import TorchBackend
 from paceline.backends.torch_head_runner import TorchHeadRunner
 from paceline.draft.heads.config import HeadConfig
-from paceline.errors import BackendError
+from paceline.errors import BackendError, ConfigError
 from paceline.models.checkpoint import Checkpoint
 from tests.backends.cpu.heads import draft, extend, random_slots
 from tests.backends.cpu.numbers import assert_same_bits
@@ -130,8 +130,9 @@ def test_a_batch_of_several_requests_equals_torch(pair: Pair) -> None:
 WIDE = replace(EAGLE3, vocab_size=300, draft_vocab_size=300, hidden_size=256, target_hidden_size=256)
 
 
+@pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.03), ("int4", 0.3)])
 @pytest.mark.parametrize(
-    ("config", "model", "quantization"),
+    ("config", "model", "of_target"),
     [
         (CONFIGS["all flags"], "llama-attention-bias", "int8"),
         (CONFIGS["target's head"], "llama-attention-bias", "int8"),
@@ -141,21 +142,26 @@ WIDE = replace(EAGLE3, vocab_size=300, draft_vocab_size=300, hidden_size=256, ta
     ids=["all flags", "target's head", "eagle", "target of 4 bits"],
 )
 def test_a_quantized_head_is_near_torch(
-    checkpoint_of: Callable[[str], Checkpoint], config: HeadConfig, model: str, quantization: str
+    checkpoint_of: Callable[[str], Checkpoint],
+    config: HeadConfig,
+    model: str,
+    of_target: str,
+    quantization: str,
+    bound: float,
 ) -> None:
     head, target = random_checkpoint(config), checkpoint_of(model)
-    backend = CpuBackend.load(target, quantization=quantization, threads=2, max_rows=MAX_ROWS)
+    backend = CpuBackend.load(target, quantization=of_target, threads=2, max_rows=MAX_ROWS)
     reference = TorchHeadRunner.load(head, TorchBackend.load(target), MAX_ROWS)
     tokens, features, states = random_slots(config, LENGTH)
     found = []
-    for runner in (CpuHeadRunner(head, backend, MAX_ROWS), reference):
+    for runner in (CpuHeadRunner(head, backend, MAX_ROWS, quantization), reference):
         request = drive_heads(runner, PAGES)[0]
         extend(request, tokens[:30], features[:30])
         found.append(draft(request, tokens[30:], states[30:]))
     backend.close()
     quantized, exact = found
     for got, want in ((quantized.logits, exact.logits), (quantized.states, exact.states)):
-        assert 0 < np.sqrt(np.mean((got - want) ** 2)) / want.std() < 0.03
+        assert bound / 100 < np.sqrt(np.mean((got - want) ** 2)) / want.std() < bound
 
 
 # Pages ----------------------------------------------------------------------------------------------
@@ -225,3 +231,9 @@ def test_passes_of_the_head_and_of_the_target_take_turns(backend: CpuBackend) ->
 def test_an_odd_head_size_is_refused(backend: CpuBackend) -> None:
     with pytest.raises(BackendError, match=r"even head size, not 15.*backend='torch'"):
         CpuHeadRunner(random_checkpoint(replace(EAGLE3, head_dim=15)), backend, MAX_ROWS)
+
+
+def test_beside_a_target_that_is_not_quantized_no_head_is(target: Checkpoint) -> None:
+    backend = CpuBackend.load(target, quantization="none", threads=1, max_rows=MAX_ROWS)
+    with pytest.raises(ConfigError, match="cannot be int4 beside a target that is not quantized; leave out"):
+        CpuHeadRunner(random_checkpoint(EAGLE3), backend, MAX_ROWS, "int4")

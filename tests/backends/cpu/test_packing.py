@@ -82,6 +82,21 @@ def assert_rounded(found: np.ndarray, values: np.ndarray) -> None:
     assert np.any(error > 0.25 * step)  # and a value between two steps does move: this is no copy
 
 
+@pytest.mark.parametrize(("rows", "depth"), [(19, 512), (40, 96), (3, 70)])
+def test_int4_rounds_to_15_steps_between_the_smallest_and_the_largest_of_a_group(
+    rows: int, depth: int
+) -> None:
+    tensor = random_blocks("F32", rows, depth)
+    matrix = pack(tensor, "int4")
+    assert matrix.weight_format == INT4
+    values = np.pad(tensor.float32(), ((0, 0), (0, -depth % GROUP)))
+    groups = values.reshape(rows, -1, GROUP)
+    step = (groups.max(axis=2, keepdims=True) - groups.min(axis=2, keepdims=True)) / 15
+    error = np.abs(unpack(matrix)[:rows].reshape(groups.shape) - groups)
+    assert np.all(error <= 0.51 * step + 2e-3)  # both ends are half floats
+    assert np.any(error > 0.25 * step)
+
+
 def test_what_is_in_the_middle_of_a_group_does_not_reach_its_neighbours() -> None:
     values = np.zeros((16, 96), np.float32)
     values[:, 32:64] = np.random.default_rng(2).standard_normal((16, 32))
@@ -127,6 +142,7 @@ def test_the_formats_of_the_quantizations() -> None:
     assert {kind: choose_format(kind, "native") for kind in KEPT} == KEPT
     assert {choose_format(kind, "int8") for kind in FORMATS} == {INT8}
     assert {choose_format(kind, "none") for kind in FORMATS} == {FLOAT32}
+    assert {choose_format(kind, "int4") for kind in FORMATS} == {INT4}
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
