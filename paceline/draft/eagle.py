@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,14 +23,13 @@ from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Features, 
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part, Passes
 from paceline.draft.growth import GrowingTree, Scales, make_tree, merged
+from paceline.draft.head_options import HeadOptions, find_head
 from paceline.draft.head_pages import HeadPages
 from paceline.draft.heads.checkpoint import load_head
 from paceline.draft.heads.fingerprint import check_target
-from paceline.draft.heads.shipped import shipped_head
 from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.draft.vocabulary import Vocabulary, trimmed_vocabulary
 from paceline.errors import ConfigError
-from paceline.options import check_bool, refuse_unknown
 from paceline.verify.sampling import Workspace
 
 if TYPE_CHECKING:
@@ -93,27 +91,11 @@ class GuessedTree:
         return [self._states[self.tree.parents[node]] for node in part.nodes]
 
 
-@refuse_unknown(ConfigError)
-@dataclass(frozen=True)
-class EagleOptions:
-    """The keys of speculative_config that are a head's own."""
-
-    model: str | None = (
-        None  # folder, file or hub id of the head; None: the one that is shipped for the target
-    )
-    any_target: bool = False  # use a head that was trained for another model of the same sizes
-
-    def __post_init__(self) -> None:
-        if self.model is not None and not (isinstance(self.model, str) and self.model):
-            raise ConfigError(f"model must be the path of a draft head, got {self.model!r}.")
-        check_bool(ConfigError, "any_target", self.any_target)
-
-
 class EagleDrafter(Drafter):
     """EAGLE-1 and 2: drafts with a head that a HeadRunner runs beside the target."""
 
     name = "eagle"
-    Options = EagleOptions
+    Options = HeadOptions
 
     def __init__(self, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling) -> None:
         kept = HeadPages.feature_bytes_per_page(shape.feature_width)
@@ -124,16 +106,11 @@ class EagleDrafter(Drafter):
         self._scales = Scales(shape.vocabulary, Workspace(shape.vocabulary.target_size))
 
     @classmethod
-    def load(cls, options: EagleOptions, target: Target) -> EagleDrafter:
+    def load(cls, options: HeadOptions, target: Target) -> EagleDrafter:
         """The drafter with the head that the options name, run as the target is."""
         from paceline.backends.load import load_head_runner
 
-        if not target.loaded.supports_features:
-            raise ConfigError(
-                f"the method {cls.name} reads hidden states of the target, which the {target.loaded.name} "
-                "backend does not give. Use another method or another backend."
-            )
-        head = load_head(head_path(options.model, cls.name, target))
+        head = load_head(find_head(options, cls.name, target))
         config = head.config
         if config.kind != cls.name:
             raise ConfigError(
@@ -199,21 +176,6 @@ class Eagle3Drafter(EagleDrafter):
     """EAGLE-3: the same with a head that reads several hidden states."""
 
     name = "eagle3"
-
-
-def head_path(given: str | None, method: str, target: Target) -> Path:
-    """The folder or file of the head that was asked for; fetched if it is on the hub."""
-    from paceline.models.registry import resolve
-
-    if given is None:
-        shipped = shipped_head(method, target.fingerprint)
-        if shipped is None:
-            raise ConfigError(
-                f"no {method} head is shipped for this target. Name one, as in {{'method': '{method}', "
-                "'model': 'PATH'}, or train one with `paceline train`."
-            )
-        return shipped
-    return resolve(given)
 
 
 def _grow(growing: Sequence[GuessedTree], output: HeadOutput) -> None:

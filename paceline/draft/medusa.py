@@ -16,8 +16,8 @@ import numpy.typing as npt
 from paceline.backends.base import MedusaRunner
 from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Features, Target
 from paceline.draft.draft_cache import Context
-from paceline.draft.eagle import EagleOptions, head_path
 from paceline.draft.growth import GrowingTree, Scales, make_tree, merged
+from paceline.draft.head_options import HeadOptions, find_head
 from paceline.draft.heads.fingerprint import check_fingerprint
 from paceline.draft.heads.medusa import load_medusa
 from paceline.draft.trees import DraftPlan, DraftTrees
@@ -37,7 +37,7 @@ class MedusaDrafter(Drafter):
     """Keeps each request's last state, and nothing else."""
 
     name = "medusa"
-    Options = EagleOptions
+    Options = HeadOptions
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class MedusaDrafter(Drafter):
         self._states: dict[Request, tuple[int, Float32Array]] = {}  # tokens before the state, [hidden]
 
     @classmethod
-    def load(cls, options: EagleOptions, target: Target) -> MedusaDrafter:
+    def load(cls, options: HeadOptions, target: Target) -> MedusaDrafter:
         """The drafter with the heads that the options name, run as the target is."""
         from paceline.backends.load import load_medusa_runner
 
-        head = load_medusa(head_path(options.model, cls.name, target))
+        head = load_medusa(find_head(options, cls.name, target))
         config = head.config
         ids = head.draft_ids
         guessed = config.draft_vocab_size if ids is None else target.config.vocab_size

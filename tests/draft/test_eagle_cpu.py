@@ -13,7 +13,8 @@ from paceline import LLM
 from paceline.backends.cpu import CpuBackend
 from paceline.config import BackendOptions
 from paceline.draft.base import DraftSampling, Target
-from paceline.draft.eagle import Eagle3Drafter, EagleDrafter, EagleOptions
+from paceline.draft.eagle import Eagle3Drafter, EagleDrafter
+from paceline.draft.head_options import HeadOptions
 from paceline.draft.heads.checkpoint import write_head
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.engine.admission import Limits
@@ -128,7 +129,7 @@ def test_proposals_do_not_depend_on_the_past_nor_bytes_on_proposals(
     kind = AgainstFresh if config.kind == "eagle" else Against3
     options = BackendOptions(backend="cpu", quantization="int8", threads=1)
     target = Target(checkpoint.config, Tokenizer(), options, backend, ROWS, sampling)
-    drafter = kind.load(EagleOptions(str(tmp_path)), target)
+    drafter = kind.load(HeadOptions(str(tmp_path)), target)
     drafter.backend = backend
     plans = [DraftPlan(kind.name, *shape) for shape in ((1,), (4,), (6, 2), (9, 3), (5, 4, 2))]
     added, engine = run_engine(backend, drafter, PLAIN, *plans, times=2, **setting)

@@ -14,8 +14,8 @@ from paceline.backends.torch_backend import TorchBackend
 from paceline.config import BackendOptions
 from paceline.draft.base import DraftSampling, Target
 from paceline.draft.draft_cache import Context
-from paceline.draft.eagle import EagleOptions
 from paceline.draft.growth import make_tree, merged
+from paceline.draft.head_options import HeadOptions
 from paceline.draft.heads.config import TargetName
 from paceline.draft.heads.medusa import NumpyMedusa, load_medusa, write_medusa
 from paceline.draft.medusa import MedusaDrafter
@@ -107,7 +107,7 @@ def test_every_tree_follows_from_the_last_state(ids, sampling, checkpoint, backe
     norm = checkpoint.tensors["model.norm.weight"].float32()
     options = BackendOptions(backend="torch")
     target = Target(checkpoint.config, Tokenizer(), options, backend, ROWS, sampling, final_norm=norm)
-    drafter = AgainstWhole.load(EagleOptions(str(tmp_path)), target)
+    drafter = AgainstWhole.load(HeadOptions(str(tmp_path)), target)
     drafter.backend, drafter.reference = backend, NumpyMedusa(load_medusa(tmp_path))
     plans = [DraftPlan("medusa", *shape) for shape in ((2,), (5,), (6, 2), (9, 3), (5, 4, 2))]
     outputs, engine = run_engine(backend, drafter, PLAIN, *plans, num_pages=8)
@@ -151,4 +151,4 @@ def test_heads_of_other_sizes_are_refused(checkpoint, backend, tmp_path):
     ):
         write_medusa(head, tmp_path)
         with pytest.raises(ConfigError, match=message):
-            MedusaDrafter.load(EagleOptions(str(tmp_path)), target)
+            MedusaDrafter.load(HeadOptions(str(tmp_path)), target)

@@ -30,6 +30,7 @@ TORCH_KINDS = {
     "torch.int32": "I32",
     "torch.bool": "BOOL",
 }
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # what a config.json calls them
 FINGERPRINT, TARGET_NAME = "paceline_target_fingerprint", "paceline_target_name"  # notes in safetensors
 
 
@@ -68,6 +69,7 @@ def write_head(head: HeadCheckpoint, folder: Path, form: str, target: str = "") 
     written = FORMATS[form]
     known = head.config.target
     values = written.config(head.config, target or (known.name if known else ""))
+    values["torch_dtype"] = DTYPES[head.tensors["fc.weight"].kind]
     layer = written.layer if head.config.kind == "eagle3" else "layers.0."
     tensors = {_their_name(name, layer): cast(SafeTensor, tensor) for name, tensor in head.tensors.items()}
     if head.draft_ids is not None:

@@ -113,7 +113,6 @@ def _sglang_config(config: HeadConfig, target: str) -> dict[str, object]:
     values = _llama_fields(config)
     values |= {
         "architectures": ["LlamaForCausalLMEagle3" if eagle3 else "LlamaForCausalLMEagle"],
-        "torch_dtype": "float16",
         "tie_word_embeddings": False,
     }
     if config.target_hidden_size != config.hidden_size:
@@ -149,7 +148,6 @@ def _speculators_config(config: HeadConfig, target: str) -> dict[str, object]:
         "target_hidden_size": config.target_hidden_size,
         LAYER_IDS: None if config.feature_layers is None else list(config.feature_layers),
         "tie_word_embeddings": False,
-        "torch_dtype": "float16",
         **{name: getattr(config, name) for name in FLAGS},
     }
 

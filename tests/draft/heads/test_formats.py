@@ -59,6 +59,8 @@ def test_halves_stay_the_same_bits(tmp_path, kind):
     head = replace(random_checkpoint(EAGLE3), tensors=tensors)
     write_head(head, tmp_path, "sglang")
     assert_equal(head, load_head(tmp_path))
+    dtype = json.loads((tmp_path / "config.json").read_text())["torch_dtype"]
+    assert dtype == {"F16": "float16", "BF16": "bfloat16"}[kind]
 
 
 def test_bfloat16_is_rounded_as_torch_rounds():

@@ -1,0 +1,48 @@
+"""What a user says about a learned head, and where it is then found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.draft.base import Target
+from paceline.draft.heads.shipped import shipped_head
+from paceline.errors import ConfigError
+from paceline.options import check_bool, refuse_unknown
+
+
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class HeadOptions:
+    """The keys of speculative_config that are a learned head's own."""
+
+    model: str | None = None  # its folder, file or hub id; None: the head that is shipped for the target
+    any_target: bool = False  # use a head that was trained for another model of the same sizes
+
+    def __post_init__(self) -> None:
+        if self.model is not None and not (isinstance(self.model, str) and self.model):
+            raise ConfigError(f"model must be the path of a draft head, got {self.model!r}.")
+        check_bool(ConfigError, "any_target", self.any_target)
+
+
+def find_head(options: HeadOptions, method: str, target: Target) -> Path:
+    """The folder or file of the head that was asked for; fetched if it is on the hub.
+
+    ConfigError if the target cannot have one.
+    """
+    from paceline.models.registry import resolve
+
+    if not target.loaded.supports_features:
+        raise ConfigError(
+            f"the method {method} reads hidden states of the target, which the {target.loaded.name} backend "
+            "does not give. Use another method or another backend."
+        )
+    if options.model is not None:
+        return resolve(options.model)
+    shipped = shipped_head(method, target.fingerprint)
+    if shipped is None:
+        raise ConfigError(
+            f"no {method} head is shipped for this target. Name one, as in {{'method': '{method}', "
+            "'model': 'PATH'}, or train one with `paceline train`."
+        )
+    return shipped
