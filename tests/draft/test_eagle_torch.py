@@ -195,7 +195,9 @@ def generate(model, speculative_config):
 def test_by_name(model, tmp_path):
     head = saved_head(random_checkpoint(EAGLE3), tmp_path)
     expected = generate(model, None)
-    for config in ({"method": "eagle3", "model": head, "branching": 2}, f"eagle3:{head}"):
+    eagle3 = {"method": "eagle3", "model": head}
+    hybrid = {"method": "hybrid", "fallback": eagle3, "combine": "tree", "branching": 2}
+    for config in ({**eagle3, "branching": 2}, f"eagle3:{head}", hybrid):
         drafted = generate(model, config)
         assert drafted.outputs[0].token_ids == expected.outputs[0].token_ids
         assert drafted.metrics.speculative.num_draft_tokens > 50
