@@ -18,6 +18,7 @@ from paceline.draft.draft_cache import Context
 from paceline.draft.eagle import Eagle3Drafter, EagleDrafter
 from paceline.draft.growth import make_tree, merged
 from paceline.draft.head_options import HeadOptions
+from paceline.draft.heads import shipped
 from paceline.draft.heads.checkpoint import HeadCheckpoint, write_head
 from paceline.draft.heads.config import TargetName
 from paceline.draft.heads.fingerprint import target_fingerprint
@@ -219,3 +220,13 @@ def test_a_head_that_cannot_be_used_is_refused_with_the_reason(model, tmp_path):
             generate(model, config)
     used = generate(model, {"method": "eagle3", "model": head, "any_target": True})
     assert used.metrics.speculative.num_draft_tokens > 50
+
+
+def test_the_head_that_is_shipped_for_a_target_is_found_without_a_name(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(shipped, "SHIPPED", tmp_path)
+    mine = TargetName(target_fingerprint(load_checkpoint(Path(model))), "me")
+    saved_head(random_checkpoint(replace(EAGLE3, target=TargetName("0" * 16))), tmp_path / "eagle3" / "a")
+    with pytest.raises(PacelineError, match="no eagle3 head is shipped for this target"):
+        generate(model, "eagle3")
+    saved_head(random_checkpoint(replace(EAGLE3, target=mine)), tmp_path / "eagle3" / "b")
+    assert generate(model, "eagle3").metrics.speculative.num_draft_tokens > 50
