@@ -85,6 +85,7 @@ class HeadPages(SharedPages):
     def put(self, line: Int32Array, start: int, values: Float32Array) -> None:
         """Keep the features of tokens start, start + 1, ... in a line of pages: [tokens, width]."""
         page_size = self._kv.page_size
+        values = values[: max(self._longest - start, 0)]  # nobody reads those beyond the head's context
         for page, place, rows in self._spans(line, start, start + len(values)):
             generation = int(self._kv.pages.generations[page])
             if place + rows.stop - rows.start == page_size:

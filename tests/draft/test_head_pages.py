@@ -78,3 +78,12 @@ def test_features_that_nobody_reads_do_not_pile_up(kv, pages):
     kept = pages.features(context.pages, 0, 120)
     np.testing.assert_array_equal(kept[-most:], features(120 - most, 120))
     assert (kept[: 120 - most].any(axis=1).reshape(-1, SIZE) == [False, False, False, True]).all()
+
+
+def test_nothing_is_kept_beyond_the_heads_context(kv):
+    pages = HeadPages(kv, ToyHeadRunner(ToyBackend(), np.arange(5)), longest=6, width=WIDTH)
+    _, context = opened(kv, 14)
+    for start in range(0, 14, 7):
+        pages.put(context.pages, start, features(start, start + 7))
+    np.testing.assert_array_equal(pages.features(context.pages, 0, 6), features(0, 6))
+    assert not pages.features(context.pages, 6, 14).any()
