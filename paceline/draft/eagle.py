@@ -23,7 +23,7 @@ from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Features, 
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part, Passes
 from paceline.draft.growth import GrowingTree, Scales, make_tree, merged
-from paceline.draft.head_options import HeadOptions, find_head
+from paceline.draft.head_options import EagleOptions, find_head
 from paceline.draft.head_pages import HeadPages
 from paceline.draft.heads.checkpoint import load_head
 from paceline.draft.heads.fingerprint import check_target
@@ -95,7 +95,7 @@ class EagleDrafter(Drafter):
     """EAGLE-1 and 2: drafts with a head that a HeadRunner runs beside the target."""
 
     name = "eagle"
-    Options = HeadOptions
+    Options = EagleOptions
 
     def __init__(self, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling) -> None:
         kept = HeadPages.feature_bytes_per_page(shape.feature_width)
@@ -106,7 +106,7 @@ class EagleDrafter(Drafter):
         self._scales = Scales(shape.vocabulary, Workspace(shape.vocabulary.target_size))
 
     @classmethod
-    def load(cls, options: HeadOptions, target: Target) -> EagleDrafter:
+    def load(cls, options: EagleOptions, target: Target) -> EagleDrafter:
         """The drafter with the head that the options name, run as the target is."""
         from paceline.backends.load import load_head_runner
 
@@ -118,7 +118,10 @@ class EagleDrafter(Drafter):
                 f"set method to {config.kind!r}."
             )
         check_target(config, target.config, target.fingerprint, str(head.source), options.any_target)
-        runner = load_head_runner(head, target.backend, target.max_rows, target.loaded)
+        how = target.backend
+        if options.quantization is not None:
+            how = replace(how, quantization=options.quantization)
+        runner = load_head_runner(head, how, target.max_rows, target.loaded)
         shape = HeadShape(
             feature_layers=config.layers_of(target.config.num_layers),
             feature_width=config.feature_width,
@@ -168,8 +171,7 @@ class EagleDrafter(Drafter):
             known = min(request.num_computed, self._shape.longest)
             if known - self._pages.computed(context) >= FLUSH_TOKENS:
                 contexts.append(replace(context, tokens=request.token_ids[:known]))
-        if contexts:
-            self._passes.catch_up(contexts)
+        self._passes.compute(contexts)
 
 
 class Eagle3Drafter(EagleDrafter):

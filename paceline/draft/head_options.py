@@ -10,11 +10,13 @@ from paceline.draft.heads.shipped import shipped_head
 from paceline.errors import ConfigError
 from paceline.options import check_bool, refuse_unknown
 
+QUANTIZATIONS = ("int8", "int4")  # of a head on the cpu backend
+
 
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class HeadOptions:
-    """The keys of speculative_config that are a learned head's own."""
+    """The keys of speculative_config that all learned heads have."""
 
     model: str | None = None  # its folder, file or hub id; None: the head that is shipped for the target
     any_target: bool = False  # use a head that was trained for another model of the same sizes
@@ -23,6 +25,20 @@ class HeadOptions:
         if self.model is not None and not (isinstance(self.model, str) and self.model):
             raise ConfigError(f"model must be the path of a draft head, got {self.model!r}.")
         check_bool(ConfigError, "any_target", self.any_target)
+
+
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class EagleOptions(HeadOptions):
+    """The keys of speculative_config that are an EAGLE head's own."""
+
+    quantization: str | None = None  # of its weights on the cpu backend: int8 or int4; None: int8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quantization not in (None, *QUANTIZATIONS):
+            known = " or ".join(QUANTIZATIONS)
+            raise ConfigError(f"quantization of a draft head must be {known}, got {self.quantization!r}.")
 
 
 def find_head(options: HeadOptions, method: str, target: Target) -> Path:

@@ -14,11 +14,12 @@ from paceline.backends.cpu import CpuBackend
 from paceline.config import BackendOptions
 from paceline.draft.base import DraftSampling, Target
 from paceline.draft.eagle import Eagle3Drafter, EagleDrafter
-from paceline.draft.head_options import HeadOptions
+from paceline.draft.head_options import EagleOptions
 from paceline.draft.heads.checkpoint import write_head
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
+from paceline.errors import ConfigError
 from paceline.kv.cache import KVCache
 from paceline.models.registry import load_checkpoint
 from paceline.verify.params import SamplingParams
@@ -129,7 +130,7 @@ def test_proposals_do_not_depend_on_the_past_nor_bytes_on_proposals(
     kind = AgainstFresh if config.kind == "eagle" else Against3
     options = BackendOptions(backend="cpu", quantization="int8", threads=1)
     target = Target(checkpoint.config, Tokenizer(), options, backend, ROWS, sampling)
-    drafter = kind.load(HeadOptions(str(tmp_path)), target)
+    drafter = kind.load(EagleOptions(str(tmp_path)), target)
     drafter.backend = backend
     plans = [DraftPlan(kind.name, *shape) for shape in ((1,), (4,), (6, 2), (9, 3), (5, 4, 2))]
     added, engine = run_engine(backend, drafter, PLAIN, *plans, times=2, **setting)
@@ -143,10 +144,13 @@ def test_by_name(tmp_path):
     write_head(random_checkpoint(EAGLE3), tmp_path / "head", "speculators")
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True)
     texts = []
-    for config in (None, f"eagle3:{tmp_path / 'head'}"):
+    head = str(tmp_path / "head")
+    for config in (None, f"eagle3:{head}", {"method": "eagle3", "model": head, "quantization": "int4"}):
         llm = LLM(model, speculative_config=config, backend="cpu", threads=1, max_model_len=200)
         output = llm.generate([list(range(3, 60))], params, use_tqdm=False)[0]
         texts.append(output.outputs[0].token_ids)
         assert (output.metrics.speculative.num_draft_tokens > 50) == (config is not None)
         assert output.metrics.speculative.failed_drafters == []
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
+    with pytest.raises(ConfigError, match="quantization of a draft head must be int8 or int4, got 'int3'"):
+        LLM(model, speculative_config={"method": "eagle3", "model": head, "quantization": "int3"})

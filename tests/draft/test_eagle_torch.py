@@ -17,7 +17,7 @@ from paceline.draft.base import DraftSampling, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.eagle import Eagle3Drafter, EagleDrafter
 from paceline.draft.growth import make_tree, merged
-from paceline.draft.head_options import HeadOptions
+from paceline.draft.head_options import EagleOptions
 from paceline.draft.heads import shipped
 from paceline.draft.heads.checkpoint import HeadCheckpoint, write_head
 from paceline.draft.heads.config import TargetName
@@ -123,7 +123,7 @@ class Against3(AgainstWhole, Eagle3Drafter):
 def checked_drafter(name, checkpoint, backend, sampling, folder) -> AgainstWhole:
     write_head(random_checkpoint(replace(HEADS[name], norm_before_residual=False)), folder, "sglang")
     kind = AgainstWhole if HEADS[name].kind == "eagle" else Against3
-    drafter = kind.load(HeadOptions(str(folder)), target_of(checkpoint, backend, sampling))
+    drafter = kind.load(EagleOptions(str(folder)), target_of(checkpoint, backend, sampling))
     drafter.backend = backend
     return drafter
 
