@@ -279,6 +279,14 @@ def toy_engine(
     )
 
 
+ENDLESS = 19_000  # tokens of an output in a roomy engine: more than any test waits for
+
+
+def roomy_engine(backend: ToyBackend | None = None, max_num_seqs: int = 16) -> Engine:
+    """A toy engine whose requests of ENDLESS tokens run until they are ended."""
+    return toy_engine(backend, max_model_len=20_000, num_pages=20_000, max_num_seqs=max_num_seqs)
+
+
 def drain(engine: Engine, scribble: bool = True) -> dict[Request, str]:
     """Step until all is done; the streamed text of each request.
 

@@ -17,10 +17,11 @@ from paceline.engine.request import Request
 from paceline.engine.stats import StepStats
 from paceline.errors import OverloadedError, RequestError, UnavailableError
 from paceline.verify.params import SamplingParams
-from tests.toy import ToyBackend, ToyTokenizer, drain, toy_engine
+from tests.toy import ENDLESS, ToyBackend, ToyTokenizer, drain, roomy_engine, toy_engine
 
 Result = TypeVar("Result")
 LONG = SamplingParams(temperature=0.7, seed=3, max_tokens=200, ignore_eos=True)
+UNTIL_ENDED = replace(LONG, max_tokens=ENDLESS)
 
 
 def in_loop(
@@ -142,25 +143,29 @@ def test_a_cancelled_submit_leaves_nothing_behind() -> None:
 
 def test_a_refused_request_is_told_and_the_others_go_on() -> None:
     async def work(front: AsyncEngine) -> None:
-        good = await front.submit([4, 5], LONG, "good")
-        with pytest.raises(RequestError, match="outside the vocabulary"):
-            await front.submit([10**6], LONG, "bad")
-        with pytest.raises(RequestError, match="already running"):
-            await front.submit([4], LONG, "good")
-        assert len((await good.finished()).outputs[0].token_ids) == 200
+        async with await front.submit([4, 5], UNTIL_ENDED, "good") as good:
+            with pytest.raises(RequestError, match="outside the vocabulary"):
+                await front.submit([10**6], LONG, "bad")
+            with pytest.raises(RequestError, match="already running"):
+                await front.submit([4], LONG, "good")
+            good.take()
+            async for update in good:
+                assert update.token_ids
+                break
 
-    in_loop(work)
+    in_loop(work, roomy_engine())
 
 
 def test_a_full_queue_refuses_and_takes_again_when_there_is_room() -> None:
     async def work(front: AsyncEngine) -> None:
-        streams = [await front.submit([4, 5], LONG, f"r{index}") for index in range(5)]
+        streams = [await front.submit([4, 5], UNTIL_ENDED, f"r{index}") for index in range(5)]
         with pytest.raises(OverloadedError, match="at most 5"):
             await front.submit([4, 5], LONG, "one too many")
-        await asyncio.gather(*(stream.finished() for stream in streams))
+        for stream in streams:
+            stream.abort()
         await (await front.submit([4, 5], LONG, "now")).finished()
 
-    in_loop(work, toy_engine(max_num_seqs=2), max_queue=3)
+    in_loop(work, roomy_engine(max_num_seqs=2), max_queue=3)
 
 
 class Breaks(ToyBackend):
@@ -219,12 +224,12 @@ def test_drain_refuses_new_requests_and_finishes_those_at_hand() -> None:
 
 
 def test_stop_ends_what_runs_with_an_error_and_closes_the_engine() -> None:
-    engine = toy_engine()
+    engine = roomy_engine()
     closed = threading.Event()
     engine.close = closed.set  # type: ignore[method-assign]
 
     async def work(front: AsyncEngine) -> None:
-        stream = await front.submit([4, 5], LONG, "r")
+        stream = await front.submit([4, 5], UNTIL_ENDED, "r")
         await front.stop()
         with pytest.raises(UnavailableError, match="stopping"):
             await stream.finished()
@@ -253,12 +258,13 @@ def test_an_observer_sees_every_token_and_every_end() -> None:
 
     async def main() -> Counts:
         counts = Counts()
-        front = AsyncEngine(toy_engine(Breaks(max_rows=64)), ToyTokenizer(), max_queue=9, observers=(counts,))
+        engine = roomy_engine(Breaks(max_rows=64))
+        front = AsyncEngine(engine, ToyTokenizer(), max_queue=9, observers=(counts,))
         front.start()
         await (await front.submit([4, 5], LONG, "hit")).finished()
         await (await front.submit([4, 5], LONG, "whole")).finished()
         seen.append(counts.tokens)
-        async with await front.submit([4, 5], replace(LONG, n=2), "left"):
+        async with await front.submit([4, 5], replace(UNTIL_ENDED, n=2), "left"):
             pass
         await (await front.submit([4, 5], LONG, "after it")).finished()
         await front.stop()

@@ -75,8 +75,11 @@ def test_chat_prompts_are_those_of_transformers(model: str) -> None:
         for generation in (True, False):
             expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
             assert ours.apply_chat_template(messages, add_generation_prompt=generation) == expected
-        with_tools = theirs.apply_chat_template(messages, TOOLS, tokenize=False, add_generation_prompt=True)
-        assert ours.apply_chat_template(messages, tools=TOOLS) == with_tools
+        if "tools" in (ours.chat_template or ""):  # else theirs leaves them out, and ours says so
+            with_tools = theirs.apply_chat_template(
+                messages, TOOLS, tokenize=False, add_generation_prompt=True
+            )
+            assert ours.apply_chat_template(messages, tools=TOOLS) == with_tools
 
 
 @pytest.mark.real

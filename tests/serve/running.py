@@ -21,7 +21,7 @@ from paceline.engine.engine import Engine
 from paceline.serve.logs import set_up_logs
 from paceline.serve.options import ServeOptions
 from paceline.serve.server import bind, run
-from tests.toy import ToyBackend, ToyTokenizer, toy_engine
+from tests.toy import ToyBackend, ToyTokenizer, roomy_engine, toy_engine
 
 PATIENCE = 30.0  # seconds after which what was waited for is a failure
 FACTS = {"version": "test"}
@@ -146,7 +146,7 @@ def serving(engine: Engine | None = None, send_buffer: int | None = None, **opti
 
     With a small `send_buffer` the system keeps little of what a client does not read.
     """
-    own = engine or toy_engine()
+    own = engine or roomy_engine()
     listener = bind("127.0.0.1", 0)
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

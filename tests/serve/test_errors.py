@@ -14,6 +14,7 @@ from paceline.backends.base import ForwardBatch, ForwardOutput
 from paceline.errors import OverloadedError, UnavailableError
 from paceline.serve.bodies import parse_json
 from tests.serve.api import Api
+from tests.serve.running import Gate
 from tests.toy import ToyBackend, toy_engine
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
@@ -195,13 +196,17 @@ def test_a_failed_pass_is_a_500_or_an_event_and_the_next_request_is_served(strea
 
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
-    api = Api(toy_engine(max_num_seqs=2), max_queue=1)
+    backend = Gate()
+    api = Api(toy_engine(backend, max_num_seqs=2), max_queue=1)
     error = api.refusal(PATHS[0], {**COMPLETION, "n": 4})
     assert error["param"] == "n"  # this can never be served
 
     async def send_four() -> list[int]:
-        answers = await asyncio.gather(*(api.send("POST", PATHS[0], json=COMPLETION) for _ in range(4)))
-        return [answer.status_code for answer in answers]
+        backend.open.clear()  # nobody ends before the fourth has come
+        tasks = [asyncio.ensure_future(api.send("POST", PATHS[0], json=COMPLETION)) for _ in range(4)]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        backend.open.set()
+        return [answer.status_code for answer in await asyncio.gather(*tasks)]
 
     assert sorted(api.run(send_four)) == [200, 200, 200, 429]
     response = api.request("POST", PATHS[0], json={**COMPLETION, "prompt": ["a", "b", "c", "d"]})

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.serve.connections import MOST_HEAD_BYTES, MOST_HEADERS
 from tests.serve.running import PATIENCE, Client, Gate, read_answer, serving, until
-from tests.toy import toy_engine
+from tests.toy import ENDLESS, roomy_engine, toy_engine
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 
@@ -160,15 +160,13 @@ def test_a_request_that_takes_too_long_is_aborted_and_says_so() -> None:
 
 
 def test_a_stream_that_takes_too_long_ends_with_the_error_as_an_event() -> None:
-    backend = Gate()
-    with serving(toy_engine(backend), request_timeout=0.3) as client, client.stream(max_tokens=200) as stream:
-        backend.open.clear()
+    endless = {"max_tokens": ENDLESS, "ignore_eos": True}
+    with serving(request_timeout=0.3) as client, client.stream(**endless) as stream:
         seen = b""
         while b"[DONE]" not in seen:
             received = stream.recv(1 << 16)
             assert received
             seen += received
-        backend.open.set()
     assert b"timeout_error" in seen
 
 
@@ -178,13 +176,14 @@ def test_a_stream_that_takes_too_long_ends_with_the_error_as_an_event() -> None:
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_disconnected_client_costs_at_most_the_pass_that_runs(streaming: bool) -> None:
     backend = Gate()
-    engine = toy_engine(backend)
+    engine = roomy_engine(backend)
+    endless: dict[str, object] = {"max_tokens": ENDLESS, "ignore_eos": True}
     with serving(engine) as client:
         if streaming:
-            connection = client.stream(max_tokens=200, ignore_eos=True)
+            connection = client.stream(**endless)
         else:
             connection = client.connect()
-            body = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True}
+            body = {"prompt": "hello", **endless}
             connection.sendall(client.request("POST", "/v1/completions", body))
             until(lambda: backend.batches)
         backend.open.clear()

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.serve.logs import log_event, set_up_logs
 from tests.serve.running import Client, serving, until
-from tests.toy import ToyBackend, toy_engine
+from tests.toy import ENDLESS, ToyBackend, toy_engine
 
 SECRET = "my secret prompt"
 
@@ -76,7 +76,7 @@ def test_a_stream_has_the_same_line(client: Client, log: Log) -> None:
 
 
 def test_a_client_that_left_is_told_of(client: Client, log: Log) -> None:
-    client.stream(max_tokens=200, ignore_eos=True).close()
+    client.stream(max_tokens=ENDLESS, ignore_eos=True).close()
     assert log.request("/v1/completions")["disconnected"] is True
 
 

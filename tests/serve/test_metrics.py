@@ -18,7 +18,7 @@ from paceline.serve.metrics import HISTOGRAMS, OTHER, Histogram, Metrics
 from paceline.terminal.flags import SERVER
 from paceline.verify.params import SamplingParams
 from tests.serve.running import Client, serving
-from tests.toy import ScriptedDrafter, ToyBackend, ToyTokenizer, drain, toy_engine
+from tests.toy import ENDLESS, ScriptedDrafter, ToyBackend, ToyTokenizer, drain, roomy_engine, toy_engine
 
 DOCS = Path(__file__).parents[2] / "docs"
 DASHBOARD = DOCS / "grafana" / "paceline.json"
@@ -178,13 +178,13 @@ def test_the_bench_of_vllm_finds_its_four_counters_and_nothing_it_would_misread(
 
 def test_failures_refusals_and_aborts_are_counted() -> None:
     backend = ToyBackend(max_rows=64)
-    with serving(toy_engine(backend)) as client:
+    with serving(roomy_engine(backend)) as client:
         backend.fail_next = MemoryError("no room")
         assert client.complete().status == 500
         assert client.complete(temperature=-1).status == 400
         assert client.get("/nowhere/at/all").status == 404
         assert client.raw(b"nonsense\r\n\r\n").status == 400
-        client.stream(max_tokens=200, ignore_eos=True).close()
+        client.stream(max_tokens=ENDLESS, ignore_eos=True).close()
         found = samples(client)
         while not total(found, "paceline:request_success_total", finished_reason="abort"):
             found = samples(client)

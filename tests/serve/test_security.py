@@ -79,7 +79,10 @@ def test_the_server_listens_on_loopback_unless_told_otherwise() -> None:
 
 
 def test_no_code_is_loaded_from_checkpoints() -> None:
-    assert used(r"torch\.(load|jit\.load|hub\.)") == []
+    assert used(r"torch\.(jit\.load|hub\.)") == []
+    for place, node in used(r"torch\.load$"):
+        assert isinstance(node, ast.Call)
+        assert {word.arg: ast.unparse(word.value) for word in node.keywords}["weights_only"] == "True", place
     for place, node in used(r"(np|numpy)\.load$"):
         assert isinstance(node, ast.Call)
         allowed = {word.arg: ast.unparse(word.value) for word in node.keywords}
