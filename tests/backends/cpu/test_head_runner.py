@@ -84,6 +84,11 @@ def test_slots_that_the_target_feeds_equal_torch(pair: Pair, chunk: int) -> None
     assert_close(pair.both(work))
 
 
+def test_features_so_small_that_the_epsilon_of_their_norm_counts_equal_torch(pair: Pair) -> None:
+    tokens, features, _ = random_slots(pair.config, LENGTH)
+    assert_close(pair.both(lambda runner: extend(drive_heads(runner, PAGES)[0], tokens, 0.002 * features)))
+
+
 def test_a_chain_that_feeds_itself_equals_torch(pair: Pair) -> None:
     tokens, features, _ = random_slots(pair.config, LENGTH)
 
