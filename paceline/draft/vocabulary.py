@@ -64,12 +64,11 @@ class Vocabulary:
 class TrimmedVocabulary(Vocabulary):
     """Some of the target's tokens, which a head numbers from 0."""
 
-    _row: (
-        Float32Array  # [target_size] -inf wherever nothing can be guessed; what is given, until the next call
-    )
+    _row: Float32Array  # [target_size] what is given, until the next call; -inf where nothing can be guessed
+    _places: npt.NDArray[np.int64]  # [shared] target_ids as numpy likes to index with: in half the time
 
     def target_logits(self, logits: Float32Array) -> Float32Array:
-        self._row[self.target_ids] = logits
+        self._row[self._places] = logits
         return self._row
 
 
@@ -79,7 +78,8 @@ def trimmed_vocabulary(target_ids: Int32Array | None, target_size: int) -> Vocab
         every = np.arange(target_size, dtype=np.int32)
         return Vocabulary(every, every, target_size)
     own = np.arange(len(target_ids), dtype=np.int32)
-    return TrimmedVocabulary(own, target_ids, target_size, np.full(target_size, -np.inf, dtype=np.float32))
+    row = np.full(target_size, -np.inf, dtype=np.float32)
+    return TrimmedVocabulary(own, target_ids, target_size, row, target_ids.astype(np.int64))
 
 
 def common_vocabulary(
