@@ -8,6 +8,7 @@ contract of ForwardBatch as strictly as it can.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -151,6 +152,20 @@ class ToyBackend:
                 place = page * self.page_size + index % self.page_size
                 assert place not in written, "two rows write to one place"
                 written.add(place)
+
+
+class OneByOne(ToyBackend):
+    """Each pass waits until it is let through."""
+
+    def __init__(self) -> None:
+        super().__init__(max_rows=64)
+        self.turn = threading.Semaphore(0)
+        self.passes = 0
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        self.turn.acquire()
+        self.passes += 1
+        return super().forward(batch)
 
 
 class ToyTokenizer:

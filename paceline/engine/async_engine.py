@@ -14,16 +14,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from paceline.constrain.params import StructuredOutputsParams
 from paceline.engine.admission import Limits, TextTokenizer
 from paceline.engine.engine import Delta, Engine
-from paceline.engine.outputs import RequestOutput, TokenLogprobs, request_output, with_texts
+from paceline.engine.outputs import RequestOutput, request_output, with_texts
 from paceline.engine.request import Request
 from paceline.engine.stats import StepStats
+from paceline.engine.stream import Stream, Update
 from paceline.errors import OverloadedError, RequestError, UnavailableError
 from paceline.verify.params import SamplingParams
 
@@ -39,87 +39,6 @@ class Observer(Protocol):
 
     def aborted(self, requests: Sequence[Request]) -> None:
         """These have ended between two steps: nobody waits for them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What one step added to one of the n outputs of a request."""
-
-    index: int  # which of the n outputs
-    text: str  # may be empty while characters or stop strings are incomplete
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None  # one per token, if asked
-    finish_reason: str | None  # stop | length | abort | error, in the last update of the output
-    stop_reason: int | str | None
-    error: Exception | None  # why, when finish_reason is error
-
-
-class Stream:
-    """The updates of one request as an async iterator. Leaving its `async with` early aborts the request."""
-
-    def __init__(self, engine: AsyncEngine, request_id: str, arrived: asyncio.Event | None = None) -> None:
-        """`arrived` is set whenever there is something to take; streams that are read together share one."""
-        self.request_id = request_id
-        self.output: RequestOutput | None = None  # the whole, once all n outputs have ended
-        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by the engine
-        self._engine = engine
-        self._updates: deque[Update] = deque()
-        self._arrived = arrived or asyncio.Event()
-        self._failure: Exception | None = None
-
-    async def __aenter__(self) -> Stream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.abort()
-
-    async def __aiter__(self) -> AsyncIterator[Update]:
-        while True:
-            taken = self.take()
-            for update in taken:
-                yield update
-            if taken:
-                continue  # more may have come while these were used
-            if self.output is not None:
-                return
-            self._arrived.clear()
-            await self._arrived.wait()
-
-    def take(self) -> list[Update]:
-        """The updates that have come and were not taken yet. Raises what the request has failed with."""
-        if self._failure is not None and not self._updates:
-            raise self._failure
-        taken = list(self._updates)
-        self._updates.clear()
-        return taken
-
-    async def finished(self) -> RequestOutput:
-        """The whole output, when it is there."""
-        async for _ in self:
-            pass
-        assert self.output is not None
-        return self.output
-
-    def abort(self) -> None:
-        """End the request now, if it has not ended. It takes part in no further pass."""
-        if self.output is None and self._failure is None:
-            self._engine.abort(self)
-
-    def put(self, update: Update) -> None:
-        """For the engine: one more update."""
-        self._updates.append(update)
-        self._arrived.set()
-
-    def end(self, output: RequestOutput) -> None:
-        """For the engine: that was all."""
-        self.output = output
-        self._arrived.set()
-
-    def fail(self, error: Exception) -> None:
-        """For the engine: the request has ended without an output."""
-        self._failure = error
-        self._arrived.set()
-        _settle(self.accepted, error)
 
 
 _Command: TypeAlias = Callable[[], None]
@@ -208,7 +127,7 @@ class AsyncEngine:
         self._check_open(params.n)
         if request_id in self._streams:
             raise RequestError(f"a request with id {request_id!r} is already running; give each its own id.")
-        stream = Stream(self, request_id, arrived)
+        stream = Stream(request_id, self.abort, arrived)
         self._streams[request_id] = (stream, params.n)
         self._idle.clear()
 
@@ -218,7 +137,7 @@ class AsyncEngine:
                     prompt_token_ids, params, request_id, segment=segment, cache_salt=cache_salt
                 )
                 self._children[request_id] = children
-                self._in_loop(_settle, stream.accepted, None)
+                self._in_loop(stream.accept)
             except Exception as error:  # a refusal, or a bug that is this request's alone
                 self._in_loop(stream.fail, error)
 
@@ -370,13 +289,3 @@ class AsyncEngine:
 def _tells(delta: Delta) -> bool:
     """Whether a delta has anything for a client; chunks of a prompt have not."""
     return bool(delta.token_ids or delta.text or delta.request.finished)
-
-
-def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
-    """Give a future its end, unless its waiter has gone."""
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from paceline.engine.async_engine import Update
+from paceline.engine.stream import Update
 from paceline.serve.errors import FieldError
 from paceline.serve.generation import Generation
 from paceline.serve.protocol import Metrics, SamplingFields, usage, usage_of

@@ -8,8 +8,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from paceline.engine.async_engine import Update
 from paceline.engine.outputs import CompletionOutput, RequestOutput
+from paceline.engine.stream import Update
 from paceline.serve.answers import GENERATES, ChunkMaker, check_fields, json_response
 from paceline.serve.bodies import JsonRoute
 from paceline.serve.chat_protocol import ChatCompletion, ChatRequest

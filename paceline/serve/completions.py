@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from paceline.engine.async_engine import Update
 from paceline.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from paceline.engine.stream import Update
 from paceline.serve.answers import GENERATES, ChunkMaker, FinishReason, check_fields, json_response
 from paceline.serve.bodies import JsonRoute
 from paceline.serve.errors import FieldError

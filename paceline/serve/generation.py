@@ -9,8 +9,9 @@ from itertools import starmap
 
 from starlette.requests import Request
 
-from paceline.engine.async_engine import AsyncEngine, Stream, Update
+from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.outputs import RequestOutput
+from paceline.engine.stream import Stream, Update
 from paceline.serve.errors import FieldError
 from paceline.serve.protocol import SamplingFields
 from paceline.verify.params import SamplingParams

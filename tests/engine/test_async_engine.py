@@ -11,13 +11,14 @@ from typing import TypeVar
 import pytest
 
 from paceline.backends.base import ForwardBatch, ForwardOutput
-from paceline.engine.async_engine import AsyncEngine, Stream
+from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Delta, Engine
 from paceline.engine.request import Request
 from paceline.engine.stats import StepStats
+from paceline.engine.stream import Stream
 from paceline.errors import OverloadedError, RequestError, UnavailableError
 from paceline.verify.params import SamplingParams
-from tests.toy import ENDLESS, ToyBackend, ToyTokenizer, drain, roomy_engine, toy_engine
+from tests.toy import ENDLESS, OneByOne, ToyBackend, ToyTokenizer, drain, roomy_engine, toy_engine
 
 Result = TypeVar("Result")
 LONG = SamplingParams(temperature=0.7, seed=3, max_tokens=200, ignore_eos=True)
@@ -38,20 +39,6 @@ def in_loop(
             await front.stop()
 
     return asyncio.run(main())
-
-
-class Gate(ToyBackend):
-    """Passes wait until they are let through."""
-
-    def __init__(self) -> None:
-        super().__init__(max_rows=64)
-        self.turn = threading.Semaphore(0)
-        self.passes = 0
-
-    def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        self.turn.acquire()
-        self.passes += 1
-        return super().forward(batch)
 
 
 async def text_of(stream: Stream) -> str:
@@ -102,7 +89,7 @@ def test_n_outputs_and_their_logprobs_come_in_one_stream() -> None:
 
 
 def test_a_request_that_is_left_takes_part_in_no_further_pass() -> None:
-    backend = Gate()
+    backend = OneByOne()
     engine = toy_engine(backend)
 
     async def work(front: AsyncEngine) -> None:
@@ -123,7 +110,7 @@ def test_a_request_that_is_left_takes_part_in_no_further_pass() -> None:
 
 
 def test_a_cancelled_submit_leaves_nothing_behind() -> None:
-    backend = Gate()
+    backend = OneByOne()
     engine = toy_engine(backend)
 
     async def work(front: AsyncEngine) -> None:

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from typing import Any
 
 import pytest
 
-from paceline.backends.base import ForwardBatch, ForwardOutput
 from tests.serve.api import Api
-from tests.toy import ToyBackend, toy_engine
+from tests.toy import OneByOne, toy_engine
 
 LONG = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True, "seed": 1}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 90, "ignore_eos": True}
-
-
-class Gate(ToyBackend):
-    """Passes wait until they are let through."""
-
-    def __init__(self) -> None:
-        super().__init__(max_rows=64)
-        self.turn = threading.Semaphore(0)
-        self.passes = 0
-
-    def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        self.turn.acquire()
-        self.passes += 1
-        return super().forward(batch)
 
 
 class Client:
@@ -80,7 +64,7 @@ class Client:
 def test_a_request_that_is_left_ends_in_the_pass_it_is_in(
     path: str, body: Any, stream: bool, cancelled: bool
 ) -> None:
-    backend = Gate()
+    backend = OneByOne()
     api = Api(toy_engine(backend, max_model_len=400))
 
     async def leave() -> None:
