@@ -28,7 +28,7 @@ types: install
 	$(BIN)/mypy
 
 test: lint types model
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 check: install
 	$(BIN)/paceline check
