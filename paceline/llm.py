@@ -13,6 +13,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.outputs import RequestOutput, request_output
 from paceline.engine.request import Request
 from paceline.errors import RequestError
+from paceline.models.chat import PromptTokenizer
 from paceline.options import unknown_option
 from paceline.verify.params import SamplingParams
 
@@ -21,17 +22,8 @@ Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 Message: TypeAlias = Mapping[str, Any]
 
 
-class ChatTokenizer(TextTokenizer, Protocol):
+class ChatTokenizer(TextTokenizer, PromptTokenizer, Protocol):
     """The part of a tokenizer that the offline API needs."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, object]] | None = None,
-    ) -> str: ...
 
 
 class LLM:

@@ -6,25 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.bench.builtin_workloads import BUILT_IN
 from paceline.errors import ConfigError, PacelineError
+from paceline.models.chat import PromptTokenizer
 
 DEFAULT_MAX_TOKENS = 256
-
-
-class PromptTokenizer(Protocol):
-    """The part of a tokenizer that turns a prompt into ids."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, object]] | None = None,
-    ) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from typing import Protocol
 
 import jinja2
 import jinja2.exceptions
@@ -20,6 +21,19 @@ from paceline.errors import CheckpointError, RequestError
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 Message = Mapping[str, object]
+
+
+class PromptTokenizer(Protocol):
+    """The part of a tokenizer that turns a prompt into ids."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> str: ...
 
 
 class ChatTemplate:

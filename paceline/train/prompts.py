@@ -20,9 +20,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from paceline.errors import ConfigError, PacelineError, RequestError
+from paceline.models.chat import PromptTokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
@@ -30,19 +31,6 @@ SHAREGPT_ROLES |= {"chatgpt": "assistant", "bing": "assistant", "system": "syste
 BETWEEN_ROWS = re.compile(r"[\s,]*")
 CHUNK = 1 << 20  # bytes read at once from a JSON array
 MAX_ROW = 1 << 26  # characters: a row of a JSON array that does not end by then is broken
-
-
-class PromptTokenizer(Protocol):
-    """The part of a tokenizer that turns a prompt into ids."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, object]] | None = None,
-    ) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def probabilities_reference(
     kept = kept_reference(scaled, top_k, top_p, min_p)
     probs = np.zeros(len(logits))
     probs[kept] = exp_reference(scaled[kept] - scaled.max())
-    probs /= probs.sum()
+    probs /= math.fsum(probs)  # exact: numpy adds in an order that depends on the machine
     return probs
 
 

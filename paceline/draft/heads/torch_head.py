@@ -13,6 +13,7 @@ Parameters have the names of config.py.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -114,7 +115,7 @@ class Layer(nn.Module):
         return output
 
 
-class Head(nn.Module):
+class Head(nn.Module, ABC):
     """What all kinds of heads have in common. `make_head` gives the right one."""
 
     def __init__(self, config: HeadConfig, shared: Shared) -> None:
@@ -127,13 +128,13 @@ class Head(nn.Module):
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
 
+    @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
         """The state [..., H] of slots that read the target's features [..., features * Ht]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The output [..., H] of slots with these states [..., H], tokens [...] and positions [...]."""
-        raise NotImplementedError
 
     def feed_back(self, outputs: Tensor) -> Tensor:
         """The state that the slot behind a guess reads."""
