@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import BackendError
@@ -46,6 +46,7 @@ def sampler(seed=0, prompt=(), ending=(), **options):
 
 
 @given(OPTIONS, st.integers(1, 700), st.booleans(), st.booleans(), st.integers(0, 2**32 - 1))
+@example({"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0}, 160, True, False, 187)
 @settings(max_examples=150, deadline=None)
 def test_the_distribution_is_what_the_sampler_draws_from(options, size, ties, masked, seed):
     logits = some_logits(seed, size, ties=ties, masked=masked)
