@@ -58,17 +58,21 @@ def probabilities_reference(
     kept = kept_reference(scaled, top_k, top_p, min_p)
     probs = np.zeros(len(logits))
     probs[kept] = exp_reference(scaled[kept] - scaled.max())
-    probs /= math.fsum(probs)  # exact: numpy adds in an order that depends on the machine
+    probs /= _sum_in_lanes(probs)
     return probs
 
 
 def log_normalizer_reference(logits: npt.NDArray[np.float32]) -> float:
     """log(sum(exp(logits))) in double, summed in lanes and then over them."""
     values = logits.astype(np.float64)
-    terms = exp_reference(values - values.max())
+    total = _sum_in_lanes(exp_reference(values - values.max()))
+    return float(values.max() + log_reference(total))
+
+
+def _sum_in_lanes(terms: npt.NDArray[np.float64]) -> np.float64:
+    """The sum in the kernels' order: in lanes, then over them one by one, not in pairs as numpy.sum does."""
     lanes = np.zeros(LANES)
     for start in range(0, len(terms), LANES):
         block = terms[start : start + LANES]
         lanes[: len(block)] += block
-    total = np.add.accumulate(lanes)[-1]  # accumulate: one by one, not in pairs
-    return float(values.max() + log_reference(total))
+    return np.float64(np.add.accumulate(lanes)[-1])
