@@ -69,10 +69,10 @@ def log_normalizer_reference(logits: npt.NDArray[np.float32]) -> float:
     return float(values.max() + log_reference(total))
 
 
-def _sum_in_lanes(terms: npt.NDArray[np.float64]) -> np.float64:
+def _sum_in_lanes(terms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """The sum in the kernels' order: in lanes, then over them one by one, not in pairs as numpy.sum does."""
     lanes = np.zeros(LANES)
     for start in range(0, len(terms), LANES):
         block = terms[start : start + LANES]
         lanes[: len(block)] += block
-    return np.float64(np.add.accumulate(lanes)[-1])
+    return np.array(np.add.accumulate(lanes)[-1])
