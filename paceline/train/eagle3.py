@@ -19,6 +19,7 @@ Step k is taught by the target's distribution at token i + 1 + k, restricted to 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.draft.heads.torch_head import Head
 from paceline.train.sequences import TargetStates
+
+Scores = Callable[[torch.Tensor], torch.Tensor]  # [steps, rows, hidden] to [steps, rows, draft vocabulary]
 
 LOGITS_AT_ONCE = 1 << 26  # the loss is computed in chunks of about so many scores
 
@@ -62,8 +65,12 @@ class UnrolledAttention:
         true = torch.einsum("bqhgd,bkhd->bhgqk", grouped, self.keys[0]).float()
         future = torch.ones(slots, slots, dtype=torch.bool, device=query.device).triu(1)
         true = true.masked_fill(future, float("-inf"))
-        own = [torch.einsum("bqhgd,bqhd->bhgq", grouped, each).float() for each in self.keys[1:]]
-        scores = torch.cat((true, *(each[..., None] for each in own)), dim=-1)
+        # a sum, because products of single rows are slow: [batch, kv, group, slots, 1] each
+        own = [
+            (grouped * each[:, :, :, None]).sum(-1, dtype=torch.float32).permute(0, 2, 3, 1)[..., None]
+            for each in self.keys[1:]
+        ]
+        scores = torch.cat((true, *own), dim=-1)
         weights = (scores * head_dim**-0.5).softmax(-1).to(value.dtype)
         mixed = torch.einsum("bhgqk,bkhd->bqhgd", weights[..., :slots], self.values[0])
         for step, each in enumerate(self.values[1:]):
@@ -105,8 +112,23 @@ def step_losses(
     token, and is taught about answered tokens only.
     """
     outputs = unroll(head, target.features, tokens, steps)
-    width = tokens.shape[1]
-    place = torch.arange(width, device=tokens.device)
+    return taught_losses(outputs, head.logits, draft_ids, target.final, answers, lengths)
+
+
+def taught_losses(
+    outputs: Sequence[torch.Tensor],
+    scores: Scores,
+    draft_ids: DraftIds,
+    final: torch.Tensor,
+    answers: torch.Tensor,
+    lengths: torch.Tensor,
+) -> StepLosses:
+    """Losses of what each step of each slot gave, [batch, tokens, hidden], against the target's own scores.
+
+    `scores` turns outputs of all steps into guesses; `final` [batch, tokens, hidden] are the target's states.
+    """
+    steps, width = len(outputs), final.shape[1]
+    place = torch.arange(width, device=final.device)
     # tokens that are followed by an answered one which a draft may guess: [teachers], sequences end to end
     taught = (place >= answers[:, None]) & (place < lengths[:, None] - 1)
     teachers = torch.nonzero(taught.flatten()).flatten()
@@ -119,28 +141,42 @@ def step_losses(
         ]
     )  # [steps, teachers, hidden]
     counts = torch.stack([since_answer >= step for step in range(steps)])  # bool [steps, teachers]
-    final = target.final.flatten(0, 1)[teachers]
-    sums = torch.zeros(2, steps, device=tokens.device)
+    final = final.flatten(0, 1)[teachers]
+    sums = torch.zeros(2, steps, device=final.device)
     chunk = max(1, LOGITS_AT_ONCE // (steps * len(draft_ids.ids)))
     for start in range(0, len(teachers), chunk):
         part = slice(start, start + chunk)
+        lesson = _lesson(draft_ids, final[part])
         # scores of all steps over the draft vocabulary would fill the memory: computed again going back
         sums = sums + checkpoint(
-            _chunk_sums, head, draft_ids, students[:, part], final[part], counts[:, part], use_reentrant=False
+            _chunk_sums, scores, lesson, students[:, part], counts[:, part], use_reentrant=False
         )
     number = counts.sum(1).clamp(min=1)
     return StepLosses(sums[0] / number, (sums[1] / number).detach())
 
 
+@dataclass(frozen=True)
+class _Lesson:
+    """What the target says at some tokens."""
+
+    wanted: torch.Tensor  # float32 [teachers, draft vocabulary] its distribution over it
+    best: torch.Tensor  # int64 [teachers] its best token as a draft id, -1 if it is none
+
+
+@torch.no_grad()
+def _lesson(draft_ids: DraftIds, final: torch.Tensor) -> _Lesson:
+    scores = F.linear(final, draft_ids.target_head)  # [teachers, vocabulary]
+    best = scores.argmax(-1)
+    place = torch.searchsorted(draft_ids.ids, best).clamp(max=len(draft_ids.ids) - 1)
+    best = torch.where(draft_ids.ids[place] == best, place, -1)
+    return _Lesson(scores[:, draft_ids.ids].float().softmax(-1), best)
+
+
 def _chunk_sums(
-    head: Head, draft_ids: DraftIds, students: torch.Tensor, final: torch.Tensor, counts: torch.Tensor
+    scores: Scores, lesson: _Lesson, students: torch.Tensor, counts: torch.Tensor
 ) -> torch.Tensor:
     """Cross entropy and number of matches, summed over the counted teachers: [2, steps]."""
-    with torch.no_grad():
-        scores = F.linear(final, draft_ids.target_head)  # [teachers, vocabulary]
-        best = scores.argmax(-1)
-        wanted = scores[:, draft_ids.ids].float().softmax(-1)  # [teachers, draft vocabulary]
-    guesses = head.logits(students).float()  # [steps, teachers, draft vocabulary]
-    entropy = guesses.logsumexp(-1) - (guesses * wanted).sum(-1)
-    matches = draft_ids.ids[guesses.argmax(-1)] == best
+    guesses = scores(students).float()  # [steps, teachers, draft vocabulary]
+    entropy = guesses.logsumexp(-1) - (guesses * lesson.wanted).sum(-1)
+    matches = guesses.argmax(-1) == lesson.best
     return torch.stack([(entropy * counts).sum(1), (matches & counts).sum(1)])
