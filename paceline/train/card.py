@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.train.evaluation import DRAFTED
 from paceline.train.options import TrainOptions
-from paceline.train.run_eagle3 import Trained
+from paceline.train.run import Trained
 from paceline.train.trainer import Record
 
 WIDTH, HEIGHT, MARGIN = 720, 240, 48
@@ -38,20 +38,20 @@ def write_report(
 def card(trained: Trained, target: str, options: TrainOptions, measured: Measured) -> str:
     """The model card as Markdown."""
     answered = int((trained.examples.lengths - trained.examples.answers).sum())
-    sizes = trained.head.config
+    objective = trained.objective
     steps = trained.history[-1].step if trained.history else 0
     lines = [
-        f"# An EAGLE-3 draft head for {target}",
+        f"# {objective.title} for {target}",
         "",
-        "Trained by `paceline train eagle3` on the target's own answers. It only makes the target faster:",
-        "with paceline the output is the target's, byte for byte.",
+        f"Trained by `paceline train {objective.method}` on the target's own answers. It only makes the",
+        "target faster: with paceline the output is the target's, byte for byte.",
         "",
         "| | |",
         "| --- | --- |",
         f"| answers | {len(trained.examples)}, {answered} answered tokens |",
-        f"| draft vocabulary | {sizes.draft_vocab_size} tokens, {100 * trained.coverage:.1f} % of those |",
-        f"| head | hidden {sizes.hidden_size}, MLP {sizes.intermediate_size}, {sizes.num_heads} heads |",
-        f"| training | {steps} steps of {options.batch_tokens} tokens, {options.unroll} draft steps |",
+        f"| draft vocabulary | {len(objective.draft_ids)} tokens, {100 * trained.coverage:.1f} % of those |",
+        f"| size | {objective.size()} |",
+        f"| training | {steps} steps of {options.batch_tokens} tokens, {objective.num_steps} tokens ahead |",
         f"| | learning rate {options.learning_rate:g}, seed {options.seed} |",
         f"| time | {trained.seconds / 60:.1f} minutes |",
     ]
@@ -74,8 +74,9 @@ def _measured_table(measured: Measured) -> list[str]:
 def _held_out(record: Record) -> str:
     shares = ", ".join(f"{100 * match:.1f} %" for match in record.matches)
     return (
-        f"On answers that were held out, with the true tokens before each guess, the draft steps, first to "
-        f"last, gave the target's likeliest token in {shares} of the cases. Were these independent, a "
+        "On answers that were held out, with the true tokens before each guess, guesses of one token ahead, "
+        f"two ahead and so on were the target's likeliest token in {shares} of the cases. Were these "
+        "independent, a "
         f"verification would give {record.expected_length:.2f} tokens."
     )
 

@@ -14,6 +14,7 @@ from paceline.train.examples import Examples
 from paceline.verify.params import SamplingParams
 
 DRAFTED = 5  # tokens of a draft, in a chain
+TREE_NODES, TREE_BRANCHING = 16, 4  # of a tree that is as deep
 MAX_TOKENS = 128  # of an answer
 
 
@@ -35,12 +36,14 @@ def held_out_prompts(examples: Examples, held_out: Indices, number: int, seed: i
     ]
 
 
-def contestants(head: Path, untrained: Path) -> dict[str, dict[str, Any]]:
+def contestants(method: str, head: Path, untrained: Path) -> dict[str, dict[str, Any]]:
     """Speculative configurations to compare, by what they are called in a table."""
     chain = {"num_speculative_tokens": DRAFTED}
+    tree = {"num_speculative_tokens": TREE_NODES, "branching": TREE_BRANCHING, "depth": DRAFTED}
     return {
-        "this head": {"method": "eagle3", "model": str(head), **chain},
-        "untrained": {"method": "eagle3", "model": str(untrained), **chain},
+        "this head": {"method": method, "model": str(head), **chain},
+        f"this head, trees of {TREE_NODES}": {"method": method, "model": str(head), **tree},
+        "untrained": {"method": method, "model": str(untrained), **chain},
         "ngram": {"method": "ngram", **chain},
     }
 

@@ -12,7 +12,7 @@ from paceline.draft.heads.torch_head import Head, Shared, make_head
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
 from paceline.models.transformer import Transformer
-from paceline.train.options import TrainOptions
+from paceline.train.options import Eagle3Options
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -33,7 +33,7 @@ def coverage(answer_counts: npt.NDArray[np.int64], draft_ids: Int32Array) -> flo
     return float(answer_counts[draft_ids].sum() / answer_counts.sum())
 
 
-def head_config(target: ModelConfig, options: TrainOptions, name: TargetName | None) -> HeadConfig:
+def head_config(target: ModelConfig, options: Eagle3Options, name: TargetName | None) -> HeadConfig:
     """The config of a new head: a layer like those of its target."""
     layers = usual_feature_layers(target.num_layers)
     usable = all(1 <= layer <= target.num_layers for layer in layers)

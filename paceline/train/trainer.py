@@ -12,7 +12,6 @@ import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -22,15 +21,13 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from paceline.draft.heads.torch_head import Head
 from paceline.errors import ConfigError
-from paceline.models.transformer import Transformer
 from paceline.train.batches import Indices, all_batches, collate, epoch_batches, split
-from paceline.train.eagle3 import DraftIds, StepLosses, step_losses
+from paceline.train.eagle3 import StepLosses
 from paceline.train.examples import Examples
+from paceline.train.objective import Objective
 from paceline.train.options import TrainOptions
 from paceline.train.processes import Alone, Processes
-from paceline.train.sequences import target_states
 
 TIMED_STEPS = 30  # over so many the speed is measured that says how many steps fit into `minutes`
 RECORD_EVERY = 10  # steps between two records of the history
@@ -42,8 +39,8 @@ class Record:
     """The course of training over some steps."""
 
     step: int  # steps done
-    loss: float  # weighted over the unrolled steps
-    matches: list[float]  # [unroll] share of guesses that were the target's best token
+    loss: float  # weighted over the tokens ahead
+    matches: list[float]  # [tokens ahead] share of guesses that were the target's best token
 
     @property
     def expected_length(self) -> float:
@@ -69,27 +66,23 @@ class Trainer:
 
     def __init__(
         self,
-        target: Transformer,
-        head: Head,
-        draft_ids: torch.Tensor,
+        objective: Objective,
         examples: Examples,
         options: TrainOptions,
         folder: Path,
         processes: Processes | None = None,
     ) -> None:
-        """`draft_ids` int64 [draft vocabulary]; checkpoints go to `folder`, and are taken up from there."""
-        self.target, self.head, self.options, self.examples = target, head, options, examples
+        """Checkpoints go to `folder`, and are taken up from there."""
+        self.objective, self.options, self.examples = objective, options, examples
         self.processes = processes or Alone()
-        self.device = target.embedding.device
-        self.draft_ids = DraftIds(draft_ids.to(self.device), target.head)
-        self.feature_layers = head.config.layers_of(target.config.num_layers)
+        self.device = objective.target.embedding.device
         self.chosen, self.held_out = split(examples, options.held_out, options.seed)
-        self.parameters = dict(head.named_parameters())
+        self.parameters = dict(objective.network.named_parameters())
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
-        self.weights = torch.tensor([options.step_decay**step for step in range(options.unroll)])
-        self.weights = self.weights.to(self.device)
+        weights = [options.step_decay**step for step in range(objective.num_steps)]
+        self.weights = torch.tensor(weights, device=self.device)
         self._timed_from: tuple[int, float] | None = None  # step and seconds
         self.path = folder / "checkpoint.safetensors"
         self.progress = Progress(total=self._planned_steps())
@@ -141,18 +134,7 @@ class Trainer:
 
     def losses(self, indices: Indices) -> StepLosses:
         """The losses of a batch."""
-        batch = collate(self.examples, indices, self.device)
-        states = target_states(self.target, batch.tokens, self.feature_layers)
-        with self._precision():
-            return step_losses(
-                self.head,
-                self.draft_ids,
-                states,
-                batch.tokens,
-                batch.answers,
-                batch.lengths,
-                self.options.unroll,
-            )
+        return self.objective.losses(collate(self.examples, indices, self.device))
 
     @torch.no_grad()
     def evaluate(self) -> Record | None:
@@ -193,7 +175,7 @@ class Trainer:
                     f"{self._run_facts()}. Give the same ones to go on, or another folder."
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        self.head.load_state_dict({name: tensors[f"head.{name}"] for name in self.parameters})
+        self.objective.network.load_state_dict({name: tensors[f"head.{name}"] for name in self.parameters})
         parts = {name.split(".", 1)[0] for name in tensors} - {"head"}
         state = {
             index: {part: tensors[f"{part}.{name}"] for part in parts}
@@ -209,7 +191,7 @@ class Trainer:
         options = dict(vars(self.options))
         options.pop("checkpoint_every")
         sizes = {"examples": len(self.examples), "tokens": len(self.examples.tokens)}
-        return {**options, **sizes, "processes": self.processes.number}
+        return {"method": self.objective.method, **options, **sizes, "processes": self.processes.number}
 
     def _planned_steps(self) -> int | None:
         """The steps of the run, as far as they are known before it begins."""
@@ -253,8 +235,3 @@ class Trainer:
         mean = torch.stack([each.losses for each in losses]).mean(0)
         matches = torch.stack([each.matches for each in losses]).mean(0)
         return Record(self.progress.step, float((mean * self.weights).sum()), matches.tolist())
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        """bfloat16 products where the target is in bfloat16, else none but its own."""
-        dtype = self.target.embedding.dtype
-        return torch.autocast(self.device.type, dtype, enabled=dtype == torch.bfloat16)

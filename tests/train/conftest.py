@@ -2,12 +2,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint
 from paceline.models.transformer import Transformer
+from paceline.train.examples import Examples
+from paceline.train.sampler import Sampler
 from paceline.train.sequences import load_target
 from tests import tiny
 
@@ -26,3 +29,21 @@ def target(checkpoint: Checkpoint) -> Transformer:
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
+
+
+@pytest.fixture(scope="session")
+def examples(target: Transformer) -> Examples:
+    """Answers of the target itself to random prompts of different lengths."""
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(0, 173, size=generator.integers(2, 9)).tolist() for _ in range(60)]
+    answers = Sampler(target, [5, 6]).answer(prompts, [0.7] * 60, [0] * 60, 24)
+    pairs = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) > 1]
+    sequences = [prompt + answer for prompt, answer in pairs]
+    return Examples(
+        173,
+        np.concatenate(sequences).astype(np.int32),
+        np.cumsum([0, *map(len, sequences)]),
+        np.array([len(prompt) for prompt, _ in pairs], dtype=np.int32),
+        np.arange(len(pairs), dtype=np.int32) // 2,
+        ["s"] * len(pairs),
+    )

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from paceline.draft.heads.checkpoint import load_head
+from paceline.draft.heads.medusa import load_medusa
 from paceline.models.registry import load_checkpoint
-from paceline.train.commands import ANSWERS, SEED, TRAINING
+from paceline.terminal.flags import Group
+from paceline.train.commands import ANSWERS, EAGLE3, MEDUSA, SEED
 from paceline.train.make_answers import AnswerOptions
-from paceline.train.options import TrainOptions
+from paceline.train.options import Eagle3Options, MedusaOptions, TrainOptions
 from tests.models.files import config_of, random_tensors, write_gguf
 
 Run = Callable[..., tuple[int, str, str]]
@@ -34,8 +36,9 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-SMALL = ("--device", "cpu", "--max-tokens", "12", "--max-steps", "10", "--unroll", "2", "--held-out", "0.5")
-SMALL += ("--intermediate-size", "16", "--draft-vocab-size", "50", "--batch-tokens", "64")
+SMALL_LOOP = ("--device", "cpu", "--max-tokens", "12", "--max-steps", "10", "--held-out", "0.5")
+SMALL_LOOP += ("--draft-vocab-size", "50", "--batch-tokens", "64")
+SMALL = (*SMALL_LOOP, "--unroll", "2", "--intermediate-size", "16")
 
 
 def test_prompts_become_a_head_with_its_card(
@@ -54,9 +57,23 @@ def test_prompts_become_a_head_with_its_card(
     assert "10 steps" in card
     assert "| this head |" in card
     facts = json.loads((out / "training.json").read_text())
-    assert set(facts["tokens_per_pass"]) == {"this head", "untrained", "ngram"}
+    assert set(facts["tokens_per_pass"]) == {"this head", "this head, trees of 16", "untrained", "ngram"}
     assert facts["tokens_per_pass"]["ngram"]["all"] >= 1
     assert (out / "training.svg").read_text().startswith("<svg")
+
+
+def test_the_same_answers_become_medusa_heads(
+    paceline: Run, tiny_gguf: Path, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "heads"
+    options = (*SMALL_LOOP, "--heads", "2", "--learning-rate", "0.01")
+    code, table, told = paceline("train", "medusa", tiny_gguf, "--data", prompts, "--out", out, *options)
+    assert code == 0, told
+    assert "untrained" in table
+    assert f"--draft medusa:{out}" in told
+    heads = load_medusa(out)
+    assert (heads.config.num_heads, heads.config.draft_vocab_size) == (2, 50)
+    assert "# Medusa draft heads for tiny.gguf" in (out / "README.md").read_text()
 
 
 def test_answers_of_one_machine_train_a_head_on_another(
@@ -96,9 +113,13 @@ def test_mistakes_are_told_before_anything_runs(
     assert not (tmp_path / "head").exists()
 
 
-def test_flags_have_the_names_and_defaults_of_the_options() -> None:
-    training = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
-    assert {flag.name: flag.default for flag in (*TRAINING, *SEED)} == training
+@pytest.mark.parametrize(("flags", "options"), [(EAGLE3, Eagle3Options), (MEDUSA, MedusaOptions)])
+def test_flags_have_the_names_and_defaults_of_the_options(flags: Group, options: type[TrainOptions]) -> None:
+    training = {field.name: field.default for field in dataclasses.fields(options)}
+    assert {flag.name: flag.default for flag in (*flags, *SEED)} == training
+
+
+def test_flags_of_answering_are_those_of_its_options() -> None:
     answering = {field.name: field.default for field in dataclasses.fields(AnswerOptions)}
     flags = {flag.name: flag.default for flag in (*ANSWERS, *SEED)}
     assert flags.keys() == answering.keys()

@@ -17,14 +17,14 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.transformer import Transformer
 from paceline.train.batches import Indices, all_batches, collate, epoch_batches, split
 from paceline.train.eagle3 import StepLosses
+from paceline.train.eagle3_objective import Eagle3Objective
 from paceline.train.examples import Examples
 from paceline.train.new_head import choose_draft_ids, coverage, head_config, new_head
-from paceline.train.options import TrainOptions
+from paceline.train.options import Eagle3Options
 from paceline.train.processes import Processes
-from paceline.train.sampler import Sampler
 from paceline.train.trainer import Progress, Record, Trainer
 
-OPTIONS = TrainOptions(
+OPTIONS = Eagle3Options(
     max_steps=20,
     unroll=3,
     draft_vocab_size=100,
@@ -36,24 +36,6 @@ OPTIONS = TrainOptions(
     held_out=0.1,
     checkpoint_every=10,
 )
-
-
-@pytest.fixture(scope="module")
-def examples(target: Transformer) -> Examples:
-    """Answers of the target itself to random prompts of different lengths."""
-    generator = np.random.default_rng(0)
-    prompts = [generator.integers(0, 173, size=generator.integers(2, 9)).tolist() for _ in range(60)]
-    answers = Sampler(target, [5, 6]).answer(prompts, [0.7] * 60, [0] * 60, 24)
-    pairs = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) > 1]
-    sequences = [prompt + answer for prompt, answer in pairs]
-    return Examples(
-        173,
-        np.concatenate(sequences).astype(np.int32),
-        np.cumsum([0, *map(len, sequences)]),
-        np.array([len(prompt) for prompt, _ in pairs], dtype=np.int32),
-        np.arange(len(pairs), dtype=np.int32) // 2,
-        ["s"] * len(pairs),
-    )
 
 
 class Recording(Trainer):
@@ -68,16 +50,14 @@ def trainer(
     target: Transformer,
     examples: Examples,
     folder: Path,
-    options: TrainOptions = OPTIONS,
+    options: Eagle3Options = OPTIONS,
     processes: Processes | None = None,
 ) -> Recording:
-    draft_ids = choose_draft_ids(examples.answer_counts(), options.draft_vocab_size)
-    head = new_head(head_config(target.config, options, None), target, draft_ids, options.seed)
-    return Recording(target, head, torch.from_numpy(draft_ids).long(), examples, options, folder, processes)
+    return Recording(Eagle3Objective(target, examples, options), examples, options, folder, processes)
 
 
 def weights(of: Trainer) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in of.head.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in of.objective.network.parameters()])
 
 
 class Killed(Exception):
@@ -116,7 +96,7 @@ def test_a_finished_run_is_not_trained_again(target: Transformer, examples: Exam
 def test_another_seed_gives_other_weights(target: Transformer, examples: Examples, tmp_path: Path) -> None:
     results = []
     for seed in (0, 1):
-        options = TrainOptions(**{**vars(OPTIONS), "seed": seed, "max_steps": 3})
+        options = Eagle3Options(**{**vars(OPTIONS), "seed": seed, "max_steps": 3})
         run = trainer(target, examples, tmp_path / str(seed), options)
         run.train()
         results.append(weights(run))
@@ -128,12 +108,12 @@ def test_a_checkpoint_of_another_run_is_refused(
 ) -> None:
     trainer(target, examples, tmp_path).save()
     with pytest.raises(ConfigError, match="other options or data"):
-        trainer(target, examples, tmp_path, TrainOptions(**{**vars(OPTIONS), "unroll": 2}))
+        trainer(target, examples, tmp_path, Eagle3Options(**{**vars(OPTIONS), "unroll": 2}))
 
 
 def test_the_head_learns_to_guess_its_target(target: Transformer, examples: Examples, tmp_path: Path) -> None:
     run = trainer(
-        target, examples, tmp_path, TrainOptions(**{**vars(OPTIONS), "max_steps": 60, "learning_rate": 1e-2})
+        target, examples, tmp_path, Eagle3Options(**{**vars(OPTIONS), "max_steps": 60, "learning_rate": 1e-2})
     )
     history = run.train().history
     assert history[-1].loss < 0.95 * history[0].loss
@@ -141,13 +121,13 @@ def test_the_head_learns_to_guess_its_target(target: Transformer, examples: Exam
 
 
 def test_minutes_become_a_number_of_steps(target: Transformer, examples: Examples, tmp_path: Path) -> None:
-    options = TrainOptions(**{**vars(OPTIONS), "max_steps": None, "minutes": 0.001})
+    options = Eagle3Options(**{**vars(OPTIONS), "max_steps": None, "minutes": 0.001})
     progress = trainer(target, examples, tmp_path, options).train()
     assert progress.step == progress.total == 40  # measured over 30 steps after the first 10: no time is left
 
 
 def test_epochs_decide_the_number_of_steps(target: Transformer, examples: Examples, tmp_path: Path) -> None:
-    options = TrainOptions(**{**vars(OPTIONS), "max_steps": None, "epochs": 2})
+    options = Eagle3Options(**{**vars(OPTIONS), "max_steps": None, "epochs": 2})
     run = trainer(target, examples, tmp_path, options)
     batches = [epoch_batches(examples, run.chosen, options.batch_tokens, 0, epoch) for epoch in range(2)]
     assert run.train().step == len(batches[0]) + len(batches[1])
@@ -179,7 +159,7 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens() -> None:
 
 def test_a_new_head_scores_like_its_target(target: Transformer, checkpoint: Checkpoint) -> None:
     draft_ids = np.array([1, 4, 9], dtype=np.int32)
-    options = TrainOptions(**{**vars(OPTIONS), "draft_vocab_size": 3})
+    options = Eagle3Options(**{**vars(OPTIONS), "draft_vocab_size": 3})
     head = new_head(head_config(checkpoint.config, options, None), target, draft_ids, 0)
     state = torch.randn(60, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(head.logits(state), target.logits(state)[[1, 4, 9]])
@@ -200,7 +180,7 @@ def test_the_expected_length_multiplies_the_matches() -> None:
 )
 def test_bad_options_are_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TrainOptions(**options)  # type: ignore[arg-type]
+        Eagle3Options(**options)  # type: ignore[arg-type]
 
 
 class Threads:
@@ -235,7 +215,7 @@ class Member:
 def test_processes_take_their_own_batches_and_end_with_the_same_weights(
     target: Transformer, examples: Examples, tmp_path: Path
 ) -> None:
-    options = TrainOptions(**{**vars(OPTIONS), "max_steps": 4})
+    options = Eagle3Options(**{**vars(OPTIONS), "max_steps": 4})
     threads = Threads(2)
     members = [trainer(target, examples, tmp_path / "two", options, threads.of(rank)) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:

@@ -47,8 +47,12 @@ class TorchMedusa(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """The guesses of all heads [heads, ..., draft vocabulary] for normed last states [..., hidden]."""
-        pairs = zip(self.blocks, self.lm_heads, strict=True)
-        return torch.stack([lm_head(block(states)) for block, lm_head in pairs])
+        return self.scores(states.expand(len(self.blocks), *states.shape))
+
+    def scores(self, states: Tensor) -> Tensor:
+        """The guesses of each head [heads, ..., draft vocabulary] for states of its own [heads, ..., hidden]."""
+        each = zip(self.blocks, self.lm_heads, states, strict=True)
+        return torch.stack([lm_head(block(own)) for block, lm_head, own in each])
 
     @torch.inference_mode()
     def run(self, states: Float32Array) -> Float32Array:

@@ -1,41 +1,36 @@
-"""From a file of answers to a trained head in a folder."""
+"""From files of answers to a trained head."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from paceline.draft.heads.checkpoint import HeadCheckpoint
 from paceline.draft.heads.config import TargetName
-from paceline.draft.heads.torch_head import Head
+from paceline.draft.heads.fingerprint import target_fingerprint
 from paceline.errors import ConfigError
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.safetensors_writer import encode
+from paceline.models.transformer import Transformer
 from paceline.train.batches import Indices
 from paceline.train.examples import Examples, read_examples
-from paceline.train.new_head import (
-    Int32Array,
-    choose_draft_ids,
-    coverage,
-    head_config,
-    head_from,
-    new_head,
-)
+from paceline.train.new_head import coverage
+from paceline.train.objective import Objective, WriteHead
 from paceline.train.options import TrainOptions
 from paceline.train.processes import Processes
 from paceline.train.sequences import load_target
 from paceline.train.trainer import OnProgress, Record, Trainer
+
+Start = Callable[[Transformer, Examples, TargetName], Objective]  # a head to train for a target, on examples
 
 
 @dataclass(frozen=True)
 class Trained:
     """What a run gave."""
 
-    head: HeadCheckpoint
-    untrained: HeadCheckpoint  # what it was before
+    objective: Objective
+    write_untrained: WriteHead  # the head as it was before
     examples: Examples
     held_out_examples: Indices  # [held out]
     coverage: float  # share of answered tokens that the head can guess
@@ -44,14 +39,13 @@ class Trained:
     seconds: float
 
 
-def train_eagle3(
+def train_head(
     checkpoint: Checkpoint,
-    target_name: TargetName | None,
     answers: Sequence[Path],
     folder: Path,
     options: TrainOptions,
     device: torch.device,
-    init_from: HeadCheckpoint | None = None,
+    start: Start,
     on_progress: OnProgress = lambda progress: None,
     processes: Processes | None = None,
 ) -> Trained:
@@ -63,33 +57,18 @@ def train_eagle3(
             f"has {checkpoint.config.vocab_size}: let this target answer the prompts."
         )
     target = load_target(checkpoint, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    counts = examples.answer_counts()
-    if init_from is None:
-        draft_ids = choose_draft_ids(counts, options.draft_vocab_size)
-        head = new_head(head_config(checkpoint.config, options, target_name), target, draft_ids, options.seed)
-    else:
-        head, draft_ids = head_from(init_from, target)
-    untrained = _checkpoint_of(head, target_name, draft_ids, folder)
-    trainer = Trainer(target, head, torch.from_numpy(draft_ids).long(), examples, options, folder, processes)
+    name = TargetName(target_fingerprint(checkpoint), checkpoint.source.name)
+    objective = start(target, examples, name)
+    write_untrained = objective.snapshot()
+    trainer = Trainer(objective, examples, options, folder, processes)
     progress = trainer.train(on_progress)
     return Trained(
-        _checkpoint_of(head, target_name, draft_ids, folder),
-        untrained,
+        objective,
+        write_untrained,
         examples,
         trainer.held_out,
-        coverage(counts, draft_ids),
+        coverage(examples.answer_counts(), objective.draft_ids),
         progress.history,
         trainer.evaluate(),
         progress.seconds,
     )
-
-
-def _checkpoint_of(
-    head: Head, name: TargetName | None, draft_ids: Int32Array, folder: Path
-) -> HeadCheckpoint:
-    """A copy of the head's weights in float16."""
-    tensors = {
-        name: encode(parameter.detach().float().cpu().numpy(), "F16")
-        for name, parameter in head.named_parameters()
-    }
-    return HeadCheckpoint(replace(head.config, target=name), tensors, draft_ids, folder)

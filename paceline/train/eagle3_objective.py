@@ -1,0 +1,64 @@
+"""An EAGLE-3 head in training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from paceline.draft.heads.checkpoint import HeadCheckpoint, write_head
+from paceline.draft.heads.config import TargetName
+from paceline.models.transformer import Transformer
+from paceline.train.batches import Batch
+from paceline.train.eagle3 import DraftIds, StepLosses, step_losses
+from paceline.train.examples import Examples
+from paceline.train.new_head import choose_draft_ids, head_config, head_from, new_head
+from paceline.train.objective import WriteHead, float16_weights, precision_of
+from paceline.train.options import Eagle3Options
+from paceline.train.sequences import target_states
+
+
+class Eagle3Objective:
+    """Teaches a head its own drafting, unrolled: see eagle3.py."""
+
+    method, title = "eagle3", "An EAGLE-3 draft head"
+
+    def __init__(
+        self,
+        target: Transformer,
+        examples: Examples,
+        options: Eagle3Options,
+        name: TargetName | None = None,
+        init_from: HeadCheckpoint | None = None,
+    ) -> None:
+        """A new head, or that of `init_from`."""
+        self.target, self.name, self.num_steps = target, name, options.unroll
+        if init_from is None:
+            self.draft_ids = choose_draft_ids(examples.answer_counts(), options.draft_vocab_size)
+            config = head_config(target.config, options, name)
+            self.network = new_head(config, target, self.draft_ids, options.seed)
+        else:
+            self.network, self.draft_ids = head_from(init_from, target)
+        device = target.embedding.device
+        self._ids = DraftIds(torch.from_numpy(self.draft_ids).long().to(device), target.head)
+        self._layers = self.network.config.layers_of(target.config.num_layers)
+
+    def losses(self, batch: Batch) -> StepLosses:
+        """What the head is taught by a batch, for each token ahead."""
+        states = target_states(self.target, batch.tokens, self._layers)
+        with precision_of(self.target):
+            return step_losses(
+                self.network, self._ids, states, batch.tokens, batch.answers, batch.lengths, self.num_steps
+            )
+
+    def snapshot(self) -> WriteHead:
+        """What writes the head as it is now in SGLang's format."""
+        config = replace(self.network.config, target=self.name)
+        head = HeadCheckpoint(config, float16_weights(self.network), self.draft_ids, Path())
+        return lambda folder: write_head(head, folder, "sglang")
+
+    def size(self) -> str:
+        """How large the head is, for its card."""
+        config = self.network.config
+        return f"hidden {config.hidden_size}, MLP {config.intermediate_size}, {config.num_heads} heads"

@@ -1,0 +1,100 @@
+"""What a `paceline train` command does: answer, train, measure, write, and tell of it on the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.models.registry import load_checkpoint, resolve
+from paceline.train.card import Measured, write_report
+from paceline.train.examples import is_answers
+from paceline.train.make_answers import Answered, AnswerOptions, make_answers
+from paceline.train.options import TrainOptions
+from paceline.train.processes import processes_on, started_by_torchrun
+from paceline.train.run import Start, Trained, train_head
+from paceline.train.show import answering_progress, show_measured, training_progress
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a command was asked to do, whatever kind of head it trains."""
+
+    model: str
+    data: Sequence[Path]  # prompts or answers
+    out: Path  # folder of the head
+    device: str  # cpu, cuda or auto
+    evaluate: int  # held-out prompts to measure the head with
+    answering: AnswerOptions
+
+
+def train(job: Job, options: TrainOptions, start: Start) -> None:
+    """Answer the prompts, train the head that `start` gives, measure it, and write all of it."""
+    prompts = [path for path in job.data if not is_answers(path)]
+    answers = [path for path in job.data if is_answers(path)]
+    model, device = resolve(job.model), chosen_device(job.device)
+    if prompts or job.answering.self_written:
+        if started_by_torchrun():
+            raise ConfigError(
+                "torchrun only trains: let one process answer the prompts, with `paceline train answers`, "
+                "and give its file as --data."
+            )
+        answers.append(job.out / "answers.jsonl")
+        answer(model, prompts, answers[-1], job.answering, device)
+    processes, own_device = processes_on(device)
+    with training_progress(visible=processes.rank == 0) as show:
+        checkpoint = load_checkpoint(model)
+        trained = train_head(checkpoint, answers, job.out, options, own_device, start, show, processes)
+    if processes.rank != 0:
+        return
+    trained.objective.snapshot()(job.out)
+    measured = _measure(model, trained, job.out, job.evaluate, options.seed)
+    write_report(trained, model.name, options, measured, job.out)
+    print(
+        f"The head is in {job.out}: serve with --draft {trained.objective.method}:{job.out}", file=sys.stderr
+    )
+
+
+def answer(model: Path, prompts: Sequence[Path], out: Path, options: AnswerOptions, device: str) -> None:
+    """Let the target answer prompts into the file `out`, and tell how many rows were left out."""
+    with answering_progress() as show:
+
+        def on_progress(answered: Answered) -> bool:
+            show(answered)
+            return True
+
+        answered = make_answers(model, prompts, out, options, device, on_progress)
+    for line in answered.skipped.lines():
+        print(line, file=sys.stderr)
+    print(f"{answered.answers} answers, {answered.tokens} tokens: {out}", file=sys.stderr)
+
+
+def _measure(model: Path, trained: Trained, out: Path, number: int, seed: int) -> Measured:
+    """Tokens per pass of the head, of what it was before, and of n-gram drafts, on held-out prompts."""
+    from paceline.llm import LLM
+    from paceline.train.evaluation import contestants, held_out_prompts, tokens_per_pass
+
+    prompts = held_out_prompts(trained.examples, trained.held_out_examples, number, seed)
+    if not prompts:
+        return {}
+    with TemporaryDirectory() as untrained:
+        trained.write_untrained(Path(untrained))
+        measured = tokens_per_pass(
+            lambda config: LLM(str(model), speculative_config=config),
+            prompts,
+            contestants(trained.objective.method, out, Path(untrained)),
+        )
+    show_measured(measured, len(prompts))
+    return measured
+
+
+def chosen_device(wanted: str) -> str:
+    """The device that `auto` means; others are taken as they are."""
+    if wanted != "auto":
+        return wanted
+    return "cuda" if torch.cuda.is_available() else "cpu"

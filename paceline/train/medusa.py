@@ -1,0 +1,104 @@
+"""Medusa heads in training: each learns from the target's last state of a token what comes behind the next.
+
+    token       x0   x1   x2   x3   x4
+    state       s0                          after the target's final norm
+    head 0 of s0 guesses x2, head 1 guesses x3, ...: x1 is what the target itself says
+
+So head k guesses what step k of an EAGLE-3 head does, and is taught by the same tokens: see eagle3.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from paceline.draft.heads.config import TargetName
+from paceline.draft.heads.medusa import MedusaCheckpoint, MedusaConfig, write_medusa
+from paceline.draft.heads.torch_medusa import TorchMedusa
+from paceline.errors import ConfigError
+from paceline.models.transformer import Transformer
+from paceline.train.batches import Batch
+from paceline.train.eagle3 import DraftIds, StepLosses, taught_losses
+from paceline.train.examples import Examples
+from paceline.train.new_head import choose_draft_ids
+from paceline.train.objective import Int32Array, WriteHead, float16_weights, precision_of
+from paceline.train.options import MedusaOptions
+from paceline.train.sequences import target_states
+
+
+class MedusaObjective:
+    """Teaches heads the target's distributions."""
+
+    method, title = "medusa", "Medusa draft heads"
+
+    def __init__(
+        self,
+        target: Transformer,
+        examples: Examples,
+        options: MedusaOptions,
+        name: TargetName | None = None,
+        init_from: MedusaCheckpoint | None = None,
+    ) -> None:
+        """New heads, or those of `init_from`."""
+        self.target = target
+        if init_from is None:
+            self.draft_ids = choose_draft_ids(examples.answer_counts(), options.draft_vocab_size)
+            sizes = options.heads, options.layers, target.config.hidden_size, len(self.draft_ids)
+            self.config = MedusaConfig(*sizes, name)
+            self.network = new_medusa(self.config, target, self.draft_ids)
+        else:
+            self.config, self.draft_ids = init_from.config, _ids_of(init_from, target)
+            self.network = TorchMedusa.load(init_from, target.embedding.device, torch.float32)
+            self.network.requires_grad_(True)
+        self.num_steps = self.config.num_heads
+        self._ids = DraftIds(torch.from_numpy(self.draft_ids).long().to(target.embedding.device), target.head)
+
+    def losses(self, batch: Batch) -> StepLosses:
+        """What the heads are taught by a batch, each head's first."""
+        states = target_states(self.target, batch.tokens, (self.target.config.num_layers,))
+        inputs = [states.final] * self.num_steps
+        with precision_of(self.target):
+            return taught_losses(
+                inputs, self.network.scores, self._ids, states.final, batch.answers, batch.lengths
+            )
+
+    def snapshot(self) -> WriteHead:
+        """What writes the heads as they are now, with the names that vLLM reads."""
+        ids = None if len(self.draft_ids) == self.target.config.vocab_size else self.draft_ids
+        heads = MedusaCheckpoint(self.config, float16_weights(self.network), ids, Path())
+        return lambda folder: write_medusa(heads, folder)
+
+    def size(self) -> str:
+        """How large the heads are, for their card."""
+        config = self.config
+        return f"{config.num_heads} heads of {config.num_layers} blocks, hidden {config.hidden_size}"
+
+
+def new_medusa(config: MedusaConfig, target: Transformer, draft_ids: Int32Array) -> TorchMedusa:
+    """Heads that all score as the target does: their blocks add nothing yet."""
+    heads = TorchMedusa(config)
+    rows = target.head[torch.from_numpy(draft_ids).long()]
+    with torch.no_grad():
+        for parameter in heads.blocks.parameters():
+            parameter.zero_()
+        for scores in heads.lm_heads.parameters():
+            scores.copy_(rows)
+    return heads.to(target.embedding.device)
+
+
+def _ids_of(heads: MedusaCheckpoint, target: Transformer) -> Int32Array:
+    """The target's ids that the heads guess; ConfigError if they are another target's."""
+    config, ids = heads.config, heads.draft_ids
+    if ids is None:
+        ids = np.arange(config.draft_vocab_size, dtype=np.int32)
+    sizes = target.config
+    fits = ids.max() < sizes.vocab_size if heads.draft_ids is not None else len(ids) == sizes.vocab_size
+    if config.hidden_size != sizes.hidden_size or not fits:
+        raise ConfigError(
+            f"{heads.source} is for a target with hidden size {config.hidden_size} and token ids up to "
+            f"{ids.max()}, but this one has {sizes.hidden_size} and {sizes.vocab_size} tokens. Give heads "
+            "that were trained for it."
+        )
+    return ids

@@ -1,0 +1,102 @@
+"""Medusa heads in training: they start as the target, are taught what lies ahead, and learn it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.draft.heads.config import TargetName
+from paceline.draft.heads.medusa import load_medusa
+from paceline.errors import ConfigError
+from paceline.models.transformer import Transformer
+from paceline.train.batches import Batch
+from paceline.train.examples import Examples
+from paceline.train.medusa import MedusaObjective
+from paceline.train.options import MedusaOptions
+from paceline.train.sequences import target_states
+from paceline.train.trainer import Trainer
+from tests import tiny
+from tests.draft.heads.test_medusa_heads import random_medusa
+
+OPTIONS = MedusaOptions(
+    heads=3, layers=1, max_steps=60, draft_vocab_size=80, batch_tokens=96, warmup_steps=5, held_out=0.1
+)
+
+
+def batch() -> Batch:
+    """Three padded sequences."""
+    tokens = torch.randint(tiny.VOCAB_SIZE, (3, 12), generator=torch.Generator().manual_seed(1))
+    return Batch(tokens, torch.tensor([3, 1, 8]), torch.tensor([12, 7, 10]))
+
+
+def random_objective(target: Transformer, examples: Examples) -> MedusaObjective:
+    """An objective whose heads have random weights and guess every second token."""
+    ids = np.arange(3, tiny.VOCAB_SIZE, 2, dtype=np.int32)
+    config = replace(random_medusa().config, draft_vocab_size=len(ids))
+    return MedusaObjective(target, examples, OPTIONS, init_from=random_medusa(config, ids))
+
+
+def test_the_loss_of_each_head_is_the_cross_entropy_to_what_the_target_says_there(
+    target: Transformer, examples: Examples
+) -> None:
+    objective, given = random_objective(target, examples), batch()
+    ids = torch.from_numpy(objective.draft_ids).long()
+    losses: list[list[float]] = [[] for _ in range(3)]
+    matches: list[list[float]] = [[] for _ in range(3)]
+    for row, (answer, length) in enumerate(zip(given.answers.tolist(), given.lengths.tolist(), strict=True)):
+        states = target_states(target, given.tokens[row : row + 1, :length], (3,)).final[0]
+        for token in range(answer - 1, length - 2):
+            guesses = objective.network(states[token]).detach()
+            for head in range(3):
+                taught_by = token + 1 + head
+                if taught_by + 1 >= length:  # nothing was answered there
+                    break
+                scores = states[taught_by] @ target.head.T
+                wanted = scores[ids].softmax(-1)
+                losses[head].append(-float((wanted * guesses[head].log_softmax(-1)).sum()))
+                matches[head].append(float(ids[guesses[head].argmax()] == scores.argmax()))
+    result = objective.losses(given)
+    assert result.losses.tolist() == pytest.approx([np.mean(each) for each in losses], rel=1e-4)
+    assert result.matches.tolist() == pytest.approx([np.mean(each) for each in matches])
+
+
+def test_new_heads_score_as_their_target(target: Transformer, examples: Examples) -> None:
+    objective = MedusaObjective(target, examples, OPTIONS)
+    state = torch.randn(60, generator=torch.Generator().manual_seed(0))
+    scores = target.logits(state)[torch.from_numpy(objective.draft_ids).long()]
+    for guesses in objective.network(target.norm(state)):
+        torch.testing.assert_close(guesses, scores)
+
+
+def test_heads_learn_and_what_is_written_is_what_was_trained(
+    target: Transformer, examples: Examples, tmp_path: Path
+) -> None:
+    objective = MedusaObjective(target, examples, OPTIONS, TargetName("abc", "tiny"))
+    before = objective.snapshot()
+    history = Trainer(objective, examples, OPTIONS, tmp_path).train().history
+    assert history[-1].loss < 0.95 * history[0].loss
+    before(tmp_path / "before")
+    objective.snapshot()(tmp_path / "after")
+    untrained, trained = load_medusa(tmp_path / "before"), load_medusa(tmp_path / "after")
+    assert trained.config == objective.config
+    assert trained.draft_ids is not None
+    assert trained.draft_ids.tolist() == objective.draft_ids.tolist()
+    assert not untrained.tensors["blocks.2.layers.0.weight"].float32().any()
+    further = MedusaObjective(target, examples, OPTIONS, init_from=trained)
+    for (name, parameter), own in zip(
+        further.network.named_parameters(), objective.network.parameters(), strict=True
+    ):
+        torch.testing.assert_close(parameter, own, rtol=1e-3, atol=1e-6, msg=name)  # float16
+        assert parameter.requires_grad
+
+
+def test_heads_of_another_target_are_not_trained_on(target: Transformer, examples: Examples) -> None:
+    narrow = replace(random_medusa().config, hidden_size=44)
+    large = np.arange(20, 193, dtype=np.int32)  # this target has no token 173
+    for heads in (random_medusa(narrow), random_medusa(draft_ids=large)):
+        with pytest.raises(ConfigError, match="Give heads that were trained for it"):
+            MedusaObjective(target, examples, OPTIONS, init_from=heads)
