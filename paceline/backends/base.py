@@ -87,6 +87,14 @@ class Backend(Protocol):
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput: ...
 
+    def first_layers(self, count: int) -> Backend:
+        """The same model without its later layers: the final norm and the head follow layer count - 1.
+
+        It shares weights with this one, takes turns with it, and runs over this one's pools, of which
+        it reads and writes its own layers only.
+        """
+        ...
+
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         """Copy keys and values from KV places to others (place = page * page_size + offset).
 

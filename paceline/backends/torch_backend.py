@@ -83,6 +83,10 @@ class TorchBackend:
         features = torch.cat(wanted, dim=-1).float().cpu().numpy() if wanted else None
         return ForwardOutput(logits.float().cpu().numpy(), features)
 
+    def first_layers(self, count: int) -> TorchBackend:
+        """The same model without its later layers, over the same pools."""
+        return TorchBackend(self.model.first_layers(count), self.max_rows)
+
     @torch.inference_mode()
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         """Copy keys and values from KV places to others; all sources are read first."""

@@ -13,7 +13,7 @@ from paceline.kv.cache import KVCache, PoolOwner
 from paceline.kv.pages import pages_for
 
 if TYPE_CHECKING:
-    from paceline.backends.base import KVPool
+    from paceline.backends.base import Backend, KVPool
     from paceline.engine.request import Request
 
 Int32Array = npt.NDArray[np.int32]
@@ -131,6 +131,43 @@ class SharedPages:
         known = np.where(self._generations[pages] == current, self._counts[pages], 0)
         self._counts[pages] = np.maximum(known, np.minimum(end - numbers * page_size, page_size))
         self._generations[pages] = current
+
+
+class TargetPages:
+    """The target's own keys and values, for a draft model that is the first layers of the target.
+
+    What the target has computed is computed. Rows of drafts lie behind that, where nothing is committed
+    and no other request looks, and the pass that verifies them writes all of them again before it reads
+    any. So there is nothing to keep account of.
+    """
+
+    def __init__(self, kv: KVCache, backend: Backend, target: Backend) -> None:
+        """`backend` runs the first layers of `target`."""
+        self._kv = kv
+        self.pool = kv.pool_of(target)
+
+    def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Context | None]:
+        return [
+            Context(request, request.token_ids, self._kv.page_tables[request.slot], budget)
+            if request.num_pending == 1 and budget > 0
+            else None
+            for request, budget in zip(requests, budgets, strict=True)
+        ]
+
+    def computed(self, context: Context) -> int:
+        return context.request.num_computed
+
+    def keep(self, context: Context, start: int, end: int) -> None:
+        return
+
+    def keep_drafted(self, context: Context, tokens: Sequence[int]) -> None:
+        return
+
+    def settle(self, request: Request, in_place: bool) -> None:
+        return
+
+    def forget(self, request: Request) -> None:
+        return
 
 
 def equal_prefix(guesses: Sequence[int], tokens: Sequence[int]) -> int:

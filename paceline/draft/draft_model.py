@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Features, Target
+from paceline.draft.base import DrafterNeeds, DraftSampling, Target
 from paceline.draft.draft_cache import DraftCache, SharedPages
-from paceline.draft.draft_pass import DraftRunner
-from paceline.draft.growth import Scales, make_tree, merged
+from paceline.draft.model_drafter import ModelDrafter
 from paceline.draft.own_pages import OwnPages
-from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.draft.vocabulary import Vocabulary, common_vocabulary, vocabulary_intersection
 from paceline.errors import ConfigError
 from paceline.options import check_bool, check_integer, refuse_unknown
-from paceline.verify.sampling import Workspace
 
 if TYPE_CHECKING:
     from paceline.backends.base import Backend
-    from paceline.engine.request import Request
     from paceline.kv.cache import KVCache
-    from paceline.verify.verdict import Verdict
 
 
 @refuse_unknown(ConfigError)
@@ -53,11 +48,8 @@ class DraftModelOptions:
         )
 
 
-class DraftModelDrafter(Drafter):
-    """Runs a model of its own ahead of the target, one pass for each level of the tree.
-
-    It computes what it needs when it proposes, so requests that it does not draft for cost nothing.
-    """
+class DraftModelDrafter(ModelDrafter):
+    """Runs a model of its own ahead of the target."""
 
     name = "draft_model"
     Options = DraftModelOptions
@@ -71,13 +63,8 @@ class DraftModelDrafter(Drafter):
         vocab_size: int,
         sampling: DraftSampling,
     ) -> None:
-        """`make_cache` gives the draft's cache beside the target's; `vocab_size` is the draft model's."""
+        super().__init__(backend, vocabulary, make_cache, vocab_size=vocab_size, sampling=sampling)
         self.needs = DrafterNeeds(bytes_per_page=backend.bytes_per_page())
-        self._backend = backend
-        self._vocab_size = vocab_size
-        self._make_cache = make_cache
-        self._sampling = sampling
-        self._scales = Scales(vocabulary, Workspace(vocabulary.target_size))
 
     @classmethod
     def load(cls, options: DraftModelOptions, target: Target) -> DraftModelDrafter:
@@ -110,41 +97,3 @@ class DraftModelDrafter(Drafter):
         backend = load_backend(checkpoint, how, target.max_rows, beside=target.loaded)
         assert backend.page_size == target.loaded.page_size, "one kind of backend has one page size"
         return cls(backend, vocabulary, make_cache, vocab_size=config.vocab_size, sampling=target.sampling)
-
-    def bind(self, kv: KVCache) -> None:
-        self._cache = self._make_cache(kv, self._backend)
-        self._runner = DraftRunner(self._backend, self._cache, self._vocab_size)
-
-    def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
-        contexts = self._cache.open(requests, [plan.budget for plan in plans])
-        trees = [
-            None
-            if context is None
-            else make_tree(context, plan.shrunk(context.room), self._scales, self._sampling)
-            for context, plan in zip(contexts, plans, strict=True)
-        ]
-        growing = [tree for tree in trees if tree is not None]
-        if growing:
-            logits = self._runner.catch_up([tree.context for tree in growing])
-            for tree, row in zip(growing, logits, strict=True):
-                tree.grow(row[None])
-        while growing := [tree for tree in growing if tree.frontier]:
-            logits = self._runner.run([tree.part() for tree in growing])
-            first = 0
-            for tree in growing:
-                end = first + len(tree.frontier)
-                tree.grow(logits[first:end])
-                first = end
-        for tree in filter(None, trees):
-            self._cache.keep_drafted(tree.context, tree.chain_in_place())
-        return merged(trees)
-
-    def observe(
-        self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
-    ) -> None:
-        for request, verdict in zip(requests, verdicts, strict=True):
-            in_place = verdict.accepted == tuple(range(len(verdict.accepted)))
-            self._cache.settle(request, in_place)
-
-    def forget(self, request: Request) -> None:
-        self._cache.forget(request)

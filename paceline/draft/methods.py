@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -19,6 +20,18 @@ MOST_NODES = 1024
 
 
 @dataclass(frozen=True)
+class Argument:
+    """What the short form of a method may say behind a colon."""
+
+    option: str  # the key of speculative_config that it is
+    shown: str  # what errors call it
+    read: Callable[[str], Any] = str
+
+
+PATH = Argument("model", "PATH")
+
+
+@dataclass(frozen=True)
 class Method:
     """One row of the table. The class is imported only when the method is used.
 
@@ -30,7 +43,7 @@ class Method:
     drafter: str  # the class
     num_speculative_tokens: int  # drafted in a step, if the user does not say
     trees: bool  # can draft several continuations
-    has_model: bool = False  # the short form may name one: eagle3:PATH
+    argument: Argument | None = None  # of the short form: eagle3:PATH
 
 
 METHODS: dict[str, Method] = {
@@ -41,16 +54,23 @@ METHODS: dict[str, Method] = {
         "DraftModelDrafter",
         num_speculative_tokens=4,
         trees=True,
-        has_model=True,
+        argument=PATH,
     ),
     "eagle3": Method(
-        "paceline.draft.eagle", "Eagle3Drafter", num_speculative_tokens=5, trees=True, has_model=True
+        "paceline.draft.eagle", "Eagle3Drafter", num_speculative_tokens=5, trees=True, argument=PATH
     ),
     "eagle": Method(
-        "paceline.draft.eagle", "EagleDrafter", num_speculative_tokens=5, trees=True, has_model=True
+        "paceline.draft.eagle", "EagleDrafter", num_speculative_tokens=5, trees=True, argument=PATH
     ),
     "medusa": Method(
-        "paceline.draft.medusa", "MedusaDrafter", num_speculative_tokens=5, trees=True, has_model=True
+        "paceline.draft.medusa", "MedusaDrafter", num_speculative_tokens=5, trees=True, argument=PATH
+    ),
+    "layerskip": Method(
+        "paceline.draft.layerskip",
+        "LayerSkipDrafter",
+        num_speculative_tokens=4,
+        trees=True,
+        argument=Argument("exit_layer", "LAYERS", int),
     ),
     "grammar": Method(
         "paceline.constrain.drafter", "GrammarDrafter", num_speculative_tokens=MOST_FORCED, trees=False
@@ -169,11 +189,13 @@ def _from_short_form(text: str) -> Mapping[str, Any]:
     name = SHORT_NAMES.get(name, name)
     if name in METHODS and not colon:
         return {"method": name}
-    if name in METHODS and METHODS[name].has_model and rest:
-        return {"method": name, "model": rest}
+    argument = METHODS[name].argument if name in METHODS else None
+    if argument is not None and rest:
+        with suppress(ValueError):
+            return {"method": name, argument.option: argument.read(rest)}
     long_names = SHORT_NAMES.values()
     known = [
-        f"{name}:PATH" if method.has_model else name
+        f"{name}:{method.argument.shown}" if method.argument else name
         for name, method in METHODS.items()
         if name not in long_names
     ]

@@ -69,6 +69,10 @@ class KVCache:
         self._pools.append((owner, pool))
         return pool
 
+    def pool_of(self, owner: PoolOwner) -> KVPool:
+        """The pool that an owner has added."""
+        return next(pool for known, pool in self._pools if known is owner)
+
     @property
     def usage(self) -> float:
         """The share of pages that sequences hold."""

@@ -10,7 +10,8 @@ The weights have the names and shapes listed in checkpoint.py; constructors ask 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -182,6 +183,13 @@ class Transformer:
         self.head = self.embedding if config.tie_embeddings else take("lm_head.weight")
         frequencies = rope_frequencies(config.rope, config.head_dim)
         self.frequencies = torch.from_numpy(frequencies).to(self.embedding.device)  # float32 [head_dim // 2]
+
+    def first_layers(self, count: int) -> Transformer:
+        """This one, with the same weights, without the layers from `count` on."""
+        early = copy(self)
+        early.layers = self.layers[:count]
+        early.config = replace(self.config, num_layers=count)
+        return early
 
     def hidden_states(
         self, rows: Rows, cache: KeyValues, wanted: Sequence[int] = ()

@@ -27,15 +27,8 @@ class CpuBackend(CompiledModel):
     batch_invariant = True
     supports_features = True
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        quantization: str,
-        threads: int,
-        max_rows: int,
-        beside: CpuBackend | None = None,
-    ) -> None:
-        super().__init__(Workspace(checkpoint, quantization, threads, max_rows), beside)
+    def __init__(self, workspace: Workspace, quantization: str, beside: CpuBackend | None = None) -> None:
+        super().__init__(workspace, beside)
         self.quantization = quantization
 
     @classmethod
@@ -72,7 +65,12 @@ class CpuBackend(CompiledModel):
             )
         if quantization == "auto":
             quantization = "native" if ISA.prefers_4bit else "int8"
-        return cls(checkpoint, quantization, threads or default_threads(), max_rows, beside)
+        workspace = Workspace(checkpoint, quantization, threads or default_threads(), max_rows)
+        return cls(workspace, quantization, beside)
+
+    def first_layers(self, count: int) -> CpuBackend:
+        """The same model without its later layers, over the same pools, with the same threads."""
+        return CpuBackend(self.workspace.first_layers(count), self.quantization, beside=self)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Logits of the wanted rows and, if asked, features of all rows."""

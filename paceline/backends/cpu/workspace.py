@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +71,25 @@ class Workspace:
             self._set_experts(self.config.moe)
         del self._tensors
 
+    def first_layers(self, count: int) -> Workspace:
+        """The same without the layers from `count` on. Weights and buffers are shared: passes take turns."""
+        early = copy(self)
+        early.config = replace(self.config, num_layers=count)
+        early.job, early._kept = self.job.copy(), [*self._kept]
+        early.job[fields.LAYERS] = count
+        # what follows the last layer comes behind the layers' own in these tables
+        early.job[fields.MATRICES_AT] = early._descriptors(_matrix_names(early.config))
+        norms = np.array([*self._norms[: 2 * count], self._norms[-1]], dtype=np.int64)
+        early.job[fields.NORMS_AT] = early._keep(norms)
+        early.feature_slots = np.full(count + 1, -1, dtype=np.int64)
+        early.job[fields.FEATURE_SLOT_AT] = address_of(early.feature_slots)
+        return early
+
+    @property
+    def last_norm(self) -> int:
+        """Where the weights of the norm before the head lie."""
+        return self._norms[-1]
+
     @property
     def embedding(self) -> PackedMatrix:
         return self._matrices["model.embed_tokens.weight"]
@@ -126,9 +147,8 @@ class Workspace:
         angles = np.arange(config.max_position, dtype=np.float32)[:, None] * frequencies
         windows = [config.window(layer) or 0 for layer in range(config.num_layers)]
         job[fields.EPSILON_AT] = self._keep(np.array([config.rms_norm_eps], dtype=np.float32))
-        norms = [self._norm(name) for name in names]
-        job[fields.NORMS_AT] = self._keep(np.array(norms, dtype=np.int64))
-        self.last_norm = norms[-1]  # its address
+        self._norms = [self._norm(name) for name in names]  # addresses
+        job[fields.NORMS_AT] = self._keep(np.array(self._norms, dtype=np.int64))
         job[fields.COSINES_AT], job[fields.SINES_AT] = self._keep(np.cos(angles)), self._keep(np.sin(angles))
         job[fields.WINDOWS_AT] = self._keep(np.array(windows, dtype=np.int64))
         job[fields.MATRICES_AT] = self._descriptors(_matrix_names(config))

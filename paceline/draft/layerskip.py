@@ -1,0 +1,57 @@
+"""layerskip: the first layers of the target, then its final norm and head, guess what all layers will say.
+
+The early layers of a draft are those of the target, and so are their keys and values: the target's own
+are read, and nothing else is kept. The pass that verifies a draft runs all layers over it, the early ones
+for the second time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from paceline.draft.base import Target
+from paceline.draft.draft_cache import TargetPages
+from paceline.draft.model_drafter import ModelDrafter
+from paceline.draft.vocabulary import trimmed_vocabulary
+from paceline.errors import ConfigError
+from paceline.options import check_integer, refuse_unknown
+
+
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class LayerSkipOptions:
+    """The keys of speculative_config that are layerskip's own."""
+
+    exit_layer: int | None = None  # how many layers draft; None: usual_exit_layer
+
+    def __post_init__(self) -> None:
+        if self.exit_layer is not None:
+            check_integer(ConfigError, "exit_layer", self.exit_layer, 1, None)
+
+
+def usual_exit_layer(num_layers: int) -> int:
+    """How many layers draft if nobody says: a quarter, as models are that were trained for it."""
+    return max(1, num_layers // 4)
+
+
+class LayerSkipDrafter(ModelDrafter):
+    """Runs the first layers of the target ahead of it, over its own pages."""
+
+    name = "layerskip"
+    Options = LayerSkipOptions
+
+    @classmethod
+    def load(cls, options: LayerSkipOptions, target: Target) -> LayerSkipDrafter:
+        """The drafter with the first layers of the loaded target."""
+        config = target.config
+        exit_layer = options.exit_layer or usual_exit_layer(config.num_layers)
+        remedy = f"The target has {config.num_layers} layers, of which the first draft."
+        check_integer(ConfigError, "exit_layer", exit_layer, 1, config.num_layers, remedy)
+        return cls(
+            target.loaded.first_layers(exit_layer),
+            trimmed_vocabulary(None, config.vocab_size),
+            partial(TargetPages, target=target.loaded),
+            vocab_size=config.vocab_size,
+            sampling=target.sampling,
+        )
