@@ -21,17 +21,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from paceline.draft.heads.torch_head import Head
-from paceline.train.sequences import TargetStates
+from paceline.train.sequences import TargetStates, fused
 
 Scores = Callable[[torch.Tensor], torch.Tensor]  # [steps, rows, hidden] to [steps, rows, draft vocabulary]
 
-LOGITS_AT_ONCE = 1 << 26  # the loss is computed in chunks of about so many scores
+LOGITS_AT_ONCE = 1 << 28  # the loss is computed in chunks of about so many scores: 1 GB in float32
 
 
 @dataclass(frozen=True)
@@ -143,20 +144,21 @@ def taught_losses(
     counts = torch.stack([since_answer >= step for step in range(steps)])  # bool [steps, teachers]
     final = final.flatten(0, 1)[teachers]
     sums = torch.zeros(2, steps, device=final.device)
+    sum_up = _chunk_sums_for(final.device.type)
     chunk = max(1, LOGITS_AT_ONCE // (steps * len(draft_ids.ids)))
     for start in range(0, len(teachers), chunk):
         part = slice(start, start + chunk)
         lesson = _lesson(draft_ids, final[part])
         # scores of all steps over the draft vocabulary would fill the memory: computed again going back
         sums = sums + checkpoint(
-            _chunk_sums, scores, lesson, students[:, part], counts[:, part], use_reentrant=False
+            sum_up, scores, lesson, students[:, part], counts[:, part], use_reentrant=False
         )
     number = counts.sum(1).clamp(min=1)
     return StepLosses(sums[0] / number, (sums[1] / number).detach())
 
 
 @dataclass(frozen=True)
-class _Lesson:
+class Lesson:
     """What the target says at some tokens."""
 
     wanted: torch.Tensor  # float32 [teachers, draft vocabulary] its distribution over it
@@ -164,17 +166,20 @@ class _Lesson:
 
 
 @torch.no_grad()
-def _lesson(draft_ids: DraftIds, final: torch.Tensor) -> _Lesson:
+def _lesson(draft_ids: DraftIds, final: torch.Tensor) -> Lesson:
     scores = F.linear(final, draft_ids.target_head)  # [teachers, vocabulary]
     best = scores.argmax(-1)
     place = torch.searchsorted(draft_ids.ids, best).clamp(max=len(draft_ids.ids) - 1)
     best = torch.where(draft_ids.ids[place] == best, place, -1)
-    return _Lesson(scores[:, draft_ids.ids].float().softmax(-1), best)
+    return Lesson(scores[:, draft_ids.ids].float().softmax(-1), best)
 
 
-def _chunk_sums(
-    scores: Scores, lesson: _Lesson, students: torch.Tensor, counts: torch.Tensor
-) -> torch.Tensor:
+@cache
+def _chunk_sums_for(device_type: str) -> Callable[[Scores, Lesson, torch.Tensor, torch.Tensor], torch.Tensor]:
+    return fused(_chunk_sums) if device_type == "cuda" else _chunk_sums
+
+
+def _chunk_sums(scores: Scores, lesson: Lesson, students: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Cross entropy and number of matches, summed over the counted teachers: [2, steps]."""
     guesses = scores(students).float()  # [steps, teachers, draft vocabulary]
     entropy = guesses.logsumexp(-1) - (guesses * lesson.wanted).sum(-1)

@@ -41,6 +41,8 @@ class Eagle3Objective:
         else:
             self.network, self.draft_ids = head_from(init_from, target)
         device = target.embedding.device
+        if device.type == "cuda":
+            self.network.compile_small_steps()
         self._ids = DraftIds(torch.from_numpy(self.draft_ids).long().to(device), target.head)
         self._layers = self.network.config.layers_of(target.config.num_layers)
 

@@ -9,7 +9,7 @@ prompts is padded on the left, so that all of them write their next token in the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -80,6 +80,7 @@ class _Batch:
         self.model = model
         self.padding = padding
         self.columns = 0  # filled so far
+        self.attend_one = _attention_of_one(device, config.head_dim)
         # float [layers, rows, kv_heads, columns, head_dim]
         shape = (config.num_layers, rows, config.num_kv_heads, width + max_tokens, config.head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
@@ -99,40 +100,59 @@ class _Batch:
         start, stop = self.columns, self.columns + tokens.shape[1]
         column = torch.arange(stop, device=tokens.device)
         positions = (column[start:] - self.padding[:, None]).clamp(min=0)  # [rows, new]
-        distance = column[start:, None] - column  # [new, columns]
-        seen = (distance >= 0) & (column >= self.padding[:, None, None])  # [rows, new, columns]
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             keys, values = self.keys[layer], self.values[layer]
             keys[:, :, start:stop] = key.transpose(1, 2)
             values[:, :, start:stop] = value.transpose(1, 2)
-            window = self.model.config.window(layer)
-            visible = seen if window is None else seen & (distance < window)
-            return _attend(query, keys[:, :, :stop], values[:, :, :stop], visible)
+            attend_new = self.attend_one if stop - start == 1 else attend_many
+            return attend_new(query, keys, values, self.padding, stop, self.model.config.window(layer))
 
         hidden, _ = run_layers(self.model, tokens, positions, attend)
         self.columns = stop
         return self.model.logits(hidden[:, -1]).float()
 
 
-def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor
-) -> torch.Tensor:
-    """Values mixed by softmax(query · key): [rows, new, heads, head_dim].
+# From queries [rows, new, heads, head_dim] of the newest columns, keys and values [rows, kv_heads, columns,
+# head_dim], the first column [rows] that a row sees, the one where they all end, and the window, to mixed
+# values in the shape of the queries.
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int | None], torch.Tensor]
 
-    keys and values are [rows, kv_heads, columns, head_dim], seen bool [rows, new, columns]. Neighbouring
-    query heads share a key head; they are rows of one product, so that keys are read once.
-    """
+
+def _attention_of_one(device: torch.device, head_dim: int) -> Attention:
+    """What one new token a row attends with: a kernel on a GPU, where it is most of the time."""
+    if device.type != "cuda" or head_dim & (head_dim - 1):
+        return attend_many
+    from paceline.train.decode_attention import attend_one
+
+    return attend_one
+
+
+def attend_many(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    first: torch.Tensor,
+    stop: int,
+    window: int | None,
+) -> torch.Tensor:
+    """An Attention in plain words. Neighbouring query heads share a key head; they are rows of one product,
+    so that keys are read once."""
     rows, new, heads, head_dim = query.shape
+    keys, values = keys[:, :, :stop], values[:, :, :stop]
     kv_heads = keys.shape[1]
-    grouped = query.view(rows, new, kv_heads, -1, head_dim).permute(
-        0, 2, 3, 1, 4
-    )  # [rows, kv, group, new, dim]
+    column = torch.arange(stop, device=query.device)
+    distance = column[stop - new :, None] - column  # [new, columns]
+    seen = (distance >= 0) & (column >= first[:, None, None])  # [rows, new, columns]
+    if window is not None:
+        seen = seen & (distance < window)
+    # [rows, kv, group, new, dim]
+    grouped = query.view(rows, new, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
     flat = grouped.reshape(rows, kv_heads, -1, head_dim)  # [rows, kv_heads, group * new, head_dim]
-    scores = (flat @ keys.transpose(-1, -2) * head_dim**-0.5).view(rows, kv_heads, -1, new, keys.shape[2])
+    scores = (flat @ keys.transpose(-1, -2) * head_dim**-0.5).view(rows, kv_heads, -1, new, stop)
     # the lowest finite number: a row of padding sees nothing, and must not become NaN
     scores = scores.masked_fill(~seen[:, None, None], torch.finfo(scores.dtype).min)
     weights = scores.float().softmax(-1).to(values.dtype)
-    mixed: torch.Tensor = weights.view(rows, kv_heads, -1, keys.shape[2]) @ values
+    mixed: torch.Tensor = weights.view(rows, kv_heads, -1, stop) @ values
     grouped = mixed.view(rows, kv_heads, -1, new, head_dim).permute(0, 3, 1, 2, 4)
     return grouped.reshape(rows, new, heads, head_dim)

@@ -7,16 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.transformer import Attention, Layer, Rotation, Transformer, rotate
+from paceline.models.transformer import Layer, Rotation, Transformer, rotate
 
 # From layer, queries [batch, tokens, heads, head_dim], keys and values [batch, tokens, kv_heads, head_dim]
 # to mixed values in the shape of the queries.
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and values
+Before = Callable[[Layer, torch.Tensor, Rotation], Heads]
+After = Callable[[Layer, torch.Tensor, torch.Tensor], torch.Tensor]
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -72,31 +79,44 @@ def run_layers(
 
     Attention is what `attend` does. positions is [tokens], or [batch, tokens] where sequences differ.
     """
+    # experts choose rows by number, which is nothing to compile
+    before, after = _stages(compiled=model.embedding.is_cuda and model.config.moe is None)
     cosine, sine = model.rotation(positions.flatten())
     shape = (*positions.shape, 1, -1)
     rotation = cosine.view(shape), sine.view(shape)
     hidden = model.embedding[tokens]
     states = {0: hidden}
     for index, layer in enumerate(model.layers):
-        query, key, value = _heads(layer.attention, layer.attention_norm(hidden), rotation)
-        mixed = attend(index, query, key, value)
-        hidden = hidden + layer.attention.output(mixed.flatten(-2))
-        hidden = hidden + _feed_forward(layer, hidden)
+        mixed = attend(index, *before(layer, hidden, rotation))
+        hidden = after(layer, hidden, mixed)
         if index + 1 in wanted:
             states[index + 1] = hidden
     return hidden, [states[index] for index in wanted]
 
 
-def _heads(attention: Attention, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values of normed states, queries and keys turned by their positions."""
+def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The function for a GPU, its many small steps compiled into few kernels, for arguments of any length."""
+    return torch.compile(function, dynamic=True)
+
+
+@cache
+def _stages(compiled: bool) -> tuple[Before, After]:
+    """What a layer does before its attention and what behind it."""
+    return (fused(_before), fused(_after)) if compiled else (_before, _after)
+
+
+def _before(layer: Layer, hidden: torch.Tensor, rotation: Rotation) -> Heads:
+    """Queries, keys and values, queries and keys turned by their positions."""
+    attention, normed = layer.attention, layer.attention_norm(hidden)
     shape = (*hidden.shape[:-1], -1, attention.config.head_dim)
-    query, key = attention.query(hidden).view(shape), attention.key(hidden).view(shape)
+    query, key = attention.query(normed).view(shape), attention.key(normed).view(shape)
     if attention.query_norm and attention.key_norm:
         query, key = attention.query_norm(query), attention.key_norm(key)
-    return rotate(query, rotation), rotate(key, rotation), attention.value(hidden).view(shape)
+    return rotate(query, rotation), rotate(key, rotation), attention.value(normed).view(shape)
 
 
-def _feed_forward(layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
-    # flat, because experts choose rows
-    rows = layer.feed_forward_norm(hidden).flatten(0, -2)
-    return layer.feed_forward(rows).view(hidden.shape)
+def _after(layer: Layer, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+    """The layer's output."""
+    hidden = hidden + layer.attention.output(mixed.flatten(-2))
+    rows = layer.feed_forward_norm(hidden).flatten(0, -2)  # flat, because experts choose rows
+    return hidden + layer.feed_forward(rows).view(hidden.shape)

@@ -52,9 +52,10 @@ class Norm(nn.Module):
 
 
 def normed(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last axis, its mean in float32."""
+    """RMSNorm over the last axis, its mean in float32, in the precision of what it norms."""
     wide = hidden.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(hidden.dtype)
+    scaled = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(hidden.dtype)
+    return (weight * scaled).to(hidden.dtype)
 
 
 class Attention(nn.Module):
@@ -127,6 +128,12 @@ class Head(nn.Module, ABC):
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+
+    def compile_small_steps(self) -> None:
+        """Compile what is many small kernels on a GPU; the attention is the caller's."""
+        for module in self.modules():
+            if isinstance(module, (Norm, MLP)):
+                module.compile(dynamic=True)
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class TorchMedusa(nn.Module):
         return self.scores(states.expand(len(self.blocks), *states.shape))
 
     def scores(self, states: Tensor) -> Tensor:
-        """The guesses of each head [heads, ..., draft vocabulary] for states of its own [heads, ..., hidden]."""
+        """Guesses of each head [heads, ..., draft vocabulary] for states of its own [heads, ..., hidden]."""
         each = zip(self.blocks, self.lm_heads, states, strict=True)
         return torch.stack([lm_head(block(own)) for block, lm_head, own in each])
 

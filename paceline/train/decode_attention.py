@@ -1,0 +1,94 @@
+"""Attention of one new token a sequence over a padded cache, as one kernel: keys and values are read once.
+
+`attend_many` of sampler.py is what it computes; by a library, products of so few rows take far longer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+COLUMNS = 64  # of the cache that are looked at together
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _kernel(
+    query_at: Any,
+    keys_at: Any,
+    values_at: Any,
+    first_at: Any,
+    output_at: Any,
+    stop: Any,
+    window: Any,
+    row_stride: Any,
+    head_stride: Any,
+    scale: Any,
+    heads: tl.constexpr,
+    group: tl.constexpr,  # query heads that share a key head
+    lanes: tl.constexpr,  # group, rounded up to what a product takes
+    dim: tl.constexpr,
+    columns: tl.constexpr,
+) -> None:
+    """One sequence and one key head. Softmax over the columns, block after block, with a running maximum."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    lane, part = tl.arange(0, lanes), tl.arange(0, dim)
+    queries = (row * heads + head * group + lane)[:, None] * dim + part[None, :]
+    query = tl.load(query_at + queries, mask=(lane < group)[:, None], other=0.0)
+    first = tl.maximum(tl.load(first_at + row).to(tl.int32), stop - window)
+    cache = row * row_stride + head * head_stride
+    highest = tl.full([lanes], float("-inf"), tl.float32)
+    total = tl.zeros([lanes], tl.float32)
+    mixed = tl.zeros([lanes, dim], tl.float32)
+    for start in range(first // columns * columns, stop, columns):
+        column = start + tl.arange(0, columns)
+        seen = (column >= first) & (column < stop)
+        places = cache + column[:, None] * dim + part[None, :]
+        key = tl.load(keys_at + places, mask=seen[:, None], other=0.0)
+        value = tl.load(values_at + places, mask=seen[:, None], other=0.0)
+        scores = tl.where(seen[None, :], tl.dot(query, tl.trans(key)) * scale, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp(scores - higher[:, None])
+        shrink = tl.exp(highest - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(value.dtype), value)
+        highest = higher
+    mixed = mixed / total[:, None]
+    tl.store(output_at + queries, mixed.to(query.dtype), mask=(lane < group)[:, None])
+
+
+def attend_one(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    first: torch.Tensor,
+    stop: int,
+    window: int | None,
+) -> torch.Tensor:
+    """What `attend_many` of sampler.py gives where a row has one query: [rows, 1, heads, head_dim].
+
+    head_dim must be a power of two; keys and values lie alike, each head's columns one after the other.
+    """
+    rows, _, heads, dim = query.shape
+    group = heads // keys.shape[1]
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    _kernel[(rows, keys.shape[1])](
+        query.contiguous(),
+        keys,
+        values,
+        first,
+        output,
+        stop,
+        stop if window is None else window,
+        keys.stride(0),
+        keys.stride(1),
+        dim**-0.5,
+        heads,
+        group,
+        max(16, triton.next_power_of_2(group)),
+        dim,
+        COLUMNS,
+    )
+    return output
