@@ -13,7 +13,7 @@ from paceline.models.tokenizer import Tokenizer
 from paceline.options import check_integer, check_number, refuse_unknown
 from paceline.train.answers import Answerer, write_answers
 from paceline.train.examples import ExampleWriter
-from paceline.train.prompts import Prompt, Skipped, read_prompts, tokenized
+from paceline.train.prompts import Prompt, Skipped, read_all_prompts, tokenized
 from paceline.train.self_prompts import self_written
 
 
@@ -84,8 +84,7 @@ def make_answers(
     skipped = Skipped()
 
     def prompts() -> Iterator[Prompt]:
-        for path in files:
-            yield from read_prompts(path, skipped)
+        yield from read_all_prompts(files, skipped)
         yield from self_written(
             tokenizer, answerer, options.self_written, skipped, options.seed, batch_size=batch_size
         )

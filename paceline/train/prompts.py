@@ -5,6 +5,7 @@ A row is one JSON object a line, or one element of a JSON array. These are under
     {"messages": [{"role": "user", "content": "..."}, ...]}          a chat
     {"prompt": "..."}                                                a plain text
     {"conversations": [{"from": "human", "value": "..."}, ...]}      ShareGPT
+    {"input": "..."} or {"input": [{"role": ..., ...}, ...]}         a request for OpenAI's responses
     {"body": {...}} and {"request": {...}}                           logs and batch files of the OpenAI API
 
 A chat is cut after its last user turn: the target answers it anew. Rows that cannot be used are
@@ -13,24 +14,22 @@ counted by reason and left out, so that one bad row in a million does not end a 
 
 from __future__ import annotations
 
-import codecs
-import json
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from paceline.errors import ConfigError, PacelineError, RequestError
 from paceline.models.chat import PromptTokenizer
+from paceline.train.rows import BadRow, read_rows
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 SHAREGPT_ROLES |= {"chatgpt": "assistant", "bing": "assistant", "system": "system"}
-BETWEEN_ROWS = re.compile(r"[\s,]*")
-CHUNK = 1 << 20  # bytes read at once from a JSON array
-MAX_ROW = 1 << 26  # characters: a row of a JSON array that does not end by then is broken
+LONGEST_TOKEN = (
+    256  # characters: a text of more than so many for each token is not worth the tokenizer's time
+)
 
 
 @dataclass(frozen=True)
@@ -42,15 +41,17 @@ class Prompt:
     messages: Sequence[Mapping[str, Any]] | None = None
     text: str | None = None  # instead of messages
 
+    @property
+    def characters(self) -> int:
+        """How long it is, each message counted as one more."""
+        contents = [str(message["content"]) for message in self.messages or ()]
+        return len(self.text or "") + sum(len(content) + 1 for content in contents)
+
     def token_ids(self, tokenizer: PromptTokenizer) -> list[int]:
         """The ids that the model gets; a chat goes through the model's template."""
         if self.messages is None:
             return tokenizer.encode(self.text or "")
         return tokenizer.encode(tokenizer.apply_chat_template(self.messages), add_special_tokens=False)
-
-
-class BadRow(Exception):
-    """A row that cannot be used; its text is the reason."""
 
 
 @dataclass
@@ -72,28 +73,37 @@ class Skipped:
         ]
 
 
-def read_prompts(path: Path, skipped: Skipped) -> Iterator[Prompt]:
-    """The prompts of a file, one at a time; rows without one are counted in `skipped`."""
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise ConfigError(
-            f"The prompts {path} cannot be read ({error}): give a file of JSON lines."
-        ) from None
-    with file:
-        for number, row in enumerate(_rows(file), start=1):
-            row_id = f"{path.stem}-{number}"
-            try:
-                yield _prompt(row, row_id, path.stem)
-            except BadRow as reason:
-                skipped.add(str(reason), row_id)
+def read_all_prompts(paths: Sequence[Path], skipped: Skipped) -> Iterator[Prompt]:
+    """The prompts of files, one after the other; files of the same name get different ones in the ids."""
+    names: Counter[str] = Counter()
+    for path in paths:
+        names[path.stem] += 1
+        times = names[path.stem]
+        yield from read_prompts(path, skipped, path.stem if times == 1 else f"{path.stem}({times})")
+
+
+def read_prompts(path: Path, skipped: Skipped, name: str | None = None) -> Iterator[Prompt]:
+    """The prompts of a file, one at a time; rows without one are counted in `skipped`.
+
+    Ids begin with `name`, if it is given, else with the file's.
+    """
+    for number, row in enumerate(read_rows(path), start=1):
+        row_id = f"{name or path.stem}-{number}"
+        try:
+            yield _prompt(row, row_id, path.stem)
+        except BadRow as reason:
+            skipped.add(str(reason), row_id)
 
 
 def tokenized(
     prompts: Iterator[Prompt], tokenizer: PromptTokenizer, max_tokens: int, skipped: Skipped
 ) -> Iterator[tuple[Prompt, list[int]]]:
-    """Each prompt with its token ids; those that are too long or refused by the template are counted."""
+    """Each prompt with its token ids; those that are too long, met before or refused are counted."""
+    seen: set[int] = set()
     for prompt in prompts:
+        if prompt.characters > LONGEST_TOKEN * max_tokens:
+            skipped.add("too long", prompt.id)
+            continue
         try:
             ids = prompt.token_ids(tokenizer)
         except RequestError:  # a template may want turns to alternate, or know no system message
@@ -105,57 +115,11 @@ def tokenized(
             skipped.add("empty", prompt.id)
         elif len(ids) > max_tokens:
             skipped.add("too long", prompt.id)
+        elif (key := hash(tuple(ids))) in seen:  # else one of them may be held out and the other learned
+            skipped.add("the same as an earlier prompt", prompt.id)
         else:
+            seen.add(key)
             yield prompt, ids
-
-
-def _rows(file: BinaryIO) -> Iterator[Any]:
-    """The rows of a file as parsed JSON, or a BadRow in place of one that does not parse."""
-    start = file.read(1)
-    while start.isspace():
-        start = file.read(1)
-    if start == b"[":
-        yield from _array_rows(file)
-        return
-    line = start + file.readline()
-    while line:
-        if line.strip():
-            try:
-                yield json.loads(line)
-            except (ValueError, RecursionError):  # also bytes that are no UTF-8
-                yield BadRow("broken JSON")
-        line = file.readline()
-
-
-def _array_rows(file: BinaryIO) -> Iterator[Any]:
-    """The elements of a JSON array whose opening bracket is read, without holding all of them.
-
-    What follows a broken element cannot be found again, so the rest counts as one broken row.
-    """
-    decoder = json.JSONDecoder()
-    text, position = "", 0
-    for piece in _decoded(file):
-        text, position = text[position:] + piece, 0
-        while True:
-            position = BETWEEN_ROWS.match(text, position).end()  # type: ignore[union-attr]  # matches always
-            if text.startswith("]", position):
-                return
-            try:
-                row, position = decoder.raw_decode(text, position)
-            except (ValueError, RecursionError):
-                break  # it may go on in the next piece
-            yield row
-        if len(text) - position > MAX_ROW:
-            break
-    if position < len(text):
-        yield BadRow("broken JSON")
-
-
-def _decoded(file: BinaryIO) -> Iterator[str]:
-    """The rest of a file as text, in pieces; bytes that are no UTF-8 become U+FFFD."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    while piece := file.read(CHUNK):
-        yield decoder.decode(piece)
 
 
 def _prompt(row: Any, row_id: str, default_segment: str) -> Prompt:
@@ -164,23 +128,22 @@ def _prompt(row: Any, row_id: str, default_segment: str) -> Prompt:
         raise row
     if not isinstance(row, Mapping):
         raise BadRow("not an object")
-    for wrapper in ("body", "request"):
-        if isinstance(row.get(wrapper), Mapping):
-            row = {**row[wrapper], "segment": row.get("segment", row[wrapper].get("segment"))}
     segment = row.get("segment")
-    segment = segment if isinstance(segment, str) and segment else default_segment
-    if row.get("messages") is not None:
-        return Prompt(row_id, segment, messages=_until_last_user(_messages(row["messages"])))
-    if row.get("conversations") is not None:
-        return Prompt(row_id, segment, messages=_until_last_user(_sharegpt(row["conversations"])))
+    while wrapped := [row[key] for key in ("body", "request") if isinstance(row.get(key), Mapping)]:
+        row = wrapped[0]
+        segment = segment or row.get("segment")
+    segment = _unicode(segment) if isinstance(segment, str) and segment else default_segment
+    for key, read in CHATS.items():
+        if row.get(key) is not None:
+            return Prompt(row_id, segment, messages=_until_last_user(read(row[key])))
     text = row.get("prompt")
     if text is None:
-        raise BadRow("neither messages nor prompt nor conversations")
+        raise BadRow(f"none of prompt, {', '.join(CHATS)}")
     if not isinstance(text, str):
         raise BadRow("a prompt that is no text")
     if not text.strip():
         raise BadRow("empty")
-    return Prompt(row_id, segment, text=text)
+    return Prompt(row_id, segment, text=_unicode(text))
 
 
 def _messages(given: Any) -> list[dict[str, str]]:
@@ -204,6 +167,18 @@ def _sharegpt(given: Any) -> list[dict[str, str]]:
     ]
 
 
+def _input(given: Any) -> list[dict[str, str]]:
+    """The messages of a request for OpenAI's responses: a text is one of the user's."""
+    return _messages([{"role": "user", "content": given}] if isinstance(given, str) else given)
+
+
+CHATS: Mapping[str, Callable[[Any], list[dict[str, str]]]] = {
+    "messages": _messages,
+    "conversations": _sharegpt,
+    "input": _input,
+}
+
+
 def _role(role: Any) -> str:
     if not isinstance(role, str) or role not in ROLES:
         raise BadRow("wrong roles")
@@ -213,7 +188,7 @@ def _role(role: Any) -> str:
 def _text(content: Any) -> str:
     """The text of a message: a string, or the text parts of a list of parts."""
     if isinstance(content, str):
-        return content
+        return _unicode(content)
     if content is None:  # an assistant that only called tools
         return ""
     if not isinstance(content, list):
@@ -221,7 +196,16 @@ def _text(content: Any) -> str:
     parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
     if not all(isinstance(part, str) for part in parts):
         raise BadRow("content that is no text")
-    return "".join(part for part in parts if isinstance(part, str))
+    return _unicode("".join(part for part in parts if isinstance(part, str)))
+
+
+def _unicode(text: str) -> str:
+    """The text, if every character of it is one: JSON can spell half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadRow("characters that are none: bytes that are no UTF-8, or half a surrogate pair") from None
+    return text
 
 
 def _until_last_user(messages: list[dict[str, str]]) -> list[dict[str, str]]:

@@ -10,9 +10,17 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError, RequestError
-from paceline.train import prompts as module
-from paceline.train.prompts import Prompt, Skipped, read_prompts, tokenized
+from paceline.train import rows as module
+from paceline.train.prompts import (
+    LONGEST_TOKEN,
+    Prompt,
+    Skipped,
+    read_all_prompts,
+    read_prompts,
+    tokenized,
+)
 
+NO_CHARACTERS = "characters that are none: bytes that are no UTF-8, or half a surrogate pair"
 USER = {"role": "user", "content": "What is a paceline?"}
 
 
@@ -41,6 +49,9 @@ def written(folder: Path, *rows: Any) -> Path:
             [USER],
         ),
         ({"request": {"messages": [USER]}, "response": {"choices": []}}, [USER]),
+        ({"request": {"method": "POST", "body": {"messages": [USER]}}}, [USER]),
+        ({"model": "m", "input": "What is a paceline?"}, [USER]),
+        ({"input": [{**USER, "content": [{"type": "input_text", "text": USER["content"]}]}]}, [USER]),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}]}]},
             [{"role": "user", "content": "ab"}],
@@ -66,10 +77,13 @@ def test_a_plain_prompt_and_its_segment_are_kept(tmp_path: Path) -> None:
     [
         (b'{"messages": [', "broken JSON"),
         (b'{"prompt": "a \\x41 b"}', "broken JSON"),  # an escape of another language
-        (b'{"prompt": "\xff\xfe"}', "broken JSON"),
+        (b'{"prompt": "\xff\xfe"}', NO_CHARACTERS),
+        (b'{"prompt": "half a pair: \\ud83d"}', NO_CHARACTERS),
+        ({"messages": [USER], "segment": "\ud800"}, NO_CHARACTERS),
+        (b'{"prompt": "' + b"a" * (module.MAX_ROW + 5) + b'"}', "too long"),
         (b"[" * 100_000, "broken JSON"),
         (b"7", "not an object"),
-        ({"text": "x"}, "neither messages nor prompt nor conversations"),
+        ({"text": "x"}, "none of prompt, messages, conversations, input"),
         ({"prompt": "  "}, "empty"),
         ({"prompt": 3}, "a prompt that is no text"),
         ({"messages": []}, "empty"),
@@ -90,6 +104,50 @@ def test_a_bad_row_is_counted_by_its_reason_and_the_others_are_read(
     assert [prompt.id for prompt in prompts] == ["rows-1", "rows-3"]
     assert dict(skipped.counts) == {reason: 1}
     assert skipped.first == {reason: "rows-2"}
+
+
+ROWS = ['{"prompt": "Grüße \\u0000"}', '{"prompt": "语言"}']
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "\r\n".join(ROWS).encode(),
+        ("\n\n \n" + "\n".join(ROWS)).encode(),
+        "\n".join(ROWS).encode("utf-8-sig"),
+        "\n".join("\ufeff" + row for row in ROWS).encode(),  # two files with marks, one behind the other
+        "\n".join(ROWS).encode("utf-16"),
+        "\r\n".join(ROWS).encode("utf-16"),
+        f"[{','.join(ROWS)}]".encode("utf-8-sig"),
+        f"[{','.join(ROWS)}]".encode("utf-16"),
+    ],
+)
+def test_marks_and_line_ends_of_other_systems_are_understood(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    prompts, skipped = read(path)
+    assert [prompt.text for prompt in prompts] == ["Grüße \0", "语言"]
+    assert not skipped.counts
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \r\n", b"[]", b"\xef\xbb\xbf"])
+def test_an_empty_file_has_no_prompts(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    prompts, skipped = read(path)
+    assert not prompts
+    assert not skipped.counts
+
+
+def test_files_of_one_name_do_not_share_ids(tmp_path: Path) -> None:
+    for folder in ("monday", "tuesday"):
+        (tmp_path / folder).mkdir()
+    paths = [written(tmp_path / folder, {"prompt": folder}) for folder in ("monday", "tuesday")]
+    prompts = list(read_all_prompts(paths, Skipped()))
+    assert [(prompt.id, prompt.text) for prompt in prompts] == [
+        ("rows-1", "monday"),
+        ("rows(2)-1", "tuesday"),
+    ]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
@@ -144,6 +202,23 @@ class Letters:
 
 def chats(*contents: str) -> Iterator[Prompt]:
     return iter([Prompt(text, "s", messages=[{"role": "user", "content": text}]) for text in contents])
+
+
+def test_a_prompt_is_asked_once() -> None:
+    skipped = Skipped()
+    pairs = list(tokenized(chats("ab", "ba", "ab"), Letters(), 3, skipped))
+    assert [ids for _, ids in pairs] == [[97, 98], [98, 97]]
+    assert dict(skipped.counts) == {"the same as an earlier prompt": 1}
+
+
+def test_what_is_far_too_long_is_not_tokenized() -> None:
+    class NoTime(Letters):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            raise AssertionError
+
+    skipped = Skipped()
+    assert not list(tokenized(chats("a" * 3 * LONGEST_TOKEN), NoTime(), 3, skipped))
+    assert dict(skipped.counts) == {"too long": 1}
 
 
 def test_prompts_too_long_or_refused_by_the_template_are_counted() -> None:
