@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import ConfigError
+from paceline.train.disk import make_folder, writing
 
 VERSION = 1
 
@@ -50,24 +51,17 @@ class ExampleWriter:
     def __init__(self, path: Path, vocab_size: int, settings: Mapping[str, Any]) -> None:
         """`settings` is what the answers depend on; a file of other settings is refused."""
         header = {"paceline_answers": VERSION, "vocab_size": vocab_size, "settings": dict(settings)}
+        first = json.dumps(header).encode() + b"\n"
         self.done: set[str] = set()
         self.answered_tokens = 0
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b")
-        self._cut_half_line()
-        self._file.seek(0)
-        first = self._file.readline()
-        if not first:
-            self._write(json.dumps(header).encode() + b"\n")
-        elif json.loads(first) != json.loads(json.dumps(header)):
-            raise ConfigError(
-                f"{path} holds answers of other settings ({first.decode(errors='replace').strip()[:300]}); "
-                f"these are {json.dumps(header)}. Give the same settings to go on, or another file."
-            )
-        for line in self._file:
-            row = json.loads(line)
-            self.done.add(row["id"])
-            self.answered_tokens += len(row["ids"]) - row["answer"]
+        self.path = path
+        make_folder(path.parent)
+        size = self._read(first) if path.exists() else 0
+        with writing(path, "Give another file with --out."):
+            self._file = path.open("ab", buffering=0)
+            self._file.truncate(size)  # half a line, if a killed run left one
+        if not size:
+            self._write(first)
 
     def append(self, examples: Iterable[Example]) -> None:
         """Write the examples; they are on disk when this returns."""
@@ -79,25 +73,40 @@ class ExampleWriter:
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, content: bytes) -> None:
-        self._file.write(content)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    def _read(self, header: bytes) -> int:
+        """Take in what the file holds; gives the length of its whole lines."""
+        size = 0
+        with writing(self.path, "Give another file with --out."), self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                whole = line.endswith(b"\n")
+                if number == 1 and line != header and not header.startswith(line):
+                    raise ConfigError(
+                        f"{self.path} is there already, and is no file of answers with these settings: it "
+                        f"begins with {line.decode(errors='replace').strip()[:300]!r}, and these answers "
+                        f"with {header.decode().strip()!r}. Give the same settings to go on, or another file."
+                    )
+                if not whole:
+                    break
+                size += len(line)
+                if number > 1:
+                    example = _parsed(self.path, number, line)
+                    self.done.add(example.id)
+                    self.answered_tokens += len(example.ids) - example.answer
+        return size
 
-    def _cut_half_line(self) -> None:
-        """Drop what a killed run wrote of its last line."""
+    def _write(self, content: bytes) -> None:
+        """Append to the file, all or nothing."""
         size = self._file.seek(0, os.SEEK_END)
-        end = size
-        while end:
-            start = max(0, end - 65536)
-            self._file.seek(start)
-            newline = self._file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end < size:
-            self._file.truncate(end)
+        remedy = f"Its {len(self.done)} answers are kept: make room, and the same command goes on."
+        with writing(self.path, remedy):
+            try:
+                rest = memoryview(content)
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+                os.fsync(self._file.fileno())
+            except OSError:
+                self._file.truncate(size)
+                raise
 
 
 @dataclass(frozen=True)
@@ -136,29 +145,32 @@ def read_examples(paths: Iterable[Path], max_length: int) -> Examples:
     segments: list[str] = []
     numbers: dict[str, int] = {}  # of prompts, by their ids
     vocab_sizes = set()
+    too_short = 0
     for path in paths:
         with path.open("rb") as file:
             vocab_sizes.add(_vocab_size(path, file.readline()))
             for number, line in enumerate(file, start=2):
-                try:
-                    row = json.loads(line)
-                    ids, answer = row["ids"][:max_length], int(row["answer"])
-                    prompt, segment = str(row["id"]).rsplit("#", 1)[0], str(row["segment"])
-                    if len(ids) - answer < 2 or answer < 1:
-                        continue
-                    tokens.extend(ids)
-                except (ValueError, KeyError, TypeError, OverflowError) as error:
-                    if not line.endswith(b"\n"):
-                        continue  # a run that was killed while it wrote
-                    raise ConfigError(f"{path}, line {number} is no example: {error!r}.") from None
+                if not line.endswith(b"\n"):
+                    break  # a run that was killed while it wrote
+                example = _parsed(path, number, line)
+                ids = example.ids[:max_length]
+                if len(ids) - example.answer < 2 or example.answer < 1:
+                    too_short += 1
+                    continue
+                tokens.extend(ids)
                 offsets.append(len(tokens))
-                answers.append(answer)
+                answers.append(example.answer)
+                prompt = example.id.rsplit("#", 1)[0]
                 prompts.append(numbers.setdefault(prompt, len(numbers)))
-                segments.append(sys.intern(segment))
+                segments.append(sys.intern(example.segment))
     if len(vocab_sizes) > 1:
         raise ConfigError(f"The answers are of targets with different vocabularies: {sorted(vocab_sizes)}.")
     if not answers:
-        raise ConfigError("There are no answers to train on: each needs at least two answered tokens.")
+        raise ConfigError(
+            f"There are no answers to train on: {too_short} were left out, because they have fewer than two "
+            f"answered tokens within the first {max_length} of prompt and answer. Give more prompts, or a "
+            "larger --max-length."
+        )
     examples = Examples(
         vocab_sizes.pop(),
         np.frombuffer(tokens, dtype=np.int32),
@@ -170,6 +182,18 @@ def read_examples(paths: Iterable[Path], max_length: int) -> Examples:
     if examples.tokens.min() < 0 or examples.tokens.max() >= examples.vocab_size:
         raise ConfigError(f"The answers have token ids outside of 0 to {examples.vocab_size - 1}.")
     return examples
+
+
+def _parsed(path: Path, number: int, line: bytes) -> Example:
+    """The example in a line; ConfigError if there is none."""
+    try:
+        row = json.loads(line)
+        ids = array("i", row["ids"]).tolist()
+        return Example(str(row["id"]), str(row["segment"]), ids, int(row["answer"]))
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise ConfigError(
+            f"{path}, line {number} is no example ({error!r}): delete that line to go on without it."
+        ) from None
 
 
 def _vocab_size(path: Path, first: bytes) -> int:
@@ -186,6 +210,10 @@ def _vocab_size(path: Path, first: bytes) -> int:
 
 def is_answers(path: Path) -> bool:
     """Whether a file holds answers, rather than prompts."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(
+            f"{path} is no file, and is read more than once: give a file of prompts or answers."
+        )
     try:
         with path.open("rb") as file:
             return file.read(20).startswith(b'{"paceline_answers"')

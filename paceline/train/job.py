@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +14,7 @@ import torch
 from paceline.errors import ConfigError
 from paceline.models.registry import load_checkpoint, resolve
 from paceline.train.card import Measured, write_report
+from paceline.train.disk import make_folder, writing
 from paceline.train.examples import is_answers
 from paceline.train.make_answers import Answered, AnswerOptions, make_answers
 from paceline.train.options import TrainOptions
@@ -35,8 +37,10 @@ class Job:
 
 def train(job: Job, options: TrainOptions, start: Start) -> None:
     """Answer the prompts, train the head that `start` gives, measure it, and write all of it."""
-    prompts = [path for path in job.data if not is_answers(path)]
-    answers = [path for path in job.data if is_answers(path)]
+    is_answer = [is_answers(path) for path in job.data]
+    prompts = [path for path, answered in zip(job.data, is_answer, strict=True) if not answered]
+    answers = [path for path, answered in zip(job.data, is_answer, strict=True) if answered]
+    make_folder(job.out)
     model, device = resolve(job.model), chosen_device(job.device)
     if prompts or job.answering.self_written:
         if started_by_torchrun():
@@ -47,14 +51,15 @@ def train(job: Job, options: TrainOptions, start: Start) -> None:
         answers.append(job.out / "answers.jsonl")
         answer(model, prompts, answers[-1], job.answering, device)
     processes, own_device = processes_on(device)
-    with training_progress(visible=processes.rank == 0) as show:
+    with _enough_memory(options.batch_tokens), training_progress(visible=processes.rank == 0) as show:
         checkpoint = load_checkpoint(model)
         trained = train_head(checkpoint, answers, job.out, options, own_device, start, show, processes)
     if processes.rank != 0:
         return
-    trained.objective.snapshot()(job.out)
-    measured = _measure(model, trained, job.out, job.evaluate, options.seed)
-    write_report(trained, model.name, options, measured, job.out)
+    with writing(job.out, "Make room: the same command writes the head, nothing is trained again."):
+        trained.objective.snapshot()(job.out)
+        measured = _measure(model, trained, job.out, job.evaluate, options.seed)
+        write_report(trained, model.name, options, measured, job.out)
     print(
         f"The head is in {job.out}: serve with --draft {trained.objective.method}:{job.out}", file=sys.stderr
     )
@@ -72,6 +77,18 @@ def answer(model: Path, prompts: Sequence[Path], out: Path, options: AnswerOptio
     for line in answered.skipped.lines():
         print(line, file=sys.stderr)
     print(f"{answered.answers} answers, {answered.tokens} tokens: {out}", file=sys.stderr)
+
+
+@contextmanager
+def _enough_memory(batch_tokens: int) -> Iterator[None]:
+    """Within it, a GPU without free memory is told with the remedy."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"The GPU has not enough free memory for steps of {batch_tokens} tokens: give a smaller "
+            f"--batch-tokens and another folder, or end what else runs there. ({error})"
+        ) from error
 
 
 def _measure(model: Path, trained: Trained, out: Path, number: int, seed: int) -> Measured:

@@ -92,7 +92,9 @@ def make_answers(
     def on_batch(writer: ExampleWriter) -> bool:
         return on_progress(Answered(len(writer.done), writer.answered_tokens, skipped))
 
-    pairs = tokenized(prompts(), tokenizer, options.max_prompt_tokens, skipped)
+    # one token at least has to fit behind a prompt
+    most = min(options.max_prompt_tokens, checkpoint.config.max_position - 1)
+    pairs = tokenized(prompts(), tokenizer, most, skipped)
     heats, max_tokens, seed = options.temperatures, options.max_tokens, options.seed
     write_answers(pairs, answerer, writer, heats, max_tokens, seed, batch_size, on_batch)
     writer.close()

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from paceline.errors import ConfigError
 from paceline.train.batches import Indices, all_batches, collate, epoch_batches, split
+from paceline.train.disk import writing
 from paceline.train.eagle3 import StepLosses
 from paceline.train.examples import Examples
 from paceline.train.objective import Objective
@@ -161,10 +162,14 @@ class Trainer:
             "seconds": progress.seconds,
             "history": [[one.step, one.loss, one.matches] for one in progress.history],
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_suffix(".unfinished")
-        save_file(tensors, str(unfinished), {"facts": json.dumps(facts)})
-        os.replace(unfinished, self.path)
+        with writing(self.path, "Make room: the same command goes on from the checkpoint before."):
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                save_file(tensors, str(unfinished), {"facts": json.dumps(facts)})
+                os.replace(unfinished, self.path)
+            finally:
+                unfinished.unlink(missing_ok=True)
 
     def _load(self) -> None:
         with safetensors.safe_open(str(self.path), framework="pt", device="cpu") as file:

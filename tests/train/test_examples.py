@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +51,54 @@ def test_a_resumed_file_knows_what_is_done_and_drops_half_a_line(tmp_path: Path)
     assert path.read_bytes() == whole
 
 
+def test_a_run_that_was_killed_at_once_begins_again(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    writer(path).close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:17])
+    writer(path).close()
+    assert path.read_bytes() == whole
+
+
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "letter.txt"
+    path.write_text("Dear Ada,\nno line end here")
+    with pytest.raises(ConfigError, match="begins with 'Dear Ada,'"):
+        writer(path)
+    assert path.read_text() == "Dear Ada,\nno line end here"
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "answers.jsonl"
+    own = writer(path)
+    own.append([FIRST])
+    whole = path.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match="Its 1 answers are kept: make room"):
+        own.append([SECOND])
+    assert path.read_bytes() == whole
+    assert writer(path).done == {"a-1"}
+
+
+def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="Give another folder"):
+        writer(tmp_path / "file" / "answers.jsonl")
+
+
+def test_a_broken_line_of_a_resumed_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    writer(path).append([FIRST])
+    with path.open("a") as file:
+        file.write('{"id": "a-2"}\n')
+    with pytest.raises(ConfigError, match="line 3 is no example"):
+        writer(path)
+
+
 def test_a_half_line_at_the_end_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     writer(path).append([FIRST, SECOND])
@@ -59,7 +109,7 @@ def test_a_half_line_at_the_end_is_not_read(tmp_path: Path) -> None:
 def test_answers_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     writer(path).append([FIRST])
-    with pytest.raises(ConfigError, match="other settings"):
+    with pytest.raises(ConfigError, match="no file of answers with these settings"):
         writer(path, temperature=0.5)
 
 
@@ -68,6 +118,13 @@ def test_long_examples_are_cut_and_those_without_two_answered_tokens_left_out(tm
     writer(path).append([FIRST, SECOND])
     examples = read_examples([path], max_length=3)
     assert examples.tokens.tolist() == [1, 2, 3]
+
+
+def test_answers_that_are_all_empty_are_told_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    writer(path).append([Example("a-1", "s", [1, 2], 2), Example("a-2", "s", [1, 2, 3], 2)])
+    with pytest.raises(ConfigError, match="2 were left out, because they have fewer than two"):
+        read_examples([path], 100)
 
 
 @pytest.mark.parametrize("content", ["", "{}\n", "no json\n", '{"paceline_answers": 99}\n'])
