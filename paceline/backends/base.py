@@ -127,6 +127,15 @@ class HeadOutput:
     states: Float32Array  # [outputs, hidden] of the same rows: what their children read
 
 
+@dataclass(frozen=True)
+class HeadChains:
+    """The likeliest guesses of a head behind each request. The arrays are valid until its next pass."""
+
+    tokens: Int32Array  # [requests, most] ids of the target; those behind a request's last are meaningless
+    chances: Float32Array  # [requests, most] of the chain up to each, by the head's own softmax
+    lengths: Int32Array  # [requests]
+
+
 class HeadRunner(Protocol):
     """A loaded draft head that can run passes beside its target."""
 
@@ -140,6 +149,13 @@ class HeadRunner(Protocol):
     def bytes_per_page(self) -> int: ...
 
     def run(self, batch: HeadBatch) -> HeadOutput: ...
+
+    def run_chains(self, batch: HeadBatch, most: Sequence[int], least_chance: float) -> HeadChains:
+        """Chains of at most so many guesses behind each request, as head_chains.py defines them.
+
+        The logits of each request's last row are wanted, and its pages have room for the guesses.
+        """
+        ...
 
 
 class MedusaRunner(Protocol):

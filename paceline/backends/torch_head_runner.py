@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.backends.base import ForwardBatch, HeadBatch, HeadOutput, Int32Array
+from paceline.backends.base import ForwardBatch, HeadBatch, HeadChains, HeadOutput, Int32Array
+from paceline.backends.head_chains import chains_by_passes
 from paceline.backends.torch_backend import (
     PAGE_SIZE,
     TorchBackend,
@@ -27,9 +29,11 @@ class TorchHeadRunner:
 
     page_size = PAGE_SIZE
 
-    def __init__(self, head: Head, max_rows: int) -> None:
+    def __init__(self, head: Head, max_rows: int, target_ids: Int32Array | None = None) -> None:
+        """`target_ids` [draft vocabulary] are what the head guesses; None: every id of the target."""
         self.head = head
         self.max_rows = max_rows
+        self._target_ids = target_ids
         weight = head.midlayer.self_attn.q_proj.weight
         self.dtype, self.device = weight.dtype, weight.device
 
@@ -41,7 +45,7 @@ class TorchHeadRunner:
         head = make_head(checkpoint.config, shared).requires_grad_(False)
         tensors = {name: torch.from_numpy(tensor.float32()) for name, tensor in checkpoint.tensors.items()}
         head.load_state_dict(tensors)
-        return cls(head.to(device=beside.device, dtype=beside.dtype), max_rows)
+        return cls(head.to(device=beside.device, dtype=beside.dtype), max_rows, checkpoint.draft_ids)
 
     def make_pool(self, num_pages: int) -> TorchPool:
         config = self.head.config
@@ -70,6 +74,10 @@ class TorchHeadRunner:
         wanted = outputs[self._tensor(rows.logit_rows)]
         logits, states = self.head.logits(wanted), self.head.feed_back(wanted)
         return HeadOutput(logits.float().cpu().numpy(), states.float().cpu().numpy())
+
+    def run_chains(self, batch: HeadBatch, most: Sequence[int], least_chance: float) -> HeadChains:
+        """The likeliest guesses behind each request."""
+        return chains_by_passes(self.run, batch, self._target_ids, most, least_chance)
 
     def _views(self, batch: ForwardBatch) -> tuple[list[RowView], Tensor]:
         """What the rows of each request see, and the place of every row's key and value."""

@@ -16,6 +16,7 @@ from paceline.backends.cpu.experts import (
     route_rows,
     sort_pairs,
 )
+from paceline.backends.cpu.guesses import choose_guesses, follow_guesses
 from paceline.backends.cpu.job import (
     COUNTERS_AT,
     COUNTERS_PER_LAYER,
@@ -25,6 +26,7 @@ from paceline.backends.cpu.job import (
     FEATURE_SLOT_AT,
     FROM_TARGET,
     GATE,
+    GUESSING,
     HAS_EXPERTS_AT,
     HIDDEN_PADDED,
     INPUTS_AT,
@@ -34,6 +36,7 @@ from paceline.backends.cpu.job import (
     LOGITS_STRIDE,
     MATRICES_AT,
     MIX_AT,
+    MORE_GUESSES,
     OUTPUT,
     OUTPUT_BIAS_AT,
     OUTPUTS,
@@ -192,19 +195,35 @@ def _run_pass(control, index, threads, job):  # type: ignore[no-untyped-def]
     barrier(control, threads)
 
 
+@compiled
+def _run_job(control, index, threads, job):  # type: ignore[no-untyped-def]
+    """One pass; if guesses are wanted behind it, one more for each level of them."""
+    guessing = field(job, GUESSING)  # read while the pass runs: behind it the caller may change the job
+    _run_pass(control, index, threads, job)
+    while guessing:
+        choose_guesses(index, threads, job)
+        barrier(control, threads)
+        if index == 0:
+            follow_guesses(job)
+        barrier(control, threads)
+        guessing = field(job, MORE_GUESSES)  # which no caller changes
+        if guessing:
+            _run_pass(control, index, threads, job)
+
+
 @compiled(cached=True)
 def run_passes(control, index, threads, job):  # type: ignore[no-untyped-def]
-    """Thread 0: start a pass and do its share. A worker: its share of every pass until the team ends.
+    """Thread 0: start a job and do its share. A worker: its share of every job until the team ends.
 
-    Workers are told the job of each pass; theirs is not used.
+    Workers are told each job; theirs is not used.
     """
     if index == 0:
         start_pass(control, threads, job)
-        _run_pass(control, index, threads, job)
+        _run_job(control, index, threads, job)
         return
     seen = 0
     while True:
         seen = await_pass(control, index, seen)
         if load_int64(control + STOP) != 0:
             return
-        _run_pass(control, index, threads, atomic_load(control + JOB))
+        _run_job(control, index, threads, atomic_load(control + JOB))

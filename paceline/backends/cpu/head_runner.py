@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from paceline.backends.base import HeadBatch, HeadOutput
+from paceline.backends.base import Float32Array, HeadBatch, HeadChains, HeadOutput
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.backend import CpuBackend
 from paceline.backends.cpu.compiled_model import CompiledModel
+from paceline.backends.cpu.guesses import NEXT_ARRAYS, NEXT_CONTEXTS, NEXT_LOGIT_ROWS, NEXT_PARENTS
 from paceline.backends.cpu.head_workspace import HeadWorkspace
 from paceline.backends.cpu.workspace import address_of
 from paceline.draft.heads.checkpoint import HeadCheckpoint
@@ -41,16 +44,56 @@ class CpuHeadRunner(CompiledModel):
         self._fed_back = np.zeros((max_rows, 1, workspace.hidden), dtype=np.float32)
         self._states = np.empty((max_rows, workspace.hidden), dtype=np.float32)  # given back, by output
         self._job[fields.STATES_AT] = address_of(self._states)
+        self._prepare_guesses(head)
 
     def run(self, batch: HeadBatch) -> HeadOutput:
         """Logits of the wanted rows, and the states that their children read.
 
         A pass in which no row is wanted computes keys and values only.
         """
-        rows, outputs = batch.rows.num_rows, len(batch.rows.logit_rows)
+        self._job[fields.GUESSING] = 0
+        logits = self._run_head(batch)
+        return HeadOutput(logits, self._states[: len(logits), : self.config.hidden_size])
+
+    def run_chains(self, batch: HeadBatch, most: Sequence[int], least_chance: float) -> HeadChains:
+        """The likeliest guesses behind each request, all passes in one compiled call: see guesses.py."""
+        rows, job = batch.rows, self._job
+        count, longest = rows.num_requests, max(most)
+        tokens, chances = np.empty((count, longest), np.int32), np.empty((count, longest), np.float32)
+        wanted, lengths = np.array(most, np.int32), np.zeros(count, np.int32)
+        # the first guess lies behind the rows of the pass
+        self._next_rows[NEXT_CONTEXTS, :count] = rows.context_lengths + np.diff(rows.row_offsets)
+        self._least_chance[0] = least_chance
+        job[fields.GUESSING], job[fields.MOST_GUESSES] = 1, longest
+        job[fields.GUESSES_AT], job[fields.CHANCES_AT] = address_of(tokens), address_of(chances)
+        job[fields.GUESSES_WANTED_AT], job[fields.NUM_GUESSES_AT] = address_of(wanted), address_of(lengths)
+        self._run_head(batch)
+        return HeadChains(tokens, chances, lengths)
+
+    def _run_head(self, batch: HeadBatch) -> Float32Array:
+        """Run a pass over given states: the logits of the wanted rows, valid until the next one."""
+        rows = batch.rows.num_rows
         inputs = self._features if batch.from_target else self._fed_back
         apart = batch.states.reshape(rows, inputs.shape[1], -1)
         inputs[:rows, :, : apart.shape[2]] = apart
         self._job[fields.INPUTS_AT], self._job[fields.FROM_TARGET] = address_of(inputs), batch.from_target
-        logits = self._run(batch.rows)
-        return HeadOutput(logits, self._states[:outputs, : self.config.hidden_size])
+        return self._run(batch.rows)
+
+    def _prepare_guesses(self, head: HeadCheckpoint) -> None:
+        """Tell the job what chains of guesses need, and what stays the same."""
+        job, rows = self._job, self.max_rows
+        self._least_chance = np.zeros(1, dtype=np.float32)
+        self._chosen, self._chosen_chances = np.empty(rows, dtype=np.int32), np.empty(rows, dtype=np.float32)
+        self._next_rows = np.empty((NEXT_ARRAYS, rows), dtype=np.int32)  # one row a request in every pass
+        self._next_rows[NEXT_PARENTS] = -1
+        self._next_rows[NEXT_LOGIT_ROWS] = np.arange(rows)
+        job[fields.NUM_COUNTERS] = self.workspace.counters.size
+        job[fields.GUESSED_IDS] = self.config.vocab_size
+        if head.draft_ids is not None:
+            self._target_ids = np.ascontiguousarray(head.draft_ids, dtype=np.int32)
+            job[fields.TARGET_IDS_AT] = address_of(self._target_ids)
+        job[fields.LEAST_CHANCE_AT] = address_of(self._least_chance)
+        job[fields.CHOSEN_AT] = address_of(self._chosen)
+        job[fields.CHOSEN_CHANCES_AT] = address_of(self._chosen_chances)
+        job[fields.NEXT_ROWS_AT] = address_of(self._next_rows)
+        job[fields.NEXT_ROWS_STRIDE] = self._next_rows.strides[0]

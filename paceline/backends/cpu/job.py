@@ -28,8 +28,12 @@ from paceline.backends.cpu.simd import load_int64
     ROWS, TOKENS_AT, POSITIONS_AT, PARENTS_AT, REQUEST_AT, ROW_START_AT, CONTEXT_AT, PAGES_AT, MAX_PAGES,
     CHAIN_AT, OUTPUTS, LOGIT_ROWS_AT, LOGITS_AT, LOGITS_STRIDE, KV_AT, NUM_PAGES, FEATURE_SLOT_AT,
     FEATURES_AT, FEATURES_STRIDE, INPUTS_AT, FROM_TARGET, STATES_AT,
+    # what a draft head is to guess behind a pass, see guesses.py
+    GUESSING, MORE_GUESSES, NUM_COUNTERS, GUESSED_IDS, TARGET_IDS_AT, LEAST_CHANCE_AT, MOST_GUESSES,
+    GUESSES_WANTED_AT, GUESSES_AT, CHANCES_AT, NUM_GUESSES_AT, CHOSEN_AT, CHOSEN_CHANCES_AT, NEXT_ROWS_AT,
+    NEXT_ROWS_STRIDE,
     JOB_SIZE,
-) = range(80)  # fmt: skip
+) = range(95)  # fmt: skip
 
 # Matrices of a layer, in the order of the descriptor table; behind all layers: the embedding and the head.
 Q, K, V, OUTPUT, GATE, UP, DOWN, LAYER_MATRICES = range(8)

@@ -60,6 +60,16 @@ def run_heads(
     requests: Sequence[DrivenHead], from_target: bool, outputs: Sequence[int] | None = None, keep: bool = True
 ) -> HeadOutput:
     """One pass over the rows all requests ask for; their slots count from then on, if `keep`."""
+    output = requests[0].runner.run(batch_of(requests, from_target, outputs))
+    for request in requests if keep else ():
+        request.length += len(request.tokens)
+    return HeadOutput(output.logits.copy(), output.states.copy())
+
+
+def batch_of(
+    requests: Sequence[DrivenHead], from_target: bool, outputs: Sequence[int] | None = None
+) -> HeadBatch:
+    """The rows all requests ask for, and which of them give logits: all if nothing is said."""
     offsets = np.cumsum([0, *(len(request.tokens) for request in requests)], dtype=np.int32)
     batch = ForwardBatch(
         tokens=np.concatenate([request.tokens for request in requests]).astype(np.int32),
@@ -72,7 +82,4 @@ def run_heads(
         pool=requests[0].pool,
     )
     states = np.concatenate([request.states for request in requests])
-    output = requests[0].runner.run(HeadBatch(batch, states, from_target))
-    for request in requests if keep else ():
-        request.length += len(request.tokens)
-    return HeadOutput(output.logits.copy(), output.states.copy())
+    return HeadBatch(batch, states, from_target)
