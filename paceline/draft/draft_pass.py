@@ -42,8 +42,11 @@ class Passes(ABC, Generic[Output]):
     def run(self, parts: Sequence[Part]) -> Output:
         """What one pass over parts of contexts gives, part after part, until the next pass."""
 
-    def batch(self, parts: Sequence[Part]) -> ForwardBatch:
-        """The rows of one pass. Put together in lists: for a few rows they are quicker than arrays."""
+    def batch(self, parts: Sequence[Part], room: int = 0) -> ForwardBatch:
+        """The rows of one pass, and pages for `room` more behind those of each part.
+
+        Put together in lists: for a few rows they are quicker than arrays.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         parents: list[int] = []
@@ -64,7 +67,7 @@ class Passes(ABC, Generic[Output]):
             parents=np.array(parents, dtype=np.int32),
             row_offsets=np.array(offsets, dtype=np.int32),
             context_lengths=np.array([part.start for part in parts], dtype=np.int32),
-            page_tables=self._page_tables(parts),
+            page_tables=self._page_tables(parts, room),
             logit_rows=np.array(outputs, dtype=np.int32),
             pool=self._cache.pool,
         )
@@ -74,6 +77,10 @@ class Passes(ABC, Generic[Output]):
 
         One pass, unless there is more to compute than a pass can take.
         """
+        return self._compute(self._last_parts(contexts))
+
+    def _last_parts(self, contexts: Sequence[Context]) -> list[Part]:
+        """What one pass can compute of the contexts up to their last tokens, after passes over the rest."""
         while True:
             starts = [min(self._cache.computed(context), len(context.tokens) - 1) for context in contexts]
             missing = sum(len(context.tokens) for context in contexts) - sum(starts)
@@ -83,7 +90,7 @@ class Passes(ABC, Generic[Output]):
                 break
             self._compute(chunks)
         rest = zip(contexts, starts, strict=True)
-        return self._compute([_chain(context, start, len(context.tokens), True) for context, start in rest])
+        return [_chain(context, start, len(context.tokens), True) for context, start in rest]
 
     def compute(self, contexts: Sequence[Context]) -> None:
         """Compute all tokens of the contexts but the last of each, in passes of which nothing is asked."""
@@ -111,13 +118,17 @@ class Passes(ABC, Generic[Output]):
     def _compute(self, parts: Sequence[Part]) -> Output:
         """Run parts of contexts and take note that they are computed."""
         output = self.run(parts)
-        for part in parts:
-            self._cache.keep(part.context, part.start, part.start + len(part.tokens))
+        self._keep(parts)
         return output
 
-    def _page_tables(self, parts: Sequence[Part]) -> Int32Array:
+    def _keep(self, parts: Sequence[Part]) -> None:
+        """Take note that parts of contexts are computed."""
+        for part in parts:
+            self._cache.keep(part.context, part.start, part.start + len(part.tokens))
+
+    def _page_tables(self, parts: Sequence[Part], room: int) -> Int32Array:
         """The lines of the parts, as far as they are used: int32 [parts, pages]."""
-        ends = (part.start + len(part.tokens) for part in parts)
+        ends = (part.start + len(part.tokens) + room for part in parts)
         width = pages_for(max(ends), self._page_size)
         return np.stack([part.context.pages[:width] for part in parts])
 

@@ -6,7 +6,8 @@
 
 The slots of new tokens are computed when it proposes, in one pass for all requests; then one pass for
 each level of the trees, whose slots read the head's own states. Those are computed again with the
-target's features once they are known.
+target's features once they are known. Where all trees are chains of likeliest tokens, nothing is to be
+decided between the passes, and the runner is asked for all of them at once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.base import HeadBatch, HeadOutput, HeadRunner
+from paceline.backends.base import HeadBatch, HeadChains, HeadOutput, HeadRunner
 from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Features, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part, Passes
@@ -64,10 +65,21 @@ class HeadPasses(Passes[HeadOutput]):
 
     def run(self, parts: Sequence[Part]) -> HeadOutput:
         """A pass over known tokens, which reads the target's features."""
+        return self._runner.run(self._known(parts))
+
+    def chains(self, contexts: Sequence[Context], most: Sequence[int], least_chance: float) -> HeadChains:
+        """The likeliest guesses behind each context, at most so many, after all its slots are computed."""
+        parts = self._last_parts(contexts)
+        chains = self._runner.run_chains(self._known(parts, max(most)), most, least_chance)
+        self._keep(parts)
+        return chains
+
+    def _known(self, parts: Sequence[Part], room: int = 0) -> HeadBatch:
+        """A pass over known tokens, with pages for `room` guesses behind them."""
         # the slot of token j reads the feature of token j - 1
         spans = [(part.context.pages, part.start - 1, part.start - 1 + len(part.tokens)) for part in parts]
         states = np.concatenate([self._pages.features(*span) for span in spans])
-        return self._runner.run(HeadBatch(self.batch(parts), states, from_target=True))
+        return HeadBatch(self.batch(parts, room), states, from_target=True)
 
     def run_guesses(self, parts: Sequence[Part], states: Float32Array) -> HeadOutput:
         """A pass over nodes of trees, which reads states of the head's own: [rows, hidden]."""
@@ -97,13 +109,16 @@ class EagleDrafter(Drafter):
     name = "eagle"
     Options = EagleOptions
 
-    def __init__(self, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling) -> None:
+    def __init__(
+        self, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling, least_chance: float = 0.0
+    ) -> None:
+        """A guess is proposed if it and all before it have at least this chance to be right."""
         kept = HeadPages.feature_bytes_per_page(shape.feature_width)
         self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + kept)
         self._runner = runner
         self._shape = shape
         self._sampling = sampling
-        self._scales = Scales(shape.vocabulary, Workspace(shape.vocabulary.target_size))
+        self._scales = Scales(shape.vocabulary, Workspace(shape.vocabulary.target_size), least_chance)
 
     @classmethod
     def load(cls, options: EagleOptions, target: Target) -> EagleDrafter:
@@ -128,7 +143,7 @@ class EagleDrafter(Drafter):
             vocabulary=trimmed_vocabulary(head.draft_ids, target.config.vocab_size),
             longest=config.max_position,
         )
-        return cls(runner, shape, target.sampling)
+        return cls(runner, shape, target.sampling, options.min_prob)
 
     def bind(self, kv: KVCache) -> None:
         self._kv = kv
@@ -137,6 +152,8 @@ class EagleDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         contexts = self._pages.open(requests, [plan.budget for plan in plans])
+        if all(map(_is_chain_of_likeliest, requests, plans)):
+            return self._propose_chains(contexts, plans)
         trees = [
             None
             if context is None
@@ -152,6 +169,18 @@ class EagleDrafter(Drafter):
             states = np.stack([state for guessed, part in pairs for state in guessed.states_of(part)])
             _grow(growing, self._passes.run_guesses(parts, states))
         return merged(trees)
+
+    def _propose_chains(self, contexts: Sequence[Context | None], plans: Sequence[DraftPlan]) -> DraftTrees:
+        """The same as by trees that grow, where those would be chains of likeliest tokens."""
+        known = {number: context for number, context in enumerate(contexts) if context is not None}
+        proposed: list[Sequence[int]] = [()] * len(contexts)
+        if known:
+            most = [plans[number].shrunk(context.room).levels for number, context in known.items()]
+            chains = self._passes.chains(list(known.values()), most, self._scales.least_chance)
+            lines = zip(known.items(), chains.tokens.tolist(), chains.lengths.tolist(), strict=True)
+            for (number, context), tokens, length in lines:
+                proposed[number] = _up_to_end(context.request, tokens[:length])
+        return DraftTrees.chains(proposed)
 
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
@@ -178,6 +207,17 @@ class Eagle3Drafter(EagleDrafter):
     """EAGLE-3: the same with a head that reads several hidden states."""
 
     name = "eagle3"
+
+
+def _is_chain_of_likeliest(request: Request, plan: DraftPlan) -> bool:
+    return plan.branching == 1 and request.sampler.takes_largest(request.num_output)
+
+
+def _up_to_end(request: Request, tokens: Sequence[int]) -> Sequence[int]:
+    """The tokens of a chain up to the first that ends the request."""
+    before = request.num_output
+    ends = (at + 1 for at, token in enumerate(tokens) if request.ends_by(token, before + at))
+    return tokens[: next(ends, len(tokens))]
 
 
 def _grow(growing: Sequence[GuessedTree], output: HeadOutput) -> None:

@@ -12,6 +12,7 @@ have left in place, the stem, is not computed again: so a chain costs one row a 
 from __future__ import annotations
 
 import heapq
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ class Scales:
 
     vocabulary: Vocabulary
     workspace: Workspace
+    least_chance: float = 0.0  # that the path to a node is right, for the node to be proposed
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,8 @@ class ChosenTree(GrowingTree):
         super().__init__(context, plan, scales)
         self._coupled = coupled
         self._scores: list[float] = []  # [nodes] logarithm of the chance that the path is right
+        least = scales.least_chance
+        self._least_score = math.log(least) if least > 0.0 else -math.inf
 
     def grow(self, logits: Float32Array) -> None:
         level = len(self.tokens)
@@ -199,7 +203,7 @@ class ChosenTree(GrowingTree):
         sampler = self._sampler(node)
         place = (logits, len(request.token_ids) + depth, request.num_output + depth)
         count, workspace = self._plan.branching, self._scales.workspace
-        if count == 1 and (self._coupled or sampler.greedy):
+        if count == 1 and self._scales.least_chance == 0.0 and (self._coupled or sampler.greedy):
             return [(sampler.sample(*place, workspace), 0.0)]  # the same as the best candidate, but faster
         if not self._coupled or sampler.greedy:
             ids, chances = sampler.candidates(*place, count, False, workspace)
@@ -212,7 +216,7 @@ class ChosenTree(GrowingTree):
 
     def _best(self) -> list[int]:
         """The nodes that stay, best first, ties to the shallower: so ancestors stay with descendants."""
-        nodes = range(len(self.tokens))
+        nodes = [node for node, score in enumerate(self._scores) if score >= self._least_score]
         return heapq.nsmallest(
             self._plan.budget, nodes, key=lambda node: (-self._scores[node], self._depths[node], node)
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from paceline.draft.base import Target
 from paceline.draft.heads.shipped import shipped_head
 from paceline.errors import ConfigError
-from paceline.options import check_bool, refuse_unknown
+from paceline.options import check_bool, check_number, refuse_unknown
 
 QUANTIZATIONS = ("int8", "int4")  # of a head on the cpu backend
 
@@ -33,8 +33,10 @@ class EagleOptions(HeadOptions):
     """The keys of speculative_config that are an EAGLE head's own."""
 
     quantization: str | None = None  # of its weights on the cpu backend: int8 or int4; None: int8
+    min_prob: float = 0.0  # of a guess together with all before it, by the head, to be proposed; 0: any
 
     def __post_init__(self) -> None:
+        check_number(ConfigError, "min_prob", self.min_prob, 0.0, 1.0)
         super().__post_init__()
         if self.quantization not in (None, *QUANTIZATIONS):
             known = " or ".join(QUANTIZATIONS)

@@ -121,6 +121,10 @@ class Sampler:
         """Whether the token is the largest logit, without noise."""
         return self._params.greedy
 
+    def takes_largest(self, num_output: int) -> bool:
+        """Whether it chooses the largest of the logits as they are, now and from now on."""
+        return self.greedy and self.constraint is None and self._is_plain(num_output)
+
     @property
     def seed(self) -> int:
         """The key of all noise of the request."""

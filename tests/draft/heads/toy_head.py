@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.backends.base import HeadBatch, HeadOutput
+from paceline.backends.base import HeadBatch, HeadChains, HeadOutput
+from paceline.backends.head_chains import chains_by_passes
 from paceline.draft.base import DraftSampling
 from paceline.draft.eagle import Eagle3Drafter, EagleDrafter, HeadShape
 from paceline.draft.trees import DraftPlan
@@ -62,6 +63,9 @@ class ToyHeadRunner:
             logits.append(self._logits(rows.pool.slots[places[request][path]]))
         states = rows.tokens[rows.logit_rows].astype(np.float32)[:, None]
         return HeadOutput(np.array(logits, dtype=np.float32).reshape(-1, len(self._ids)), states)
+
+    def run_chains(self, batch: HeadBatch, most: Sequence[int], least_chance: float) -> HeadChains:
+        return chains_by_passes(self.run, batch, self._ids, most, least_chance)
 
     def _write(self, batch: HeadBatch, request: int) -> np.ndarray:
         rows = batch.rows
