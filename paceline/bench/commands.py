@@ -1,4 +1,4 @@
-"""`paceline bench decode|rows|concurrency|speculation|drafting|perplexity|load|overhead`."""
+"""`paceline bench decode|rows|concurrency|speculation|head|drafting|perplexity|load|overhead`."""
 
 from __future__ import annotations
 
@@ -168,6 +168,39 @@ def speculation_command(
     report.show(*show_contest(contest), contest.facts())
     if not contest.identical or not contest.valid:
         raise typer.Exit(1)
+
+
+@app.command("head")
+def head_command(
+    model: Annotated[str, typer.Argument(help="The target: a folder of safetensors.")],
+    head: Annotated[str, typer.Argument(help="The EAGLE-3 head: a folder or a hub id.")],
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(help="A file of JSON lines, or code-edit, summarize, extract. May be repeated."),
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Take the first prompts of each workload only.")] = 10,
+    max_tokens: Annotated[int, typer.Option(help="Cut answers that may be longer.")] = 128,
+    num_speculative_tokens: Annotated[int, typer.Option(help="Tokens of a draft.")] = 5,
+    form: Annotated[
+        str, typer.Option("--format", help="How the head is written for vLLM: sglang or speculators.")
+    ] = "sglang",
+    threads: Annotated[int, typer.Option(help="Threads of each.")] = 1,
+    peer_python: Annotated[
+        str, typer.Option(help="The interpreter that has vllm.", show_default="this one")
+    ] = sys.executable,
+    json_file: JsonFile = None,
+) -> None:
+    """A draft head here and in vLLM: its mean acceptance length on the same target and prompts, greedy."""
+    from paceline.bench.heads import HeadOptions, compare_head, head_table
+    from paceline.bench.tables import progress
+    from paceline.bench.workloads import load_workload
+
+    report = Report(json_file)
+    workloads = tuple(load_workload(name, limit, max_tokens) for name in workload or ["code-edit"])
+    options = HeadOptions(model, head, workloads, num_speculative_tokens, form, threads, peer_python)
+    with progress(options.num_turns) as on_turn:
+        comparison = compare_head(options, on_turn)
+    report.show([head_table(comparison)], [], comparison.facts())
 
 
 @app.command("drafting")

@@ -50,6 +50,8 @@ class Generation:
     token_ids: list[int]
     peak_memory_bytes: int  # of the contestant's process so far
     overhead_seconds: list[float] = field(default_factory=list)  # [tokens - 1] of a step, outside its pass
+    drafts: int = 0  # passes with drafted tokens, where the contestant counts them
+    accepted: int = 0  # drafted tokens
 
 
 class Contestant:

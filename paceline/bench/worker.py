@@ -157,7 +157,7 @@ class Transformers:
 
 
 class Vllm:
-    """vLLM on the CPU, with its own n-gram drafting."""
+    """vLLM on the CPU, with its own n-gram drafting, or with the draft head of `options["head"]`."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import vllm
@@ -173,7 +173,8 @@ class Vllm:
     def _load(self, lookup: int) -> Any:
         import vllm
 
-        drafting = {"method": "ngram", "num_speculative_tokens": lookup, "prompt_lookup_max": 4}
+        ngram = {"method": "ngram", "num_speculative_tokens": lookup, "prompt_lookup_max": 4}
+        head = self._options.get("head")
         return vllm.LLM(
             self._options["model"],
             skip_tokenizer_init=True,
@@ -183,7 +184,8 @@ class Vllm:
             enable_prefix_caching=False,
             disable_log_stats=False,
             kv_cache_memory_bytes=1 << 30,
-            speculative_config=drafting if lookup else None,
+            speculative_config=head or (ngram if lookup else None),
+            enforce_eager=head is not None,  # with a head it is not timed
         )
 
     def generate(
@@ -194,17 +196,27 @@ class Vllm:
 
         if lookup not in self._llms:
             self._llms[lookup] = self._load(lookup)
+        llm = self._llms[lookup]
         params = vllm.SamplingParams(temperature=0, max_tokens=tokens, stop_token_ids=list(stop_ids))
         given = {"prompt_token_ids": list(prompt)}
+        before = self._counts(llm)
         start = time.perf_counter()
-        (output,) = self._llms[lookup].generate(given, params, use_tqdm=False)
+        (output,) = llm.generate(given, params, use_tqdm=False)
         end = time.perf_counter()
         first = output.metrics.first_token_latency
         return {
             "first_seconds": first,
             "rest_seconds": end - start - first,
             "token_ids": list(output.outputs[0].token_ids),
+            **{name: count - before[name] for name, count in self._counts(llm).items()},
         }
+
+    @staticmethod
+    def _counts(llm: Any) -> dict[str, int]:
+        """What an engine has drafted since it was made."""
+        found = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+        names = {"drafts": "vllm:spec_decode_num_drafts", "accepted": "vllm:spec_decode_num_accepted_tokens"}
+        return {ours: int(found.get(theirs, 0)) for ours, theirs in names.items()}
 
 
 CONTESTANTS: dict[str, Callable[[dict[str, Any]], Any]] = {
