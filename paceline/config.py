@@ -105,7 +105,8 @@ class SchedulerOptions:
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class SpeculativeOptions:
-    """Drafting: None drafts only what a grammar forces, "off" nothing. See draft/methods.py for the rest."""
+    """Drafting. None: by the head that is shipped for the model, if there is one, and else, as with every
+    method, what a grammar forces; "off": nothing. See draft/methods.py for the rest."""
 
     speculative_config: Any = None
 

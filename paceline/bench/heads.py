@@ -113,7 +113,7 @@ def compare_head(options: HeadOptions, on_turn: OnTurn = lambda _: None) -> Head
             dtype="float32",
             threads=options.threads,
             enable_prefix_caching=False,
-            speculative_config=drafting,
+            speculative_config={**drafting, "min_prob": 0.0},  # chains of full length, as vLLM drafts
         )
         loaded = build_engine(config)
         tasks = {workload.name: _tasks(workload, loaded.tokenizer) for workload in options.workloads}

@@ -59,7 +59,7 @@ def bench_config(
     quantization: str,
     threads: int | None,
     max_num_seqs: int,
-    speculative_config: Any = None,
+    speculative_config: Any = "off",
 ) -> EngineConfig:
     """A configuration without prefix reuse, so that every round computes its prompts again."""
     defaults = SchedulerOptions()

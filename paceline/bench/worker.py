@@ -30,6 +30,7 @@ class Paceline:
             threads=options["threads"],
             quantization=options["quantization"],
             enable_prefix_caching=False,  # every round computes its whole prompt
+            speculative_config="off",
         )
         self._params = paceline.SamplingParams
         backend: Any = self._llm.engine.backend

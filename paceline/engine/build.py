@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from paceline.backends.base import Backend, Float32Array
 from paceline.backends.load import load_backend
-from paceline.config import EngineConfig
+from paceline.config import EngineConfig, SpeculativeOptions
 from paceline.control.controller import FixedController
 from paceline.draft.base import Target
 from paceline.draft.heads.fingerprint import target_fingerprint
-from paceline.draft.methods import load_drafter
+from paceline.draft.heads.shipped import default_method
+from paceline.draft.methods import Speculation, load_drafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.kv.sizing import available_memory, size_cache
@@ -38,6 +39,7 @@ class Loaded:
     engine: Engine
     tokenizer: Tokenizer
     model_config: ModelConfig
+    drafters: tuple[str, ...] = ()  # the methods that draft, the default first
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -62,7 +64,7 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
     """
     model = model or load_model(config)
     backend, tokenizer = model.backend, model.tokenizer
-    speculation = config.speculative.speculation()
+    speculation = _speculation(config, model)
     target = Target(
         config=model.config,
         tokenizer=tokenizer,
@@ -103,4 +105,12 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         rule=RULES[speculation.rule].verify,
         draft_forced=speculation.forced,
     )
-    return Loaded(engine, tokenizer, model.config)
+    return Loaded(engine, tokenizer, model.config, tuple(drafters))
+
+
+def _speculation(config: EngineConfig, model: LoadedModel) -> Speculation:
+    """What was asked for; if nothing was, drafts by the head that is shipped for the model, if one is."""
+    asked = config.speculative
+    if asked.speculative_config is None and model.backend.supports_features:
+        asked = SpeculativeOptions(default_method(model.fingerprint))
+    return asked.speculation()

@@ -142,7 +142,7 @@ def describe(config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
         "model": Path(config.model.model).name,
         "backend": config.backend.name,
         "quantization": config.backend.quantization,
-        "drafters": ",".join(config.speculative.speculation().drafters) or "off",
+        "drafters": ",".join(loaded.drafters) or "off",
         "max_model_len": str(limits.max_model_len),
         "max_num_seqs": str(limits.max_num_seqs),
         "max_num_batched_tokens": str(limits.max_num_batched_tokens),

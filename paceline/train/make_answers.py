@@ -52,7 +52,7 @@ def open_answerer(checkpoint: Checkpoint, tokenizer: Tokenizer, device: str) -> 
         from paceline.llm import LLM
         from paceline.train.engine_answers import EngineAnswerer
 
-        return EngineAnswerer(LLM(str(checkpoint.source), speculative_config=None)), 64
+        return EngineAnswerer(LLM(str(checkpoint.source), speculative_config="off")), 64
     import torch
 
     from paceline.train.sampler import Sampler

@@ -228,5 +228,10 @@ def test_the_head_that_is_shipped_for_a_target_is_found_without_a_name(model, tm
     saved_head(random_checkpoint(replace(EAGLE3, target=TargetName("0" * 16))), tmp_path / "eagle3" / "a")
     with pytest.raises(PacelineError, match="no eagle3 head is shipped for this target"):
         generate(model, "eagle3")
+    assert generate(model, None).metrics.speculative.num_draft_tokens == 0
     saved_head(random_checkpoint(replace(EAGLE3, target=mine)), tmp_path / "eagle3" / "b")
     assert generate(model, "eagle3").metrics.speculative.num_draft_tokens > 50
+    # and it drafts by default, unless told otherwise
+    assert generate(model, None).metrics.speculative.num_draft_tokens > 50
+    for other in ("off", "grammar"):
+        assert generate(model, other).metrics.speculative.num_draft_tokens == 0

@@ -72,7 +72,7 @@ def make_engine(
     name: str, model: LoadedModel, configs: Iterable[dict[str, Any]] = (), **options: Any
 ) -> Engine:
     """An engine around a loaded model, with these drafters."""
-    config = EngineConfig.from_options(model=name, speculative_config=list(configs) or None, **options)
+    config = EngineConfig.from_options(model=name, speculative_config=list(configs) or "off", **options)
     return build_engine(config, model).engine
 
 

@@ -115,7 +115,7 @@ def test_a_batch_with_all_methods(
 
 
 def test_alone_with_forced_tokens_only(model: LoadedModel, truth: list[Outcome]) -> None:
-    engine = make_engine(MODEL, model)
+    engine = make_engine(MODEL, model, [{"method": "grammar"}])
     for number in (0, 4, 13):
         outcome = Outcome(add(engine, model, number, None))
         while engine.has_unfinished:

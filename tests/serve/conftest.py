@@ -35,7 +35,7 @@ def client(real_server: ServerProcess) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="session")
 def offline() -> LLM:
     """The same model, offline and without drafts: the truth."""
-    return LLM(MODEL)
+    return LLM(MODEL, speculative_config="off")
 
 
 @pytest.hookimpl(wrapper=True)

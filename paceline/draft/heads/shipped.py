@@ -8,6 +8,7 @@ from paceline.draft.heads.checkpoint import FINGERPRINT, WEIGHTS
 from paceline.models.safetensors_files import read_metadata
 
 SHIPPED = Path(__file__).parent / "shipped"
+DEFAULT_METHOD = "eagle3"  # of a target that has a head, where the user names none
 
 
 def shipped_head(method: str, fingerprint: str) -> Path | None:
@@ -16,3 +17,8 @@ def shipped_head(method: str, fingerprint: str) -> Path | None:
         if read_metadata(weights).get(FINGERPRINT) == fingerprint:
             return weights.parent
     return None
+
+
+def default_method(fingerprint: str) -> str | None:
+    """What drafts for the target of this fingerprint if the user says nothing; None if no head is shipped."""
+    return None if shipped_head(DEFAULT_METHOD, fingerprint) is None else DEFAULT_METHOD
