@@ -1,0 +1,68 @@
+"""A process that is killed while it trains, whatever it is doing then, loses nothing but time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.registry import load_checkpoint
+from paceline.train.eagle3_objective import Eagle3Objective
+from paceline.train.examples import Example, Examples, ExampleWriter
+from paceline.train.options import Eagle3Options
+from paceline.train.run import train_head
+from paceline.train.trainer import OnProgress, Progress
+
+OPTIONS = Eagle3Options(max_steps=40, unroll=2, intermediate_size=16, batch_tokens=96, checkpoint_every=10)
+
+
+def train(model: Path, answers: Path, out: Path, on_progress: OnProgress = lambda progress: None) -> None:
+    """Train a head and write it to `out`."""
+    torch.set_num_threads(1)
+    trained = train_head(
+        load_checkpoint(model),
+        [answers],
+        out,
+        OPTIONS,
+        torch.device("cpu"),
+        lambda target, examples, name: Eagle3Objective(target, examples, OPTIONS, name),
+        on_progress,
+    )
+    trained.objective.snapshot()(out)
+
+
+def tell(progress: Progress) -> None:
+    print(progress.step, flush=True)
+
+
+def test_a_killed_process_ends_with_the_same_file(
+    checkpoint: Checkpoint, examples: Examples, tmp_path: Path
+) -> None:
+    answers = tmp_path / "answers.jsonl"
+    ExampleWriter(answers, examples.vocab_size, {}).append(
+        Example(f"p-{one}#0", "s", examples.ids(one).tolist(), int(examples.answers[one]))
+        for one in range(len(examples))
+    )
+    model, killed, whole = checkpoint.source, tmp_path / "killed", tmp_path / "whole"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.train.test_kill", model, answers, killed],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["10\n", "20\n"]
+    process.kill()  # while it computes, or writes the checkpoint of step 20
+    process.communicate()
+    assert not (killed / "model.safetensors").exists()
+    steps: list[int] = []
+    train(model, answers, killed, lambda progress: steps.append(progress.step))
+    assert steps[0] >= 20, "it goes on from a checkpoint"
+    train(model, answers, whole)
+    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+if __name__ == "__main__":
+    train(*map(Path, sys.argv[1:]), tell)
