@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.config import BackendOptions
     from paceline.engine.request import Request
     from paceline.kv.cache import KVCache
+    from paceline.models.checkpoint import Tensor
     from paceline.models.config import ModelConfig
     from paceline.models.tokenizer import Tokenizer
     from paceline.verify.verdict import Verdict
@@ -53,6 +54,7 @@ class Target:
     sampling: DraftSampling
     fingerprint: str = ""  # of its weights, see heads/fingerprint.py; empty: unknown
     final_norm: Float32Array | None = None  # [hidden] the weights of its last norm
+    mtp: Mapping[str, Tensor] = field(default_factory=dict)  # of its files: see Checkpoint
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from paceline.draft.draft_pass import Part, Passes
 from paceline.draft.growth import GrowingTree, Scales, make_tree, merged
 from paceline.draft.head_options import EagleOptions, find_head
 from paceline.draft.head_pages import HeadPages
-from paceline.draft.heads.checkpoint import load_head
+from paceline.draft.heads.checkpoint import HeadCheckpoint, load_head
 from paceline.draft.heads.fingerprint import check_target
 from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.draft.vocabulary import Vocabulary, trimmed_vocabulary
@@ -103,11 +103,8 @@ class GuessedTree:
         return [self._states[self.tree.parents[node]] for node in part.nodes]
 
 
-class EagleDrafter(Drafter):
-    """EAGLE-1 and 2: drafts with a head that a HeadRunner runs beside the target."""
-
-    name = "eagle"
-    Options = EagleOptions
+class HeadDrafter(Drafter):
+    """Drafts with a head that a HeadRunner runs beside the target."""
 
     def __init__(
         self, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling, least_chance: float = 0.0
@@ -121,29 +118,23 @@ class EagleDrafter(Drafter):
         self._scales = Scales(shape.vocabulary, Workspace(shape.vocabulary.target_size), least_chance)
 
     @classmethod
-    def load(cls, options: EagleOptions, target: Target) -> EagleDrafter:
-        """The drafter with the head that the options name, run as the target is."""
+    def beside(
+        cls, head: HeadCheckpoint, target: Target, quantization: str | None, min_prob: float = 0.0
+    ) -> Self:
+        """The drafter with a loaded head, run as the target is."""
         from paceline.backends.load import load_head_runner
 
-        head = load_head(find_head(options, cls.name, target))
-        config = head.config
-        if config.kind != cls.name:
-            raise ConfigError(
-                f"{head.source} is an {config.kind} head, but the method is {cls.name}: "
-                f"set method to {config.kind!r}."
-            )
-        check_target(config, target.config, target.fingerprint, str(head.source), options.any_target)
         how = target.backend
-        if options.quantization is not None:
-            how = replace(how, quantization=options.quantization)
+        if quantization is not None:
+            how = replace(how, quantization=quantization)
         runner = load_head_runner(head, how, target.max_rows, target.loaded)
         shape = HeadShape(
-            feature_layers=config.layers_of(target.config.num_layers),
-            feature_width=config.feature_width,
+            feature_layers=head.config.layers_of(target.config.num_layers),
+            feature_width=head.config.feature_width,
             vocabulary=trimmed_vocabulary(head.draft_ids, target.config.vocab_size),
-            longest=config.max_position,
+            longest=head.config.max_position,
         )
-        return cls(runner, shape, target.sampling, options.min_prob)
+        return cls(runner, shape, target.sampling, min_prob)
 
     def bind(self, kv: KVCache) -> None:
         self._kv = kv
@@ -201,6 +192,26 @@ class EagleDrafter(Drafter):
             if known - self._pages.computed(context) >= FLUSH_TOKENS:
                 contexts.append(replace(context, tokens=request.token_ids[:known]))
         self._passes.compute(contexts)
+
+
+class EagleDrafter(HeadDrafter):
+    """EAGLE-1 and 2: a head that reads the target's last state."""
+
+    name = "eagle"
+    Options = EagleOptions
+
+    @classmethod
+    def load(cls, options: EagleOptions, target: Target) -> Self:
+        """The drafter with the head that the options name."""
+        head = load_head(find_head(options, cls.name, target))
+        config = head.config
+        if config.kind != cls.name:
+            raise ConfigError(
+                f"{head.source} is an {config.kind} head, but the method is {cls.name}: "
+                f"set method to {config.kind!r}."
+            )
+        check_target(config, target.config, target.fingerprint, str(head.source), options.any_target)
+        return cls.beside(head, target, options.quantization, options.min_prob)
 
 
 class Eagle3Drafter(EagleDrafter):

@@ -38,9 +38,23 @@ class EagleOptions(HeadOptions):
     def __post_init__(self) -> None:
         check_number(ConfigError, "min_prob", self.min_prob, 0.0, 1.0)
         super().__post_init__()
-        if self.quantization not in (None, *QUANTIZATIONS):
-            known = " or ".join(QUANTIZATIONS)
-            raise ConfigError(f"quantization of a draft head must be {known}, got {self.quantization!r}.")
+        check_quantization(self.quantization)
+
+
+def check_quantization(quantization: str | None) -> None:
+    """Nothing, if a head can have it; ConfigError names those it can."""
+    if quantization not in (None, *QUANTIZATIONS):
+        known = " or ".join(QUANTIZATIONS)
+        raise ConfigError(f"quantization of a draft head must be {known}, got {quantization!r}.")
+
+
+def check_features(method: str, target: Target) -> None:
+    """Nothing, if the target gives its hidden states; ConfigError if it does not."""
+    if not target.loaded.supports_features:
+        raise ConfigError(
+            f"the method {method} reads hidden states of the target, which the {target.loaded.name} backend "
+            "does not give. Use another method or another backend."
+        )
 
 
 def find_head(options: HeadOptions, method: str, target: Target) -> Path:
@@ -50,11 +64,7 @@ def find_head(options: HeadOptions, method: str, target: Target) -> Path:
     """
     from paceline.models.registry import resolve
 
-    if not target.loaded.supports_features:
-        raise ConfigError(
-            f"the method {method} reads hidden states of the target, which the {target.loaded.name} backend "
-            "does not give. Use another method or another backend."
-        )
+    check_features(method, target)
     if options.model is not None:
         return resolve(options.model)
     shipped = shipped_head(method, target.fingerprint)

@@ -65,6 +65,7 @@ METHODS: dict[str, Method] = {
     "medusa": Method(
         "paceline.draft.medusa", "MedusaDrafter", num_speculative_tokens=5, trees=True, argument=PATH
     ),
+    "mtp": Method("paceline.draft.mtp", "MtpDrafter", num_speculative_tokens=2, trees=True),
     "layerskip": Method(
         "paceline.draft.layerskip",
         "LayerSkipDrafter",

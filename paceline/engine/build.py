@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from paceline.backends.base import Backend, Float32Array
 from paceline.backends.load import load_backend
@@ -15,6 +16,7 @@ from paceline.draft.methods import Speculation, load_drafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.kv.sizing import available_memory, size_cache
+from paceline.models.checkpoint import Tensor
 from paceline.models.config import ModelConfig
 from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer
@@ -30,6 +32,7 @@ class LoadedModel:
     config: ModelConfig
     fingerprint: str = ""  # of the weights: draft heads name the model they were trained for by it
     final_norm: Float32Array | None = None  # [hidden] the weights of the last norm, for draft heads
+    mtp: Mapping[str, Tensor] = field(default_factory=dict)  # for the method mtp: see Checkpoint
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         checkpoint.config,
         target_fingerprint(checkpoint),
         checkpoint.tensors["model.norm.weight"].float32(),
+        checkpoint.mtp,
     )
 
 
@@ -74,6 +78,7 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         sampling=speculation.sampling,
         fingerprint=model.fingerprint,
         final_norm=model.final_norm,
+        mtp=model.mtp,
     )
     drafters = {name: load_drafter(name, own, target) for name, own in speculation.drafters.items()}
     size = size_cache(

@@ -21,7 +21,7 @@ Matrices are [out, in]; q and k rows are in the half-split rope order of Hugging
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -58,3 +58,5 @@ class Checkpoint:
     config: ModelConfig
     tensors: Mapping[str, Tensor]
     source: Path
+    # what its files have beside the model: a block for multi-token prediction, under the family's own names
+    mtp: Mapping[str, Tensor] = field(default_factory=dict)

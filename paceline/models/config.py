@@ -37,7 +37,7 @@ class MoeConfig:
 class ModelConfig:
     """Everything a backend must know to run a model."""
 
-    family: str  # llama | mistral | qwen2 | qwen3 | qwen3_moe | mixtral
+    family: str  # llama | mistral | qwen2 | mimo | qwen3 | qwen3_moe | mixtral
     vocab_size: int
     hidden_size: int
     num_layers: int

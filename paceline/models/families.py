@@ -184,6 +184,7 @@ class Family:
     qk_norm: bool = False
     windows: Callable[[Fields, int], Windows] = _no_windows
     moe: Callable[[Fields, int], MoeConfig] | None = None
+    mtp: str = ""  # what the tensors of a block for multi-token prediction begin with, where there may be one
     default_kv_heads: int | None = None  # None: as many as heads
     default_head_dim: int | None = None  # None: hidden size / heads
     default_eps: float = 1e-6
@@ -194,6 +195,7 @@ FAMILIES = {
     "llama": Family(optional_bias=True),
     "mistral": Family(windows=_mistral_windows, default_kv_heads=8),
     "qwen2": Family(qkv_bias=True, windows=_qwen_windows),
+    "mimo": Family(qkv_bias=True, windows=_qwen_windows, mtp="model.mtp_layers."),
     "qwen3": Family(optional_bias=True, qk_norm=True, windows=_qwen_windows, default_head_dim=128),
     "qwen3_moe": Family(optional_bias=True, qk_norm=True, windows=_qwen_moe_windows, moe=_qwen_experts),
     "mixtral": Family(

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.checkpoint import Checkpoint, Tensor
-from paceline.models.families import model_config
+from paceline.models.families import FAMILIES, model_config
 from paceline.models.files import damaged, map_file, parse_json, read_json
 from paceline.models.gguf_blocks import FORMATS, Bytes, dequantize
 from paceline.models.layout import select_tensors
@@ -71,7 +71,9 @@ def safetensors_checkpoint(folder: Path) -> Checkpoint:
             if (our_name := _our_name(name)) in tensors:
                 raise damaged(path, f"the tensor {name} is there twice")
             tensors[our_name] = found[name]
-    return Checkpoint(config, select_tensors(config, tensors, folder), folder)
+    prefix = FAMILIES[config.family].mtp
+    mtp = {name: tensors.pop(name) for name in list(tensors) if prefix and name.startswith(prefix)}
+    return Checkpoint(config, select_tensors(config, tensors, folder), folder, mtp)
 
 
 def read_safetensors(path: Path, integers: bool = False) -> dict[str, SafeTensor]:

@@ -13,7 +13,7 @@ from paceline import LLM
 from paceline.backends.cpu import CpuBackend
 from paceline.config import BackendOptions
 from paceline.draft.base import DraftSampling, Target
-from paceline.draft.eagle import Eagle3Drafter, EagleDrafter
+from paceline.draft.eagle import Eagle3Drafter, EagleDrafter, HeadDrafter
 from paceline.draft.head_options import EagleOptions
 from paceline.draft.heads.checkpoint import write_head
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
@@ -44,7 +44,7 @@ def backend(checkpoint):
     return CpuBackend.load(checkpoint, quantization="int8", threads=1, max_rows=ROWS)
 
 
-class AgainstFresh(EagleDrafter):
+class AgainstFresh(HeadDrafter):
     """Compares every proposal, bit for bit, with that of a drafter to which the request is new."""
 
     backend: CpuBackend
@@ -66,7 +66,7 @@ class AgainstFresh(EagleDrafter):
     def _expected(self, request, plan: DraftPlan) -> DraftTrees:
         kv = KVCache(16, self.backend.page_size, max_sequences=1, max_length=16 * self.backend.page_size)
         pool = kv.add_pool(self.backend)
-        fresh = EagleDrafter(self._runner, self._shape, self._sampling)
+        fresh = HeadDrafter(self._runner, self._shape, self._sampling)
         fresh.bind(kv)
         slot, _ = kv.open(request.token_ids)
         kv.reserve(slot, len(request.token_ids) + plan.budget)
@@ -84,6 +84,10 @@ class AgainstFresh(EagleDrafter):
         twin = copy.copy(request)
         twin.slot = slot
         return fresh.propose([twin], [plan])
+
+
+class Against1(AgainstFresh, EagleDrafter):
+    pass
 
 
 class Against3(AgainstFresh, Eagle3Drafter):
@@ -127,7 +131,7 @@ def test_proposals_do_not_depend_on_the_past_nor_bytes_on_proposals(
 ):
     config = replace(CONFIGS[name], norm_before_residual=False)  # which SGLang's format cannot say
     write_head(random_checkpoint(config), tmp_path, "sglang")
-    kind = AgainstFresh if config.kind == "eagle" else Against3
+    kind = Against1 if config.kind == "eagle" else Against3
     options = BackendOptions(backend="cpu", quantization="int8", threads=1)
     target = Target(checkpoint.config, Tokenizer(), options, backend, ROWS, sampling)
     drafter = kind.load(EagleOptions(str(tmp_path)), target)

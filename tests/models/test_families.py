@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ def config(model: str, **changes: Any) -> ModelConfig:
 
 
 def test_the_families_are_those_we_promise() -> None:
-    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"}
+    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "mimo", "qwen3", "qwen3_moe", "mixtral"}
 
 
 def test_biases_and_norms_are_those_of_the_family() -> None:
@@ -29,6 +30,7 @@ def test_biases_and_norms_are_those_of_the_family() -> None:
     assert found["qwen2"] == (True, False, False)
     assert found["qwen3"] == found["qwen3_moe"] == (False, False, True)
     assert config("qwen3", attention_bias=True).output_bias
+    assert replace(config("qwen2", model_type="mimo"), family="qwen2") == config("qwen2")
 
 
 def test_rope_is_read_as_transformers_4_and_5_write_it() -> None:

@@ -5,6 +5,7 @@
 
     [norm(embedding), norm(state)] -> queries, keys, values; the state is the residual     EAGLE-3
     [embedding, state] -> mix -> the residual, and the layer's input                       EAGLE-1 and 2
+    [norm(embedding), norm(state)] -> mix -> the residual                                  MTP
 
 The norms and matrices that a head does without are addresses 0.
 """

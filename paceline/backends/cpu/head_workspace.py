@@ -53,7 +53,8 @@ class HeadWorkspace(Workspace):
         job[fields.FEATURE_PADDED] = self.feature_padded
         if config.fc_bias:
             job[fields.ENTRY_BIAS_AT] = self._keep(_padded(head.tensors["fc.bias"]))
-        {"eagle3": self._enter_eagle3, "eagle": self._enter_eagle}[config.kind](head, quantization)
+        enter = {"eagle3": self._enter_eagle3, "eagle": self._enter_eagle, "mtp": self._enter_mtp}
+        enter[config.kind](head, quantization)
 
     def _enter_eagle3(self, head: HeadCheckpoint, quantization: str) -> None:
         config, job, tensors = head.config, self.job, head.tensors
@@ -70,10 +71,22 @@ class HeadWorkspace(Workspace):
         job[fields.NORMED_STATES] = config.norm_output
 
     def _enter_eagle(self, head: HeadCheckpoint, quantization: str) -> None:
-        epsilon = np.array([self._target.config.rms_norm_eps], dtype=np.float32)
         self.job[fields.MIX_AT] = self._fused(head.tensors["fc.weight"], 2, quantization)
+        self._read_last_state(normed=True)
+
+    def _enter_mtp(self, head: HeadCheckpoint, quantization: str) -> None:
+        job, tensors = self.job, head.tensors
+        job[fields.MIX_AT] = self._fused(tensors["fc.weight"], 2, quantization)
+        norms = [_padded(tensors[f"{name}_norm.weight"]) for name in ("embedding", "state")]
+        job[fields.JOIN_NORMS_AT] = self._keep(np.concatenate(norms))
+        job[fields.NORMED_STATES] = head.config.norm_output
+        self._read_last_state(head.config.norm_features)
+
+    def _read_last_state(self, normed: bool) -> None:
+        """Take the target's last state as it is, or after the target's final norm."""
+        epsilon = np.array([self._target.config.rms_norm_eps], dtype=np.float32)
         self.job[fields.INPUT_EPSILON_AT] = self._keep(epsilon)
-        self.job[fields.INPUT_NORM_AT] = self._target.last_norm
+        self.job[fields.INPUT_NORM_AT] = self._target.last_norm if normed else 0
 
     def _fused(self, tensor: Tensor, parts: int, quantization: str) -> int:
         """Where the descriptor of a matrix lies whose columns read `parts` vectors side by side."""
@@ -108,6 +121,7 @@ def _as_model(head: HeadCheckpoint, max_position: int) -> Checkpoint:
         rope=config.rope,
         max_position=max_position,
         tie_embeddings=False,
+        qkv_bias=config.qkv_bias,
     )
     return Checkpoint(as_model, tensors, head.source)
 

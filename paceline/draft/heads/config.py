@@ -5,14 +5,16 @@
 
 Tensors have these names, whatever file they came from (H, Ht: hidden sizes of head and target):
 
-    fc.weight                                   [H, features * Ht]      eagle: [H, H + Ht], and maybe fc.bias
+    fc.weight                                   [H, features * Ht]      eagle, mtp: [H, H + Ht]; maybe fc.bias
     fc_norm.{i}.weight                          [Ht]                    with fc_norm
     input_norm.weight                           [features * Ht]         with norm_before_fc
-    midlayer.self_attn.{q,k,v}_proj.weight      [heads * head_dim, 2H]  eagle: [heads * head_dim, H]
+    {embedding,state}_norm.weight               [H]                     mtp
+    midlayer.self_attn.{q,k,v}_proj.weight      [heads * head_dim, 2H]  eagle, mtp: [heads * head_dim, H]
+    midlayer.self_attn.{q,k,v}_proj.bias        [heads * head_dim]      with qkv_bias
     midlayer.self_attn.o_proj.weight            [H, heads * head_dim]
     midlayer.mlp.{gate,up}_proj.weight          [intermediate, H]
     midlayer.mlp.down_proj.weight               [H, intermediate]
-    midlayer.{input_layernorm,hidden_norm}.weight [H]                   eagle: neither
+    midlayer.{input_layernorm,hidden_norm}.weight [H]                   eagle: neither; mtp: the first
     midlayer.post_attention_layernorm.weight    [H]
     norm.weight                                 [H]                     eagle: none
     lm_head.weight                              [draft vocabulary, H]   absent: the target's
@@ -39,7 +41,7 @@ class TargetName:
 class HeadConfig:
     """Everything that a runner or the training must know of a head."""
 
-    kind: str  # eagle3 | eagle
+    kind: str  # eagle3 | eagle | mtp
     vocab_size: int  # of the target: ids that are read
     draft_vocab_size: int  # ids that are guessed
     hidden_size: int
@@ -57,6 +59,8 @@ class HeadConfig:
     norm_before_fc: bool = False  # one norm for all features side by side
     norm_output: bool = False  # the state that is fed back is the normed one
     norm_before_residual: bool = False  # the residual stream starts from the normed state
+    norm_features: bool = False  # of an mtp head: it reads the target's last state after the final norm
+    qkv_bias: bool = False
     own_embedding: bool = False  # False: the target's
     own_lm_head: bool = True  # False: the target's
     target: TargetName | None = None  # None: nobody wrote it down
@@ -97,17 +101,23 @@ def expected_tensors(config: HeadConfig) -> Iterator[tuple[str, tuple[int, ...]]
             yield f"fc_norm.{feature}.weight", (target_hidden,)
     if config.norm_before_fc:
         yield "input_norm.weight", (config.feature_width,)
+    if config.kind == "mtp":
+        yield "embedding_norm.weight", (hidden,)
+        yield "state_norm.weight", (hidden,)
     for projection, size in (("q", query_size), ("k", kv_size), ("v", kv_size)):
         yield f"midlayer.self_attn.{projection}_proj.weight", (size, 2 * hidden if eagle3 else hidden)
+        if config.qkv_bias:
+            yield f"midlayer.self_attn.{projection}_proj.bias", (size,)
     yield "midlayer.self_attn.o_proj.weight", (hidden, query_size)
     yield "midlayer.mlp.gate_proj.weight", (config.intermediate_size, hidden)
     yield "midlayer.mlp.up_proj.weight", (config.intermediate_size, hidden)
     yield "midlayer.mlp.down_proj.weight", (hidden, config.intermediate_size)
-    if eagle3:
+    if config.kind != "eagle":
         yield "midlayer.input_layernorm.weight", (hidden,)
+    if eagle3:
         yield "midlayer.hidden_norm.weight", (hidden,)
     yield "midlayer.post_attention_layernorm.weight", (hidden,)
-    if eagle3:
+    if config.kind != "eagle":
         yield "norm.weight", (hidden,)
     if config.own_lm_head:
         yield "lm_head.weight", (config.draft_vocab_size, hidden)

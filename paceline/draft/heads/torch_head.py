@@ -63,9 +63,9 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(input_size, query_size, bias=False)
-        self.k_proj = nn.Linear(input_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(input_size, kv_size, bias=False)
+        self.q_proj = nn.Linear(input_size, query_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(input_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(input_size, kv_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
         self.register_buffer(
             "frequencies", torch.from_numpy(rope_frequencies(config.rope, config.head_dim)), persistent=False
@@ -97,14 +97,15 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """The one decoder layer. Only EAGLE-3 norms its two inputs, the embedding and the state."""
+    """The one decoder layer. What it norms of its input, if anything, its head says."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         eagle3 = config.kind == "eagle3"
-        if eagle3:
+        if config.kind != "eagle":
             self.input_layernorm = Norm(hidden, eps)
+        if eagle3:
             self.hidden_norm = Norm(hidden, eps)
         self.self_attn = Attention(config, 2 * hidden if eagle3 else hidden)
         self.post_attention_layernorm = Norm(hidden, eps)
@@ -211,7 +212,36 @@ class EagleHead(Head):
         return output
 
 
-_KINDS: dict[str, type[Head]] = {"eagle3": Eagle3Head, "eagle": EagleHead}
+class MtpHead(Head):
+    """The block for multi-token prediction that some targets have: norms on both inputs, a whole layer."""
+
+    def __init__(self, config: HeadConfig, shared: Shared) -> None:
+        super().__init__(config, shared)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.embedding_norm = Norm(hidden, eps)
+        self.state_norm = Norm(hidden, eps)
+        self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
+        self.norm = Norm(hidden, eps)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        shared = self.shared
+        return normed(features, shared.norm, shared.norm_eps) if self.config.norm_features else features
+
+    def forward(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        both = self.embedding_norm(self.embed(tokens)), self.state_norm(states)
+        residual = self.fc(torch.cat(both, dim=-1))
+        output: Tensor = self.midlayer(residual, self.midlayer.input_layernorm(residual), positions, attend)
+        return output
+
+    def feed_back(self, outputs: Tensor) -> Tensor:
+        state: Tensor = self.norm(outputs) if self.config.norm_output else outputs
+        return state
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        return super().logits(self.norm(outputs))
+
+
+_KINDS: dict[str, type[Head]] = {"eagle3": Eagle3Head, "eagle": EagleHead, "mtp": MtpHead}
 
 
 def make_head(config: HeadConfig, shared: Shared) -> Head:

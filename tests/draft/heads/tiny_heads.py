@@ -31,6 +31,7 @@ EAGLE3 = HeadConfig(
     max_position=256,
 )
 EAGLE = replace(EAGLE3, kind="eagle", draft_vocab_size=VOCAB, own_lm_head=False)
+MTP = replace(EAGLE, kind="mtp", feature_layers=(3,), norm_output=True, qkv_bias=True)
 
 CONFIGS = {
     "eagle3": EAGLE3,
@@ -45,6 +46,8 @@ CONFIGS = {
     "linear rope": replace(EAGLE3, rope=RopeConfig(1000.0, "linear", 2.5)),
     "eagle": EAGLE,
     "eagle with bias": replace(EAGLE, fc_bias=True),
+    "mtp": MTP,
+    "mtp, norms elsewhere": replace(MTP, norm_output=False, norm_features=True, qkv_bias=False),
 }
 
 
@@ -92,14 +95,22 @@ class PlainHead:
         if c.kind == "eagle":
             u = t["fc.weight"] @ np.concatenate([embedded, state]) + t.get("fc.bias", 0.0)
             residual = u
+        elif c.kind == "mtp":
+            both = self.norm(embedded, "embedding_norm"), self.norm(state, "state_norm")
+            residual = t["fc.weight"] @ np.concatenate(both)
+            u = self.norm(residual, "midlayer.input_layernorm")
         else:
             normed_state = self.norm(state, "midlayer.hidden_norm")
             u = np.concatenate([self.norm(embedded, "midlayer.input_layernorm"), normed_state])
             residual = normed_state if c.norm_before_residual else state
         attention = "midlayer.self_attn"
-        query = self.rotated(t[f"{attention}.q_proj.weight"] @ u, position)
-        self.keys.append(self.rotated(t[f"{attention}.k_proj.weight"] @ u, position))
-        self.values.append((t[f"{attention}.v_proj.weight"] @ u).reshape(-1, c.head_dim))
+        q, k, v = (
+            t[f"{attention}.{part}_proj.weight"] @ u + t.get(f"{attention}.{part}_proj.bias", 0.0)
+            for part in "qkv"
+        )
+        query = self.rotated(q, position)
+        self.keys.append(self.rotated(k, position))
+        self.values.append(v.reshape(-1, c.head_dim))
         mixed = []
         for head in range(c.num_heads):
             shared = head // (c.num_heads // c.num_kv_heads)
@@ -116,7 +127,9 @@ class PlainHead:
 
     def fuse(self, feature: np.ndarray) -> np.ndarray:
         c = self.config
-        if c.kind == "eagle":
+        if c.kind == "mtp" and not c.norm_features:
+            return feature
+        if c.kind != "eagle3":
             return feature / np.sqrt((feature**2).mean() + TARGET_EPS) * self.target_norm
         if c.fc_norm:
             parts = np.split(feature, c.num_features)
@@ -129,7 +142,7 @@ class PlainHead:
         return self.norm(output, "norm") if self.config.norm_output else output
 
     def logits(self, output: np.ndarray) -> np.ndarray:
-        if self.config.kind == "eagle3":
+        if self.config.kind != "eagle":
             output = self.norm(output, "norm")
         return self.tensors.get("lm_head.weight", self.lm_head) @ output
 
