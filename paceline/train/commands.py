@@ -40,6 +40,7 @@ TRAINING: Group = (
     Flag("max_steps", int | None, None, "Optimizer steps, instead of epochs."),
     Flag("minutes", float | None, None, "Time to train, instead of epochs."),
     Flag("step_decay", float, 0.8, "Weight of the loss of a token ahead, relative to the one before."),
+    Flag("loss", str, "kl", "kl, or lk, which weighs overlap too: for drafts at temperatures about 1."),
     Flag("draft_vocab_size", int, 8192, "Tokens that the head can guess: the most frequent ones."),
     Flag("batch_tokens", int, 8192, "Tokens of one step, padding included."),
     Flag("max_length", int, 1024, "Tokens of an example; the rest is cut off."),

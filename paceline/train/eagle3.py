@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from paceline.draft.heads.torch_head import Head
+from paceline.train.losses import Loss, cross_entropy
 from paceline.train.sequences import TargetStates, fused
 
 Scores = Callable[[torch.Tensor], torch.Tensor]  # [steps, rows, hidden] to [steps, rows, draft vocabulary]
@@ -47,7 +48,7 @@ class DraftIds:
 class StepLosses:
     """What a batch gave, step by step."""
 
-    losses: torch.Tensor  # [steps] mean cross entropy; carries the gradient
+    losses: torch.Tensor  # [steps] mean loss; carries the gradient
     matches: torch.Tensor  # [steps] share of guesses that were the target's best token
 
 
@@ -106,6 +107,7 @@ def step_losses(
     answers: torch.Tensor,
     lengths: torch.Tensor,
     steps: int,
+    loss: Loss = cross_entropy,
 ) -> StepLosses:
     """Losses of a batch of padded sequences [batch, tokens] of these lengths [batch].
 
@@ -113,7 +115,7 @@ def step_losses(
     token, and is taught about answered tokens only.
     """
     outputs = unroll(head, target.features, tokens, steps)
-    return taught_losses(outputs, head.logits, draft_ids, target.final, answers, lengths)
+    return taught_losses(outputs, head.logits, draft_ids, target.final, answers, lengths, loss)
 
 
 def taught_losses(
@@ -123,6 +125,7 @@ def taught_losses(
     final: torch.Tensor,
     answers: torch.Tensor,
     lengths: torch.Tensor,
+    loss: Loss = cross_entropy,
 ) -> StepLosses:
     """Losses of what each step of each slot gave, [batch, tokens, hidden], against the target's own scores.
 
@@ -151,7 +154,7 @@ def taught_losses(
         lesson = _lesson(draft_ids, final[part])
         # scores of all steps over the draft vocabulary would fill the memory: computed again going back
         sums = sums + checkpoint(
-            sum_up, scores, lesson, students[:, part], counts[:, part], use_reentrant=False
+            sum_up, scores, loss, lesson, students[:, part], counts[:, part], use_reentrant=False
         )
     number = counts.sum(1).clamp(min=1)
     return StepLosses(sums[0] / number, (sums[1] / number).detach())
@@ -175,13 +178,17 @@ def _lesson(draft_ids: DraftIds, final: torch.Tensor) -> Lesson:
 
 
 @cache
-def _chunk_sums_for(device_type: str) -> Callable[[Scores, Lesson, torch.Tensor, torch.Tensor], torch.Tensor]:
+def _chunk_sums_for(
+    device_type: str,
+) -> Callable[[Scores, Loss, Lesson, torch.Tensor, torch.Tensor], torch.Tensor]:
     return fused(_chunk_sums) if device_type == "cuda" else _chunk_sums
 
 
-def _chunk_sums(scores: Scores, lesson: Lesson, students: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Cross entropy and number of matches, summed over the counted teachers: [2, steps]."""
+def _chunk_sums(
+    scores: Scores, loss: Loss, lesson: Lesson, students: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """Loss and number of matches, summed over the counted teachers: [2, steps]."""
     guesses = scores(students).float()  # [steps, teachers, draft vocabulary]
-    entropy = guesses.logsumexp(-1) - (guesses * lesson.wanted).sum(-1)
+    losses = loss(guesses, lesson.wanted)
     matches = guesses.argmax(-1) == lesson.best
-    return torch.stack([(entropy * counts).sum(1), (matches & counts).sum(1)])
+    return torch.stack([(losses * counts).sum(1), (matches & counts).sum(1)])

@@ -13,6 +13,7 @@ from paceline.models.transformer import Transformer
 from paceline.train.batches import Batch
 from paceline.train.eagle3 import DraftIds, StepLosses, step_losses
 from paceline.train.examples import Examples
+from paceline.train.losses import LOSSES
 from paceline.train.new_head import choose_draft_ids, head_config, head_from, new_head
 from paceline.train.objective import WriteHead, float16_weights, precision_of
 from paceline.train.options import Eagle3Options
@@ -40,6 +41,7 @@ class Eagle3Objective:
             self.network = new_head(config, target, self.draft_ids, options.seed)
         else:
             self.network, self.draft_ids = head_from(init_from, target)
+        self._loss = LOSSES[options.loss]
         device = target.embedding.device
         if device.type == "cuda":
             self.network.compile_small_steps()
@@ -51,7 +53,14 @@ class Eagle3Objective:
         states = target_states(self.target, batch.tokens, self._layers)
         with precision_of(self.target):
             return step_losses(
-                self.network, self._ids, states, batch.tokens, batch.answers, batch.lengths, self.num_steps
+                self.network,
+                self._ids,
+                states,
+                batch.tokens,
+                batch.answers,
+                batch.lengths,
+                self.num_steps,
+                self._loss,
             )
 
     def snapshot(self) -> WriteHead:

@@ -22,6 +22,7 @@ from paceline.models.transformer import Transformer
 from paceline.train.batches import Batch
 from paceline.train.eagle3 import DraftIds, StepLosses, taught_losses
 from paceline.train.examples import Examples
+from paceline.train.losses import LOSSES
 from paceline.train.new_head import choose_draft_ids
 from paceline.train.objective import Int32Array, WriteHead, float16_weights, precision_of
 from paceline.train.options import MedusaOptions
@@ -53,6 +54,7 @@ class MedusaObjective:
             self.network = TorchMedusa.load(init_from, target.embedding.device, torch.float32)
             self.network.requires_grad_(True)
         self.num_steps = self.config.num_heads
+        self._loss = LOSSES[options.loss]
         self._ids = DraftIds(torch.from_numpy(self.draft_ids).long().to(target.embedding.device), target.head)
 
     def losses(self, batch: Batch) -> StepLosses:
@@ -61,7 +63,7 @@ class MedusaObjective:
         inputs = [states.final] * self.num_steps
         with precision_of(self.target):
             return taught_losses(
-                inputs, self.network.scores, self._ids, states.final, batch.answers, batch.lengths
+                inputs, self.network.scores, self._ids, states.final, batch.answers, batch.lengths, self._loss
             )
 
     def snapshot(self) -> WriteHead:

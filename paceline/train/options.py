@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number, refuse_unknown
+from paceline.train.losses import LOSSES
 
 
 @refuse_unknown(ConfigError)
@@ -17,6 +18,7 @@ class TrainOptions:
     max_steps: int | None = None  # at most so many optimizer steps, instead of epochs
     minutes: float | None = None  # as many steps as fit into this time, instead of epochs
     step_decay: float = 0.8  # weight of the loss of each token ahead, relative to the one before
+    loss: str = "kl"  # or lk, for temperatures about 1: see losses.py
     draft_vocab_size: int = 8192  # the most frequent answered tokens
     batch_tokens: int = 8192  # of one step, padding included
     max_length: int = 1024  # tokens of an example; the rest is cut off
@@ -40,6 +42,8 @@ class TrainOptions:
             check_integer(ConfigError, name, getattr(self, name), low, None)
         if self.max_steps is not None:
             check_integer(ConfigError, "max_steps", self.max_steps, 1, None)
+        if self.loss not in LOSSES:
+            raise ConfigError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}.")
         for name, high in (("step_decay", 1.0), ("learning_rate", 1.0), ("clip", 1e9)):
             check_number(ConfigError, name, getattr(self, name), 0.0, high, low_open=True)
         check_number(ConfigError, "held_out", self.held_out, 0.0, 0.5)
