@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from paceline.compiling import compiled
 from paceline.kv.cache import KVCache, PoolOwner
-from paceline.kv.pages import pages_for
 
 if TYPE_CHECKING:
     from paceline.backends.base import Backend, KVPool
     from paceline.engine.request import Request
 
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,13 +97,8 @@ class SharedPages:
         return contexts
 
     def computed(self, context: Context) -> int:
-        page_size = self._kv.page_size
-        pages = context.pages[: pages_for(len(context.tokens), page_size)]
-        valid = self._generations[pages] == self._kv.pages.generations[pages]
-        counts = np.where(valid, self._counts[pages], 0)
-        full = int((counts < page_size).argmax()) if counts.min() < page_size else len(pages)
-        partly = int(counts[full]) if full < len(pages) else 0
-        return min(full * page_size + partly, len(context.tokens))
+        counts = self._counts, self._generations, self._kv.pages.generations
+        return _count_leading(context.pages, len(context.tokens), self._kv.page_size, *counts)
 
     def keep(self, context: Context, start: int, end: int) -> None:
         self._mark(context.pages, start, end)
@@ -122,15 +118,47 @@ class SharedPages:
 
     def _mark(self, line: Int32Array, start: int, end: int) -> None:
         """Count tokens start to end - 1 of a line of pages, given that all before them count already."""
-        if end <= start:
-            return
-        page_size = self._kv.page_size
-        numbers = np.arange(start // page_size, pages_for(end, page_size))
-        pages = line[numbers]
-        current = self._kv.pages.generations[pages]
-        known = np.where(self._generations[pages] == current, self._counts[pages], 0)
-        self._counts[pages] = np.maximum(known, np.minimum(end - numbers * page_size, page_size))
-        self._generations[pages] = current
+        counts = self._counts, self._generations, self._kv.pages.generations
+        _count_in(line, start, end, self._kv.page_size, *counts)
+
+
+@compiled
+def _count_leading(
+    line: Int32Array,
+    length: int,
+    page_size: int,
+    counts: Int64Array,
+    generations: Int64Array,
+    current: Int64Array,
+) -> int:
+    """How many of the first `length` tokens of a line of pages count, up to the first that does not."""
+    known = 0
+    while known < length:
+        page = line[known // page_size]
+        count = counts[page] if generations[page] == current[page] else 0
+        known += count
+        if count < page_size:
+            break
+    return min(known, length)
+
+
+@compiled
+def _count_in(
+    line: Int32Array,
+    start: int,
+    end: int,
+    page_size: int,
+    counts: Int64Array,
+    generations: Int64Array,
+    current: Int64Array,
+) -> None:
+    """Count tokens start to end - 1 of a line of pages."""
+    while start < end:
+        page, stop = line[start // page_size], (start // page_size + 1) * page_size
+        known = counts[page] if generations[page] == current[page] else 0
+        counts[page] = max(known, page_size - max(stop - end, 0))
+        generations[page] = current[page]
+        start = stop
 
 
 class TargetPages:

@@ -130,6 +130,8 @@ class Passes(ABC, Generic[Output]):
         """The lines of the parts, as far as they are used: int32 [parts, pages]."""
         ends = (part.start + len(part.tokens) + room for part in parts)
         width = pages_for(max(ends), self._page_size)
+        if len(parts) == 1:
+            return parts[0].context.pages[None, :width]
         return np.stack([part.context.pages[:width] for part in parts])
 
 

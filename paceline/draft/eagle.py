@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 Float32Array = npt.NDArray[np.float32]
 
-FLUSH_TOKENS = 32  # of a request that wait for their slots: so many are computed even if nothing is drafted
+FLUSH_TOKENS = 16  # of a request that wait for their slots: so many are computed even if nothing is drafted
 
 
 @dataclass(frozen=True)
@@ -181,16 +181,22 @@ class HeadDrafter(Drafter):
             values = features.committed(index, request, verdict, self.needs.feature_layers)
             line = self._kv.page_tables[request.slot]
             self._pages.put(line, int(features.context_lengths[index]), values)
-        self._flush(requests)
+        self._flush(requests, features)
 
-    def _flush(self, requests: Sequence[Request]) -> None:
-        """Compute the slots of requests for which many features wait, so that few do."""
+    def _flush(self, requests: Sequence[Request], features: Features) -> None:
+        """Compute the slots of requests for which many features wait, so that few do.
+
+        It is looked at every so many tokens of a request only.
+        """
         contexts = []
-        for request in requests:
-            context = Context(request, request.token_ids, self._kv.page_tables[request.slot], room=0)
+        for request, before in zip(requests, features.context_lengths.tolist(), strict=True):
+            if request.num_computed // FLUSH_TOKENS == before // FLUSH_TOKENS:
+                continue
             known = min(request.num_computed, self._shape.longest)
+            line = self._kv.page_tables[request.slot]
+            context = Context(request, request.token_ids[:known], line, room=0)
             if known - self._pages.computed(context) >= FLUSH_TOKENS:
-                contexts.append(replace(context, tokens=request.token_ids[:known]))
+                contexts.append(context)
         self._passes.compute(contexts)
 
 

@@ -109,11 +109,18 @@ class DraftTrees:
     @staticmethod
     def from_lists(trees: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DraftTrees:
         """The trees given as one (tokens, parents) pair per request. All nodes were chosen."""
-        offsets = np.zeros(len(trees) + 1, dtype=np.int32)
-        np.cumsum([len(tokens) for tokens, _ in trees], out=offsets[1:])
-        tokens = np.array([token for tree_tokens, _ in trees for token in tree_tokens], dtype=np.int32)
-        parents = np.array([parent for _, tree_parents in trees for parent in tree_parents], dtype=np.int32)
-        return DraftTrees(tokens, parents, offsets)
+        tokens: list[int] = []
+        parents: list[int] = []
+        offsets = [0]
+        for tree_tokens, tree_parents in trees:
+            tokens += tree_tokens
+            parents += tree_parents
+            offsets.append(len(tokens))
+        return DraftTrees(
+            np.array(tokens, dtype=np.int32),
+            np.array(parents, dtype=np.int32),
+            np.array(offsets, dtype=np.int32),
+        )
 
     @staticmethod
     def chains(chains: Sequence[Sequence[int]]) -> DraftTrees:

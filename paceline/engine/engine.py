@@ -311,22 +311,16 @@ class Engine:
         """The facts of a step whose phases ended at `times`."""
         known = sum(part.num_tokens for part in parts)
         drafts = self._count_drafts(parts, trees, verdicts, deltas, times)
-        return replace(
-            self.state(),
-            requests=len(parts),
-            rows=batch.num_rows,
-            prefill_tokens=known - sum(part.num_tokens == 1 for part in parts),
-            new_tokens=sum(len(delta.token_ids) for delta in deltas),
-            drafted=batch.num_rows - known,
-            accepted=sum(draft.accepted for draft in drafts),
-            drafts=tuple(drafts),
-            plan_time=times[1] - times[0],
-            draft_time=times[2] - times[1],
-            build_time=times[3] - times[2],
-            forward_time=times[4] - times[3],
-            verify_time=times[5] - times[4],
-            commit_time=times[6] - times[5],
-        )
+        stats = self.state()
+        stats.requests, stats.rows = len(parts), batch.num_rows
+        stats.prefill_tokens = known - sum([part.num_tokens == 1 for part in parts])
+        stats.new_tokens = sum([len(delta.token_ids) for delta in deltas])
+        stats.drafted, stats.drafts = batch.num_rows - known, tuple(drafts)
+        stats.accepted = sum([draft.accepted for draft in drafts])
+        stats.plan_time, stats.draft_time = times[1] - times[0], times[2] - times[1]
+        stats.build_time, stats.forward_time = times[3] - times[2], times[4] - times[3]
+        stats.verify_time, stats.commit_time = times[5] - times[4], times[6] - times[5]
+        return stats
 
     def _count_drafts(
         self,

@@ -30,6 +30,8 @@ class CpuBackend(CompiledModel):
     def __init__(self, workspace: Workspace, quantization: str, beside: CpuBackend | None = None) -> None:
         super().__init__(workspace, beside)
         self.quantization = quantization
+        self._feature_layers: tuple[int, ...] = ()  # of the last pass
+        self._features = np.empty((0, 0), dtype=np.float32)
 
     @classmethod
     def load(
@@ -78,14 +80,17 @@ class CpuBackend(CompiledModel):
         return ForwardOutput(self._run(batch), features)
 
     def _prepare_features(self, batch: ForwardBatch) -> Float32Array | None:
-        slots = self.workspace.feature_slots
-        slots.fill(-1)
-        if not batch.feature_layers:
+        """Room for the wanted features of all rows, told to the job; the same room in every pass."""
+        slots, layers, job = self.workspace.feature_slots, batch.feature_layers, self._job
+        if layers != self._feature_layers:
+            slots.fill(-1)
+            slots[list(layers)] = np.arange(len(layers))
+            self._feature_layers = layers
+        if not layers:
             return None
-        slots[list(batch.feature_layers)] = np.arange(len(batch.feature_layers))
-        features = np.empty(
-            (batch.num_rows, self.config.hidden_size * len(batch.feature_layers)), dtype=np.float32
-        )
-        self._job[fields.FEATURES_AT] = address_of(features)
-        self._job[fields.FEATURES_STRIDE] = features.strides[0]
-        return features
+        width = self.config.hidden_size * len(layers)
+        if self._features.shape[1] != width or len(self._features) < batch.num_rows:
+            self._features = np.empty((batch.num_rows, width), dtype=np.float32)
+            job[fields.FEATURES_AT] = address_of(self._features)
+            job[fields.FEATURES_STRIDE] = self._features.strides[0]
+        return self._features[: batch.num_rows]

@@ -26,6 +26,7 @@ class CpuPool:
     num_pages: int
     bytes_per_page: int
     data: npt.NDArray[np.uint8]  # [layers, pages, KV heads, bytes of a block]
+    address: int  # of the data
 
 
 class CompiledModel:
@@ -52,7 +53,8 @@ class CompiledModel:
         """Storage for `num_pages` pages of keys and values."""
         shape = (self.config.num_layers, num_pages, self.config.num_kv_heads, self.workspace.block_bytes)
         try:
-            return CpuPool(num_pages, self.bytes_per_page(), np.zeros(shape, dtype=np.uint8))
+            data = np.zeros(shape, dtype=np.uint8)
+            return CpuPool(num_pages, self.bytes_per_page(), data, address_of(data))
         except MemoryError as error:
             gigabytes = num_pages * self.bytes_per_page() / 1e9
             raise BackendError(
@@ -85,7 +87,7 @@ class CompiledModel:
         )
         held = [np.ascontiguousarray(array, dtype=np.int32) for array in given]  # until the pass is over
         _describe(job, *held, self.workspace.row_requests, self.workspace.chains)
-        job[fields.KV_AT], job[fields.NUM_PAGES] = address_of(batch.pool.data), batch.pool.num_pages
+        job[fields.KV_AT], job[fields.NUM_PAGES] = batch.pool.address, batch.pool.num_pages
         self.workspace.counters.fill(0)
         run_passes(self._team.control, 0, self.threads, self._job_at)
         return self._logits[:outputs, : self.config.vocab_size]
@@ -97,7 +99,7 @@ class CompiledModel:
         spare = np.empty((len(source), block), dtype=np.uint8)
         places = source.astype(np.int64), destination.astype(np.int64)
         shape = layers, pages, heads, block, self.config.head_dim, int(self.workspace.half_kv)
-        _move(address_of(pool.data), address_of(spare), *places, *shape)
+        _move(pool.address, address_of(spare), *places, *shape)
 
     def close(self) -> None:
         """End the worker threads, also for backends that share them."""

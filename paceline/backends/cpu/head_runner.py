@@ -42,6 +42,7 @@ class CpuHeadRunner(CompiledModel):
         features = (max_rows, head.config.num_features, workspace.feature_padded)
         self._features = np.zeros(features, dtype=np.float32)
         self._fed_back = np.zeros((max_rows, 1, workspace.hidden), dtype=np.float32)
+        self._features_at, self._fed_back_at = address_of(self._features), address_of(self._fed_back)
         self._states = np.empty((max_rows, workspace.hidden), dtype=np.float32)  # given back, by output
         self._job[fields.STATES_AT] = address_of(self._states)
         self._prepare_guesses(head)
@@ -59,16 +60,25 @@ class CpuHeadRunner(CompiledModel):
         """The likeliest guesses behind each request, all passes in one compiled call: see guesses.py."""
         rows, job = batch.rows, self._job
         count, longest = rows.num_requests, max(most)
-        tokens, chances = np.empty((count, longest), np.int32), np.empty((count, longest), np.float32)
-        wanted, lengths = np.array(most, np.int32), np.zeros(count, np.int32)
+        if count * longest > len(self._guesses):
+            self._make_room(count * longest)
         # the first guess lies behind the rows of the pass
-        self._next_rows[NEXT_CONTEXTS, :count] = rows.context_lengths + np.diff(rows.row_offsets)
+        self._next_rows[NEXT_CONTEXTS, :count] = rows.context_lengths + rows.row_offsets[1:]
+        self._next_rows[NEXT_CONTEXTS, :count] -= rows.row_offsets[:-1]
+        self._wanted[:count] = most
+        self._lengths[:count] = 0
         self._least_chance[0] = least_chance
         job[fields.GUESSING], job[fields.MOST_GUESSES] = 1, longest
-        job[fields.GUESSES_AT], job[fields.CHANCES_AT] = address_of(tokens), address_of(chances)
-        job[fields.GUESSES_WANTED_AT], job[fields.NUM_GUESSES_AT] = address_of(wanted), address_of(lengths)
         self._run_head(batch)
-        return HeadChains(tokens, chances, lengths)
+        shape, used = (count, longest), count * longest
+        guesses, chances = self._guesses[:used].reshape(shape), self._chances[:used].reshape(shape)
+        return HeadChains(guesses, chances, self._lengths[:count])
+
+    def _make_room(self, guesses: int) -> None:
+        """Let there be room for so many guesses of all requests together."""
+        self._guesses, self._chances = np.empty(guesses, np.int32), np.empty(guesses, np.float32)
+        self._job[fields.GUESSES_AT] = address_of(self._guesses)
+        self._job[fields.CHANCES_AT] = address_of(self._chances)
 
     def _run_head(self, batch: HeadBatch) -> Float32Array:
         """Run a pass over given states: the logits of the wanted rows, valid until the next one."""
@@ -76,13 +86,15 @@ class CpuHeadRunner(CompiledModel):
         inputs = self._features if batch.from_target else self._fed_back
         apart = batch.states.reshape(rows, inputs.shape[1], -1)
         inputs[:rows, :, : apart.shape[2]] = apart
-        self._job[fields.INPUTS_AT], self._job[fields.FROM_TARGET] = address_of(inputs), batch.from_target
+        self._job[fields.INPUTS_AT] = self._features_at if batch.from_target else self._fed_back_at
+        self._job[fields.FROM_TARGET] = batch.from_target
         return self._run(batch.rows)
 
     def _prepare_guesses(self, head: HeadCheckpoint) -> None:
         """Tell the job what chains of guesses need, and what stays the same."""
         job, rows = self._job, self.max_rows
         self._least_chance = np.zeros(1, dtype=np.float32)
+        self._wanted, self._lengths = np.zeros(rows, dtype=np.int32), np.zeros(rows, dtype=np.int32)
         self._chosen, self._chosen_chances = np.empty(rows, dtype=np.int32), np.empty(rows, dtype=np.float32)
         self._next_rows = np.empty((NEXT_ARRAYS, rows), dtype=np.int32)  # one row a request in every pass
         self._next_rows[NEXT_PARENTS] = -1
@@ -92,7 +104,10 @@ class CpuHeadRunner(CompiledModel):
         if head.draft_ids is not None:
             self._target_ids = np.ascontiguousarray(head.draft_ids, dtype=np.int32)
             job[fields.TARGET_IDS_AT] = address_of(self._target_ids)
+        self._make_room(rows)
         job[fields.LEAST_CHANCE_AT] = address_of(self._least_chance)
+        job[fields.GUESSES_WANTED_AT] = address_of(self._wanted)
+        job[fields.NUM_GUESSES_AT] = address_of(self._lengths)
         job[fields.CHOSEN_AT] = address_of(self._chosen)
         job[fields.CHOSEN_CHANCES_AT] = address_of(self._chosen_chances)
         job[fields.NEXT_ROWS_AT] = address_of(self._next_rows)
