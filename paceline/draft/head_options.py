@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from paceline.draft.base import Target
 from paceline.draft.heads.shipped import shipped_head
 from paceline.errors import ConfigError
 from paceline.options import check_bool, check_number, refuse_unknown
+
+logger = logging.getLogger(__name__)
 
 QUANTIZATIONS = ("int8", "int4")  # of a head on the cpu backend
 
@@ -71,6 +74,7 @@ def find_head(options: HeadOptions, method: str, target: Target) -> Path:
     if shipped is None:
         raise ConfigError(
             f"no {method} head is shipped for this target. Name one, as in {{'method': '{method}', "
-            "'model': 'PATH'}, or train one with `paceline train`."
+            "'model': 'PATH'}, or train one: see `paceline train --help`."
         )
+    logger.info("drafting with the %s head that is shipped for %s", method, shipped.name)
     return shipped

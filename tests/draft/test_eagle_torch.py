@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -222,7 +223,8 @@ def test_a_head_that_cannot_be_used_is_refused_with_the_reason(model, tmp_path):
     assert used.metrics.speculative.num_draft_tokens > 50
 
 
-def test_the_head_that_is_shipped_for_a_target_is_found_without_a_name(model, tmp_path, monkeypatch):
+def test_the_head_that_is_shipped_for_a_target_is_found_without_a_name(model, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(shipped, "SHIPPED", tmp_path)
     mine = TargetName(target_fingerprint(load_checkpoint(Path(model))), "me")
     saved_head(random_checkpoint(replace(EAGLE3, target=TargetName("0" * 16))), tmp_path / "eagle3" / "a")
@@ -231,6 +233,7 @@ def test_the_head_that_is_shipped_for_a_target_is_found_without_a_name(model, tm
     assert generate(model, None).metrics.speculative.num_draft_tokens == 0
     saved_head(random_checkpoint(replace(EAGLE3, target=mine)), tmp_path / "eagle3" / "b")
     assert generate(model, "eagle3").metrics.speculative.num_draft_tokens > 50
+    assert "drafting with the eagle3 head that is shipped for b" in caplog.text
     # and it drafts by default, unless told otherwise
     assert generate(model, None).metrics.speculative.num_draft_tokens > 50
     for other in ("off", "grammar"):
