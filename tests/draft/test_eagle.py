@@ -91,12 +91,12 @@ def test_only_tokens_of_the_trimmed_vocabulary_are_guessed(alone):
 def test_one_pass_over_new_tokens_then_one_row_a_level():
     drafter = toy_eagle()
     engine = eagle_engine(drafter, chain(4))
-    (request,) = engine.add_request(prompt(1, 30), LONG)
+    (request,) = engine.add_request(prompt(1, 12), LONG)
     drain(engine, drafter)
     drafted, accepted = counts([request])
     assert accepted == drafted > 40
-    # the 30 slots of the prompt and its first output; then what was accepted and the bonus token
-    assert drafter._runner.passes[:8] == [(30, True), *[(1, False)] * 3, (5, True), *[(1, False)] * 3]
+    # the 12 slots of the prompt and its first output; then what was accepted and the bonus token
+    assert drafter._runner.passes[:8] == [(12, True), *[(1, False)] * 3, (5, True), *[(1, False)] * 3]
 
 
 def test_a_prompt_of_one_token_is_drafted_for_from_its_first_output_on():
@@ -117,7 +117,7 @@ def test_slots_are_computed_while_nothing_is_drafted_so_that_few_features_wait()
     while min(child.num_output for child in children) < 50:
         engine.step()
         waiting = sum(len(page.values) for page in drafter._pages._waiting.values())
-        assert waiting <= 4 * (32 + 2 * engine.kv.page_size)
+        assert waiting <= 4 * (32 + engine.kv.page_size)
     assert {from_target for _, from_target in drafter._runner.passes} == {True}
     plans.plans = (chain(3),)
     drain(engine, drafter)
