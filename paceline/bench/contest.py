@@ -14,11 +14,13 @@ from paceline.bench.speculation_rows import Row, rows
 from paceline.bench.timing import OnTurn
 from paceline.bench.workloads import Prompt, Workload
 from paceline.config import DEFAULT_MODEL
+from paceline.draft.methods import parse_speculative_config
 from paceline.engine.build import LoadedModel, build_engine, load_model
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.models.registry import resolve
 from paceline.verify.params import SamplingParams
+from paceline.verify.rules import RULES
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,14 @@ class Contest:
     rows: list[Row] = field(default_factory=list)
     peer_rows: list[PeerRow] = field(default_factory=list)
     peer_errors: dict[str, str] = field(default_factory=dict)  # why a peer has no rows, with the remedy
+    inexact: frozenset[str] = (
+        frozenset()
+    )  # methods that keep the distribution of plain decoding, not its tokens
 
     @property
     def identical(self) -> bool:
-        """Whether no method changed a token of any answer."""
-        return all(row.identical for row in self.rows)
+        """Whether no method changed a token of any answer, of those that promise not to."""
+        return all(row.identical for row in self.rows if row.method not in self.inexact)
 
     @property
     def valid(self) -> bool:
@@ -96,7 +101,7 @@ def run_contest(options: SpeculationOptions, on_turn: OnTurn = lambda _: None) -
     }
     model = load_model(next(iter(configs.values())))
     chosen = settings(model.backend)
-    contest = Contest(options, chosen.threads, chosen.quantization)
+    contest = Contest(options, chosen.threads, chosen.quantization, inexact=_inexact(options))
 
     def make(label: str) -> Engine:
         return build_engine(configs[label], model).engine
@@ -119,6 +124,14 @@ def run_contest(options: SpeculationOptions, on_turn: OnTurn = lambda _: None) -
         if error is not None:
             contest.peer_errors[peer.name] = error
     return contest
+
+
+def _inexact(options: SpeculationOptions) -> frozenset[str]:
+    """The methods whose rule of verification promises, at this temperature, equality in distribution only."""
+    rules = {label: parse_speculative_config(config).rule for label, config in options.methods.items()}
+    return frozenset(
+        label for label, rule in rules.items() if options.temperature > 0 and not RULES[rule].same_bytes
+    )
 
 
 def _tasks(workload: Workload, model: LoadedModel, options: SpeculationOptions) -> list[Task]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 
 from paceline.bench.speculation import OFF, Answer, Runs, Turn
 
@@ -36,6 +36,7 @@ class Row:
     mean_acceptance_length: float  # tokens of a drafted step, the bonus token included
     tokens_per_pass: float  # after the first pass, drafted or not
     draft_acceptance_rate: float
+    acceptance_per_position: list[float]  # [d] share of drafted steps that accepted at least d + 1 tokens
     draft_tokens_per_step: float  # of drafted steps
     drafted_share: float  # of passes after the first
     draft_us_per_pass: float  # proposing only; `paceline bench drafting` times observing too
@@ -121,6 +122,7 @@ def _row(
         mean_acceptance_length=1 + _ratio(counts.accepted, counts.steps),
         tokens_per_pass=_ratio(counts.later_gains, counts.later_passes),
         draft_acceptance_rate=_ratio(counts.accepted, counts.drafted),
+        acceptance_per_position=[_ratio(count, counts.steps) for count in counts.accepted_per_position],
         draft_tokens_per_step=_ratio(counts.drafted, counts.steps),
         drafted_share=_ratio(counts.steps, counts.later_passes),
         draft_us_per_pass=1e6 * _ratio(counts.draft_time, counts.later_passes),
@@ -143,6 +145,8 @@ class _Counts:
         self.steps = sum(answer.speculative.num_spec_steps for answer in answers)
         self.drafted = sum(answer.speculative.num_draft_tokens for answer in answers)
         self.accepted = sum(answer.speculative.num_accepted_draft_tokens for answer in answers)
+        each = [answer.speculative.accepted_per_position for answer in answers]
+        self.accepted_per_position = [sum(counts) for counts in zip_longest(*each, fillvalue=0)]
         self.draft_time = sum(answer.speculative.draft_time for answer in answers)
         self.later_gains = sum(sum(answer.gains[1:]) for answer in answers)
         self.later_passes = sum(len(answer.gains) - 1 for answer in answers)

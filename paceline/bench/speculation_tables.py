@@ -11,10 +11,12 @@ from paceline.bench.peers import LOOKUP_TOKENS, PeerRow
 from paceline.bench.speculation import OFF, WARM
 from paceline.bench.speculation_rows import Row
 
+MOST_POSITIONS = 8  # that are shown; the JSON has all
+
 
 def show_contest(contest: Contest) -> tuple[list[Table], list[str]]:
     """The tables of our methods and of peers, and what is to be said about them."""
-    tables = [_speed_table(contest), _draft_table(contest)]
+    tables = [_speed_table(contest), _draft_table(contest), _position_table(contest)]
     if contest.peer_rows:
         tables.append(_peer_table(contest.peer_rows, contest.options.rounds))
     return tables, _notes(contest)
@@ -28,6 +30,7 @@ def _speed_table(contest: Contest) -> Table:
     for row in contest.rows:
         differing = len(row.differing_prompts)
         same = f"{row.output_tokens:,}" if row.method == OFF else "same"
+        other = f"{differing} other" if row.method in contest.inexact else f"{differing} DIFFER"
         _add(
             table,
             row,
@@ -35,7 +38,7 @@ def _speed_table(contest: Contest) -> Table:
             f"{row.decode_speedup_vs_off:.2f} ({row.median_decode_speedup_vs_off:.2f})",
             f"{row.tokens_per_second:,.0f}",
             f"{row.speedup_vs_off:.2f} ({row.median_speedup_vs_off:.2f})",
-            f"{differing} DIFFER" if differing else same,
+            other if differing else same,
         )
     return table
 
@@ -52,6 +55,18 @@ def _draft_table(contest: Contest) -> Table:
         )
         shown = ("",) * len(drafts) if row.method == OFF else drafts
         _add(table, row, f"{row.tokens_per_pass:.2f}", *shown, f"{row.ttft_ms:,.0f}")
+    return table
+
+
+def _position_table(contest: Contest) -> Table:
+    most = max((len(row.acceptance_per_position) for row in contest.rows), default=0)
+    shown = min(most, MOST_POSITIONS)
+    table = _table(
+        "Drafted passes that accepted so many tokens or more, %", [str(n + 1) for n in range(shown)]
+    )
+    for row in contest.rows:
+        shares = row.acceptance_per_position[:shown]
+        _add(table, row, *(f"{100 * share:.0f}" for share in shares))
     return table
 
 
@@ -104,6 +119,11 @@ def _notes(contest: Contest) -> list[str]:
         "cold: drafters begin each pass over a workload empty; what they learn in it are their own "
         "answers to its earlier prompts.",
     ]
+    if contest.inexact:
+        notes.append(
+            f"{', '.join(sorted(contest.inexact))}: the rule of verification keeps the distribution of plain "
+            "decoding, not its tokens; that is no bug."
+        )
     if any(row.cache == WARM for row in contest.rows):
         notes.append("warm: the same prompts a second time; a drafter with a memory has seen the answers.")
     notes += [
@@ -113,7 +133,7 @@ def _notes(contest: Contest) -> list[str]:
         "drafted in such a pass; us: microseconds of drafting, per pass.",
     ]
     for row in contest.rows:
-        if row.differing_prompts:
+        if row.differing_prompts and row.method not in contest.inexact:
             notes.append(
                 f"{row.workload}, {row.method}: other tokens than plain decoding for "
                 f"{', '.join(row.differing_prompts[:5])}. This is a bug, please report it."

@@ -123,6 +123,7 @@ def made_up_runs(lookup_tokens: Sequence[int] = (1, 2, 3, 4, 5)) -> Runs:
         [turn(one, 1.5, 3.0, (1, 1, 1)), turn(two, 1.0, 9.0, (1,) * 5)],
     ]
     counts = {"num_spec_steps": 2, "num_draft_tokens": 5, "num_accepted_draft_tokens": 3, "draft_time": 1e-5}
+    counts |= {"acceptance_histogram": [0, 1, 1], "drafts_per_position": [2, 2, 1]}
     lookup = [
         [turn(one, 1.0, 2.0, (1, 1, 1)), turn(two, 1.0, 2.0, (1, 2, 2), **counts)],
         [turn(one, 1.0, 1.5, (1, 1, 1)), turn(lookup_tokens, 1.0, 4.0, (1, 2, 2), **counts)],
@@ -144,6 +145,7 @@ def test_times_are_sums_of_each_prompts_best_and_ratios_are_of_sums() -> None:
     assert lookup.ttft_ms == 1e3
     assert lookup.mean_acceptance_length == 1 + 3 / 2
     assert lookup.draft_acceptance_rate == 3 / 5
+    assert lookup.acceptance_per_position == [1.0, 0.5, 0.0]
     assert lookup.draft_tokens_per_step == 5 / 2
     assert lookup.tokens_per_pass == (2 + 4) / (2 + 2)
     assert lookup.drafted_share == 2 / 4
@@ -158,6 +160,16 @@ def test_a_token_that_differs_in_any_round_is_told_and_fails() -> None:
     assert not contest.identical
     _, notes = show_contest(contest)
     assert any("other tokens than plain decoding for task 1" in note for note in notes)
+
+
+def test_a_rule_that_keeps_only_the_distribution_may_give_other_tokens() -> None:
+    found = rows("toy", made_up_runs(lookup_tokens=(1, 2, 9, 4, 5)))
+    options = SpeculationOptions((), {OFF: None, "lookup": "x"})
+    contest = Contest(options, 2, "native", found, inexact=frozenset({"lookup"}))
+    assert contest.identical
+    _, notes = show_contest(contest)
+    assert any("lookup: the rule of verification keeps the distribution" in note for note in notes)
+    assert not any("other tokens" in note for note in notes)
 
 
 def test_answers_that_do_not_fit_their_schema_are_told_and_fail() -> None:
