@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,17 +13,17 @@ COLUMNS = 64  # of the cache that are looked at together
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(
-    query_at: Any,
-    keys_at: Any,
-    values_at: Any,
-    first_at: Any,
-    output_at: Any,
-    stop: Any,
-    window: Any,
-    row_stride: Any,
-    head_stride: Any,
-    scale: Any,
+def _kernel(  # type: ignore[no-untyped-def]
+    query_at,
+    keys_at,
+    values_at,
+    first_at,
+    output_at,
+    stop,
+    window,
+    row_stride,
+    head_stride,
+    scale,
     heads: tl.constexpr,
     group: tl.constexpr,  # query heads that share a key head
     lanes: tl.constexpr,  # group, rounded up to what a product takes
