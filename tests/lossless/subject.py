@@ -52,6 +52,7 @@ PLANS: dict[str, Any] = {
     },
     "hybrid": "hybrid",
     "hybrid tree": {"method": "hybrid", "num_speculative_tokens": 12, "branching": 3},
+    "layerskip tree": {"method": "layerskip", "num_speculative_tokens": 6, "branching": 3, "depth": 2},
     "off": "off",
 }
 
@@ -64,6 +65,7 @@ def drafters(draft_model: str | None) -> dict[str, dict[str, Any]]:
         "ngram": {"method": "ngram"},
         "suffix": {"method": "suffix"},
         "hybrid": {"method": "hybrid", "fallback": fallback, "combine": "tree"},
+        "layerskip": {"method": "layerskip", "exit_layer": 20},  # so many that some guesses are right
     }
     return configs if draft_model is None else {**configs, "draft_model": draft}
 

@@ -148,7 +148,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=8, help="prompts of each file")
     parser.add_argument("--max-tokens", type=int, default=48, help="of each answer, at most")
     parser.add_argument("--samplings", type=int, default=1, help="for each prompt and method")
-    parser.add_argument("--methods", default="ngram,suffix,hybrid,draft_model", help="with commas between")
+    parser.add_argument(
+        "--methods", default="ngram,suffix,hybrid,draft_model,layerskip", help="with commas between"
+    )
     parser.add_argument("--draft-model", help="of draft_model and hybrid; without it there is no draft_model")
     parser.add_argument("--threads", type=int, help="one for each core if not given")
     options = parser.parse_args(arguments)

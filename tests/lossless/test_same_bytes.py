@@ -28,8 +28,9 @@ def engine(model: LoadedModel) -> Iterator[Engine]:
     made.close()
 
 
-def turned(plans: list[Any], by: int) -> list[Any]:
-    return plans[by:] + plans[:by]
+def turned(by: int, cases: list[Case]) -> list[Any]:
+    """A plan for each case, beginning with the by-th."""
+    return list(islice(cycle(PLANS.values()), by, by + len(cases)))
 
 
 def assert_something_happened(outcomes: list[Outcome]) -> None:
@@ -53,20 +54,20 @@ def test_each_method_alone(model: LoadedModel, truth: Truth, cases: list[Case], 
 def test_a_batch_of_eight_with_a_method_each(
     engine: Engine, truth: Truth, cases: list[Case], turn: int
 ) -> None:
-    plans = turned(list(PLANS.values()), turn)
+    plans = turned(turn, cases)
     outcomes = run(engine, cases, plans)
     assert truth.differences(cases, outcomes) == []
     assert_something_happened(outcomes)
 
 
 def test_requests_that_join_while_others_run(engine: Engine, truth: Truth, cases: list[Case]) -> None:
-    outcomes = run(engine, cases, turned(list(PLANS.values()), 1), steps_between=2)
+    outcomes = run(engine, cases, turned(1, cases), steps_between=2)
     assert truth.differences(cases, outcomes) == []
     assert_something_happened(outcomes)
 
 
 def test_prompts_found_in_the_prefix_cache(engine: Engine, truth: Truth, cases: list[Case]) -> None:
-    plans = turned(list(PLANS.values()), 2)
+    plans = turned(2, cases)
     again = [run(engine, cases, plans) for _ in range(2)][1]
     assert truth.differences(cases, again) == []
     # log-probabilities of a prompt need all of it computed
@@ -76,7 +77,7 @@ def test_prompts_found_in_the_prefix_cache(engine: Engine, truth: Truth, cases: 
 
 def test_prompts_computed_in_small_chunks(model: LoadedModel, truth: Truth, cases: list[Case]) -> None:
     small = make_engine(MODEL, model, drafters(MODEL).values(), max_num_batched_tokens=28, max_num_seqs=8)
-    outcomes = run(small, cases, turned(list(PLANS.values()), 4))
+    outcomes = run(small, cases, turned(4, cases))
     assert truth.differences(cases, outcomes) == []
     assert_something_happened(outcomes)
 
