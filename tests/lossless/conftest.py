@@ -9,7 +9,15 @@ import pytest
 from paceline.config import EngineConfig
 from paceline.engine.build import LoadedModel, load_model
 from tests.lossless.prompts import PROMPTS
-from tests.lossless.subject import SAMPLINGS, Case, Truth, make_engine
+from tests.lossless.subject import (
+    SAMPLINGS,
+    Case,
+    Configs,
+    Truth,
+    drafters,
+    make_engine,
+    write_untrained_medusa,
+)
 
 MODEL = "smollm2-135m"
 TOKENS = 36
@@ -18,6 +26,13 @@ TOKENS = 36
 @pytest.fixture(scope="package")
 def model() -> LoadedModel:
     return load_model(EngineConfig.from_options(model=MODEL))
+
+
+@pytest.fixture(scope="package")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> Configs:
+    folder = tmp_path_factory.mktemp("medusa")
+    write_untrained_medusa(MODEL, folder)
+    return drafters(MODEL, str(folder))
 
 
 @pytest.fixture(scope="package")

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from paceline.config import EngineConfig
+from paceline.draft.heads.medusa import MedusaCheckpoint, MedusaConfig, write_medusa
 from paceline.engine.build import LoadedModel, build_engine
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
+from paceline.models.registry import load_checkpoint, resolve
+from paceline.models.safetensors_writer import encode
 from paceline.verify.params import SamplingParams
 
 # every option of sampling is somewhere; ids of the bias are frequent tokens of any byte-level vocabulary
@@ -38,6 +44,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "T 1, top_p, min_tokens": {"temperature": 1.0, "top_p": 0.8, "min_tokens": 20, "seed": 5},
 }
 
+MEDUSA_TOKENS = 2048  # of untrained heads: the most frequent ones have low ids
+
 # chains and trees of every method; what is left out is the method's default
 PLANS: dict[str, Any] = {
     "ngram": "ngram",
@@ -52,22 +60,40 @@ PLANS: dict[str, Any] = {
     },
     "hybrid": "hybrid",
     "hybrid tree": {"method": "hybrid", "num_speculative_tokens": 12, "branching": 3},
+    "medusa": "medusa",
+    "medusa tree": {"method": "medusa", "num_speculative_tokens": 9, "branching": 3},
     "layerskip tree": {"method": "layerskip", "num_speculative_tokens": 6, "branching": 3, "depth": 2},
     "off": "off",
 }
 
+Configs = dict[str, dict[str, Any]]  # a speculative_config for each method
 
-def drafters(draft_model: str | None) -> dict[str, dict[str, Any]]:
+
+def drafters(draft_model: str | None, medusa: str | None = None) -> Configs:
     """A speculative_config for each method. The draft is quantized otherwise than the target: it errs."""
     draft = {"method": "draft_model", "model": draft_model, "quantization": "int8"}
     fallback = {"method": "ngram"} if draft_model is None else draft
-    configs = {
+    configs: Configs = {
         "ngram": {"method": "ngram"},
         "suffix": {"method": "suffix"},
         "hybrid": {"method": "hybrid", "fallback": fallback, "combine": "tree"},
         "layerskip": {"method": "layerskip", "exit_layer": 20},  # so many that some guesses are right
     }
-    return configs if draft_model is None else {**configs, "draft_model": draft}
+    if draft_model is not None:
+        configs["draft_model"] = draft
+    if medusa is not None:
+        configs["medusa"] = {"method": "medusa", "model": medusa}
+    return configs
+
+
+def write_untrained_medusa(model: str, folder: Path) -> None:
+    """Medusa heads that all guess what the target says next: right where the same token comes again."""
+    checkpoint = load_checkpoint(resolve(model))
+    ids = np.arange(MEDUSA_TOKENS, dtype=np.int32)
+    scores = encode(checkpoint.tensors["model.embed_tokens.weight"].float32()[ids])
+    config = MedusaConfig(3, 0, checkpoint.config.hidden_size, len(ids))
+    tensors = {name: scores for name, _ in config.expected_tensors()}
+    write_medusa(MedusaCheckpoint(config, tensors, ids, folder), folder)
 
 
 def make_engine(

@@ -54,9 +54,8 @@ class Count:
 def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     model = load_model(EngineConfig.from_options(model=options.model, threads=options.threads))
-    configs = {
-        name: config for name, config in drafters(options.draft_model).items() if name in options.methods
-    }
+    known = drafters(options.draft_model, options.medusa)
+    configs = {name: config for name, config in known.items() if name in options.methods}
     plans = {name: plan for name, plan in PLANS.items() if _method(name) in configs}
     truth = Truth(make_engine(options.model, model, enable_prefix_caching=False))
 
@@ -149,9 +148,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=48, help="of each answer, at most")
     parser.add_argument("--samplings", type=int, default=1, help="for each prompt and method")
     parser.add_argument(
-        "--methods", default="ngram,suffix,hybrid,draft_model,layerskip", help="with commas between"
+        "--methods",
+        default="ngram,suffix,hybrid,draft_model,layerskip,medusa",
+        help="with commas between",
     )
     parser.add_argument("--draft-model", help="of draft_model and hybrid; without it there is no draft_model")
+    parser.add_argument("--medusa", help="Medusa heads; without them there is no medusa")
     parser.add_argument("--threads", type=int, help="one for each core if not given")
     options = parser.parse_args(arguments)
     options.methods = options.methods.split(",")

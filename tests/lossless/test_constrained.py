@@ -16,7 +16,7 @@ from paceline.engine.request import Request
 from paceline.verify.params import SamplingParams
 from tests.lossless.conftest import MODEL
 from tests.lossless.prompts import EXTRACT
-from tests.lossless.subject import PLANS, Outcome, drafters, make_engine
+from tests.lossless.subject import PLANS, Configs, Outcome, make_engine
 
 pytestmark = pytest.mark.real
 
@@ -79,8 +79,8 @@ def served(engine: Engine, model: LoadedModel, plans: list[Any]) -> list[Outcome
 
 
 @pytest.fixture(scope="module")
-def engine(model: LoadedModel) -> Iterator[Engine]:
-    made = make_engine(MODEL, model, drafters(MODEL).values(), max_num_seqs=32)
+def engine(model: LoadedModel, configs: Configs) -> Iterator[Engine]:
+    made = make_engine(MODEL, model, configs.values(), max_num_seqs=32)
     yield made
     made.close()
 
@@ -102,7 +102,7 @@ def test_every_answer_that_comes_to_its_end_has_its_form(truth: list[Outcome]) -
     assert not any(child.speculative.num_draft_tokens for _, child in children)
 
 
-@pytest.mark.parametrize("turn", range(0, len(PLANS), 3))
+@pytest.mark.parametrize("turn", range(0, len(PLANS), 4))
 def test_a_batch_with_all_methods(
     model: LoadedModel, engine: Engine, truth: list[Outcome], turn: int
 ) -> None:

@@ -15,15 +15,15 @@ import pytest
 from paceline.engine.build import LoadedModel
 from paceline.engine.engine import Engine
 from tests.lossless.conftest import MODEL, TOKENS
-from tests.lossless.subject import PLANS, SAMPLINGS, Case, Outcome, Truth, drafters, make_engine, run
+from tests.lossless.subject import PLANS, SAMPLINGS, Case, Configs, Outcome, Truth, drafters, make_engine, run
 
 pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
-def engine(model: LoadedModel) -> Iterator[Engine]:
+def engine(model: LoadedModel, configs: Configs) -> Iterator[Engine]:
     """All drafters, prefix reuse on; its caches fill while the tests run."""
-    made = make_engine(MODEL, model, drafters(MODEL).values())
+    made = make_engine(MODEL, model, configs.values())
     yield made
     made.close()
 
@@ -42,9 +42,11 @@ def assert_something_happened(outcomes: list[Outcome]) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "off"])
-def test_each_method_alone(model: LoadedModel, truth: Truth, cases: list[Case], name: str) -> None:
+def test_each_method_alone(
+    model: LoadedModel, configs: Configs, truth: Truth, cases: list[Case], name: str
+) -> None:
     # an engine of its own, so that no other test has told its caches the answers
-    engine = make_engine(MODEL, model, [drafters(MODEL)[name.removesuffix(" tree")]])
+    engine = make_engine(MODEL, model, [configs[name.removesuffix(" tree")]])
     outcomes = [run(engine, [case], [PLANS[name]])[0] for case in cases]
     assert truth.differences(cases, outcomes) == []
     assert_something_happened(outcomes)
@@ -75,8 +77,10 @@ def test_prompts_found_in_the_prefix_cache(engine: Engine, truth: Truth, cases: 
     assert reused == ["prompt_logprobs" not in SAMPLINGS[case.sampling] for case in cases]
 
 
-def test_prompts_computed_in_small_chunks(model: LoadedModel, truth: Truth, cases: list[Case]) -> None:
-    small = make_engine(MODEL, model, drafters(MODEL).values(), max_num_batched_tokens=28, max_num_seqs=8)
+def test_prompts_computed_in_small_chunks(
+    model: LoadedModel, configs: Configs, truth: Truth, cases: list[Case]
+) -> None:
+    small = make_engine(MODEL, model, configs.values(), max_num_batched_tokens=28, max_num_seqs=8)
     outcomes = run(small, cases, turned(4, cases))
     assert truth.differences(cases, outcomes) == []
     assert_something_happened(outcomes)
@@ -85,8 +89,10 @@ def test_prompts_computed_in_small_chunks(model: LoadedModel, truth: Truth, case
 def test_requests_preempted_in_the_middle_of_speculation(
     model: LoadedModel, truth: Truth, cases: list[Case]
 ) -> None:
-    configs = drafters(None).values()  # of whom none keeps keys and values: pages are easy to count
-    plans = list(islice(cycle(["ngram", "suffix", PLANS["hybrid tree"], PLANS["suffix tree"]]), len(cases)))
+    # of whom none keeps keys and values: pages are easy to count
+    configs = [drafters(None)[name] for name in ("ngram", "suffix", "hybrid")]
+    names = ("ngram", "suffix", "hybrid tree", "suffix tree")
+    plans = [PLANS[name] for name in islice(cycle(names), len(cases))]
     longest = max(len(case.prompt) for case in cases) + TOKENS
     tight = make_engine(
         MODEL,
