@@ -235,11 +235,14 @@ class DrawnTree(GrowingTree):
     fixed beforehand.
     """
 
-    def __init__(self, context: Context, plan: DraftPlan, scales: Scales) -> None:
+    def __init__(
+        self, context: Context, plan: DraftPlan, scales: Scales, shape: dict[int, list[int]] | None = None
+    ) -> None:
+        """`shape` has the children of each node that has any, and of the ROOT; None: static_shape."""
         super().__init__(context, plan, scales)
         self._distributions: list[Float64Array] = []  # each [vocabulary of the target]
         self._rows: list[int] = []  # [nodes] which distribution a node was drawn from
-        self._shape = static_shape(plan.budget, plan.branching, plan.levels)
+        self._shape = shape or static_shape(plan.budget, plan.branching, plan.levels)
         self._numbers = {ROOT: ROOT}  # each node's number in the shape
 
     def grow(self, logits: Float32Array) -> None:

@@ -1,7 +1,8 @@
 """medusa: several heads read the target's last state, and each guesses one token ahead.
 
 All guesses come from one state, so a level's are the same below every node: a tree is the product of
-the levels, and the likeliest paths of it stay.
+the levels. Of it those paths stay that were right most often when the heads were calibrated; of heads that
+were not, those that they think the likeliest.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from paceline.draft.growth import GrowingTree, Scales, make_tree, merged
 from paceline.draft.head_options import HeadOptions, find_head
 from paceline.draft.heads.fingerprint import check_fingerprint
 from paceline.draft.heads.medusa import load_medusa
+from paceline.draft.ranked import Path, make_ranked_tree
 from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.draft.vocabulary import Vocabulary, trimmed_vocabulary
 from paceline.errors import ConfigError
@@ -45,11 +47,14 @@ class MedusaDrafter(Drafter):
         num_heads: int,
         vocabulary: Vocabulary,
         target: Target,
+        paths: Sequence[Path] = (),
     ) -> None:
+        """`paths` are the best shape of a tree, if it is known: see ranked.py."""
         assert target.final_norm is not None
         self.needs = DrafterNeeds(feature_layers=(target.config.num_layers,))
         self._runner = runner
         self._num_heads = num_heads
+        self._paths = paths
         self._sampling: DraftSampling = target.sampling
         self._norm, self._eps = target.final_norm, target.config.rms_norm_eps
         self._scales = Scales(vocabulary, Workspace(vocabulary.target_size))
@@ -74,7 +79,7 @@ class MedusaDrafter(Drafter):
             raise ConfigError(f"the heads {head.source} guess tokens that this target does not have.")
         check_fingerprint(config.target, target.fingerprint, str(head.source), options.any_target)
         runner = load_medusa_runner(head, target.backend, target.loaded)
-        return cls(runner, config.num_heads, trimmed_vocabulary(ids, guessed), target)
+        return cls(runner, config.num_heads, trimmed_vocabulary(ids, guessed), target, head.paths)
 
     def bind(self, kv: KVCache) -> None:
         self._kv = kv
@@ -100,6 +105,8 @@ class MedusaDrafter(Drafter):
     def _tree(self, request: Request, plan: DraftPlan) -> GrowingTree:
         context = Context(request, request.token_ids, self._kv.page_tables[request.slot], plan.budget)
         plan = replace(plan, depth=min(plan.levels, self._num_heads))
+        if plan.branching > 1 and self._paths:
+            return make_ranked_tree(context, plan, self._scales, self._sampling, self._paths)
         return make_tree(context, plan, self._scales, self._sampling)
 
     def observe(

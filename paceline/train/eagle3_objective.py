@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +63,9 @@ class Eagle3Objective:
                 self.num_steps,
                 self._loss,
             )
+
+    def calibrate(self, batches: Iterable[Batch]) -> None:
+        """Nothing: the head's own confidence gives its trees their shape."""
 
     def snapshot(self) -> WriteHead:
         """What writes the head as it is now in SGLang's format."""

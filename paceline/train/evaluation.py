@@ -73,5 +73,6 @@ def tokens_per_pass(
                 total = sums.setdefault(segment, [0, 0])
                 total[0] += tokens
                 total[1] += tokens - accepted
-        table[method] = {segment: tokens / max(1, passes) for segment, (tokens, passes) in sums.items()}
+        ordered = sorted(sums, key=lambda segment: (segment == "all", segment))
+        table[method] = {segment: sums[segment][0] / max(1, sums[segment][1]) for segment in ordered}
     return table

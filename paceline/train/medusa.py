@@ -9,10 +9,13 @@ So head k guesses what step k of an EAGLE-3 head does, and is taught by the same
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from paceline.draft.heads.config import TargetName
 from paceline.draft.heads.medusa import MedusaCheckpoint, MedusaConfig, write_medusa
@@ -27,6 +30,10 @@ from paceline.train.new_head import choose_draft_ids
 from paceline.train.objective import Int32Array, WriteHead, float16_weights, precision_of
 from paceline.train.options import MedusaOptions
 from paceline.train.sequences import target_states
+
+MOST_PATHS = 64  # of a tree that is written down
+MOST_BRANCHES = 10  # guesses of a head that a tree may have
+NEVER = 1 << 30  # the rank of a token that a head cannot guess
 
 
 class MedusaObjective:
@@ -55,6 +62,7 @@ class MedusaObjective:
             self.network.requires_grad_(True)
         self.num_steps = self.config.num_heads
         self._loss = LOSSES[options.loss]
+        self._paths: tuple[tuple[int, ...], ...] = ()
         self._ids = DraftIds(torch.from_numpy(self.draft_ids).long().to(target.embedding.device), target.head)
 
     def losses(self, batch: Batch) -> StepLosses:
@@ -66,16 +74,57 @@ class MedusaObjective:
                 inputs, self.network.scores, self._ids, states.final, batch.answers, batch.lengths, self._loss
             )
 
+    @torch.no_grad()
+    def calibrate(self, batches: Iterable[Batch]) -> None:
+        """Find the shape of tree that would have been right most often on these batches."""
+        self._paths = likeliest_paths([rank for batch in batches for rank in self._ranks(batch).tolist()])
+
+    def _ranks(self, batch: Batch) -> torch.Tensor:
+        """How many guesses of each head are better than the true token: int64 [answered tokens, heads]."""
+        vocab_size = self.target.config.vocab_size
+        draft_ids = torch.full((vocab_size + 1,), -1, device=batch.tokens.device)  # the last one is no token
+        draft_ids[self._ids.ids] = torch.arange(len(self.draft_ids), device=batch.tokens.device)
+        final = target_states(self.target, batch.tokens, (self.target.config.num_layers,)).final
+        ranks = []
+        for row, (answer, length) in enumerate(
+            zip(batch.answers.tolist(), batch.lengths.tolist(), strict=True)
+        ):
+            states = final[row, answer - 1 : length - 2]
+            ahead = F.pad(batch.tokens[row, answer + 1 : length], (0, self.num_steps), value=vocab_size)
+            with precision_of(self.target):
+                guesses = self.network(states)  # [heads, states, draft vocabulary]
+            wanted = torch.stack(
+                [draft_ids[ahead[head : head + len(states)]] for head in range(self.num_steps)]
+            )
+            better = (guesses > guesses.gather(2, wanted.clamp(min=0)[..., None])).sum(2)
+            ranks.append(torch.where(wanted >= 0, better, NEVER).T)
+        return torch.cat(ranks)
+
     def snapshot(self) -> WriteHead:
         """What writes the heads as they are now, with the names that vLLM reads."""
         ids = None if len(self.draft_ids) == self.target.config.vocab_size else self.draft_ids
-        heads = MedusaCheckpoint(self.config, float16_weights(self.network), ids, Path())
+        heads = MedusaCheckpoint(self.config, float16_weights(self.network), ids, Path(), self._paths)
         return lambda folder: write_medusa(heads, folder)
 
     def size(self) -> str:
         """How large the heads are, for their card."""
         config = self.config
         return f"{config.num_heads} heads of {config.num_layers} blocks, hidden {config.hidden_size}"
+
+
+def likeliest_paths(ranks: Sequence[Sequence[int]], number: int = MOST_PATHS) -> tuple[tuple[int, ...], ...]:
+    """The paths through a tree of guesses that are right most often, the best first.
+
+    `ranks` says for each place which guess of each head was right. See draft/ranked.py.
+    """
+    counts = Counter(
+        tuple(right[:depth])
+        for right in ranks
+        for depth in range(1, len(right) + 1)
+        if max(right[:depth]) < MOST_BRANCHES
+    )
+    best = sorted(counts, key=lambda path: (-counts[path], len(path), path))
+    return tuple(best[:number])
 
 
 def new_medusa(config: MedusaConfig, target: Transformer, draft_ids: Int32Array) -> TorchMedusa:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +38,10 @@ class Objective(Protocol):
 
     def losses(self, batch: Batch) -> StepLosses:
         """What the head is taught by a batch, for each token ahead."""
+        ...
+
+    def calibrate(self, batches: Iterable[Batch]) -> None:
+        """Called after training, with what was held out: the place to find out what the head is good at."""
         ...
 
     def snapshot(self) -> WriteHead:

@@ -62,6 +62,8 @@ def train_head(
     write_untrained = objective.snapshot()
     trainer = Trainer(objective, examples, options, folder, processes)
     progress = trainer.train(on_progress)
+    if len(trainer.held_out):
+        objective.calibrate(trainer.held_out_batches())
     return Trained(
         objective,
         write_untrained,

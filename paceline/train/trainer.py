@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from paceline.errors import ConfigError
-from paceline.train.batches import Indices, all_batches, collate, epoch_batches, split
+from paceline.train.batches import Batch, Indices, all_batches, collate, epoch_batches, split
 from paceline.train.disk import writing
 from paceline.train.eagle3 import StepLosses
 from paceline.train.examples import Examples
@@ -140,10 +140,13 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> Record | None:
         """Loss and matches on the examples that were held out, batches weighted alike; None without any."""
-        if not len(self.held_out):
-            return None
-        batches = epoch_batches(self.examples, self.held_out, self.options.batch_tokens, 0, 0)
-        return self._record([self.losses(indices) for indices in batches])
+        losses = [self.objective.losses(batch) for batch in self.held_out_batches()]
+        return self._record(losses) if losses else None
+
+    def held_out_batches(self) -> Iterator[Batch]:
+        """The examples that were held out."""
+        for indices in epoch_batches(self.examples, self.held_out, self.options.batch_tokens, 0, 0):
+            yield collate(self.examples, indices, self.device)
 
     def save(self) -> None:
         """Write the checkpoint; the old one stays until the new one is whole."""

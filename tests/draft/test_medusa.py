@@ -19,6 +19,7 @@ from paceline.draft.head_options import HeadOptions
 from paceline.draft.heads.config import TargetName
 from paceline.draft.heads.medusa import NumpyMedusa, load_medusa, write_medusa
 from paceline.draft.medusa import MedusaDrafter
+from paceline.draft.ranked import make_ranked_tree
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
@@ -62,7 +63,10 @@ class AgainstWhole(MedusaDrafter):
             levels = self.reference.run(self._state(request.token_ids)[None])[:, 0]
             context = Context(request, request.token_ids, np.zeros(0, dtype=np.int32), plan.budget)
             shallow = replace(plan, depth=min(plan.levels, len(levels)))
-            tree = make_tree(context, shallow, self._scales, self._sampling)
+            if plan.branching > 1 and self._paths:
+                tree = make_ranked_tree(context, shallow, self._scales, self._sampling, self._paths)
+            else:
+                tree = make_tree(context, shallow, self._scales, self._sampling)
             for level in levels:
                 if tree.frontier:
                     tree.grow(np.stack([level] * len(tree.frontier)))
@@ -99,11 +103,19 @@ def run_engine(backend, drafter, *plans, num_pages=100, rows=ROWS, max_num_seqs=
 
 
 @pytest.mark.parametrize("sampling", list(DraftSampling))
-@pytest.mark.parametrize("ids", [None, np.arange(2, 173, 2, dtype=np.int32)], ids=["all tokens", "trimmed"])
+@pytest.mark.parametrize(
+    ("ids", "paths"),
+    [
+        (None, ()),
+        (np.arange(2, 173, 2, dtype=np.int32), ()),
+        (None, ((0,), (1,), (0, 0), (2,), (1, 0), (0, 1), (0, 0, 0), (1, 0, 1))),
+    ],
+    ids=["all tokens", "trimmed", "calibrated"],
+)
 @torch.inference_mode()
-def test_every_tree_follows_from_the_last_state(ids, sampling, checkpoint, backend, tmp_path):
+def test_every_tree_follows_from_the_last_state(ids, paths, sampling, checkpoint, backend, tmp_path):
     config = CONFIG if ids is None else replace(CONFIG, draft_vocab_size=len(ids))
-    write_medusa(random_medusa(config, ids), tmp_path)
+    write_medusa(replace(random_medusa(config, ids), paths=paths), tmp_path)
     norm = checkpoint.tensors["model.norm.weight"].float32()
     options = BackendOptions(backend="torch")
     target = Target(checkpoint.config, Tokenizer(), options, backend, ROWS, sampling, final_norm=norm)

@@ -15,7 +15,7 @@ from paceline.errors import ConfigError
 from paceline.models.transformer import Transformer
 from paceline.train.batches import Batch
 from paceline.train.examples import Examples
-from paceline.train.medusa import MedusaObjective
+from paceline.train.medusa import NEVER, MedusaObjective, likeliest_paths
 from paceline.train.options import MedusaOptions
 from paceline.train.sequences import target_states
 from paceline.train.trainer import Trainer
@@ -92,6 +92,35 @@ def test_heads_learn_and_what_is_written_is_what_was_trained(
     ):
         torch.testing.assert_close(parameter, own, rtol=1e-3, atol=1e-6, msg=name)  # float16
         assert parameter.requires_grad
+
+
+def test_a_tree_is_made_of_the_paths_that_are_right_most_often() -> None:
+    ranks = [[0, 0], [0, 1], [0, NEVER], [1, 1], [NEVER, 0], [0, 0], [11, 0]]
+    assert likeliest_paths(ranks) == ((0,), (0, 0), (1,), (0, 1), (1, 1))
+    assert likeliest_paths(ranks, 2) == ((0,), (0, 0))
+
+
+def test_ranks_count_the_guesses_that_are_better_than_the_true_token(
+    target: Transformer, examples: Examples, tmp_path: Path
+) -> None:
+    objective, given = random_objective(target, examples), batch()
+    ids, ranks = objective.draft_ids.tolist(), []
+    for row, (answer, length) in enumerate(zip(given.answers.tolist(), given.lengths.tolist(), strict=True)):
+        states = target_states(target, given.tokens[row : row + 1, :length], (3,)).final[0]
+        tokens = given.tokens[row].tolist()
+        for token in range(answer - 1, length - 2):
+            guesses = objective.network(states[token]).detach().argsort(-1, descending=True).tolist()
+            ahead = [tokens[token + 2 + head] if token + 2 + head < length else None for head in range(3)]
+            ranks.append(
+                [
+                    guesses[head].index(ids.index(true)) if true in ids else NEVER
+                    for head, true in enumerate(ahead)
+                ]
+            )
+    objective.calibrate([given])
+    objective.snapshot()(tmp_path)
+    assert objective._ranks(given).tolist() == ranks
+    assert load_medusa(tmp_path).paths == likeliest_paths(ranks)
 
 
 def test_heads_of_another_target_are_not_trained_on(target: Transformer, examples: Examples) -> None:

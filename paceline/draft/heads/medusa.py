@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +24,14 @@ from paceline.draft.heads.checkpoint import WEIGHTS, read_target_name, read_weig
 from paceline.draft.heads.config import TargetName
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import Tensor
-from paceline.models.files import damaged
+from paceline.models.files import damaged, read_json
 from paceline.models.safetensors_files import SafeTensor
 from paceline.models.safetensors_writer import encode_integers, write_safetensors
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
+PATHS = "medusa_choices"  # in config.json, as Medusa's authors call them
 MEDUSA_FILES = (*WEIGHTS, "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 # Names in the files of Medusa's authors: {head}.{block}.linear.weight|bias, {head}.{number of blocks}.weight
 BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
@@ -64,6 +65,7 @@ class MedusaCheckpoint:
     tensors: Mapping[str, Tensor]
     draft_ids: Int32Array | None  # [draft vocabulary] the target's id of each guess; None: the same ids
     source: Path
+    paths: tuple[tuple[int, ...], ...] = ()  # the best shape of a tree, if it is known: see draft/ranked.py
 
 
 def load_medusa(path: Path) -> MedusaCheckpoint:
@@ -89,7 +91,7 @@ def load_medusa(path: Path) -> MedusaCheckpoint:
     known = None if ids is None else ids.integers().astype(np.int32)
     if known is not None and len(known) != vocab_size:
         raise damaged(weights, f"token_map names {len(known)} tokens, but {vocab_size} are guessed")
-    return MedusaCheckpoint(config, found, known, path)
+    return MedusaCheckpoint(config, found, known, path, _read_paths(weights.parent / "config.json", heads))
 
 
 def write_medusa(head: MedusaCheckpoint, folder: Path) -> None:
@@ -107,6 +109,8 @@ def write_medusa(head: MedusaCheckpoint, folder: Path) -> None:
     if head.draft_ids is not None:
         tensors["token_map"] = encode_integers(head.draft_ids.astype(np.int64))
         values["truncated_vocab_size"] = config.draft_vocab_size
+    if head.paths:
+        values[PATHS] = head.paths
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder / WEIGHTS[0], tensors, target_notes(config.target))
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
@@ -130,6 +134,25 @@ class NumpyMedusa:
                 hidden = hidden + inner / (1 + np.exp(-inner))
             logits.append(hidden @ self._tensors[f"lm_heads.{head}.weight"].T)
         return np.stack(logits)
+
+
+def _read_paths(config: Path, heads: int) -> tuple[tuple[int, ...], ...]:
+    """The paths that a config.json beside the weights names; none, if it names none or is not there."""
+    if not config.is_file():
+        return ()
+    given: Any = read_json(config).get(PATHS) or []
+    lists = isinstance(given, list) and all(isinstance(path, list) for path in given)
+    paths = [tuple(path) for path in given] if lists else [()]
+    known: set[tuple[int, ...]] = {()}
+    for path in paths:
+        sound = 0 < len(path) <= heads and all(type(rank) is int and rank >= 0 for rank in path)
+        if not sound or path in known or path[:-1] not in known:
+            raise damaged(
+                config,
+                f"{PATHS} must be lists of at most {heads} ranks, each once and behind its own beginning",
+            )
+        known.add(path)
+    return tuple(paths)
 
 
 def _our_name(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,23 @@ def test_what_is_written_is_what_is_read(tmp_path, layers):
 def _written(head: MedusaCheckpoint, folder: Path) -> Path:
     write_medusa(head, folder)
     return folder
+
+
+def test_the_best_shape_of_a_tree_is_kept_with_the_heads(tmp_path):
+    paths = ((0,), (0, 0), (3,), (0, 0, 1))
+    assert load_medusa(_written(replace(random_medusa(), paths=paths), tmp_path)).paths == paths
+    assert load_medusa(_written(random_medusa(), tmp_path)).paths == ()
+
+
+@pytest.mark.parametrize(
+    "paths", [[[0, 0]], [[0], [0]], [[]], [[-1]], [["0"]], [[0], [0, 0], [0, 0, 0, 0]], 3]
+)
+def test_shapes_that_are_none_are_refused(tmp_path, paths):
+    _written(random_medusa(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "medusa_choices": paths}))
+    with pytest.raises(CheckpointError, match="each once and behind its own beginning"):
+        load_medusa(tmp_path)
 
 
 def authors_names(head: MedusaCheckpoint) -> dict[str, torch.Tensor]:
