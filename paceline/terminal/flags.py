@@ -70,8 +70,9 @@ ENGINE: Group = (
         "speculative_config",
         str | None,
         None,
-        "What drafts: off, ngram, suffix, model:PATH, or JSON such as "
-        '\'{"method": "suffix", "num_speculative_tokens": 8}\'.',
+        "What drafts: off, ngram, suffix, eagle3, model:PATH, or JSON such as "
+        '\'{"method": "suffix", "num_speculative_tokens": 8}\'. '
+        "If left out: the head that is shipped for the model, if there is one.",
         "--speculative-config --draft",
     ),
 )
