@@ -8,11 +8,9 @@ from pathlib import Path
 
 from paceline.train.evaluation import DRAFTED
 from paceline.train.options import TrainOptions
+from paceline.train.plot import plot
 from paceline.train.run import Trained
 from paceline.train.trainer import Record
-
-WIDTH, HEIGHT, MARGIN = 720, 240, 48
-
 
 Measured = dict[str, dict[str, float]]  # method -> segment -> tokens per pass
 
@@ -79,37 +77,3 @@ def _held_out(record: Record) -> str:
         "independent, a "
         f"verification would give {record.expected_length:.2f} tokens."
     )
-
-
-def plot(history: list[Record]) -> str:
-    """Loss and estimated acceptance length over the steps, as an SVG picture."""
-    curves = [
-        ("loss", "#b04030", [record.loss for record in history]),
-        ("tokens per verification (estimate)", "#2060a0", [record.expected_length for record in history]),
-    ]
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {2 * HEIGHT}">']
-    for row, (title, colour, values) in enumerate(curves):
-        parts.append(f'<g transform="translate(0 {row * HEIGHT})" font-family="sans-serif" font-size="12">')
-        parts += _curve(title, colour, [record.step for record in history], values)
-        parts.append("</g>")
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _curve(title: str, colour: str, steps: list[int], values: list[float]) -> list[str]:
-    if not values:
-        return []
-    low, high = min(values), max(values)
-    span, last = (high - low) or 1.0, max(steps[-1], 1)
-    points = " ".join(
-        f"{MARGIN + (WIDTH - 2 * MARGIN) * step / last:.1f},"
-        f"{HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * (value - low) / span:.1f}"
-        for step, value in zip(steps, values, strict=True)
-    )
-    bottom = HEIGHT - MARGIN
-    return [
-        f'<text x="{MARGIN}" y="{MARGIN - 16}">{title}: {values[-1]:.3f} after {steps[-1]} steps</text>',
-        f'<text x="4" y="{MARGIN + 4}">{high:.2f}</text>',
-        f'<text x="4" y="{bottom}">{low:.2f}</text>',
-        f'<path d="M{MARGIN} {MARGIN}V{bottom}H{WIDTH - MARGIN}" fill="none" stroke="#888"/>',
-        f'<polyline points="{points}" fill="none" stroke="{colour}"/>',
-    ]
