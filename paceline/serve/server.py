@@ -24,7 +24,7 @@ import uvicorn
 import uvicorn.server
 
 from paceline import __version__
-from paceline.config import CacheOptions, EngineConfig, SpeculativeOptions
+from paceline.config import CacheOptions, EngineConfig
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.build import Loaded, LoadedModel, build_engine, load_model
 from paceline.engine.engine import Engine
@@ -110,21 +110,20 @@ def load(config: EngineConfig) -> Loaded:
 
 
 def warm_up(config: EngineConfig, model: LoadedModel) -> None:
-    """Compile and touch what a pass needs, in an engine of its own: the real one starts untouched."""
+    """Compile and touch what passes and drafts need, in an engine of its own: the real one is untouched."""
     small = replace(
         config,
         model=replace(config.model, max_model_len=None),
         cache=CacheOptions(
             kv_cache_memory_bytes=16 * model.backend.bytes_per_page(), enable_prefix_caching=False
         ),
-        speculative=SpeculativeOptions("off"),
     )
     engine = build_engine(small, model).engine
     length = min(WARM_TOKENS, engine.limits.max_model_len - 3)
     requests: list[Request] = []
     for params in (
-        SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
-        SamplingParams(top_p=0.9, top_k=20, seed=0, max_tokens=2, ignore_eos=True, logprobs=1),
+        SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+        SamplingParams(top_p=0.9, top_k=20, seed=0, max_tokens=8, ignore_eos=True, logprobs=1),
     ):
         requests += engine.add_request([0] * length, params)
     while engine.has_unfinished:
