@@ -141,6 +141,7 @@ class HeadRunner(Protocol):
 
     page_size: int  # the target's
     max_rows: int
+    least_chance: float  # of a chain of guesses that is worth its rows here, if nobody says another
 
     def make_pool(self, num_pages: int) -> KVPool:
         """Storage for `num_pages` pages of keys and values of the head."""

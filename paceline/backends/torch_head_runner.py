@@ -28,6 +28,7 @@ class TorchHeadRunner:
     """Implements HeadRunner with the network of torch_head.py."""
 
     page_size = PAGE_SIZE
+    least_chance = 0.0  # on a GPU rows cost next to nothing
 
     def __init__(self, head: Head, max_rows: int, target_ids: Int32Array | None = None) -> None:
         """`target_ids` [draft vocabulary] are what the head guesses; None: every id of the target."""

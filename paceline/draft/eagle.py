@@ -109,7 +109,7 @@ class HeadDrafter(Drafter):
     def __init__(
         self, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling, least_chance: float = 0.0
     ) -> None:
-        """A guess is proposed if it and all before it have at least this chance to be right."""
+        """A chain ends where it has not at least this chance to be right, by the head."""
         kept = HeadPages.feature_bytes_per_page(shape.feature_width)
         self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + kept)
         self._runner = runner
@@ -119,7 +119,7 @@ class HeadDrafter(Drafter):
 
     @classmethod
     def beside(
-        cls, head: HeadCheckpoint, target: Target, quantization: str | None, min_prob: float = 0.0
+        cls, head: HeadCheckpoint, target: Target, quantization: str | None, min_prob: float | None
     ) -> Self:
         """The drafter with a loaded head, run as the target is."""
         from paceline.backends.load import load_head_runner
@@ -134,7 +134,8 @@ class HeadDrafter(Drafter):
             vocabulary=trimmed_vocabulary(head.draft_ids, target.config.vocab_size),
             longest=head.config.max_position,
         )
-        return cls(runner, shape, target.sampling, min_prob)
+        least_chance = runner.least_chance if min_prob is None else min_prob
+        return cls(runner, shape, target.sampling, least_chance)
 
     def bind(self, kv: KVCache) -> None:
         self._kv = kv
@@ -227,7 +228,8 @@ class Eagle3Drafter(EagleDrafter):
 
 
 def _is_chain_of_likeliest(request: Request, plan: DraftPlan) -> bool:
-    return plan.branching == 1 and request.sampler.takes_largest(request.num_output)
+    sampler = request.sampler
+    return plan.branching == 1 and sampler.greedy and sampler.leaves_logits(request.num_output)
 
 
 def _up_to_end(request: Request, tokens: Sequence[int]) -> Sequence[int]:

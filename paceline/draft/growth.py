@@ -34,6 +34,7 @@ from paceline.verify.sampling import Sampler, Workspace
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
+_EVERY: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)  # logits are those of all ids
 ROOT = -1
 RIVALS = 4  # candidates beyond the branches that a branch's chance is measured against
 FIRST_CHILD = 0.7  # the chance that a drawn child is accepted, given that its elder siblings were not
@@ -45,7 +46,7 @@ class Scales:
 
     vocabulary: Vocabulary
     workspace: Workspace
-    least_chance: float = 0.0  # that the path to a node is right, for the node to be proposed
+    least_chance: float = 0.0  # that all of a chain is right; trees are as large as they were asked for
 
 
 @dataclass(frozen=True)
@@ -181,14 +182,14 @@ class ChosenTree(GrowingTree):
         super().__init__(context, plan, scales)
         self._coupled = coupled
         self._scores: list[float] = []  # [nodes] logarithm of the chance that the path is right
-        least = scales.least_chance
+        least = scales.least_chance if plan.branching == 1 else 0.0
         self._least_score = math.log(least) if least > 0.0 else -math.inf
 
     def grow(self, logits: Float32Array) -> None:
         level = len(self.tokens)
         try:
             for node, row in zip(self.frontier, logits, strict=True):
-                for token, score in self._candidates(node, self._scales.vocabulary.target_logits(row)):
+                for token, score in self._candidates(node, row):
                     self._add(node, token)
                     self._scores.append(score + (0.0 if node == ROOT else self._scores[node]))
         except BackendError:  # logits that allow no guess
@@ -197,21 +198,26 @@ class ChosenTree(GrowingTree):
         best = [node for node in self._best() if node >= level and self._goes_on(node)]
         self.frontier = sorted(best[: self._plan.branching])
 
-    def _candidates(self, node: int, logits: Float32Array) -> list[tuple[int, float]]:
-        """The children of a node, each with the logarithm of its chance."""
+    def _candidates(self, node: int, row: Float32Array) -> list[tuple[int, float]]:
+        """The children of a node, each with the logarithm of its chance, from a row of the draft's logits."""
         depth, request = self._depth(node), self.context.request
-        sampler = self._sampler(node)
-        place = (logits, len(request.token_ids) + depth, request.num_output + depth)
+        sampler, vocabulary = self._sampler(node), self._scales.vocabulary
         count, workspace = self._plan.branching, self._scales.workspace
-        if count == 1 and self._scales.least_chance == 0.0 and (self._coupled or sampler.greedy):
+        coupled = self._coupled and not sampler.greedy
+        before = request.num_output + depth
+        if sampler.leaves_logits(before):
+            logits, known = vocabulary.known_logits(row)
+        else:
+            logits, known = vocabulary.target_logits(row), _EVERY
+        place = logits, len(request.token_ids) + depth, before
+        if count == 1 and len(known) == 0 and self._least_score == -math.inf and (coupled or sampler.greedy):
             return [(sampler.sample(*place, workspace), 0.0)]  # the same as the best candidate, but faster
-        if not self._coupled or sampler.greedy:
-            ids, chances = sampler.candidates(*place, count, False, workspace)
-            return list(zip(ids.tolist(), chances.tolist(), strict=True))
         # The target adds the same noise: what it chooses is among those that are ahead with the noise.
-        ids, chances = sampler.candidates(*place, count + RIVALS, True, workspace)
-        chances += gumbel(np.uint64(sampler.seed), np.uint64(place[1]), ids)
-        chances -= np.logaddexp.reduce(chances)
+        wanted = count + RIVALS if coupled else count
+        ids, chances = sampler.candidates(*place, wanted, coupled, workspace, known)
+        if coupled:
+            chances += gumbel(np.uint64(sampler.seed), np.uint64(place[1]), ids)
+            chances -= np.logaddexp.reduce(chances)
         return list(zip(ids[:count].tolist(), chances[:count].tolist(), strict=True))
 
     def _best(self) -> list[int]:

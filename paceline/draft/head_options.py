@@ -35,13 +35,19 @@ class HeadOptions:
 class EagleOptions(HeadOptions):
     """The keys of speculative_config that are an EAGLE head's own."""
 
-    quantization: str | None = None  # of its weights on the cpu backend: int8 or int4; None: int8
-    min_prob: float = 0.0  # of a guess together with all before it, by the head, to be proposed; 0: any
+    quantization: str | None = None  # of its weights on the cpu backend: int8 or int4; None: int4
+    min_prob: float | None = None  # a chain ends where its chance is less; 0: never; None: what pays here
 
     def __post_init__(self) -> None:
-        check_number(ConfigError, "min_prob", self.min_prob, 0.0, 1.0)
+        check_min_prob(self.min_prob)
         super().__post_init__()
         check_quantization(self.quantization)
+
+
+def check_min_prob(min_prob: float | None) -> None:
+    """Nothing, if it is a probability; ConfigError if not."""
+    if min_prob is not None:
+        check_number(ConfigError, "min_prob", min_prob, 0.0, 1.0, remedy="0 drafts always as many as asked.")
 
 
 def check_quantization(quantization: str | None) -> None:

@@ -57,10 +57,10 @@ METHODS: dict[str, Method] = {
         argument=PATH,
     ),
     "eagle3": Method(
-        "paceline.draft.eagle", "Eagle3Drafter", num_speculative_tokens=5, trees=True, argument=PATH
+        "paceline.draft.eagle", "Eagle3Drafter", num_speculative_tokens=7, trees=True, argument=PATH
     ),
     "eagle": Method(
-        "paceline.draft.eagle", "EagleDrafter", num_speculative_tokens=5, trees=True, argument=PATH
+        "paceline.draft.eagle", "EagleDrafter", num_speculative_tokens=7, trees=True, argument=PATH
     ),
     "medusa": Method(
         "paceline.draft.medusa", "MedusaDrafter", num_speculative_tokens=5, trees=True, argument=PATH

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from paceline.draft.base import Target
 from paceline.draft.eagle import HeadDrafter
-from paceline.draft.head_options import check_features, check_quantization
+from paceline.draft.head_options import check_features, check_min_prob, check_quantization
 from paceline.draft.heads.mtp import mtp_head
 from paceline.errors import ConfigError
-from paceline.options import check_number, refuse_unknown
+from paceline.options import refuse_unknown
 
 
 @refuse_unknown(ConfigError)
@@ -17,11 +17,11 @@ from paceline.options import check_number, refuse_unknown
 class MtpOptions:
     """The keys of speculative_config that are mtp's own."""
 
-    quantization: str | None = None  # of the block's weights on the cpu backend: int8 or int4; None: int8
-    min_prob: float = 0.0  # of a guess together with all before it, by the block, to be proposed; 0: any
+    quantization: str | None = None  # of the block's weights on the cpu backend: int8 or int4; None: int4
+    min_prob: float | None = None  # a chain ends where its chance is less; 0: never; None: what pays here
 
     def __post_init__(self) -> None:
-        check_number(ConfigError, "min_prob", self.min_prob, 0.0, 1.0)
+        check_min_prob(self.min_prob)
         check_quantization(self.quantization)
 
 

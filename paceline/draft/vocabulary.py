@@ -16,8 +16,10 @@ import numpy.typing as npt
 from paceline.errors import ConfigError
 
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 
+_EVERY: Int64Array = np.empty(0, dtype=np.int64)
 MOST_NAMED = 3  # differing ids that an error shows
 
 
@@ -51,6 +53,13 @@ class Vocabulary:
         row[self.target_ids] = logits[self.draft_ids]
         return row
 
+    def known_logits(self, logits: Float32Array) -> tuple[Float32Array, Int64Array]:
+        """Logits of what can be guessed, and the target's ids of them; no ids: they are those of all ids.
+
+        From a row of the draft's logits.
+        """
+        return self.target_logits(logits), _EVERY
+
     def draft_id(self, token: int) -> int:
         """The draft's id of a shared token of the target's."""
         return token
@@ -65,11 +74,14 @@ class TrimmedVocabulary(Vocabulary):
     """Some of the target's tokens, which a head numbers from 0."""
 
     _row: Float32Array  # [target_size] what is given, until the next call; -inf where nothing can be guessed
-    _places: npt.NDArray[np.int64]  # [shared] target_ids as numpy likes to index with: in half the time
+    _places: Int64Array  # [shared] target_ids as numpy likes to index with: in half the time
 
     def target_logits(self, logits: Float32Array) -> Float32Array:
         self._row[self._places] = logits
         return self._row
+
+    def known_logits(self, logits: Float32Array) -> tuple[Float32Array, Int64Array]:
+        return logits, self._places
 
 
 def trimmed_vocabulary(target_ids: Int32Array | None, target_size: int) -> Vocabulary:

@@ -48,6 +48,7 @@ Span = tuple[float, float]  # the largest and the smallest logit, NaN if there i
 Options = tuple[float, int, float, float]  # temperature (not 0), top_k, top_p, min_p
 Scratch = tuple[Float64Array, Int64Array, Int64Array]  # scaled, ids, weights: [vocab] each
 Key = tuple[np.uint64, np.uint64]  # seed, position
+Known = tuple[Float32Array, Int64Array]  # logits, and the ids they are of; no ids: those of all
 Best = tuple[Int64Array, Float64Array]  # [places] ids and their scores, best first
 
 MASS_ONE = 2.0**40  # the mass of the likeliest token; what is 2^-40 of it or less counts as nothing
@@ -73,7 +74,7 @@ def choose_token(logits: Float32Array, span: Span, options: Options, scratch: Sc
     if count == _UNUSABLE:
         return -1
     best = np.empty(1, dtype=np.int64), np.empty(1, dtype=np.float64)
-    _race(scaled, ids, count, key, best)
+    _race(scaled, ids, count, ids[:0], key, best)
     return int(best[0][0])
 
 
@@ -107,27 +108,31 @@ def target_probabilities(
 
 @compiled
 def best_candidates(
-    logits: Float32Array, span: Span, options: Options, scratch: Scratch, key: Key, coupled: bool, best: Best
+    known: Known, span: Span, options: Options, scratch: Scratch, key: Key, coupled: bool, best: Best
 ) -> int:
     """How many ids of the largest log p (+ gumbel if coupled) were written to `best`, -1 if unusable.
 
-    Best first, ties to the lowest id, with their log p.
+    Best first, ties to the first, with their log p.
     """
+    logits, names = known
     scaled, ids, _ = scratch
     count = _keep(logits, span, options, scratch)
     if count == _UNUSABLE:
         return -1
+    scaled = scaled[: len(logits)]
     kept = scaled if count == _ALL else scaled[ids[:count]]
     peak = span[0] / options[0]
     normalizer = peak + log(_sum_exp(kept, peak))
     if coupled:
-        found = _race(scaled, ids, count, key, best)
+        found = _race(scaled, ids, count, names, key, best)
     else:
         found = _rank(kept, best)
         if count != _ALL:
             best[0][:found] = ids[best[0][:found]]
     for place in range(found):
         best[1][place] = scaled[best[0][place]] - normalizer
+        if len(names) > 0:
+            best[0][place] = names[best[0][place]]
     return found
 
 
@@ -258,35 +263,33 @@ def _place(token: int, score: float, best: Best, found: int) -> int:
 
 
 @compiled
-def _race(scaled: Float64Array, ids: Int64Array, count: int, key: Key, best: Best) -> int:
-    """Write the kept ids with the largest scaled + gumbel to `best`; how many."""
-    if count == _ALL:
-        return _race_all(scaled, key, best)
-    found, room = 0, len(best[0])
-    for token in ids[:count]:
-        even, odd = pair_bits(np.uint64(token) >> ONE, key, _TOKENS)
-        bits = odd if token & 1 else even
-        if found < room or not _cannot_win(best[1][-1] - scaled[token], uniform_complement(bits)):
-            found = _place(token, scaled[token] + gumbel_of_bits(bits), best, found)
-    return found
-
-
-@compiled
-def _race_all(scaled: Float64Array, key: Key, best: Best) -> int:
-    """Write the ids of the whole vocabulary with the largest scaled + gumbel to `best`; how many."""
-    found, room = 0, len(best[0])
-    bits = np.empty(2 * _BLOCK, dtype=np.uint64)
-    for start in range(0, len(scaled), 2 * _BLOCK):
-        for pair in range(_BLOCK):
-            even, odd = pair_bits(np.uint64(start // 2 + pair), key, _TOKENS)
-            bits[2 * pair] = even
-            bits[2 * pair + 1] = odd
-        for token in range(start, min(start + 2 * _BLOCK, len(scaled))):
-            value, noise = scaled[token], bits[token - start]
-            if value == -np.inf:
-                continue
-            if found < room or not _cannot_win(best[1][-1] - value, uniform_complement(noise)):
-                found = _place(token, value + gumbel_of_bits(noise), best, found)
+def _race(scaled: Float64Array, ids: Int64Array, count: int, names: Int64Array, key: Key, best: Best) -> int:
+    """Write the kept places with the largest scaled + gumbel to `best`; how many."""
+    found, room, every = 0, len(best[0]), count == _ALL
+    total = len(scaled) if every else count
+    bits, tokens = np.empty(2 * _BLOCK, dtype=np.uint64), np.empty(2 * _BLOCK, dtype=np.uint64)
+    values, in_race = np.empty(2 * _BLOCK, dtype=np.float64), np.empty(2 * _BLOCK, dtype=np.bool_)
+    for start in range(0, total, 2 * _BLOCK):  # each loop over a block does little, so that it vectorizes
+        block = range(min(2 * _BLOCK, total - start))
+        for at in block:
+            place = start + at if every else ids[start + at]
+            values[at] = scaled[place]
+            tokens[at] = names[place] if len(names) > 0 else place
+        if every and len(names) == 0:
+            for pair in range(_BLOCK):
+                bits[2 * pair], bits[2 * pair + 1] = pair_bits(np.uint64(start // 2 + pair), key, _TOKENS)
+        else:
+            for at in block:
+                even, odd = pair_bits(tokens[at] >> ONE, key, _TOKENS)
+                bits[at] = odd if tokens[at] & ONE else even
+        last = best[1][-1] if found == room else -np.inf
+        for at in block:
+            loses = _cannot_win(last - values[at], uniform_complement(bits[at]))
+            in_race[at] = values[at] > -np.inf and not loses
+        for at in block:
+            if in_race[at]:
+                place = start + at if every else ids[start + at]
+                found = _place(place, values[at] + gumbel_of_bits(bits[at]), best, found)
     return found
 
 

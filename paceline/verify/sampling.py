@@ -30,6 +30,7 @@ Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
 
+_EVERY: Int64Array = np.empty(0, dtype=np.int64)  # no ids named: the logits are those of all
 _PLAIN_OPTIONS = (1.0, 0, 1.0, 0.0)  # temperature, top_k, top_p, min_p that leave a softmax as it is
 
 
@@ -121,9 +122,9 @@ class Sampler:
         """Whether the token is the largest logit, without noise."""
         return self._params.greedy
 
-    def takes_largest(self, num_output: int) -> bool:
-        """Whether it chooses the largest of the logits as they are, now and from now on."""
-        return self.greedy and self.constraint is None and self._is_plain(num_output)
+    def leaves_logits(self, num_output: int) -> bool:
+        """Whether nothing changes single logits, now and from now on: no constraint, bias or penalty."""
+        return self.constraint is None and self._is_plain(num_output)
 
     @property
     def seed(self) -> int:
@@ -209,12 +210,14 @@ class Sampler:
         count: int,
         coupled: bool,
         workspace: Workspace,
+        known: Int64Array = _EVERY,
     ) -> tuple[Int64Array, Float64Array]:
         """The `count` best ids, best first, and their log p: int64 and float64 [at most count].
 
         Best by log p + gumbel if coupled: the first is then what `sample` would choose. Else by log p,
         ties to the lowest id. Fewer where the options keep fewer. At temperature 0, where p is one-hot,
-        they are ranked by the logits, and log p is that of temperature 1.
+        they are ranked by the logits, and log p is that of temperature 1. The logits may be those of the
+        ids `known` only, if `leaves_logits`.
         """
         forced = self._forced(logits)
         if forced is not None:
@@ -222,7 +225,7 @@ class Sampler:
         logits = self._with_options(logits, num_output, workspace)
         best = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float64)
         found = best_candidates(
-            logits,
+            (logits, known),
             _span(logits),
             _PLAIN_OPTIONS if self.greedy else self._options,
             workspace.scratch,
@@ -254,7 +257,7 @@ class Sampler:
 
     def _with_options(self, logits: Float32Array, num_output: int, workspace: Workspace) -> Float32Array:
         """The logits with constraint, bias, min_tokens and penalties, if there are any."""
-        if self.constraint is None and self._is_plain(num_output):
+        if self.leaves_logits(num_output):
             return logits
         return self._edited(logits, self._forbids_endings(num_output), workspace.logits)
 

@@ -66,7 +66,7 @@ class AgainstFresh(HeadDrafter):
     def _expected(self, request, plan: DraftPlan) -> DraftTrees:
         kv = KVCache(16, self.backend.page_size, max_sequences=1, max_length=16 * self.backend.page_size)
         pool = kv.add_pool(self.backend)
-        fresh = HeadDrafter(self._runner, self._shape, self._sampling)
+        fresh = HeadDrafter(self._runner, self._shape, self._sampling, self._scales.least_chance)
         fresh.bind(kv)
         slot, _ = kv.open(request.token_ids)
         kv.reserve(slot, len(request.token_ids) + plan.budget)
@@ -126,15 +126,16 @@ def plain(backend):
     ],
     ids=["eagle3 with chunks and prefix hits", "flags with preemption", "eagle with preemption"],
 )
+@pytest.mark.parametrize("min_prob", [0.0, 1e-4], ids=["full chains", "chains that end"])
 def test_proposals_do_not_depend_on_the_past_nor_bytes_on_proposals(
-    name, setting, sampling, checkpoint, backend, plain, tmp_path
+    name, setting, min_prob, sampling, checkpoint, backend, plain, tmp_path
 ):
     config = replace(CONFIGS[name], norm_before_residual=False)  # which SGLang's format cannot say
     write_head(random_checkpoint(config), tmp_path, "sglang")
     kind = Against1 if config.kind == "eagle" else Against3
     options = BackendOptions(backend="cpu", quantization="int8", threads=1)
     target = Target(checkpoint.config, Tokenizer(), options, backend, ROWS, sampling)
-    drafter = kind.load(EagleOptions(str(tmp_path)), target)
+    drafter = kind.load(EagleOptions(str(tmp_path), min_prob=min_prob), target)
     drafter.backend = backend
     plans = [DraftPlan(kind.name, *shape) for shape in ((1,), (4,), (6, 2), (9, 3), (5, 4, 2))]
     added, engine = run_engine(backend, drafter, PLAIN, *plans, times=2, **setting)
@@ -149,12 +150,14 @@ def test_by_name(tmp_path):
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True)
     texts = []
     head = str(tmp_path / "head")
-    for config in (None, f"eagle3:{head}", {"method": "eagle3", "model": head, "quantization": "int4"}):
+    full = {"method": "eagle3", "model": head, "min_prob": 0}
+    for config in (None, full, {**full, "quantization": "int8"}, f"eagle3:{head}"):
         llm = LLM(model, speculative_config=config, backend="cpu", threads=1, max_model_len=200)
         output = llm.generate([list(range(3, 60))], params, use_tqdm=False)[0]
         texts.append(output.outputs[0].token_ids)
-        assert (output.metrics.speculative.num_draft_tokens > 50) == (config is not None)
+        # a random head is never sure
+        assert (output.metrics.speculative.num_draft_tokens > 50) == isinstance(config, dict)
         assert output.metrics.speculative.failed_drafters == []
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
     with pytest.raises(ConfigError, match="quantization of a draft head must be int8 or int4, got 'int3'"):
         LLM(model, speculative_config={"method": "eagle3", "model": head, "quantization": "int3"})

@@ -110,7 +110,7 @@ PLANS = [PLAIN, *(DraftPlan("mtp", *shape) for shape in ((1,), (4,), (6, 2), (9,
 )
 def test_same_bytes_with_chains_and_trees_that_do_not_depend_on_the_past(mimo, sampling, setting):
     backend = CpuBackend.load(mimo[0], quantization="int8", threads=1, max_rows=ROWS)
-    drafter = Checked.load(MtpOptions(), target_of(mimo[0], backend, sampling))
+    drafter = Checked.load(MtpOptions(min_prob=0.0), target_of(mimo[0], backend, sampling))
     drafter.backend = backend
     added, engine = run_engine(backend, drafter, *PLANS, times=2, **setting)
     assert results(added) == results(run_engine(backend, None, PLAIN)[0])

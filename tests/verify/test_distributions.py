@@ -143,3 +143,17 @@ def test_draws_without_replacement_follow_what_is_left():
     probs = np.array([0.5, 0.2, 0.0, 0.3])
     tokens = [draw(probs, 3, position, STREAM_DRAFT, 0, [0]) for position in range(20_000)]
     assert np.abs(np.bincount(tokens, minlength=4) / 20_000 - [0, 0.4, 0, 0.6]).max() < 0.01
+
+
+@given(OPTIONS, st.booleans(), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_candidates_among_known_ids_are_those_of_a_row_where_nothing_else_is_possible(options, coupled, seed):
+    known = np.sort(np.random.default_rng(seed).permutation(3000)[:1100])  # more than one block of noise
+    logits = some_logits(seed, len(known))
+    row = np.full(3000, -np.inf, dtype=np.float32)
+    row[known] = logits
+    target, workspace = sampler(seed, **options), Workspace(3000)
+    ids, log_probs = target.candidates(logits, 9, 0, 7, coupled, workspace, known)
+    expected, expected_log_probs = target.candidates(row, 9, 0, 7, coupled, workspace)
+    assert ids.tolist() == expected.tolist()
+    assert np.abs(log_probs - expected_log_probs).max() < 1e-12

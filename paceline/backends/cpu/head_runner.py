@@ -20,10 +20,12 @@ from paceline.errors import BackendError, ConfigError
 class CpuHeadRunner(CompiledModel):
     """Implements HeadRunner with the threads of a CpuBackend, and with weights that it shares."""
 
+    least_chance = 0.2  # of tokens per second on chat, math and code: docs/measurements.md
+
     def __init__(
         self, head: HeadCheckpoint, beside: CpuBackend, max_rows: int, quantization: str = "auto"
     ) -> None:
-        """`beside` is the target. If it is quantized, the head's own weights are int8, or int4."""
+        """`beside` is the target. If it is quantized, the head's own weights are int4, or int8."""
         if head.config.head_dim % 2:
             raise BackendError(
                 f"The cpu backend needs an even head size, not {head.config.head_dim}; "
@@ -35,7 +37,7 @@ class CpuHeadRunner(CompiledModel):
                 f"the draft head cannot be {quantization} beside a target that is not quantized; "
                 "leave out its quantization."
             )
-        kept = "none" if beside.quantization == "none" else "int4" if quantization == "int4" else "int8"
+        kept = "none" if beside.quantization == "none" else "int8" if quantization == "int8" else "int4"
         workspace = HeadWorkspace(head, beside.workspace, kept, max_rows)
         super().__init__(workspace, beside)
         # what a pass reads, each row in its parts with padding: the target's features, and own states

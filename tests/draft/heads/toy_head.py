@@ -34,6 +34,8 @@ class ToyHeadPool:
 class ToyHeadRunner:
     """Implements HeadRunner. `strict`: an unknown feature is an error and not a poor guess."""
 
+    least_chance = 0.0
+
     def __init__(self, target: ToyBackend, ids: np.ndarray, max_rows: int = 128, strict: bool = True) -> None:
         self.page_size = target.page_size
         self.max_rows = max_rows
