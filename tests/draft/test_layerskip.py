@@ -22,6 +22,8 @@ from paceline.errors import ConfigError
 from paceline.models.layout import expected_tensors
 from paceline.models.registry import load_checkpoint
 from paceline.verify.params import SamplingParams
+from tests.backends.driver import drive
+from tests.backends.driver import run as run_pass
 from tests.draft.draft_models import AgainstFresh, HazyToy, drafting_engine, same_ids
 from tests.draft.test_draft_model_cpu import ROWS, run, save_model
 from tests.draft.test_draft_model_cpu import results as all_results
@@ -71,6 +73,12 @@ def drafter_of(backend, checkpoint, exit_layer, sampling=DraftSampling.COUPLED, 
     options = BackendOptions(backend=backend.name)
     target = Target(checkpoint.config, Tokenizer(), options, backend, ROWS, sampling)
     return kind.load(LayerSkipOptions(exit_layer), target)
+
+
+def toy_drafter(target, early, kind=LayerSkipDrafter):
+    """`early` plays the first layers of the toy."""
+    pages = partial(TargetPages, target=target)
+    return kind(early, same_ids(), pages, vocab_size=VOCAB, sampling=DraftSampling.COUPLED)
 
 
 class AgainstFewerLayers(LayerSkipDrafter):
@@ -130,6 +138,27 @@ def test_all_layers_draft_what_all_layers_say(checkpoint, backend, plain):
     assert sum(drafted) > 30
 
 
+def test_it_keeps_nothing_of_its_own_and_has_nothing_to_catch_up_with():
+    target, early = ToyBackend(max_rows=128), HazyToy()
+    drafter = toy_drafter(target, early)
+    engine = drafting_engine(drafter, plan(3), backend=target)
+    engine.add_request(list(range(2, 32)), SamplingParams(max_tokens=30, ignore_eos=True))
+    drain_plain(engine)
+    assert drafter.needs.bytes_per_page == 0
+    assert drafter._cache.pool is engine._pool
+    assert len(early.batches) > 6
+    assert set(early.batches) == {(1, 1)}  # the last token, then one row a level
+
+
+def test_early_layers_leave_the_features_of_the_target_alone(backend):
+    (request,) = drive(backend, 2)
+    features = run_pass([request.ask(range(5, 17))], feature_layers=(1, 2)).features
+    before = features.copy()
+    request.backend = backend.first_layers(2)
+    run_pass([request.ask(range(40, 52))])
+    assert (features == before).all()
+
+
 class Erased(LayerSkipDrafter):
     """Puts rubbish where its rows were written, and behind."""
 
@@ -149,8 +178,7 @@ class Erased(LayerSkipDrafter):
 def test_the_target_never_reads_what_a_draft_wrote(setting):
     """The toy's logits are a hash of all that it reads in its pool."""
     target = ToyBackend(max_rows=128)
-    pages = partial(TargetPages, target=target)
-    drafter = Erased(HazyToy(), same_ids(), pages, vocab_size=VOCAB, sampling=DraftSampling.COUPLED)
+    drafter = toy_drafter(target, HazyToy(), Erased)
     engine = drafting_engine(drafter, *MIXED, backend=target, **setting)
     for _ in range(2):  # the second time with prefix hits
         added = [engine.add_request(ids, params)[0] for ids, params in requests()]

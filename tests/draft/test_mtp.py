@@ -121,6 +121,7 @@ def test_same_bytes_with_chains_and_trees_that_do_not_depend_on_the_past(mimo, s
 def test_same_tokens_on_the_torch_backend(mimo):
     backend = TorchBackend.load(mimo[0], max_rows=ROWS)
     drafter = MtpDrafter.load(MtpOptions(), target_of(mimo[0], backend))
+    assert drafter.needs.feature_layers == (mimo[0].config.num_layers,)
     added, _ = run_engine(backend, drafter, *PLANS)
     expected, _ = run_engine(backend, None, PLAIN)
     assert [one.output_token_ids for one in added] == [one.output_token_ids for one in expected]
