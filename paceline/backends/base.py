@@ -162,6 +162,8 @@ class HeadRunner(Protocol):
 class MedusaRunner(Protocol):
     """Loaded Medusa heads."""
 
+    least_chance: float  # as of a HeadRunner
+
     def run(self, states: Float32Array) -> Float32Array:
         """The guesses of all heads [heads, rows, draft vocabulary] for normed last states [rows, hidden]."""
         ...

@@ -23,8 +23,10 @@ class HeadOptions:
 
     model: str | None = None  # its folder, file or hub id; None: the head that is shipped for the target
     any_target: bool = False  # use a head that was trained for another model of the same sizes
+    min_prob: float | None = None  # a chain ends where its chance is less; 0: never; None: what pays here
 
     def __post_init__(self) -> None:
+        check_min_prob(self.min_prob)
         if self.model is not None and not (isinstance(self.model, str) and self.model):
             raise ConfigError(f"model must be the path of a draft head, got {self.model!r}.")
         check_bool(ConfigError, "any_target", self.any_target)
@@ -36,10 +38,8 @@ class EagleOptions(HeadOptions):
     """The keys of speculative_config that are an EAGLE head's own."""
 
     quantization: str | None = None  # of its weights on the cpu backend: int8 or int4; None: int4
-    min_prob: float | None = None  # a chain ends where its chance is less; 0: never; None: what pays here
 
     def __post_init__(self) -> None:
-        check_min_prob(self.min_prob)
         super().__post_init__()
         check_quantization(self.quantization)
 

@@ -48,8 +48,12 @@ class MedusaDrafter(Drafter):
         vocabulary: Vocabulary,
         target: Target,
         paths: Sequence[Path] = (),
+        least_chance: float = 0.0,
     ) -> None:
-        """`paths` are the best shape of a tree, if it is known: see ranked.py."""
+        """`paths` are the best shape of a tree, if it is known: see ranked.py.
+
+        A chain ends where it has not at least `least_chance` to be right, by the heads.
+        """
         assert target.final_norm is not None
         self.needs = DrafterNeeds(feature_layers=(target.config.num_layers,))
         self._runner = runner
@@ -57,7 +61,7 @@ class MedusaDrafter(Drafter):
         self._paths = paths
         self._sampling: DraftSampling = target.sampling
         self._norm, self._eps = target.final_norm, target.config.rms_norm_eps
-        self._scales = Scales(vocabulary, Workspace(vocabulary.target_size))
+        self._scales = Scales(vocabulary, Workspace(vocabulary.target_size), least_chance)
         self._states: dict[Request, tuple[int, Float32Array]] = {}  # tokens before the state, [hidden]
 
     @classmethod
@@ -79,7 +83,8 @@ class MedusaDrafter(Drafter):
             raise ConfigError(f"the heads {head.source} guess tokens that this target does not have.")
         check_fingerprint(config.target, target.fingerprint, str(head.source), options.any_target)
         runner = load_medusa_runner(head, target.backend, target.loaded)
-        return cls(runner, config.num_heads, trimmed_vocabulary(ids, guessed), target, head.paths)
+        least = runner.least_chance if options.min_prob is None else options.min_prob
+        return cls(runner, config.num_heads, trimmed_vocabulary(ids, guessed), target, head.paths, least)
 
     def bind(self, kv: KVCache) -> None:
         self._kv = kv

@@ -39,11 +39,12 @@ def held_out_prompts(examples: Examples, held_out: Indices, number: int, seed: i
 def contestants(method: str, head: Path, untrained: Path) -> dict[str, dict[str, Any]]:
     """Speculative configurations to compare, by what they are called in a table."""
     chain = {"num_speculative_tokens": DRAFTED}
+    full = {**chain, "min_prob": 0.0}  # as long as asked, however unsure
     tree = {"num_speculative_tokens": TREE_NODES, "branching": TREE_BRANCHING, "depth": DRAFTED}
     return {
-        "this head": {"method": method, "model": str(head), **chain},
+        "this head": {"method": method, "model": str(head), **full},
         f"this head, trees of {TREE_NODES}": {"method": method, "model": str(head), **tree},
-        "untrained": {"method": method, "model": str(untrained), **chain},
+        "untrained": {"method": method, "model": str(untrained), **full},
         "ngram": {"method": "ngram", **chain},
     }
 

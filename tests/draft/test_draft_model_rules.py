@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from paceline.draft import draft_model
+from paceline.draft import model_drafter
 from paceline.draft.base import DraftSampling
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
@@ -92,12 +92,12 @@ def test_outputs_have_the_targets_distribution(rule, plan):
 
 def test_the_distance_tells_when_a_draft_names_another_distribution_than_it_drew_from(monkeypatch):
     """The negative control of the test above."""
-    merged = draft_model.merged
+    merged = model_drafter.merged
 
     def misnamed(trees):
         drafted = merged(trees)
         wrong = np.full_like(drafted.draws.draft_probs, 1 / VOCAB)
         return replace(drafted, draws=replace(drafted.draws, draft_probs=wrong))
 
-    monkeypatch.setattr(draft_model, "merged", misnamed)
+    monkeypatch.setattr(model_drafter, "merged", misnamed)
     assert distance(outputs("rejection", chain(3), DraftSampling.INDEPENDENT)) > 7
