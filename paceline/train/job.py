@@ -40,8 +40,8 @@ def train(job: Job, options: TrainOptions, start: Start) -> None:
     is_answer = [is_answers(path) for path in job.data]
     prompts = [path for path, answered in zip(job.data, is_answer, strict=True) if not answered]
     answers = [path for path, answered in zip(job.data, is_answer, strict=True) if answered]
-    make_folder(job.out)
     model, device = resolve(job.model), chosen_device(job.device)
+    make_folder(job.out)
     if prompts or job.answering.self_written:
         if started_by_torchrun():
             raise ConfigError(
@@ -51,7 +51,8 @@ def train(job: Job, options: TrainOptions, start: Start) -> None:
         answers.append(job.out / "answers.jsonl")
         answer(model, prompts, answers[-1], job.answering, device)
     processes, own_device = processes_on(device)
-    with _enough_memory(options.batch_tokens), training_progress(visible=processes.rank == 0) as show:
+    smaller = "a smaller --batch-tokens and another folder"
+    with _enough_memory(smaller), training_progress(visible=processes.rank == 0) as show:
         checkpoint = load_checkpoint(model)
         trained = train_head(checkpoint, answers, job.out, options, own_device, start, show, processes)
     if processes.rank != 0:
@@ -67,7 +68,7 @@ def train(job: Job, options: TrainOptions, start: Start) -> None:
 
 def answer(model: Path, prompts: Sequence[Path], out: Path, options: AnswerOptions, device: str) -> None:
     """Let the target answer prompts into the file `out`, and tell how many rows were left out."""
-    with answering_progress() as show:
+    with _enough_memory("smaller --max-prompt-tokens and --max-tokens"), answering_progress() as show:
 
         def on_progress(answered: Answered) -> bool:
             show(answered)
@@ -76,18 +77,21 @@ def answer(model: Path, prompts: Sequence[Path], out: Path, options: AnswerOptio
         answered = make_answers(model, prompts, out, options, device, on_progress)
     for line in answered.skipped.lines():
         print(line, file=sys.stderr)
+    if not answered.answers:
+        raise ConfigError(
+            "None of the prompts can be used: give others, or let the model write --self-written."
+        )
     print(f"{answered.answers} answers, {answered.tokens} tokens: {out}", file=sys.stderr)
 
 
 @contextmanager
-def _enough_memory(batch_tokens: int) -> Iterator[None]:
-    """Within it, a GPU without free memory is told with the remedy."""
+def _enough_memory(smaller: str) -> Iterator[None]:
+    """Within it, a GPU without free memory is told with what to make smaller."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"The GPU has not enough free memory for steps of {batch_tokens} tokens: give a smaller "
-            f"--batch-tokens and another folder, or end what else runs there. ({error})"
+            f"The GPU has not enough free memory: give {smaller}, or end what else runs there. ({error})"
         ) from error
 
 
@@ -111,7 +115,13 @@ def _measure(model: Path, trained: Trained, out: Path, number: int, seed: int) -
 
 
 def chosen_device(wanted: str) -> str:
-    """The device that `auto` means; others are taken as they are."""
-    if wanted != "auto":
-        return wanted
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """The device that is meant by cpu, cuda, cuda:1 or auto; ConfigError if this machine has none."""
+    available = torch.cuda.is_available()
+    if wanted == "auto":
+        return "cuda" if available else "cpu"
+    name, _, number = wanted.partition(":")
+    if name not in ("cpu", "cuda") or (number and not number.isdecimal()):
+        raise ConfigError(f"device must be cpu, cuda or auto, got {wanted!r}.")
+    if name == "cuda" and (not available or int(number or 0) >= torch.cuda.device_count()):
+        raise ConfigError(f"There is no device {wanted} that torch can use here: give --device cpu.")
+    return wanted

@@ -102,6 +102,9 @@ def test_answers_of_one_machine_train_a_head_on_another(
         (("--temperatures", "warm"), "--temperatures must be numbers"),
         (("--epochs", "0"), "epochs must be an integer from 1"),
         (("--data", "no-such-file"), "cannot be read"),
+        (("--data", "."), "is no file"),
+        (("--device", "gpu"), "device must be cpu, cuda or auto"),
+        (("--device", "cuda:99"), "no device cuda:99"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(
@@ -117,6 +120,27 @@ def test_mistakes_are_told_before_anything_runs(
 def test_flags_have_the_names_and_defaults_of_the_options(flags: Group, options: type[TrainOptions]) -> None:
     training = {field.name: field.default for field in dataclasses.fields(options)}
     assert {flag.name: flag.default for flag in (*flags, *SEED)} == training
+
+
+def test_prompts_of_which_none_can_be_used_are_told_with_the_reasons(
+    paceline: Run, tiny_gguf: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "wizard", "content": "x"}]}\n\n{"prompt": ""}\n')
+    code, _, told = paceline("train", "eagle3", tiny_gguf, "--data", rows, "--out", tmp_path / "h", *SMALL)
+    assert code == 2
+    assert "1 rows left out: wrong roles (first: rows-1)" in told
+    assert "None of the prompts can be used" in told
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_answered(
+    paceline: Run, tiny_gguf: Path, prompts: Path
+) -> None:
+    inside_a_file = prompts / "head"
+    code, _, told = paceline("train", "medusa", tiny_gguf, "--data", prompts, "--out", inside_a_file)
+    assert code == 2
+    assert "Give another folder with --out" in told
+    assert "answers" not in told
 
 
 def test_flags_of_answering_are_those_of_its_options() -> None:
