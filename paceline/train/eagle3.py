@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +40,15 @@ LOGITS_AT_ONCE = 1 << 28  # the loss is computed in chunks of about so many scor
 class DraftIds:
     """The target's ids that a head can guess, and the target's weights that score all ids."""
 
-    ids: torch.Tensor  # int64 [draft vocabulary] ascending
+    ids: torch.Tensor  # int64 [draft vocabulary]
     target_head: torch.Tensor  # [vocabulary, hidden]
+
+    @cached_property
+    def places(self) -> torch.Tensor:
+        """The draft id of each of the target's, -1 if it is none: int64 [vocabulary]."""
+        places = torch.full((len(self.target_head),), -1, device=self.ids.device)
+        places[self.ids] = torch.arange(len(self.ids), device=self.ids.device)
+        return places
 
 
 @dataclass(frozen=True)
@@ -171,9 +178,7 @@ class Lesson:
 @torch.no_grad()
 def _lesson(draft_ids: DraftIds, final: torch.Tensor) -> Lesson:
     scores = F.linear(final, draft_ids.target_head)  # [teachers, vocabulary]
-    best = scores.argmax(-1)
-    place = torch.searchsorted(draft_ids.ids, best).clamp(max=len(draft_ids.ids) - 1)
-    best = torch.where(draft_ids.ids[place] == best, place, -1)
+    best = draft_ids.places[scores.argmax(-1)]
     return Lesson(scores[:, draft_ids.ids].float().softmax(-1), best)
 
 

@@ -81,21 +81,17 @@ class MedusaObjective:
 
     def _ranks(self, batch: Batch) -> torch.Tensor:
         """How many guesses of each head are better than the true token: int64 [answered tokens, heads]."""
-        vocab_size = self.target.config.vocab_size
-        draft_ids = torch.full((vocab_size + 1,), -1, device=batch.tokens.device)  # the last one is no token
-        draft_ids[self._ids.ids] = torch.arange(len(self.draft_ids), device=batch.tokens.device)
         final = target_states(self.target, batch.tokens, (self.target.config.num_layers,)).final
         ranks = []
         for row, (answer, length) in enumerate(
             zip(batch.answers.tolist(), batch.lengths.tolist(), strict=True)
         ):
             states = final[row, answer - 1 : length - 2]
-            ahead = F.pad(batch.tokens[row, answer + 1 : length], (0, self.num_steps), value=vocab_size)
+            ahead = self._ids.places[batch.tokens[row, answer + 1 : length]]
+            ahead = F.pad(ahead, (0, self.num_steps), value=-1)  # nothing was answered behind the end
             with precision_of(self.target):
                 guesses = self.network(states)  # [heads, states, draft vocabulary]
-            wanted = torch.stack(
-                [draft_ids[ahead[head : head + len(states)]] for head in range(self.num_steps)]
-            )
+            wanted = torch.stack([ahead[head : head + len(states)] for head in range(self.num_steps)])
             better = (guesses > guesses.gather(2, wanted.clamp(min=0)[..., None])).sum(2)
             ranks.append(torch.where(wanted >= 0, better, NEVER).T)
         return torch.cat(ranks)
