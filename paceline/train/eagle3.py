@@ -19,44 +19,12 @@ Step k is taught by the target's distribution at token i + 1 + k, restricted to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
-
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from paceline.draft.heads.torch_head import Head
-from paceline.train.losses import Loss, cross_entropy
-from paceline.train.sequences import TargetStates, fused
-
-Scores = Callable[[torch.Tensor], torch.Tensor]  # [steps, rows, hidden] to [steps, rows, draft vocabulary]
-
-LOGITS_AT_ONCE = 1 << 28  # the loss is computed in chunks of about so many scores: 1 GB in float32
-
-
-@dataclass(frozen=True)
-class DraftIds:
-    """The target's ids that a head can guess, and the target's weights that score all ids."""
-
-    ids: torch.Tensor  # int64 [draft vocabulary]
-    target_head: torch.Tensor  # [vocabulary, hidden]
-
-    @cached_property
-    def places(self) -> torch.Tensor:
-        """The draft id of each of the target's, -1 if it is none: int64 [vocabulary]."""
-        places = torch.full((len(self.target_head),), -1, device=self.ids.device)
-        places[self.ids] = torch.arange(len(self.ids), device=self.ids.device)
-        return places
-
-
-@dataclass(frozen=True)
-class StepLosses:
-    """What a batch gave, step by step."""
-
-    losses: torch.Tensor  # [steps] mean loss; carries the gradient
-    matches: torch.Tensor  # [steps] share of guesses that were the target's best token
+from paceline.train.losses import DraftIds, Loss, StepLosses, cross_entropy, taught_losses
+from paceline.train.sequences import TargetStates
 
 
 class UnrolledAttention:
@@ -123,77 +91,3 @@ def step_losses(
     """
     outputs = unroll(head, target.features, tokens, steps)
     return taught_losses(outputs, head.logits, draft_ids, target.final, answers, lengths, loss)
-
-
-def taught_losses(
-    outputs: Sequence[torch.Tensor],
-    scores: Scores,
-    draft_ids: DraftIds,
-    final: torch.Tensor,
-    answers: torch.Tensor,
-    lengths: torch.Tensor,
-    loss: Loss = cross_entropy,
-) -> StepLosses:
-    """Losses of what each step of each slot gave, [batch, tokens, hidden], against the target's own scores.
-
-    `scores` turns outputs of all steps into guesses; `final` [batch, tokens, hidden] are the target's states.
-    """
-    steps, width = len(outputs), final.shape[1]
-    place = torch.arange(width, device=final.device)
-    # tokens that are followed by an answered one which a draft may guess: [teachers], sequences end to end
-    taught = (place >= answers[:, None]) & (place < lengths[:, None] - 1)
-    teachers = torch.nonzero(taught.flatten()).flatten()
-    since_answer = (place - answers[:, None]).flatten()[teachers]
-    # step k of slot i is taught by token i + 1 + k, so token p teaches step k of slot p - 1 - k
-    students = torch.stack(
-        [
-            output.flatten(0, 1).index_select(0, (teachers - 1 - step).clamp(min=0))
-            for step, output in enumerate(outputs)
-        ]
-    )  # [steps, teachers, hidden]
-    counts = torch.stack([since_answer >= step for step in range(steps)])  # bool [steps, teachers]
-    final = final.flatten(0, 1)[teachers]
-    sums = torch.zeros(2, steps, device=final.device)
-    sum_up = _chunk_sums_for(final.device.type)
-    chunk = max(1, LOGITS_AT_ONCE // (steps * len(draft_ids.ids)))
-    for start in range(0, len(teachers), chunk):
-        part = slice(start, start + chunk)
-        lesson = _lesson(draft_ids, final[part])
-        # scores of all steps over the draft vocabulary would fill the memory: computed again going back
-        sums = sums + checkpoint(
-            sum_up, scores, loss, lesson, students[:, part], counts[:, part], use_reentrant=False
-        )
-    number = counts.sum(1).clamp(min=1)
-    return StepLosses(sums[0] / number, (sums[1] / number).detach())
-
-
-@dataclass(frozen=True)
-class Lesson:
-    """What the target says at some tokens."""
-
-    wanted: torch.Tensor  # float32 [teachers, draft vocabulary] its distribution over it
-    best: torch.Tensor  # int64 [teachers] its best token as a draft id, -1 if it is none
-
-
-@torch.no_grad()
-def _lesson(draft_ids: DraftIds, final: torch.Tensor) -> Lesson:
-    scores = F.linear(final, draft_ids.target_head)  # [teachers, vocabulary]
-    best = draft_ids.places[scores.argmax(-1)]
-    return Lesson(scores[:, draft_ids.ids].float().softmax(-1), best)
-
-
-@cache
-def _chunk_sums_for(
-    device_type: str,
-) -> Callable[[Scores, Loss, Lesson, torch.Tensor, torch.Tensor], torch.Tensor]:
-    return fused(_chunk_sums) if device_type == "cuda" else _chunk_sums
-
-
-def _chunk_sums(
-    scores: Scores, loss: Loss, lesson: Lesson, students: torch.Tensor, counts: torch.Tensor
-) -> torch.Tensor:
-    """Loss and number of matches, summed over the counted teachers: [2, steps]."""
-    guesses = scores(students).float()  # [steps, teachers, draft vocabulary]
-    losses = loss(guesses, lesson.wanted)
-    matches = guesses.argmax(-1) == lesson.best
-    return torch.stack([(losses * counts).sum(1), (matches & counts).sum(1)])

@@ -12,9 +12,9 @@ from paceline.draft.heads.checkpoint import HeadCheckpoint, write_head
 from paceline.draft.heads.config import TargetName
 from paceline.models.transformer import Transformer
 from paceline.train.batches import Batch
-from paceline.train.eagle3 import DraftIds, StepLosses, step_losses
+from paceline.train.eagle3 import step_losses
 from paceline.train.examples import Examples
-from paceline.train.losses import LOSSES
+from paceline.train.losses import LOSSES, DraftIds, StepLosses
 from paceline.train.new_head import choose_draft_ids, head_config, head_from, new_head
 from paceline.train.objective import WriteHead, float16_weights, precision_of
 from paceline.train.options import Eagle3Options

@@ -4,7 +4,7 @@
     state       s0                          after the target's final norm
     head 0 of s0 guesses x2, head 1 guesses x3, ...: x1 is what the target itself says
 
-So head k guesses what step k of an EAGLE-3 head does, and is taught by the same tokens: see eagle3.py.
+So head k guesses what step k of an EAGLE-3 head does, and is taught by the same tokens: see losses.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from paceline.draft.heads.torch_medusa import TorchMedusa
 from paceline.errors import ConfigError
 from paceline.models.transformer import Transformer
 from paceline.train.batches import Batch
-from paceline.train.eagle3 import DraftIds, StepLosses, taught_losses
 from paceline.train.examples import Examples
-from paceline.train.losses import LOSSES
+from paceline.train.losses import LOSSES, DraftIds, StepLosses, taught_losses
 from paceline.train.new_head import choose_draft_ids
 from paceline.train.objective import Int32Array, WriteHead, float16_weights, precision_of
 from paceline.train.options import MedusaOptions

@@ -16,7 +16,7 @@ from paceline.models.safetensors_files import SafeTensor
 from paceline.models.safetensors_writer import encode
 from paceline.models.transformer import Transformer
 from paceline.train.batches import Batch
-from paceline.train.eagle3 import StepLosses
+from paceline.train.losses import StepLosses
 
 Int32Array = npt.NDArray[np.int32]
 WriteHead = Callable[[Path], None]  # writes a head into a folder

@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from paceline.errors import ConfigError
 from paceline.train.batches import Batch, Indices, all_batches, collate, epoch_batches, split
 from paceline.train.disk import writing
-from paceline.train.eagle3 import StepLosses
 from paceline.train.examples import Examples
+from paceline.train.losses import StepLosses
 from paceline.train.objective import Objective
 from paceline.train.options import TrainOptions
 from paceline.train.processes import Alone, Processes

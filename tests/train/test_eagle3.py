@@ -7,8 +7,9 @@ import torch
 
 from paceline.draft.heads.torch_head import Head
 from paceline.models.transformer import Transformer, attend
-from paceline.train import eagle3
-from paceline.train.eagle3 import DraftIds, step_losses, unroll
+from paceline.train import losses as losses_module
+from paceline.train.eagle3 import step_losses, unroll
+from paceline.train.losses import DraftIds
 from paceline.train.sequences import TargetStates, target_states
 from tests import tiny
 from tests.train.heads import DRAFT_IDS, random_head
@@ -89,7 +90,7 @@ def plain_losses(
 def test_the_loss_in_chunks_of_any_size_equals_the_plain_one(
     target: Transformer, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr(eagle3, "LOGITS_AT_ONCE", chunk)
+    monkeypatch.setattr(losses_module, "LOGITS_AT_ONCE", {"cpu": chunk})
     head = random_head(target)
     parts = batch(target)
     tokens, answers, lengths, states = parts

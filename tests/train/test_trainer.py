@@ -16,9 +16,9 @@ from paceline.errors import ConfigError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.transformer import Transformer
 from paceline.train.batches import Indices, all_batches, collate, epoch_batches, split
-from paceline.train.eagle3 import StepLosses
 from paceline.train.eagle3_objective import Eagle3Objective
 from paceline.train.examples import Examples
+from paceline.train.losses import StepLosses
 from paceline.train.new_head import choose_draft_ids, coverage, head_config, new_head
 from paceline.train.options import Eagle3Options
 from paceline.train.processes import Processes
