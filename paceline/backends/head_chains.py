@@ -8,6 +8,8 @@ import numpy as np
 
 from paceline.backends.base import ForwardBatch, HeadBatch, HeadChains, HeadOutput, Int32Array
 
+TO_GO_ON = 2.0  # times the least chance: another guess costs a pass of the head, and not only a row
+
 
 def chains_by_passes(
     run: Callable[[HeadBatch], HeadOutput],
@@ -19,8 +21,8 @@ def chains_by_passes(
     """At most so many guesses behind each request: the likeliest token, then the likeliest after that, ...
 
     A guess is kept if the chance of the chain up to it, the product of its tokens' shares of the head's
-    softmax, is at least `least_chance`. Each kept one is a row of the next pass. `target_ids` [draft
-    vocabulary] are what the head guesses; None: every id of the target.
+    softmax, is at least `least_chance`; another one follows it if it is TO_GO_ON times that. `target_ids`
+    [draft vocabulary] are what the head guesses; None: every id of the target.
     """
     count = batch.rows.num_requests
     tokens, chances = np.zeros((count, max(most)), np.int32), np.zeros((count, max(most)), np.float32)
@@ -38,7 +40,7 @@ def chains_by_passes(
                 tokens[request, length] = best if target_ids is None else target_ids[best]
                 chances[request, length] = chance
                 lengths[request] += 1
-                if lengths[request] < most[request]:
+                if lengths[request] < most[request] and chance >= TO_GO_ON * least_chance:
                     going.append(row)
         if not going:
             return HeadChains(tokens, chances, lengths)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from paceline.backends.head_chains import TO_GO_ON
 from paceline.draft.base import DraftSampling
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part
@@ -195,8 +196,9 @@ class ChosenTree(GrowingTree):
         except BackendError:  # logits that allow no guess
             self.frontier = []
             return
+        sure = self._least_score + math.log(TO_GO_ON)
         best = [node for node in self._best() if node >= level and self._goes_on(node)]
-        self.frontier = sorted(best[: self._plan.branching])
+        self.frontier = sorted([node for node in best if self._scores[node] >= sure][: self._plan.branching])
 
     def _candidates(self, node: int, row: Float32Array) -> list[tuple[int, float]]:
         """The children of a node, each with the logarithm of its chance, from a row of the draft's logits."""

@@ -86,9 +86,9 @@ class CompiledModel:
             batch.logit_rows,
         )
         held = [np.ascontiguousarray(array, dtype=np.int32) for array in given]  # until the pass is over
-        _describe(job, *held, self.workspace.row_requests, self.workspace.chains)
+        workspace = self.workspace
+        _describe(job, *held, workspace.row_requests, workspace.chains, workspace.counters)
         job[fields.KV_AT], job[fields.NUM_PAGES] = batch.pool.address, batch.pool.num_pages
-        self.workspace.counters.fill(0)
         run_passes(self._team.control, 0, self.threads, self._job_at)
         return self._logits[:outputs, : self.config.vocab_size]
 
@@ -107,11 +107,14 @@ class CompiledModel:
 
 
 @compiled(cached=True)
-def _describe(job, tokens, positions, parents, offsets, contexts, pages, logit_rows, requests, chains):  # type: ignore[no-untyped-def]
+def _describe(  # type: ignore[no-untyped-def]
+    job, tokens, positions, parents, offsets, contexts, pages, logit_rows, requests, chains, counters
+):
     """Write a batch into the job; each row's request, and whether each request's rows are a chain.
 
-    In a chain each row's parent is the row before it.
+    In a chain each row's parent is the row before it. No task is taken yet.
     """
+    counters[:] = 0
     job[fields.ROWS], job[fields.OUTPUTS], job[fields.MAX_PAGES] = (
         len(tokens),
         len(logit_rows),

@@ -1,7 +1,7 @@
 """Chains of guesses: what a draft head finds likeliest, fed back to it, pass after pass.
 
-A guess joins its chain if the chance of the whole chain is at least what was asked for. The chain then
-goes on, as long as it may, with a row in the next pass; rows of chains that end are left out of it.
+head_chains.py says which guesses join a chain and which are followed by another. Those are the rows of
+the next pass; rows of chains that end are left out of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.backends.cpu.job import (
     GUESSES_WANTED_AT,
     HIDDEN_PADDED,
     INPUTS_AT,
-    LEAST_CHANCE_AT,
+    LEAST_CHANCES_AT,
     LOGIT_ROWS_AT,
     LOGITS_AT,
     LOGITS_STRIDE,
@@ -103,13 +103,13 @@ def choose_guesses(index, threads, job):  # type: ignore[no-untyped-def]
 
 @compiled
 def _append(job, row, request):  # type: ignore[no-untyped-def]
-    """Whether the guess of a row joined the chain of its request, and whether the chain goes on."""
+    """Take the guess of a row into the chain of its request, if it may join; whether the chain goes on."""
     count = load_int32(field(job, NUM_GUESSES_AT) + 4 * request)
     place = 4 * (request * field(job, MOST_GUESSES) + count)
     chance = load_float(field(job, CHOSEN_CHANCES_AT) + 4 * row)
     if count > 0:
         chance *= load_float(field(job, CHANCES_AT) + place - 4)
-    if not chance >= load_float(field(job, LEAST_CHANCE_AT)):  # also if it is NaN
+    if not chance >= load_float(field(job, LEAST_CHANCES_AT)):  # also if it is NaN
         return False
     token = load_int32(field(job, CHOSEN_AT) + 4 * row)
     if field(job, TARGET_IDS_AT) != 0:
@@ -117,7 +117,8 @@ def _append(job, row, request):  # type: ignore[no-untyped-def]
     store_int32(field(job, GUESSES_AT) + place, token)
     store_float(field(job, CHANCES_AT) + place, chance)
     store_int32(field(job, NUM_GUESSES_AT) + 4 * request, count + 1)
-    return count + 1 < load_int32(field(job, GUESSES_WANTED_AT) + 4 * request)
+    sure = chance >= load_float(field(job, LEAST_CHANCES_AT) + 4)
+    return sure and count + 1 < load_int32(field(job, GUESSES_WANTED_AT) + 4 * request)
 
 
 @compiled

@@ -13,6 +13,7 @@ from paceline.backends.cpu.compiled_model import CompiledModel
 from paceline.backends.cpu.guesses import NEXT_ARRAYS, NEXT_CONTEXTS, NEXT_LOGIT_ROWS, NEXT_PARENTS
 from paceline.backends.cpu.head_workspace import HeadWorkspace
 from paceline.backends.cpu.workspace import address_of
+from paceline.backends.head_chains import TO_GO_ON
 from paceline.draft.heads.checkpoint import HeadCheckpoint
 from paceline.errors import BackendError, ConfigError
 
@@ -20,7 +21,7 @@ from paceline.errors import BackendError, ConfigError
 class CpuHeadRunner(CompiledModel):
     """Implements HeadRunner with the threads of a CpuBackend, and with weights that it shares."""
 
-    least_chance = 0.2  # of tokens per second on chat, math and code: docs/measurements.md
+    least_chance = 0.12  # of tokens per second on chat, math and code: docs/measurements.md
 
     def __init__(
         self, head: HeadCheckpoint, beside: CpuBackend, max_rows: int, quantization: str = "auto"
@@ -69,7 +70,7 @@ class CpuHeadRunner(CompiledModel):
         self._next_rows[NEXT_CONTEXTS, :count] -= rows.row_offsets[:-1]
         self._wanted[:count] = most
         self._lengths[:count] = 0
-        self._least_chance[0] = least_chance
+        self._least_chances[:] = least_chance, TO_GO_ON * least_chance
         job[fields.GUESSING], job[fields.MOST_GUESSES] = 1, longest
         self._run_head(batch)
         shape, used = (count, longest), count * longest
@@ -95,7 +96,7 @@ class CpuHeadRunner(CompiledModel):
     def _prepare_guesses(self, head: HeadCheckpoint) -> None:
         """Tell the job what chains of guesses need, and what stays the same."""
         job, rows = self._job, self.max_rows
-        self._least_chance = np.zeros(1, dtype=np.float32)
+        self._least_chances = np.zeros(2, dtype=np.float32)  # to be kept, and to be followed by another guess
         self._wanted, self._lengths = np.zeros(rows, dtype=np.int32), np.zeros(rows, dtype=np.int32)
         self._chosen, self._chosen_chances = np.empty(rows, dtype=np.int32), np.empty(rows, dtype=np.float32)
         self._next_rows = np.empty((NEXT_ARRAYS, rows), dtype=np.int32)  # one row a request in every pass
@@ -107,7 +108,7 @@ class CpuHeadRunner(CompiledModel):
             self._target_ids = np.ascontiguousarray(head.draft_ids, dtype=np.int32)
             job[fields.TARGET_IDS_AT] = address_of(self._target_ids)
         self._make_room(rows)
-        job[fields.LEAST_CHANCE_AT] = address_of(self._least_chance)
+        job[fields.LEAST_CHANCES_AT] = address_of(self._least_chances)
         job[fields.GUESSES_WANTED_AT] = address_of(self._wanted)
         job[fields.NUM_GUESSES_AT] = address_of(self._lengths)
         job[fields.CHOSEN_AT] = address_of(self._chosen)
