@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from paceline.train.evaluation import DRAFTED
 from paceline.train.options import TrainOptions
 from paceline.train.plot import plot
 from paceline.train.run import Trained
 from paceline.train.trainer import Record
+
+MOST_SEGMENTS = 12  # that are named
 
 Measured = dict[str, dict[str, float]]  # method -> segment -> tokens per pass
 
@@ -24,6 +29,7 @@ def write_report(
     facts = {
         "target": target,
         "options": vars(options),
+        "answers": trained.settings,
         "held_out": held_out,
         "tokens_per_pass": measured,
         "history": history,
@@ -44,14 +50,18 @@ def card(trained: Trained, target: str, options: TrainOptions, measured: Measure
         f"Trained by `paceline train {objective.method}` on the target's own answers. It only makes the",
         "target faster: with paceline the output is the target's, byte for byte.",
         "",
+        f"    paceline serve {target} --draft {objective.method}:FOLDER",
+        "",
         "| | |",
         "| --- | --- |",
         f"| answers | {len(trained.examples)}, {answered} answered tokens |",
+        f"| segments | {_segments(trained.examples.segments)} |",
+        f"| answered at | {_temperatures(trained.settings)} |",
         f"| draft vocabulary | {len(objective.draft_ids)} tokens, {100 * trained.coverage:.1f} % of those |",
         f"| size | {objective.size()} |",
         f"| training | {steps} steps of {options.batch_tokens} tokens, {objective.num_steps} tokens ahead |",
-        f"| | learning rate {options.learning_rate:g}, seed {options.seed} |",
-        f"| time | {trained.seconds / 60:.1f} minutes |",
+        f"| | learning rate {options.learning_rate:g}, loss {options.loss}, seed {options.seed} |",
+        f"| time | {trained.seconds / 60:.1f} minutes on {trained.device} |",
     ]
     if trained.held_out is not None:
         lines += ["", _held_out(trained.held_out)]
@@ -59,6 +69,18 @@ def card(trained: Trained, target: str, options: TrainOptions, measured: Measure
         lines += ["", f"Tokens per pass over the target, greedy, {DRAFTED} drafted, on held-out prompts:", ""]
         lines += _measured_table(measured)
     return "\n".join([*lines, "", "![training](training.svg)", ""])
+
+
+def _segments(segments: Sequence[str]) -> str:
+    """How many answers there are of each kind of traffic."""
+    counts = Counter(segments).most_common()
+    shown = ", ".join(f"{segment} {count}" for segment, count in counts[:MOST_SEGMENTS])
+    return shown if len(counts) <= MOST_SEGMENTS else f"{shown} and {len(counts) - MOST_SEGMENTS} more"
+
+
+def _temperatures(settings: Sequence[Mapping[str, Any]]) -> str:
+    known = sorted({float(heat) for one in settings for heat in one.get("temperatures", ())})
+    return "temperatures " + ", ".join(f"{heat:g}" for heat in known) if known else "unknown temperatures"
 
 
 def _measured_table(measured: Measured) -> list[str]:

@@ -196,6 +196,14 @@ def _parsed(path: Path, number: int, line: bytes) -> Example:
         ) from None
 
 
+def answer_settings(path: Path) -> dict[str, Any]:
+    """What the answers of a file depend on besides the prompts: its first line says it."""
+    with path.open("rb") as file:
+        first = file.readline()
+    _vocab_size(path, first)
+    return dict(json.loads(first).get("settings") or {})
+
+
 def _vocab_size(path: Path, first: bytes) -> int:
     try:
         header = json.loads(first)

@@ -27,6 +27,7 @@ from paceline.train.rows import BadRow, read_rows
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 SHAREGPT_ROLES |= {"chatgpt": "assistant", "bing": "assistant", "system": "system"}
+MAX_SEGMENT = 64  # characters of its name; it has to fit into tables
 LONGEST_TOKEN = (
     256  # characters: a text of more than so many for each token is not worth the tokenizer's time
 )
@@ -132,7 +133,8 @@ def _prompt(row: Any, row_id: str, default_segment: str) -> Prompt:
     while wrapped := [row[key] for key in ("body", "request") if isinstance(row.get(key), Mapping)]:
         row = wrapped[0]
         segment = segment or row.get("segment")
-    segment = _unicode(segment) if isinstance(segment, str) and segment else default_segment
+    named = " ".join(_unicode(segment).split()) if isinstance(segment, str) else ""
+    segment = named[:MAX_SEGMENT] or default_segment
     for key, read in CHATS.items():
         if row.get(key) is not None:
             return Prompt(row_id, segment, messages=_until_last_user(read(row[key])))

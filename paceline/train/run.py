@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from paceline.errors import ConfigError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.transformer import Transformer
 from paceline.train.batches import Indices
-from paceline.train.examples import Examples, read_examples
+from paceline.train.examples import Examples, answer_settings, read_examples
 from paceline.train.new_head import coverage
 from paceline.train.objective import Objective, WriteHead
 from paceline.train.options import TrainOptions
@@ -32,11 +33,13 @@ class Trained:
     objective: Objective
     write_untrained: WriteHead  # the head as it was before
     examples: Examples
+    settings: list[dict[str, Any]]  # of each file of answers: temperatures and so on
     held_out_examples: Indices  # [held out]
     coverage: float  # share of answered tokens that the head can guess
     history: list[Record]
     held_out: Record | None  # guesses on the held-out examples, with true tokens before them
     seconds: float
+    device: str  # where, for people
 
 
 def train_head(
@@ -68,9 +71,11 @@ def train_head(
         objective,
         write_untrained,
         examples,
+        [answer_settings(path) for path in answers],
         trainer.held_out,
         coverage(examples.answer_counts(), objective.draft_ids),
         progress.history,
         trainer.evaluate(),
         progress.seconds,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU",
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -50,7 +51,7 @@ def show_measured(measured: Measured, number: int) -> None:
     """Print the tokens per pass of each method."""
     segments = list(next(iter(measured.values())))
     title = f"tokens per pass, greedy, {DRAFTED} drafted, {number} held-out prompts"
-    table = Table("", *segments, title=title, title_justify="left")
+    table = Table("", *map(escape, segments), title=title, title_justify="left")
     for method, lengths in measured.items():
         table.add_row(method, *(f"{lengths[segment]:.2f}" for segment in segments))
     Console().print(table)

@@ -31,7 +31,10 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": text, "segment": "letters"} for text in ("abc abc", "one two", "xyz", "a b c", "q")]
+    rows = [
+        {"prompt": text, "segment": "letters [/of]\n all kinds"}
+        for text in ("abc abc", "one two", "xyz", "a b c", "q")
+    ]
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\nno JSON\n")
     return path
 
@@ -56,6 +59,8 @@ def test_prompts_become_a_head_with_its_card(
     card = (out / "README.md").read_text()
     assert "10 steps" in card
     assert "| this head |" in card
+    assert "| segments | letters [/of] all kinds " in card
+    assert "| answered at | temperatures 0, 0.8 |" in card
     facts = json.loads((out / "training.json").read_text())
     assert set(facts["tokens_per_pass"]) == {"this head", "this head, trees of 16", "untrained", "ngram"}
     assert facts["tokens_per_pass"]["ngram"]["all"] >= 1
