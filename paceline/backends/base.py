@@ -132,7 +132,7 @@ class HeadChains:
     """The likeliest guesses of a head behind each request. The arrays are valid until its next pass."""
 
     tokens: Int32Array  # [requests, most] ids of the target; those behind a request's last are meaningless
-    chances: Float32Array  # [requests, most] of the chain up to each, by the head's own softmax
+    chances: Float32Array  # [requests, most] that the chain up to each is right, as the head sees it
     lengths: Int32Array  # [requests]
 
 

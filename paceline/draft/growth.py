@@ -217,6 +217,8 @@ class ChosenTree(GrowingTree):
         # The target adds the same noise: what it chooses is among those that are ahead with the noise.
         wanted = count + RIVALS if coupled else count
         ids, chances = sampler.candidates(*place, wanted, coupled, workspace, known)
+        if sampler.greedy:
+            chances *= 0.5  # see head_chains.py
         if coupled:
             chances += gumbel(np.uint64(sampler.seed), np.uint64(place[1]), ids)
             chances -= np.logaddexp.reduce(chances)

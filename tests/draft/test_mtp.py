@@ -208,7 +208,7 @@ def test_by_name(folder):
     for config in ("mtp", tree, hybrid):
         drafted = generate(folder, config)
         assert drafted.outputs[0].token_ids == expected
-        assert drafted.metrics.speculative.num_draft_tokens > 20
+        assert drafted.metrics.speculative.num_draft_tokens > 10
         assert drafted.metrics.speculative.failed_drafters == []
 
 

@@ -75,7 +75,7 @@ def _sixteen(logits, start, count):  # type: ignore[no-untyped-def]
 
 @compiled
 def _likeliest(logits, count):  # type: ignore[no-untyped-def]
-    """The first of the largest of `count` logits, and its share of the softmax; NaN if one is."""
+    """The first of the largest of `count` logits, and the root of its share of the softmax; NaN if one is."""
     largest = spread(np.float32(-np.inf))
     for start in range(0, count, 16):
         largest = larger(largest, _sixteen(logits, start, count))
@@ -88,7 +88,7 @@ def _likeliest(logits, count):  # type: ignore[no-untyped-def]
     best = 0
     while load_float(logits + 4 * best) != top:
         best += 1
-    return best, np.float32(1) / sum_lanes(total)
+    return best, np.float32(math.sqrt(np.float32(1) / sum_lanes(total)))
 
 
 @compiled

@@ -21,7 +21,7 @@ from paceline.errors import BackendError, ConfigError
 class CpuHeadRunner(CompiledModel):
     """Implements HeadRunner with the threads of a CpuBackend, and with weights that it shares."""
 
-    least_chance = 0.12  # of tokens per second on chat, math and code: docs/measurements.md
+    least_chance = 0.35  # of tokens per second on chat, math and code: docs/measurements.md
 
     def __init__(
         self, head: HeadCheckpoint, beside: CpuBackend, max_rows: int, quantization: str = "auto"

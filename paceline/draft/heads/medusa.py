@@ -119,7 +119,7 @@ def write_medusa(head: MedusaCheckpoint, folder: Path) -> None:
 class NumpyMedusa:
     """The heads in plain numpy: where torch is not wanted, and the reference of what runs in torch."""
 
-    least_chance = 0.12  # rows are dear beside the compiled backend
+    least_chance = 0.35  # rows are dear beside the compiled backend
 
     def __init__(self, head: MedusaCheckpoint) -> None:
         self._config = head.config
