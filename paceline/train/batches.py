@@ -29,11 +29,13 @@ class Batch:
 def split(examples: Examples, held_out: float, seed: int) -> tuple[Indices, Indices]:
     """The examples to train on and those held out, each ascending.
 
-    All answers to a prompt are on the same side. At most MOST_HELD_OUT prompts are held out.
+    All answers to a prompt are on the same side. At most MOST_HELD_OUT prompts are held out, and one at
+    least, unless it is the only one or none is wanted.
     """
     number = int(examples.prompts.max()) + 1
     order = np.random.default_rng([seed, 1]).permutation(number)
-    kept = order[: min(int(held_out * number), MOST_HELD_OUT)]
+    least = int(held_out > 0 and number > 1)
+    kept = order[: min(max(int(held_out * number), least), MOST_HELD_OUT)]
     aside = np.isin(examples.prompts, kept)
     return np.flatnonzero(~aside), np.flatnonzero(aside)
 

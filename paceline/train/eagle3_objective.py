@@ -16,7 +16,7 @@ from paceline.train.eagle3 import step_losses
 from paceline.train.examples import Examples
 from paceline.train.losses import LOSSES, DraftIds, StepLosses
 from paceline.train.new_head import choose_draft_ids, head_config, head_from, new_head
-from paceline.train.objective import WriteHead, float16_weights, precision_of
+from paceline.train.objective import NEW, WriteHead, float16_weights, precision_of
 from paceline.train.options import Eagle3Options
 from paceline.train.sequences import target_states
 
@@ -36,6 +36,7 @@ class Eagle3Objective:
     ) -> None:
         """A new head, or that of `init_from`."""
         self.target, self.name, self.num_steps = target, name, options.unroll
+        self.start = NEW if init_from is None else str(init_from.source)
         if init_from is None:
             self.draft_ids = choose_draft_ids(examples.answer_counts(), options.draft_vocab_size)
             config = head_config(target.config, options, name)

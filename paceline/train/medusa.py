@@ -26,7 +26,7 @@ from paceline.train.batches import Batch
 from paceline.train.examples import Examples
 from paceline.train.losses import LOSSES, DraftIds, StepLosses, taught_losses
 from paceline.train.new_head import choose_draft_ids
-from paceline.train.objective import Int32Array, WriteHead, float16_weights, precision_of
+from paceline.train.objective import NEW, Int32Array, WriteHead, float16_weights, precision_of
 from paceline.train.options import MedusaOptions
 from paceline.train.sequences import target_states
 
@@ -50,6 +50,7 @@ class MedusaObjective:
     ) -> None:
         """New heads, or those of `init_from`."""
         self.target = target
+        self.start = NEW if init_from is None else str(init_from.source)
         if init_from is None:
             self.draft_ids = choose_draft_ids(examples.answer_counts(), options.draft_vocab_size)
             sizes = options.heads, options.layers, target.config.hidden_size, len(self.draft_ids)

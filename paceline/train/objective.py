@@ -18,6 +18,7 @@ from paceline.models.transformer import Transformer
 from paceline.train.batches import Batch
 from paceline.train.losses import StepLosses
 
+NEW = "new"
 Int32Array = npt.NDArray[np.int32]
 WriteHead = Callable[[Path], None]  # writes a head into a folder
 
@@ -30,6 +31,7 @@ class Objective(Protocol):
     target: Transformer
     draft_ids: Int32Array  # [draft vocabulary] what it can guess
     num_steps: int  # tokens ahead that it learns to guess
+    start: str  # what it began as: NEW, or the head that is trained further
 
     @property
     def network(self) -> nn.Module:

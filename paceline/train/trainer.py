@@ -199,7 +199,8 @@ class Trainer:
         options = dict(vars(self.options))
         options.pop("checkpoint_every")
         sizes = {"examples": len(self.examples), "tokens": len(self.examples.tokens)}
-        return {"method": self.objective.method, **options, **sizes, "processes": self.processes.number}
+        head = {"method": self.objective.method, "start": self.objective.start}
+        return {**head, **options, **sizes, "processes": self.processes.number}
 
     def _planned_steps(self) -> int | None:
         """The steps of the run, as far as they are known before it begins."""

@@ -111,10 +111,12 @@ def test_a_checkpoint_of_another_run_is_refused(
         trainer(target, examples, tmp_path, Eagle3Options(**{**vars(OPTIONS), "unroll": 2}))
 
 
-def test_the_head_learns_to_guess_its_target(target: Transformer, examples: Examples, tmp_path: Path) -> None:
-    run = trainer(
-        target, examples, tmp_path, Eagle3Options(**{**vars(OPTIONS), "max_steps": 60, "learning_rate": 1e-2})
-    )
+@pytest.mark.parametrize("loss", ["kl", "lk"])
+def test_the_head_learns_to_guess_its_target(
+    target: Transformer, examples: Examples, tmp_path: Path, loss: str
+) -> None:
+    changed = {"max_steps": 60, "learning_rate": 1e-2, "loss": loss}
+    run = trainer(target, examples, tmp_path, Eagle3Options(**{**vars(OPTIONS), **changed}))
     history = run.train().history
     assert history[-1].loss < 0.95 * history[0].loss
     assert history[-1].matches[0] > history[0].matches[0]
@@ -143,6 +145,11 @@ def test_an_epoch_has_every_example_once_and_no_batch_is_too_large(examples: Exa
             assert collate(examples, indices, torch.device("cpu")).tokens.numel() <= 96
     first, second = (np.concatenate(epoch_batches(examples, chosen, 96, 0, epoch)) for epoch in range(2))
     assert first.tolist() != second.tolist()
+
+
+def test_one_prompt_at_least_is_held_out_unless_none_is_wanted(examples: Examples) -> None:
+    assert len(np.unique(examples.prompts[split(examples, 0.001, seed=0)[1]])) == 1
+    assert not len(split(examples, 0.0, seed=0)[1])
 
 
 def test_all_answers_to_a_prompt_are_held_out_or_none(examples: Examples) -> None:
