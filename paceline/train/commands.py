@@ -123,7 +123,7 @@ def medusa_command(
     device: Device = "auto",
     evaluate: Evaluate = 40,
 ) -> None:
-    """Train Medusa heads: the same, with heads that each guess one token further ahead."""
+    """Train Medusa heads: the target answers the prompts, each head learns to guess a token further ahead."""
     from paceline.draft.heads.medusa import load_medusa
     from paceline.train.job import Job, train
     from paceline.train.medusa import MedusaObjective

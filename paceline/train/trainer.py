@@ -32,6 +32,7 @@ from paceline.train.processes import Alone, Processes
 
 TIMED_STEPS = 30  # over so many the speed is measured that says how many steps fit into `minutes`
 RECORD_EVERY = 10  # steps between two records of the history
+CHECKPOINT_SECONDS = 300.0  # at most between two checkpoints, where steps are slow
 LOWEST_RATE = 0.02  # of the learning rate, at the end
 
 
@@ -96,6 +97,7 @@ class Trainer:
         started, before = time.monotonic(), progress.seconds
         batches = all_batches(self.examples, self.chosen, options.batch_tokens, options.seed)
         losses: list[StepLosses] = []
+        saved = progress.seconds
         rank, number = self.processes.rank, self.processes.number
         for indices in islice(batches, progress.step * number + rank, None, number):
             if progress.total is not None and progress.step >= progress.total:
@@ -114,10 +116,17 @@ class Trainer:
                 self._plan()
                 on_progress(progress)
             # only where a record ends: the history then has no gap after a resume
-            if progress.step % options.checkpoint_every == 0 and not losses:
+            if not losses and self._is_due(saved):
                 self.save()
+                saved = progress.seconds
         self.save()
         return progress
+
+    def _is_due(self, saved: float) -> bool:
+        """Whether to write a checkpoint now, the last one being of `saved` seconds."""
+        progress = self.progress
+        late = progress.seconds - saved > CHECKPOINT_SECONDS
+        return late or progress.step % self.options.checkpoint_every == 0
 
     def step(self, indices: Indices) -> StepLosses:
         """One optimizer step over the examples at these indices."""

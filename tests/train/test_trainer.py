@@ -15,6 +15,7 @@ import torch
 from paceline.errors import ConfigError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.transformer import Transformer
+from paceline.train import trainer as trainer_module
 from paceline.train.batches import Indices, all_batches, collate, epoch_batches, split
 from paceline.train.eagle3_objective import Eagle3Objective
 from paceline.train.examples import Examples
@@ -83,6 +84,17 @@ def test_a_killed_run_that_is_resumed_ends_with_the_same_bits(
     assert torch.equal(weights(whole), weights(resumed))
     assert whole.progress.history == resumed.progress.history
     assert whole.evaluate() == resumed.evaluate()
+
+
+def test_slow_steps_have_checkpoints_more_often(
+    target: Transformer, examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_module, "CHECKPOINT_SECONDS", 0.0)
+    run = trainer(target, examples, tmp_path, Eagle3Options(**{**vars(OPTIONS), "checkpoint_every": 1000}))
+    written: list[int] = []
+    monkeypatch.setattr(run, "save", lambda: written.append(run.progress.step))
+    run.train()
+    assert written == [10, 20, 20]  # where a record ends, and at the end of the run
 
 
 def test_a_finished_run_is_not_trained_again(target: Transformer, examples: Examples, tmp_path: Path) -> None:
