@@ -83,7 +83,9 @@ class Passes(ABC, Generic[Output]):
         """What one pass can compute of the contexts up to their last tokens, after passes over the rest."""
         while True:
             starts = [min(self._cache.computed(context), len(context.tokens) - 1) for context in contexts]
-            missing = sum(len(context.tokens) for context in contexts) - sum(starts)
+            missing = sum([len(context.tokens) for context in contexts]) - sum(starts)
+            if len(contexts) == 1 and missing <= self._max_rows:  # there is none to share pages with
+                break
             chunks = self._chunks(contexts, starts)
             nothing_waits = sum(len(chunk.tokens) for chunk in chunks) + len(contexts) == missing
             if nothing_waits and missing <= self._max_rows:

@@ -78,8 +78,9 @@ class HeadPasses(Passes[HeadOutput]):
         """A pass over known tokens, with pages for `room` guesses behind them."""
         # the slot of token j reads the feature of token j - 1
         spans = [(part.context.pages, part.start - 1, part.start - 1 + len(part.tokens)) for part in parts]
-        states = np.concatenate([self._pages.features(*span) for span in spans])
-        return HeadBatch(self.batch(parts, room), states, from_target=True)
+        states = [self._pages.features(*span) for span in spans]
+        joined = states[0] if len(states) == 1 else np.concatenate(states)
+        return HeadBatch(self.batch(parts, room), joined, from_target=True)
 
     def run_guesses(self, parts: Sequence[Part], states: Float32Array) -> HeadOutput:
         """A pass over nodes of trees, which reads states of the head's own: [rows, hidden]."""

@@ -65,12 +65,12 @@ class CpuHeadRunner(CompiledModel):
         count, longest = rows.num_requests, max(most)
         if count * longest > len(self._guesses):
             self._make_room(count * longest)
-        # the first guess lies behind the rows of the pass
-        self._next_rows[NEXT_CONTEXTS, :count] = rows.context_lengths + rows.row_offsets[1:]
-        self._next_rows[NEXT_CONTEXTS, :count] -= rows.row_offsets[:-1]
+        contexts = self._next_rows[NEXT_CONTEXTS, :count]  # the first guess lies behind the rows of the pass
+        np.add(rows.context_lengths, rows.row_offsets[1:], out=contexts)
+        contexts -= rows.row_offsets[:-1]
         self._wanted[:count] = most
         self._lengths[:count] = 0
-        self._least_chances[:] = least_chance, TO_GO_ON * least_chance
+        self._least_chances[0], self._least_chances[1] = least_chance, TO_GO_ON * least_chance
         job[fields.GUESSING], job[fields.MOST_GUESSES] = 1, longest
         self._run_head(batch)
         shape, used = (count, longest), count * longest
