@@ -59,7 +59,9 @@ def train(job: Job, options: TrainOptions, start: Start) -> None:
         return
     with writing(job.out, "Make room: the same command writes the head, nothing is trained again."):
         trained.objective.snapshot()(job.out)
-        measured = _measure(model, trained, job.out, job.evaluate, options.seed)
+        write_report(trained, model.name, options, {}, job.out)  # in case that it cannot be measured
+    measured = _measure(model, device, trained, job.out, job.evaluate, options.seed)
+    with writing(job.out, "Make room: the same command measures the head again."):
         write_report(trained, model.name, options, measured, job.out)
     print(
         f"The head is in {job.out}: serve with --draft {trained.objective.method}:{job.out}", file=sys.stderr
@@ -95,7 +97,7 @@ def _enough_memory(smaller: str) -> Iterator[None]:
         ) from error
 
 
-def _measure(model: Path, trained: Trained, out: Path, number: int, seed: int) -> Measured:
+def _measure(model: Path, device: str, trained: Trained, out: Path, number: int, seed: int) -> Measured:
     """Tokens per pass of the head, of what it was before, and of n-gram drafts, on held-out prompts."""
     from paceline.llm import LLM
     from paceline.train.evaluation import contestants, held_out_prompts, tokens_per_pass
@@ -106,7 +108,7 @@ def _measure(model: Path, trained: Trained, out: Path, number: int, seed: int) -
     with TemporaryDirectory() as untrained:
         trained.write_untrained(Path(untrained))
         measured = tokens_per_pass(
-            lambda config: LLM(str(model), speculative_config=config),
+            lambda config: LLM(str(model), device=device, speculative_config=config),
             prompts,
             contestants(trained.objective.method, out, Path(untrained)),
         )

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.draft.heads.checkpoint import load_head
 from paceline.draft.heads.medusa import load_medusa
 from paceline.models.registry import load_checkpoint
 from paceline.terminal.flags import Group
+from paceline.train import job
 from paceline.train.commands import ANSWERS, EAGLE3, MEDUSA, SEED
 from paceline.train.make_answers import AnswerOptions
 from paceline.train.options import Eagle3Options, MedusaOptions, TrainOptions
@@ -146,6 +148,19 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_answered(
     assert code == 2
     assert "Give another folder with --out" in told
     assert "answers" not in told
+
+
+def test_a_gpu_without_memory_is_told_with_the_remedy(
+    paceline: Run, tiny_gguf: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(job, "train_head", full)
+    short = ("--device", "cpu", "--max-tokens", "4")
+    code, _, told = paceline("train", "eagle3", tiny_gguf, "--data", prompts, "--out", tmp_path / "h", *short)
+    assert code == 2
+    assert "give a smaller --batch-tokens and another folder" in told
 
 
 def test_flags_of_answering_are_those_of_its_options() -> None:
