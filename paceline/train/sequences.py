@@ -96,6 +96,12 @@ def run_layers(
 
 def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """The function for a GPU, its many small steps compiled into few kernels, for arguments of any length."""
+    from torch._dynamo import config as tracing
+    from torch._inductor import config as compiling
+
+    # Kernels must not depend on which shapes came first, nor on a stopwatch: a resumed run meets other ones.
+    compiling.deterministic = True
+    tracing.recompile_limit = 64
     return torch.compile(function, dynamic=True)
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,9 @@ from paceline.train.objective import Objective
 from paceline.train.options import TrainOptions
 from paceline.train.processes import Alone, Processes
 
-TIMED_STEPS = 30  # over so many the speed is measured that says how many steps fit into `minutes`
+TIMED_RECORDS = (
+    9  # the median of so many says how many steps fit into `minutes`: compiling slows some of them
+)
 RECORD_EVERY = 10  # steps between two records of the history
 CHECKPOINT_SECONDS = 300.0  # at most between two checkpoints, where steps are slow
 LOWEST_RATE = 0.02  # of the learning rate, at the end
@@ -85,7 +89,7 @@ class Trainer:
         )
         weights = [options.step_decay**step for step in range(objective.num_steps)]
         self.weights = torch.tensor(weights, device=self.device)
-        self._timed_from: tuple[int, float] | None = None  # step and seconds
+        self._times: deque[float] = deque(maxlen=TIMED_RECORDS + 1)  # seconds at the latest records
         self.path = folder / "checkpoint.safetensors"
         self.progress = Progress(total=self._planned_steps())
         if self.path.is_file():
@@ -225,18 +229,16 @@ class Trainer:
         return -(-batches // self.processes.number)
 
     def _plan(self) -> None:
-        """Decide how many steps fit into the minutes, once the speed is known."""
+        """Decide how many steps fit into the minutes, and think again until half of them are done."""
         progress = self.progress
-        if progress.total is not None or self.options.minutes is None:
+        settled = progress.total is not None and progress.step > progress.total / 2
+        if self.options.minutes is None or settled:
             return
-        if self._timed_from is None:  # after the first steps, which are slower
-            self._timed_from = progress.step, progress.seconds
-            return
-        step, seconds = self._timed_from
-        if progress.step - step >= TIMED_STEPS:
-            seconds_per_step = (progress.seconds - seconds) / (progress.step - step)
-            left = self.options.minutes * 60 - progress.seconds
-            progress.total = self.processes.agree(progress.step + max(0, int(left / seconds_per_step)))
+        self._times.append(progress.seconds)
+        if len(self._times) > 3:
+            records = [after - before for before, after in pairwise(self._times)]
+            left = (self.options.minutes * 60 - progress.seconds) / statistics.median(records)
+            progress.total = self.processes.agree(progress.step + max(0, int(left * RECORD_EVERY)))
 
     def _learning_rate(self) -> float:
         """Warm-up, then half a cosine down to LOWEST_RATE."""
