@@ -161,6 +161,38 @@ def test_a_coupled_tree_holds_what_a_target_with_equal_logits_chooses():
     assert found > 40 * 2
 
 
+@pytest.mark.parametrize(("share", "length"), [(0.9, 9), (0.72, 5), (0.5, 3), (0.4, 2), (0.17, 1), (0.1, 0)])
+def test_a_chain_ends_where_it_is_unlikely_to_be_right(share, length):
+    """With a token of this share at every node, the chance of a chain of n is the n-th power of its root.
+
+    A guess is kept from 0.35 on, and another one follows it from 0.49 on.
+    """
+
+    def likely(path):
+        logits = np.zeros(VOCAB, dtype=np.float32)
+        logits[20 + len(path)] = np.log(share / (1 - share) * (VOCAB - 1))
+        return logits
+
+    plan, scales = DraftPlan("eagle3", 9), Scales(same_ids(), Workspace(VOCAB), least_chance=0.35)
+    tree = ChosenTree(context_of(request_of(temperature=0)), plan, scales, coupled=True)
+    grown(tree, likely)
+    assert paths_of(tree) == [tuple(range(20, 20 + depth)) for depth in range(1, length + 1)]
+
+
+@pytest.mark.parametrize("branching", [1, 2])
+def test_drawn_tokens_are_never_left_out_and_trees_have_the_size_they_were_asked_for(branching):
+    """Whether a drawn token is verified must not depend on which one it is."""
+    scales = Scales(same_ids(), Workspace(VOCAB), least_chance=0.9)
+    plan = DraftPlan("eagle3", 6, branching)
+    drawn = DrawnTree(context_of(request_of(temperature=1.0, seed=3)), plan, scales)
+    grown(drawn)
+    assert len(drawn.finished().tokens) == 6
+    if branching > 1:
+        chosen = ChosenTree(context_of(request_of(temperature=0)), plan, scales, coupled=True)
+        grown(chosen)
+        assert len(chosen.finished().tokens) == 6
+
+
 @pytest.mark.parametrize(
     ("budget", "branching", "levels"), [(1, 1, 1), (5, 1, 5), (9, 2, 9), (20, 4, 3), (50, 2, 3)]
 )
