@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,7 @@ class MedusaObjective:
             self.config = MedusaConfig(*sizes, name)
             self.network = new_medusa(self.config, target, self.draft_ids)
         else:
-            self.config, self.draft_ids = init_from.config, _ids_of(init_from, target)
+            self.config, self.draft_ids = replace(init_from.config, target=name), _ids_of(init_from, target)
             self.network = TorchMedusa.load(init_from, target.embedding.device, torch.float32)
             self.network.requires_grad_(True)
         self.num_steps = self.config.num_heads

@@ -86,7 +86,8 @@ def test_heads_learn_and_what_is_written_is_what_was_trained(
     assert trained.draft_ids is not None
     assert trained.draft_ids.tolist() == objective.draft_ids.tolist()
     assert not untrained.tensors["blocks.2.layers.0.weight"].float32().any()
-    further = MedusaObjective(target, examples, OPTIONS, init_from=trained)
+    further = MedusaObjective(target, examples, OPTIONS, TargetName("def", "tuned"), init_from=trained)
+    assert further.config == replace(trained.config, target=TargetName("def", "tuned"))
     for (name, parameter), own in zip(
         further.network.named_parameters(), objective.network.parameters(), strict=True
     ):
