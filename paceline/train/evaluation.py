@@ -11,6 +11,7 @@ from typing import Any
 from paceline.llm import LLM
 from paceline.train.batches import Indices
 from paceline.train.examples import Examples
+from paceline.train.objective import NEW
 from paceline.verify.params import SamplingParams
 
 DRAFTED = 5  # tokens of a draft, in a chain
@@ -36,8 +37,11 @@ def held_out_prompts(examples: Examples, held_out: Indices, number: int, seed: i
     ]
 
 
-def contestants(method: str, head: Path, untrained: Path) -> dict[str, dict[str, Any]]:
-    """Speculative configurations to compare, by what they are called in a table."""
+def contestants(method: str, head: Path, before: Path, start: str) -> dict[str, dict[str, Any]]:
+    """Speculative configurations to compare, by what they are called in a table.
+
+    `before` is the head as it was before training, which began from `start`.
+    """
     chain = {"num_speculative_tokens": DRAFTED}
     full = {**chain, "min_prob": 0.0}  # as long as asked, however unsure
     tree = {"num_speculative_tokens": TREE_NODES, "branching": TREE_BRANCHING, "depth": DRAFTED}

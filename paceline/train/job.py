@@ -105,12 +105,13 @@ def _measure(model: Path, device: str, trained: Trained, out: Path, number: int,
     prompts = held_out_prompts(trained.examples, trained.held_out_examples, number, seed)
     if not prompts:
         return {}
-    with TemporaryDirectory() as untrained:
-        trained.write_untrained(Path(untrained))
+    objective = trained.objective
+    with TemporaryDirectory() as before:
+        trained.write_untrained(Path(before))
         measured = tokens_per_pass(
             lambda config: LLM(str(model), device=device, speculative_config=config),
             prompts,
-            contestants(trained.objective.method, out, Path(untrained)),
+            contestants(objective.method, out, Path(before), objective.start),
         )
     show_measured(measured, len(prompts))
     return measured
