@@ -48,7 +48,7 @@ def contestants(method: str, head: Path, before: Path, start: str) -> dict[str, 
     return {
         "this head": {"method": method, "model": str(head), **full},
         f"this head, trees of {TREE_NODES}": {"method": method, "model": str(head), **tree},
-        "untrained": {"method": method, "model": str(untrained), **full},
+        "untrained" if start == NEW else "before": {"method": method, "model": str(before), **full},
         "ngram": {"method": "ngram", **chain},
     }
 
