@@ -34,11 +34,15 @@ class Controller(Protocol):
 class FixedController:
     """Gives every request what it asks for, and the others one plan; by default plain decoding."""
 
-    def __init__(self, plan: DraftPlan = PLAIN) -> None:
+    def __init__(self, plan: DraftPlan = PLAIN, most_running: int | None = None) -> None:
+        """While more than `most_running` requests run, those that ask for nothing are not drafted for."""
         self._plan = plan
+        self._most_running = most_running
 
     def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
-        return [self._plan if request.plan is None else request.plan for request in running]
+        crowded = self._most_running is not None and load.running > self._most_running
+        unasked = PLAIN if crowded else self._plan
+        return [unasked if request.plan is None else request.plan for request in running]
 
     def observe(self, stats: StepStats) -> None:
         pass

@@ -22,6 +22,10 @@ from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer
 from paceline.verify.rules import RULES
 
+# Unasked, drafts are made while no more requests than this run: the rows of a crowd fill a pass on a CPU
+# already, and with 4 requests a draft costs more than it saves.
+FEW = 2
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -104,7 +108,7 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         num_pages=size.num_pages,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         seed=config.seed,
-        controller=FixedController(speculation.default_plan),
+        controller=FixedController(speculation.default_plan, FEW if _is_unasked(config) else None),
         drafters=drafters,
         plans={name: own.plan for name, own in speculation.drafters.items()},
         rule=RULES[speculation.rule].verify,
@@ -115,7 +119,11 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
 
 def _speculation(config: EngineConfig, model: LoadedModel) -> Speculation:
     """What was asked for; if nothing was, drafts by the head that is shipped for the model, if one is."""
-    asked = config.speculative
-    if asked.speculative_config is None and model.backend.supports_features:
-        asked = SpeculativeOptions(default_method(model.fingerprint))
-    return asked.speculation()
+    if _is_unasked(config) and model.backend.supports_features:
+        return SpeculativeOptions(default_method(model.fingerprint)).speculation()
+    return config.speculative.speculation()
+
+
+def _is_unasked(config: EngineConfig) -> bool:
+    """Whether the user left it to us what drafts."""
+    return config.speculative.speculative_config is None

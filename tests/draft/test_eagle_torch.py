@@ -188,10 +188,10 @@ def saved_head(head: HeadCheckpoint, folder: Path) -> str:
     return str(folder)
 
 
-def generate(model, speculative_config):
+def generate(model, speculative_config, requests=1):
     llm = LLM(model, speculative_config=speculative_config, backend="torch", threads=1, max_model_len=200)
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True)
-    return llm.generate([list(range(3, 60))], params, use_tqdm=False)[0]
+    return llm.generate([list(range(3, 60))] * requests, params, use_tqdm=False)[0]
 
 
 def test_by_name(model, tmp_path):
@@ -234,7 +234,9 @@ def test_the_head_that_is_shipped_for_a_target_is_found_without_a_name(model, tm
     saved_head(random_checkpoint(replace(EAGLE3, target=mine)), tmp_path / "eagle3" / "b")
     assert generate(model, "eagle3").metrics.speculative.num_draft_tokens > 50
     assert "drafting with the eagle3 head that is shipped for b" in caplog.text
-    # and it drafts by default, unless told otherwise
+    # and it drafts by default, for few requests at once, unless told otherwise
     assert generate(model, None).metrics.speculative.num_draft_tokens > 50
+    assert generate(model, None, requests=3).metrics.speculative.num_draft_tokens == 0
+    assert generate(model, "eagle3", requests=3).metrics.speculative.num_draft_tokens > 50
     for other in ("off", "grammar"):
         assert generate(model, other).metrics.speculative.num_draft_tokens == 0
