@@ -82,11 +82,11 @@ def test_a_chain_ends_where_its_chance_becomes_too_small(subject):
     every, most = range(4), [9] * 4
     chances = np.sort(subject.expected(every, most, 0.0).chances.ravel())
     ends = set()
-    for least in chances[::4] * 1.0001:  # between two chances, not at one
+    for least in chances[::5] * 1.0001:  # between two chances, not at one
         expected = subject.expected(every, most, float(least))
-        assert_same(subject.found(2, every, most, float(least)), expected)
+        assert_same(subject.found(1, every, most, float(least)), expected)
         ends.add(tuple(expected.lengths.tolist()))
-    assert len(ends) > 5
+    assert len(ends) > 4
     assert any(0 in lengths for lengths in ends)
 
 
