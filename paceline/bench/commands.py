@@ -200,7 +200,8 @@ def head_command(
     options = HeadOptions(model, head, workloads, num_speculative_tokens, form, threads, peer_python)
     with progress(options.num_turns) as on_turn:
         comparison = compare_head(options, on_turn)
-    report.show([head_table(comparison)], [], comparison.facts())
+    notes = ["These are counts, not times: the machine need not be quiet for them."]
+    report.show([head_table(comparison)], notes, comparison.facts())
 
 
 @app.command("drafting")
