@@ -60,6 +60,8 @@ PLANS: dict[str, Any] = {
     },
     "hybrid": "hybrid",
     "hybrid tree": {"method": "hybrid", "num_speculative_tokens": 12, "branching": 3},
+    "eagle3": "eagle3",
+    "eagle3 tree": {"method": "eagle3", "num_speculative_tokens": 9, "branching": 3, "depth": 4},
     "medusa": "medusa",
     "medusa tree": {"method": "medusa", "num_speculative_tokens": 9, "branching": 3},
     "layerskip tree": {"method": "layerskip", "num_speculative_tokens": 6, "branching": 3, "depth": 2},
@@ -70,13 +72,17 @@ Configs = dict[str, dict[str, Any]]  # a speculative_config for each method
 
 
 def drafters(draft_model: str | None, medusa: str | None = None) -> Configs:
-    """A speculative_config for each method. The draft is quantized otherwise than the target: it errs."""
+    """A speculative_config for each method; of eagle3, the head that is shipped for the target.
+
+    The draft model is quantized otherwise than the target: it errs.
+    """
     draft = {"method": "draft_model", "model": draft_model, "quantization": "int8"}
     fallback = {"method": "ngram"} if draft_model is None else draft
     configs: Configs = {
         "ngram": {"method": "ngram"},
         "suffix": {"method": "suffix"},
         "hybrid": {"method": "hybrid", "fallback": fallback, "combine": "tree"},
+        "eagle3": {"method": "eagle3"},
         "layerskip": {"method": "layerskip", "exit_layer": 20},  # so many that some guesses are right
     }
     if draft_model is not None:

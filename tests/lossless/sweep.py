@@ -149,7 +149,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--samplings", type=int, default=1, help="for each prompt and method")
     parser.add_argument(
         "--methods",
-        default="ngram,suffix,hybrid,draft_model,layerskip,medusa",
+        default="ngram,suffix,hybrid,draft_model,layerskip,eagle3,medusa",
         help="with commas between",
     )
     parser.add_argument("--draft-model", help="of draft_model and hybrid; without it there is no draft_model")

@@ -89,9 +89,9 @@ def test_prompts_computed_in_small_chunks(
 def test_requests_preempted_in_the_middle_of_speculation(
     model: LoadedModel, truth: Truth, cases: list[Case]
 ) -> None:
-    # of whom none keeps keys and values: pages are easy to count
-    configs = [drafters(None)[name] for name in ("ngram", "suffix", "hybrid")]
-    names = ("ngram", "suffix", "hybrid tree", "suffix tree")
+    # of whom none keeps many keys and values: pages are easy to count
+    configs = [drafters(None)[name] for name in ("ngram", "suffix", "hybrid", "eagle3")]
+    names = ("ngram", "suffix", "eagle3", "hybrid tree", "suffix tree", "eagle3 tree")
     plans = [PLANS[name] for name in islice(cycle(names), len(cases))]
     longest = max(len(case.prompt) for case in cases) + TOKENS
     tight = make_engine(
