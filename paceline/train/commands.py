@@ -54,8 +54,10 @@ EAGLE3: Group = (
     *TRAINING,
     Flag("unroll", int, 5, "Draft steps that are trained."),
     Flag("intermediate_size", int | None, None, "Of the head's MLP; the target's, if left out."),
-    Flag("fc_norm", bool, False, "EAGLE-3.1: a norm for each feature.", "--fc-norm"),
-    Flag("norm_output", bool, False, "EAGLE-3.1: feed back the normed state.", "--norm-output"),
+    Flag("fc_norm", bool, True, "EAGLE-3.1: a norm for each feature.", "--fc-norm/--no-fc-norm"),
+    Flag(
+        "norm_output", bool, True, "EAGLE-3.1: feed back the normed state.", "--norm-output/--no-norm-output"
+    ),
 )
 MEDUSA: Group = (
     *having(TRAINING, learning_rate=1e-3),

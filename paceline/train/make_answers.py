@@ -46,7 +46,9 @@ class Answered:
     skipped: Skipped
 
 
-def open_answerer(checkpoint: Checkpoint, tokenizer: Tokenizer, device: str) -> tuple[Answerer, int]:
+def open_answerer(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, device: str, options: AnswerOptions
+) -> tuple[Answerer, int]:
     """What answers on this device, and how many prompts it likes to get at once."""
     if device == "cpu":
         from paceline.llm import LLM
@@ -59,7 +61,8 @@ def open_answerer(checkpoint: Checkpoint, tokenizer: Tokenizer, device: str) -> 
     from paceline.train.sequences import load_target
 
     target = load_target(checkpoint, torch.device(device), torch.bfloat16)
-    return Sampler(target, tokenizer.eos_ids), 1024
+    sampler = Sampler(target, tokenizer.eos_ids)
+    return sampler, sampler.batch_size(options.max_prompt_tokens, options.max_tokens)
 
 
 def make_answers(
@@ -80,7 +83,7 @@ def make_answers(
     settings = {"model": model.name, **vars(options)}
     checkpoint = load_checkpoint(model)
     writer = ExampleWriter(out, checkpoint.config.vocab_size, settings)
-    answerer, batch_size = open_answerer(checkpoint, tokenizer, device)
+    answerer, batch_size = open_answerer(checkpoint, tokenizer, device, options)
     skipped = Skipped()
 
     def prompts() -> Iterator[Prompt]:

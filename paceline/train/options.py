@@ -60,8 +60,8 @@ class Eagle3Options(TrainOptions):
 
     unroll: int = 5  # draft steps that are trained
     intermediate_size: int | None = None  # of the head's MLP; None: the target's
-    fc_norm: bool = False  # EAGLE-3.1: a norm for each feature
-    norm_output: bool = False  # EAGLE-3.1: feed back the normed state
+    fc_norm: bool = True  # EAGLE-3.1: a norm for each feature
+    norm_output: bool = True  # EAGLE-3.1: feed back the normed state
 
     def __post_init__(self) -> None:
         super().__post_init__()
