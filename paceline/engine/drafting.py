@@ -195,4 +195,5 @@ def draft_facts(part: Scheduled, parents: Sequence[int], accepted: int, num_toke
         nodes=len(parents),
         depth=depth,
         accepted=min(accepted, num_tokens),
+        child=part.request.child,
     )

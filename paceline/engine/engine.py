@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from paceline.backends.base import Backend, Float32Array, ForwardBatch
 from paceline.constrain.compiler import GrammarCompiler, GrammarTokenizer
 from paceline.constrain.drafter import GrammarDrafter
@@ -313,6 +315,7 @@ class Engine:
         drafts = self._count_drafts(parts, trees, verdicts, deltas, times)
         stats = self.state()
         stats.requests, stats.rows = len(parts), batch.num_rows
+        stats.attended = int(np.diff(batch.row_offsets) @ batch.context_lengths)
         stats.prefill_tokens = known - sum([part.num_tokens == 1 for part in parts])
         stats.new_tokens = sum([len(delta.token_ids) for delta in deltas])
         stats.drafted, stats.drafts = batch.num_rows - known, tuple(drafts)

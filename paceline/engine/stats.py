@@ -15,6 +15,7 @@ class DraftFacts:
     nodes: int
     depth: int  # levels of the draft that could be tried: none below a token that ended the request
     accepted: int  # nodes on the accepted path
+    child: int = 0  # which of the n outputs of request_id
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class StepStats:
     requests: int = 0  # requests in the pass
     failed: bool = False  # the pass raised: its requests have ended with the error
     rows: int = 0  # rows of the pass
+    attended: int = 0  # keys of committed tokens that its rows read, summed over the rows
     prefill_tokens: int = 0  # rows that only compute known tokens, beyond each request's last
     new_tokens: int = 0  # tokens that requests gained
     drafted: int = 0  # draft nodes in the pass

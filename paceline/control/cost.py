@@ -1,0 +1,168 @@
+"""What a step costs: seconds of the target's pass by its rows, and of the drafters' calls.
+
+Both are learned from every step. A pass is priced by a table over row counts, because tiles and graphs
+make steps in it; a drafter's call by a sum of a few terms, because few calls must be enough to know it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Float64Array = npt.NDArray[np.float64]
+Numbers = Float64Array | float
+
+SCALE_RATE = 0.05  # how far one step moves the price of all row counts
+SHAPE_RATE = 0.05  # and that of its own, when that has been seen often
+OUTLIER = 1.5  # times the expected: a step that took longer counts as this much
+FAR = 1e6  # rows: where the table ends
+FORGET = 0.98  # weight of a drafter's call after another one
+WARM_UP = 2  # calls of a drafter of which the cheapest counts: the first ones fill its caches
+
+
+class StepCosts:
+    """Seconds of a step without its drafters, by rows and by what they attend to.
+
+    Row counts that were seen have a price of their own. Between them it is linear, and above the largest it
+    goes on as between the last two.
+    """
+
+    def __init__(self, rows: Sequence[int], seconds: Sequence[float], per_key: float = 0.0) -> None:
+        """From measured passes of so many rows, ascending; `per_key` more for each key that a row reads."""
+        assert len(rows) == len(seconds) >= 2
+        self._rows = [*map(float, rows), FAR]  # [points]
+        self._seconds = [*map(float, seconds), 0.0]  # [points] the last one follows from the two before it
+        self._visits = [2] * len(rows)
+        self._scale = 1.0
+        self.per_key = per_key
+        self._extend()
+
+    def seconds(self, rows: Numbers, keys: float) -> Float64Array:
+        """[...] seconds of passes of so many rows (fractions too), each of which reads `keys` keys."""
+        table = np.interp(rows, self._rows, self._seconds)
+        return np.asarray(self._scale * (table + self.per_key * keys * np.asarray(rows)))
+
+    def observe(self, rows: int, attended: int, seconds: float) -> None:
+        """Take in a pass whose rows read `attended` keys together.
+
+        The price of a row count that was seldom seen follows quickly. If one that is well known takes longer,
+        the machine has become slower, and all prices follow.
+        """
+        point = self._point(rows)
+        expected = self._scale * (self._seconds[point] + self.per_key * attended)
+        surprise = math.log(min(max(seconds / expected, 1 / OUTLIER), OUTLIER))
+        self._scale *= math.exp(SCALE_RATE * surprise)
+        self._visits[point] += 1
+        self._seconds[point] *= math.exp(max(SHAPE_RATE, 1.0 / self._visits[point]) * surprise)
+        self._extend()
+
+    def _point(self, rows: int) -> int:
+        """The place of this row count among the points; above 32 rows that of the nearest multiple of 8."""
+        place = float(rows if rows <= 32 else (rows + 4) // 8 * 8)
+        point = bisect_left(self._rows, place)
+        if self._rows[point] != place:
+            self._seconds.insert(point, float(np.interp(place, self._rows, self._seconds)))
+            self._rows.insert(point, place)
+            self._visits.insert(point, 0)
+        return point
+
+    def _extend(self) -> None:
+        """Let the table go on behind its last two points."""
+        before, last, far = self._rows[-3:]
+        less, more, _ = self._seconds[-3:]
+        self._seconds[-1] = more + max(0.0, (more - less) / (last - before)) * (far - last)
+
+    def table(self) -> tuple[list[int], list[float]]:
+        """Row counts and seconds that another model can begin with."""
+        return [int(rows) for rows in self._rows[:-1]], [self._scale * own for own in self._seconds[:-1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a drafter."""
+
+    drafter: str
+    requests: int
+    levels: int  # of the deepest draft
+    nodes: int  # of all drafts
+
+
+TERMS = 4  # of a call's price: the call, each request, each level, each node
+# How much is needed to believe that a term costs something. What could be a price of levels is taken for
+# one: if it is not, short drafts are tried once too often, and not once too seldom.
+DOUBTS = (0.3, 0.3, 0.01, 0.03)
+
+
+class DraftCosts:
+    """Seconds of drafters' calls: so much for a call, a request, a level and a node, never below 0.
+
+    The terms of all drafters are fitted together, because a step's time is that of all its calls. What
+    was never called is thought to cost nothing, so it is tried once.
+    """
+
+    def __init__(self, drafters: Sequence[str]) -> None:
+        self._places = {name: slice(TERMS * i, TERMS * (i + 1)) for i, name in enumerate(drafters)}
+        size = TERMS * len(drafters)
+        self._doubts = np.tile(DOUBTS, len(drafters))  # [terms]
+        self._products = np.zeros((size, size))  # [terms, terms] decayed sums of products of calls' sizes
+        self._answers = np.zeros(size)  # [terms] decayed sums of sizes times seconds
+        self._prices = np.zeros(size)  # [terms]
+        self._is_due = False  # whether the prices are those of before the last call
+        self._warming: dict[str, list[float]] = {name: [] for name in drafters}
+
+    def seconds(self, drafter: str, requests: Numbers, levels: Numbers, nodes: Numbers) -> Float64Array:
+        """[...] seconds of calls of these sizes; 0 for those of no request."""
+        call, request, level, node = self.prices(drafter)
+        count = np.asarray(requests)
+        return np.where(count > 0, call, 0.0) + request * count + level * levels + node * nodes
+
+    def observe(self, calls: Sequence[Call], seconds: float) -> None:
+        """Take in the calls of one step, which took so long together."""
+        sizes = np.zeros(len(self._prices))
+        for call in calls:
+            sizes[self._places[call.drafter]] = (1.0, call.requests, call.levels, call.nodes)
+        if len(calls) == 1 and len(self._warming[calls[0].drafter]) < WARM_UP:
+            seconds = self._warmed(calls[0].drafter, seconds)
+        elif (expected := float(sizes @ self._prices)) > 0.0:
+            seconds = min(seconds, 2 * OUTLIER * expected)
+        self._products *= FORGET
+        self._answers *= FORGET
+        self._products += np.outer(sizes, sizes)
+        self._answers += sizes * seconds
+        self._is_due = True
+
+    def _warmed(self, drafter: str, seconds: float) -> float:
+        """The least of the first calls; those before it are forgotten."""
+        before = self._warming[drafter]
+        if before and seconds < min(before):
+            place = self._places[drafter]
+            self._products[place, :] = self._products[:, place] = 0.0
+            self._answers[place] = 0.0
+        before.append(seconds)
+        return min(before)
+
+    def prices(self, drafter: str) -> list[float]:
+        """Seconds of a call, a request, a level and a node."""
+        if self._is_due:
+            self._prices = _least_squares(self._products + np.diag(self._doubts), self._answers)
+            self._is_due = False
+        prices: list[float] = self._prices[self._places[drafter]].tolist()
+        return prices
+
+
+def _least_squares(products: Float64Array, answers: Float64Array) -> Float64Array:
+    """[terms] a solution without negative terms: those that would be are left out, the worst first."""
+    solution = np.zeros(len(answers))
+    terms = np.flatnonzero(answers > 0.0)
+    while len(terms):
+        found = np.linalg.solve(products[np.ix_(terms, terms)], answers[terms])
+        if found.min() >= 0.0:
+            solution[terms] = found
+            break
+        terms = np.delete(terms, int(found.argmin()))
+    return solution

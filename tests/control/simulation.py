@@ -1,0 +1,149 @@
+"""A world of known costs and chances, stepped as the engine steps: no clock, the same every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.control.controller import Controller, Load
+from paceline.control.cost import StepCosts
+from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.engine.stats import DraftFacts, StepStats
+
+MEASURED = (1, 2, 4, 8, 9, 16, 17, 32, 64)
+
+
+def cpu_seconds(rows: float) -> float:
+    """Of a pass on two cores: rows in tiles of 4, and dear above 8."""
+    tiles = -(-rows // 4)
+    return 0.004 + 0.0005 * tiles + 0.0004 * rows + 0.0004 * max(0.0, rows - 8)
+
+
+def gpu_seconds(rows: float) -> float:
+    """Of a pass that reads weights until 64 rows, and then computes."""
+    return 0.004 + 0.00001 * rows + 0.00004 * max(0.0, rows - 64)
+
+
+@dataclass
+class SimulatedDrafter:
+    """Right with chance `right(step)` at each depth; drafts at all with chance `finds(step)`."""
+
+    right: Callable[[int], float]
+    seconds_per_call: float = 0.00003
+    seconds_per_level: float = 0.0
+    finds: Callable[[int], float] = lambda step: 1.0
+
+
+@dataclass(eq=False)
+class SimulatedRequest:
+    request_id: str
+    max_output: int
+    segment: str = ""
+    child: int = 0
+    plan: DraftPlan | None = None
+    num_pending: int = 1
+    num_output: int = 0
+    num_computed: int = 100
+    failed_drafters: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Step:
+    tokens: int
+    seconds: float
+    budgets: list[int]
+    drafters: list[str]
+
+
+@dataclass
+class World:
+    """Requests of 150 tokens, one after the other in each place, and drafters for them."""
+
+    drafters: Mapping[str, SimulatedDrafter]
+    pass_seconds: Callable[[float], float] = cpu_seconds
+    concurrency: Callable[[int], int] = lambda step: 1
+    noise: float = 0.05  # of times
+    seed: int = 0
+    max_output: int = 150
+
+    def costs(self) -> StepCosts:
+        """What a measurement at the start would have found."""
+        return StepCosts(MEASURED, [self.pass_seconds(rows) for rows in MEASURED])
+
+    def run(self, controller: Controller, steps: int) -> list[Step]:
+        rng = np.random.default_rng(self.seed)
+        running: list[SimulatedRequest] = []
+        arrived = 0
+        done = []
+        for step in range(steps):
+            running = [request for request in running if request.num_output < request.max_output]
+            while len(running) < self.concurrency(step):
+                running.append(SimulatedRequest(str(arrived), self.max_output))
+                arrived += 1
+            running = running[: self.concurrency(step)]
+            plans = controller.plan(running, Load(len(running), 0))
+            stats, budgets = self._step(step, running, plans, rng)
+            controller.observe(stats)
+            names = [plan.drafter or "" for plan in plans]
+            done.append(Step(stats.new_tokens, stats.total_time, budgets, names))
+        return done
+
+    def _step(
+        self,
+        step: int,
+        running: Sequence[SimulatedRequest],
+        plans: Sequence[DraftPlan],
+        rng: np.random.Generator,
+    ) -> tuple[StepStats, list[int]]:
+        drafts, levels, tokens, rows = [], dict.fromkeys(self.drafters, -1), 0, len(running)
+        for request, plan in zip(running, plans, strict=True):
+            accepted = 0
+            if plan.drafter is not None:
+                drafter = self.drafters[plan.drafter]
+                budget = min(plan.budget, request.max_output - request.num_output - 1)
+                nodes = budget if rng.random() < drafter.finds(step) else 0
+                levels[plan.drafter] = max(levels[plan.drafter], nodes)
+                while accepted < nodes and rng.random() < drafter.right(step):
+                    accepted += 1
+                if nodes:
+                    rows += nodes
+                    drafts.append(
+                        DraftFacts(request.request_id, request.segment, plan.drafter, nodes, nodes, accepted)
+                    )
+            request.num_output += 1 + accepted
+            tokens += 1 + accepted
+        called = {name: deep for name, deep in levels.items() if deep >= 0}
+        drafting = sum(
+            self.drafters[name].seconds_per_call + deep * self.drafters[name].seconds_per_level
+            for name, deep in called.items()
+        )
+        stats = StepStats(
+            requests=len(running),
+            rows=rows,
+            attended=100 * rows,
+            new_tokens=tokens,
+            drafts=tuple(drafts),
+            forward_time=self.pass_seconds(rows) * float(rng.lognormal(0.0, self.noise)),
+            draft_time=drafting * float(rng.lognormal(0.0, self.noise)),
+        )
+        return stats, [plan.budget for plan in plans]
+
+
+def rate(steps: Sequence[Step]) -> float:
+    """Tokens per second."""
+    return sum(step.tokens for step in steps) / sum(step.seconds for step in steps)
+
+
+class Always:
+    """The same plan for every request."""
+
+    def __init__(self, drafter: str | None, budget: int) -> None:
+        self._plan = DraftPlan(drafter, budget) if budget else PLAIN
+
+    def plan(self, running: Sequence[object], load: Load) -> list[DraftPlan]:
+        return [self._plan] * len(running)
+
+    def observe(self, stats: StepStats) -> None:
+        pass

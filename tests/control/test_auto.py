@@ -1,0 +1,160 @@
+"""The controller in a world of known costs and chances: what it must never lose, and how fast it follows."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from paceline.control.auto import AutoController
+from paceline.control.controller import Load
+from paceline.control.decision import DecisionLog
+from paceline.draft.trees import PLAIN, DraftPlan
+from tests.control.simulation import (
+    Always,
+    SimulatedDrafter,
+    SimulatedRequest,
+    Step,
+    World,
+    cpu_seconds,
+    gpu_seconds,
+    rate,
+)
+
+
+def controller(world: World, **options: object) -> AutoController:
+    plans = {name: DraftPlan(name, 7) for name in world.drafters}
+    return AutoController(plans, world.costs(), max_rows=512, **options)
+
+
+def drafted(steps: Sequence[Step]) -> float:
+    """Mean nodes that a request may draft in a step."""
+    return sum(sum(step.budgets) / len(step.budgets) for step in steps) / len(steps)
+
+
+@pytest.mark.parametrize("pass_seconds", [cpu_seconds, gpu_seconds])
+@pytest.mark.parametrize("concurrency", [1, 4, 16])
+@pytest.mark.parametrize(("right", "per_level"), [(0.1, 0.0008), (0.6, 0.0), (0.8, 0.0008)])
+def test_never_below_plain_decoding_and_near_the_best_fixed_length(
+    pass_seconds, concurrency, right, per_level
+):
+    world = World(
+        {"d": SimulatedDrafter(lambda step: right, seconds_per_level=per_level)},
+        pass_seconds=pass_seconds,
+        concurrency=lambda step: concurrency,
+        noise=0.02,
+    )
+    steps = 500
+    fixed = [rate(world.run(Always("d", length), steps)) for length in (0, 1, 3, 7)]
+    auto = rate(world.run(controller(world), steps))
+    assert auto >= 0.98 * fixed[0]
+    assert auto >= 0.95 * max(fixed)
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        SimulatedDrafter(lambda step: 0.0, seconds_per_level=0.001),  # always wrong
+        SimulatedDrafter(lambda step: 0.9, seconds_per_call=0.05),  # right, and as slow as ten steps
+    ],
+)
+def test_a_bad_drafter_costs_less_than_two_percent(drafter, concurrency):
+    world = World({"d": drafter}, concurrency=lambda step: concurrency)
+    auto = controller(world)
+    plain = rate(world.run(Always(None, 0), 1000))
+    assert rate(world.run(auto, 1000)) > 0.98 * plain
+
+
+def test_trying_costs_no_more_than_its_share():
+    world = World({"d": SimulatedDrafter(lambda step: 0.1, seconds_per_level=0.001)})
+    auto = controller(world)
+    steps = world.run(auto, 1000)
+    assert auto.reasons["probe"] > 5
+    assert 0 < auto.regret < 0.01 * sum(step.seconds for step in steps)
+
+
+def test_follows_a_change_of_traffic_within_fifty_steps():
+    world = World(
+        {"d": SimulatedDrafter(lambda step: 0.9 if step // 300 % 2 == 0 else 0.02, seconds_per_level=0.0005)},
+        max_output=10**6,
+    )
+    steps = world.run(controller(world), 900)
+    assert drafted(steps[250:300]) > 4
+    assert drafted(steps[350:600]) < 0.3
+    assert drafted(steps[650:700]) > 4
+
+
+def test_follows_a_change_of_load_at_once():
+    world = World(
+        {"d": SimulatedDrafter(lambda step: 0.6)},
+        concurrency=lambda step: 32 if step // 100 % 2 else 1,
+        max_output=10**6,
+    )
+    steps = world.run(controller(world), 300)
+    assert drafted(steps[50:100]) > 1
+    assert drafted(steps[105:200]) < 0.1
+    assert drafted(steps[205:300]) > 1
+
+
+def test_of_two_drafters_it_changes_to_the_one_that_has_become_better():
+    world = World(
+        {
+            "a": SimulatedDrafter(lambda step: 0.2 if step < 300 else 0.9),
+            "b": SimulatedDrafter(lambda step: 0.8 if step < 300 else 0.1, seconds_per_level=0.0003),
+        }
+    )
+    steps = world.run(controller(world), 500)
+    assert sum(step.drafters[0] == "b" for step in steps[200:300]) > 70
+    assert sum(step.drafters[0] == "a" for step in steps[400:]) > 70
+
+
+def request(**fields: object) -> SimulatedRequest:
+    return SimulatedRequest("r", 100, **fields)
+
+
+def test_requests_that_ask_or_are_nearly_done_are_left_alone():
+    world = World({"d": SimulatedDrafter(lambda step: 0.9)}, pass_seconds=gpu_seconds)
+    wish = DraftPlan("d", 3)
+    running = [
+        request(),
+        request(plan=PLAIN),
+        request(plan=wish),
+        request(num_output=98),
+        request(num_pending=50),
+        request(failed_drafters={"d"}),
+    ]
+    plans = controller(world).plan(running, Load(len(running), 0))
+    assert plans[0].budget == 7
+    assert plans[1:] == [PLAIN, wish, PLAIN, PLAIN, PLAIN]
+
+
+def test_a_draft_is_never_longer_than_what_a_request_may_still_have():
+    world = World({"d": SimulatedDrafter(lambda step: 0.9)}, pass_seconds=gpu_seconds)
+    (plan,) = controller(world).plan([request(num_output=95)], Load(1, 0))
+    assert plan.budget == 4  # and the token of the target behind them
+
+
+def test_every_change_of_mind_is_written_down_with_its_reason(tmp_path):
+    world = World({"d": SimulatedDrafter(lambda step: 0.9 if step < 100 else 0.0)}, max_output=10**6)
+    path = tmp_path / "decisions.jsonl"
+    auto = controller(world, log=DecisionLog(path))
+    world.run(auto, 300)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {line["reason"] for line in lines} >= {"gain", "no gain", "pair"}
+    assert {line["reason"] for line in lines} <= set(auto.reasons)
+    assert len(lines) < 300
+    first = next(line for line in lines if line["reason"] == "gain")
+    assert first["drafts"][0][:2] == ["0#0", "d"]
+    assert first["gain"] > 1
+
+
+def test_a_segment_that_gains_little_is_told_of_once(caplog):
+    world = World({"d": SimulatedDrafter(lambda step: 0.05)})
+    auto = controller(world)
+    with caplog.at_level(logging.WARNING):
+        world.run(auto, 600)
+    assert auto.poor_segments == {""}
+    assert [record.message.count("gain little") for record in caplog.records] == [1]
