@@ -41,6 +41,28 @@ INSTRUCTIONS = (
 )
 CITIES = ("Lisbon", "Nairobi", "Oslo", "Quito", "Seoul", "Tunis")
 GOODS = ("lamps", "chairs", "bicycles", "kettles", "maps", "tents")
+QUESTIONS = (
+    "My bread does not rise. What are the three likeliest reasons, and how do I find out which it is?",
+    "Explain to a child of ten why the moon has phases.",
+    "I have two job offers: one pays more, the other is closer to home. How should I decide?",
+    "What is the difference between a stack and a queue? Give one everyday example of each.",
+    "Plan a quiet weekend for two people in a small town by the sea, in October.",
+    "How do I remove a red wine stain from a wool carpet?",
+    "Which questions should I ask before I rent a flat?",
+    "Why do some metals rust and others do not?",
+    "Give me five ideas for a birthday of a friend who likes maps.",
+    "What should I know before I keep chickens in the garden?",
+)
+SUBJECTS = (
+    ("a lighthouse keeper who receives letters from the future", "short story"),
+    ("the first frost of the year", "poem without rhymes"),
+    ("two clocks in one house that disagree", "dialogue"),
+    ("a market where people trade memories", "short story"),
+    ("a river that forgot the way to the sea", "fable"),
+    ("an old bicycle", "monologue"),
+    ("a village that moves every seven years", "travel report"),
+    ("the last cinema of a city", "short story"),
+)
 NAMES = ("Ada Moss", "Ben Okafor", "Chen Li", "Dora Blum", "Emil Strand", "Fatou Diop")
 
 
@@ -75,6 +97,19 @@ def extract() -> Iterator[Line]:
         yield _line(f"orders-{number}", f"{ask}\n\n{' '.join(sentences)}", 256)
 
 
+def chat() -> Iterator[Line]:
+    """Questions as people ask them."""
+    for number, question in enumerate(QUESTIONS):
+        yield _line(f"question-{number}", question, 192)
+
+
+def writing() -> Iterator[Line]:
+    """Free writing at temperature 1: what is hardest to draft for."""
+    for number, (subject, form) in enumerate(SUBJECTS):
+        line = _line(f"piece-{number}", f"Write a {form} about {subject}. Surprise me.", 224)
+        yield {**line, "temperature": 1.0}
+
+
 def _line(name: str, content: str, max_tokens: int) -> Line:
     return {"id": name, "messages": [{"role": "user", "content": content}], "max_tokens": max_tokens}
 
@@ -83,4 +118,6 @@ BUILT_IN: dict[str, Callable[[], Iterator[Line]]] = {
     "code-edit": code_edit,
     "summarize": summarize,
     "extract": extract,
+    "chat": chat,
+    "writing": writing,
 }

@@ -1,31 +1,34 @@
-"""`paceline bench decode|rows|concurrency|speculation|head|drafting|perplexity|load|overhead`."""
+"""The commands of `paceline bench`; the main one, `paceline bench MODEL`, is in main_command.py."""
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from paceline.bench.main_command import RUN, MainCommandGroup, run_command
+from paceline.bench.reporting import (
+    JsonFile,
+    Model,
+    Quantization,
+    Report,
+    Threads,
+    Workloads,
+    integers,
+)
 from paceline.config import DEFAULT_MODEL
-from paceline.errors import ConfigError
 
-app = typer.Typer(help="Measure speed and quality on this machine.", no_args_is_help=True)
-
-Model = Annotated[str, typer.Argument(help="An alias, a .gguf file, a folder or a hub id.")]
-Threads = Annotated[int | None, typer.Option(help="Threads; one for each core if not given.")]
-Quantization = Annotated[
-    str, typer.Option(help="How the cpu backend keeps weights: auto, native, int8, none.")
-]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write all results to this file.")
-]
+app = typer.Typer(
+    help="Measure speed and quality on this machine: `paceline bench MODEL`, or a command.",
+    epilog=f"`paceline bench MODEL ...` is `paceline bench {RUN} MODEL ...`. A model that has the name of a "
+    "command is written as a path: ./rows.",
+    cls=MainCommandGroup,
+    no_args_is_help=True,
+)
+app.command(RUN)(run_command)
+app.command("speculation", help=f"The same as {RUN}.")(run_command)
 
 
 @app.command("decode")
@@ -73,7 +76,7 @@ def rows_command(
     from paceline.bench.tables import progress, rows_table
 
     report = Report(json_file)
-    counts = sorted({1, *_integers("--rows", rows)})
+    counts = sorted({1, *integers("--rows", rows)})
     loaded = load_backend_for_bench(model, quantization, threads, max_rows=counts[-1])
     ids = text_ids(loaded.tokenizer)
     with progress(rounds * len(counts)) as on_turn:
@@ -99,7 +102,7 @@ def concurrency_command(
     from paceline.bench.tables import concurrency_notes, concurrency_table, progress
 
     report = Report(json_file)
-    counts = sorted({1, *_integers("--concurrency", concurrency)})
+    counts = sorted({1, *integers("--concurrency", concurrency)})
     loaded = load_engine_for_bench(model, quantization, threads, max_num_seqs=counts[-1])
     with progress(counts[-1] + rounds * len(counts)) as on_turn:
         result = measure_concurrency(
@@ -112,72 +115,11 @@ def concurrency_command(
         raise typer.Exit(1)
 
 
-@app.command("speculation")
-def speculation_command(
-    model: Model = DEFAULT_MODEL,
-    workload: Annotated[
-        list[str] | None,
-        typer.Option(help="A file of JSON lines, or code-edit, summarize, extract. May be repeated."),
-    ] = None,
-    methods: Annotated[
-        list[str] | None, typer.Option(help="Such as ngram,suffix; or one JSON object. May be repeated.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Take the first prompts of each workload only.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Cut answers that may be longer.")] = None,
-    rounds: Annotated[int, typer.Option(help="How often each method has its turn on a prompt.")] = 3,
-    concurrency: Annotated[str, typer.Option(help="Numbers of requests at once.")] = "1",
-    warm: Annotated[bool, typer.Option("--warm", help="Also measure a second pass, caches full.")] = False,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    constrain: Annotated[
-        bool, typer.Option(help="Answer in the form that a prompt's response_format asks for.")
-    ] = True,
-    threads: Threads = None,
-    quantization: Quantization = "auto",
-    against: Annotated[
-        str, typer.Option(help="Peers with prompt lookup of their own: transformers, llama.cpp, vllm.")
-    ] = "",
-    peer_python: Annotated[
-        list[str] | None, typer.Option(help="Where a peer is installed: NAME=INTERPRETER. May be repeated.")
-    ] = None,
-    json_file: JsonFile = None,
-) -> None:
-    """What drafting methods give on workloads, in turns with plain decoding, and that no token differs."""
-    from paceline.bench.contest import SpeculationOptions, run_contest
-    from paceline.bench.peers import parse_peers
-    from paceline.bench.speculation import parse_methods
-    from paceline.bench.speculation_tables import show_contest
-    from paceline.bench.tables import progress
-    from paceline.bench.workloads import load_workload
-
-    report = Report(json_file)
-    options = SpeculationOptions(
-        workloads=tuple(load_workload(name, limit, max_tokens) for name in workload or ["code-edit"]),
-        methods=parse_methods(methods or ["ngram,suffix"]),
-        model=model,
-        rounds=rounds,
-        concurrency=tuple(_integers("--concurrency", concurrency)),
-        warm=warm,
-        temperature=temperature,
-        constrain=constrain,
-        threads=threads,
-        quantization=quantization,
-        peers=parse_peers([name for name in against.split(",") if name], peer_python or []),
-    )
-    with progress(options.num_turns) as on_turn:
-        contest = run_contest(options, on_turn)
-    report.show(*show_contest(contest), contest.facts())
-    if not contest.identical or not contest.valid:
-        raise typer.Exit(1)
-
-
 @app.command("head")
 def head_command(
     model: Annotated[str, typer.Argument(help="The target: a folder of safetensors.")],
     head: Annotated[str, typer.Argument(help="The EAGLE-3 head: a folder or a hub id.")],
-    workload: Annotated[
-        list[str] | None,
-        typer.Option(help="A file of JSON lines, or code-edit, summarize, extract. May be repeated."),
-    ] = None,
+    workload: Workloads = None,
     limit: Annotated[int, typer.Option(help="Take the first prompts of each workload only.")] = 10,
     max_tokens: Annotated[int, typer.Option(help="Cut answers that may be longer.")] = 128,
     num_speculative_tokens: Annotated[int, typer.Option(help="Tokens of a draft.")] = 5,
@@ -256,10 +198,7 @@ def load_command(
     cut: Annotated[float, typer.Option(help="Share of requests whose client leaves at some point.")] = 0.2,
     bad: Annotated[float, typer.Option(help="Share of requests that are nonsense.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Decides who leaves, where, and who talks nonsense.")] = 0,
-    workload: Annotated[
-        list[str] | None,
-        typer.Option(help="A file of JSON lines, or code-edit, summarize, extract. May be repeated."),
-    ] = None,
+    workload: Workloads = None,
     limit: Annotated[int | None, typer.Option(help="Take the first prompts of each workload only.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Cut answers that may be longer.")] = 64,
     draft: Annotated[str, typer.Option(help="What drafts in a server started for this.")] = "suffix",
@@ -328,41 +267,3 @@ def overhead_command(
     facts = {"model": model, **asdict(settings(loaded.engine.backend)), "concurrency": concurrency}
     facts |= {"tokens_each": tokens, "rounds": rounds, "draft": draft, **result.facts()}
     report.show([overhead_table(model, result, concurrency, rounds)], [], facts)
-
-
-class Report:
-    """Where results go: to the terminal and, if one is named, into a JSON file."""
-
-    def __init__(self, json_file: Path | None) -> None:
-        """Refuse a file that cannot be written before minutes are spent on its contents."""
-        from paceline.bench.machine import machine_facts
-
-        if json_file is not None and (json_file.is_dir() or not json_file.resolve().parent.is_dir()):
-            raise ConfigError(f"--json {json_file} cannot be written: give a file in a folder that exists.")
-        self._json_file = json_file
-        self._machine = machine_facts()  # now, for its load
-
-    def show(self, tables: Sequence[Table], notes: Sequence[str], facts: dict[str, Any]) -> None:
-        """Print the tables, the notes and the machine, and write the file."""
-        from paceline.bench.tables import machine_notes
-
-        console = Console()
-        for table in tables:
-            console.print(table)
-        for note in (*notes, *machine_notes(self._machine, facts.get("threads"), facts.get("quantization"))):
-            console.print(note, highlight=False, markup=False, soft_wrap=True)
-        if self._json_file is not None:
-            self._json_file.write_text(json.dumps({**facts, "machine": self._machine}, indent=2) + "\n")
-
-
-def _integers(option: str, text: str) -> list[int]:
-    """The positive numbers of a list such as 1,4,16."""
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise ConfigError(
-            f"{option} must be positive numbers with commas between, such as 1,4,16; got {text!r}."
-        )
-    return numbers

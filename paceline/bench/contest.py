@@ -1,4 +1,4 @@
-"""`paceline bench speculation`: all workloads, concurrencies and methods, then peers on the same prompts."""
+"""`paceline bench MODEL`: all workloads, profiles and methods, then peers on the same prompts."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+from paceline.bench.engine_runner import EngineRunner, Task
+from paceline.bench.figures import Objective
 from paceline.bench.loading import bench_config, settings
 from paceline.bench.peers import PeerOptions, PeerRow, measure_peer
-from paceline.bench.speculation import Task, measure_workload
+from paceline.bench.profiles import Profile
+from paceline.bench.speculation import COLD, ONE_BY_ONE, WARM, measure_workload
 from paceline.bench.speculation_rows import Row, rows
 from paceline.bench.timing import OnTurn
 from paceline.bench.workloads import Prompt, Workload
-from paceline.config import DEFAULT_MODEL
+from paceline.config import DEFAULT_MODEL, SchedulerOptions
 from paceline.draft.methods import parse_speculative_config
 from paceline.engine.build import LoadedModel, build_engine, load_model
-from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.models.registry import resolve
 from paceline.verify.params import SamplingParams
@@ -31,20 +33,29 @@ class SpeculationOptions:
     methods: Mapping[str, Any]  # speculative_config by label, "off" among them
     model: str = DEFAULT_MODEL
     rounds: int = 3
-    concurrency: tuple[int, ...] = (1,)
+    profiles: tuple[Profile, ...] = (ONE_BY_ONE,)
     warm: bool = False
-    temperature: float = 0.0
+    temperature: float | None = None  # None: each prompt's own
     constrain: bool = True  # answers to what a workload's response_format says
     threads: int | None = None  # None: one for each core
     quantization: str = "auto"
     peers: tuple[PeerOptions, ...] = ()
+    objective: Objective | None = None
+
+    def __post_init__(self) -> None:
+        for profile in self.profiles:
+            for workload in self.workloads:
+                profile.check_room(len(workload.prompts), workload.name)
 
     @property
     def num_turns(self) -> int:
         """About how many turns there will be, for a progress bar."""
         prompts = sum(len(workload.prompts) for workload in self.workloads)
-        ours = len(self.concurrency) * (1 + self.warm) * len(self.methods)
+        ours = len(self.profiles) * (1 + self.warm) * len(self.methods)
         return self.rounds * prompts * (ours + 2 * len(self.peers))
+
+    def temperature_of(self, prompt: Prompt) -> float:
+        return prompt.temperature if self.temperature is None else self.temperature
 
 
 @dataclass(frozen=True)
@@ -52,19 +63,19 @@ class Contest:
     """All that was found."""
 
     options: SpeculationOptions
-    threads: int
-    quantization: str  # never "auto"
+    threads: int | None = None  # None: of a server elsewhere
+    quantization: str | None = None  # never "auto"
     rows: list[Row] = field(default_factory=list)
     peer_rows: list[PeerRow] = field(default_factory=list)
     peer_errors: dict[str, str] = field(default_factory=dict)  # why a peer has no rows, with the remedy
-    inexact: frozenset[str] = (
-        frozenset()
-    )  # methods that keep the distribution of plain decoding, not its tokens
+    inexact: frozenset[str] = frozenset()  # methods that keep plain decoding's distribution, not its tokens
+    endpoints: Mapping[str, str] = field(default_factory=dict)  # addresses by label, of servers elsewhere
+    remarks: tuple[str, ...] = ()  # what else a reader must know
 
     @property
     def identical(self) -> bool:
         """Whether no method changed a token of any answer, of those that promise not to."""
-        return all(row.identical for row in self.rows if row.method not in self.inexact)
+        return all(row.identical is not False for row in self.rows if row.method not in self.inexact)
 
     @property
     def valid(self) -> bool:
@@ -78,9 +89,11 @@ class Contest:
             "model": options.model,
             "threads": self.threads,
             "quantization": self.quantization,
+            "endpoints": dict(self.endpoints),
             "rounds": options.rounds,
             "temperature": options.temperature,
             "constrain": options.constrain,
+            "objective": None if options.objective is None else asdict(options.objective),
             "identical": self.identical,
             "valid": self.valid,
             "rows": [asdict(row) for row in self.rows],
@@ -90,11 +103,11 @@ class Contest:
 
 
 def run_contest(options: SpeculationOptions, on_turn: OnTurn = lambda _: None) -> Contest:
-    """All rows. A peer that fails is told of, and does not stop the rest."""
+    """All rows, by engines in this process. A peer that fails is told of, and does not stop the rest."""
     structured = any(prompt.structured_outputs for one in options.workloads for prompt in one.prompts)
     if options.peers and options.constrain and structured:
         raise ConfigError("peers are run without a response_format: add --no-constrain, or leave them out.")
-    most = max(options.concurrency)
+    most = max(profile.concurrency or SchedulerOptions().max_num_seqs for profile in options.profiles)
     configs = {
         label: bench_config(options.model, options.quantization, options.threads, most, config)
         for label, config in options.methods.items()
@@ -103,17 +116,18 @@ def run_contest(options: SpeculationOptions, on_turn: OnTurn = lambda _: None) -
     chosen = settings(model.backend)
     contest = Contest(options, chosen.threads, chosen.quantization, inexact=_inexact(options))
 
-    def make(label: str) -> Engine:
-        return build_engine(configs[label], model).engine
+    def make(label: str) -> EngineRunner:
+        return EngineRunner(build_engine(configs[label], model).engine)
 
     makers = {label: partial(make, label) for label in options.methods}
     tasks = {workload.name: _tasks(workload, model, options) for workload in options.workloads}
+    passes = (COLD, WARM) if options.warm else (COLD,)
     for name, own in tasks.items():
-        for count in options.concurrency:
+        for profile in options.profiles:
             runs = measure_workload(
-                makers, own, rounds=options.rounds, concurrency=count, warm=options.warm, on_turn=on_turn
+                makers, own, rounds=options.rounds, profile=profile, passes=passes, on_turn=on_turn
             )
-            contest.rows.extend(rows(name, runs))
+            contest.rows.extend(rows(name, runs, options.objective))
     path = resolve(options.model) if options.peers else None
     for peer in options.peers:
         assert path is not None
@@ -127,11 +141,12 @@ def run_contest(options: SpeculationOptions, on_turn: OnTurn = lambda _: None) -
 
 
 def _inexact(options: SpeculationOptions) -> frozenset[str]:
-    """The methods whose rule of verification promises, at this temperature, equality in distribution only."""
-    rules = {label: parse_speculative_config(config).rule for label, config in options.methods.items()}
-    return frozenset(
-        label for label, rule in rules.items() if options.temperature > 0 and not RULES[rule].same_bytes
+    """The methods whose rule of verification promises, for these prompts, equality in distribution only."""
+    sampled = any(
+        options.temperature_of(prompt) > 0 for workload in options.workloads for prompt in workload.prompts
     )
+    rules = {label: parse_speculative_config(config).rule for label, config in options.methods.items()}
+    return frozenset(label for label, rule in rules.items() if sampled and not RULES[rule].same_bytes)
 
 
 def _tasks(workload: Workload, model: LoadedModel, options: SpeculationOptions) -> list[Task]:
@@ -139,7 +154,7 @@ def _tasks(workload: Workload, model: LoadedModel, options: SpeculationOptions) 
 
     def params(number: int, prompt: Prompt) -> SamplingParams:
         return SamplingParams(
-            temperature=options.temperature,
+            temperature=options.temperature_of(prompt),
             seed=number,
             max_tokens=prompt.max_tokens,
             structured_outputs=prompt.structured_outputs if options.constrain else None,

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from paceline.bench import worker
 from paceline.bench.contestants import Contestant
-from paceline.bench.speculation import Task, run_group
+from paceline.bench.engine_runner import Task, run_group
 from paceline.bench.timing import OnTurn
 from paceline.bench.workloads import Workload
 from paceline.config import EngineConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.bench import worker
 from paceline.bench.contestants import LLAMA_REMEDIES, Contestant, ContestantError, Generation
-from paceline.bench.speculation import Task
+from paceline.bench.engine_runner import Task
 from paceline.bench.timing import OnTurn
 from paceline.errors import ConfigError
 

@@ -11,6 +11,7 @@ from typing import Any
 from paceline.bench.builtin_workloads import BUILT_IN
 from paceline.errors import ConfigError, PacelineError
 from paceline.models.chat import PromptTokenizer
+from paceline.options import check_integer, check_number
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -25,6 +26,7 @@ class Prompt:
     messages: Sequence[Mapping[str, Any]] | None = None
     text: str | None = None  # instead of messages
     structured_outputs: Mapping[str, Any] | None = None  # what its response_format means
+    temperature: float = 0.0  # 0 is greedy
 
     def token_ids(self, tokenizer: PromptTokenizer) -> list[int]:
         """The ids that the model gets; a chat goes through the model's template."""
@@ -47,6 +49,10 @@ def load_workload(name: str, limit: int | None = None, max_tokens: int | None = 
 
     `limit` keeps the first prompts; `max_tokens` lowers, never raises, how long answers may be.
     """
+    if limit is not None:
+        check_integer(ConfigError, "--limit", limit, 1, None)
+    if max_tokens is not None:
+        check_integer(ConfigError, "--max-tokens", max_tokens, 2, None)
     if name in BUILT_IN:
         workload = Workload(name, tuple(_prompt(line, name, name) for line in BUILT_IN[name]()))
     elif Path(name).is_file():
@@ -105,6 +111,7 @@ def _prompt(line: Any, segment: str, default_id: str) -> Prompt:
         messages,
         text,
         _structured_outputs(line.get("response_format")),
+        check_number(ConfigError, "temperature", line.get("temperature", 0), 0, 100),
     )
 
 

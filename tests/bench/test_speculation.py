@@ -15,24 +15,16 @@ from typer.testing import CliRunner
 
 from paceline.bench.commands import app
 from paceline.bench.contest import Contest, SpeculationOptions
+from paceline.bench.engine_runner import EngineRunner, Task
+from paceline.bench.profiles import closed
 from paceline.bench.schemas import fits_schema
-from paceline.bench.speculation import (
-    COLD,
-    OFF,
-    WARM,
-    Answer,
-    Runs,
-    Task,
-    Turn,
-    measure_workload,
-    parse_methods,
-)
+from paceline.bench.speculation import COLD, OFF, ONE_BY_ONE, WARM, Runs, measure_workload, parse_methods
 from paceline.bench.speculation_rows import rows
 from paceline.bench.speculation_tables import show_contest
+from paceline.bench.turns import Answer, Turn
 from paceline.constrain import StructuredOutputsParams
 from paceline.draft.base import Drafter
 from paceline.draft.trees import DraftPlan, DraftTrees
-from paceline.engine.engine import Engine
 from paceline.engine.request import Request, SpeculativeCounts
 from paceline.errors import ConfigError
 from paceline.verify.params import SamplingParams
@@ -63,19 +55,19 @@ def tasks(count: int = 3, segments: str = "aaa") -> list[Task]:
     return [Task(f"task {i}", segments[i], [5 + i, 6, 7, 8], params) for i in range(count)]
 
 
-def off_engine() -> Engine:
-    return toy_engine(enable_prefix_caching=False)
+def off_engine() -> EngineRunner:
+    return EngineRunner(toy_engine(enable_prefix_caching=False))
 
 
-def memory_engine() -> Engine:
-    return toy_engine(enable_prefix_caching=False, drafter=Memory(), budget=4)
+def memory_engine() -> EngineRunner:
+    return EngineRunner(toy_engine(enable_prefix_caching=False, drafter=Memory(), budget=4))
 
 
 MAKERS = {OFF: off_engine, "memory": memory_engine}
 
 
 def test_a_cold_drafter_knows_no_answer_of_other_rounds_or_methods_and_a_warm_one_its_own() -> None:
-    runs = measure_workload(MAKERS, tasks(), rounds=3, warm=True)
+    runs = measure_workload(MAKERS, tasks(), rounds=3, passes=(COLD, WARM))
     off_cold, memory_cold, off_warm, memory_warm = rows("toy", runs)
     assert (off_cold.cache, memory_cold.cache, off_warm.cache, memory_warm.cache) == (COLD, COLD, WARM, WARM)
     assert memory_cold.draft_tokens_per_step == 0
@@ -95,7 +87,7 @@ def test_methods_take_turns_prompt_by_prompt_and_who_begins_changes() -> None:
 
 
 def test_requests_at_once_share_a_turn_within_their_segment() -> None:
-    runs = measure_workload(MAKERS, tasks(3, "aab"), rounds=1, concurrency=2)
+    runs = measure_workload(MAKERS, tasks(3, "aab"), rounds=1, profile=closed(2))
     assert [[task.id for task in group] for group in runs.groups] == [["task 0", "task 1"], ["task 2"]]
     found = rows("toy", runs)
     assert [(row.segment, row.method, row.prompts) for row in found] == [
@@ -103,12 +95,16 @@ def test_requests_at_once_share_a_turn_within_their_segment() -> None:
         ("a", "memory", 2),
         ("b", OFF, 1),
         ("b", "memory", 1),
+        ("all", OFF, 3),
+        ("all", "memory", 3),
     ]
     assert all(row.concurrency == 2 for row in found)
 
 
 def answer(tokens: Sequence[int], first: float, rest: float, gains: tuple[int, ...], **counts: Any) -> Answer:
-    return Answer(list(tokens), first, rest, first + rest, gains, SpeculativeCounts(**counts), ())
+    times = (first, *(first + rest for _ in gains[1:]))
+    speculative = SpeculativeCounts(**counts)
+    return Answer(list(tokens), len(tokens), times, first + rest, gains=gains, speculative=speculative)
 
 
 def made_up_runs(lookup_tokens: Sequence[int] = (1, 2, 3, 4, 5)) -> Runs:
@@ -128,7 +124,7 @@ def made_up_runs(lookup_tokens: Sequence[int] = (1, 2, 3, 4, 5)) -> Runs:
         [turn(one, 1.0, 2.0, (1, 1, 1)), turn(two, 1.0, 2.0, (1, 2, 2), **counts)],
         [turn(one, 1.0, 1.5, (1, 1, 1)), turn(lookup_tokens, 1.0, 4.0, (1, 2, 2), **counts)],
     ]
-    return Runs([[task] for task in tasks(2)], 1, {(COLD, OFF): plain, (COLD, "lookup"): lookup})
+    return Runs([[task] for task in tasks(2)], ONE_BY_ONE, {(COLD, OFF): plain, (COLD, "lookup"): lookup})
 
 
 def test_times_are_sums_of_each_prompts_best_and_ratios_are_of_sums() -> None:
@@ -136,7 +132,7 @@ def test_times_are_sums_of_each_prompts_best_and_ratios_are_of_sums() -> None:
     assert (off.decode_seconds, lookup.decode_seconds) == (3.0 + 8.0, 1.5 + 2.0)
     assert (off.seconds, lookup.seconds) == (4.5 + 9.0, 2.5 + 3.0)
     assert lookup.decode_speedup_vs_off == 11.0 / 3.5
-    assert lookup.speedup_vs_off == 13.5 / 5.5
+    assert lookup.speedup_vs_off == pytest.approx(13.5 / 5.5)
     assert lookup.median_decode_speedup_vs_off == (3.0 / 1.5 + 8.0 / 2.0) / 2
     assert (off.speedup_vs_off, off.median_decode_speedup_vs_off) == (1.0, 1.0)
     assert lookup.decode_tokens_per_second == (2 + 4) / 3.5

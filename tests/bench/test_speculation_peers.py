@@ -11,8 +11,8 @@ import pytest
 
 from paceline.bench import peers
 from paceline.bench.contestants import Generation
+from paceline.bench.engine_runner import Task
 from paceline.bench.peers import LOOKUP_TOKENS, PeerOptions, measure_peer, parse_peers, peer_row
-from paceline.bench.speculation import Task
 from paceline.errors import ConfigError
 from paceline.verify.params import SamplingParams
 

@@ -103,4 +103,4 @@ def test_built_in_workloads_are_made_here_and_always_the_same(name: str) -> None
     assert len({prompt.id for prompt in workload.prompts}) == len(workload.prompts)
     contents = {prompt.messages[0]["content"] for prompt in workload.prompts if prompt.messages}
     assert len(contents) == len(workload.prompts)
-    assert all(100 < len(content) < 3000 for content in contents)
+    assert all(30 < len(content) < 3000 for content in contents)

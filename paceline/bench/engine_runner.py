@@ -1,0 +1,127 @@
+"""Requests to an engine in this process, arriving as a profile says."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paceline.bench.profiles import Profile
+from paceline.bench.schemas import fits_schema
+from paceline.bench.turns import Answer, Turn
+from paceline.engine.engine import Engine
+from paceline.engine.request import Request
+from paceline.errors import ConfigError, RequestError
+from paceline.verify.params import SamplingParams
+
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prompt of a workload, tokenized, with its sampling parameters."""
+
+    id: str
+    segment: str
+    token_ids: list[int]
+    params: SamplingParams
+
+
+class EngineRunner:
+    """An engine that nobody else uses."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def run(self, group: Sequence[Task], profile: Profile) -> Turn:
+        """All answers. Work of the engine delays arrivals, as it would in a server, but no clock forgets
+        that: an open profile counts from when a request was due."""
+        engine = self._engine
+        waiting = deque(enumerate(group))
+        started: dict[Request, _Started] = {}
+        start = time.perf_counter()
+        running = 0
+        while waiting or engine.has_unfinished:
+            now = time.perf_counter() - start
+            while waiting and _may_come(profile, waiting[0][0], now, running):
+                index, task = waiting.popleft()
+                arrival = now if profile.concurrency is not None else profile.due[index]
+                started[self._add(task, profile, index)] = _Started(arrival)
+                running += 1
+            if not engine.has_unfinished:
+                time.sleep(max(0.0, profile.due[waiting[0][0]] - now))  # only open profiles leave it idle
+                continue
+            deltas = engine.step()
+            now = time.perf_counter() - start
+            for delta in deltas:
+                if delta.token_ids:
+                    started[delta.request].note(now, len(delta.token_ids))
+                if delta.request.finished:
+                    started[delta.request].end(now)
+                    running -= 1
+        seconds = time.perf_counter() - start
+        return Turn(seconds, [_answer(request, notes) for request, notes in started.items()])
+
+    def warm_up(self, task: Task) -> None:
+        """Answer briefly, so that code is compiled."""
+        params = SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+        self.run([replace(task, params=params)], Profile("warm-up"))
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _add(self, task: Task, profile: Profile, index: int) -> Request:
+        params = task.params
+        if profile.lengths:
+            params = replace(params, max_tokens=min(params.max_tokens or 1, profile.lengths[index]))
+        try:
+            (request,) = self._engine.add_request(task.token_ids, params, segment=task.segment)
+        except RequestError as error:
+            raise ConfigError(f"prompt {task.id!r} cannot be run: {error}") from None
+        return request
+
+
+class _Started:
+    """When a request came, and what it got since."""
+
+    def __init__(self, arrival: float) -> None:
+        self.arrival = arrival
+        self.times: list[float] = []
+        self.gains: list[int] = []
+        self.e2e_seconds = 0.0
+
+    def note(self, now: float, num_tokens: int) -> None:
+        self.times.append(now - self.arrival)
+        self.gains.append(num_tokens)
+
+    def end(self, now: float) -> None:
+        self.e2e_seconds = now - self.arrival
+
+
+def _may_come(profile: Profile, index: int, now: float, running: int) -> bool:
+    if profile.concurrency is not None:
+        return running < profile.concurrency
+    return profile.due[index] <= now
+
+
+def _answer(request: Request, notes: _Started) -> Answer:
+    if request.error is not None:
+        raise request.error
+    return Answer(
+        token_ids=request.output_token_ids,
+        num_tokens=request.num_output,
+        times=tuple(notes.times),
+        e2e_seconds=notes.e2e_seconds,
+        text=request.detokenizer.text,
+        gains=tuple(notes.gains),
+        speculative=request.speculative,
+        failed_drafters=tuple(sorted(request.failed_drafters)),
+        finished=request.finish_reason == "stop",
+        valid=fits_schema(request.detokenizer.text, request.params.structure),
+    )
+
+
+def run_group(engine: Engine, group: Sequence[Task]) -> Turn:
+    """The requests of a group, all arriving at once, run until the last has ended."""
+    return EngineRunner(engine).run(group, Profile("at once", len(group)))

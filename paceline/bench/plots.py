@@ -1,0 +1,149 @@
+"""Plots as SVG that stands in a page by itself: no script, no font and no style from elsewhere.
+
+Colours are classes (`c0`, `c1`, ...) and inks are variables, so that a page can be light or dark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH = 860  # of a plot of ranges; heights follow from what is in it
+SMALL_WIDTH = 420  # of a plot of lines: two stand side by side
+LETTER = 7.0  # pixels of a letter, about: labels are measured by it
+MOST_LETTERS = 34  # of a label at the left; longer ones are cut, and whole when pointed at
+NUM_COLOURS = 8
+Point = tuple[float, float]
+Scale = Callable[[float], float]  # from a value to pixels
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One line of a plot of ranges: a value, where it may lie, and its words."""
+
+    label: str
+    text: str  # at the right
+    colour: int
+    value: float
+    low: float  # where the thick line begins
+    high: float  # and ends
+    ticks: tuple[float, ...] = ()  # small strokes on it
+
+
+def nice_ticks(high: float, count: int = 5) -> list[float]:
+    """Round numbers from 0 to just beyond `high`, about `count` of them."""
+    if high <= 0:
+        return [0.0, 1.0]
+    rough = high / count
+    scale = 10.0 ** math.floor(math.log10(rough))
+    step = next(scale * factor for factor in (1, 2, 2.5, 5, 10) if scale * factor >= rough * (1 - 1e-9))
+    return [index * step for index in range(math.ceil(high / step - 1e-9) + 1)]
+
+
+def range_plot(axis: str, sections: Mapping[str, Sequence[Mark]], reference: float | None = None) -> str:
+    """Marks in lines, under the headings of their sections; `reference` is a value with a line of its own."""
+    marks = [mark for own in sections.values() for mark in own]
+    ticks = nice_ticks(max([mark.high for mark in marks] + [mark.value for mark in marks] + [reference or 0]))
+    left = 24 + LETTER * max(min(len(mark.label), MOST_LETTERS) for mark in marks)
+    right = 16 + LETTER * max(len(mark.text) for mark in marks)
+    span = WIDTH - left - right
+
+    def x(value: float) -> float:
+        return left + span * value / ticks[-1]
+
+    parts, y = [], 8.0
+    for heading, own in sections.items():
+        parts.append(_text(4, y + 14, heading, "heading"))
+        y += 24
+        for mark in own:
+            parts += _mark_parts(mark, x, y, WIDTH - right + 8)
+            y += 20
+        y += 6
+    grid = [
+        part
+        for tick in ticks
+        for part in (_line(x(tick), 4, x(tick), y, "grid"), _text(x(tick), y + 16, _number(tick), "middle"))
+    ]
+    if reference is not None:
+        grid.append(_line(x(reference), 4, x(reference), y, "reference"))
+    grid.append(_text(left + span / 2, y + 36, axis, "middle axis"))
+    return _svg(WIDTH, y + 44, [*grid, *parts], axis)
+
+
+def _mark_parts(mark: Mark, x: Scale, y: float, text_x: float) -> list[str]:
+    label = mark.label if len(mark.label) <= MOST_LETTERS else mark.label[: MOST_LETTERS - 1] + "…"
+    middle, colour = y + 8, f"c{mark.colour % NUM_COLOURS}"
+    return [
+        f'<g class="{colour}"><title>{escape(f"{mark.label}: {mark.text}")}</title>',
+        _text(16, middle + 4, label, "label"),
+        _line(x(mark.low), middle, x(mark.high), middle, "range"),
+        *(_line(x(tick), middle - 5, x(tick), middle + 5, "tick") for tick in mark.ticks),
+        f'<circle cx="{x(mark.value):.1f}" cy="{middle:.1f}" r="4.5"/>',
+        _text(text_x, middle + 4, mark.text, "value"),
+        "</g>",
+    ]
+
+
+def line_plot(title: str, axes: tuple[str, str], series: Mapping[str, tuple[int, Sequence[Point]]]) -> str:
+    """Lines through points, each with its colour; names are in the legend below. x begins where points do."""
+    points = [point for _, own in series.values() for point in own]
+    columns = sorted({x for x, _ in points})
+    ticks = nice_ticks(max(y for _, y in points))
+    left, top, bottom, right = 58.0, 30.0, 230.0, SMALL_WIDTH - 14.0
+    step = (right - left) / max(len(columns) - 1, 1)
+
+    def place(point: Point) -> Point:
+        # columns stand at equal distances: concurrencies double, and positions follow each other
+        return left + step * columns.index(point[0]), bottom - (bottom - top) * point[1] / ticks[-1]
+
+    parts = [_text(left, 16, title, "heading")]
+    for tick in ticks:
+        y = place((columns[0], tick))[1]
+        parts += [_line(left, y, right, y, "grid"), _text(left - 6, y + 4, _number(tick), "end")]
+    every = max(1, math.ceil(len(columns) / 12))
+    for column in columns[::every]:
+        parts.append(_text(place((column, 0))[0], bottom + 16, _number(column), "middle"))
+    for name, (colour, own) in series.items():
+        placed = [place(point) for point in own]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+        parts.append(f'<g class="c{colour % NUM_COLOURS}"><title>{escape(name)}</title>')
+        parts.append(f'<polyline points="{path}"/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in placed]
+        parts.append("</g>")
+    parts.append(_text((left + right) / 2, bottom + 34, axes[0], "middle axis"))
+    parts.append(
+        f'<text class="middle axis" transform="translate(13 {(top + bottom) / 2:.0f}) rotate(-90)">'
+        f"{escape(axes[1])}</text>"
+    )
+    return _svg(SMALL_WIDTH, bottom + 44, parts, title)
+
+
+def legend(names: Mapping[str, int]) -> str:
+    """Which colour is whose, as HTML."""
+    entries = (
+        f'<span><svg class="c{colour % NUM_COLOURS}" width="12" height="12"><circle cx="6" cy="6" r="5"/>'
+        f"</svg> {escape(name)}</span>"
+        for name, colour in names.items()
+    )
+    return f'<p class="legend">{" ".join(entries)}</p>'
+
+
+def _svg(width: float, height: float, parts: Iterable[str], label: str) -> str:
+    return (
+        f'<svg class="plot" role="img" aria-label="{escape(label)}" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'style="max-width:{width:.0f}px">' + "".join(parts) + "</svg>"
+    )
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def _text(x: float, y: float, text: str, kind: str) -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:g}"
