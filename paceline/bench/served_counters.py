@@ -10,7 +10,7 @@ from paceline.bench.turns import Acceptance
 
 # vllm:spec_decode_num_drafts_total{...} 12.0; llama.cpp's counters may lack _total
 _COUNTER = re.compile(
-    r"^\w+:spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)(?:_total)?"
+    r"^(\w+):spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)(?:_total)?"
     r"(?:\{([^}]*)\})? (\S+)",
     re.MULTILINE,
 )
@@ -49,7 +49,10 @@ def read_counters(page: str) -> DraftCounters | None:
     """The counters of a page of Prometheus metrics; None if it has none."""
     sums: dict[str, float] = {}
     per_position: dict[int, float] = {}
-    for name, labels, value in _COUNTER.findall(page):
+    samples = _COUNTER.findall(page)
+    for prefix, name, labels, value in samples:
+        if prefix != samples[0][0]:
+            continue  # a paceline tells everything once more in the names of vLLM
         if name != "accepted_tokens_per_pos":
             sums[name] = sums.get(name, 0.0) + float(value)
         elif found := _POSITION.search(labels):

@@ -261,7 +261,7 @@ class _Counts:
         self.drafted = sum(one.num_draft_tokens for one in own) + sum(one.drafted for one in told)
         self.accepted = sum(one.num_accepted_draft_tokens for one in own) + sum(one.accepted for one in told)
         each: list[Sequence[float]] = [one.accepted_per_position for one in own]
-        each += [one.accepted_per_position for one in told]
+        each += [one.accepted_per_position for one in told if one.steps]
         self.accepted_per_position = [sum(counts) for counts in zip_longest(*each, fillvalue=0.0)]
         self.draft_time = sum(one.draft_time for one in own)
         self.later_gains = sum(sum(answer.gains[1:]) for answer in answers)

@@ -168,7 +168,7 @@ def test_counters_are_read_in_every_engines_names() -> None:
     assert (grown.steps, grown.drafted, grown.accepted) == (10, 30, 12)
     assert grown.accepted_per_position == (8, 4)
     assert read_counters(VLLM.replace("vllm:", "llamacpp:").replace("_total{", "{")) == found
-    assert read_counters(VLLM.replace("vllm:", "paceline:")) == found
+    assert read_counters(VLLM.replace("vllm:", "paceline:") + VLLM) == found, "counted once"
     gauges = 'sglang:spec_accept_length{tp_rank="0"} 2.5\nsglang:spec_accept_length{tp_rank="1"} 3.5\n'
     sglang = read_counters(gauges + 'sglang:spec_accept_rate{tp_rank="0"} 0.6\n')
     assert sglang is not None
