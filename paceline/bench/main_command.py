@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,7 +77,11 @@ class MainCommandGroup(TyperGroup):
     """A group whose first word may be a model instead of a command: then it runs the main command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+        word = args[0] if args else ""
+        if word and word not in self.commands and word not in ctx.help_option_names:
+            near = get_close_matches(word, self.commands, n=1, cutoff=0.8)
+            if near and not Path(word).exists():
+                ctx.fail(f"There is neither a command nor a model {word!r}. Did you mean {near[0]!r}?")
             args = [RUN, *args]
         return super().parse_args(ctx, args)
 

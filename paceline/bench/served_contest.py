@@ -134,14 +134,11 @@ async def _reach(
         "`paceline bench MODEL`, which keeps them apart."
     )
     methods = {
-        label: replace(one, extra={"speculative": _body(label, config)})
-        for label, config in options.methods.items()
+        label: replace(one, extra={"speculative": _body(config)}) for label, config in options.methods.items()
     }
     return methods, names, remarks
 
 
-def _body(label: str, config: Any) -> Any:
+def _body(config: str) -> Any:
     """A method as a request names it."""
-    return (
-        json.loads(config) if isinstance(config, str) and config.lstrip().startswith("{") else config or label
-    )
+    return json.loads(config) if config.startswith("{") else config

@@ -23,6 +23,7 @@ from paceline.options import check_integer
 OFF = "off"
 COLD, WARM = "cold", "warm"
 ONE_BY_ONE = Profile("x1", 1)
+JSON = ("{", "[")  # how it begins
 WAVES = 4  # of so many requests at once that a turn is made of
 
 Key = tuple[str, str]  # cold or warm, and the method
@@ -41,11 +42,12 @@ class Runs:
 def parse_methods(given: Sequence[str]) -> dict[str, Any]:
     """Contestants by label: plain decoding first, then what each value names, as speculative_config.
 
-    A value is a list of short forms, such as ngram,suffix, or one JSON object.
+    A value is a list of short forms, such as ngram,suffix, or one JSON object, or a JSON list of those
+    that are loaded together.
     """
     contestants: dict[str, Any] = {OFF: OFF}
     for value in given:
-        for config in [value] if value.lstrip().startswith("{") else value.split(","):
+        for config in [value] if value.lstrip().startswith(JSON) else value.split(","):
             label = config.strip()
             if label == OFF:
                 continue
@@ -59,12 +61,18 @@ def parse_methods(given: Sequence[str]) -> dict[str, Any]:
 
 
 def _label(config: str) -> str:
-    """A short name: the method, and what was asked beyond its defaults."""
-    if not config.startswith("{"):
+    """A short name: the methods, and what was asked beyond their defaults."""
+    if not config.startswith(JSON):
         return config
-    keys = json.loads(config)
-    method = keys.pop("method", "draft_model")
-    return " ".join([method, *(f"{key}={value}" for key, value in keys.items())])
+    entries = json.loads(config)
+    return " + ".join(_entry_label(entry) for entry in (entries if isinstance(entries, list) else [entries]))
+
+
+def _entry_label(entry: Any) -> str:
+    if isinstance(entry, str):
+        return entry
+    method = entry.get("method", "draft_model")
+    return " ".join([method, *(f"{key}={value}" for key, value in entry.items() if key != "method")])
 
 
 def measure_workload(

@@ -104,6 +104,9 @@ def test_the_first_word_is_a_command_if_it_is_one_and_else_a_model(tmp_path: Pat
     assert "A model that has the name of a command is written as a path" in " ".join(
         runner.invoke(app, ["--help"]).output.split()
     )
+    mistyped = runner.invoke(app, ["decoed", "--rounds", "1"])
+    assert mistyped.exit_code == 2
+    assert "Did you mean 'decode'?" in " ".join(mistyped.output.split())
     with pytest.raises(PacelineError, match="rows"):  # no such file: it is looked for as a model
         run(str(tmp_path / "rows"), "--workload", "chat", "--limit", "1")
 

@@ -201,6 +201,8 @@ def test_methods_are_short_forms_or_objects_and_off_is_always_among_them() -> No
         "ngram": "ngram",
         "ngram num_speculative_tokens=4": config,
     }
+    both = '["suffix", {"method": "ngram", "num_speculative_tokens": 4}]'
+    assert parse_methods([both]) == {OFF: OFF, "suffix + ngram num_speculative_tokens=4": both}
     for given, message in (
         (["off"], "nothing to compare"),
         (["ngrams"], "names no drafting method"),
