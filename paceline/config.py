@@ -109,10 +109,18 @@ class SpeculativeOptions:
     method, what a grammar forces; "off": nothing. See draft/methods.py for the rest."""
 
     speculative_config: Any = None
+    log_decisions: str | None = None  # a file: why "auto" drafts what it drafts, as lines of JSON
 
     def __post_init__(self) -> None:
         if self.speculative_config not in (None, "off"):
             self.speculation()  # a mistake is told before a model is loaded
+        if self.log_decisions is not None:
+            _check_text("log_decisions", self.log_decisions, "Give the path of a file.")
+            if not self.speculation().auto:
+                raise ConfigError(
+                    "log_decisions says why 'auto' drafts what it drafts, but speculative_config is "
+                    f"{self.speculative_config!r}. Use 'auto', or leave log_decisions out."
+                )
 
     def speculation(self) -> Speculation:
         """The drafters to load and how drafts are verified."""

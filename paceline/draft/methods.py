@@ -79,6 +79,7 @@ METHODS: dict[str, Method] = {
     "hybrid": Method("paceline.draft.hybrid", "HybridDrafter", num_speculative_tokens=7, trees=True),
 }
 
+AUTO = "auto"  # not a method: a controller chooses among those that are named beside it
 SHORT_NAMES = {"model": "draft_model"}
 PLAN_KEYS = ("method", "num_speculative_tokens", "branching", "depth")  # a request may give these too
 SHARED_KEYS = ("verification", "rejection_sample_method", "draft_sample_method")  # one for all drafters
@@ -102,6 +103,7 @@ class Speculation:
     rule: str = "pathwise"  # of RULES
     sampling: DraftSampling = DraftSampling.COUPLED
     forced: bool = True  # tokens that a constraint forces are drafted, whatever the drafter
+    auto: bool = False  # who drafts, and how much, is decided for each step; no drafters: what there is
 
     @property
     def default_plan(self) -> DraftPlan:
@@ -113,19 +115,21 @@ def parse_speculative_config(given: Any) -> Speculation:
 
     It is None; "off", which drafts not even forced tokens; an object as vLLM takes it; the short form
     "ngram" or "model:PATH"; or a list of objects, or short forms with commas between, for several
-    drafters, of which each request chooses one. The first is the default.
+    drafters, of which each request chooses one. The first is the default. With "auto" among them it is
+    decided for each step which of the others drafts, and how much.
     """
     entries = _entries(given)
     if not entries:
         return Speculation({}, forced=given is None)
     shared = _shared(entries)
+    named = [entry for entry in entries if not _is_auto(entry)]
     drafters: dict[str, DrafterConfig] = {}
-    for entry in entries:
+    for entry in named:
         name, config = _drafter(entry, RULES[shared.rule].trees, shared.rule)
         if name in drafters:
             raise ConfigError(f"speculative_config names the method {name!r} twice: name each once.")
         drafters[name] = config
-    return replace(shared, drafters=drafters)
+    return replace(shared, drafters=drafters, auto=len(named) < len(entries))
 
 
 def load_drafter(name: str, config: DrafterConfig, target: Target) -> Drafter:
@@ -188,7 +192,7 @@ def _from_json(text: str) -> Any:
 def _from_short_form(text: str) -> Mapping[str, Any]:
     name, colon, rest = text.partition(":")
     name = SHORT_NAMES.get(name, name)
-    if name in METHODS and not colon:
+    if (name in METHODS or name == AUTO) and not colon:
         return {"method": name}
     argument = METHODS[name].argument if name in METHODS else None
     if argument is not None and rest:
@@ -201,8 +205,19 @@ def _from_short_form(text: str) -> Mapping[str, Any]:
         if name not in long_names
     ]
     raise ConfigError(
-        f"{text!r} names no drafting method. Use off, model:PATH, or one of {', '.join(known)}."
+        f"{text!r} names no drafting method. Use off, model:PATH, auto, or one of {', '.join(known)}."
     )
+
+
+def _is_auto(entry: Mapping[str, Any]) -> bool:
+    """Whether this is the word auto as an object."""
+    if entry.get("method") != AUTO:
+        return False
+    for key in entry:
+        if key not in ("method", *SHARED_KEYS):
+            known = ["method", *SHARED_KEYS]
+            raise ConfigError(unknown_option(key, known, "speculative_config with method auto"))
+    return True
 
 
 def _shared(entries: Sequence[Mapping[str, Any]]) -> Speculation:
@@ -243,7 +258,7 @@ def _drafter(entry: Mapping[str, Any], rule_takes_trees: bool, rule: str) -> tup
     """One drafter's name, default plan and own options."""
     name = entry.get("method", "draft_model" if "model" in entry else None)
     if name not in METHODS:
-        raise ConfigError(f"method must be one of {', '.join(METHODS)}, got {name!r}.")
+        raise ConfigError(f"method must be one of {', '.join(METHODS)}, or auto; got {name!r}.")
     method = METHODS[name]
     plan = parse_plan(ConfigError, entry, None, name, method.trees)
     if plan.branching > 1 and not rule_takes_trees:

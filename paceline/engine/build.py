@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from paceline.backends.base import Backend, Float32Array
 from paceline.backends.load import load_backend
 from paceline.config import EngineConfig, SpeculativeOptions
-from paceline.control.controller import FixedController
+from paceline.control.auto import AutoController
+from paceline.control.controller import Controller, FixedController
+from paceline.control.decision import DecisionLog
+from paceline.control.measure import step_costs
 from paceline.draft.base import Target
 from paceline.draft.heads.fingerprint import target_fingerprint
 from paceline.draft.heads.shipped import default_method
@@ -108,7 +112,7 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         num_pages=size.num_pages,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         seed=config.seed,
-        controller=FixedController(speculation.default_plan, FEW if _is_unasked(config) else None),
+        controller=_controller(config, model, speculation),
         drafters=drafters,
         plans={name: own.plan for name, own in speculation.drafters.items()},
         rule=RULES[speculation.rule].verify,
@@ -118,10 +122,32 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
 
 
 def _speculation(config: EngineConfig, model: LoadedModel) -> Speculation:
-    """What was asked for; if nothing was, drafts by the head that is shipped for the model, if one is."""
-    if _is_unasked(config) and model.backend.supports_features:
-        return SpeculativeOptions(default_method(model.fingerprint)).speculation()
-    return config.speculative.speculation()
+    """What was asked for; if nothing was, drafts by the head that is shipped for the model, if one is.
+
+    "auto" by itself chooses between that head and copies.
+    """
+    head = default_method(model.fingerprint) if model.backend.supports_features else None
+    if _is_unasked(config):
+        return SpeculativeOptions(head).speculation()
+    asked = config.speculative.speculation()
+    if asked.auto and not asked.drafters:
+        there = SpeculativeOptions(["suffix"] if head is None else ["suffix", head]).speculation()
+        return replace(asked, drafters=there.drafters)
+    return asked
+
+
+def _controller(config: EngineConfig, model: LoadedModel, speculation: Speculation) -> Controller:
+    """Who decides what is drafted."""
+    plans = {name: own.plan for name, own in speculation.drafters.items() if own.plan.budget}
+    if not (speculation.auto and plans):
+        return FixedController(speculation.default_plan, FEW if _is_unasked(config) else None)
+    log = config.speculative.log_decisions
+    return AutoController(
+        plans,
+        step_costs(model.backend, model.config.max_position, f"{model.fingerprint} {config.backend}"),
+        max_rows=config.scheduler.max_num_batched_tokens,
+        log=None if log is None else DecisionLog(Path(log)),
+    )
 
 
 def _is_unasked(config: EngineConfig) -> bool:

@@ -70,10 +70,13 @@ ENGINE: Group = (
         "speculative_config",
         str | None,
         None,
-        "What drafts: off, ngram, suffix, eagle3, model:PATH, or JSON such as "
+        "What drafts: off, auto, ngram, suffix, eagle3, model:PATH, or JSON such as "
         '\'{"method": "suffix", "num_speculative_tokens": 8}\'. '
         "If left out: the head that is shipped for the model, if there is one.",
         "--speculative-config --draft",
+    ),
+    Flag(
+        "log_decisions", str | None, None, "With --draft auto: a file that says why it drafts what it drafts."
     ),
 )
 

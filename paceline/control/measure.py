@@ -1,0 +1,114 @@
+"""What passes cost on this machine, measured when an engine starts and kept for the next time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from paceline import __version__
+from paceline.backends.base import Backend, ForwardBatch, KVPool
+from paceline.bench.machine import cpu_name
+from paceline.control.cost import StepCosts
+from paceline.home import paceline_home
+
+logger = logging.getLogger(__name__)
+
+ROWS = (1, 8, 4, 2, 16, 5, 9, 3, 6, 32, 12, 7, 17, 64, 24)  # the most telling first
+LONG = 1024  # keys of the context that is held against an empty one
+REPEATS = 3  # of which the quickest counts: what else the machine does can only slow it down
+SECONDS = 2.0  # that a measurement may take
+
+
+def step_costs(backend: Backend, longest: int, identity: str) -> StepCosts:
+    """The costs of this model here: from the file of an earlier measurement, or measured now.
+
+    Contexts have at most `longest` tokens. `identity` says which weights run how; with what the machine is,
+    it names the file.
+    """
+    facts = f"{__version__} {identity} {backend.name} {backend.max_rows} {cpu_name()} {os.cpu_count()}"
+    path = paceline_home() / "costs" / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
+    costs = _read(path)
+    if costs is None:
+        costs = measure_steps(backend, longest)
+        _write(path, costs)
+    return costs
+
+
+def measure_steps(
+    backend: Backend, longest: int, clock: Callable[[], float] = time.perf_counter
+) -> StepCosts:
+    """The costs of passes of 1 to 64 rows over an empty context, and of what a long one adds."""
+    rows_of_all = [rows for rows in ROWS if rows <= min(backend.max_rows, longest // 2)]
+    context = max(1, min(LONG, backend.max_rows, longest // 2))
+    pool = backend.make_pool((context + max(ROWS)) // backend.page_size + 1)
+    end = clock() + SECONDS
+    backend.forward(_chain(pool, 0, context))  # fills the pool, and whatever caches there are
+    found: dict[int, float] = {}
+    for rows in rows_of_all:
+        found[rows] = _quickest(backend, _chain(pool, 0, rows), clock)
+        if len(found) >= 2 and clock() > end:
+            break
+    most = max(rows for rows in found if rows <= 8)
+    longer = _quickest(backend, _chain(pool, context, most), clock)
+    per_key = max(0.0, longer - found[most]) / (most * context)
+    if len(found) == 1:  # a pass has room for nothing more
+        found[2] = 2 * found[1]
+    counts = sorted(found)
+    return StepCosts(counts, [found[count] for count in counts], per_key)
+
+
+def _quickest(backend: Backend, batch: ForwardBatch, clock: Callable[[], float]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        start = clock()
+        backend.forward(batch)
+        times.append(clock() - start)
+    return min(times)
+
+
+def _chain(pool: KVPool, context: int, rows: int) -> ForwardBatch:
+    """One request's chain of so many rows, all of them verified."""
+    count = np.arange(rows, dtype=np.int32)
+    return ForwardBatch(
+        tokens=np.zeros(rows, dtype=np.int32),
+        positions=context + count,
+        parents=count - 1,
+        row_offsets=np.array([0, rows], dtype=np.int32),
+        context_lengths=np.array([context], dtype=np.int32),
+        page_tables=np.arange(pool.num_pages, dtype=np.int32)[None],
+        logit_rows=count if rows <= max(ROWS) else count[-1:],
+        pool=pool,
+    )
+
+
+def _read(path: Path) -> StepCosts | None:
+    """What was measured before; None if nothing usable was."""
+    try:
+        kept = json.loads(path.read_text())
+        seconds = [float(value) for value in kept["seconds"]]
+        rows = [int(value) for value in kept["rows"]]
+        if len(rows) == len(seconds) >= 2 and rows == sorted(set(rows)) and min(rows) > 0 < min(seconds):
+            return StepCosts(rows, seconds, float(kept["per_key"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+def _write(path: Path, costs: StepCosts) -> None:
+    """Keep a measurement, in one move. That it cannot be kept is no reason not to run."""
+    rows, seconds = costs.table()
+    text = json.dumps({"rows": rows, "seconds": seconds, "per_key": costs.per_key})
+    own = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text(text)
+        own.replace(path)
+    except OSError as error:
+        logger.warning("measured costs of passes could not be kept: %s", error)
