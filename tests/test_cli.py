@@ -223,6 +223,7 @@ def test_engine_flags_reach_the_engine(paceline, toy):
         "kv_cache_memory_bytes": None,
         "enable_prefix_caching": False,
         "speculative_config": "suffix,ngram",
+        "log_decisions": None,
     }
 
 
