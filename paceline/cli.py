@@ -180,4 +180,5 @@ def _mount(name: str, module: str, summary: str) -> None:
 
 _mount("models", "paceline.models.commands", "Models: list, pull, show.")
 _mount("bench", "paceline.bench.commands", "Measure speed, drafting and perplexity.")
+_mount("tune", "paceline.bench.tune_command", "Find the drafting that is quickest on your traffic.")
 _mount("train", "paceline.train.commands", "Train a draft head on the target's own answers.")

@@ -127,7 +127,7 @@ def run_command(
     report = Report(json_file)
     away = servers["endpoint"] is not None
     _refuse_unused(away, servers, here)
-    workloads = _workloads(load)
+    workloads = load_workloads(load)
     options = SpeculationOptions(
         workloads=workloads,
         methods={} if away and not methods else parse_methods(methods or ["ngram,suffix"]),
@@ -165,7 +165,8 @@ def _measure(options: SpeculationOptions, servers: Options, model: str | None) -
         return run_served(options, addresses, metrics, servers["api_key"], model, on_turn)
 
 
-def _workloads(load: Options) -> tuple[Workload, ...]:
+def load_workloads(load: Options) -> tuple[Workload, ...]:
+    """What the flags of WORKLOAD ask for."""
     from paceline.bench.builtin_workloads import BUILT_IN
     from paceline.bench.workloads import load_workload
 

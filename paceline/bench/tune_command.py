@@ -1,0 +1,91 @@
+"""`paceline tune MODEL`: the drafting that gives the most tokens per second on given traffic."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.bench.main_command import RUN, WORKLOAD, MainCommandGroup, load_workloads
+from paceline.bench.reporting import (
+    JsonFile,
+    Model,
+    Quantization,
+    Report,
+    Threads,
+    check_writable,
+    integers,
+)
+from paceline.config import DEFAULT_MODEL
+from paceline.terminal.flags import Options, with_flags
+
+app = typer.Typer(
+    help="Find the drafting that gives the most tokens per second on your traffic: `paceline tune MODEL`.",
+    cls=MainCommandGroup,
+    no_args_is_help=True,
+)
+
+
+@app.command(RUN)
+@with_flags(load=WORKLOAD)
+def tune_command(
+    load: Options,
+    model: Model = DEFAULT_MODEL,
+    methods: Annotated[
+        str, typer.Option(help="Methods to try, with commas between, such as ngram,suffix,eagle3.")
+    ] = "ngram,suffix",
+    lengths: Annotated[str, typer.Option(help="Numbers of drafted tokens to try.")] = "2,4,8",
+    branching: Annotated[
+        str, typer.Option(help="Shapes to try: 1 is a chain; 4 a tree of 4 continuations a token.")
+    ] = "1",
+    concurrency: Annotated[int, typer.Option(help="Requests at once, as in your traffic.")] = 1,
+    rounds: Annotated[int, typer.Option(help="How often each candidate has its turn on a prompt.")] = 2,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the choice to this file, as --speculative-config takes it."),
+    ] = None,
+    threads: Threads = None,
+    quantization: Quantization = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Try methods, lengths and shapes on workloads; tell the best and what it is expected to gain."""
+    from paceline.bench.contest import SpeculationOptions
+    from paceline.bench.profiles import closed
+    from paceline.bench.speculation import OFF
+    from paceline.bench.tables import progress
+    from paceline.bench.tune import advice, candidates, tune, tune_table
+
+    check_writable("--out", out)
+    report = Report(json_file)
+    configs = candidates(
+        methods.split(","), integers("--lengths", lengths), integers("--branching", branching)
+    )
+    options = SpeculationOptions(
+        workloads=load_workloads(load),
+        methods={OFF: OFF},
+        model=model,
+        rounds=rounds,
+        profiles=(closed(concurrency),),
+        temperature=load["temperature"],
+        constrain=load["constrain"],
+        threads=threads,
+        quantization=quantization,
+    )
+    with progress(options.num_turns * (len(configs) + 3) // 2) as on_turn:
+        tuning = tune(options, configs, on_turn)
+    facts = {
+        "model": model,
+        "chosen": tuning.chosen,
+        "proof": asdict(tuning.proof),
+        "identical": tuning.identical,
+        "rows": [asdict(row) for row in tuning.search],
+    }
+    report.show([tune_table(tuning)], advice(tuning), facts)
+    if out is not None:
+        out.write_text((OFF if tuning.chosen == OFF else json.dumps(tuning.chosen)) + "\n")
+    if not tuning.identical:
+        typer.echo("A candidate changed tokens of plain decoding. This is a bug, please report it.", err=True)
+        raise typer.Exit(1)
