@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DRAFTING, NOT_DRAFTING = 8, 16  # steps that a choice holds while the same requests run
-PROBE = 1  # tokens of a draft that is only tried: the cheapest that can be right
+PROBE = 1  # tokens that another drafter than the chosen one is tried with: the cheapest that can be right
 WARM_UP = 32  # steps in which every one teaches much
 SHORT = 3  # tokens that a request may still have: below, a draft has nothing to save
 
@@ -159,21 +159,20 @@ class AutoController:
         return reason, lengths if drafts else plain, None
 
     def _probe(self, best: Choice, lengths: Sequence[tuple[str, int]]) -> Probe | None:
-        """A draft that is not the best choice, if there is time to spare for it."""
+        """Another drafter or a longer draft than the best choice, if there is time to spare for it."""
         if self._chosen_at != self._step:
             return None
-        wanted = self._probes.next(self._step, self._chosen_for, best)
-        if wanted is None:
-            return None
-        line, drafter = wanted
-        if self._prospects[drafter].rows[line, 0] == 0.0:  # it must not draft for this one
-            return None
+        line, drafter = self._probes.next(self._step, self._chosen_for)
         tried, (name, length) = list(lengths), lengths[line]
-        tried[line] = (drafter, PROBE)
+        most = int(np.count_nonzero(self._prospects[drafter].rows[line]))  # 0: it must not draft for this one
+        longer = min(most, 2 * length + 1 if name == drafter else PROBE)
+        if longer == 0 or (name == drafter and longer <= length):
+            return None
+        tried[line] = (drafter, longer)
         step = priced(tried, self._batch, self._prospects, self._steps, self._drafts)
         missed = float(self._prospects[name].tokens[line, :length].sum()) if length else 0.0
         needed = missed + (step.seconds - best.seconds) * best.rate
-        probe = Probe(_key(self._chosen_for[line]), line, drafter, PROBE, needed, best.rate)
+        probe = Probe(_key(self._chosen_for[line]), line, drafter, longer, needed, best.rate)
         return probe if self._probes.can_afford(probe) else None
 
     def observe(self, stats: StepStats) -> None:

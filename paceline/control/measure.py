@@ -50,27 +50,23 @@ def measure_steps(
     pool = backend.make_pool((context + max(ROWS)) // backend.page_size + 1)
     end = clock() + SECONDS
     backend.forward(_chain(pool, 0, context))  # fills the pool, and whatever caches there are
-    found: dict[int, float] = {}
-    for rows in rows_of_all:
-        found[rows] = _quickest(backend, _chain(pool, 0, rows), clock)
-        if len(found) >= 2 and clock() > end:
-            break
-    most = max(rows for rows in found if rows <= 8)
-    longer = _quickest(backend, _chain(pool, context, most), clock)
-    per_key = max(0.0, longer - found[most]) / (most * context)
-    if len(found) == 1:  # a pass has room for nothing more
-        found[2] = 2 * found[1]
-    counts = sorted(found)
-    return StepCosts(counts, [found[count] for count in counts], per_key)
-
-
-def _quickest(backend: Backend, batch: ForwardBatch, clock: Callable[[], float]) -> float:
-    times = []
-    for _ in range(REPEATS):
-        start = clock()
-        backend.forward(batch)
-        times.append(clock() - start)
-    return min(times)
+    longer = _chain(pool, context, min(8, max(rows_of_all)))
+    batches = [_chain(pool, 0, rows) for rows in rows_of_all] + [longer]
+    quickest = [float("inf")] * len(batches)
+    for _ in range(REPEATS):  # one after the other, so that a bad moment spoils none of them
+        for place, batch in enumerate(batches):
+            if clock() < end or (quickest[place] == float("inf") and place in (0, 1, len(batches) - 1)):
+                start = clock()
+                backend.forward(batch)
+                quickest[place] = min(quickest[place], clock() - start)
+    found = dict(zip(rows_of_all, quickest, strict=False))
+    per_key = max(0.0, quickest[-1] - found[longer.num_rows]) / (longer.num_rows * context)
+    known = sorted(rows for rows, seconds in found.items() if seconds < float("inf"))
+    # a pass is never slower than one of more rows: what seems so was disturbed
+    seconds = np.minimum.accumulate([found[rows] for rows in reversed(known)])[::-1].tolist()
+    if len(known) == 1:  # a pass has room for nothing more
+        known, seconds = [1, 2], [seconds[0], 2 * seconds[0]]
+    return StepCosts(known, seconds, per_key)
 
 
 def _chain(pool: KVPool, context: int, rows: int) -> ForwardBatch:

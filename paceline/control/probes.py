@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.control.choice import Choice
-
 if TYPE_CHECKING:
     from paceline.engine.request import Request
 
@@ -52,20 +50,16 @@ class Probes:
         """Take in that a step has passed."""
         self._account = min(self._account + SHARE * seconds, MOST * seconds)
 
-    def next(self, step: int, requests: Sequence[Request], best: Choice) -> tuple[int, str] | None:
-        """The line of a request and a drafter that might be tried for it; None if that is what is chosen."""
+    def next(self, step: int, requests: Sequence[Request]) -> tuple[int, str]:
+        """The line of a request and a drafter that might be tried for it."""
         if self._won is not None:
             (request, child), drafter = self._won
             self._won = None
             for line, candidate in enumerate(requests):
                 if candidate.request_id == request and candidate.child == child:
-                    return None if _is_chosen(best, line, drafter) else (line, drafter)
-        drafter = self._drafters[self._turn % len(self._drafters)]
-        line = step % len(requests)
-        if _is_chosen(best, line, drafter):
-            self._turn += 1
-            return None
-        return line, drafter
+                    return line, drafter
+        self._turn += 1
+        return step % len(requests), self._drafters[self._turn % len(self._drafters)]
 
     def can_afford(self, probe: Probe) -> bool:
         """Whether there is time for a probe, even if it brings nothing."""
@@ -73,13 +67,8 @@ class Probes:
 
     def observe(self, probe: Probe, accepted: int) -> None:
         """Take in what a probe brought."""
-        self._turn += 1
         if accepted > probe.needed:
             self._won = (probe.request, probe.drafter)
         paid = (probe.needed - accepted) / probe.rate
         self._account -= paid
         self.regret += paid
-
-
-def _is_chosen(best: Choice, line: int, drafter: str) -> bool:
-    return best.lengths[line] > 0 and best.drafters[line] == drafter
