@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DRAFTING, NOT_DRAFTING = 8, 16  # steps that a choice holds while the same requests run
+HOLDS = 16  # steps that a choice holds while the same requests run
 PROBE = 1  # tokens that another drafter than the chosen one is tried with: the cheapest that can be right
 WARM_UP = 32  # steps in which every one teaches much
 SHORT = 3  # tokens that a request may still have: below, a draft has nothing to save
@@ -125,8 +125,7 @@ class AutoController:
         self._batch = Batch(float(decoding), float(min(rows, self._max_rows)), keys)
         self._prospects = {name: self._prospect(name, requests) for name in self._plans}
         self._best, self._plain = choose(self._batch, self._prospects, self._steps, self._drafts)
-        holds = DRAFTING if any(self._best.lengths) else NOT_DRAFTING
-        self._holds_until = self._step + (1 if self._step < WARM_UP else holds)
+        self._holds_until = self._step + (1 if self._step < WARM_UP else HOLDS)
 
     def _prospect(self, name: str, requests: Sequence[Request]) -> Prospect:
         """What a drafter is expected to do for these requests; nothing for those it failed for."""

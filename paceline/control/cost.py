@@ -21,6 +21,7 @@ SCALE_RATE = 0.05  # how far one step moves the price of all row counts
 SHAPE_RATE = 0.05  # and that of its own, when that has been seen often
 OUTLIER = 1.5  # times the expected: a step that took longer counts as this much
 FAR = 1e6  # rows: where the table ends
+NEW, REFIT = 50, 25  # steps with calls after each of which prices are fitted, and how often later
 FORGET = 0.98  # weight of a drafter's call after another one
 WARM_UP = 2  # calls of a drafter of which the cheapest counts: the first ones fill its caches
 
@@ -112,7 +113,8 @@ class DraftCosts:
         self._products = np.zeros((size, size))  # [terms, terms] decayed sums of products of calls' sizes
         self._answers = np.zeros(size)  # [terms] decayed sums of sizes times seconds
         self._prices = np.zeros(size)  # [terms]
-        self._is_due = False  # whether the prices are those of before the last call
+        self._since_fit = 0  # steps that the prices do not know yet
+        self._steps = 0
         self._warming: dict[str, list[float]] = {name: [] for name in drafters}
 
     def seconds(self, drafter: str, requests: Numbers, levels: Numbers, nodes: Numbers) -> Float64Array:
@@ -134,7 +136,8 @@ class DraftCosts:
         self._answers *= FORGET
         self._products += np.outer(sizes, sizes)
         self._answers += sizes * seconds
-        self._is_due = True
+        self._steps += 1
+        self._since_fit += 1
 
     def _warmed(self, drafter: str, seconds: float) -> float:
         """The least of the first calls; those before it are forgotten."""
@@ -148,9 +151,9 @@ class DraftCosts:
 
     def prices(self, drafter: str) -> list[float]:
         """Seconds of a call, a request, a level and a node."""
-        if self._is_due:
+        if self._since_fit >= (1 if self._steps <= NEW else REFIT):
             self._prices = _least_squares(self._products + np.diag(self._doubts), self._answers)
-            self._is_due = False
+            self._since_fit = 0
         prices: list[float] = self._prices[self._places[drafter]].tolist()
         return prices
 
