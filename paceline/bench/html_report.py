@@ -33,11 +33,12 @@ STYLE = """
   --grid: #333b43; --mark: #ff8a80; --c0: #9aa5af; --c1: #62b0ff; --c2: #ff9f5a; --c3: #4fd1a1; --c4: #bd93ff;
   --c5: #ff80b5; --c6: #e0c34a; --c7: #4fd0e6; } }
 body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto;
-  max-width: 60rem; padding: 0 1rem; }
+  max-width: 70rem; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: 0.2rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 p, li { max-width: 46rem; } .soft { color: var(--soft); }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.2rem 0.7rem; text-align: right; white-space: nowrap;
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px;
+  font-variant-numeric: tabular-nums; }
+th, td { padding: 0.2rem 0.5rem; text-align: right; white-space: nowrap;
   border-bottom: 1px solid var(--grid); }
 th { color: var(--soft); font-weight: 500; vertical-align: bottom; }
 td:first-child, th:first-child { text-align: left; }

@@ -98,7 +98,7 @@ def _table(
     heading: str, columns: Sequence[str], rows: Sequence[Row], cells: Callable[[Row], Sequence[str]]
 ) -> Table:
     """A line for each row, in sections by traffic."""
-    table = Table(title=heading, title_justify="left")
+    table = Table(title=heading, title_justify="left", pad_edge=False)
     table.add_column("workload, method", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right")

@@ -113,6 +113,12 @@ def _warnings(contest: Contest) -> list[str]:
             f"{', '.join(sorted(contest.inexact))}: the rule of verification keeps the distribution of plain "
             "decoding, not its tokens; that is no bug."
         )
+    few = {
+        f"{traffic_of(row)}: there are {row.prompts} prompts, so never more than so many ran at once."
+        for row in contest.rows
+        if row.concurrency is not None and row.prompts < row.concurrency
+    }
+    lines += sorted(few)
     for row in contest.rows:
         where = f"{traffic_of(row)}, {row.method}"
         if row.differing_prompts and row.method not in contest.inexact:
