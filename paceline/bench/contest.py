@@ -21,6 +21,7 @@ from paceline.draft.methods import parse_speculative_config
 from paceline.engine.build import LoadedModel, build_engine, load_model
 from paceline.errors import ConfigError
 from paceline.models.registry import resolve
+from paceline.options import check_integer, check_number
 from paceline.verify.params import SamplingParams
 from paceline.verify.rules import RULES
 
@@ -43,6 +44,9 @@ class SpeculationOptions:
     objective: Objective | None = None
 
     def __post_init__(self) -> None:
+        check_integer(ConfigError, "--rounds", self.rounds, 1, None)
+        if self.temperature is not None:
+            check_number(ConfigError, "--temperature", self.temperature, 0, 100)
         for profile in self.profiles:
             for workload in self.workloads:
                 profile.check_room(len(workload.prompts), workload.name)

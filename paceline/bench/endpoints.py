@@ -147,7 +147,11 @@ class EndpointRunner:
         body = {**task.body, **self._endpoint.extra}
         if self._endpoint.ours:
             body |= {"segment": task.segment, "cache_salt": self._salt}
-        return read_answer(await client.post(self._endpoint.server, task.path, body), task, arrival)
+        try:
+            found = await client.post(self._endpoint.server, task.path, body)
+        except ClientError as error:  # a server under load may take no more connections
+            return Answer([], 0, (), 0.0, error=str(error))
+        return read_answer(found, task, arrival)
 
 
 def read_answer(answer: client.Answer, task: ServedTask, arrival: float) -> Answer:

@@ -132,7 +132,7 @@ def run_command(
         workloads=workloads,
         methods={} if away and not methods else parse_methods(methods or ["ngram,suffix"]),
         model=model or DEFAULT_MODEL,
-        rounds=rounds or (1 if away else 3),
+        rounds=(1 if away else 3) if rounds is None else rounds,
         profiles=_profiles(arrivals, max(len(workload.prompts) for workload in workloads)),
         warm=here["warm"],
         temperature=load["temperature"],

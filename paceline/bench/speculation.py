@@ -18,7 +18,6 @@ from paceline.bench.timing import OnTurn
 from paceline.bench.turns import Asked, Runner, Turn
 from paceline.draft.methods import parse_speculative_config
 from paceline.errors import ConfigError
-from paceline.options import check_integer
 
 OFF = "off"
 COLD, WARM = "cold", "warm"
@@ -90,7 +89,6 @@ def measure_workload(
     due, all. All contestants have their turn on a group before anyone sees the next; who begins changes
     from group to group. A round is so many passes over the workload by the same runners, new ones.
     """
-    check_integer(ConfigError, "rounds", rounds, 1, None)
     groups = list(_groups(tasks, profile))
     labels = list(makers)
     _warm_up(makers, tasks[0])

@@ -11,6 +11,7 @@ import pytest
 
 from paceline.bench.client import ClientError, Server
 from paceline.bench.contest import Contest, SpeculationOptions
+from paceline.bench.endpoints import Endpoint, EndpointRunner, served_task
 from paceline.bench.profiles import Profile, closed
 from paceline.bench.served_contest import parse_addresses, run_served
 from paceline.bench.served_counters import read_counters
@@ -157,6 +158,9 @@ def test_a_request_that_fails_is_counted_and_a_server_that_refuses_all_is_told_o
 
     with pytest.raises(ConfigError, match="does not answer the first request: status 503: no"):
         measure(Closed(), monkeypatch)
+    runner = EndpointRunner(Endpoint(Server("127.0.0.1", 9), None), "salt")
+    turn = runner.run([served_task(TWO[0], "m", 0, 0.0, True)] * 3, closed(2))
+    assert ["nothing answers" in (answer.error or "") for answer in turn.answers] == [True] * 3
 
 
 def test_counters_are_read_in_every_engines_names() -> None:

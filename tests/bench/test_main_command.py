@@ -126,6 +126,8 @@ def test_the_first_word_is_a_command_if_it_is_one_and_else_a_model(tmp_path: Pat
         (("--endpoint", "http://127.0.0.1:1", "--threads", "1"), "--threads is of engines in this process"),
         (("--endpoint", "localhost:8000"), "--endpoint must be like http"),
         (("--html", "no/such/folder/report.html"), "--html .* give a file in a folder that exists"),
+        (("--rounds", "0"), "--rounds must be an integer from 1"),
+        (("--temperature", "-1"), "--temperature must be a number from 0"),
         (("--limit", "0"), "--limit must be an integer from 1"),
     ],
 )
