@@ -12,10 +12,13 @@ import pytest
 from paceline.bench.client import ClientError, Server
 from paceline.bench.contest import Contest, SpeculationOptions
 from paceline.bench.endpoints import Endpoint, EndpointRunner, served_task
+from paceline.bench.html_report import html_report
+from paceline.bench.machine import machine_facts
 from paceline.bench.profiles import Profile, closed
 from paceline.bench.served_contest import parse_addresses, run_served
 from paceline.bench.served_counters import read_counters
 from paceline.bench.speculation import OFF
+from paceline.bench.speculation_tables import show_contest
 from paceline.bench.workloads import Prompt, Workload
 from paceline.errors import ConfigError
 from tests.bench import scripted_server
@@ -151,6 +154,11 @@ def test_a_request_that_fails_is_counted_and_a_server_that_refuses_all_is_told_o
 
     contest = measure(Picky(), monkeypatch)
     assert [(row.segment, row.failed) for row in contest.rows] == [("short", 0), ("long", 1), ("all", 1)]
+    _, notes = show_contest(contest)
+    assert "mixed all x1 server, server: 1 of 2 requests got no whole answer." in notes
+    page = html_report(contest, machine_facts())
+    assert "Outputs were not compared" in page
+    assert "1 (1 failed)" in page
 
     class Closed(Drafting):
         def refusal(self, body: dict[str, Any]) -> int | None:
