@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -12,7 +13,7 @@ from paceline.bench.figures import Objective
 from paceline.bench.loading import bench_config, settings
 from paceline.bench.peers import PeerOptions, PeerRow, measure_peer
 from paceline.bench.profiles import Profile
-from paceline.bench.speculation import COLD, ONE_BY_ONE, WARM, measure_workload
+from paceline.bench.speculation import COLD, ONE_BY_ONE, WARM, group_size, measure_workload
 from paceline.bench.speculation_rows import Row, rows
 from paceline.bench.timing import OnTurn
 from paceline.bench.workloads import Prompt, Workload
@@ -51,12 +52,14 @@ class SpeculationOptions:
             for workload in self.workloads:
                 profile.check_room(len(workload.prompts), workload.name)
 
-    @property
-    def num_turns(self) -> int:
-        """About how many turns there will be, for a progress bar."""
-        prompts = sum(len(workload.prompts) for workload in self.workloads)
-        ours = len(self.profiles) * (1 + self.warm) * len(self.methods)
-        return self.rounds * prompts * (ours + 2 * len(self.peers))
+    def num_turns(self, contestants: int) -> int:
+        """About how many turns there will be, for a progress bar; groups end where segments do."""
+        total = 0
+        for workload in self.workloads:
+            prompts = len(workload.prompts)
+            groups = sum(math.ceil(prompts / group_size(profile, prompts)) for profile in self.profiles)
+            total += groups * (1 + self.warm) * contestants + 2 * prompts * len(self.peers)
+        return self.rounds * total
 
     def temperature_of(self, prompt: Prompt) -> float:
         return prompt.temperature if self.temperature is None else self.temperature

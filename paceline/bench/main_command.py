@@ -157,11 +157,11 @@ def _measure(options: SpeculationOptions, servers: Options, model: str | None) -
     from paceline.bench.tables import progress
 
     if servers["endpoint"] is None:
-        with progress(options.num_turns) as on_turn:
+        with progress(options.num_turns(len(options.methods))) as on_turn:
             return run_contest(options, on_turn)
     addresses = parse_addresses("--endpoint", servers["endpoint"])
     metrics = parse_addresses("--metrics", servers["metrics"] or [])
-    with progress(options.num_turns) as on_turn:
+    with progress(options.num_turns(len(options.methods) or len(addresses))) as on_turn:
         return run_served(options, addresses, metrics, servers["api_key"], model, on_turn)
 
 

@@ -108,12 +108,19 @@ def measure_workload(
     return Runs(groups, profile, turns)
 
 
+def group_size(profile: Profile, num_tasks: int) -> int:
+    """Most requests of a turn: one, some waves, or, of those that come when they are due, all."""
+    if profile.concurrency is None:
+        return num_tasks
+    return 1 if profile.concurrency == 1 else WAVES * profile.concurrency
+
+
 def _groups(tasks: Sequence[Task], profile: Profile) -> Iterator[Sequence[Task]]:
     """The tasks in order, in groups of one segment; those that come when they are due stay together."""
     if profile.concurrency is None:
         yield tasks
         return
-    size = 1 if profile.concurrency == 1 else WAVES * profile.concurrency
+    size = group_size(profile, len(tasks))
     for _, same in groupby(tasks, key=lambda task: task.segment):
         segment = list(same)
         for start in range(0, len(segment), size):

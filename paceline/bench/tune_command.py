@@ -74,7 +74,7 @@ def tune_command(
         threads=threads,
         quantization=quantization,
     )
-    with progress(options.num_turns * (len(configs) + 3) // 2) as on_turn:
+    with progress(options.num_turns(len(configs) + 3) // 2) as on_turn:
         tuning = tune(options, configs, on_turn)
     facts = {
         "model": model,
