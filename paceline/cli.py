@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -160,6 +161,28 @@ def export(
 
     write_head(load_head(head), folder, form, target)
     typer.echo(folder)
+
+
+@app.command()
+def simulate(
+    alpha: Annotated[float, typer.Option(help="Chance that a drafted token is right.")] = 0.7,
+    gamma: Annotated[int, typer.Option(help="Drafted tokens, from 1 to 64.")] = 5,
+    draft_cost: Annotated[
+        float, typer.Option(help="Of drafting a token, in passes of the target over one row.")
+    ] = 0.1,
+    row_cost: Annotated[float, typer.Option(help="Of verifying one, in the same.")] = 0.05,
+    as_json: AsJson = False,
+) -> None:
+    """Work out what drafting would give: tokens per pass, the best length, the break-even acceptance."""
+    from rich.console import Console
+
+    from paceline.control.arithmetic import arithmetic, arithmetic_table
+
+    found = arithmetic(alpha, gamma, draft_cost, row_cost)
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=2))
+    else:
+        Console().print(arithmetic_table(found))
 
 
 def _mount(name: str, module: str, summary: str) -> None:

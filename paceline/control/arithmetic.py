@@ -1,0 +1,94 @@
+"""The arithmetic of speculation: what a chain of guesses gives, if each is right with the same chance.
+
+Costs are in passes of the target over one row. Drafting one more token costs `draft_cost`, and verifying
+it, one more row of the pass, `row_cost`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from paceline.errors import ConfigError
+from paceline.options import check_integer, check_number
+
+MOST = 64  # drafted tokens that are looked at
+
+
+@dataclass(frozen=True)
+class Length:
+    """What chains of one length give."""
+
+    num_speculative_tokens: int
+    tokens_per_pass: float
+    cost: float  # of a step
+    speedup: float
+    break_even_alpha: (
+        float | None
+    )  # acceptance below which it is slower than plain decoding; None: it always is
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """A row for each length up to the one that was asked for, and the length that is best."""
+
+    alpha: float
+    lengths: tuple[Length, ...]
+    best: Length  # its length is 0 if nothing beats plain decoding
+
+
+def arithmetic(alpha: float, gamma: int, draft_cost: float = 0.1, row_cost: float = 0.05) -> Arithmetic:
+    """What `gamma` drafted tokens and fewer give at acceptance `alpha`, and how many are best. ConfigError if
+    that cannot be meant."""
+    check_number(ConfigError, "alpha", alpha, 0.0, 1.0)
+    check_integer(ConfigError, "gamma", gamma, 1, MOST)
+    for name, cost in (("draft_cost", draft_cost), ("row_cost", row_cost)):
+        check_number(ConfigError, name, cost, 0.0, 1000.0, remedy="1 is a pass of the target over one row.")
+    price = draft_cost + row_cost
+    every = [_length(alpha, tokens, price) for tokens in range(MOST + 1)]
+    return Arithmetic(alpha, tuple(every[1 : gamma + 1]), max(every, key=lambda length: length.speedup))
+
+
+def tokens_per_pass(alpha: float, gamma: int) -> float:
+    """Expected tokens of a step: the right ones before the first wrong one, and the target's own."""
+    return sum(alpha**depth for depth in range(gamma + 1))
+
+
+def _length(alpha: float, gamma: int, price: float) -> Length:
+    tokens, cost = tokens_per_pass(alpha, gamma), 1.0 + gamma * price
+    return Length(gamma, tokens, cost, tokens / cost, _break_even(gamma, cost))
+
+
+def _break_even(gamma: int, cost: float) -> float | None:
+    """The acceptance with which a step gives as many tokens as it costs passes."""
+    if cost > gamma + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens_per_pass(middle, gamma) < cost else (low, middle)
+    return high
+
+
+def arithmetic_table(found: Arithmetic) -> Table:
+    """The same for the terminal."""
+    best = found.best
+    words = (
+        f"best: {best.num_speculative_tokens} drafted tokens, {best.speedup:.2f} times as fast"
+        if best.num_speculative_tokens
+        else "best: plain decoding"
+    )
+    table = Table(title=f"acceptance {found.alpha:g}; {words}", title_justify="left")
+    for heading in ("drafted", "tokens per pass", "cost of a step", "speedup", "break-even acceptance"):
+        table.add_column(heading, justify="right")
+    for length in found.lengths:
+        even = length.break_even_alpha
+        table.add_row(
+            str(length.num_speculative_tokens),
+            f"{length.tokens_per_pass:.2f}",
+            f"{length.cost:.2f}",
+            f"{length.speedup:.2f}",
+            "never" if even is None else f"{even:.2f}",
+        )
+    return table
