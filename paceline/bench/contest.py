@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,12 @@ from paceline.bench.figures import Objective
 from paceline.bench.loading import bench_config, settings
 from paceline.bench.peers import PeerOptions, PeerRow, measure_peer
 from paceline.bench.profiles import Profile
-from paceline.bench.speculation import COLD, ONE_BY_ONE, WARM, group_size, measure_workload
+from paceline.bench.speculation import COLD, OFF, ONE_BY_ONE, WARM, group_size, measure_workload
 from paceline.bench.speculation_rows import Row, rows
 from paceline.bench.timing import OnTurn
 from paceline.bench.workloads import Prompt, Workload
 from paceline.config import DEFAULT_MODEL, SchedulerOptions
+from paceline.draft.heads.shipped import default_method
 from paceline.draft.methods import parse_speculative_config
 from paceline.engine.build import LoadedModel, build_engine, load_model
 from paceline.errors import ConfigError
@@ -26,13 +27,15 @@ from paceline.options import check_integer, check_number
 from paceline.verify.params import SamplingParams
 from paceline.verify.rules import RULES
 
+COPIES = ("ngram", "suffix")  # methods that need no weights
+
 
 @dataclass(frozen=True)
 class SpeculationOptions:
     """What to measure."""
 
     workloads: tuple[Workload, ...]
-    methods: Mapping[str, Any]  # speculative_config by label, "off" among them
+    methods: Mapping[str, Any]  # speculative_config by label, "off" among them; empty: see usual_methods
     model: str = DEFAULT_MODEL
     rounds: int = 3
     profiles: tuple[Profile, ...] = (ONE_BY_ONE,)
@@ -115,11 +118,10 @@ def run_contest(options: SpeculationOptions, on_turn: OnTurn = lambda _: None) -
     if options.peers and options.constrain and structured:
         raise ConfigError("peers are run without a response_format: add --no-constrain, or leave them out.")
     most = max(profile.concurrency or SchedulerOptions().max_num_seqs for profile in options.profiles)
-    configs = {
-        label: bench_config(options.model, options.quantization, options.threads, most, config)
-        for label, config in options.methods.items()
-    }
-    model = load_model(next(iter(configs.values())))
+    config_of = partial(bench_config, options.model, options.quantization, options.threads, most)
+    model = load_model(config_of(OFF))
+    options = replace(options, methods=options.methods or usual_methods(model))
+    configs = {label: config_of(config) for label, config in options.methods.items()}
     chosen = settings(model.backend)
     contest = Contest(options, chosen.threads, chosen.quantization, inexact=_inexact(options))
 
@@ -145,6 +147,12 @@ def run_contest(options: SpeculationOptions, on_turn: OnTurn = lambda _: None) -
         if error is not None:
             contest.peer_errors[peer.name] = error
     return contest
+
+
+def usual_methods(model: LoadedModel) -> Mapping[str, Any]:
+    """What is compared if nobody says: plain decoding, copies, and the head that is shipped for the model."""
+    head = default_method(model.fingerprint)
+    return {label: label for label in (OFF, *COPIES, *([] if head is None else [head]))}
 
 
 def _inexact(options: SpeculationOptions) -> frozenset[str]:

@@ -46,7 +46,8 @@ tr.traffic td { font-weight: 600; padding-top: 0.9rem; } .bad { color: var(--mar
 .plot { width: 100%; height: auto; display: block; } .pair { display: flex; flex-wrap: wrap; gap: 1rem; }
 .pair .plot { flex: 1 1 22rem; } .legend span { margin-right: 1.2rem; white-space: nowrap; }
 svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
-svg .heading { font-weight: 600; font-size: 13px; }
+svg .heading { font-weight: 600; font-size: 13px; paint-order: stroke; stroke: var(--paper);
+  stroke-width: 4px; }
 svg .middle { text-anchor: middle; } svg .end { text-anchor: end; } svg .axis { fill: var(--soft); }
 svg .grid { stroke: var(--grid); } svg .reference { stroke: var(--ink); stroke-dasharray: 4 3; }
 svg .range { stroke: currentColor; stroke-width: 3; } svg .tick { stroke: currentColor; stroke-width: 1.5; }

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from paceline.bench.workloads import Workload
 
 RUN = "run"
+USUAL_METHODS = 4  # about, for a progress bar
 SHORT_LIMIT = 4  # prompts of each built-in workload, if none is named
 
 WORKLOAD: Group = (
@@ -101,7 +102,10 @@ def run_command(
     ] = None,
     methods: Annotated[
         list[str] | None,
-        typer.Option(help="Such as off,ngram,suffix; or one JSON object. May be repeated."),
+        typer.Option(
+            help="Such as off,ngram,suffix; or one JSON object. May be repeated.",
+            show_default="off,ngram,suffix and the head that is shipped for the model",
+        ),
     ] = None,
     rounds: Annotated[
         int | None,
@@ -130,7 +134,7 @@ def run_command(
     workloads = load_workloads(load)
     options = SpeculationOptions(
         workloads=workloads,
-        methods={} if away and not methods else parse_methods(methods or ["ngram,suffix"]),
+        methods=parse_methods(methods) if methods else {},
         model=model or DEFAULT_MODEL,
         rounds=(1 if away else 3) if rounds is None else rounds,
         profiles=_profiles(arrivals, max(len(workload.prompts) for workload in workloads)),
@@ -157,7 +161,7 @@ def _measure(options: SpeculationOptions, servers: Options, model: str | None) -
     from paceline.bench.tables import progress
 
     if servers["endpoint"] is None:
-        with progress(options.num_turns(len(options.methods))) as on_turn:
+        with progress(options.num_turns(len(options.methods) or USUAL_METHODS)) as on_turn:
             return run_contest(options, on_turn)
     addresses = parse_addresses("--endpoint", servers["endpoint"])
     metrics = parse_addresses("--metrics", servers["metrics"] or [])

@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from paceline.bench import contest
 from paceline.bench.commands import app
+from paceline.bench.contest import usual_methods
+from paceline.bench.loading import bench_config
 from paceline.bench.plots import nice_ticks
+from paceline.engine.build import load_model
 from paceline.errors import ConfigError, PacelineError
 from tests.bench.test_commands import run
 
@@ -93,6 +97,15 @@ def test_rows_have_the_documented_keys_and_the_page_has_every_row(tmp_path: Path
     assert "Every output was identical" in text
     assert "letters a&b x2 cold" in output
     assert "letters c x2 cold: there are 1 prompts, so never more than so many ran at once." in output
+
+
+def test_if_nobody_says_copies_are_compared_and_the_head_that_is_shipped(
+    monkeypatch: pytest.MonkeyPatch, tiny_gguf: Path
+) -> None:
+    model = load_model(bench_config(str(tiny_gguf), "auto", 1, 1))
+    assert list(usual_methods(model)) == ["off", "ngram", "suffix"], "no head is shipped for a random model"
+    monkeypatch.setattr(contest, "default_method", lambda fingerprint: "eagle3")
+    assert list(usual_methods(model)) == ["off", "ngram", "suffix", "eagle3"]
 
 
 def test_the_first_word_is_a_command_if_it_is_one_and_else_a_model(tmp_path: Path) -> None:
