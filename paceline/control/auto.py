@@ -101,7 +101,8 @@ class AutoController:
         floor.expect(self._best.rate / self._plain.rate)
         reason, lengths, probe = self._decide(floor)
         asked: dict[tuple[str, int], tuple[str, str, int]] = {}
-        for place, request, (name, length) in zip(places, requests, lengths, strict=True):
+        for place, request, (name, most) in zip(places, requests, lengths, strict=True):
+            length = min(most, request.max_output - request.num_output - 1)
             if length:
                 plans[place] = self._plans[name].shrunk(length)
                 asked[_key(request)] = (request.segment, name, length)

@@ -59,8 +59,11 @@ def choose(
     seconds = float(steps.seconds(batch.rows, batch.keys))
     plain = Choice(("",) * count, (0,) * count, batch.tokens, seconds)
     best = plain
-    for name in prospects:
-        best = _better(best, _along((name,) * count, batch, prospects, steps, drafts))
+    for name, prospect in prospects.items():
+        if count == 1:
+            best = _better(best, _alone(name, prospect, batch, steps, drafts))
+        else:
+            best = _better(best, _along((name,) * count, batch, prospects, steps, drafts))
     if len(prospects) > 1 and count > 1:
         each = _drafter_of_each(best, batch, prospects, steps, drafts)
         if len(set(each)) > 1:
@@ -93,6 +96,15 @@ def _better(first: Choice, second: Choice) -> Choice:
     return second if second.rate > first.rate else first
 
 
+def _alone(name: str, prospect: Prospect, batch: Batch, steps: StepCosts, drafts: DraftCosts) -> Choice:
+    """The best length of a lone request's draft: what `_along` finds, with less ado."""
+    rows = np.cumsum(prospect.rows[0])
+    expected = batch.tokens + np.cumsum(prospect.tokens[0])
+    seconds = steps.seconds(batch.rows + rows, batch.keys) + drafts.seconds(name, 1, rows, rows)
+    stop = int(np.argmax(expected / seconds))
+    return Choice((name,), (stop + 1,), float(expected[stop]), float(seconds[stop]))
+
+
 def _along(
     who: Sequence[str],
     batch: Batch,
@@ -111,9 +123,7 @@ def _along(
     worth = np.minimum.accumulate(tokens / np.maximum(rows, 1e-9), axis=1)
     order = np.argsort(-worth, axis=None, kind="stable")
     line, level = np.divmod(order, depth)
-    # a lone request's nodes come level by level: one way has all depths
-    depths = np.arange(1, depth + 1) if count > 1 else np.array([depth])
-    taken = level < depths[:, None]  # [ways, nodes]
+    taken = level <= np.arange(depth)[:, None]  # [ways, nodes]
     added = rows.ravel()[order] * taken
     reached = np.cumsum(rows, axis=1).ravel()[order] * taken  # levels that the node's request then has
     seconds = steps.seconds(batch.rows + np.cumsum(added, axis=1), batch.keys)

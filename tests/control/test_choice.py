@@ -64,17 +64,18 @@ def test_a_level_that_costs_a_pass_of_the_drafter_is_taken_for_all_or_for_none()
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_other_lengths_are_much_better(seed: int):
+@pytest.mark.parametrize("count", [1, 3])
+def test_no_other_lengths_are_much_better(seed: int, count: int):
     rng = np.random.default_rng(seed)
-    prospects = {"d": prospect(*rng.uniform(0.1, 0.95, size=3), depth=3)}
+    prospects = {"d": prospect(*rng.uniform(0.1, 0.95, size=count), depth=3)}
     rises = np.cumsum(rng.choice([1e-5, 3e-4, 1e-3], size=12, p=[0.5, 0.3, 0.2]))
     steps = StepCosts(range(1, 13), 0.003 + rises)
     drafts = DraftCosts(["d"])
     for levels in (1, 2, 3):
         drafts.observe([Call("d", 3, levels, 3 * levels)], 2e-4 * levels)
-    batch = Batch(3, 3, 0)
+    batch = Batch(count, count, 0)
     best, _ = choose(batch, prospects, steps, drafts)
-    tried = itertools.product(range(4), repeat=3)
+    tried = itertools.product(range(4), repeat=count)
     rates = [
         priced([("d", length) for length in lengths], batch, prospects, steps, drafts).rate
         for lengths in tried
