@@ -75,6 +75,7 @@ class AcceptanceModel:
     def __init__(self, depth: int) -> None:
         """Drafts have at most so many levels."""
         self._depth = depth
+        self.drafts = 0  # that were observed
         self._everywhere = Counts(depth, EVERYWHERE)
         self._segments: dict[str, Counts] = {}
         self._requests: dict[tuple[str, int], Counts] = {}
@@ -85,6 +86,7 @@ class AcceptanceModel:
 
     def observe(self, request: tuple[str, int], segment: str, asked: int, given: int, accepted: int) -> None:
         """Take in what became of one draft: see Counts.add."""
+        self.drafts += 1
         self._everywhere.add(asked, given, accepted)
         if segment not in self._segments and len(self._segments) < MOST_SEGMENTS:
             self._segments[segment] = Counts(self._depth, SEGMENT)

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 HOLDS = 16  # steps that a choice holds while the same requests run
 PROBE = 1  # tokens that another drafter than the chosen one is tried with: the cheapest that can be right
-WARM_UP = 32  # steps in which every one teaches much
+UNKNOWN = 4  # drafts until a drafter is known a little
+WARM_UP = 16  # steps in which every one teaches much
 SHORT = 3  # tokens that a request may still have: below, a draft has nothing to save
 
 
@@ -149,7 +150,7 @@ class AutoController:
         if floor.reason == "pair" and self._best is not self._plain:
             return "pair", plain, None
         best = self._plain if floor.reason else self._best
-        lengths = list(zip(best.drafters, best.lengths, strict=True))
+        lengths = self._without_unknown(best)
         probe = self._probe(best, lengths)
         if probe is not None:
             lengths[probe.line] = (probe.drafter, probe.length)
@@ -157,6 +158,16 @@ class AutoController:
         drafts = any(best.lengths)
         reason = "gain" if drafts else "no gain" if self._best is self._plain else "stopped"
         return reason, lengths if drafts else plain, None
+
+    def _without_unknown(self, best: Choice) -> list[tuple[str, int]]:
+        """What each request drafts. A drafter that nobody knows begins with one request, not with all."""
+        lengths = list(zip(best.drafters, best.lengths, strict=True))
+        for name, model in self._models.items():
+            if model.drafts < UNKNOWN:
+                own = [line for line, (who, length) in enumerate(lengths) if length and who == name]
+                for line in own[1:]:
+                    lengths[line] = ("", 0)
+        return lengths
 
     def _probe(self, best: Choice, lengths: Sequence[tuple[str, int]]) -> Probe | None:
         """Another drafter or a longer draft than the best choice, if there is time to spare for it."""

@@ -95,8 +95,8 @@ class Call:
 
 TERMS = 4  # of a call's price: the call, each request, each level, each node
 # How much is needed to believe that a term costs something. What could be a price of levels is taken for
-# one: if it is not, short drafts are tried once too often, and not once too seldom.
-DOUBTS = (0.3, 0.3, 0.01, 0.03)
+# one: if it is not, short drafts and large batches are tried once too often, and not once too seldom.
+DOUBTS = (0.3, 0.3, 0.01, 1.0)
 
 
 class DraftCosts:

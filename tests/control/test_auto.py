@@ -131,6 +131,15 @@ def test_requests_that_ask_or_are_nearly_done_are_left_alone():
     assert plans[1:] == [PLAIN, wish, PLAIN, PLAIN, PLAIN]
 
 
+def test_a_new_drafter_is_tried_on_one_request_before_it_drafts_for_all():
+    world = World(
+        {"d": SimulatedDrafter(lambda step: 0.9)}, pass_seconds=gpu_seconds, concurrency=lambda step: 16
+    )
+    steps = world.run(controller(world), 20)
+    assert sum(budget > 0 for budget in steps[0].budgets) <= 2  # a probe may come on top
+    assert sum(budget > 0 for budget in steps[-1].budgets) == 16
+
+
 def test_a_draft_is_never_longer_than_what_a_request_may_still_have():
     world = World({"d": SimulatedDrafter(lambda step: 0.9)}, pass_seconds=gpu_seconds)
     (plan,) = controller(world).plan([request(num_output=95)], Load(1, 0))
