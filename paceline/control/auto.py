@@ -7,7 +7,6 @@ observe   what the step cost and what became of its drafts -> costs, chances, fl
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +27,6 @@ from paceline.draft.trees import PLAIN, DraftPlan
 if TYPE_CHECKING:
     from paceline.engine.request import Request
     from paceline.engine.stats import DraftFacts, StepStats
-
-logger = logging.getLogger(__name__)
 
 HOLDS = 16  # steps that a choice holds while the same requests run
 PROBE = 1  # tokens that another drafter than the chosen one is tried with: the cheapest that can be right
@@ -117,7 +114,7 @@ class AutoController:
         self, requests: list[Request], running: Sequence[Request], plans: Sequence[DraftPlan]
     ) -> None:
         """Find the best choice for these requests."""
-        if requests != self._chosen_for and len(self._chosen_for) > 0:
+        if requests != self._chosen_for:
             self._forget_others(running)
         self._chosen_for, self._chosen_at = requests, self._step
         self._chosen_segments = Counter(request.segment for request in requests)
@@ -207,7 +204,7 @@ class AutoController:
         for segment, requests in self._chosen_segments.items():
             self._segments.observe(segment, requests, gained[segment])
         self._probes.earn(stats.total_time)
-        if planned.asked and stats.draft_time > 0.0:
+        if planned.asked and drafts.keys() <= planned.asked.keys():  # else some of the time is of others
             self._drafts.observe(_calls(planned, drafts), stats.draft_time)
         if planned.counts and stats.prefill_tokens == 0:
             worth = stats.new_tokens / stats.requests * planned.plain_seconds
