@@ -77,3 +77,37 @@ def test_decisions_are_logged_only_where_some_are_made():
     EngineConfig.from_options(speculative_config="auto", log_decisions="decisions.jsonl")
     with pytest.raises(ConfigError, match="Use 'auto'"):
         EngineConfig.from_options(speculative_config="suffix", log_decisions="decisions.jsonl")
+
+
+class Broken(ScriptedDrafter):
+    """Raises when it is asked for the third time, and ever after."""
+
+    name = "broken"
+    asked = 0
+
+    def propose(self, requests, plans):
+        self.asked += 1
+        if self.asked > 2:
+            raise RuntimeError("planted")
+        return super().propose(requests, plans)
+
+
+def test_a_drafter_that_breaks_and_several_outputs_of_one_prompt_change_nothing():
+    wish = SamplingParams(temperature=0.9, seed=4, max_tokens=40, ignore_eos=True, n=3)
+    plain = toy_engine()
+    expected = plain.add_request(PROMPTS[0], wish)
+    drain(plain)
+    broken = Broken({tuple(PROMPTS[0]): expected[1].output_token_ids}, "right")
+    engine = Engine(
+        ToyBackend(),
+        ToyTokenizer(),
+        Limits(VOCAB, 128, 3, 32),
+        num_pages=60,
+        controller=AutoController(
+            {"broken": DraftPlan("broken", 5)}, StepCosts([1, 64], [0.004, 0.02]), max_rows=32
+        ),
+        drafters={"broken": broken},
+    )
+    requests = engine.add_request(PROMPTS[0], wish)
+    drain(engine)
+    assert [one.output_token_ids for one in requests] == [one.output_token_ids for one in expected]
