@@ -34,9 +34,8 @@ class GrammarDrafter(Drafter):
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         """One chain per request; none where there is a choice."""
         constraints = [request.sampler.constraint for request in requests]
-        return DraftTrees.chains(
-            [
-                () if constraint is None else constraint.forced()[: plan.levels]
-                for constraint, plan in zip(constraints, plans, strict=True)
-            ]
-        )
+        chains = [
+            () if constraint is None else constraint.forced()[: plan.levels]
+            for constraint, plan in zip(constraints, plans, strict=True)
+        ]
+        return DraftTrees.chains(chains, [[1.0] * len(chain) for chain in chains])

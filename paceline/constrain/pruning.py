@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,9 @@ class Draft:
     tokens: Sequence[int]
     parents: Sequence[int]  # ROOT for the first level
     rows: Sequence[int]  # the distribution that a node was drawn from, -1: it was chosen
+    chances: Sequence[float] | None = (
+        None  # that the path to a node is right; NaN, or None for all: no opinion
+    )
 
 
 NOTHING = Draft((), (), ())
@@ -32,13 +36,15 @@ class _Fitted:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
 
-    def add(self, token: int, parent: int, row: int = -1) -> int:
+    def add(self, token: int, parent: int, row: int, chance: float) -> int:
         """The number of the new node."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.rows.append(row)
+        self.chances.append(chance)
         self.depths.append(self.depth(parent) + 1)
         return len(self.tokens) - 1
 
@@ -48,9 +54,13 @@ class _Fitted:
     def extend(self, node: int, forced: Sequence[int]) -> int:
         """Add a run below a node as far as there is room; where it ends."""
         room = min(self.budget - len(self.tokens), self.levels - self.depth(node))
+        chance = 1.0 if node == ROOT else self.chances[node]
         for token in forced[: max(room, 0)]:
-            node = self.add(token, node)
+            node = self.add(token, node, -1, chance)
         return node
+
+    def finished(self, with_chances: bool) -> Draft:
+        return Draft(self.tokens, self.parents, self.rows, self.chances if with_chances else None)
 
 
 def fit_draft(draft: Draft, constraint: Constraint, forced: Sequence[int], budget: int, levels: int) -> Draft:
@@ -65,7 +75,7 @@ def fit_draft(draft: Draft, constraint: Constraint, forced: Sequence[int], budge
     fitted = _Fitted(budget, levels)
     stem = fitted.extend(ROOT, forced)
     if not draft.tokens:
-        return Draft(fitted.tokens, fitted.parents, fitted.rows)
+        return fitted.finished(draft.chances is not None)
     start: Constraint | None = constraint
     for token in fitted.tokens:
         start = start and _followed(start, token)
@@ -74,20 +84,22 @@ def fit_draft(draft: Draft, constraint: Constraint, forced: Sequence[int], budge
     states = {stem: start}  # of the nodes that something may follow
     places = {ROOT: stem}  # of the draft's nodes that stay
     drawn = {parent for parent, row in zip(draft.parents, draft.rows, strict=True) if row >= 0}
-    for node, (token, parent, row) in enumerate(zip(draft.tokens, draft.parents, draft.rows, strict=True)):
+    chances = [math.nan] * len(draft.tokens) if draft.chances is None else draft.chances
+    nodes = zip(draft.tokens, draft.parents, draft.rows, chances, strict=True)
+    for node, (token, parent, row, chance) in enumerate(nodes):
         above = places.get(parent)
         if above is None or above not in states:
             continue
         following = _followed(states[above], token)
         if following is not None or parent in drawn:
-            places[node] = fitted.add(token, above, row)
+            places[node] = fitted.add(token, above, row, chance)
         if following is not None:
             states[places[node]] = following
     with_children = set(fitted.parents)
     for node, state in states.items():
         if node not in with_children:
             fitted.extend(node, state.forced())
-    return Draft(fitted.tokens, fitted.parents, fitted.rows)
+    return fitted.finished(draft.chances is not None)
 
 
 def _followed(state: Constraint, token: int) -> Constraint | None:

@@ -167,13 +167,19 @@ class HeadDrafter(Drafter):
         """The same as by trees that grow, where those would be chains of likeliest tokens."""
         known = {number: context for number, context in enumerate(contexts) if context is not None}
         proposed: list[Sequence[int]] = [()] * len(contexts)
+        chances: list[Sequence[float]] = [()] * len(contexts)
         if known:
             most = [plans[number].shrunk(context.room).levels for number, context in known.items()]
-            chains = self._passes.chains(list(known.values()), most, self._scales.least_chance)
-            lines = zip(known.items(), chains.tokens.tolist(), chains.lengths.tolist(), strict=True)
-            for (number, context), tokens, length in lines:
-                proposed[number] = _up_to_end(context.request, tokens[:length])
-        return DraftTrees.chains(proposed)
+            least = [max(self._scales.least_chance, plans[number].least_chance) for number in known]
+            chains = self._passes.chains(list(known.values()), most, min(least))
+            kept = np.arange(max(most)) < chains.lengths[:, None]
+            kept &= chains.chances >= np.array(least, dtype=np.float32)[:, None]  # a chain's only fall
+            lengths = kept.sum(axis=1).tolist()
+            lines = zip(known.items(), chains.tokens.tolist(), chains.chances.tolist(), lengths, strict=True)
+            for (number, context), tokens, line, length in lines:
+                proposed[number] = own = _up_to_end(context.request, tokens[:length])
+                chances[number] = line[: len(own)]
+        return DraftTrees.chains(proposed, chances)
 
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None

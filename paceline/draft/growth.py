@@ -56,11 +56,12 @@ class FinishedTree:
 
     tokens: Sequence[int]
     parents: Sequence[int]
+    chances: Sequence[float]  # [nodes] NaN: no opinion
     rows: Sequence[int]  # [nodes] which distribution a node was drawn from, -1: it was chosen
     distributions: Sequence[Float64Array]  # each [vocabulary of the target]
 
 
-NO_GUESS = FinishedTree((), (), (), ())
+NO_GUESS = FinishedTree((), (), (), (), ())
 
 
 class GrowingTree(ABC):
@@ -161,7 +162,9 @@ def make_tree(context: Context, plan: DraftPlan, scales: Scales, sampling: Draft
 def merged(trees: Sequence[GrowingTree | None]) -> DraftTrees:
     """What the trees propose as one batch, with the distributions of those that were drawn."""
     finished = [NO_GUESS if tree is None else tree.finished() for tree in trees]
-    proposed = DraftTrees.from_lists([(tree.tokens, tree.parents) for tree in finished])
+    proposed = DraftTrees.from_lists(
+        [(tree.tokens, tree.parents) for tree in finished], [tree.chances for tree in finished]
+    )
     distributions: list[Float64Array] = []
     rows: list[int] = []
     for tree in finished:
@@ -183,7 +186,8 @@ class ChosenTree(GrowingTree):
         super().__init__(context, plan, scales)
         self._coupled = coupled
         self._scores: list[float] = []  # [nodes] logarithm of the chance that the path is right
-        least = scales.least_chance if plan.branching == 1 else 0.0
+        self._is_scored = True  # whether they were computed
+        least = max(scales.least_chance if plan.branching == 1 else 0.0, plan.least_chance)
         self._least_score = math.log(least) if least > 0.0 else -math.inf
 
     def grow(self, logits: Float32Array) -> None:
@@ -196,9 +200,8 @@ class ChosenTree(GrowingTree):
         except BackendError:  # logits that allow no guess
             self.frontier = []
             return
-        sure = self._least_score + math.log(TO_GO_ON)
         best = [node for node in self._best() if node >= level and self._goes_on(node)]
-        self.frontier = sorted([node for node in best if self._scores[node] >= sure][: self._plan.branching])
+        self.frontier = sorted(best[: self._plan.branching])
 
     def _candidates(self, node: int, row: Float32Array) -> list[tuple[int, float]]:
         """The children of a node, each with the logarithm of its chance, from a row of the draft's logits."""
@@ -213,7 +216,8 @@ class ChosenTree(GrowingTree):
             logits, known = vocabulary.target_logits(row), _EVERY
         place = logits, len(request.token_ids) + depth, before
         if count == 1 and len(known) == 0 and self._least_score == -math.inf and (coupled or sampler.greedy):
-            return [(sampler.sample(*place, workspace), 0.0)]  # the same as the best candidate, but faster
+            self._is_scored = False  # nobody asks: the same as the best candidate, but faster
+            return [(sampler.sample(*place, workspace), 0.0)]
         # The target adds the same noise: what it chooses is among those that are ahead with the noise.
         wanted = count + RIVALS if coupled else count
         ids, chances = sampler.candidates(*place, wanted, coupled, workspace, known)
@@ -223,6 +227,9 @@ class ChosenTree(GrowingTree):
             chances += gumbel(np.uint64(sampler.seed), np.uint64(place[1]), ids)
             chances -= np.logaddexp.reduce(chances)
         return list(zip(ids[:count].tolist(), chances[:count].tolist(), strict=True))
+
+    def _goes_on(self, node: int) -> bool:
+        return self._scores[node] >= self._least_score + math.log(TO_GO_ON) and super()._goes_on(node)
 
     def _best(self) -> list[int]:
         """The nodes that stay, best first, ties to the shallower: so ancestors stay with descendants."""
@@ -234,8 +241,9 @@ class ChosenTree(GrowingTree):
     def finished(self) -> FinishedTree:
         kept = sorted(self._best())
         places = {node: place for place, node in enumerate(kept)} | {ROOT: ROOT}
-        parents = [places[self.parents[node]] for node in kept]
-        return FinishedTree([self.tokens[node] for node in kept], parents, [-1] * len(kept), ())
+        tokens, parents = [self.tokens[node] for node in kept], [places[self.parents[node]] for node in kept]
+        chances = [math.exp(self._scores[node]) if self._is_scored else math.nan for node in kept]
+        return FinishedTree(tokens, parents, chances, [-1] * len(kept), ())
 
 
 class DrawnTree(GrowingTree):
@@ -267,7 +275,8 @@ class DrawnTree(GrowingTree):
         self.frontier = [node for node in new if self._numbers[node] in self._shape and self._goes_on(node)]
 
     def finished(self) -> FinishedTree:
-        return FinishedTree(self.tokens, self.parents, self._rows, self._distributions)
+        chances = [math.nan] * len(self.tokens)  # see DraftTrees
+        return FinishedTree(self.tokens, self.parents, chances, self._rows, self._distributions)
 
     def _draw_children(self, node: int, logits: Float32Array) -> None:
         depth, request = self._depth(node), self.context.request

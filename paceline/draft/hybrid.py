@@ -6,9 +6,12 @@ language always has something to say, but not as far ahead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from paceline.draft.base import Drafter, DraftSampling, Features, Target
 from paceline.draft.methods import PLAN_KEYS, SHARED_KEYS, load_drafter, parse_speculative_config
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.verify.verdict import Verdict
 
 COMBINE = ("either", "tree")
-Tree = tuple[Sequence[int], Sequence[int]]  # tokens, parents
+Tree = tuple[list[int], list[int], list[float]]  # tokens, parents, chances
 
 
 @refuse_unknown(ConfigError)
@@ -93,19 +96,18 @@ class HybridDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         """One tree per request: of the suffix drafter, of the other, or of both."""
-        trees, scores = self._suffix.propose_with_scores(requests, plans)
-        unsure = [index for index, score in enumerate(scores) if score < self._options.confidence]
+        trees = self._suffix.propose(requests, plans)
+        unsure = np.flatnonzero(trees.expected() < self._options.confidence).tolist()
         if not unsure:
             return trees
         others = self._ask_other([requests[index] for index in unsure], [plans[index] for index in unsure])
         if self._options.combine == "tree":
             assert others.draws is None, "drawn nodes cannot stand beside chosen ones"
-            others = DraftTrees.from_lists(
-                [
-                    union(others.tree_lists(number), trees.tree_lists(index), plans[index])
-                    for number, index in enumerate(unsure)
-                ]
-            )
+            both = [
+                union(_tree(others, number), _tree(trees, index), plans[index])
+                for number, index in enumerate(unsure)
+            ]
+            others = DraftTrees.from_lists([tree[:2] for tree in both], [tree[2] for tree in both])
         return DraftTrees.merged(len(requests), [(range(len(requests)), trees), (unsure, others)])
 
     def _ask_other(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
@@ -128,14 +130,22 @@ class HybridDrafter(Drafter):
             part.close()
 
 
-def union(first: Tree, second: Tree, plan: DraftPlan) -> tuple[list[int], list[int]]:
-    """The nodes of both trees, equal paths once, as far as the plan has room; the first's come first."""
+def _tree(trees: DraftTrees, request: int) -> Tree:
+    return (*trees.tree_lists(request), trees.chances_of(request))
+
+
+def union(first: Tree, second: Tree, plan: DraftPlan) -> Tree:
+    """The nodes of both trees, equal paths once, as far as the plan has room; the first's come first.
+
+    A path that both have is as likely as the surer says.
+    """
     tokens: list[int] = []
     parents: list[int] = []
+    chances: list[float] = []
     children: dict[int, dict[int, int]] = {-1: {}}  # node: its children by token
-    for tree_tokens, tree_parents in (first, second):
+    for tree in (first, second):
         places = {-1: -1}  # of this tree's nodes in the union; those that found no room are missing
-        for node, (token, parent) in enumerate(zip(tree_tokens, tree_parents, strict=True)):
+        for node, (token, parent, chance) in enumerate(zip(*tree, strict=True)):
             if parent not in places:
                 continue
             place = places[parent]
@@ -147,5 +157,7 @@ def union(first: Tree, second: Tree, plan: DraftPlan) -> tuple[list[int], list[i
                 children[len(tokens)] = {}
                 tokens.append(token)
                 parents.append(place)
-            places[node] = siblings[token]
-    return tokens, parents
+                chances.append(math.nan)
+            places[node] = same = siblings[token]
+            chances[same] = float(np.fmax(chances[same], chance))  # NaN only if neither has an opinion
+    return tokens, parents, chances

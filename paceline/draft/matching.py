@@ -26,6 +26,7 @@ from paceline.compiling import compiled
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
 GAP = -1  # stands between two texts in a stream: no match and no draft reaches across it
@@ -259,8 +260,9 @@ def _grow(
     least: float,
     tokens: Int32Array,
     parents: Int32Array,
-) -> tuple[int, float]:
-    """The likeliest nodes, the likeliest first: how many, and how many of them should be accepted."""
+    path_chances: Float32Array,
+) -> int:
+    """How many nodes were written with the chances of their paths: the likeliest, the likeliest first."""
     budget = len(tokens)
     order = _shortest_first(lengths, count)
     standing = np.full(count, _ROOT, np.int64)  # the node a candidate's continuation has reached
@@ -273,7 +275,7 @@ def _grow(
     open_parents = np.empty(most_open, np.int64)
     survivals = np.empty(most_open, np.float64)  # probability that the path down to here is accepted
     num_open = 0
-    node, survival, score = _ROOT, 1.0, 0.0
+    node, survival = _ROOT, 1.0
     for nodes in range(budget + 1):
         kinds = _child_probabilities(node, standing, lengths, nexts, num_own, order, kind_tokens, chances)
         for _ in range(min(branching, kinds)):
@@ -285,21 +287,20 @@ def _grow(
             num_open += 1
             chances[kind] = -1.0
         if nodes == budget or num_open == 0:
-            return nodes, score
+            return nodes
         best = np.argmax(survivals[:num_open])
         if survivals[best] < 0.0:
-            return nodes, score
+            return nodes
         node, parent, survival = nodes, open_parents[best], survivals[best]
-        tokens[node], parents[node] = open_tokens[best], parent
+        tokens[node], parents[node], path_chances[node] = open_tokens[best], parent, survival
         survivals[best] = -1.0
-        score += survival
         depths[node] = depths[parent] + 1 if parent >= 0 else 1
         for candidate in range(count):
             if standing[candidate] == parent and nexts[candidate] == tokens[node]:
                 standing[candidate] = node
                 deeper = depths[node] < continuations.shape[1]
                 nexts[candidate] = continuations[candidate, depths[node]] if deeper else GAP
-    return budget, score
+    return budget
 
 
 @compiled
@@ -318,8 +319,9 @@ def draft_tree(
     depth: int,
     tokens: Int32Array,
     parents: Int32Array,
-) -> tuple[int, float]:
-    """How many nodes were written to `tokens` and `parents`, and how many should be accepted.
+    chances: Float32Array,
+) -> int:
+    """How many nodes were written to `tokens`, `parents` and `chances`.
 
     The request's own text and the past responses are searched for the end of the former, up to
     `longest` tokens of it. A match of n tokens is followed for up to `factor` * n. Nodes whose
@@ -333,5 +335,5 @@ def draft_tree(
     num_own = _find(own, levels, own_oldest, own_end, suffix, known, factor, 0, lengths, continuations)
     count = _find(past, levels, past_oldest, past_end, suffix, known, factor, num_own, lengths, continuations)
     if count == 0:
-        return 0, 0.0
-    return _grow(count, num_own, lengths, continuations, branching, least, tokens, parents)
+        return 0
+    return _grow(count, num_own, lengths, continuations, branching, least, tokens, parents, chances)

@@ -52,12 +52,11 @@ class RankedTree(ChosenTree):
         level = len(self.tokens)
         try:
             for node, row in zip(self.frontier, logits, strict=True):
-                guesses = self._candidates(node, self._scales.vocabulary.target_logits(row))
-                for rank, (token, score) in enumerate(guesses):
+                for rank, (token, score) in enumerate(self._candidates(node, row)):
                     path = (*self._paths[node], rank)
                     if path in self._allowed:
                         self._paths[self._add(node, token)] = path
-                        self._scores.append(score)
+                        self._scores.append(score + (0.0 if node == ROOT else self._scores[node]))
         except BackendError:  # logits that allow no guess
             self.frontier = []
             return

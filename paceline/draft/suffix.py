@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.draft.base import Drafter, Target
-from paceline.draft.matching import Int32Array, draft_tree
+from paceline.draft.matching import Float32Array, Int32Array, draft_tree
 from paceline.draft.ngram import RequestIndexes
 from paceline.draft.occurrences import Occurrences
 from paceline.draft.suffix_store import ResponseCache, fingerprint_of
@@ -88,34 +88,35 @@ class SuffixDrafter(Drafter):
             drafter = cls(options)
         else:
             drafter = cls(options, fingerprint_of(target.tokenizer), target.config.vocab_size)
-        one = np.empty(1, dtype=np.int32)
-        drafter._draft(Occurrences(drafter._levels, 1), DraftPlan(cls.name, 1), one, one)  # compiles it
+        one, chance = np.empty(1, dtype=np.int32), np.empty(1, dtype=np.float32)
+        drafter._draft(
+            Occurrences(drafter._levels, 1), DraftPlan(cls.name, 1), one, one, chance
+        )  # compiles it
         return drafter
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         """One chain or tree per request; smaller than the plan where more would not be accepted."""
-        return self.propose_with_scores(requests, plans)[0]
-
-    def propose_with_scores(
-        self, requests: Sequence[Request], plans: Sequence[DraftPlan]
-    ) -> tuple[DraftTrees, list[float]]:
-        """The trees, and for each how many of its tokens should be accepted."""
         most = sum([plan.budget for plan in plans])
         tokens, parents = np.empty(most, dtype=np.int32), np.empty(most, dtype=np.int32)
-        offsets, scores = [0], []
+        chances = np.empty(most, dtype=np.float32)
+        offsets = [0]
         for request, plan in zip(requests, plans, strict=True):
             room = slice(offsets[-1], offsets[-1] + plan.budget)
             index = self._indexes.of(request, plan.prefix)
-            size, score = self._draft(index, plan, tokens[room], parents[room])
+            size = self._draft(index, plan, tokens[room], parents[room], chances[room])
             offsets.append(offsets[-1] + size)
-            scores.append(score)
-        end = offsets[-1]
-        return DraftTrees(tokens[:end], parents[:end], np.array(offsets, dtype=np.int32)), scores
+        end, ends = offsets[-1], np.array(offsets, dtype=np.int32)
+        return DraftTrees(tokens[:end], parents[:end], ends, chances=chances[:end])
 
     def _draft(
-        self, own: Occurrences, plan: DraftPlan, tokens: Int32Array, parents: Int32Array
-    ) -> tuple[int, float]:
-        """How many nodes were written, and how many of them should be accepted."""
+        self,
+        own: Occurrences,
+        plan: DraftPlan,
+        tokens: Int32Array,
+        parents: Int32Array,
+        chances: Float32Array,
+    ) -> int:
+        """How many nodes were written."""
         past = self._past.occurrences
         return draft_tree(
             own.table,
@@ -127,11 +128,12 @@ class SuffixDrafter(Drafter):
             past.levels,
             self._options.suffix_decoding_max_tree_depth,
             float(self._options.suffix_decoding_max_spec_factor),
-            float(self._options.suffix_decoding_min_token_prob),
+            max(float(self._options.suffix_decoding_min_token_prob), plan.least_chance),
             plan.branching,
             plan.levels,
             tokens,
             parents,
+            chances,
         )
 
     def forget(self, request: Request) -> None:

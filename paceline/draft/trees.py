@@ -6,13 +6,20 @@ of the three it got.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+ROUNDING = 1e-6  # by which a chance may be above that of the node above
+
+BoolArray = npt.NDArray[np.bool_]
 Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
 
@@ -26,6 +33,9 @@ class DraftPlan:
     depth: int | None = None  # most levels of the tree; None: as many as the budget has nodes
     forced: int = 0  # nodes of the budget that are kept for tokens that a constraint forces
     prefix: tuple[int, ...] = ()  # tokens that are sure to come first: what is drafted follows them
+    least_chance: float = (
+        0.0  # of a path that is worth a row: what is less likely, by the drafter, is left out
+    )
 
     @property
     def levels(self) -> int:
@@ -74,12 +84,17 @@ class DraftTrees:
     a distribution of the drafter's. Rules other than pathwise must know which, and the distribution.
     Siblings drawn from one distribution are drawn without replacement, in order: the second from
     what is left of it when the tokens of all earlier siblings, drawn or chosen, are taken out.
+
+    A drafter may say how likely its nodes are to be right, for the controller. Of drawn nodes it says
+    nothing: a rule must see them whatever they are, so nothing may be decided by how likely they were.
     """
 
     tokens: Int32Array  # [nodes]
     parents: Int32Array  # [nodes] local to the request, -1 for the root's children
     offsets: Int32Array  # [requests + 1] nodes of request i are offsets[i]:offsets[i + 1]
     draws: Draws | None = None  # None: every node was chosen
+    # [nodes] that the path down to a node is right, as its drafter sees it; NaN, or None for all: no opinion
+    chances: Float32Array | None = None
 
     @property
     def num_requests(self) -> int:
@@ -106,9 +121,26 @@ class DraftTrees:
         rows = self.draws.rows[self.offsets[request] : self.offsets[request + 1]]
         return Draws(self.draws.draft_probs, rows) if (rows >= 0).any() else None
 
+    def chances_of(self, request: int) -> list[float]:
+        """The chances of one request's nodes; NaN: no opinion."""
+        start, end = self.offsets[request], self.offsets[request + 1]
+        return [math.nan] * int(end - start) if self.chances is None else self.chances[start:end].tolist()
+
+    def expected(self) -> Float64Array:
+        """How many nodes of each tree should be accepted: [requests]. NaN where there is no opinion."""
+        known = np.full(self.num_nodes, np.nan) if self.chances is None else self.chances
+        sums = np.bincount(self._owners(), weights=known, minlength=self.num_requests)
+        return np.asarray(sums, dtype=np.float64)
+
+    def _owners(self) -> Int32Array:
+        """The request that each node belongs to: [nodes]."""
+        return np.repeat(np.arange(self.num_requests, dtype=np.int32), np.diff(self.offsets))
+
     @staticmethod
-    def from_lists(trees: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DraftTrees:
-        """The trees given as one (tokens, parents) pair per request. All nodes were chosen."""
+    def from_lists(
+        trees: Sequence[tuple[Sequence[int], Sequence[int]]], chances: Sequence[Sequence[float]] | None = None
+    ) -> DraftTrees:
+        """The trees given as one (tokens, parents) pair per request, and chances of each. All were chosen."""
         tokens: list[int] = []
         parents: list[int] = []
         offsets = [0]
@@ -120,34 +152,54 @@ class DraftTrees:
             np.array(tokens, dtype=np.int32),
             np.array(parents, dtype=np.int32),
             np.array(offsets, dtype=np.int32),
+            chances=None if chances is None else np.array([*chain.from_iterable(chances)], dtype=np.float32),
         )
 
     @staticmethod
-    def chains(chains: Sequence[Sequence[int]]) -> DraftTrees:
-        """One chain of tokens per request."""
-        return DraftTrees.from_lists([(chain, range(-1, len(chain) - 1)) for chain in chains])
+    def chains(
+        chains: Sequence[Sequence[int]], chances: Sequence[Sequence[float]] | None = None
+    ) -> DraftTrees:
+        """One chain of tokens per request, and chances of each."""
+        return DraftTrees.from_lists([(line, range(-1, len(line) - 1)) for line in chains], chances)
 
     @staticmethod
     def merged(num_requests: int, groups: Sequence[tuple[Sequence[int], DraftTrees]]) -> DraftTrees:
-        """The trees of several drafters as one: each group's trees belong to the requests it names."""
-        trees: list[tuple[Sequence[int], Sequence[int]]] = [NO_TREE] * num_requests
-        rows: list[Sequence[int]] = [()] * num_requests
-        distributions: list[Float64Array] = []
+        """The trees of several drafters as one: each group's trees belong to the requests it names.
+
+        Where two groups name a request, it has the tree of the later one.
+        """
+        if not groups:
+            return DraftTrees.chains([()] * num_requests)
+        starts, sizes = np.zeros((2, num_requests), dtype=np.int32)  # of each request's nodes in all groups'
         first = 0
-        for requests, proposed in groups:
-            for number, request in enumerate(requests):
-                trees[request] = proposed.tree_lists(number)
-                draws = proposed.draws_of(number)
-                known = [-1] * len(trees[request][0]) if draws is None else draws.rows.tolist()
-                rows[request] = [row + first if row >= 0 else -1 for row in known]
-            if proposed.draws is not None:
-                distributions.append(proposed.draws.draft_probs)
-                first += len(proposed.draws.draft_probs)
-        merged = DraftTrees.from_lists(trees)
-        if not distributions:
-            return merged
-        flat = np.array([row for own in rows for row in own], dtype=np.int32)
-        return replace(merged, draws=Draws(np.concatenate(distributions), flat))
+        for requests, trees in groups:
+            starts[list(requests)] = trees.offsets[:-1] + first
+            sizes[list(requests)] = np.diff(trees.offsets)
+            first += trees.num_nodes
+        offsets = _offsets_of(sizes)
+        nodes = np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1], dtype=np.int32)
+        proposed = [trees for _, trees in groups]
+        return DraftTrees(
+            np.concatenate([trees.tokens for trees in proposed])[nodes],
+            np.concatenate([trees.parents for trees in proposed])[nodes],
+            offsets,
+            _joined_draws(proposed, nodes),
+            _joined_chances(proposed, nodes),
+        )
+
+    def kept(self, keep: BoolArray) -> DraftTrees:
+        """The trees with only these nodes: [nodes]. With a node its ancestors must be kept."""
+        places = _offsets_of(keep)  # [nodes + 1] of each node among those that are kept
+        offsets = places[self.offsets]
+        first, parents = self._owners()[keep], self.parents[keep]
+        moved = places[self.offsets[first] + parents] - offsets[first]
+        return DraftTrees(
+            self.tokens[keep],
+            np.where(parents < 0, np.int32(-1), moved),
+            offsets,
+            None if self.draws is None else replace(self.draws, rows=self.draws.rows[keep]),
+            None if self.chances is None else self.chances[keep],
+        )
 
     def check(self, plans: Sequence[DraftPlan], vocab_size: int) -> None:
         """Nothing, if these are sound trees within the plans; ValueError names what is not.
@@ -173,6 +225,49 @@ class DraftTrees:
                 raise ValueError(f"tree {request} branches, its plan is a chain: parents {parents}")
         if self.draws is not None:
             self.draws.check(self.tokens, vocab_size)
+        if self.chances is not None:
+            self._check_chances(self.chances)
+
+    def _check_chances(self, chances: Float32Array) -> None:
+        """Nothing, if these can be the chances of paths; else ValueError."""
+        if chances.shape != self.tokens.shape:
+            raise ValueError(f"expected a chance for each of {self.num_nodes} nodes, got {chances.shape}")
+        starts = np.repeat(self.offsets[:-1], np.diff(self.offsets))
+        above = np.where(self.parents < 0, 1.0, chances[starts + self.parents])
+        if (chances < 0.0).any() or (chances > above + ROUNDING).any():  # NaN is neither
+            raise ValueError(f"a chance must be between 0 and that of the node above: {chances.tolist()}")
+
+
+def _offsets_of(sizes: npt.NDArray[Any]) -> Int32Array:
+    """Where each of several runs of these sizes begins, and the end of the last: [sizes + 1]."""
+    offsets = np.zeros(len(sizes) + 1, dtype=np.int32)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets
+
+
+def _joined_draws(groups: Sequence[DraftTrees], nodes: Int32Array) -> Draws | None:
+    """Where these nodes of all groups' were drawn from."""
+    rows, distributions = [], []
+    first = 0
+    for trees in groups:
+        if trees.draws is None:
+            rows.append(np.full(trees.num_nodes, -1, dtype=np.int32))
+        else:
+            rows.append(np.where(trees.draws.rows < 0, np.int32(-1), trees.draws.rows + np.int32(first)))
+            distributions.append(trees.draws.draft_probs)
+            first += len(trees.draws.draft_probs)
+    return Draws(np.concatenate(distributions), np.concatenate(rows)[nodes]) if distributions else None
+
+
+def _joined_chances(groups: Sequence[DraftTrees], nodes: Int32Array) -> Float32Array | None:
+    """The chances of these nodes of all groups'."""
+    if all(trees.chances is None for trees in groups):
+        return None
+    unknown = np.float32(np.nan)
+    known = [
+        np.full(trees.num_nodes, unknown) if trees.chances is None else trees.chances for trees in groups
+    ]
+    return np.concatenate(known)[nodes]
 
 
 NO_TREE: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())

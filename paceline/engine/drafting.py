@@ -118,8 +118,9 @@ class Drafting:
     def _fitted(self, trees: DraftTrees, parts: Sequence[Scheduled], members: Sequence[int]) -> DraftTrees:
         """The trees, those of these parts along their constraints."""
         rows = [-1] * trees.num_nodes if trees.draws is None else trees.draws.rows.tolist()
+        ends = trees.offsets.tolist()
         drafts = [
-            Draft(*trees.tree_lists(index), rows[trees.offsets[index] : trees.offsets[index + 1]])
+            Draft(*trees.tree_lists(index), rows[ends[index] : ends[index + 1]], trees.chances_of(index))
             for index in range(len(parts))
         ]
         for index in members:
@@ -127,7 +128,9 @@ class Drafting:
             assert constraint is not None
             run = constraint.forced()[: plan.forced]
             drafts[index] = fit_draft(drafts[index], constraint, run, plan.budget, plan.levels)
-        fitted = DraftTrees.from_lists([(draft.tokens, draft.parents) for draft in drafts])
+        fitted = DraftTrees.from_lists(
+            [(draft.tokens, draft.parents) for draft in drafts], [draft.chances or () for draft in drafts]
+        )
         if trees.draws is None:
             return fitted
         flat = np.array([row for draft in drafts for row in draft.rows], dtype=np.int32)
@@ -180,7 +183,9 @@ class Drafting:
             logger.warning("drafter %s failed, its requests go on without: %s", name, error, exc_info=once)
 
 
-def draft_facts(part: Scheduled, parents: Sequence[int], accepted: int, num_tokens: int) -> DraftFacts:
+def draft_facts(
+    part: Scheduled, parents: Sequence[int], accepted: Sequence[int], num_tokens: int
+) -> DraftFacts:
     """What became of the draft of one part that gained `num_tokens` tokens."""
     depths: list[int] = []
     for parent in parents:
@@ -188,12 +193,14 @@ def draft_facts(part: Scheduled, parents: Sequence[int], accepted: int, num_toke
     depth = max(depths)
     if part.request.finished:  # nothing below its last token was tried
         depth = min(depth, num_tokens)
+    path = tuple(accepted[:num_tokens])
     return DraftFacts(
         request_id=part.request.request_id,
         segment=part.request.segment,
         drafter=part.plan.drafter or "",
         nodes=len(parents),
         depth=depth,
-        accepted=min(accepted, num_tokens),
+        accepted=len(path),
         child=part.request.child,
+        path=path,
     )

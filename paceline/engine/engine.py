@@ -344,6 +344,6 @@ class Engine:
         for index, (part, verdict, delta) in enumerate(zip(parts, verdicts, deltas, strict=True)):
             _, parents = trees.tree_lists(index)
             if parents:
-                drafts.append(draft_facts(part, parents, len(verdict.accepted), len(delta.token_ids)))
+                drafts.append(draft_facts(part, parents, verdict.accepted, len(delta.token_ids)))
                 part.request.speculative.add(drafts[-1])
         return drafts

@@ -16,6 +16,7 @@ class DraftFacts:
     depth: int  # levels of the draft that could be tried: none below a token that ended the request
     accepted: int  # nodes on the accepted path
     child: int = 0  # which of the n outputs of request_id
+    path: tuple[int, ...] = ()  # the accepted nodes, as they are numbered in the tree that was verified
 
 
 @dataclass(slots=True)

@@ -56,6 +56,20 @@ def test_a_draft_comes_behind_the_forced_tokens():
     assert grammar.path == (), "the request's own place is left alone"
 
 
+def test_chances_stay_with_their_nodes_and_what_is_forced_is_as_sure_as_what_it_follows():
+    tree = Draft((D, A, C), (-1, 0, -1), (-1,) * 3, (0.5, 0.25, 0.125))
+    fitted = fit_draft(tree, words("abddc", "abcd", "aba"), (A, B), budget=9, levels=9)
+    assert dict(zip(paths(fitted), fitted.chances, strict=True)) == {
+        (A,): 1.0,
+        (A, B): 1.0,
+        (A, B, D): 0.5,
+        (A, B, C): 0.125,
+        (A, B, D, D): 0.5,
+        (A, B, D, D, C): 0.5,
+        (A, B, C, D): 0.125,
+    }
+
+
 def test_forced_tokens_alone_are_a_draft():
     assert paths(fit_draft(NOTHING, words("abc"), (A, B), budget=2, levels=2)) == [(A,), (A, B)]
 

@@ -98,8 +98,8 @@ def child_probabilities(own, past):
 
 
 def suffix_tree(own, past, budget, branching, least):
-    """(tokens, parents, score) of the likeliest nodes, the likeliest first."""
-    tokens, parents, score = [], [], 0.0
+    """(tokens, parents, chances of the paths) of the likeliest nodes, the likeliest first."""
+    tokens, parents, chances = [], [], []
     leaves = []  # open children: [survival, parent, token, candidates below it]
     node, survival = -1, 1.0
     while True:
@@ -112,11 +112,11 @@ def suffix_tree(own, past, budget, branching, least):
                 ]
                 leaves.append((survival * probabilities[token], node, token, below))
         if len(tokens) == budget or not leaves:
-            return tokens, parents, score
+            return tokens, parents, chances
         best = max(leaves, key=lambda leaf: leaf[0])
         leaves.remove(best)
         survival, parent, token, (own, past) = best
-        score += survival
+        chances.append(survival)
         tokens.append(token)
         parents.append(parent)
         node = len(tokens) - 1

@@ -180,6 +180,32 @@ def test_a_chain_ends_where_it_is_unlikely_to_be_right(share, length):
 
 
 @pytest.mark.parametrize("branching", [1, 2])
+def test_a_node_tells_the_chance_of_its_path_and_is_left_out_where_that_is_below_the_plans(branching):
+    scales = Scales(same_ids(), Workspace(VOCAB))
+
+    def likely(path):  # token 20 has half, the next a fifth
+        logits = np.full(VOCAB, np.log(0.3 / (VOCAB - 2)), dtype=np.float32)
+        logits[20:22] = np.log([0.5, 0.2])
+        return logits
+
+    plan = DraftPlan("eagle3", 6, branching, depth=4, least_chance=0.28)
+    tree = ChosenTree(context_of(request_of(temperature=0)), plan, scales, coupled=True)
+    grown(tree, likely)
+    chances = dict(zip(paths_of(tree), tree.finished().chances, strict=True))
+    chain = {(20,) * depth: 0.5 ** (depth / 2) for depth in (1, 2, 3)}  # 0.35 is too unlikely to go on from
+    beside = {(21,): 0.2**0.5, (20, 21): 0.1**0.5, (21, 20): 0.1**0.5}
+    assert chances == pytest.approx(chain if branching == 1 else chain | beside)
+
+
+def test_a_chance_that_nobody_asks_for_is_not_computed():
+    scales = Scales(same_ids(), Workspace(VOCAB))
+    for plan, known in [(DraftPlan("draft_model", 3), False), (DraftPlan("draft_model", 3, 2), True)]:
+        tree = ChosenTree(context_of(request_of(temperature=0)), plan, scales, coupled=True)
+        grown(tree)
+        assert [np.isfinite(chance) for chance in tree.finished().chances] == [known] * 3
+
+
+@pytest.mark.parametrize("branching", [1, 2])
 def test_drawn_tokens_are_never_left_out_and_trees_have_the_size_they_were_asked_for(branching):
     """Whether a drawn token is verified must not depend on which one it is."""
     scales = Scales(same_ids(), Workspace(VOCAB), least_chance=0.9)
@@ -187,6 +213,7 @@ def test_drawn_tokens_are_never_left_out_and_trees_have_the_size_they_were_asked
     drawn = DrawnTree(context_of(request_of(temperature=1.0, seed=3)), plan, scales)
     grown(drawn)
     assert len(drawn.finished().tokens) == 6
+    assert np.isnan(drawn.finished().chances).all(), "so that nobody leaves one out for being unlikely"
     if branching > 1:
         chosen = ChosenTree(context_of(request_of(temperature=0)), plan, scales, coupled=True)
         grown(chosen)

@@ -108,6 +108,10 @@ def test_a_tree_holds_both_drafts_where_the_suffix_drafter_is_not_sure(budget, b
     assert tree_of(drafter, COPYING, DraftPlan("hybrid", 5, 2))[0] == [20, 21, 22, 23, 24]
 
 
+def with_chances(tree, chance):
+    return (*tree, [chance] * len(tree[0]))
+
+
 @pytest.mark.parametrize(
     ("first", "second", "budget", "branching", "expected"),
     [
@@ -120,7 +124,21 @@ def test_a_tree_holds_both_drafts_where_the_suffix_drafter_is_not_sure(budget, b
     ],
 )
 def test_the_union_of_two_trees(first, second, budget, branching, expected):
-    assert union(first, second, DraftPlan("hybrid", budget, branching)) == expected
+    plan = DraftPlan("hybrid", budget, branching)
+    assert union(with_chances(first, 0.5), with_chances(second, 0.5), plan)[:2] == expected
+
+
+def test_a_node_of_a_union_is_as_likely_as_the_surer_says():
+    plan = DraftPlan("hybrid", 9, 2)
+    sure, unsure = ([1, 2], [-1, 0], [0.9, 0.2]), ([1, 2, 3], [-1, 0, -1], [0.5, 0.4, 0.1])
+    assert union(sure, unsure, plan)[2] == [0.9, 0.4, 0.1]
+    silent = with_chances(([1, 4], [-1, 0]), np.nan)
+    assert np.array_equal(union(silent, sure, plan)[2], [0.9, np.nan, 0.2], equal_nan=True)
+
+
+def test_both_parts_keep_the_chances_of_their_trees():
+    trees = hybrid(Fixed()).propose([make_request(COPYING), make_request(NEW)], [DraftPlan("hybrid", 5)] * 2)
+    assert np.isnan(trees.chances).tolist() == [False] * 5 + [True] * 3, "the other has no opinion"
 
 
 def test_both_parts_are_bound_shown_every_pass_and_closed(tmp_path):

@@ -60,10 +60,11 @@ def test_trees_are_those_of_the_plain_search(
     own, own_stream = filled(levels, 240, own_parts)
     past, past_stream = filled(levels, past_capacity, [*past_parts, [GAP]], keep)
     tokens, parents = np.empty(budget, dtype=np.int32), np.empty(budget, dtype=np.int32)
+    chances = np.empty(budget, dtype=np.float32)
     depth = min(depth, budget)
-    size, score = draft_tree(
+    size = draft_tree(
         own.table, own.oldest, own.end, past.table, past.oldest, past.end, past.levels,
-        longest, factor, least, branching, depth, tokens, parents,
+        longest, factor, least, branching, depth, tokens, parents, chances,
     )  # fmt: skip
 
     suffix = reference.ending(own_stream, longest)
@@ -72,7 +73,9 @@ def test_trees_are_those_of_the_plain_search(
         for index, stream in ((own, own_stream), (past, past_stream))
     ]
     expected = reference.suffix_tree(*sources, budget, branching, least)
-    assert (tokens[:size].tolist(), parents[:size].tolist(), score) == expected
+    expected_tokens, expected_parents, survivals = expected
+    assert (tokens[:size].tolist(), parents[:size].tolist()) == (expected_tokens, expected_parents)
+    assert chances[:size].tolist() == np.float32(survivals).tolist()
 
 
 def test_what_was_forgotten_is_not_found():

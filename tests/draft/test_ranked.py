@@ -41,6 +41,25 @@ def test_the_first_paths_that_a_plan_allows_become_nodes(plan, tokens, parents):
     assert grown(plan).tree_lists(0) == (tokens, parents)
 
 
+def test_chances_are_those_of_paths():
+    trees = grown(DraftPlan("medusa", 9, 3))
+    trees.check([DraftPlan("medusa", 9, 3)], 6)
+    roots = np.sqrt(np.exp(LEVELS[0]) / np.exp(LEVELS[0]).sum())
+    second = np.sqrt(np.exp(LEVELS[1]) / np.exp(LEVELS[1]).sum())
+    assert trees.chances_of(0)[:5] == pytest.approx(
+        [roots[5], roots[4], roots[3], roots[5] * second[0], roots[5] * second[1]]
+    )
+
+
+def test_heads_that_guess_a_part_of_the_vocabulary_name_its_tokens():
+    request = request_of(vocab=9, temperature=0.0, max_tokens=20, ignore_eos=True)
+    scales = Scales(trimmed_vocabulary(np.array([8, 2, 4, 6], dtype=np.int32), 9), Workspace(9))
+    plan = DraftPlan("medusa", 9, 2, 1)
+    tree = make_ranked_tree(context_of(request), plan, scales, DraftSampling.COUPLED, PATHS)
+    tree.grow(np.array([[3.0, 0.0, 0.0, 2.0]], dtype=np.float32))
+    assert merged([tree]).tree_lists(0) == ([8, 6], [-1, -1])
+
+
 def test_drawn_nodes_have_the_same_shape():
     trees = grown(DraftPlan("medusa", 9, 3), DraftSampling.INDEPENDENT, temperature=1.0)
     assert trees.draws is not None

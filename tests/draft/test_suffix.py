@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,6 +40,16 @@ def test_a_long_match_is_followed_far_and_a_short_one_is_not():
     text = list(range(30))
     assert draft(suffix_drafter(), [*text, 77, *text[:20]]) == text[20:28]
     assert len(draft(suffix_drafter(), [*text, 77, *text[18:20]])) < 4
+
+
+def test_what_is_less_likely_than_the_plan_asks_for_is_not_drafted():
+    text = [1, 2, 3, 7, 8, 1, 2]
+    long = suffix_drafter(least=0.05).propose([make_request(text)], [DraftPlan("suffix", 8)]).chances_of(0)
+    for plan_least, own_least in [(0.3, 0.05), (0.05, 0.3)]:
+        plan = DraftPlan("suffix", 8, least_chance=plan_least)
+        short = suffix_drafter(least=own_least).propose([make_request(text)], [plan]).chances_of(0)
+        assert 0 < len(short) < len(long)
+        assert short == [chance for chance in long if chance >= 0.3]
 
 
 def test_a_branch_where_the_past_disagrees_is_not_drafted():
@@ -137,16 +148,16 @@ def test_a_growing_request_drafts_as_a_search_of_everything_would(responses, pro
     request = make_request(prompt, max_output=50)
     for part in parts:
         request.token_ids.extend(part)
-        trees, scores = drafter.propose_with_scores([request], [DraftPlan("suffix", 6, branching=2)])
+        trees = drafter.propose([request], [DraftPlan("suffix", 6, branching=2)])
         own_index, past_index = drafter._indexes.of(request), drafter._past.occurrences
         suffix = reference.ending(request.token_ids, 24)
         sources = [
             reference.candidates(stream, suffix, LEVELS, 4.0, 6, index.table.shape[1])
             for stream, index in ((request.token_ids, own_index), (past, past_index))
         ]
-        tokens, parents, score = reference.suffix_tree(*sources, budget=6, branching=2, least=0.02)
+        tokens, parents, chances = reference.suffix_tree(*sources, budget=6, branching=2, least=0.02)
         assert trees.tree_lists(0) == (tokens, parents)
-        assert scores == [score]
+        assert trees.chances_of(0) == np.float32(chances).tolist()
 
 
 class TestResponseCache:

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees, Draws
 
@@ -70,6 +72,79 @@ def test_trees_of_several_drafters_become_one_with_their_draws():
     assert merged.draws_of(3).rows.tolist() == [0]
     assert merged.draws_of(4).rows.tolist() == [2]
     assert merged.draws.draft_probs.tolist() == [*probs.tolist(), probs[0].tolist()]
+
+
+def test_a_group_without_chances_has_no_opinion_among_others():
+    sure = DraftTrees.chains([[1, 2], []], [[0.5, 0.25], []])
+    merged = DraftTrees.merged(4, [([0, 2], DraftTrees.chains([[3], [4]])), ([3, 1], sure)])
+    assert np.array_equal(merged.chances, [np.nan, np.nan, 0.5, 0.25], equal_nan=True)
+    assert merged.chances_of(3) == [0.5, 0.25]
+    assert np.array_equal(merged.expected(), [np.nan, 0.0, np.nan, 0.75], equal_nan=True)
+    assert DraftTrees.merged(2, [([0], DraftTrees.chains([[3]]))]).chances is None
+
+
+def test_a_request_of_two_groups_has_the_tree_of_the_later():
+    merged = DraftTrees.merged(
+        2, [([0, 1], DraftTrees.chains([[1, 2], [3]])), ([0], DraftTrees.chains([[4]]))]
+    )
+    assert [merged.tree_lists(request)[0] for request in range(2)] == [[4], [3]]
+    assert DraftTrees.merged(2, []).offsets.tolist() == [0, 0, 0]
+
+
+trees_of_nodes = (
+    st.lists(  # of each request: how far above its own place a node's parent lies, and whether it is kept
+        st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=6), min_size=1, max_size=4
+    )
+)
+
+
+@given(nodes=trees_of_nodes)
+def test_what_is_kept_of_trees_are_their_paths(nodes):
+    parents = [[max(place - above, -1) for place, (above, _) in enumerate(tree)] for tree in nodes]
+    keep = []
+    for tree, above in zip(nodes, parents, strict=True):
+        own: list[bool] = []
+        for (_, wanted), parent in zip(tree, above, strict=True):
+            own.append(wanted and (parent < 0 or own[parent]))
+        keep.append(own)
+    tokens = [[10 * number + place for place in range(len(tree))] for number, tree in enumerate(nodes)]
+    trees = DraftTrees.from_lists(
+        list(zip(tokens, parents, strict=True)), [[token / 100 for token in line] for line in tokens]
+    )
+    rows = np.arange(trees.num_nodes, dtype=np.int32)
+    trees = replace(trees, draws=Draws(np.eye(60)[trees.tokens], rows))
+    flat = np.array([wanted for own in keep for wanted in own], dtype=bool)
+    kept = trees.kept(flat)
+    for request, own in enumerate(keep):
+        left, above = kept.tree_lists(request)
+        assert left == [token for token, wanted in zip(tokens[request], own, strict=True) if wanted]
+        for token, parent in zip(left, above, strict=True):
+            before = parents[request][token % 10]
+            assert (left[parent] if parent >= 0 else -1) == (tokens[request][before] if before >= 0 else -1)
+        assert kept.chances_of(request) == [float(np.float32(token / 100)) for token in left]
+    assert kept.draws is not None
+    assert kept.draws.draft_probs[kept.draws.rows].argmax(axis=1).tolist() == kept.tokens.tolist()
+    assert kept.parents.dtype == kept.offsets.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("chances", "complaint"),
+    [
+        ([0.5, 0.5, 1.0], None),
+        ([np.nan, np.nan, 0.0], None),
+        ([0.5, 0.6, 0.1], "above"),
+        ([1.1, 0.5, 0.1], "above"),
+        ([0.5, -0.1, 0.1], "between 0"),
+        ([0.5, 0.5], "each of 3 nodes"),
+    ],
+)
+def test_a_child_is_never_likelier_than_its_parent(chances, complaint):
+    trees = replace(DraftTrees.chains([[1, 2], [3]]), chances=np.array(chances, dtype=np.float32))
+    if complaint is None:
+        trees.check([DraftPlan("suffix", 2)] * 2, vocab_size=9)
+    else:
+        with pytest.raises(ValueError, match=complaint):
+            trees.check([DraftPlan("suffix", 2)] * 2, vocab_size=9)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,33 @@ def metrics(request: Request):
     return request_output(None, [request], ToyTokenizer()).metrics.speculative
 
 
+def test_a_step_tells_which_nodes_were_accepted():
+    class Beside(Lengths):
+        """A wrong token beside the right one at every level."""
+
+        def propose(self, requests, plans):
+            tokens = self.truth[requests[0].num_output :]
+            return DraftTrees.from_lists(
+                [([(tokens[0] + 1) % VOCAB, tokens[0], (tokens[1] + 1) % VOCAB, tokens[1]], [-1, -1, 1, 1])]
+            )
+
+    drafter = Beside("suffix", [(4, 4)])
+    plan = DraftPlan("suffix", 4, branching=2)
+    engine = Engine(
+        ToyBackend(),
+        ToyTokenizer(),
+        Limits(VOCAB, 128, 8, 32),
+        num_pages=200,
+        controller=FixedController(plan),
+        drafters={"suffix": drafter},
+    )
+    add(engine)
+    engine.step()
+    engine.step()
+    (facts,) = engine.stats.drafts
+    assert (facts.nodes, facts.accepted, facts.path) == (4, 2, (1, 3))
+
+
 def test_rates_per_position_divide_by_the_drafts_that_went_so_deep():
     # lengths 4, 2, 1 in turn, of which 1, 2, 0 tokens are right
     engine = engine_with(Lengths("ngram", [(4, 1), (2, 2), (1, 0)]))
