@@ -13,6 +13,7 @@ from paceline.bench.figures import Objective
 from paceline.bench.loading import bench_config, settings
 from paceline.bench.peers import PeerOptions, PeerRow, measure_peer
 from paceline.bench.profiles import Profile
+from paceline.bench.slices import Disturbances
 from paceline.bench.speculation import COLD, OFF, ONE_BY_ONE, WARM, group_size, measure_workload
 from paceline.bench.speculation_rows import Row, rows
 from paceline.bench.timing import OnTurn
@@ -125,8 +126,10 @@ def run_contest(options: SpeculationOptions, on_turn: OnTurn = lambda _: None) -
     chosen = settings(model.backend)
     contest = Contest(options, chosen.threads, chosen.quantization, inexact=_inexact(options))
 
+    disturbances = Disturbances()
+
     def make(label: str) -> EngineRunner:
-        return EngineRunner(build_engine(configs[label], model).engine)
+        return EngineRunner(build_engine(configs[label], model).engine, disturbances)
 
     makers = {label: partial(make, label) for label in options.methods}
     tasks = {workload.name: _tasks(workload, model, options) for workload in options.workloads}

@@ -15,7 +15,7 @@ from paceline.bench.client import ClientError, Server
 from paceline.bench.profiles import Profile
 from paceline.bench.schemas import fits_schema
 from paceline.bench.served_counters import NAMES, DraftCounters, read_counters
-from paceline.bench.turns import Answer, Turn
+from paceline.bench.turns import Answer, Slices, Turn
 from paceline.bench.workloads import Prompt
 from paceline.constrain.params import StructuredOutputsParams
 from paceline.errors import ConfigError
@@ -97,8 +97,9 @@ class EndpointRunner:
         self._endpoint = endpoint
         self._salt = salt
 
-    def run(self, group: Sequence[ServedTask], profile: Profile) -> Turn:
-        """All answers. Those without a whole one say why."""
+    def slices(self, group: Sequence[ServedTask], profile: Profile) -> Slices:
+        """All answers, in one slice: a server cannot be paused. Those without a whole one say why."""
+        yield
         return asyncio.run(self._run(group, profile))
 
     def warm_up(self, task: ServedTask) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.bench.profiles import Profile
 from paceline.bench.schemas import fits_schema
-from paceline.bench.turns import Answer, Turn
-from paceline.engine.engine import Engine
+from paceline.bench.slices import Disturbances, OwnClock, alone
+from paceline.bench.turns import Answer, Slices, Turn
+from paceline.engine.engine import Delta, Engine
 from paceline.engine.request import Request
 from paceline.errors import ConfigError, RequestError
 from paceline.verify.params import SamplingParams
@@ -31,37 +32,57 @@ class Task:
 class EngineRunner:
     """An engine that nobody else uses."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        disturbances: Disturbances | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`disturbances` are left out, the same for all who are compared; None: every second counts."""
         self._engine = engine
+        self._disturbances = disturbances
+        self._clock = clock
 
-    def run(self, group: Sequence[Task], profile: Profile) -> Turn:
-        """All answers. Work of the engine delays arrivals, as it would in a server, but no clock forgets
-        that: an open profile counts from when a request was due."""
+    def slices(self, group: Sequence[Task], profile: Profile) -> Slices:
+        """All answers, with times by a clock that counts only this engine's work. That work delays arrivals,
+        as it would in a server, but no clock forgets that: an open profile counts from when a request was
+        due."""
         engine = self._engine
         waiting = deque(enumerate(group))
         started: dict[Request, _Started] = {}
-        start = time.perf_counter()
-        running = 0
+        running, lost_seconds = 0, 0.0
+        clock = OwnClock(self._clock)
         while waiting or engine.has_unfinished:
-            now = time.perf_counter() - start
+            if clock.slice_is_over:
+                clock.pause()
+                yield
+                clock.go_on()
+            now = clock.now()
             while waiting and _may_come(profile, waiting[0][0], now, running):
                 index, task = waiting.popleft()
                 arrival = now if profile.concurrency is not None else profile.due[index]
                 started[self._add(task, profile, index)] = _Started(arrival)
                 running += 1
             if not engine.has_unfinished:
-                time.sleep(max(0.0, profile.due[waiting[0][0]] - now))  # only open profiles leave it idle
+                clock.skip_to(profile.due[waiting[0][0]])  # only open profiles leave it idle
                 continue
-            deltas = engine.step()
-            now = time.perf_counter() - start
+            deltas, lost = self._step()
+            clock.leave_out(lost)
+            lost_seconds += lost
+            now = clock.now()
             for delta in deltas:
                 if delta.token_ids:
                     started[delta.request].note(now, len(delta.token_ids))
                 if delta.request.finished:
                     started[delta.request].end(now)
                     running -= 1
-        seconds = time.perf_counter() - start
-        return Turn(seconds, [_answer(request, notes) for request, notes in started.items()])
+        seconds = clock.now()
+        answers = [_answer(request, notes) for request, notes in started.items()]
+        return Turn(seconds, answers, lost_seconds=lost_seconds)
+
+    def run(self, group: Sequence[Task], profile: Profile) -> Turn:
+        """The same, by this engine alone."""
+        return alone(self.slices(group, profile))
 
     def warm_up(self, task: Task) -> None:
         """Answer briefly, so that code is compiled."""
@@ -70,6 +91,15 @@ class EngineRunner:
 
     def close(self) -> None:
         self._engine.close()
+
+    def _step(self) -> tuple[list[Delta], float]:
+        """What a step gave, and how many of its seconds were lost to others on this machine."""
+        if self._disturbances is None:
+            return self._engine.step(), 0.0
+        before = self._disturbances.waited()
+        deltas = self._engine.step()
+        waited = self._disturbances.waited() - before
+        return deltas, self._disturbances.in_step(self._engine.stats, waited)
 
     def _add(self, task: Task, profile: Profile, index: int) -> Request:
         params = task.params

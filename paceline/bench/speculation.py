@@ -8,12 +8,14 @@ an answer from the round before.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
 
 from paceline.bench.profiles import Profile
+from paceline.bench.slices import in_slices
 from paceline.bench.timing import OnTurn
 from paceline.bench.turns import Asked, Runner, Turn
 from paceline.draft.methods import parse_speculative_config
@@ -86,22 +88,22 @@ def measure_workload(
     """All contestants' turns on a workload.
 
     A turn is one prompt, or some waves of as many as come at once, or, where requests come when they are
-    due, all. All contestants have their turn on a group before anyone sees the next; who begins changes
-    from group to group. A round is so many passes over the workload by the same runners, new ones.
+    due, all. All contestants have their turn on a group at once, in slices, before anyone sees the next. A
+    round is so many passes over the workload by the same runners, new ones.
     """
     groups = list(_groups(tasks, profile))
-    labels = list(makers)
+    chance = random.Random(0)
     _warm_up(makers, tasks[0])
-    turns: dict[Key, list[list[Turn]]] = {(name, label): [] for name in passes for label in labels}
+    turns: dict[Key, list[list[Turn]]] = {(name, label): [] for name in passes for label in makers}
     for number in range(rounds):
         runners = {label: make() for label, make in makers.items()}
         for name in passes:
-            for label in labels:
+            for label in runners:
                 turns[name, label].append([])
-            for index, group in enumerate(groups):
-                first = (number + index) % len(labels)
-                for label in labels[first:] + labels[:first]:
-                    turns[name, label][number].append(runners[label].run(group, profile))
+            for group in groups:
+                courses = {label: runner.slices(group, profile) for label, runner in runners.items()}
+                for label, turn in in_slices(courses, chance):
+                    turns[name, label][number].append(turn)
                     on_turn(f"{name}, round {number + 1} of {rounds}: {label}")
         for runner in runners.values():
             runner.close()

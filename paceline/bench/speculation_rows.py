@@ -18,8 +18,8 @@ ALL = "all"  # the segment of rows that sum up several
 class Row:
     """One method on one segment of a workload. The names are those of the JSON.
 
-    Every group counts with its quickest round; ratios are of sums, and above 1 the method is faster than
-    plain decoding. What needs plain decoding to compare with is None where it was not measured.
+    Times are means over the rounds; ratios are of sums, and above 1 the method is faster than plain decoding.
+    What needs plain decoding to compare with is None where it was not measured.
     """
 
     workload: str
@@ -29,9 +29,10 @@ class Row:
     concurrency: int | None  # None: they came when they were due
     method: str
     prompts: int
-    failed: int  # requests without a whole answer; no other figure has them
+    failed: int  # requests without a whole answer, in all rounds; no other figure has them
     output_tokens: int
     seconds: float  # of all groups, from the first arrival to the last end
+    lost_seconds: float  # to other programs and guests of the machine, beyond these
     decode_seconds: float  # of all requests, after their first token
     tokens_per_second: float
     decode_tokens_per_second: float  # of one request
@@ -55,7 +56,7 @@ class Row:
     percentiles: dict[str, dict[str, float] | None]  # of ttft_ms, tpot_ms, inter_token_ms and e2e_ms
     good_share: float | None  # of requests that met the objective; None: there is none
     goodput: float | None  # such requests a second
-    structured: int  # answers that a schema was given for
+    structured: int  # answers, of all rounds, that a schema was given for
     finished: int  # those of them that came to their end
     valid: int  # those of them that fit the schema
     identical: bool | None  # token for token what plain decoding gave, in every round
@@ -81,21 +82,35 @@ def rows(workload: str, runs: Runs, objective: Objective | None = None) -> list[
 
 @dataclass(frozen=True)
 class _Part:
-    """A method's turns on one segment: [group][round], and of each group the quickest."""
+    """A method's turns on one segment: [group][round]."""
 
     turns: list[list[Turn]]
 
     @property
-    def quickest(self) -> list[Turn]:
-        return [min(turns, key=lambda turn: turn.seconds) for turns in self.turns]
+    def rounds(self) -> int:
+        return len(self.turns[0])
+
+    @property
+    def every(self) -> list[Turn]:
+        return list(chain.from_iterable(self.turns))
 
     @property
     def answers(self) -> list[Answer]:
-        return list(chain.from_iterable(turn.answers for turn in self.quickest))
+        """Those of all rounds."""
+        return list(chain.from_iterable(turn.answers for turn in self.every))
 
-    def bests(self, of: Callable[[Turn], float]) -> list[float]:
-        """Each group's least value over the rounds."""
-        return [min(of(turn) for turn in turns) for turns in self.turns]
+    def means(self, of: Callable[[Turn], float]) -> list[float]:
+        """Each group's mean over the rounds."""
+        return [statistics.fmean(of(turn) for turn in turns) for turns in self.turns]
+
+    def latencies(self) -> list[float | None]:
+        """Each prompt's mean end-to-end time over the rounds; None if one of them had no whole answer."""
+        found: list[float | None] = []
+        for turns in self.turns:
+            for answers in zip(*(turn.answers for turn in turns), strict=True):
+                whole = all(answer.error is None for answer in answers)
+                found.append(statistics.fmean(one.e2e_seconds for one in answers) if whole else None)
+        return found
 
 
 def _part(runs: Runs, cache: str, method: str, segment: str) -> _Part:
@@ -147,9 +162,9 @@ def _row(
     workload, segment, cache, method = names
     every = own.answers
     answers = [answer for answer in every if answer.error is None]
-    tokens = sum(answer.num_tokens for answer in answers)
-    seconds, decode = own.bests(lambda turn: turn.seconds), own.bests(lambda turn: turn.decode_seconds)
-    later_tokens = tokens - len(answers)
+    tokens = sum(answer.num_tokens for answer in answers) / own.rounds  # of one round, as all else
+    seconds, decode = own.means(lambda turn: turn.seconds), own.means(lambda turn: turn.decode_seconds)
+    later_tokens = tokens - len(answers) / own.rounds
     speed = tokens / sum(seconds)
     compared = _Compared(own, off, speed)
     counts = _Counts(own)
@@ -162,10 +177,11 @@ def _row(
         profile=runs.profile.label,
         concurrency=runs.profile.concurrency,
         method=method,
-        prompts=len(every),
+        prompts=len(every) // own.rounds,
         failed=len(every) - len(answers),
-        output_tokens=tokens,
+        output_tokens=round(tokens),
         seconds=sum(seconds),
+        lost_seconds=sum(own.means(lambda turn: turn.lost_seconds)),
         decode_seconds=sum(decode),
         tokens_per_second=speed,
         decode_tokens_per_second=_ratio(later_tokens, sum(decode)),
@@ -188,7 +204,7 @@ def _row(
         e2e_ms=_mean_ms([answer.e2e_seconds for answer in answers]),
         percentiles=_latencies(answers),
         good_share=None if good is None else good / len(every),
-        goodput=None if good is None else good / sum(seconds),
+        goodput=None if good is None else good / own.rounds / sum(seconds),
         structured=len(structured),
         finished=sum(answer.finished for answer in structured),
         valid=sum(bool(answer.valid) and answer.finished for answer in structured),
@@ -220,16 +236,13 @@ class _Compared:
         self.latency_interval: tuple[float, float] | None = None
         if off is None:
             return
-        pairs = [
-            (plain.e2e_seconds, mine.e2e_seconds)
-            for plain, mine in zip(off.answers, own.answers, strict=True)
-            if plain.error is None and mine.error is None
-        ]
+        both = zip(off.latencies(), own.latencies(), strict=True)
+        pairs = [(plain, mine) for plain, mine in both if plain is not None and mine is not None]
         if not pairs:
             return
         over, under = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        off_tokens = sum(answer.num_tokens for answer in off.answers if answer.error is None)
-        self.speedup = speed / (off_tokens / sum(off.bests(lambda turn: turn.seconds)))
+        off_tokens = sum(answer.num_tokens for answer in off.answers if answer.error is None) / off.rounds
+        self.speedup = speed / (off_tokens / sum(off.means(lambda turn: turn.seconds)))
         self.latency = sum(over) / sum(under)
         self.latency_interval = ratio_interval(over, under)
         if self.latency_interval is not None:
@@ -239,13 +252,13 @@ class _Compared:
 
     def of_sums(self, of: Callable[[Turn], float]) -> float | None:
         """The ratio of the sums over groups."""
-        return None if self._off is None else _ratio(sum(self._off.bests(of)), sum(self._own.bests(of)))
+        return None if self._off is None else _ratio(sum(self._off.means(of)), sum(self._own.means(of)))
 
     def median(self, of: Callable[[Turn], float]) -> float | None:
         """The median of the groups' ratios; answers of one token have no decoding to compare."""
         if self._off is None:
             return None
-        pairs = zip(self._off.bests(of), self._own.bests(of), strict=True)
+        pairs = zip(self._off.means(of), self._own.means(of), strict=True)
         return statistics.median([over / under for over, under in pairs if under > 0] or [1.0])
 
 
@@ -254,7 +267,7 @@ class _Counts:
 
     def __init__(self, part: _Part) -> None:
         answers = [answer for answer in part.answers if answer.error is None]
-        told = [turn.acceptance for turn in part.quickest if turn.acceptance is not None]
+        told = [turn.acceptance for turn in part.every if turn.acceptance is not None]
         own = [answer.speculative for answer in answers]
         self.told = bool(told) or any(answer.gains for answer in answers)
         self.steps = sum(one.num_spec_steps for one in own) + sum(one.steps for one in told)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol, TypeVar
@@ -84,16 +84,20 @@ class Turn:
     seconds: float  # from the first arrival to the end of the last
     answers: list[Answer]
     acceptance: Acceptance | None = None  # where answers themselves do not tell
+    lost_seconds: float = 0.0  # to other programs and guests of the machine; `seconds` has none of them
 
     @property
     def decode_seconds(self) -> float:
         return sum(answer.decode_seconds for answer in self.answers if answer.error is None)
 
 
+Slices = Generator[None, None, Turn]  # a turn: where it yields, others may do some of theirs
+
+
 class Runner(Protocol[Task_contra]):
     """Somebody who answers groups of requests."""
 
-    def run(self, group: Sequence[Task_contra], profile: Profile) -> Turn:
+    def slices(self, group: Sequence[Task_contra], profile: Profile) -> Slices:
         """What all of them got, arriving as the profile says."""
         ...
 

@@ -23,7 +23,7 @@ def title(options: SpeculationOptions) -> str:
         sampling = "each prompt's own temperature"
     else:
         sampling = "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}"
-    return f"{options.model}: {sampling}, quickest of {options.rounds} in turns"
+    return f"{options.model}: {sampling}, {options.rounds} rounds, in slices of all methods by turns"
 
 
 def traffic_of(row: Row) -> str:
@@ -129,7 +129,8 @@ def _warnings(contest: Contest) -> list[str]:
         if row.failed_drafters:
             lines.append(f"{where}: {', '.join(row.failed_drafters)} failed on the way.")
         if row.failed:
-            lines.append(f"{where}: {row.failed} of {row.prompts} requests got no whole answer.")
+            requests = row.prompts * contest.options.rounds
+            lines.append(f"{where}: {row.failed} of {requests} requests got no whole answer.")
         if row.structured:
             lines.append(
                 f"{where}: {row.structured} answers by a schema, {row.finished} came to "

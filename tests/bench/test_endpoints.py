@@ -17,6 +17,7 @@ from paceline.bench.machine import machine_facts
 from paceline.bench.profiles import Profile, closed
 from paceline.bench.served_contest import parse_addresses, run_served
 from paceline.bench.served_counters import read_counters
+from paceline.bench.slices import alone
 from paceline.bench.speculation import OFF
 from paceline.bench.speculation_tables import show_contest
 from paceline.bench.workloads import Prompt, Workload
@@ -167,7 +168,7 @@ def test_a_request_that_fails_is_counted_and_a_server_that_refuses_all_is_told_o
     with pytest.raises(ConfigError, match="does not answer the first request: status 503: no"):
         measure(Closed(), monkeypatch)
     runner = EndpointRunner(Endpoint(Server("127.0.0.1", 9), None), "salt")
-    turn = runner.run([served_task(TWO[0], "m", 0, 0.0, True)] * 3, closed(2))
+    turn = alone(runner.slices([served_task(TWO[0], "m", 0, 0.0, True)] * 3, closed(2)))
     assert ["nothing answers" in (answer.error or "") for answer in turn.answers] == [True] * 3
 
 

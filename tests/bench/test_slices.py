@@ -1,0 +1,129 @@
+"""Turns in slices: a clock counts its own contestant's work, and not what else the machine did."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from paceline.bench.engine_runner import EngineRunner, Task
+from paceline.bench.profiles import Profile, closed
+from paceline.bench.slices import FEWEST, SLICE_SECONDS, Disturbances, OwnClock, alone, in_slices
+from paceline.engine.engine import Delta, Engine
+from paceline.engine.stats import StepStats
+from paceline.verify.params import SamplingParams
+from tests.toy import toy_engine
+
+
+class Hands:
+    """A clock that somebody moves."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+class SlowSteps:
+    """Engines whose steps take so many seconds by a clock, and who stepped when."""
+
+    def __init__(self) -> None:
+        self.hands = Hands()
+        self.order: list[str] = []
+
+    def runner(self, label: str, seconds: float) -> EngineRunner:
+        engine = toy_engine(enable_prefix_caching=False)
+        step = engine.step
+
+        def slow_step() -> list[Delta]:
+            self.order.append(label)
+            self.hands.time += seconds
+            return step()
+
+        return EngineRunner(with_step(engine, slow_step), clock=self.hands)
+
+
+def with_step(engine: Engine, step: object) -> Engine:
+    engine.step = step  # type: ignore[method-assign, assignment]
+    return engine
+
+
+def tasks(count: int) -> list[Task]:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    return [Task(str(i), "s", [5 + i, 6], params) for i in range(count)]
+
+
+def test_a_clock_counts_own_slices_and_nothing_that_is_left_out() -> None:
+    hands = Hands()
+    clock = OwnClock(hands)
+    hands.time += 3.0
+    clock.pause()
+    hands.time += 50.0
+    clock.go_on()
+    assert clock.now() == 3.0
+    hands.time += 2.0
+    clock.leave_out(0.5)
+    assert clock.now() == 4.5
+    clock.skip_to(4.0)
+    assert clock.now() == 4.5
+    clock.skip_to(10.0)
+    assert clock.now() == 10.0
+    hands.time += 1.0
+    assert clock.now() == 11.0
+
+
+def test_times_in_slices_are_those_of_each_alone() -> None:
+    """The others' work is on nobody's clock, whatever the profile."""
+    for profile in (closed(2), Profile("due", None, (0.0, 0.01, 5.0, 5.01))):
+        together = SlowSteps()
+        runners = {"quick": together.runner("quick", 0.004), "slow": together.runner("slow", 0.05)}
+        courses = {label: runner.slices(tasks(4), profile) for label, runner in runners.items()}
+        turns = dict(in_slices(courses, random.Random(0)))
+        for label, seconds in (("quick", 0.004), ("slow", 0.05)):
+            own = alone(SlowSteps().runner(label, seconds).slices(tasks(4), profile))
+            assert turns[label].seconds == pytest.approx(own.seconds)
+            for mine, expected in zip(turns[label].answers, own.answers, strict=True):
+                assert mine.same_as(expected)
+                assert mine.times == pytest.approx(expected.times)
+                assert mine.e2e_seconds == pytest.approx(expected.e2e_seconds)
+
+
+def test_slices_are_whole_steps_and_who_follows_whom_changes() -> None:
+    world = SlowSteps()
+    steps = {"quick": 0.004, "slow": 0.05, "third": 0.004}
+    runners = {label: world.runner(label, seconds) for label, seconds in steps.items()}
+    courses = {label: runner.slices(tasks(8), closed(1)) for label, runner in runners.items()}
+    dict(in_slices(courses, random.Random(0)))
+    of_a_slice = {label: -(-SLICE_SECONDS // seconds) for label, seconds in steps.items()}
+    assert of_a_slice == {"quick": 5, "slow": 1, "third": 5}
+    assert world.order.count("quick") == world.order.count("slow") == 8 * 12
+    changes = {(before, after) for before, after in pairwise(world.order[:60]) if before != after}
+    assert len(changes) == 6, "each follows each of the others"
+
+
+def passed(rows: int, seconds: float, context: int = 100) -> StepStats:
+    return StepStats(rows=rows, forward_time=seconds, attended=rows * context)
+
+
+def test_a_pass_much_longer_than_the_last_of_its_size_counts_as_long_as_they() -> None:
+    disturbances = Disturbances()
+    for _ in range(FEWEST):
+        assert disturbances.in_step(passed(4, 0.010), 0.0) == 0.0
+    assert disturbances.in_step(passed(4, 0.012), 0.0) == 0.0
+    assert disturbances.in_step(passed(4, 0.060), 0.0) == pytest.approx(0.050)
+    assert disturbances.in_step(passed(5, 0.060), 0.0) == 0.0, "nobody knows what 5 rows take"
+    assert disturbances.in_step(passed(4, 0.060, context=4000), 0.0) == 0.0, "nor so long a context"
+    for _ in range(40):  # the machine became slower for all
+        disturbances.in_step(passed(4, 0.060), 0.0)
+    assert disturbances.in_step(passed(4, 0.060), 0.0) == 0.0
+
+
+def test_waiting_for_a_core_is_left_out_once_and_teaches_nothing_about_passes() -> None:
+    disturbances = Disturbances()
+    for _ in range(FEWEST):
+        assert disturbances.in_step(passed(4, 0.060), 0.050) == pytest.approx(0.050)
+    assert disturbances.in_step(passed(4, 0.060), 0.0) == pytest.approx(0.050)
+    assert disturbances.in_step(passed(4, 0.010), 0.070) == 0.070, "not all of it was in the pass"
+    assert disturbances.waited() >= 0.0
