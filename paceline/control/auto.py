@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.control.acceptance import AcceptanceModel
 from paceline.control.choice import Batch, Choice, Prospect, choose, priced
-from paceline.control.controller import Load
+from paceline.control.controller import Controller, Load
 from paceline.control.cost import Call, DraftCosts, StepCosts
 from paceline.control.decision import Decision
 from paceline.control.floor import Floor
@@ -46,7 +46,7 @@ class Planned:
     probe: Probe | None
 
 
-class AutoController:
+class AutoController(Controller):
     """Chooses drafters and lengths by expected tokens per second. Requests that ask for a plan keep it."""
 
     def __init__(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 
 if TYPE_CHECKING:
     from paceline.engine.request import Request
@@ -28,10 +28,14 @@ class Controller(Protocol):
         """One plan for each running request, in order."""
         ...
 
+    def trim(self, requests: Sequence[Request], trees: DraftTrees) -> DraftTrees:
+        """What is worth verifying of the trees that were drafted for these requests; by default all."""
+        return trees
+
     def observe(self, stats: StepStats) -> None: ...
 
 
-class FixedController:
+class FixedController(Controller):
     """Gives every request what it asks for, and the others one plan; by default plain decoding."""
 
     def __init__(self, plan: DraftPlan = PLAIN, most_running: int | None = None) -> None:

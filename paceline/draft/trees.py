@@ -33,9 +33,9 @@ class DraftPlan:
     depth: int | None = None  # most levels of the tree; None: as many as the budget has nodes
     forced: int = 0  # nodes of the budget that are kept for tokens that a constraint forces
     prefix: tuple[int, ...] = ()  # tokens that are sure to come first: what is drafted follows them
-    least_chance: float = (
-        0.0  # of a path that is worth a row: what is less likely, by the drafter, is left out
-    )
+    least_chance: float = 0.0  # of a path, as the drafter sees it: what is less likely is not worth a row
+    otherwise: DraftPlan | None = None  # for another drafter, which is asked too, within the same budget,
+    enough: float = 0.0  # if the draft promises fewer tokens than this; the surer of both drafts is used
 
     @property
     def levels(self) -> int:
@@ -47,6 +47,11 @@ class DraftPlan:
         if budget >= self.budget:
             return self
         return replace(self, budget=budget) if budget > 0 else PLAIN
+
+    def second(self) -> DraftPlan:
+        """What `otherwise` asks for within the budget and levels of this plan; the plain plan if nothing."""
+        other = (self.otherwise or PLAIN).shrunk(self.budget)
+        return other if other.levels <= self.levels else replace(other, depth=self.levels)
 
     def __post_init__(self) -> None:
         assert (self.budget > 0) == (self.drafter is not None), "a budget belongs to a drafter"
@@ -166,15 +171,17 @@ class DraftTrees:
     def merged(num_requests: int, groups: Sequence[tuple[Sequence[int], DraftTrees]]) -> DraftTrees:
         """The trees of several drafters as one: each group's trees belong to the requests it names.
 
-        Where two groups name a request, it has the tree of the later one.
+        Where two groups have nodes for a request, it gets those of the later one.
         """
         if not groups:
             return DraftTrees.chains([()] * num_requests)
         starts, sizes = np.zeros((2, num_requests), dtype=np.int32)  # of each request's nodes in all groups'
         first = 0
         for requests, trees in groups:
-            starts[list(requests)] = trees.offsets[:-1] + first
-            sizes[list(requests)] = np.diff(trees.offsets)
+            own = np.diff(trees.offsets)
+            named = np.array(requests)[own > 0]
+            starts[named] = trees.offsets[:-1][own > 0] + first
+            sizes[named] = own[own > 0]
             first += trees.num_nodes
         offsets = _offsets_of(sizes)
         nodes = np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1], dtype=np.int32)

@@ -7,7 +7,7 @@ gives an unsound tree, the requests at hand go on with plain decoding.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -27,6 +27,7 @@ from paceline.verify.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 
+Group = tuple[list[int], DraftTrees]  # parts, and what one drafter proposes for them
 
 FORCED_ONLY = DraftPlan(GrammarDrafter.name, MOST_FORCED)
 ROOM_AT_ENDS = 8  # nodes for what is forced at the ends of a draft
@@ -51,7 +52,7 @@ class Drafting:
     def settled(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> list[DraftPlan]:
         """The plans, without those of drafters that failed for their request, with room for forced tokens."""
         return [
-            self._with_forced(request, PLAIN if plan.drafter in request.failed_drafters else plan)
+            self._with_forced(request, _without_failed(request, plan))
             for request, plan in zip(requests, plans, strict=True)
         ]
 
@@ -66,32 +67,56 @@ class Drafting:
             return (plan if plan.budget else FORCED_ONLY).shrunk(run)
         room = run or ROOM_AT_ENDS
         depth = None if plan.depth is None else plan.depth + run
-        return replace(plan, budget=plan.budget + room, depth=depth, forced=room)
+        other = None if plan.otherwise is None else self._with_forced(request, plan.otherwise)
+        return replace(plan, budget=plan.budget + room, depth=depth, forced=room, otherwise=other)
 
-    def propose(self, parts: Sequence[Scheduled]) -> DraftTrees | None:
-        """The trees of all parts; None when nothing is drafted."""
-        groups: dict[str, list[int]] = {}
-        own = [self._own_plan(part) for part in parts]
-        for index, plan in enumerate(own):
+    def propose(self, parts: Sequence[Scheduled]) -> tuple[DraftTrees | None, list[Scheduled]]:
+        """The trees of all parts, None when nothing is drafted, and the parts with the plans behind them."""
+        parts = list(parts)
+        groups = self._ask(parts, range(len(parts)))
+        if any(part.plan.otherwise is not None for part in parts):
+            self._ask_others(parts, groups)
+        constrained = [index for index, part in enumerate(parts) if self._is_to_fit(part)]
+        if not groups and not constrained:
+            return None, parts
+        if len(groups) == 1 and len(groups[0][0]) == len(parts):
+            merged = groups[0][1]
+        else:
+            merged = DraftTrees.merged(len(parts), groups)
+        return self._fitted(merged, parts, constrained) if constrained else merged, parts
+
+    def _ask(self, parts: Sequence[Scheduled], members: Iterable[int]) -> list[Group]:
+        """What drafters propose for these parts, by their plans."""
+        own: dict[str, dict[int, DraftPlan]] = {}
+        for index in members:
+            plan = self._own_plan(parts[index])
             if plan.drafter is not None:
-                groups.setdefault(plan.drafter, []).append(index)
-        proposed: list[tuple[list[int], DraftTrees]] = []
-        for name, members in groups.items():
-            requests = [parts[index].request for index in members]
-            plans = [own[index] for index in members]
+                own.setdefault(plan.drafter, {})[index] = plan
+        groups = []
+        for name, by_part in own.items():
+            requests, plans = [parts[index].request for index in by_part], list(by_part.values())
             with self._guard(name, requests):
                 trees = self._drafters[name].propose(requests, plans)
                 trees.check(plans, self._vocab_size)
                 if trees.num_nodes:
-                    proposed.append((members, trees))
-        constrained = [index for index, part in enumerate(parts) if self._is_to_fit(part)]
-        if not proposed and not constrained:
-            return None
-        if len(proposed) == 1 and len(proposed[0][0]) == len(parts):
-            merged = proposed[0][1]
-        else:
-            merged = DraftTrees.merged(len(parts), proposed)
-        return self._fitted(merged, parts, constrained) if constrained else merged
+                    groups.append((list(by_part), trees))
+        return groups
+
+    def _ask_others(self, parts: list[Scheduled], groups: list[Group]) -> None:
+        """Ask again for parts whose draft is not enough: add the surer drafts, and write down their plans."""
+        promised = DraftTrees.merged(len(parts), groups).expected()
+        second = {
+            index: replace(part, plan=_without_failed(part.request, part.plan.second()))
+            for index, part in enumerate(parts)
+            if promised[index] < part.plan.enough  # not where a drafter has no opinion
+        }
+        asked = [second.get(index, part) for index, part in enumerate(parts)]
+        for members, trees in self._ask(asked, second):
+            sizes = np.diff(trees.offsets)
+            surer = (sizes > 0) & ~(trees.expected() < promised[members])
+            groups.append((members, trees.kept(np.repeat(surer, sizes))))
+            for index in np.array(members)[surer].tolist():
+                parts[index] = second[index]
 
     def _own_plan(self, part: Scheduled) -> DraftPlan:
         """What the drafter of a part is asked for: what the forced tokens leave of the plan, behind them."""
@@ -181,6 +206,11 @@ class Drafting:
             once = not self.failures  # one traceback is enough
             self.failures += 1
             logger.warning("drafter %s failed, its requests go on without: %s", name, error, exc_info=once)
+
+
+def _without_failed(request: Request, plan: DraftPlan) -> DraftPlan:
+    """The plan, or what is left of it without a drafter that failed for the request."""
+    return _without_failed(request, plan.second()) if plan.drafter in request.failed_drafters else plan
 
 
 def draft_facts(

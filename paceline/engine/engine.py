@@ -150,7 +150,9 @@ class Engine:
         self._note_start(parts)
         times.append(self._clock())
         try:
-            trees = self._drafting.propose(parts)
+            trees, parts = self._drafting.propose(parts)
+            times.append(self._clock())
+            trees = self._trimmed(parts, trees)
             times.append(self._clock())
             batch = self._builder.build(parts, trees, self.kv, self._pool, self._drafting.feature_layers)
             times.append(self._clock())
@@ -174,6 +176,16 @@ class Engine:
         self.stats.draft_failures = self._drafting.failures - before[1]
         self._controller.observe(self.stats)
         return deltas
+
+    def _trimmed(self, parts: Sequence[Scheduled], trees: DraftTrees | None) -> DraftTrees | None:
+        """What the controller leaves of the trees.
+
+        Drawn nodes stay: a rule that left some out for what they are would no longer be exact.
+        """
+        if trees is None or trees.draws is not None:
+            return trees
+        trimmed = self._controller.trim([part.request for part in parts], trees)
+        return trimmed if trimmed.num_nodes else None
 
     def _verify(
         self, parts: Sequence[Scheduled], trees: DraftTrees | None, logits: Float32Array
@@ -320,9 +332,9 @@ class Engine:
         stats.new_tokens = sum([len(delta.token_ids) for delta in deltas])
         stats.drafted, stats.drafts = batch.num_rows - known, tuple(drafts)
         stats.accepted = sum([draft.accepted for draft in drafts])
-        stats.plan_time, stats.draft_time = times[1] - times[0], times[2] - times[1]
-        stats.build_time, stats.forward_time = times[3] - times[2], times[4] - times[3]
-        stats.verify_time, stats.commit_time = times[5] - times[4], times[6] - times[5]
+        planned, stats.draft_time, trimmed, *rest = np.diff(times).tolist()
+        stats.plan_time = planned + trimmed
+        stats.build_time, stats.forward_time, stats.verify_time, stats.commit_time = rest
         return stats
 
     def _count_drafts(
@@ -337,7 +349,7 @@ class Engine:
         planned = [part.request for part in parts if part.plan.drafter is not None]
         for request in planned:
             request.speculative.draft_time += (times[2] - times[1]) / len(planned)
-            request.speculative.verify_time += (times[5] - times[4]) / len(parts)
+            request.speculative.verify_time += (times[6] - times[5]) / len(parts)
         drafts: list[DraftFacts] = []
         if trees is None:
             return drafts

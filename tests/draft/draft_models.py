@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from paceline.backends.base import Float32Array
-from paceline.control.controller import Load
+from paceline.control.controller import Controller, Load
 from paceline.draft.base import DraftSampling
 from paceline.draft.draft_cache import Context, SharedPages
 from paceline.draft.draft_model import DraftModelDrafter
@@ -118,7 +118,7 @@ def path_of(tree: GrowingTree, node: int) -> tuple[int, ...]:
     return () if node == ROOT else (*path_of(tree, tree.parents[node]), tree.tokens[node])
 
 
-class Plans:
+class Plans(Controller):
     """A controller: every request and step gets the next of these plans, in an order of its own."""
 
     def __init__(self, *plans: DraftPlan) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from paceline import LLM, SamplingParams
-from paceline.control.controller import Load
+from paceline.control.controller import Controller, Load
 from paceline.draft.base import Drafter, Features
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.trees import DraftPlan, DraftTrees
@@ -86,7 +86,7 @@ class Faulty(ScriptedDrafter):
         super().forget(request)
 
 
-class ByRequest:
+class ByRequest(Controller):
     """A controller that gives each request the drafter its id begins with."""
 
     def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
