@@ -7,6 +7,7 @@ leads there ends the walk, so forgetting costs nothing.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,7 +28,7 @@ class Occurrences:
 
     def _start_afresh(self) -> None:
         size = 1 << self._capacity.bit_length()  # more than the capacity: position 0 stays empty
-        self.table = np.zeros((1 + 2 * len(self.levels), size), dtype=np.int32)
+        self.table = _zeros(1 + 2 * len(self.levels), size)  # [tokens, links, heads][position or hash]
         self.oldest = 1  # the first position that is kept
         self.end = 1  # the position of the next token
 
@@ -58,3 +59,15 @@ class Occurrences:
         positions = np.arange(self.oldest, self.end)
         tokens: Int32Array = self.table[0, positions & (self.table.shape[1] - 1)]
         return tokens
+
+
+def _zeros(rows: int, columns: int) -> Int32Array:
+    """Zeros that take memory as they are written, in small pages.
+
+    numpy asks for huge ones where there is much. A first response is strewn over all of them, and clearing
+    150 MB holds a step up by 10 to 90 ms.
+    """
+    memory = mmap.mmap(-1, 4 * rows * columns)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype=np.int32).reshape(rows, columns)
