@@ -1,127 +1,145 @@
-"""How deep drafts go and how deep they are right, for each request and drafter, learned from past drafts.
+"""What drafts are worth: for each request, drafter and depth, the chance that a node is accepted.
 
-Three levels know something: all drafts of a drafter, those of a segment, those of a request. Each estimate
-begins at that of the level above, as if it had been seen a few times, and follows its own counts as they
-come. Counts fade with every draft, those of a request fastest: a text changes its topic.
+The drafter says it, a calibration corrects it, and the request's own luck corrects that: the tokens that
+drafts brought it lately, over those that they promised. What drafters said lately is kept too: it is what
+they can be expected to say next. A request that is new is thought to be as its segment, a segment as all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, cycle, islice
+from typing import Any
 
+import numpy as np
+
+from paceline.control.calibration import MOST, Calibration
+from paceline.control.cost import Float64Array
+
+SCENES = 8  # past drafts by which the next one is judged
+KEPT = 32  # of all requests
 MOST_SEGMENTS = 256  # that have counts of their own: a client may name as many as it likes
-FIRST_GUESS = 0.6  # chance of a first token of a drafter that nobody knows
-Rates = tuple[list[float], list[float]]  # by depth: chance to be right, chance that the draft goes so deep
+FIRST_GUESS = 0.6  # what a drafter is thought to say that was never asked
+LEAST_LUCK, MOST_LUCK = 0.05, 1.5
+
+Said = Sequence[float]  # by node, descending: chances of the paths down to them
+Key = tuple[str, int]  # of a request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class Luck:
+    """Tokens that drafts brought over those that they promised, faded."""
+
+    fade: float  # what is left after another draft
+    doubt: float  # tokens that the luck of the level above counts for
+    brought: float = 0.0
+    promised: float = 0.0
+
+    def add(self, brought: float, promised: float) -> None:
+        self.brought = self.fade * self.brought + brought
+        self.promised = self.fade * self.promised + promised
+
+    def ratio(self, above: float) -> float:
+        luck = (self.brought + self.doubt * above) / (self.promised + self.doubt)
+        return min(max(luck, LEAST_LUCK), MOST_LUCK)
+
+
+@dataclass(slots=True)
 class Level:
-    """How one level of counts learns."""
+    """What is known of a request or of a segment."""
 
-    fade: float  # what is left of its counts after another draft
-    doubt: float  # drafts that the level above counts for
-
-
-EVERYWHERE = Level(fade=0.995, doubt=4.0)
-SEGMENT = Level(fade=0.99, doubt=6.0)
-REQUEST = Level(fade=0.95, doubt=10.0)
-
-
-class Counts:
-    """Faded counts of drafts by depth. A depth is tried if all above it was right and more was asked for."""
-
-    __slots__ = ("asked", "given", "level", "right", "tried")
-
-    def __init__(self, depth: int, level: Level) -> None:
-        self.level = level
-        self.tried = [0.0] * depth  # [depth] drafts asked for this depth and right in all above
-        self.right = [0.0] * depth  # [depth] those that were right here too
-        self.asked = [0.0] * depth  # [depth] drafts asked for this depth that had all above
-        self.given = [0.0] * depth  # [depth] those that had this depth too
-
-    def add(self, asked: int, given: int, accepted: int) -> None:
-        """Count a draft: levels it might have had, levels it had, levels that were right."""
-        fade = self.level.fade
-        for counts in (self.tried, self.right, self.asked, self.given):
-            counts[:] = [fade * count for count in counts]
-        for depth in range(min(asked, accepted + 1)):
-            self.tried[depth] += 1.0
-            self.right[depth] += depth < accepted
-        for depth in range(min(asked, given + 1)):
-            self.asked[depth] += 1.0
-            self.given[depth] += depth < given
-
-    def rates(self, above: Rates | None) -> Rates:
-        """Chances by depth, each given all above it. Without a level above, a depth is thought to be as the
-        one before it, until it is seen."""
-        doubt = self.level.doubt
-        rights: list[float] = []
-        goings: list[float] = []
-        right, going = FIRST_GUESS, 1.0
-        for depth in range(len(self.tried)):
-            if above is not None:
-                right, going = above[0][depth], above[1][depth]
-            right = (self.right[depth] + doubt * right) / (self.tried[depth] + doubt)
-            going = (self.given[depth] + doubt * going) / (self.asked[depth] + doubt)
-            rights.append(right)
-            goings.append(going)
-        return rights, goings
+    luck: Luck
+    said: deque[list[float]] = field(default_factory=lambda: deque(maxlen=SCENES))  # newest first
 
 
 class AcceptanceModel:
-    """Expected tokens and rows of the drafts of one drafter."""
+    """The worth of one drafter's drafts."""
 
     def __init__(self, depth: int) -> None:
-        """Drafts have at most so many levels."""
-        self._depth = depth
+        """Drafts have at most so many nodes."""
+        self.depth = depth
         self.drafts = 0  # that were observed
-        self._everywhere = Counts(depth, EVERYWHERE)
-        self._segments: dict[str, Counts] = {}
-        self._requests: dict[tuple[str, int], Counts] = {}
+        self.calibration = Calibration()
+        self.said: deque[list[float]] = deque(maxlen=KEPT)  # of all requests, newest first
+        self._segments: dict[str, Level] = {}
+        self._requests: dict[Key, Level] = {}
 
-    @property
-    def depth(self) -> int:
-        return self._depth
+    def offer(self, key: Key, segment: str, said: Said, asked: int) -> None:
+        """Take in what the drafter said when it was asked for so many nodes; nothing if it had none."""
+        kept = self._prolonged(said, asked)
+        self.said.appendleft(kept)
+        for level in self._levels(key, segment):
+            level.said.appendleft(kept)
 
-    def observe(self, request: tuple[str, int], segment: str, asked: int, given: int, accepted: int) -> None:
-        """Take in what became of one draft: see Counts.add."""
+    def _prolonged(self, said: Said, asked: int) -> list[float]:
+        """As long as drafts can be: behind what was asked for, it goes on as it went at last."""
+        kept = list(said[: self.depth])
+        if 0 < len(kept) == asked:
+            going = kept[-1] / kept[-2] if len(kept) > 1 and kept[-2] > 0.0 else kept[-1]
+            while len(kept) < self.depth:
+                kept.append(kept[-1] * going)
+        return kept + [0.0] * (self.depth - len(kept))
+
+    def observe(self, key: Key, segment: str, said: Said, right: Sequence[bool]) -> None:
+        """Take in what became of nodes that were verified."""
         self.drafts += 1
-        self._everywhere.add(asked, given, accepted)
+        promised = sum(self.calibration.chances(said))
+        self.calibration.add(said, right)
+        for level in self._levels(key, segment):
+            level.luck.add(sum(right), promised)
+
+    def _levels(self, key: Key, segment: str) -> Iterable[Level]:
         if segment not in self._segments and len(self._segments) < MOST_SEGMENTS:
-            self._segments[segment] = Counts(self._depth, SEGMENT)
+            self._segments[segment] = Level(Luck(fade=0.99, doubt=12.0))
         if segment in self._segments:
-            self._segments[segment].add(asked, given, accepted)
-        if request not in self._requests:
-            self._requests[request] = Counts(self._depth, REQUEST)
-        self._requests[request].add(asked, given, accepted)
+            yield self._segments[segment]
+        if key not in self._requests:
+            self._requests[key] = Level(Luck(fade=0.93, doubt=6.0))
+        yield self._requests[key]
 
-    def expected(
-        self, requests: Sequence[tuple[tuple[str, int], str]]
-    ) -> tuple[list[list[float]], list[list[float]]]:
-        """Of (request, segment): [request][depth] tokens that a level adds, and rows that it takes."""
-        by_segment: dict[str, Rates] = {}
-        everywhere = self._everywhere.rates(None)
-        tokens, rows = [], []
-        for request, segment in requests:
-            if segment not in by_segment:
-                known = self._segments.get(segment)
-                by_segment[segment] = everywhere if known is None else known.rates(everywhere)
-            counts = self._requests.get(request)
-            rights, goings = by_segment[segment] if counts is None else counts.rates(by_segment[segment])
-            tokens.append(_products(rights))
-            rows.append(_products(goings))
-        return tokens, rows
+    def luck(self, key: Key, segment: str) -> float:
+        """How much more than others this request gets of what is promised."""
+        above, own = self._segments.get(segment), self._requests.get(key)
+        ratio = 1.0 if above is None else above.luck.ratio(1.0)
+        return ratio if own is None else own.luck.ratio(ratio)
 
-    def keep_only(self, requests: set[tuple[str, int]]) -> None:
+    def chances(self, key: Key, segment: str, said: Said) -> list[float]:
+        """What is to be believed of the nodes of one draft."""
+        luck = self.luck(key, segment)
+        return [min(MOST, luck * chance) for chance in self.calibration.chances(said)]
+
+    def scenes(self, requests: Sequence[tuple[Key, str]]) -> Float64Array:
+        """[scenes, requests, nodes] chances of the drafts that requests may get, as they were lately.
+
+        From now on all that was observed counts.
+        """
+        self.calibration.fit()
+        guess = [FIRST_GUESS ** (node + 1) for node in range(self.depth)]
+        said = []
+        for key, segment in requests:
+            levels = (self._requests.get(key), self._segments.get(segment))
+            lately = chain(*(level.said for level in levels if level is not None), self.said)
+            said.append(list(islice(cycle([*islice(lately, SCENES)] or [guess]), SCENES)))
+        lucks = np.array([self.luck(key, segment) for key, segment in requests])
+        values = np.array(said)  # [requests, scenes, nodes]
+        believed = self.calibration.of_array(values) * (lucks[:, None, None] * (values > 0.0))
+        scenes: Float64Array = np.minimum(believed, MOST).swapaxes(0, 1)
+        return scenes
+
+    def keep_only(self, requests: set[Key]) -> None:
         """Forget the other requests."""
-        self._requests = {key: counts for key, counts in self._requests.items() if key in requests}
+        self._requests = {key: level for key, level in self._requests.items() if key in requests}
 
+    def facts(self) -> dict[str, Any]:
+        """What another model can begin with, as JSON has it."""
+        said = [[round(chance, 4) for chance in own] for own in self.said]
+        return {"drafts": self.drafts, "counts": self.calibration.counts(), "said": said}
 
-def _products(chances: Sequence[float]) -> list[float]:
-    """[depth] the chance that all up to this depth happen."""
-    products, product = [], 1.0
-    for chance in chances:
-        product *= chance
-        products.append(product)
-    return products
+    def begin_with(self, facts: Mapping[str, Any]) -> None:
+        """Take in what was learned before; ValueError, TypeError or KeyError if that makes no sense."""
+        calibration, drafts = Calibration.of_counts(facts["counts"]), int(facts["drafts"])
+        said = [[min(max(float(chance), 0.0), 1.0) for chance in own[: self.depth]] for own in facts["said"]]
+        self.calibration, self.drafts = calibration, drafts
+        self.said.extend(own + [0.0] * (self.depth - len(own)) for own in said[:KEPT])

@@ -1,53 +1,51 @@
-"""The controller that drafts where it pays: for each step, who drafts for whom, and how much.
+"""The controller that drafts where it pays: for each step, who drafts for whom, and what is verified of it.
 
 plan      costs and chances -> the choice with most tokens per second, plain decoding among them
           the floor may make the step plain; a little time is kept for trying what was not chosen
+trim      the drafts as they came -> the nodes that are worth their rows
 observe   what the step cost and what became of its drafts -> costs, chances, floor
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.control.acceptance import AcceptanceModel
-from paceline.control.choice import Batch, Choice, Prospect, choose, priced
+from paceline.control.acceptance import AcceptanceModel, Key
+from paceline.control.choice import Batch, BoolArray, Market, PassPrices, Prospect, worth_verifying
 from paceline.control.controller import Controller, Load
-from paceline.control.cost import Call, DraftCosts, StepCosts
+from paceline.control.cost import DraftCosts, StepCosts
 from paceline.control.decision import Decision
 from paceline.control.floor import Floor
+from paceline.control.memory import Memory
+from paceline.control.planned import Asked, Planned
 from paceline.control.probes import Probe, Probes
 from paceline.control.segments import SegmentGains
-from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
+from paceline.engine.stats import ControlFacts
 
 if TYPE_CHECKING:
     from paceline.engine.request import Request
+    from paceline.engine.scheduler import Scheduled
     from paceline.engine.stats import DraftFacts, StepStats
 
-HOLDS = 16  # steps that a choice holds while the same requests run
-PROBE = 1  # tokens that another drafter than the chosen one is tried with: the cheapest that can be right
-UNKNOWN = 4  # drafts until a drafter is known a little
+HOLDS = 32  # steps that a choice holds while the same requests run
 WARM_UP = 16  # steps in which every one teaches much
+UNKNOWN = 4  # drafts until a drafter is known a little
 SHORT = 3  # tokens that a request may still have: below, a draft has nothing to save
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """What was decided for the step that runs now."""
-
-    asked: dict[tuple[str, int], tuple[str, str, int]]  # request: its segment, drafter and length
-    plain_seconds: float  # what each of its tokens would take without drafts, times the requests
-    floor: Floor
-    counts: bool  # whether drafting was promised to pay, so that the floor has something to judge
-    probe: Probe | None
+PROBED = 4  # nodes that a drafter which was not chosen is asked for
+LEAST = 0.7  # times what a node is worth at least to be verified: what is drafted, to be decided upon later
+PER_TOKEN_RATE = 0.05  # how far one step moves the price of a token
 
 
 class AutoController(Controller):
-    """Chooses drafters and lengths by expected tokens per second. Requests that ask for a plan keep it."""
+    """Chooses drafters and nodes by expected tokens per second. Requests that ask for a plan keep it."""
 
     def __init__(
         self,
@@ -56,24 +54,59 @@ class AutoController(Controller):
         *,
         max_rows: int,
         log: Callable[[Decision], None] | None = None,
+        backlogs: Mapping[str, Callable[[Request], int]] | None = None,
+        memory: Memory | None = None,
     ) -> None:
-        """`plans` are those of the drafters that may be chosen, each with the most it may draft."""
+        """`plans` are those of the drafters that may be chosen, each with the most it may draft; `backlogs`
+        say how many tokens a drafter would have to catch up with. What is learned is kept in the memory."""
         assert plans, "there must be something to choose from"
-        self._plans = {name: replace(plan, branching=1, depth=None) for name, plan in plans.items()}
-        self._steps = steps
-        self._drafts = DraftCosts(list(plans))
-        self._depth = max(plan.budget for plan in plans.values())
-        self._models = {name: AcceptanceModel(plan.levels) for name, plan in self._plans.items()}
+        self.plans = dict(plans)
+        self.steps = steps
+        self.drafts = DraftCosts(list(plans))
+        self.models: dict[tuple[str, bool], AcceptanceModel] = {  # by drafter, and whether sampling is greedy
+            (name, greedy): AcceptanceModel(plan.budget)
+            for name, plan in plans.items()
+            for greedy in (True, False)
+        }
+        self._backlogs = backlogs or {}
         self._max_rows = max_rows
+        self._per_token = 0.0  # seconds that a new token takes, drafted or not
         self._floors: dict[int, Floor] = {}  # by the number of running requests, in powers of two
         self._probes = Probes(list(plans))
         self._segments = SegmentGains()
         self._log = log
         self._step = 0
-        self._chosen_at = self._holds_until = 0
+        self._holds_until = 0
         self._chosen_for: list[Request] = []
         self._planned: Planned | None = None
         self.reasons: Counter[str] = Counter()  # steps, by why they were planned as they were
+        self._reason: str | None = None  # of the last step that there was something to decide in
+        self._gain = 0.0  # logarithm of the speedup that was measured last under its load
+        self._memory = memory
+        if memory is not None:
+            self._begin_with(memory.read())
+
+    def _begin_with(self, facts: Mapping[str, Any]) -> None:
+        """Take in what was learned before, as far as it makes sense."""
+        with suppress(KeyError, TypeError, ValueError, AttributeError):
+            self.drafts.begin_with(facts["drafts"])
+            for (name, greedy), model in self.models.items():
+                own = facts["models"].get(_model_name(name, greedy))
+                if own is not None:
+                    model.begin_with(own)
+
+    def close(self) -> None:
+        """Keep what was learned."""
+        if self._memory is not None and self._step:
+            models = {_model_name(*key): model.facts() for key, model in self.models.items() if model.drafts}
+            before = self._memory.read()  # other drafters may have drafted then
+            self._memory.write(
+                {
+                    "steps": self.steps.facts(),
+                    "drafts": {**before.get("drafts", {}), **self.drafts.facts()},
+                    "models": {**before.get("models", {}), **models},
+                }
+            )
 
     @property
     def regret(self) -> float:
@@ -84,6 +117,11 @@ class AutoController(Controller):
     def poor_segments(self) -> frozenset[str]:
         """Those that were said to gain little."""
         return self._segments.poor
+
+    def facts(self) -> ControlFacts | None:
+        if self._reason is None:
+            return None
+        return ControlFacts(self._reason, self.regret, math.exp(self._gain), self.poor_segments)
 
     def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
         self._step += 1
@@ -96,18 +134,17 @@ class AutoController(Controller):
         if requests != self._chosen_for or self._step >= self._holds_until or self._probes.won:
             self._choose(requests, running, plans)
         floor = self._floors.setdefault(load.running.bit_length(), Floor())
-        floor.expect(self._best.rate / self._plain.rate)
-        reason, lengths, probe = self._decide(floor)
-        asked: dict[tuple[str, int], tuple[str, str, int]] = {}
-        for place, request, (name, most) in zip(places, requests, lengths, strict=True):
-            length = min(most, request.max_output - request.num_output - 1)
-            if length:
-                plans[place] = self._plans[name].shrunk(length)
-                asked[_key(request)] = (request.segment, name, length)
-        self._planned = Planned(asked, self._plain.seconds, floor, self._best is not self._plain, probe)
+        floor.expect(self._best.rate / self._market.plain.rate)
+        reason, asked, probe = self._decide(floor)
+        for line, one in asked.items():
+            one.late = self._backlog(one.names[-1], one.request)
+            plans[places[line]] = self._plan_of(line, one)
+        by_key = {_key(one.request): one for one in asked.values()}
+        self._planned = Planned(by_key, self._best, floor, probe)
         self.reasons[reason] += 1
+        self._reason, self._gain = reason, floor.gain.mean
         if self._log is not None:
-            self._log(self._decision(reason, load, asked))
+            self._log(self._decision(reason, load, by_key))
         return plans
 
     def _choose(
@@ -116,124 +153,234 @@ class AutoController(Controller):
         """Find the best choice for these requests."""
         if requests != self._chosen_for:
             self._forget_others(running)
-        self._chosen_for, self._chosen_at = requests, self._step
+        self._chosen_for = requests
         self._chosen_segments = Counter(request.segment for request in requests)
         rows = sum(request.num_pending for request in running) + sum(plan.budget for plan in plans)
         decoding = sum(request.num_pending == 1 for request in running)
         keys = sum(request.num_computed for request in requests) / len(requests)
-        self._batch = Batch(float(decoding), float(min(rows, self._max_rows)), keys)
-        self._prospects = {name: self._prospect(name, requests) for name in self._plans}
-        self._best, self._plain = choose(self._batch, self._prospects, self._steps, self._drafts)
+        batch = Batch(float(decoding), min(rows, self._max_rows), keys, self._per_token)
+        prospects = {name: self._prospect(name, requests) for name in self.plans}
+        self._market = Market(batch, prospects, self.steps, self.drafts)
+        self._best = self._market.best()
+        self._plans_made: dict[tuple[int, tuple[str, ...], int], DraftPlan] = {}
         self._holds_until = self._step + (1 if self._step < WARM_UP else HOLDS)
 
     def _prospect(self, name: str, requests: Sequence[Request]) -> Prospect:
         """What a drafter is expected to do for these requests; nothing for those it failed for."""
-        known = [(_key(request), request.segment) for request in requests]
-        found = self._models[name].expected(known)
-        tokens = np.zeros((len(requests), self._depth))
-        rows = np.zeros((len(requests), self._depth))
-        depth = self._models[name].depth
-        tokens[:, :depth], rows[:, :depth] = found
+        chances = np.zeros((len(requests), 1, 1))
+        for greedy in (True, False):
+            own = [line for line, request in enumerate(requests) if request.sampler.greedy is greedy]
+            if own:
+                known = [(_key(requests[line]), requests[line].segment) for line in own]
+                scenes = self.models[name, greedy].scenes(known)
+                if chances.shape[2] == 1:
+                    chances = np.zeros((scenes.shape[0], len(requests), scenes.shape[2]))
+                chances[:, own] = scenes
+        late = np.zeros(len(requests))
+        per_token = self.drafts.prices(name)[-1]
         for line, request in enumerate(requests):
-            useful = request.max_output - request.num_output - 1
-            if name in request.failed_drafters:
-                useful = 0
-            tokens[line, useful:] = rows[line, useful:] = 0.0
-        return Prospect(tokens, rows)
+            left = request.max_output - request.num_output - 1
+            chances[:, line, 0 if name in request.failed_drafters else left :] = 0.0
+            late[line] = per_token * self._backlog(name, request) / max(1.0, 0.5 * left)
+        return Prospect(chances, self.plans[name].levels, late)
 
-    def _decide(self, floor: Floor) -> tuple[str, list[tuple[str, int]], Probe | None]:
-        """Why, what each request drafts, and what of it is a probe."""
-        plain = [("", 0)] * len(self._chosen_for)
-        if floor.reason == "pair" and self._best is not self._plain:
-            return "pair", plain, None
-        best = self._plain if floor.reason else self._best
-        lengths = self._without_unknown(best)
-        probe = self._probe(best, lengths)
+    def _backlog(self, name: str, request: Request) -> int:
+        return self._backlogs[name](request) if name in self._backlogs else 0
+
+    def _decide(self, floor: Floor) -> tuple[str, dict[int, Asked], Probe | None]:
+        """Why, what each request drafts by its line, and which of it is a probe."""
+        offer = self._best.offer
+        if floor.reason == "pair" and offer is not None:
+            return "pair", {}, None
+        asked: dict[int, Asked] = {}
+        if offer is not None and floor.reason is None:
+            asked = self._asked(offer.names, offer.length)
+        probe = self._probe(asked)
         if probe is not None:
-            lengths[probe.line] = (probe.drafter, probe.length)
-            return "probe", lengths, probe
-        drafts = any(best.lengths)
-        reason = "gain" if drafts else "no gain" if self._best is self._plain else "stopped"
-        return reason, lengths if drafts else plain, None
+            asked[probe.line] = Asked(
+                self._chosen_for[probe.line], (probe.drafter,), probe.length, tried=True
+            )
+            return "probe", asked, probe
+        reason = "gain" if asked else "no gain" if offer is None else "stopped"
+        return reason, asked, None
 
-    def _without_unknown(self, best: Choice) -> list[tuple[str, int]]:
-        """What each request drafts. A drafter that nobody knows begins with one request, not with all."""
-        lengths = list(zip(best.drafters, best.lengths, strict=True))
-        for name, model in self._models.items():
-            if model.drafts < UNKNOWN:
-                own = [line for line, (who, length) in enumerate(lengths) if length and who == name]
-                for line in own[1:]:
-                    lengths[line] = ("", 0)
-        return lengths
+    def _asked(self, names: Sequence[tuple[str, ...]], length: int) -> dict[int, Asked]:
+        """What the lines are asked for. A drafter that nobody knows begins with one request, not with all."""
+        asked: dict[int, Asked] = {}
+        unknown: set[str] = set()
+        for line, (request, own) in enumerate(zip(self._chosen_for, names, strict=True)):
+            new = {name for name in own if self._model(name, request).drafts < UNKNOWN}
+            left = min(length, request.max_output - request.num_output - 1)
+            if own and left > 0 and not new & unknown:
+                asked[line] = Asked(request, own, left, tried=bool(new))
+                unknown |= new
+        return asked
 
-    def _probe(self, best: Choice, lengths: Sequence[tuple[str, int]]) -> Probe | None:
-        """Another drafter or a longer draft than the best choice, if there is time to spare for it."""
-        if self._chosen_at != self._step:
-            return None
+    def _plan_of(self, line: int, asked: Asked) -> DraftPlan:
+        """The plan of one request, which holds as long as the choice."""
+        place = line, asked.names, asked.length
+        if place not in self._plans_made:
+            request = asked.request
+            *firsts, last = asked.names
+            plan = self._drafting(last, request, asked.length)
+            for first in firsts:
+                assert self._best.offer is not None
+                left = request.max_output - request.num_output - 1
+                plan = replace(
+                    self._drafting(first, request, left),
+                    otherwise=plan,
+                    enough=max(0.0, self._best.offer.enough[line]),
+                )
+            self._plans_made[place] = plan
+        return self._plans_made[place]
+
+    def _drafting(self, name: str, request: Request, most: int) -> DraftPlan:
+        """The plan of one drafter: it leaves out what will not pay for its row."""
+        row = self._market.prices.row(self._best.rows)
+        _, _, level, node, _ = self.drafts.prices(name)
+        seconds = row + node + level / len(self._chosen_for)
+        calibration = self._model(name, request).calibration
+        least = LEAST * calibration.said_for(min(0.9, self._best.rate * seconds))
+        return replace(self.plans[name], least_chance=least).shrunk(most)
+
+    def _model(self, name: str, request: Request) -> AcceptanceModel:
+        return self.models[name, request.sampler.greedy]
+
+    def _probe(self, asked: Mapping[int, Asked]) -> Probe | None:
+        """A drafter that was not chosen for a request, if there is time to spare for it."""
+        if self._step + HOLDS != self._holds_until and self._step >= WARM_UP:
+            return None  # only when something was just chosen
         line, drafter = self._probes.next(self._step, self._chosen_for)
-        tried, (name, length) = list(lengths), lengths[line]
-        most = int(np.count_nonzero(self._prospects[drafter].rows[line]))  # 0: it must not draft for this one
-        longer = min(most, 2 * length + 1 if name == drafter else PROBE)
-        if longer == 0 or (name == drafter and longer <= length):
+        request = self._chosen_for[line]
+        left = min(PROBED, self.plans[drafter].budget, request.max_output - request.num_output - 1)
+        own = asked.get(line)
+        if left < 1 or drafter in request.failed_drafters or (own is not None and drafter in own.names):
             return None
-        tried[line] = (drafter, longer)
-        step = priced(tried, self._batch, self._prospects, self._steps, self._drafts)
-        missed = float(self._prospects[name].tokens[line, :length].sum()) if length else 0.0
-        needed = missed + (step.seconds - best.seconds) * best.rate
-        probe = Probe(_key(self._chosen_for[line]), line, drafter, longer, needed, best.rate)
+        if not self._market.can_gain():
+            return None
+        missed = 0.0
+        if own is not None:
+            missed = float(self._market.prospects[own.names[-1]].chances[:, line].sum(axis=1).mean())
+        seconds = float(self.drafts.seconds(drafter, 1, left, left)) + self._market.prices.row(
+            self._best.rows
+        )
+        seconds += self.drafts.prices(drafter)[-1] * self._backlog(drafter, request)
+        rate = self._best.rate
+        probe = Probe(_key(request), line, drafter, left, missed + rate * seconds, rate)
         return probe if self._probes.can_afford(probe) else None
+
+    def trim(self, parts: Sequence[Scheduled], trees: DraftTrees) -> DraftTrees:
+        planned = self._planned
+        if planned is None:
+            return trees
+        candidates: list[tuple[float, int]] = []  # (-chance, node) of those that may be left out
+        for index, part in enumerate(parts):
+            drafter = part.plan.drafter
+            first, end = int(trees.offsets[index]), int(trees.offsets[index + 1])
+            key = _key(part.request)
+            asked = planned.asked.get(key)
+            if asked is None or drafter is None or drafter not in asked.names or first == end:
+                continue
+            asked.drafted(drafter, first, trees.chances_of(index), trees.tree_lists(index)[1])
+            model = self._model(drafter, part.request)
+            model.offer(key, part.request.segment, sorted(asked.said, reverse=True), asked.length)
+            if trees.draws_of(index) is None:  # what was drawn must not decide what is verified of it
+                chances = model.chances(key, part.request.segment, asked.said)
+                candidates += zip([-chance for chance in chances], range(first, end), strict=True)
+        keep = self._worth_keeping(sum(part.num_tokens for part in parts), trees, sorted(candidates))
+        if keep is None:
+            return trees
+        for asked in planned.asked.values():
+            asked.keep_only(keep)
+        return trees.kept(keep)
+
+    def _worth_keeping(
+        self, rows: int, trees: DraftTrees, candidates: Sequence[tuple[float, int]]
+    ) -> BoolArray | None:
+        """[nodes] whether a node is verified, in a pass that has so many other rows; None if all are."""
+        planned = self._planned
+        assert planned is not None
+        prices, rows = self._market.prices, rows + trees.num_nodes - len(candidates)
+        if rows != self._market.batch.rows:
+            prices = PassPrices(replace(self._market.batch, rows=rows), self.steps, len(candidates))
+        count = worth_verifying([-chance for chance, _ in candidates], prices, planned.choice.rate)
+        if count == len(candidates):
+            return None
+        keep = np.ones(trees.num_nodes, dtype=np.bool_)
+        keep[[node for _, node in candidates[count:]]] = False
+        keep[[asked.first for asked in planned.asked.values() if asked.tried and asked.size]] = True
+        return keep
 
     def observe(self, stats: StepStats) -> None:
         planned, self._planned = self._planned, None
         if stats.failed or stats.rows == 0:
             return
-        drafts = {(draft.request_id, draft.child): draft for draft in stats.drafts}
         if stats.prefill_tokens == 0:
-            self._steps.observe(stats.rows, stats.attended, stats.total_time - stats.draft_time)
+            seconds = stats.total_time - stats.draft_time - stats.verify_time
+            self.steps.observe(stats.rows, stats.attended, seconds)
+            per_token = stats.verify_time / max(1, stats.new_tokens)
+            self._per_token += PER_TOKEN_RATE * (per_token - self._per_token)
         if planned is None:
             return
+        drafts = {(draft.request_id, draft.child): draft for draft in stats.drafts}
         gained = dict.fromkeys(self._chosen_segments, 0)
-        for key, (segment, name, length) in planned.asked.items():
-            draft = drafts.get(key)
-            given = 0 if draft is None else min(draft.depth, length)
-            accepted = 0 if draft is None else min(draft.accepted, given)
-            self._models[name].observe(key, segment, length, given, accepted)
-            gained[segment] += accepted
+        for key, asked in planned.asked.items():
+            accepted = self._learn(key, asked, drafts.get(key))
+            gained[asked.request.segment] += accepted
             if planned.probe is not None and planned.probe.request == key:
                 self._probes.observe(planned.probe, accepted)
         for segment, requests in self._chosen_segments.items():
             self._segments.observe(segment, requests, gained[segment])
         self._probes.earn(stats.total_time)
-        if planned.asked and drafts.keys() <= planned.asked.keys():  # else some of the time is of others
-            self._drafts.observe(_calls(planned, drafts), stats.draft_time)
-        if planned.counts and stats.prefill_tokens == 0:
-            worth = stats.new_tokens / stats.requests * planned.plain_seconds
+        others = (draft.drafter for key, draft in drafts.items() if key not in planned.asked)
+        if planned.asked and self.plans.keys().isdisjoint(others):  # else some of the time is of others
+            self.drafts.observe(planned.calls(self.plans), stats.draft_time)
+        if planned.choice.offer is not None and stats.prefill_tokens == 0:
+            worth = stats.new_tokens / stats.requests * self._market.plain.seconds
             planned.floor.observe(worth, stats.total_time)
+
+    def _learn(self, key: Key, asked: Asked, draft: DraftFacts | None) -> int:
+        """Take in what became of a request's draft: its accepted tokens."""
+        for name in asked.names:  # those that had nothing, or too little
+            if name == asked.drafter:
+                break
+            self._model(name, asked.request).offer(key, asked.request.segment, (), asked.length)
+        if draft is None or not asked.said:
+            return 0
+        tried = [node for node, depth in enumerate(asked.depths) if depth <= draft.depth]
+        path = set(draft.path)
+        said, right = [asked.said[node] for node in tried], [node in path for node in tried]
+        self._model(asked.drafter, asked.request).observe(key, asked.request.segment, said, right)
+        return draft.accepted
 
     def _forget_others(self, running: Sequence[Request]) -> None:
         """Let go of requests that have ended."""
         keys = {_key(request) for request in running}
-        for model in self._models.values():
+        for model in self.models.values():
             model.keep_only(keys)
 
-    def _decision(
-        self, reason: str, load: Load, asked: Mapping[tuple[str, int], tuple[str, str, int]]
-    ) -> Decision:
-        step = self._best if reason in ("gain", "probe") else self._plain
+    def _decision(self, reason: str, load: Load, asked: Mapping[Key, Asked]) -> Decision:
+        step = self._best if reason in ("gain", "probe") else self._market.plain
         return Decision(
             step=self._step,
             reason=reason,
             running=load.running,
             waiting=load.waiting,
-            drafts=tuple((f"{key[0]}#{key[1]}", name, length) for key, (_, name, length) in asked.items()),
+            drafts=tuple(
+                (f"{key[0]}#{key[1]}", "+".join(one.names), one.length) for key, one in asked.items()
+            ),
             tokens=step.tokens,
             seconds=step.seconds,
-            plain_tokens=self._plain.tokens,
-            plain_seconds=self._plain.seconds,
+            plain_tokens=self._market.plain.tokens,
+            plain_seconds=self._market.plain.seconds,
         )
 
 
-def _key(request: Request) -> tuple[str, int]:
+def _model_name(drafter: str, greedy: bool) -> str:
+    return f"{drafter} greedy" if greedy else drafter
+
+
+def _key(request: Request) -> Key:
     return request.request_id, request.child
 
 
@@ -242,15 +389,3 @@ def _is_open(request: Request) -> bool:
     if request.plan is not None or request.num_pending != 1:
         return False
     return request.max_output - request.num_output >= SHORT
-
-
-def _calls(planned: Planned, drafts: Mapping[tuple[str, int], DraftFacts]) -> list[Call]:
-    """The calls of drafters in a step."""
-    sizes: dict[str, list[tuple[int, int]]] = {}
-    for key, (_, name, _) in planned.asked.items():
-        draft = drafts.get(key)
-        sizes.setdefault(name, []).append((0, 0) if draft is None else (draft.depth, draft.nodes))
-    return [
-        Call(name, len(own), max(depth for depth, _ in own), sum(nodes for _, nodes in own))
-        for name, own in sizes.items()
-    ]

@@ -1,18 +1,30 @@
-"""The drafts of a batch that give most tokens per second, by what is known of costs and chances.
+"""Who drafts for whom, and which drafted nodes are verified, so that most tokens come in a second.
 
-Nodes of all requests compete: they are taken in the order of the tokens that they bring for a row, and
-every stop on the way, the first of which is to draft nothing, is priced as a whole step. So a row that fills
-a tile is taken where one that begins another is not, and more requests leave less room for each.
+Both are bought with time, and a second is worth the tokens that one gives now. So a step is worth its tokens
+less what its seconds are worth; nodes of all requests compete, in the order of their chances, and of all
+places to stop the one with most worth is taken, the first of which is to verify nothing. A row that
+fills a tile is taken where one that begins another is not, and more requests leave less room for each.
+
+Before a draft is made, its chances are not known. What drafters said lately stands for them: each of a few
+scenes is decided as the step would be, and what they give on average is what the offer is worth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.control.cost import DraftCosts, Float64Array, StepCosts
+
+BoolArray = npt.NDArray[np.bool_]
+Int64Array = npt.NDArray[np.int64]
+Names = tuple[str, ...]  # drafters in the order in which they are asked: the second if the first has little
+
+CHEAPER = 3.0  # times: a drafter that is so much cheaper than another may be asked before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,26 +32,63 @@ class Batch:
     """A step before anything is drafted."""
 
     tokens: float  # that it gives
-    rows: float  # that it has
+    rows: int  # that it has
     keys: float  # that a row reads, on average
+    per_token: float = 0.0  # seconds that a new token takes, drafted or not
+
+
+class PassPrices:
+    """Seconds of passes of a batch with so many rows more, at present prices."""
+
+    def __init__(self, batch: Batch, steps: StepCosts, most: int) -> None:
+        """For up to `most` more."""
+        self.seconds = steps.seconds(batch.rows + np.arange(most + 1.0), batch.keys)  # [more rows]
+        self.listed: list[float] = self.seconds.tolist()  # the same
+
+    def row(self, rows: float) -> float:
+        """Of one row more, on average over the next four."""
+        first = min(int(rows), len(self.listed) - 1)
+        last = min(first + 4, len(self.listed) - 1)
+        return (self.listed[last] - self.listed[first]) / max(1, last - first)
+
+
+def worth_verifying(chances: Sequence[float], prices: PassPrices, rate: float) -> int:
+    """How many of the nodes are verified, given descending chances and what a second is worth."""
+    best, best_worth, worth, before = 0, 0.0, 0.0, prices.listed[0]
+    for count, (chance, seconds) in enumerate(zip(chances, prices.listed[1:], strict=False), start=1):
+        worth += chance - rate * (seconds - before)
+        before = seconds
+        if worth > best_worth:
+            best, best_worth = count, worth
+    return best
 
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
     """What one drafter can do for the requests of a batch."""
 
-    tokens: Float64Array  # [requests, depth] that a level of a draft adds
-    rows: Float64Array  # [requests, depth] that it takes; below 1 where drafts often end before
+    chances: Float64Array  # [scenes, requests, nodes] descending; 0: there is no such node
+    levels: int  # most that its drafts can have
+    late: Float64Array  # [requests] seconds that a draft takes more because the drafter has to catch up
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A way to draft for a batch."""
+
+    names: tuple[Names, ...]  # [requests] who is asked; () for nobody
+    length: int  # most nodes of a draft of the last who is asked
+    enough: tuple[float, ...]  # [requests] expected tokens of the first draft with which no other is asked
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A length for each request, and what is expected of the step."""
+    """An offer, and what is expected of the step."""
 
-    drafters: tuple[str, ...]  # [requests] who drafts, where the length is not 0
-    lengths: tuple[int, ...]  # [requests]
+    offer: Offer | None  # None: plain decoding
     tokens: float
     seconds: float
+    rows: float = 0.0  # that are verified more than without drafts
 
     @property
     def rate(self) -> float:
@@ -47,110 +96,144 @@ class Choice:
         return self.tokens / self.seconds
 
 
-def choose(
-    batch: Batch, prospects: Mapping[str, Prospect], steps: StepCosts, drafts: DraftCosts
-) -> tuple[Choice, Choice]:
-    """The best choice that was found, and plain decoding.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one drafter does in an offer."""
 
-    Tried are each drafter for all requests, and each request with the drafter that seems best for it at the
-    price that a row then has.
-    """
-    count = len(next(iter(prospects.values())).tokens)
-    seconds = float(steps.seconds(batch.rows, batch.keys))
-    plain = Choice(("",) * count, (0,) * count, batch.tokens, seconds)
-    best = plain
-    for name, prospect in prospects.items():
-        if count == 1:
-            best = _better(best, _alone(name, prospect, batch, steps, drafts))
-        else:
-            best = _better(best, _along((name,) * count, batch, prospects, steps, drafts))
-    if len(prospects) > 1 and count > 1:
-        each = _drafter_of_each(best, batch, prospects, steps, drafts)
-        if len(set(each)) > 1:
-            best = _better(best, _along(each, batch, prospects, steps, drafts))
-    return best, plain
+    asked: BoolArray  # [..., scenes, requests]
+    sizes: Int64Array  # [..., scenes, requests] nodes that it drafts
 
 
-def priced(
-    lengths: Sequence[tuple[str, int]],
-    batch: Batch,
-    prospects: Mapping[str, Prospect],
-    steps: StepCosts,
-    drafts: DraftCosts,
-) -> Choice:
-    """What is expected of a step in which each request has this drafter and length."""
-    tokens, rows, seconds = batch.tokens, batch.rows, 0.0
-    for name, prospect in prospects.items():
-        own = [(index, length) for index, (who, length) in enumerate(lengths) if who == name and length]
-        if own:
-            nodes = [float(prospect.rows[index, :length].sum()) for index, length in own]
-            tokens += sum(float(prospect.tokens[index, :length].sum()) for index, length in own)
-            rows += sum(nodes)
-            seconds += float(drafts.seconds(name, len(own), max(nodes), sum(nodes)))
-    seconds += float(steps.seconds(rows, batch.keys))
-    names, sizes_of = zip(*lengths, strict=True)
-    return Choice(names, sizes_of, tokens, seconds)
+class Market:
+    """A batch, the drafters that may draft for it, and prices: all that a choice depends on."""
 
+    def __init__(
+        self, batch: Batch, prospects: Mapping[str, Prospect], steps: StepCosts, drafts: DraftCosts
+    ) -> None:
+        self.batch = batch
+        self.prospects = prospects
+        self._drafts = drafts
+        shapes = [prospect.chances.shape for prospect in prospects.values()]
+        self.count = shapes[0][1]
+        self.prices = PassPrices(batch, steps, self.count * max(nodes for _, _, nodes in shapes))
+        self.plain = Choice(None, batch.tokens, self.prices.listed[0] + batch.per_token * batch.tokens)
+        self._rate = self.plain.rate  # the best so far: what a second is worth
 
-def _better(first: Choice, second: Choice) -> Choice:
-    return second if second.rate > first.rate else first
+    def best(self) -> Choice:
+        """The choice with most tokens per second that was found, plain decoding among them."""
+        if not self.can_gain():
+            return self.plain
+        alone = {name: self.alone(name) for name in self.prospects}
+        best = self._best_of(alone.values())
+        if best.offer is None:
+            return best
+        for first, second in self._cascades():
+            found = alone[second].offer
+            assert found is not None
+            best = self._best_of((best, self.cascade(first, second, found.length, best)))
+        return self._best_of((best, self._each_its_own(best))) if self.count > 1 else best
 
+    def can_gain(self) -> bool:
+        """Whether drafts would gain anything if every one of them were right and cost nothing."""
+        tokens = self.plain.tokens + np.arange(len(self.prices.seconds))
+        rates = tokens / (self.prices.seconds + self.batch.per_token * tokens)
+        return float(rates.max()) > 1.005 * self.plain.rate
 
-def _alone(name: str, prospect: Prospect, batch: Batch, steps: StepCosts, drafts: DraftCosts) -> Choice:
-    """The best length of a lone request's draft: what `_along` finds, with less ado."""
-    rows = np.cumsum(prospect.rows[0])
-    expected = batch.tokens + np.cumsum(prospect.tokens[0])
-    seconds = steps.seconds(batch.rows + rows, batch.keys) + drafts.seconds(name, 1, rows, rows)
-    stop = int(np.argmax(expected / seconds))
-    return Choice((name,), (stop + 1,), float(expected[stop]), float(seconds[stop]))
+    def alone(self, name: str) -> Choice:
+        """One drafter for all requests, with the best length."""
+        chances = self.prospects[name].chances
+        lengths = self._lengths(name)
+        counted = np.arange(chances.shape[2]) < lengths[:, None]  # [lengths, nodes]
+        sizes = np.minimum(np.count_nonzero(chances, axis=2), lengths[:, None, None])
+        part = Part(np.ones_like(sizes, dtype=np.bool_), sizes)
+        tokens, seconds, rows = self._outcome(chances * counted[:, None, None], {name: part})
+        best = int(np.argmax(tokens / seconds))
+        offer = Offer(((name,),) * self.count, int(lengths[best]), ())
+        return Choice(offer, float(tokens[best]), float(seconds[best]), float(rows[best]))
 
+    def _lengths(self, name: str) -> Int64Array:
+        """[lengths] of drafts that are looked at: the longest, and shorter ones where levels cost much."""
+        most = self.prospects[name].chances.shape[2]
+        level = self._drafts.prices(name)[2]
+        shorter = (1, 2, 3, 5, 8, 16, 32) if level * self.plain.rate > 0.01 * self.count else ()
+        return np.array([length for length in shorter if length < most] + [most])
 
-def _along(
-    who: Sequence[str],
-    batch: Batch,
-    prospects: Mapping[str, Prospect],
-    steps: StepCosts,
-    drafts: DraftCosts,
-) -> Choice:
-    """The best stop on the ways from no node to all nodes, when these drafters draft.
+    def _cascades(self) -> list[tuple[str, str]]:
+        """Pairs of drafters of which the second is asked where the first has little: the cheap one first."""
+        calls = {name: float(self._drafts.seconds(name, 1, 1, 1)) for name in self.prospects}
+        pairs = itertools.permutations(calls, 2)
+        return [(first, second) for first, second in pairs if CHEAPER * calls[first] < calls[second]]
 
-    There is a way for each depth that drafts may have: a level can cost a drafter a pass for all requests.
-    """
-    tokens = np.stack([prospects[name].tokens[line] for line, name in enumerate(who)])
-    rows = np.stack([prospects[name].rows[line] for line, name in enumerate(who)])
-    count, depth = tokens.shape
-    # a node may not come before its parent, so it counts for no more than that
-    worth = np.minimum.accumulate(tokens / np.maximum(rows, 1e-9), axis=1)
-    order = np.argsort(-worth, axis=None, kind="stable")
-    line, level = np.divmod(order, depth)
-    taken = level <= np.arange(depth)[:, None]  # [ways, nodes]
-    added = rows.ravel()[order] * taken
-    reached = np.cumsum(rows, axis=1).ravel()[order] * taken  # levels that the node's request then has
-    seconds = steps.seconds(batch.rows + np.cumsum(added, axis=1), batch.keys)
-    for name in set(who):
-        own = np.array([drafter == name for drafter in who])[line] * taken
-        requests = np.cumsum(own & (level == 0), axis=1)
-        levels = np.maximum.accumulate(reached * own, axis=1)
-        seconds = seconds + drafts.seconds(name, requests, levels, np.cumsum(added * own, axis=1))
-    expected = batch.tokens + np.cumsum(tokens.ravel()[order] * taken, axis=1)
-    way, stop = np.unravel_index(int(np.argmax(expected / seconds)), expected.shape)
-    nodes = line[: stop + 1][taken[way, : stop + 1]]
-    lengths = np.bincount(nodes, minlength=count)
-    return Choice(tuple(who), tuple(lengths.tolist()), float(expected[way, stop]), float(seconds[way, stop]))
+    def cascade(self, first: str, second: str, length: int, best: Choice) -> Choice:
+        """One drafter for all requests, and another where the first has too little."""
+        one, other = self.prospects[first].chances, self.prospects[second].chances[:, :, :length]
+        sizes = np.count_nonzero(other, axis=2)
+        call, request, level, node, _ = self._drafts.prices(second)
+        price = (call + level * sizes.mean()) / self.count + request + node * sizes.mean()
+        row = best.rate * self.prices.row(best.rows)
+        enough = self._kept(other, row) - best.rate * (price + self.prospects[second].late)  # [requests]
+        asked = np.maximum(one - row, 0.0).sum(axis=2) < enough
+        chances = np.zeros((*asked.shape, max(one.shape[2], length)))
+        chances[:, :, : one.shape[2]] = one * ~asked[:, :, None]
+        chances[:, :, : other.shape[2]] += other * asked[:, :, None]
+        parts = {
+            first: Part(np.ones_like(asked), np.count_nonzero(one, axis=2)),
+            second: Part(asked, sizes * asked),
+        }
+        offer = Offer(((first, second),) * self.count, length, tuple(enough.tolist()))
+        return Choice(offer, *map(float, self._outcome(chances, parts)))
 
+    def _each_its_own(self, best: Choice) -> Choice:
+        """For each request the drafter whose drafts are worth most at what a row costs now, or none.
 
-def _drafter_of_each(
-    best: Choice, batch: Batch, prospects: Mapping[str, Prospect], steps: StepCosts, drafts: DraftCosts
-) -> list[str]:
-    """For each request the drafter whose nodes are worth most at what a row and a draft cost now."""
-    count = len(best.lengths)
-    rows = batch.rows + sum(best.lengths)
-    near = steps.seconds(np.array([rows, rows + 4.0]), batch.keys)
-    row = float(near[1] - near[0]) / 4.0
-    worth = []
-    for name, prospect in prospects.items():
-        _, request, level, node = drafts.prices(name)
-        seconds = request + (row + node + level / count) * np.cumsum(prospect.rows, axis=1)
-        worth.append((np.cumsum(prospect.tokens, axis=1) - best.rate * seconds).max(axis=1))
-    names = list(prospects)
-    return [names[index] for index in np.argmax(np.stack(worth), axis=0)]
+        Levels are free: they are paid by whoever else drafts.
+        """
+        row = best.rate * self.prices.row(best.rows)
+        length = best.offer.length if best.offer is not None else 1
+        worth = [np.zeros(self.count)]
+        for name, prospect in self.prospects.items():
+            _, request, _, node, _ = self._drafts.prices(name)
+            drafted = prospect.chances[:, :, :length]
+            sizes = np.count_nonzero(drafted, axis=2).mean(axis=0)
+            worth.append(self._kept(drafted, row) - best.rate * (request + node * sizes + prospect.late))
+        names = ["", *self.prospects]
+        chosen = [names[place] for place in np.argmax(worth, axis=0)]
+        scenes = len(next(iter(self.prospects.values())).chances)
+        chances = np.zeros((scenes, self.count, length))
+        parts: dict[str, Part] = {}
+        for name in set(chosen) - {""}:
+            own = np.array([drafter == name for drafter in chosen])
+            drafted = self.prospects[name].chances[:, :, :length] * own[:, None]
+            chances[:, :, : drafted.shape[2]] += drafted
+            parts[name] = Part(np.broadcast_to(own, (scenes, self.count)), np.count_nonzero(drafted, axis=2))
+        offer = Offer(tuple((name,) if name else () for name in chosen), length, ())
+        return Choice(offer, *map(float, self._outcome(chances, parts)))
+
+    @staticmethod
+    def _kept(chances: Float64Array, row: float) -> Float64Array:
+        """[requests] what drafts are worth after their rows are paid."""
+        return np.asarray(np.maximum(chances - row, 0.0).sum(axis=2).mean(axis=0))
+
+    def _outcome(
+        self, chances: Float64Array, parts: Mapping[str, Part]
+    ) -> tuple[Float64Array, Float64Array, Float64Array]:
+        """[...] tokens, seconds and rows more, on average over scenes: chances [..., scenes, n, nodes]."""
+        nodes = np.sort(chances.reshape(*chances.shape[:-2], -1), axis=-1)[..., ::-1]
+        worth = np.zeros((*nodes.shape[:-1], nodes.shape[-1] + 1))
+        np.cumsum(nodes, axis=-1, out=worth[..., 1:])
+        spent = self.prices.seconds[: worth.shape[-1]]
+        stops = np.argmax(worth - self._rate * spent, axis=-1)  # [..., scenes]
+        brought = np.take_along_axis(worth, stops[..., None], axis=-1)[..., 0]
+        tokens = self.batch.tokens + brought.mean(axis=-1)
+        seconds = spent[stops].mean(axis=-1) + self.batch.per_token * tokens
+        for name, part in parts.items():
+            levels = np.minimum(part.sizes.max(axis=-1), self.prospects[name].levels)
+            drafting = self._drafts.seconds(name, part.asked.sum(axis=-1), levels, part.sizes.sum(axis=-1))
+            late = (part.asked * self.prospects[name].late).sum(axis=-1)
+            seconds = seconds + (drafting + late).mean(axis=-1)
+        return tokens, seconds, stops.mean(axis=-1)
+
+    def _best_of(self, choices: Iterable[Choice]) -> Choice:
+        best = max((self.plain, *choices), key=lambda choice: choice.rate)
+        self._rate = best.rate
+        return best

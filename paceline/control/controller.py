@@ -1,4 +1,4 @@
-"""Who decides how much is drafted. For now each request's own wish, or one fixed plan."""
+"""Who decides how much is drafted, and the one who leaves it at what was asked for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 
 if TYPE_CHECKING:
     from paceline.engine.request import Request
-    from paceline.engine.stats import StepStats
+    from paceline.engine.scheduler import Scheduled
+    from paceline.engine.stats import ControlFacts, StepStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,24 @@ class Controller(Protocol):
         """One plan for each running request, in order."""
         ...
 
-    def trim(self, requests: Sequence[Request], trees: DraftTrees) -> DraftTrees:
-        """What is worth verifying of the trees that were drafted for these requests; by default all."""
+    def trim(self, parts: Sequence[Scheduled], trees: DraftTrees) -> DraftTrees:
+        """What is worth verifying of the trees, by default all. The parts' plans say who drafted each.
+
+        What was drawn at random stays: if its verification depended on what it is, it would not be exact.
+        """
         return trees
 
-    def observe(self, stats: StepStats) -> None: ...
+    def observe(self, stats: StepStats) -> None:
+        """Take in what a step cost and gave."""
+        return  # not abstract
+
+    def facts(self) -> ControlFacts | None:
+        """What was decided for the last step; None if there was nothing to decide."""
+        return None
+
+    def close(self) -> None:
+        """The engine ends: the place to write down what is to survive it."""
+        return  # not abstract
 
 
 class FixedController(Controller):
@@ -47,6 +61,3 @@ class FixedController(Controller):
         crowded = self._most_running is not None and load.running > self._most_running
         unasked = PLAIN if crowded else self._plan
         return [unasked if request.plan is None else request.plan for request in running]
-
-    def observe(self, stats: StepStats) -> None:
-        pass

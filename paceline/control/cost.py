@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,8 @@ SCALE_RATE = 0.05  # how far one step moves the price of all row counts
 SHAPE_RATE = 0.05  # and that of its own, when that has been seen often
 OUTLIER = 1.5  # times the expected: a step that took longer counts as this much
 FAR = 1e6  # rows: where the table ends
-NEW, REFIT = 50, 25  # steps with calls after each of which prices are fitted, and how often later
+NEW, REFIT = 50, 8  # calls after each of which prices are fitted, and how often later
+SKIPPED = 4  # steps of which one teaches what calls cost, once that is known
 FORGET = 0.98  # weight of a drafter's call after another one
 WARM_UP = 2  # calls of a drafter of which the cheapest counts: the first ones fill its caches
 
@@ -78,9 +80,20 @@ class StepCosts:
         less, more, _ = self._seconds[-3:]
         self._seconds[-1] = more + max(0.0, (more - less) / (last - before)) * (far - last)
 
-    def table(self) -> tuple[list[int], list[float]]:
-        """Row counts and seconds that another model can begin with."""
-        return [int(rows) for rows in self._rows[:-1]], [self._scale * own for own in self._seconds[:-1]]
+    def facts(self) -> dict[str, Any]:
+        """What another model can begin with, as JSON has it."""
+        seconds = [self._scale * own for own in self._seconds[:-1]]
+        return {"rows": [int(rows) for rows in self._rows[:-1]], "seconds": seconds, "per_key": self.per_key}
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> StepCosts:
+        """The model that gave these facts; ValueError, TypeError or KeyError if there is none."""
+        rows, seconds = [int(rows) for rows in facts["rows"]], [float(own) for own in facts["seconds"]]
+        per_key = float(facts["per_key"])
+        ascending = rows == sorted(set(rows)) and len(rows) == len(seconds) >= 2
+        if not ascending or min(rows) < 1 or not all(0.0 < own < 1e3 for own in (*seconds, per_key + 1e-12)):
+            raise ValueError("these are not costs of passes")
+        return cls(rows, seconds, per_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +104,17 @@ class Call:
     requests: int
     levels: int  # of the deepest draft
     nodes: int  # of all drafts
+    late: int = 0  # tokens that it had to catch up with first
 
 
-TERMS = 4  # of a call's price: the call, each request, each level, each node
+TERMS = 5  # of a call's price: the call, each request, each level, each node, each token to catch up with
 # How much is needed to believe that a term costs something. What could be a price of levels is taken for
 # one: if it is not, short drafts and large batches are tried once too often, and not once too seldom.
-DOUBTS = (0.3, 0.3, 0.01, 1.0)
+DOUBTS = (0.3, 0.3, 0.01, 1.0, 100.0)
 
 
 class DraftCosts:
-    """Seconds of drafters' calls: so much for a call, a request, a level and a node, never below 0.
+    """Seconds of drafters' calls: so much for each of the TERMS, never below 0.
 
     The terms of all drafters are fitted together, because a step's time is that of all its calls. What
     was never called is thought to cost nothing, so it is tried once.
@@ -118,16 +132,19 @@ class DraftCosts:
         self._warming: dict[str, list[float]] = {name: [] for name in drafters}
 
     def seconds(self, drafter: str, requests: Numbers, levels: Numbers, nodes: Numbers) -> Float64Array:
-        """[...] seconds of calls of these sizes; 0 for those of no request."""
-        call, request, level, node = self.prices(drafter)
+        """[...] seconds of calls of these sizes that find all up to date; 0 for those of no request."""
+        call, request, level, node, _ = self.prices(drafter)
         count = np.asarray(requests)
         return np.where(count > 0, call, 0.0) + request * count + level * levels + node * nodes
 
     def observe(self, calls: Sequence[Call], seconds: float) -> None:
         """Take in the calls of one step, which took so long together."""
+        self._steps += 1
+        if self._steps > NEW and self._steps % SKIPPED:
+            return
         sizes = np.zeros(len(self._prices))
         for call in calls:
-            sizes[self._places[call.drafter]] = (1.0, call.requests, call.levels, call.nodes)
+            sizes[self._places[call.drafter]] = (1.0, call.requests, call.levels, call.nodes, call.late)
         if len(calls) == 1 and len(self._warming[calls[0].drafter]) < WARM_UP:
             seconds = self._warmed(calls[0].drafter, seconds)
         elif (expected := float(sizes @ self._prices)) > 0.0:
@@ -136,7 +153,6 @@ class DraftCosts:
         self._answers *= FORGET
         self._products += np.outer(sizes, sizes)
         self._answers += sizes * seconds
-        self._steps += 1
         self._since_fit += 1
 
     def _warmed(self, drafter: str, seconds: float) -> float:
@@ -150,12 +166,30 @@ class DraftCosts:
         return min(before)
 
     def prices(self, drafter: str) -> list[float]:
-        """Seconds of a call, a request, a level and a node."""
+        """Seconds of each of the TERMS."""
         if self._since_fit >= (1 if self._steps <= NEW else REFIT):
             self._prices = _least_squares(self._products + np.diag(self._doubts), self._answers)
             self._since_fit = 0
         prices: list[float] = self._prices[self._places[drafter]].tolist()
         return prices
+
+    def facts(self) -> dict[str, list[list[float]]]:
+        """For each drafter what others can begin with, as JSON has it: sums of products, and answers."""
+        return {
+            name: [*self._products[place, place].tolist(), self._answers[place].tolist()]
+            for name, place in self._places.items()
+        }
+
+    def begin_with(self, facts: Mapping[str, Any]) -> None:
+        """Take in what calls cost before; ValueError or TypeError if that makes no sense."""
+        for name in self._places.keys() & facts.keys():
+            place = self._places[name]
+            sums = np.array(facts[name], dtype=np.float64)
+            if sums.shape != (TERMS + 1, TERMS) or not np.isfinite(sums).all():
+                raise ValueError("these are not sums of calls")
+            self._products[place, place], self._answers[place] = sums[:-1], sums[-1]
+            self._warming[name] = [0.0] * WARM_UP if sums.any() else []
+            self._since_fit = REFIT
 
 
 def _least_squares(products: Float64Array, answers: Float64Array) -> Float64Array:

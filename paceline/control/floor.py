@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-PLAIN_STEPS = 3  # of a pair
-SHORT, LONG = 60, 960  # drafted steps of a pair: at first, and where the gain is beyond doubt
+PLAIN_STEPS = 2  # of a pair
+SHORT, LONG = 80, 1280  # drafted steps of a pair: at first, and where the gain is beyond doubt
 TRIAL = 20  # drafted steps of a pair while it is tried whether to come back
 PAIRS = 6  # that are needed to stop, and to come back
 FADE = 0.93  # what is left of a pair's weight after another one

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
-from paceline import __version__
 from paceline.backends.base import Backend, ForwardBatch, KVPool
-from paceline.bench.machine import cpu_name
 from paceline.control.cost import StepCosts
-from paceline.home import paceline_home
-
-logger = logging.getLogger(__name__)
+from paceline.control.memory import Memory
 
 ROWS = (1, 8, 4, 2, 16, 5, 9, 3, 6, 32, 12, 7, 17, 64, 24)  # the most telling first
 LONG = 1024  # keys of the context that is held against an empty one
@@ -26,19 +17,18 @@ REPEATS = 3  # of which the quickest counts: what else the machine does can only
 SECONDS = 2.0  # that a measurement may take
 
 
-def step_costs(backend: Backend, longest: int, identity: str) -> StepCosts:
-    """The costs of this model here: from the file of an earlier measurement, or measured now.
+def step_costs(backend: Backend, longest: int, memory: Memory) -> StepCosts:
+    """The costs of this model here: as they are remembered, or measured now and kept.
 
-    Contexts have at most `longest` tokens. `identity` says which weights run how; with what the machine is,
-    it names the file.
+    Contexts have at most `longest` tokens.
     """
-    facts = f"{__version__} {identity} {backend.name} {backend.max_rows} {cpu_name()} {os.cpu_count()}"
-    path = paceline_home() / "costs" / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
-    costs = _read(path)
-    if costs is None:
+    kept = memory.read()
+    try:
+        return StepCosts.from_facts(kept["steps"])
+    except (KeyError, TypeError, ValueError):
         costs = measure_steps(backend, longest)
-        _write(path, costs)
-    return costs
+        memory.write({**kept, "steps": costs.facts()})
+        return costs
 
 
 def measure_steps(
@@ -82,29 +72,3 @@ def _chain(pool: KVPool, context: int, rows: int) -> ForwardBatch:
         logit_rows=count if rows <= max(ROWS) else count[-1:],
         pool=pool,
     )
-
-
-def _read(path: Path) -> StepCosts | None:
-    """What was measured before; None if nothing usable was."""
-    try:
-        kept = json.loads(path.read_text())
-        seconds = [float(value) for value in kept["seconds"]]
-        rows = [int(value) for value in kept["rows"]]
-        if len(rows) == len(seconds) >= 2 and rows == sorted(set(rows)) and min(rows) > 0 < min(seconds):
-            return StepCosts(rows, seconds, float(kept["per_key"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return None
-
-
-def _write(path: Path, costs: StepCosts) -> None:
-    """Keep a measurement, in one move. That it cannot be kept is no reason not to run."""
-    rows, seconds = costs.table()
-    text = json.dumps({"rows": rows, "seconds": seconds, "per_key": costs.per_key})
-    own = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        own.write_text(text)
-        own.replace(path)
-    except OSError as error:
-        logger.warning("measured costs of passes could not be kept: %s", error)

@@ -13,7 +13,8 @@ from paceline.control.auto import AutoController
 from paceline.control.controller import Controller, FixedController
 from paceline.control.decision import DecisionLog
 from paceline.control.measure import step_costs
-from paceline.draft.base import Target
+from paceline.control.memory import Memory
+from paceline.draft.base import Drafter, Target
 from paceline.draft.heads.fingerprint import target_fingerprint
 from paceline.draft.heads.shipped import default_method
 from paceline.draft.methods import Speculation, load_drafter
@@ -112,7 +113,7 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         num_pages=size.num_pages,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         seed=config.seed,
-        controller=_controller(config, model, speculation),
+        controller=_controller(config, model, speculation, drafters),
         drafters=drafters,
         plans={name: own.plan for name, own in speculation.drafters.items()},
         rule=RULES[speculation.rule].verify,
@@ -136,17 +137,22 @@ def _speculation(config: EngineConfig, model: LoadedModel) -> Speculation:
     return asked
 
 
-def _controller(config: EngineConfig, model: LoadedModel, speculation: Speculation) -> Controller:
+def _controller(
+    config: EngineConfig, model: LoadedModel, speculation: Speculation, drafters: Mapping[str, Drafter]
+) -> Controller:
     """Who decides what is drafted."""
     plans = {name: own.plan for name, own in speculation.drafters.items() if own.plan.budget}
     if not (speculation.auto and plans):
         return FixedController(speculation.default_plan, FEW if _is_unasked(config) else None)
     log = config.speculative.log_decisions
+    memory = Memory.of(f"{model.fingerprint} {config.backend} {model.backend.name}")
     return AutoController(
         plans,
-        step_costs(model.backend, model.config.max_position, f"{model.fingerprint} {config.backend}"),
+        step_costs(model.backend, model.config.max_position, memory),
         max_rows=config.scheduler.max_num_batched_tokens,
         log=None if log is None else DecisionLog(Path(log)),
+        backlogs={name: drafters[name].backlog for name in plans},
+        memory=memory,
     )
 
 

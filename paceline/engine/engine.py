@@ -133,8 +133,9 @@ class Engine:
         return aborted
 
     def close(self) -> None:
-        """End: what drafters keep on disk is written."""
+        """End: what drafters and the controller keep on disk is written."""
         self._drafting.close()
+        self._controller.close()
 
     def step(self) -> list[Delta]:
         """What one pass over the model adds to the requests in it."""
@@ -175,16 +176,14 @@ class Engine:
         self.stats.preemptions = self.scheduler.num_preemptions - before[0]
         self.stats.draft_failures = self._drafting.failures - before[1]
         self._controller.observe(self.stats)
+        self.stats.control = self._controller.facts()
         return deltas
 
     def _trimmed(self, parts: Sequence[Scheduled], trees: DraftTrees | None) -> DraftTrees | None:
-        """What the controller leaves of the trees.
-
-        Drawn nodes stay: a rule that left some out for what they are would no longer be exact.
-        """
-        if trees is None or trees.draws is not None:
-            return trees
-        trimmed = self._controller.trim([part.request for part in parts], trees)
+        """What the controller leaves of the trees."""
+        if trees is None:
+            return None
+        trimmed = self._controller.trim(parts, trees)
         return trimmed if trimmed.num_nodes else None
 
     def _verify(

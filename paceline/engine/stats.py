@@ -19,6 +19,16 @@ class DraftFacts:
     path: tuple[int, ...] = ()  # the accepted nodes, as they are numbered in the tree that was verified
 
 
+@dataclass(frozen=True, slots=True)
+class ControlFacts:
+    """What the controller decided for a step, and what it knows of its own success."""
+
+    reason: str  # why it was planned as it was: see docs/control.md
+    regret: float  # seconds that were spent since the start on trying what turned out worse
+    gain: float  # times plain decoding, measured under this load; 1 while that is unknown
+    poor_segments: frozenset[str]  # those that gain little
+
+
 @dataclass(slots=True)
 class StepStats:
     """One step. Times are seconds."""
@@ -33,6 +43,7 @@ class StepStats:
     accepted: int = 0  # draft nodes on accepted paths
     drafts: tuple[DraftFacts, ...] = ()  # of the requests that were drafted for
     draft_failures: int = 0  # drafters that raised
+    control: ControlFacts | None = None  # None: there was nothing to decide
     running: int = 0
     waiting: int = 0
     preemptions: int = 0  # in this step

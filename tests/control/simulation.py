@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from paceline.control.controller import Controller, Load
 from paceline.control.cost import StepCosts
-from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.engine.stats import DraftFacts, StepStats
 
 MEASURED = (1, 2, 4, 8, 9, 16, 17, 32, 64)
@@ -28,12 +29,27 @@ def gpu_seconds(rows: float) -> float:
 
 @dataclass
 class SimulatedDrafter:
-    """Right with chance `right(step)` at each depth; drafts at all with chance `finds(step)`."""
+    """Right with chance `right(step)` at each depth, and says so unless it `says` another chance.
+
+    It drafts at all with chance `finds(step)`.
+    """
 
     right: Callable[[int], float]
     seconds_per_call: float = 0.00003
     seconds_per_level: float = 0.0
     finds: Callable[[int], float] = lambda step: 1.0
+    says: Callable[[int], float] | None = None
+
+    def said(self, step: int, nodes: int, least: float) -> list[float]:
+        """Chances of the paths of a chain, down to the first that is too small."""
+        each = (self.says or self.right)(step)
+        chances = [each ** (depth + 1) for depth in range(nodes)]
+        return [chance for chance in chances if math.isnan(chance) or chance >= least]
+
+
+@dataclass(frozen=True)
+class SimulatedSampler:
+    greedy: bool = True
 
 
 @dataclass(eq=False)
@@ -47,14 +63,22 @@ class SimulatedRequest:
     num_output: int = 0
     num_computed: int = 100
     failed_drafters: set[str] = field(default_factory=set)
+    sampler: SimulatedSampler = SimulatedSampler()
+
+
+@dataclass(frozen=True)
+class SimulatedPart:
+    request: SimulatedRequest
+    plan: DraftPlan  # by which it was drafted for
+    num_tokens: int = 1
 
 
 @dataclass
 class Step:
     tokens: int
     seconds: float
-    budgets: list[int]
-    drafters: list[str]
+    nodes: list[int]  # [requests] that were verified
+    drafters: list[str]  # [requests] who drafted
 
 
 @dataclass
@@ -84,10 +108,9 @@ class World:
                 arrived += 1
             running = running[: self.concurrency(step)]
             plans = controller.plan(running, Load(len(running), 0))
-            stats, budgets = self._step(step, running, plans, rng)
+            stats, nodes, names = self._step(step, running, plans, controller, rng)
             controller.observe(stats)
-            names = [plan.drafter or "" for plan in plans]
-            done.append(Step(stats.new_tokens, stats.total_time, budgets, names))
+            done.append(Step(stats.new_tokens, stats.total_time, nodes, names))
         return done
 
     def _step(
@@ -95,29 +118,43 @@ class World:
         step: int,
         running: Sequence[SimulatedRequest],
         plans: Sequence[DraftPlan],
+        controller: Controller,
         rng: np.random.Generator,
-    ) -> tuple[StepStats, list[int]]:
-        drafts, levels, tokens, rows = [], dict.fromkeys(self.drafters, -1), 0, len(running)
+    ) -> tuple[StepStats, list[int], list[str]]:
+        levels: dict[str, int] = {}  # of drafters that were asked
+        said: list[list[float]] = []
+        names: list[str] = []
         for request, plan in zip(running, plans, strict=True):
+            asked: DraftPlan | None = plan
+            own: list[float] = []
+            name = ""
+            while asked is not None and asked.drafter is not None:
+                name, drafter = asked.drafter, self.drafters[asked.drafter]
+                most = min(asked.budget, request.max_output - request.num_output - 1)
+                finds = rng.random() < drafter.finds(step)
+                own = drafter.said(step, most, asked.least_chance) if finds else []
+                levels[name] = max(levels.get(name, 0), len(own))
+                asked = asked.otherwise if sum(own) < asked.enough else None
+            said.append(own)
+            names.append(name if own else "")
+        trees = DraftTrees.chains([range(len(own)) for own in said], said)
+        if trees.num_nodes:
+            plans = [DraftPlan(name, 1) if name else PLAIN for name in names]
+            trees = controller.trim(list(map(SimulatedPart, running, plans)), trees)
+        drafts, tokens, rows = [], 0, len(running)
+        for request, name, nodes in zip(running, names, np.diff(trees.offsets).tolist(), strict=True):
             accepted = 0
-            if plan.drafter is not None:
-                drafter = self.drafters[plan.drafter]
-                budget = min(plan.budget, request.max_output - request.num_output - 1)
-                nodes = budget if rng.random() < drafter.finds(step) else 0
-                levels[plan.drafter] = max(levels[plan.drafter], nodes)
-                while accepted < nodes and rng.random() < drafter.right(step):
-                    accepted += 1
-                if nodes:
-                    rows += nodes
-                    drafts.append(
-                        DraftFacts(request.request_id, request.segment, plan.drafter, nodes, nodes, accepted)
-                    )
+            while accepted < nodes and rng.random() < self.drafters[name].right(step):
+                accepted += 1
+            if nodes:
+                rows += nodes
+                facts = (request.request_id, request.segment, name, nodes, nodes, accepted)
+                drafts.append(DraftFacts(*facts, path=tuple(range(accepted))))
             request.num_output += 1 + accepted
             tokens += 1 + accepted
-        called = {name: deep for name, deep in levels.items() if deep >= 0}
         drafting = sum(
             self.drafters[name].seconds_per_call + deep * self.drafters[name].seconds_per_level
-            for name, deep in called.items()
+            for name, deep in levels.items()
         )
         stats = StepStats(
             requests=len(running),
@@ -128,7 +165,7 @@ class World:
             forward_time=self.pass_seconds(rows) * float(rng.lognormal(0.0, self.noise)),
             draft_time=drafting * float(rng.lognormal(0.0, self.noise)),
         )
-        return stats, [plan.budget for plan in plans]
+        return stats, np.diff(trees.offsets).tolist(), names
 
 
 def rate(steps: Sequence[Step]) -> float:
@@ -136,7 +173,7 @@ def rate(steps: Sequence[Step]) -> float:
     return sum(step.tokens for step in steps) / sum(step.seconds for step in steps)
 
 
-class Always:
+class Always(Controller):
     """The same plan for every request."""
 
     def __init__(self, drafter: str | None, budget: int) -> None:
@@ -144,6 +181,3 @@ class Always:
 
     def plan(self, running: Sequence[object], load: Load) -> list[DraftPlan]:
         return [self._plan] * len(running)
-
-    def observe(self, stats: StepStats) -> None:
-        pass

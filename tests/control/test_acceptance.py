@@ -1,87 +1,116 @@
-"""Chances by depth, from counts that fade and from the levels above."""
+"""Chances: what drafters say, corrected by what became of it."""
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 
-from paceline.control.acceptance import FIRST_GUESS, MOST_SEGMENTS, AcceptanceModel
+from paceline.control.acceptance import SCENES, AcceptanceModel
+from paceline.control.calibration import Calibration
 
 ONE, OTHER = ("1", 0), ("2", 0)
 
 
-def expected(model: AcceptanceModel, request=ONE, segment: str = "") -> tuple[list[float], list[float]]:
-    tokens, rows = model.expected([(request, segment)])
-    return tokens[0], rows[0]
+def test_a_drafter_is_believed_until_it_is_seen():
+    assert Calibration().chances([0.0, 0.25, 0.83, 1.0]) == pytest.approx([0.0, 0.25, 0.83, 0.995])
 
 
-def test_a_drafter_nobody_knows_is_thought_to_be_right_more_often_than_not():
-    tokens, rows = expected(AcceptanceModel(3))
-    assert tokens == pytest.approx([FIRST_GUESS, FIRST_GUESS**2, FIRST_GUESS**3])
-    assert rows == [1.0, 1.0, 1.0]
-
-
-def test_the_denominator_of_a_depth_is_the_drafts_that_were_right_above_it():
-    model = AcceptanceModel(3)
-    for _ in range(200):
-        model.observe(ONE, "", 3, 3, 1)
-        model.observe(ONE, "", 3, 3, 3)
-    tokens, _ = expected(model)
-    assert tokens == pytest.approx([1.0, 0.5, 0.5], abs=0.06)
-
-
-def test_a_drafter_that_often_finds_nothing_takes_few_rows():
-    model = AcceptanceModel(2)
-    for _ in range(100):
-        model.observe(ONE, "", 2, 0, 0)
-        model.observe(ONE, "", 2, 0, 0)
-        model.observe(ONE, "", 2, 2, 2)
-    tokens, rows = expected(model)
-    assert rows == pytest.approx([1 / 3, 1 / 3], abs=0.06)
-    assert tokens == pytest.approx([1 / 3, 1 / 3], abs=0.06)
-
-
-def test_a_new_request_is_thought_to_be_like_its_segment():
-    model = AcceptanceModel(1)
-    for _ in range(100):
-        model.observe(ONE, "code", 1, 1, 1)
-        model.observe(OTHER, "chat", 1, 1, 0)
-    new = ("3", 0)
-    assert expected(model, new, "code")[0][0] > 0.9
-    assert expected(model, new, "chat")[0][0] < 0.1
-    assert expected(model, new, "other")[0][0] == pytest.approx(0.5, abs=0.1)
-
-
-def test_a_request_that_differs_from_its_segment_is_known_after_a_few_drafts():
-    model = AcceptanceModel(1)
-    for _ in range(200):
-        model.observe(ONE, "", 1, 1, 1)
-    for _ in range(20):
-        model.observe(OTHER, "", 1, 1, 0)
-    assert expected(model, OTHER)[0][0] < 0.4
-    assert expected(model, ONE)[0][0] > 0.85
-
-
-def test_a_text_that_changes_its_topic_is_followed():
-    model = AcceptanceModel(1)
+@pytest.mark.parametrize(("said", "right"), [(0.9, 0.2), (0.3, 0.7), (0.55, 0.55)])
+def test_what_was_said_is_corrected_by_what_became_of_it(said: float, right: float):
+    calibration = Calibration()
+    rng = np.random.default_rng(0)
     for _ in range(300):
-        model.observe(ONE, "", 1, 1, 1)
+        calibration.add([said], [bool(rng.random() < right)])
+    calibration.fit()
+    assert calibration.chances([said]) == pytest.approx([right], abs=0.12)
+    assert calibration.said_for(0.999 * calibration.chances([said])[0]) <= said + 0.01
+
+
+def test_who_says_more_is_believed_no_less():
+    calibration = Calibration()
+    for _ in range(100):
+        calibration.add([0.3, 0.8], [True, False])
+    calibration.fit()
+    line = calibration.chances(np.linspace(0, 1, 50).tolist())
+    assert line == sorted(line)
+    assert calibration.of_array(np.linspace(0, 1, 50)).tolist() == pytest.approx(line)
+
+
+def test_counts_survive_a_restart_and_nonsense_does_not():
+    calibration = Calibration()
     for _ in range(50):
-        model.observe(ONE, "", 1, 1, 0)
-    assert expected(model)[0][0] < 0.3
+        calibration.add([0.9, 0.5], [True, False])
+    calibration.fit()
+    again = Calibration.of_counts(json.loads(json.dumps(calibration.counts())))
+    assert again.line == calibration.line
+    for nonsense in ([[1.0], [1.0]], [[1.0] * 13, [2.0] * 13], [[float("nan")] * 13] * 2):
+        with pytest.raises(ValueError, match="not counts"):
+            Calibration.of_counts(nonsense)
 
 
-def test_what_was_never_asked_for_is_not_held_against_a_depth():
-    model = AcceptanceModel(4)
-    for _ in range(50):
-        model.observe(ONE, "", 1, 1, 1)
-    tokens, _ = expected(model)
-    assert tokens[3] > 0.8  # as good as the first, until it is seen
+def test_a_request_with_more_luck_than_others_is_expected_to_have_it_again():
+    model = AcceptanceModel(3)
+    for _ in range(60):
+        model.observe(ONE, "s", [0.6, 0.4], [True, True])
+        model.observe(OTHER, "s", [0.6, 0.4], [False, False])
+    lucky, unlucky = (model.chances(key, "s", [0.6])[0] for key in (ONE, OTHER))
+    assert unlucky < 0.25 < 0.7 < lucky
+    assert unlucky < model.chances(("new", 0), "s", [0.6])[0] < lucky
 
 
-def test_requests_that_ended_and_segments_beyond_the_limit_take_no_memory():
+def test_a_new_request_is_as_its_segment_and_a_new_segment_as_all():
     model = AcceptanceModel(1)
-    for number in range(3 * MOST_SEGMENTS):
-        model.observe((str(number), 0), f"segment {number}", 1, 1, 1)
-    assert len(model._segments) == MOST_SEGMENTS
-    model.keep_only({("0", 0)})
-    assert list(model._requests) == [("0", 0)]
+    for _ in range(60):
+        model.offer(ONE, "prose", [0.3], 1)
+        model.offer(OTHER, "code", [0.9], 1)
+    scenes = model.scenes([(("3", 0), "prose"), (("4", 0), "code"), (("5", 0), "new")])
+    assert scenes.shape == (SCENES, 3, 1)
+    assert scenes[:, 0].mean() == pytest.approx(0.3, abs=0.02)
+    assert scenes[:, 1].mean() == pytest.approx(0.9, abs=0.02)
+    assert scenes[:, 2].mean() == pytest.approx(0.6, abs=0.05)
+
+
+def test_what_was_not_asked_for_goes_on_as_it_went_and_what_was_not_found_is_nothing():
+    model = AcceptanceModel(4)
+    model.offer(ONE, "", [0.8, 0.4], asked=2)
+    assert model.scenes([(ONE, "")])[0, 0].tolist() == pytest.approx([0.8, 0.4, 0.2, 0.1])
+    model = AcceptanceModel(4)
+    model.offer(ONE, "", [0.8], asked=4)
+    assert model.scenes([(ONE, "")])[0, 0].tolist() == pytest.approx([0.8, 0, 0, 0])
+
+
+def test_a_change_of_topic_shows_within_a_few_drafts():
+    model = AcceptanceModel(2)
+    for _ in range(200):
+        model.offer(ONE, "", [0.9, 0.8], 2)
+        model.observe(ONE, "", [0.9, 0.8], [True, True])
+    for _ in range(SCENES):
+        model.offer(ONE, "", [0.2], 2)
+        model.observe(ONE, "", [0.2], [False])
+    assert model.scenes([(ONE, "")]).max() < 0.25
+
+
+def test_requests_that_ended_are_forgotten():
+    model = AcceptanceModel(1)
+    for _ in range(30):
+        model.observe(ONE, "", [0.5], [True])
+        model.observe(OTHER, "", [0.5], [False])
+    before = model.luck(ONE, "")
+    model.keep_only({OTHER})
+    assert model.luck(ONE, "") < before
+
+
+def test_what_was_learned_survives_a_restart():
+    model = AcceptanceModel(2)
+    for _ in range(40):
+        model.offer(ONE, "", [0.9, 0.5], 2)
+        model.observe(ONE, "", [0.9, 0.5], [True, False])
+    again = AcceptanceModel(3)  # may draft more now
+    again.begin_with(json.loads(json.dumps(model.facts())))
+    new = [(("9", 0), "elsewhere")]
+    np.testing.assert_allclose(again.scenes(new)[:, :, :2], model.scenes([(("9", 0), "elsewhere")]), rtol=0.2)
+    assert again.drafts == model.drafts
+    with pytest.raises(KeyError):
+        again.begin_with({})

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from paceline.control.auto import AutoController
 from paceline.control.controller import Load
 from paceline.control.decision import DecisionLog
-from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.control.memory import Memory
+from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees, Draws
 from tests.control.simulation import (
     Always,
     SimulatedDrafter,
+    SimulatedPart,
     SimulatedRequest,
     Step,
     World,
@@ -30,8 +35,8 @@ def controller(world: World, **options: object) -> AutoController:
 
 
 def drafted(steps: Sequence[Step]) -> float:
-    """Mean nodes that a request may draft in a step."""
-    return sum(sum(step.budgets) / len(step.budgets) for step in steps) / len(steps)
+    """Mean nodes of a request that are verified in a step."""
+    return sum(sum(step.nodes) / len(step.nodes) for step in steps) / len(steps)
 
 
 @pytest.mark.parametrize("pass_seconds", [cpu_seconds, gpu_seconds])
@@ -136,8 +141,8 @@ def test_a_new_drafter_is_tried_on_one_request_before_it_drafts_for_all():
         {"d": SimulatedDrafter(lambda step: 0.9)}, pass_seconds=gpu_seconds, concurrency=lambda step: 16
     )
     steps = world.run(controller(world), 20)
-    assert sum(budget > 0 for budget in steps[0].budgets) <= 2  # a probe may come on top
-    assert sum(budget > 0 for budget in steps[-1].budgets) == 16
+    assert sum(nodes > 0 for nodes in steps[0].nodes) <= 2  # a probe may come on top
+    assert sum(nodes > 0 for nodes in steps[-1].nodes) > 12
 
 
 def test_a_draft_is_never_longer_than_what_a_request_may_still_have():
@@ -167,3 +172,55 @@ def test_a_segment_that_gains_little_is_told_of_once(caplog):
         world.run(auto, 600)
     assert auto.poor_segments == {""}
     assert [record.message.count("gain little") for record in caplog.records] == [1]
+
+
+def test_what_was_learned_is_there_after_a_restart_and_a_damaged_file_is_nothing(tmp_path):
+    memory = Memory(tmp_path / "costs" / "memory.json")
+    wrong = {"d": SimulatedDrafter(lambda step: 0.0, says=lambda step: 0.9, seconds_per_level=0.001)}
+    world = World(wrong, max_output=10**6)
+    first = controller(world, memory=memory)
+    world.run(first, 200)
+    first.close()
+    again = controller(world, memory=memory)
+    assert again.drafts.prices("d") == pytest.approx(first.drafts.prices("d"))
+    assert again.models["d", True].calibration.line == pytest.approx(first.models["d", True].calibration.line)
+    assert drafted(world.run(again, 1)) < drafted(world.run(controller(world), 1))
+    memory.path.write_text('{"drafts": {"d": 3}, "models": []}')
+    assert controller(world, memory=memory).models["d", True].drafts == 0
+
+
+def test_a_drafter_that_has_no_opinion_is_judged_by_depth():
+    silent = {"d": SimulatedDrafter(lambda step: 0.8, says=lambda step: math.nan)}
+    world = World(silent, max_output=10**6)
+    steps = world.run(controller(world), 400)
+    assert drafted(steps[300:]) > 2
+    wrong = {"d": SimulatedDrafter(lambda step: 0.05, says=lambda step: math.nan)}
+    assert drafted(World(wrong).run(controller(world), 400)[100:]) < 0.2
+
+
+def test_what_was_drawn_at_random_is_verified_whole():
+    """Rules that take drawn drafts are exact only if nothing about them depends on what was drawn."""
+    world = World({"d": SimulatedDrafter(lambda step: 0.9)})
+    auto = controller(world)
+    running = [request()]
+    auto.plan(running, Load(1, 0))
+    chances = np.full((1, 4), 0.25)
+    drawn = DraftTrees.chains([[0, 1]])
+    drawn = replace(drawn, draws=Draws(chances, np.zeros(2, dtype=np.int32)))
+    low = DraftTrees.chains([[0, 1]], [[0.001, 0.0005]])
+    parts = [SimulatedPart(running[0], DraftPlan("d", 2))]
+    assert auto.trim(parts, drawn) is drawn
+    auto.plan(running, Load(1, 0))
+    assert auto.trim(parts, low).num_nodes < 2
+
+
+def test_what_it_did_can_be_told():
+    world = World({"d": SimulatedDrafter(lambda step: 0.9)})
+    auto = controller(world)
+    assert auto.facts() is None
+    world.run(auto, 400)
+    facts = auto.facts()
+    assert facts is not None
+    assert facts.reason in auto.reasons
+    assert facts.gain > 1.2
+    assert facts.poor_segments == frozenset()

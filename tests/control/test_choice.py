@@ -7,79 +7,103 @@ import itertools
 import numpy as np
 import pytest
 
-from paceline.control.choice import Batch, Prospect, choose, priced
+from paceline.control.choice import Batch, Choice, Market, PassPrices, Prospect, worth_verifying
 from paceline.control.cost import Call, DraftCosts, StepCosts
 
 FLAT = StepCosts([1, 64], [0.004, 0.0041])
 LINEAR = StepCosts([1, 64], [0.004, 4 * 0.064])
+CLIFF = StepCosts([1, 4, 5, 8], [0.004, 0.004, 0.008, 0.008])
 
 
-def prospect(*chances: float, depth: int = 4) -> Prospect:
+def prospect(*chances: float, nodes: int = 4, scenes: int = 3) -> Prospect:
     """Requests whose drafts are right with these chances at each depth."""
-    tokens = np.array([[chance**level for level in range(1, depth + 1)] for chance in chances])
-    return Prospect(tokens, np.ones_like(tokens))
+    each = [[chance**level for level in range(1, nodes + 1)] for chance in chances]
+    return Prospect(np.array([each] * scenes), nodes, np.zeros(len(chances)))
 
 
-def free(*drafters: str) -> DraftCosts:
-    return DraftCosts(drafters)
+def market(steps: StepCosts, drafts: DraftCosts | None = None, **prospects: Prospect) -> Market:
+    count = len(next(iter(prospects.values())).late)
+    return Market(Batch(count, count, 0), prospects, steps, drafts or DraftCosts(list(prospects)))
 
 
-def test_where_rows_are_free_all_is_drafted_and_where_they_cost_a_step_nothing():
-    batch = Batch(1, 1, 0)
-    assert choose(batch, {"d": prospect(0.9)}, FLAT, free("d"))[0].lengths == (4,)
-    best, plain = choose(batch, {"d": prospect(0.9)}, LINEAR, free("d"))
-    assert best is plain
-    assert best.lengths == (0,)
+def names(choice: Choice) -> list[tuple[str, ...]]:
+    return [] if choice.offer is None else list(choice.offer.names)
 
 
-def test_a_tile_is_filled_and_not_exceeded():
-    steps = StepCosts([1, 4, 5, 8], [0.004, 0.004, 0.008, 0.008])
-    best, _ = choose(Batch(1, 1, 0), {"d": prospect(0.9, depth=7)}, steps, free("d"))
-    assert best.lengths == (3,)
+def verified(steps: StepCosts, chances: list[float], rows: int = 1) -> int:
+    return worth_verifying(chances, PassPrices(Batch(1, rows, 0), steps, len(chances)), rate=250.0)
 
 
-def test_requests_compete_for_rows():
-    steps = StepCosts([1, 6, 7, 16], [0.004, 0.004, 0.04, 0.04])
-    best, _ = choose(Batch(2, 2, 0), {"d": prospect(0.9, 0.7)}, steps, free("d"))
-    assert best.lengths == (3, 1)  # 0.9, 0.81, 0.73 and 0.7: a fourth of the first is 0.66
-    best, _ = choose(Batch(2, 2, 0), {"d": prospect(0.8, 0.8)}, steps, free("d"))
-    assert best.lengths == (2, 2)
+def test_where_rows_are_free_all_is_verified_and_where_they_cost_a_step_nothing():
+    assert verified(FLAT, [0.9, 0.5, 0.1]) == 3
+    assert verified(LINEAR, [0.9, 0.5, 0.1]) == 0
 
 
-def test_each_request_has_the_drafter_that_is_good_for_it():
-    prospects = {"copy": prospect(0.9, 0.05), "head": prospect(0.1, 0.8)}
-    best, _ = choose(Batch(2, 2, 0), prospects, StepCosts([1, 64], [0.004, 0.03]), free("copy", "head"))
-    assert best.drafters == ("copy", "head")
-    assert min(best.lengths) > 0
+def test_a_tile_is_filled_and_not_exceeded_unless_that_pays():
+    assert verified(CLIFF, [0.9, 0.8, 0.3, 0.25, 0.2]) == 3
+    assert verified(CLIFF, [0.9] * 7) == 7  # the whole next tile is worth its price
 
 
-def test_a_level_that_costs_a_pass_of_the_drafter_is_taken_for_all_or_for_none():
+@pytest.mark.parametrize("seed", range(8))
+def test_no_other_number_of_nodes_is_worth_more(seed: int):
+    rng = np.random.default_rng(seed)
+    chances = np.sort(rng.random(10))[::-1]
+    seconds = 0.003 + np.cumsum(rng.choice([1e-5, 8e-4, 4e-3], size=11))
+    costs = StepCosts(range(1, 12), seconds)
+    worth = [chances[:count].sum() - 250.0 * seconds[count] for count in range(11)]
+    assert verified(costs, chances.tolist()) == int(np.argmax(worth))
+
+
+def test_where_rows_are_free_all_draft_and_where_they_cost_a_step_nobody():
+    best = market(FLAT, d=prospect(0.9)).best()
+    assert names(best) == [("d",)]
+    assert best.rows == 4
+    assert best.rate > 3 * 250
+    alone = market(LINEAR, d=prospect(0.9))
+    assert alone.best() is alone.plain
+    assert not alone.can_gain()
+
+
+def test_a_level_that_costs_a_pass_of_the_drafter_makes_drafts_short():
     drafts = DraftCosts(["d"])
     for levels, requests in itertools.product((1, 2, 3, 4), (1, 2, 3)):
         drafts.observe([Call("d", requests, levels, requests * levels)], 0.0015 * levels)
-    few, _ = choose(Batch(1, 1, 0), {"d": prospect(0.6)}, FLAT, drafts)
-    many, _ = choose(Batch(8, 8, 0), {"d": prospect(*[0.6] * 8)}, FLAT, drafts)
-    assert len(set(many.lengths)) == 1
-    assert few.lengths[0] == many.lengths[0] == 1
+    best = market(FLAT, drafts, d=prospect(0.6)).best()
+    assert best.offer is not None
+    assert best.offer.length == 1
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("count", [1, 3])
-def test_no_other_lengths_are_much_better(seed: int, count: int):
-    rng = np.random.default_rng(seed)
-    prospects = {"d": prospect(*rng.uniform(0.1, 0.95, size=count), depth=3)}
-    rises = np.cumsum(rng.choice([1e-5, 3e-4, 1e-3], size=12, p=[0.5, 0.3, 0.2]))
-    steps = StepCosts(range(1, 13), 0.003 + rises)
-    drafts = DraftCosts(["d"])
-    for levels in (1, 2, 3):
-        drafts.observe([Call("d", 3, levels, 3 * levels)], 2e-4 * levels)
-    batch = Batch(count, count, 0)
-    best, _ = choose(batch, prospects, steps, drafts)
-    tried = itertools.product(range(4), repeat=count)
-    rates = [
-        priced([("d", length) for length in lengths], batch, prospects, steps, drafts).rate
-        for lengths in tried
-    ]
-    assert best.rate >= 0.99 * max(rates)
-    same = priced(list(zip(best.drafters, best.lengths, strict=True)), batch, prospects, steps, drafts)
-    assert same.rate == pytest.approx(best.rate)
+def test_requests_compete_for_rows_and_each_has_the_drafter_that_is_good_for_it():
+    steps = StepCosts([1, 2, 64], [0.004, 0.004, 0.03])
+    best = market(steps, copy=prospect(0.9, 0.05), head=prospect(0.1, 0.8)).best()
+    assert names(best) == [("copy",), ("head",)]
+    best = market(steps, head=prospect(0.9, 0.001)).best()
+    assert best.tokens > 2.5
+
+
+def test_a_dear_drafter_is_asked_only_where_a_cheap_one_has_nothing():
+    drafts = DraftCosts(["copy", "head"])
+    for _ in range(20):
+        drafts.observe([Call("copy", 1, 4, 4)], 1e-5)
+        drafts.observe([Call("head", 1, 4, 4)], 2e-3)
+    copy = prospect(0.95, scenes=4)
+    copy.chances[2:] = 0.0  # it finds something every other time
+    both = market(FLAT, drafts, copy=copy, head=prospect(0.8, scenes=4))
+    best = both.best()
+    assert names(best) == [("copy", "head")]
+    assert best.offer is not None
+    assert 0.0 < best.offer.enough[0] < copy.chances[0].sum()
+    for single in ("copy", "head"):
+        assert best.rate > both.alone(single).rate
+
+
+def test_catching_up_is_paid_for():
+    late = Prospect(prospect(0.7).chances, 4, np.array([0.02]))
+    both = market(FLAT, d=late)
+    assert both.best() is both.plain
+
+
+def test_requests_for_which_nothing_can_be_drafted_are_left_out():
+    both = market(FLAT, d=Prospect(prospect(0.9, 0.9).chances * [[[1.0], [0.0]]], 4, np.zeros(2)))
+    assert names(both.best()) in ([("d",), ()], [("d",), ("d",)])
+    assert both.best().tokens == pytest.approx(2 + sum(0.9**depth for depth in (1, 2, 3, 4)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -60,13 +62,37 @@ def test_one_step_that_took_a_second_changes_little():
     assert float(costs.seconds(8, 0)) < 1.07 * 0.006
 
 
-def test_a_model_made_of_the_table_of_another_says_the_same():
+def test_what_was_learned_survives_a_restart_and_nonsense_does_not():
     costs = make()
     for rows in (2, 5, 40):
         costs.observe(rows, 0, 0.01)
-    again = StepCosts(*costs.table())
+    facts = json.loads(json.dumps(costs.facts()))
+    again = StepCosts.from_facts(facts)
     rows = np.array([1.0, 2.0, 3.3, 40.0])
     np.testing.assert_allclose(again.seconds(rows, 0), costs.seconds(rows, 0))
+    for nonsense in ({"rows": [2, 1]}, {"seconds": [1.0]}, {"seconds": [float("nan")] * len(facts["rows"])}):
+        with pytest.raises(ValueError, match="not costs"):
+            StepCosts.from_facts(facts | nonsense)
+
+
+def test_prices_of_drafters_survive_a_restart_each_by_its_name():
+    costs = DraftCosts(["head", "copy"])
+    for levels in (1, 4, 2, 7) * 10:
+        costs.observe([Call("head", 1, levels, levels, late=100 * (levels == 7))], 1e-3 * levels)
+    again = DraftCosts(["other", "head"])
+    again.begin_with(json.loads(json.dumps(costs.facts())))
+    assert float(again.seconds("head", 1, 4, 4)) == pytest.approx(float(costs.seconds("head", 1, 4, 4)))
+    assert float(again.seconds("other", 1, 4, 4)) == 0.0
+    with pytest.raises(ValueError, match="not sums"):
+        again.begin_with({"head": [[1.0]]})
+
+
+def test_catching_up_has_a_price_of_its_own():
+    costs = DraftCosts(["head"])
+    for late in (0, 0, 0, 800, 0, 0, 30, 0, 0, 400) * 6:
+        costs.observe([Call("head", 1, 3, 3, late)], 3e-4 + 2e-5 * late)
+    assert costs.prices("head")[-1] == pytest.approx(2e-5, rel=0.1)
+    assert float(costs.seconds("head", 1, 3, 3)) == pytest.approx(3e-4, rel=0.2)
 
 
 def test_the_price_of_a_drafter_is_learned_from_calls_of_different_sizes():

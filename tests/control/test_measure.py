@@ -8,6 +8,7 @@ import pytest
 
 from paceline.backends.base import ForwardBatch, ForwardOutput
 from paceline.control.measure import SECONDS, measure_steps, step_costs
+from paceline.control.memory import Memory
 from tests.toy import ToyBackend
 
 
@@ -43,7 +44,7 @@ def test_a_slow_model_is_measured_at_fewer_points():
     toy = TimedToy(lambda rows, context: 0.3)
     costs = measure_steps(toy, 256, toy.clock)
     assert toy.now < 2 * SECONDS + 3 * 0.3
-    assert len(costs.table()[0]) >= 2
+    assert len(costs.facts()["rows"]) >= 2
 
 
 @pytest.mark.parametrize(("max_rows", "longest"), [(1, 2), (2, 8), (3, 1000), (64, 20)])
@@ -55,14 +56,14 @@ def test_small_engines_are_measured_within_their_limits(max_rows: int, longest: 
 
 def test_a_measurement_is_made_once_for_a_model_and_a_damaged_file_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
-    first = step_costs(toy := ToyBackend(), 64, "model a").table()
+    first = step_costs(toy := ToyBackend(), 64, Memory.of("model a")).facts()
     passes = len(toy.batches)
-    assert step_costs(toy, 64, "model a").table() == first
+    assert step_costs(toy, 64, Memory.of("model a")).facts() == first
     assert len(toy.batches) == passes
-    step_costs(toy, 64, "model b")
+    step_costs(toy, 64, Memory.of("model b"))
     assert len(toy.batches) > passes
     for path in (tmp_path / "costs").iterdir():
-        path.write_text('{"rows": [2, 1], "seconds": [1]}')
+        path.write_text('{"steps": {"rows": [2, 1], "seconds": [1], "per_key": 0}}')
     passes = len(toy.batches)
-    step_costs(toy, 64, "model a")
+    step_costs(toy, 64, Memory.of("model a"))
     assert len(toy.batches) > passes

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from paceline.control.controller import Controller, FixedController
 from paceline.draft.base import Drafter
-from paceline.draft.trees import DraftPlan, DraftTrees, Draws
+from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
+from paceline.engine.scheduler import Scheduled
 from paceline.verify.params import SamplingParams
 from tests.engine.test_speculative_facts import IDS, PLAIN_OUTPUT, truth
 from tests.toy import VOCAB, ToyBackend, ToyTokenizer, drain
@@ -130,8 +130,8 @@ class Trims(FixedController):
         self.least = least
         self.asked: list[list[str]] = []
 
-    def trim(self, requests: Sequence[Request], trees: DraftTrees) -> DraftTrees:
-        self.asked.append([request.request_id for request in requests])
+    def trim(self, parts: Sequence[Scheduled], trees: DraftTrees) -> DraftTrees:
+        self.asked.append([part.request.request_id for part in parts])
         assert trees.chances is not None
         return trees.kept(trees.chances >= self.least)
 
@@ -151,26 +151,13 @@ def test_a_step_whose_draft_is_trimmed_away_is_plain():
     assert engine.stats.rows == engine.stats.new_tokens == 1
 
 
-def test_drawn_nodes_are_not_trimmed():
-    class Drawn(Chains):
-        def propose(self, requests, plans):
-            trees = super().propose(requests, plans)
-            rows = np.arange(trees.num_nodes, dtype=np.int32)
-            return replace(trees, draws=Draws(np.eye(VOCAB)[trees.tokens], rows))
-
-    controller = Trims(DraftPlan(DEAR, 6), least=0.95)
-    (facts,) = stepped(engine_of(controller, Drawn(DEAR, 6, 0.9)))
-    assert facts.nodes == 6
-    assert controller.asked == []
-
-
 def test_the_time_of_trimming_is_planning():
     now = [0.0]
 
     class Slow(Trims):
-        def trim(self, requests, trees):
+        def trim(self, parts, trees):
             now[0] += 1.0
-            return super().trim(requests, trees)
+            return super().trim(parts, trees)
 
     class SlowChains(Chains):
         def propose(self, requests, plans):
