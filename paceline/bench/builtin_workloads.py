@@ -63,6 +63,8 @@ SUBJECTS = (
     ("a village that moves every seven years", "travel report"),
     ("the last cinema of a city", "short story"),
 )
+FORMS = tuple(dict.fromkeys(form for _, form in SUBJECTS))
+FORMS_OF_ONE = 4  # that each subject is asked for in
 NAMES = ("Ada Moss", "Ben Okafor", "Chen Li", "Dora Blum", "Emil Strand", "Fatou Diop")
 
 
@@ -105,9 +107,11 @@ def chat() -> Iterator[Line]:
 
 def writing() -> Iterator[Line]:
     """Free writing at temperature 1: what is hardest to draft for."""
-    for number, (subject, form) in enumerate(SUBJECTS):
-        line = _line(f"piece-{number}", f"Write a {form} about {subject}. Surprise me.", 224)
-        yield {**line, "temperature": 1.0}
+    for turn in range(FORMS_OF_ONE):
+        for number, (subject, own) in enumerate(SUBJECTS):
+            form = FORMS[(FORMS.index(own) + turn) % len(FORMS)]
+            ask = f"Write a {form} about {subject}. Surprise me."
+            yield {**_line(f"piece-{turn * len(SUBJECTS) + number}", ask, 224), "temperature": 1.0}
 
 
 def _line(name: str, content: str, max_tokens: int) -> Line:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from paceline.bench.grid_command import grid_command
 from paceline.bench.main_command import RUN, MainCommandGroup, run_command
 from paceline.bench.reporting import (
     JsonFile,
@@ -28,6 +29,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 app.command(RUN)(run_command)
+app.command("grid")(grid_command)
 app.command("speculation", help=f"The same as {RUN}.")(run_command)
 
 

@@ -113,14 +113,19 @@ class Contest:
         }
 
 
-def run_contest(options: SpeculationOptions, on_turn: OnTurn = lambda _: None) -> Contest:
-    """All rows, by engines in this process. A peer that fails is told of, and does not stop the rest."""
+def run_contest(
+    options: SpeculationOptions, on_turn: OnTurn = lambda _: None, model: LoadedModel | None = None
+) -> Contest:
+    """All rows, by engines in this process, around a loaded model or the one that the options name.
+
+    A peer that fails is told of, and does not stop the rest.
+    """
     structured = any(prompt.structured_outputs for one in options.workloads for prompt in one.prompts)
     if options.peers and options.constrain and structured:
         raise ConfigError("peers are run without a response_format: add --no-constrain, or leave them out.")
     most = max(profile.concurrency or SchedulerOptions().max_num_seqs for profile in options.profiles)
     config_of = partial(bench_config, options.model, options.quantization, options.threads, most)
-    model = load_model(config_of(OFF))
+    model = model or load_model(config_of(OFF))
     options = replace(options, methods=options.methods or usual_methods(model))
     configs = {label: config_of(config) for label, config in options.methods.items()}
     chosen = settings(model.backend)

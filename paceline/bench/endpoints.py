@@ -102,9 +102,9 @@ class EndpointRunner:
         yield
         return asyncio.run(self._run(group, profile))
 
-    def warm_up(self, task: ServedTask) -> None:
+    def warm_up(self, group: Sequence[ServedTask], profile: Profile) -> None:
         """A few tokens. What is wrong with all requests is told here."""
-        short = replace(task, body={**task.body, "max_tokens": WARM_UP_TOKENS})
+        short = replace(group[0], body={**group[0].body, "max_tokens": WARM_UP_TOKENS})
         answer = asyncio.run(self._ask(short, time.perf_counter()))
         if answer.error is not None:
             raise ConfigError(f"the server does not answer the first request: {answer.error}")

@@ -16,7 +16,7 @@ from paceline.engine.request import Request
 from paceline.errors import ConfigError, RequestError
 from paceline.verify.params import SamplingParams
 
-WARM_UP_TOKENS = 16
+WARM_UP_TOKENS, WARM_UP_REQUESTS = 16, 4
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,14 @@ class EngineRunner:
         """The same, by this engine alone."""
         return alone(self.slices(group, profile))
 
-    def warm_up(self, task: Task) -> None:
-        """Answer briefly, so that code is compiled."""
-        params = SamplingParams(temperature=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
-        self.run([replace(task, params=params)], Profile("warm-up"))
+    def warm_up(self, group: Sequence[Task], profile: Profile) -> None:
+        """Answer briefly, one alone and then some at once, so that all code is compiled."""
+        short = [
+            replace(task, params=replace(task.params, max_tokens=WARM_UP_TOKENS))
+            for task in group[:WARM_UP_REQUESTS]
+        ]
+        self.run(short[:1], Profile("alone"))
+        self.run(short, Profile("at once", min(profile.concurrency or len(short), len(short))))
 
     def close(self) -> None:
         self._engine.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from paceline.bench.reporting import JsonFile, Report, check_writable, integers
+from paceline.bench.reporting import HtmlFile, JsonFile, Report, check_writable, integers
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError
 from paceline.terminal.flags import Flag, Group, Options, with_flags
@@ -115,9 +115,7 @@ def run_command(
         str | None, typer.Option(help="Milliseconds that a good request keeps: ttft=500,tpot=50,e2e=9000.")
     ] = None,
     json_file: JsonFile = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a report with plots to this file.")
-    ] = None,
+    html: HtmlFile = None,
 ) -> None:
     """What drafting methods, or servers, give on workloads, in turns, and whether any token differs."""
     from paceline.bench.contest import SpeculationOptions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +22,9 @@ Quantization = Annotated[
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write all results to this file.")
 ]
+HtmlFile = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write a report with plots to this file.")
+]
 Workloads = Annotated[
     list[str] | None,
     typer.Option(
@@ -28,6 +32,9 @@ Workloads = Annotated[
         help="A file of JSON lines, or code-edit, summarize, extract, chat, writing. May be repeated.",
     ),
 ]
+
+
+PIPED_WIDTH = 240  # columns: more than any table has
 
 
 class Report:
@@ -45,13 +52,19 @@ class Report:
         """Print the tables, the notes and the machine, and write the file."""
         from paceline.bench.tables import machine_notes
 
-        console = Console()
+        console = report_console()
         for table in tables:
             console.print(table)
         for note in (*notes, *machine_notes(self.machine, facts.get("threads"), facts.get("quantization"))):
             console.print(note, highlight=False, markup=False, soft_wrap=True)
         if self._json_file is not None:
             self._json_file.write_text(json.dumps({**facts, "machine": self.machine}, indent=2) + "\n")
+
+
+def report_console() -> Console:
+    """Standard output; what is piped has no width, so there nothing is cut."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=PIPED_WIDTH)
 
 
 def check_writable(option: str, file: Path | None) -> None:

@@ -93,7 +93,7 @@ def measure_workload(
     """
     groups = list(_groups(tasks, profile))
     chance = random.Random(0)
-    _warm_up(makers, tasks[0])
+    _warm_up(makers, groups[0], profile)
     turns: dict[Key, list[list[Turn]]] = {(name, label): [] for name in passes for label in makers}
     for number in range(rounds):
         runners = {label: make() for label, make in makers.items()}
@@ -129,9 +129,11 @@ def _groups(tasks: Sequence[Task], profile: Profile) -> Iterator[Sequence[Task]]
             yield segment[start : start + size]
 
 
-def _warm_up(makers: Mapping[str, Callable[[], Runner[Task]]], task: Task) -> None:
+def _warm_up(
+    makers: Mapping[str, Callable[[], Runner[Task]]], group: Sequence[Task], profile: Profile
+) -> None:
     """Every contestant once: code is compiled. These runners are not used again."""
     for make in makers.values():
         runner = make()
-        runner.warm_up(task)
+        runner.warm_up(group, profile)
         runner.close()

@@ -101,7 +101,7 @@ class Runner(Protocol[Task_contra]):
         """What all of them got, arriving as the profile says."""
         ...
 
-    def warm_up(self, task: Task_contra) -> None:
+    def warm_up(self, group: Sequence[Task_contra], profile: Profile) -> None:
         """Answer briefly and uncounted."""
         ...
 

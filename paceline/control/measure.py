@@ -37,7 +37,7 @@ def measure_steps(
     """The costs of passes of 1 to 64 rows over an empty context, and of what a long one adds."""
     rows_of_all = [rows for rows in ROWS if rows <= min(backend.max_rows, longest // 2)]
     context = max(1, min(LONG, backend.max_rows, longest // 2))
-    pool = backend.make_pool(-(-(context + max(rows_of_all)) // backend.page_size))  # a small model has no more
+    pool = backend.make_pool(-(-(context + max(rows_of_all)) // backend.page_size))
     end = clock() + SECONDS
     backend.forward(_chain(pool, 0, context))  # fills the pool, and whatever caches there are
     longer = _chain(pool, context, min(8, max(rows_of_all)))
