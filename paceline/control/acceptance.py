@@ -110,8 +110,8 @@ class AcceptanceModel:
         luck = self.luck(key, segment)
         return [min(MOST, luck * chance) for chance in self.calibration.chances(said)]
 
-    def scenes(self, requests: Sequence[tuple[Key, str]]) -> Float64Array:
-        """[scenes, requests, nodes] chances of the drafts that requests may get, as they were lately.
+    def scenes(self, requests: Sequence[tuple[Key, str]], count: int = SCENES) -> Float64Array:
+        """[count, requests, nodes] chances of the drafts that requests may get, as they were lately.
 
         From now on all that was observed counts.
         """
@@ -121,7 +121,7 @@ class AcceptanceModel:
         for key, segment in requests:
             levels = (self._requests.get(key), self._segments.get(segment))
             lately = chain(*(level.said for level in levels if level is not None), self.said)
-            said.append(list(islice(cycle([*islice(lately, SCENES)] or [guess]), SCENES)))
+            said.append(list(islice(cycle([*islice(lately, count)] or [guess]), count)))
         lucks = np.array([self.luck(key, segment) for key, segment in requests])
         values = np.array(said)  # [requests, scenes, nodes]
         believed = self.calibration.of_array(values) * (lucks[:, None, None] * (values > 0.0))

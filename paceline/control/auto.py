@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.control.acceptance import AcceptanceModel, Key
+from paceline.control.acceptance import SCENES, AcceptanceModel, Key
 from paceline.control.choice import Batch, BoolArray, Market, PassPrices, Prospect, worth_verifying
 from paceline.control.controller import Controller, Load
 from paceline.control.cost import DraftCosts, StepCosts
 from paceline.control.decision import Decision
 from paceline.control.floor import Floor
 from paceline.control.memory import Memory
-from paceline.control.planned import Asked, Planned
+from paceline.control.planned import Asked, Planned, Wish
 from paceline.control.probes import Probe, Probes
 from paceline.control.segments import SegmentGains
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from paceline.engine.scheduler import Scheduled
     from paceline.engine.stats import DraftFacts, StepStats
 
-HOLDS = 32  # steps that a choice holds while the same requests run
-WARM_UP = 16  # steps in which every one teaches much
+HOLDS = 32  # steps that a choice holds while about the same requests run
+SOON = 6  # steps that a few new requests wait for theirs
+WARM_UP = 16  # steps in which every one teaches much, if nothing is known
 UNKNOWN = 4  # drafts until a drafter is known a little
 SHORT = 3  # tokens that a request may still have: below, a draft has nothing to save
 PROBED = 4  # nodes that a drafter which was not chosen is asked for
@@ -75,9 +76,8 @@ class AutoController(Controller):
         self._probes = Probes(list(plans))
         self._segments = SegmentGains()
         self._log = log
-        self._step = 0
-        self._holds_until = 0
-        self._chosen_for: list[Request] = []
+        self._step = self._chosen_at = self._holds_until = 0
+        self._wishes: dict[Request, Wish] = {}  # what was chosen
         self._planned: Planned | None = None
         self.reasons: Counter[str] = Counter()  # steps, by why they were planned as they were
         self._reason: str | None = None  # of the last step that there was something to decide in
@@ -131,15 +131,18 @@ class AutoController(Controller):
         if not places:
             return plans
         requests = [running[place] for place in places]
-        if requests != self._chosen_for or self._step >= self._holds_until or self._probes.won:
-            self._choose(requests, running, plans)
+        rows = sum(request.num_pending for request in running) + sum(plan.budget for plan in plans)
+        if self._is_due(requests, rows):
+            self._choose(requests, running, rows)
         floor = self._floors.setdefault(load.running.bit_length(), Floor())
         floor.expect(self._best.rate / self._market.plain.rate)
-        reason, asked, probe = self._decide(floor)
-        for line, one in asked.items():
-            one.late = self._backlog(one.names[-1], one.request)
-            plans[places[line]] = self._plan_of(line, one)
-        by_key = {_key(one.request): one for one in asked.values()}
+        reason, asked, probe = self._decide(floor, requests)
+        for place, request in zip(places, requests, strict=True):
+            one = asked.get(request)
+            if one is not None:
+                one.late = self._backlog(one.names[-1], request)
+                plans[place] = self._plan_of(one)
+        by_key = {_key(request): one for request, one in asked.items()}
         self._planned = Planned(by_key, self._best, floor, probe)
         self.reasons[reason] += 1
         self._reason, self._gain = reason, floor.gain.mean
@@ -147,35 +150,54 @@ class AutoController(Controller):
             self._log(self._decision(reason, load, by_key))
         return plans
 
-    def _choose(
-        self, requests: list[Request], running: Sequence[Request], plans: Sequence[DraftPlan]
-    ) -> None:
+    def _is_due(self, requests: Sequence[Request], rows: int) -> bool:
+        """Whether something is to be chosen now: from time to time, and at once if other requests run."""
+        if self._step >= self._holds_until or self._probes.won:
+            return True
+        then, known = self._market.batch.rows, sum(request in self._wishes for request in requests)
+        if known < len(requests):
+            self._holds_until = min(self._holds_until, self._step + SOON)
+        count = len(self._wishes)
+        return (
+            4 * known < 3 * len(requests) or 4 * known < 3 * count or not then / 2 - 4 < rows < 2 * then + 4
+        )
+
+    def _choose(self, requests: Sequence[Request], running: Sequence[Request], rows: int) -> None:
         """Find the best choice for these requests."""
-        if requests != self._chosen_for:
-            self._forget_others(running)
-        self._chosen_for = requests
+        self._forget_others(running)
         self._chosen_segments = Counter(request.segment for request in requests)
-        rows = sum(request.num_pending for request in running) + sum(plan.budget for plan in plans)
         decoding = sum(request.num_pending == 1 for request in running)
         keys = sum(request.num_computed for request in requests) / len(requests)
         batch = Batch(float(decoding), min(rows, self._max_rows), keys, self._per_token)
-        prospects = {name: self._prospect(name, requests) for name in self.plans}
-        self._market = Market(batch, prospects, self.steps, self.drafts)
-        self._best = self._market.best()
-        self._plans_made: dict[tuple[int, tuple[str, ...], int], DraftPlan] = {}
-        self._holds_until = self._step + (1 if self._step < WARM_UP else HOLDS)
+        most = max(plan.budget for plan in self.plans.values())
+        self._market = Market(batch, len(requests), most, self.steps, self.drafts)
+        self._can_gain = self._market.can_gain()
+        self._best = self._market.plain
+        if self._can_gain:
+            prospects = {name: self._prospect(name, requests) for name in self.plans}
+            self._best = self._market.best(prospects)
+        offer = self._best.offer
+        names = [()] * len(requests) if offer is None else offer.names
+        enough = [0.0] * len(requests) if offer is None or not offer.enough else offer.enough
+        self._wishes = {
+            request: Wish(own, tokens) for request, own, tokens in zip(requests, names, enough, strict=True)
+        }
+        self._usual = Counter(self._wishes.values()).most_common(1)[0][0]  # for those that come until then
+        self._plans_made: dict[tuple[Request, tuple[str, ...], int], DraftPlan] = {}
+        learning = self._step < WARM_UP and any(
+            self._model(name, requests[0]).drafts < UNKNOWN for name in self.plans
+        )
+        self._chosen_at, self._holds_until = self._step, self._step + (1 if learning else HOLDS)
 
     def _prospect(self, name: str, requests: Sequence[Request]) -> Prospect:
         """What a drafter is expected to do for these requests; nothing for those it failed for."""
-        chances = np.zeros((len(requests), 1, 1))
+        scenes = max(2, SCENES // len(requests))
+        chances = np.zeros((scenes, len(requests), self.plans[name].budget))
         for greedy in (True, False):
             own = [line for line, request in enumerate(requests) if request.sampler.greedy is greedy]
             if own:
                 known = [(_key(requests[line]), requests[line].segment) for line in own]
-                scenes = self.models[name, greedy].scenes(known)
-                if chances.shape[2] == 1:
-                    chances = np.zeros((scenes.shape[0], len(requests), scenes.shape[2]))
-                chances[:, own] = scenes
+                chances[:, own] = self.models[name, greedy].scenes(known, scenes)
         late = np.zeros(len(requests))
         per_token = self.drafts.prices(name)[-1]
         for line, request in enumerate(requests):
@@ -187,50 +209,50 @@ class AutoController(Controller):
     def _backlog(self, name: str, request: Request) -> int:
         return self._backlogs[name](request) if name in self._backlogs else 0
 
-    def _decide(self, floor: Floor) -> tuple[str, dict[int, Asked], Probe | None]:
-        """Why, what each request drafts by its line, and which of it is a probe."""
+    def _decide(
+        self, floor: Floor, requests: Sequence[Request]
+    ) -> tuple[str, dict[Request, Asked], Probe | None]:
+        """Why, what requests are asked for, and which of it is a probe."""
         offer = self._best.offer
         if floor.reason == "pair" and offer is not None:
             return "pair", {}, None
-        asked: dict[int, Asked] = {}
+        asked: dict[Request, Asked] = {}
         if offer is not None and floor.reason is None:
-            asked = self._asked(offer.names, offer.length)
-        probe = self._probe(asked)
+            asked = self._asked(requests, offer.length)
+        probe = self._probe(requests, asked)
         if probe is not None:
-            asked[probe.line] = Asked(
-                self._chosen_for[probe.line], (probe.drafter,), probe.length, tried=True
-            )
+            request = requests[probe.line]
+            asked[request] = Asked(request, (probe.drafter,), probe.length, tried=True)
             return "probe", asked, probe
         reason = "gain" if asked else "no gain" if offer is None else "stopped"
         return reason, asked, None
 
-    def _asked(self, names: Sequence[tuple[str, ...]], length: int) -> dict[int, Asked]:
-        """What the lines are asked for. A drafter that nobody knows begins with one request, not with all."""
-        asked: dict[int, Asked] = {}
+    def _asked(self, requests: Sequence[Request], length: int) -> dict[Request, Asked]:
+        """What requests are asked for. A drafter that nobody knows begins with one of them, not with all."""
+        asked: dict[Request, Asked] = {}
         unknown: set[str] = set()
-        for line, (request, own) in enumerate(zip(self._chosen_for, names, strict=True)):
-            new = {name for name in own if self._model(name, request).drafts < UNKNOWN}
+        for request in requests:
+            wish = self._wishes.get(request, self._usual)
             left = min(length, request.max_output - request.num_output - 1)
-            if own and left > 0 and not new & unknown:
-                asked[line] = Asked(request, own, left, tried=bool(new))
+            if not wish.names or left < 1:
+                continue
+            new = {name for name in wish.names if self._model(name, request).drafts < UNKNOWN}
+            if not new & unknown:
+                asked[request] = Asked(request, wish.names, left, tried=bool(new))
                 unknown |= new
         return asked
 
-    def _plan_of(self, line: int, asked: Asked) -> DraftPlan:
+    def _plan_of(self, asked: Asked) -> DraftPlan:
         """The plan of one request, which holds as long as the choice."""
-        place = line, asked.names, asked.length
+        place = asked.request, asked.names, asked.length
         if place not in self._plans_made:
             request = asked.request
             *firsts, last = asked.names
             plan = self._drafting(last, request, asked.length)
             for first in firsts:
-                assert self._best.offer is not None
                 left = request.max_output - request.num_output - 1
-                plan = replace(
-                    self._drafting(first, request, left),
-                    otherwise=plan,
-                    enough=max(0.0, self._best.offer.enough[line]),
-                )
+                enough = max(0.0, self._wishes.get(request, self._usual).enough)
+                plan = replace(self._drafting(first, request, left), otherwise=plan, enough=enough)
             self._plans_made[place] = plan
         return self._plans_made[place]
 
@@ -238,7 +260,7 @@ class AutoController(Controller):
         """The plan of one drafter: it leaves out what will not pay for its row."""
         row = self._market.prices.row(self._best.rows)
         _, _, level, node, _ = self.drafts.prices(name)
-        seconds = row + node + level / len(self._chosen_for)
+        seconds = row + node + level / max(1, len(self._wishes))
         calibration = self._model(name, request).calibration
         least = LEAST * calibration.said_for(min(0.9, self._best.rate * seconds))
         return replace(self.plans[name], least_chance=least).shrunk(most)
@@ -246,24 +268,19 @@ class AutoController(Controller):
     def _model(self, name: str, request: Request) -> AcceptanceModel:
         return self.models[name, request.sampler.greedy]
 
-    def _probe(self, asked: Mapping[int, Asked]) -> Probe | None:
+    def _probe(self, requests: Sequence[Request], asked: Mapping[Request, Asked]) -> Probe | None:
         """A drafter that was not chosen for a request, if there is time to spare for it."""
-        if self._step + HOLDS != self._holds_until and self._step >= WARM_UP:
-            return None  # only when something was just chosen
-        line, drafter = self._probes.next(self._step, self._chosen_for)
-        request = self._chosen_for[line]
+        if self._chosen_at != self._step or not self._can_gain:
+            return None
+        line, drafter = self._probes.next(self._step, requests)
+        request = requests[line]
         left = min(PROBED, self.plans[drafter].budget, request.max_output - request.num_output - 1)
-        own = asked.get(line)
+        own = asked.get(request)
         if left < 1 or drafter in request.failed_drafters or (own is not None and drafter in own.names):
             return None
-        if not self._market.can_gain():
-            return None
-        missed = 0.0
-        if own is not None:
-            missed = float(self._market.prospects[own.names[-1]].chances[:, line].sum(axis=1).mean())
-        seconds = float(self.drafts.seconds(drafter, 1, left, left)) + self._market.prices.row(
-            self._best.rows
-        )
+        missed = 0.0 if own is None else self._market.expected(own.names[-1], line)
+        seconds = float(self.drafts.seconds(drafter, 1, left, left))
+        seconds += self._market.prices.row(self._best.rows)
         seconds += self.drafts.prices(drafter)[-1] * self._backlog(drafter, request)
         rate = self._best.rate
         probe = Probe(_key(request), line, drafter, left, missed + rate * seconds, rate)

@@ -107,23 +107,20 @@ class Part:
 class Market:
     """A batch, the drafters that may draft for it, and prices: all that a choice depends on."""
 
-    def __init__(
-        self, batch: Batch, prospects: Mapping[str, Prospect], steps: StepCosts, drafts: DraftCosts
-    ) -> None:
+    def __init__(self, batch: Batch, count: int, nodes: int, steps: StepCosts, drafts: DraftCosts) -> None:
+        """`count` requests may be drafted for, with at most so many nodes each."""
         self.batch = batch
-        self.prospects = prospects
-        self._drafts = drafts
-        shapes = [prospect.chances.shape for prospect in prospects.values()]
-        self.count = shapes[0][1]
-        self.prices = PassPrices(batch, steps, self.count * max(nodes for _, _, nodes in shapes))
+        self.count = count
+        self.prices = PassPrices(batch, steps, count * nodes)
         self.plain = Choice(None, batch.tokens, self.prices.listed[0] + batch.per_token * batch.tokens)
+        self.prospects: Mapping[str, Prospect] = {}
+        self._drafts = drafts
         self._rate = self.plain.rate  # the best so far: what a second is worth
 
-    def best(self) -> Choice:
+    def best(self, prospects: Mapping[str, Prospect]) -> Choice:
         """The choice with most tokens per second that was found, plain decoding among them."""
-        if not self.can_gain():
-            return self.plain
-        alone = {name: self.alone(name) for name in self.prospects}
+        self.prospects = prospects
+        alone = {name: self.alone(name) for name in prospects}
         best = self._best_of(alone.values())
         if best.offer is None:
             return best
@@ -132,6 +129,10 @@ class Market:
             assert found is not None
             best = self._best_of((best, self.cascade(first, second, found.length, best)))
         return self._best_of((best, self._each_its_own(best))) if self.count > 1 else best
+
+    def expected(self, name: str, line: int) -> float:
+        """Tokens that a draft of this drafter brings the request of this line, if all of it is verified."""
+        return float(self.prospects[name].chances[:, line].sum(axis=1).mean())
 
     def can_gain(self) -> bool:
         """Whether drafts would gain anything if every one of them were right and cost nothing."""

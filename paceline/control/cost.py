@@ -19,7 +19,9 @@ Float64Array = npt.NDArray[np.float64]
 Numbers = Float64Array | float
 
 SCALE_RATE = 0.05  # how far one step moves the price of all row counts
-SHAPE_RATE = 0.05  # and that of its own, when that has been seen often
+SHAPE_RATE = 0.03  # and that of its own, when that has been seen often
+MEASURED = 12  # steps that a measurement at the start counts for
+GUESSED = 4  # and what lies between two row counts that were seen
 OUTLIER = 1.5  # times the expected: a step that took longer counts as this much
 FAR = 1e6  # rows: where the table ends
 NEW, REFIT = 50, 8  # calls after each of which prices are fitted, and how often later
@@ -40,14 +42,18 @@ class StepCosts:
         assert len(rows) == len(seconds) >= 2
         self._rows = [*map(float, rows), FAR]  # [points]
         self._seconds = [*map(float, seconds), 0.0]  # [points] the last one follows from the two before it
-        self._visits = [2] * len(rows)
+        self._visits = [MEASURED] * len(rows)
         self._scale = 1.0
         self.per_key = per_key
         self._extend()
 
     def seconds(self, rows: Numbers, keys: float) -> Float64Array:
-        """[...] seconds of passes of so many rows (fractions too), each of which reads `keys` keys."""
-        table = np.interp(rows, self._rows, self._seconds)
+        """[...] seconds of passes of so many rows, ascending, each of which reads `keys` keys.
+
+        None is thought to be quicker than one of fewer rows: what seems so is noise.
+        """
+        table = np.maximum.accumulate(np.atleast_1d(np.interp(rows, self._rows, self._seconds)))
+        table = table.reshape(np.shape(rows))
         return np.asarray(self._scale * (table + self.per_key * keys * np.asarray(rows)))
 
     def observe(self, rows: int, attended: int, seconds: float) -> None:
@@ -71,7 +77,7 @@ class StepCosts:
         if self._rows[point] != place:
             self._seconds.insert(point, float(np.interp(place, self._rows, self._seconds)))
             self._rows.insert(point, place)
-            self._visits.insert(point, 0)
+            self._visits.insert(point, GUESSED)
         return point
 
     def _extend(self) -> None:

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 NO_OPINION = 0.7  # what is said of each token for a drafter that says nothing
 
 
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What was chosen for one request."""
+
+    names: tuple[str, ...]  # drafters, in the order in which they are asked; none: plain decoding
+    enough: float  # tokens that the first must promise for the second not to be asked
+
+
 @dataclass(slots=True)
 class Asked:
     """What one request is asked to draft in this step, and what came of it."""

@@ -21,9 +21,13 @@ def prospect(*chances: float, nodes: int = 4, scenes: int = 3) -> Prospect:
     return Prospect(np.array([each] * scenes), nodes, np.zeros(len(chances)))
 
 
-def market(steps: StepCosts, drafts: DraftCosts | None = None, **prospects: Prospect) -> Market:
+def market(
+    steps: StepCosts, drafts: DraftCosts | None = None, **prospects: Prospect
+) -> tuple[Market, Choice]:
+    """A market, and its best choice."""
     count = len(next(iter(prospects.values())).late)
-    return Market(Batch(count, count, 0), prospects, steps, drafts or DraftCosts(list(prospects)))
+    found = Market(Batch(count, count, 0), count, 4, steps, drafts or DraftCosts(list(prospects)))
+    return found, found.best(prospects)
 
 
 def names(choice: Choice) -> list[tuple[str, ...]]:
@@ -55,29 +59,29 @@ def test_no_other_number_of_nodes_is_worth_more(seed: int):
 
 
 def test_where_rows_are_free_all_draft_and_where_they_cost_a_step_nobody():
-    best = market(FLAT, d=prospect(0.9)).best()
+    _, best = market(FLAT, d=prospect(0.9))
     assert names(best) == [("d",)]
     assert best.rows == 4
     assert best.rate > 3 * 250
-    alone = market(LINEAR, d=prospect(0.9))
-    assert alone.best() is alone.plain
-    assert not alone.can_gain()
+    dear, best = market(LINEAR, d=prospect(0.9))
+    assert best is dear.plain
+    assert not dear.can_gain()
 
 
 def test_a_level_that_costs_a_pass_of_the_drafter_makes_drafts_short():
     drafts = DraftCosts(["d"])
     for levels, requests in itertools.product((1, 2, 3, 4), (1, 2, 3)):
         drafts.observe([Call("d", requests, levels, requests * levels)], 0.0015 * levels)
-    best = market(FLAT, drafts, d=prospect(0.6)).best()
+    _, best = market(FLAT, drafts, d=prospect(0.6))
     assert best.offer is not None
     assert best.offer.length == 1
 
 
 def test_requests_compete_for_rows_and_each_has_the_drafter_that_is_good_for_it():
     steps = StepCosts([1, 2, 64], [0.004, 0.004, 0.03])
-    best = market(steps, copy=prospect(0.9, 0.05), head=prospect(0.1, 0.8)).best()
+    _, best = market(steps, copy=prospect(0.9, 0.05), head=prospect(0.1, 0.8))
     assert names(best) == [("copy",), ("head",)]
-    best = market(steps, head=prospect(0.9, 0.001)).best()
+    _, best = market(steps, head=prospect(0.9, 0.001))
     assert best.tokens > 2.5
 
 
@@ -88,8 +92,7 @@ def test_a_dear_drafter_is_asked_only_where_a_cheap_one_has_nothing():
         drafts.observe([Call("head", 1, 4, 4)], 2e-3)
     copy = prospect(0.95, scenes=4)
     copy.chances[2:] = 0.0  # it finds something every other time
-    both = market(FLAT, drafts, copy=copy, head=prospect(0.8, scenes=4))
-    best = both.best()
+    both, best = market(FLAT, drafts, copy=copy, head=prospect(0.8, scenes=4))
     assert names(best) == [("copy", "head")]
     assert best.offer is not None
     assert 0.0 < best.offer.enough[0] < copy.chances[0].sum()
@@ -99,11 +102,11 @@ def test_a_dear_drafter_is_asked_only_where_a_cheap_one_has_nothing():
 
 def test_catching_up_is_paid_for():
     late = Prospect(prospect(0.7).chances, 4, np.array([0.02]))
-    both = market(FLAT, d=late)
-    assert both.best() is both.plain
+    found, best = market(FLAT, d=late)
+    assert best is found.plain
 
 
 def test_requests_for_which_nothing_can_be_drafted_are_left_out():
-    both = market(FLAT, d=Prospect(prospect(0.9, 0.9).chances * [[[1.0], [0.0]]], 4, np.zeros(2)))
-    assert names(both.best()) in ([("d",), ()], [("d",), ("d",)])
-    assert both.best().tokens == pytest.approx(2 + sum(0.9**depth for depth in (1, 2, 3, 4)))
+    _, best = market(FLAT, d=Prospect(prospect(0.9, 0.9).chances * [[[1.0], [0.0]]], 4, np.zeros(2)))
+    assert names(best) in ([("d",), ()], [("d",), ("d",)])
+    assert best.tokens == pytest.approx(2 + sum(0.9**depth for depth in (1, 2, 3, 4)))

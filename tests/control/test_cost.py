@@ -41,7 +41,7 @@ def test_a_row_count_that_was_measured_wrong_is_learned_and_its_neighbour_beyond
 
 def test_a_cliff_above_all_that_was_measured_is_found_by_going_there():
     costs = make()
-    for _ in range(40):
+    for _ in range(100):
         costs.observe(1, 0, 0.004)
         costs.observe(64, 0, 0.2)
     assert float(costs.seconds(64, 0)) == pytest.approx(0.2, rel=0.1)
