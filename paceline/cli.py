@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from paceline import __version__
+from paceline.bench.simulate.flags import DRAFTS, MACHINE, TRAFFIC
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError, PacelineError
 from paceline.terminal.flags import (
@@ -164,25 +164,38 @@ def export(
 
 
 @app.command()
+@with_flags(machine=MACHINE, traffic=TRAFFIC, drafts=DRAFTS)
 def simulate(
+    machine: Options,
+    traffic: Options,
+    drafts: Options,
+    model: Annotated[
+        str | None, typer.Argument(help="A model to measure prices with, here; instead of a --gpu.")
+    ] = None,
     alpha: Annotated[float, typer.Option(help="Chance that a drafted token is right.")] = 0.7,
     gamma: Annotated[int, typer.Option(help="Drafted tokens, from 1 to 64.")] = 5,
     draft_cost: Annotated[
-        float, typer.Option(help="Of drafting a token, in passes of the target over one row.")
-    ] = 0.1,
-    row_cost: Annotated[float, typer.Option(help="Of verifying one, in the same.")] = 0.05,
+        float | None,
+        typer.Option(help="Of drafting a token, in passes of the target over one row; 0.1 if left out."),
+    ] = None,
+    row_cost: Annotated[
+        float | None, typer.Option(help="Of verifying one, in the same; 0.05 if left out.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run the MODEL too, and hold the simulation against it.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Work out what drafting would give: tokens per pass, the best length, the break-even acceptance."""
-    from rich.console import Console
+    """Work out what drafting would give: of chains alone, or by the engine on a MODEL's or a GPU's prices."""
+    from paceline.bench.simulate.command import Guesses, check_engine, simulate_arithmetic, simulate_engine
 
-    from paceline.control.arithmetic import arithmetic, arithmetic_table
-
-    found = arithmetic(alpha, gamma, draft_cost, row_cost)
-    if as_json:
-        typer.echo(json.dumps(asdict(found), indent=2))
+    guesses = Guesses(alpha, gamma, draft_cost, row_cost)
+    if check:
+        raise typer.Exit(0 if check_engine(model, traffic["concurrency"], as_json) else 1)
+    if model is None and machine["gpu"] is None and machine["bandwidth"] is None:
+        simulate_arithmetic(guesses, (machine, traffic, drafts), as_json)
     else:
-        Console().print(arithmetic_table(found))
+        simulate_engine(model, guesses, machine, traffic, drafts, as_json)
 
 
 def _mount(name: str, module: str, summary: str) -> None:

@@ -47,6 +47,7 @@ class Row:
     tokens_per_pass: float | None  # after the first pass, drafted or not
     draft_acceptance_rate: float | None
     acceptance_per_position: list[float]  # [d] share of drafted steps that accepted at least d + 1 tokens
+    drafted_per_position: list[float]  # [d] share of them that drafted so deep; empty: not told
     draft_tokens_per_step: float | None  # of drafted steps
     drafted_share: float | None  # of passes after the first
     draft_us_per_pass: float | None  # proposing only; `paceline bench drafting` times observing too
@@ -196,6 +197,7 @@ def _row(
         tokens_per_pass=_known_ratio(counts.later_gains, counts.later_passes),
         draft_acceptance_rate=counts.rate,
         acceptance_per_position=[_ratio(count, counts.steps) for count in counts.accepted_per_position],
+        drafted_per_position=[_ratio(count, counts.steps) for count in counts.drafts_per_position],
         draft_tokens_per_step=_ratio(counts.drafted, counts.steps) if counts.told else None,
         drafted_share=_known_ratio(counts.steps, counts.later_passes),
         draft_us_per_pass=_known_ratio(1e6 * counts.draft_time, counts.later_passes),
@@ -276,6 +278,8 @@ class _Counts:
         each: list[Sequence[float]] = [one.accepted_per_position for one in own]
         each += [one.accepted_per_position for one in told if one.steps]
         self.accepted_per_position = [sum(counts) for counts in zip_longest(*each, fillvalue=0.0)]
+        deep = [one.drafts_per_position for one in own]
+        self.drafts_per_position = [sum(counts) for counts in zip_longest(*deep, fillvalue=0)]
         self.draft_time = sum(one.draft_time for one in own)
         self.later_gains = sum(sum(answer.gains[1:]) for answer in answers)
         self.later_passes = sum(len(answer.gains) - 1 for answer in answers if answer.gains)

@@ -1,0 +1,190 @@
+"""The simulation held against the real engine: the same requests, measured and simulated, side by side.
+
+From the real runs the simulation gets what it cannot know: how long each answer is, and how drafts fared in
+it, drafter by drafter. Prices come from other prompts and from before. What `auto` does is not told it: its
+drafters fare as they did where each was used alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from paceline.bench.builtin_workloads import BUILT_IN
+from paceline.bench.contest import usual_methods
+from paceline.bench.engine_runner import EngineRunner, Task
+from paceline.bench.loading import bench_config
+from paceline.bench.profiles import Profile, closed
+from paceline.bench.simulate.measuring import Watched, measure_passes, measure_prices, watching
+from paceline.bench.simulate.prices import MeasuredPrices, Prices
+from paceline.bench.simulate.run import Method, World, simulated_turn
+from paceline.bench.simulate.world import Acceptance
+from paceline.bench.slices import Disturbances, in_slices
+from paceline.bench.speculation import COLD, OFF, ONE_BY_ONE, Key, Runs
+from paceline.bench.speculation_rows import rows
+from paceline.bench.timing import OnTurn
+from paceline.bench.turns import Answer, Slices, Turn
+from paceline.bench.workloads import load_workload
+from paceline.config import EngineConfig
+from paceline.draft.methods import AUTO, parse_speculative_config
+from paceline.engine.build import LoadedModel, build_engine, load_model
+from paceline.engine.engine import Engine
+from paceline.verify.params import SamplingParams
+
+TOLERANCE = 0.1
+LEAST_TASKS, WAVES = 8, 2  # requests of a setting: at least, and for each that runs at once
+PRICING_TASKS = 10  # other requests, for prices
+REPEATS = 4  # simulations of a setting, each with noise of its own
+ANSWER = 48  # most tokens of each
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One setting, by both."""
+
+    concurrency: int
+    method: str
+    measured: float  # tokens a second
+    simulated: float
+    measured_length: float  # tokens of a pass after the first
+    simulated_length: float
+
+    @property
+    def ratio(self) -> float:
+        return self.simulated / self.measured
+
+
+def check(
+    model_name: str,
+    concurrency: Sequence[int],
+    threads: int | None = None,
+    on_turn: OnTurn = lambda _: None,
+) -> list[Compared]:
+    """Plain decoding, each drafter alone and `auto`, at each concurrency."""
+    config_of = partial(bench_config, model_name, "auto", threads, max(concurrency))
+    model = load_model(config_of(OFF))
+    drafters = [name for name in usual_methods(model) if name not in (OFF, "ngram")]
+    configs = {OFF: OFF, **{name: name for name in drafters}, AUTO: ",".join([AUTO, *drafters])}
+    makers = {label: partial(_engine, config_of(config), model) for label, config in configs.items()}
+    compared, others = _tasks(model)
+    passes = measure_passes(model.backend, model.config.max_position)
+    found: list[Compared] = []
+    for profile in map(closed, concurrency):
+        tasks = compared[: max(LEAST_TASKS, WAVES * (profile.concurrency or 1))]
+        real, prices = _measure(makers, passes, tasks, others, profile, on_turn)
+        found += _compare(makers, real, prices, config_of(OFF).scheduler.max_num_batched_tokens, tasks)
+    return found
+
+
+def _measure(
+    makers: Mapping[str, Callable[[], Engine]],
+    passes: MeasuredPrices,
+    tasks: Sequence[Task],
+    others: Sequence[Task],
+    profile: Profile,
+    on_turn: OnTurn,
+) -> tuple[Runs, Mapping[str, Prices]]:
+    """All methods' turns and the prices of their steps, in slices: a slow moment slows both."""
+    watched: dict[str, list[Watched]] = {label: [] for label in makers}
+    disturbances = Disturbances()
+    courses: dict[str, Slices] = {}
+    for label, make in makers.items():
+        EngineRunner(make()).run(others[:1], ONE_BY_ONE)  # code is compiled
+        courses[label] = EngineRunner(make(), disturbances).slices(tasks, profile)
+        courses[f"prices of {label}"] = watching(make(), others, disturbances, watched[label])
+    turns: dict[Key, list[list[Turn]]] = {(COLD, label): [] for label in makers}
+    for label, turn in in_slices(courses, random.Random(0)):
+        on_turn(f"{profile.label}: {label}")
+        if label in makers:
+            turns[COLD, label] = [[turn]]
+    return Runs([tasks], profile, turns), measure_prices(passes, watched, _alone(makers))
+
+
+def _compare(
+    makers: Mapping[str, Callable[[], Engine]],
+    real: Runs,
+    prices: Mapping[str, Prices],
+    max_num_batched_tokens: int,
+    tasks: Sequence[Task],
+) -> list[Compared]:
+    """What was measured, simulated."""
+    profile = real.profile
+    drafters = {name: _acceptances(real, name) for name in _alone(makers)}
+    answers = _answers(real, OFF)
+    world = World(prices, drafters, max_num_batched_tokens)
+    methods = [
+        Method(label, label, parse_speculative_config(label).default_plan.budget)
+        if label in drafters
+        else Method(label)
+        for label in makers
+    ]
+    found = []
+    for method, row in zip(methods, rows("check", real), strict=True):
+        turns = []
+        for repeat in range(REPEATS):
+            again = [
+                replace(task, token_ids=[0] * len(task.token_ids), params=_params(number, answer.num_tokens))
+                for number, (task, answer) in enumerate(zip(tasks, answers, strict=True), repeat * len(tasks))
+            ]
+            turns.append(simulated_turn(world, method, again, profile, Counter()))
+        simulated = [answer for turn in turns for answer in turn.answers]
+        tokens = sum(answer.num_tokens for answer in simulated)
+        passes = sum(len(answer.gains) - 1 for answer in simulated)
+        found.append(
+            Compared(
+                concurrency=profile.concurrency or 1,
+                method=method.label,
+                measured=row.tokens_per_second,
+                simulated=tokens / sum(turn.seconds for turn in turns),
+                measured_length=row.tokens_per_pass or 1.0,
+                simulated_length=(tokens - len(simulated)) / passes,
+            )
+        )
+    return found
+
+
+def _alone(methods: Iterable[str]) -> list[str]:
+    """Those that are a drafter."""
+    return [name for name in methods if name not in (OFF, AUTO)]
+
+
+def acceptance_of(answer: Answer) -> Acceptance | None:
+    """How drafts fared in an answer for which something was drafted in every pass; None if nothing was."""
+    counts, asked = answer.speculative, len(answer.gains) - 1
+    if asked < 1 or not counts.drafts_per_position:
+        return None
+    accepted = [count / asked for count in counts.accepted_per_position]
+    drafted = [min(1.0, count / asked) for count in counts.drafts_per_position]
+    return Acceptance(tuple(accepted), tuple(map(max, drafted, accepted)))
+
+
+def _acceptances(runs: Runs, method: str) -> list[Acceptance]:
+    """Of each request, in order."""
+    return [acceptance_of(answer) or Acceptance((0.0,), (0.0,)) for answer in _answers(runs, method)]
+
+
+def _answers(runs: Runs, method: str) -> list[Answer]:
+    """Of the first round, in the order of the tasks."""
+    return [answer for turn in runs.turns[COLD, method][0] for answer in turn.answers]
+
+
+def _tasks(model: LoadedModel) -> tuple[list[Task], list[Task]]:
+    """Prompts of all built-in workloads by turns, as one segment: to compare, and to set prices."""
+    workloads = [load_workload(name, None, ANSWER).prompts for name in BUILT_IN]
+    prompts = [prompt for some in zip(*workloads, strict=False) for prompt in some]
+    tasks = [
+        Task(prompt.id, "check", prompt.token_ids(model.tokenizer), _params(number, ANSWER, False))
+        for number, prompt in enumerate(prompts)
+    ]
+    return tasks[:-PRICING_TASKS], tasks[-PRICING_TASKS:]
+
+
+def _params(number: int, tokens: int, ignore_eos: bool = True) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=ignore_eos, seed=number)
+
+
+def _engine(config: EngineConfig, model: LoadedModel) -> Engine:
+    return build_engine(config, model).engine

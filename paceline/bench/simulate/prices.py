@@ -1,0 +1,109 @@
+"""What a step costs, however that is known: measured here, or worked out from a machine's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from paceline.control.cost import Call, Float64Array, StepCosts
+
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 64)  # that an engine measures when it starts
+LONG = 1024  # keys of the context that it holds against an empty one
+
+
+@dataclass(frozen=True, slots=True)
+class PassSize:
+    """What a pass has to do."""
+
+    rows: int
+    requests: int
+    logits: int  # rows whose logits are wanted
+    contexts: int  # committed tokens, summed over requests
+    keys: int  # that rows read, summed over rows
+
+    @staticmethod
+    def chain(rows: int, context: int = 0) -> PassSize:
+        """One request's chain, all of it verified."""
+        keys = rows * context + rows * (rows + 1) // 2
+        return PassSize(rows, 1, rows, context, keys)
+
+
+class Prices(Protocol):
+    """Seconds of the parts of a step."""
+
+    def pass_seconds(self, size: PassSize) -> float:
+        """Of the target's pass."""
+        ...
+
+    def overhead_seconds(self, size: PassSize) -> float:
+        """Of everything else but the drafters."""
+        ...
+
+    def draft_seconds(self, call: Call) -> float:
+        """Of a drafter's call."""
+        ...
+
+
+def start_costs(prices: Prices, max_rows: int) -> StepCosts:
+    """What a controller would find if it measured passes at its start."""
+    rows = [count for count in ROWS if count <= max(2, max_rows)]
+    seconds = [prices.pass_seconds(PassSize.chain(count)) for count in rows]
+    most = rows[-1]
+    longer = prices.pass_seconds(PassSize.chain(most, LONG)) - seconds[-1]
+    return StepCosts(rows, seconds, max(0.0, longer) / (most * LONG))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPrices:
+    """Prices found here, for one way of drafting."""
+
+    verified: StepCosts  # of passes of which every row's logits are wanted
+    prompts: StepCosts  # of those of which one row's are
+    per_key: float  # seconds for each key that a row reads
+    per_context: float  # and for each committed token of a request
+    scale: float = 1.0  # of all of these
+    overhead: Sequence[float] = (0.0, 0.0)  # [terms] of `overhead_terms`
+    drafts: Mapping[str, Sequence[float]] = field(default_factory=dict)  # by drafter, [terms] of `call_terms`
+
+    def pass_seconds(self, size: PassSize) -> float:
+        rows = float(self.prompts.seconds(size.rows, 0.0))
+        logits = float(self.verified.seconds(size.logits, 0.0) - self.prompts.seconds(size.logits, 0.0))
+        read = self.per_key * size.keys + self.per_context * size.contexts
+        return self.scale * (rows + max(0.0, logits) + read)
+
+    def overhead_seconds(self, size: PassSize) -> float:
+        return float(np.dot(overhead_terms(size), self.overhead))
+
+    def draft_seconds(self, call: Call) -> float:
+        return float(np.dot(call_terms(call), self.drafts[call.drafter]))
+
+
+def overhead_terms(size: PassSize) -> tuple[float, ...]:
+    """What overhead grows with: the step and its requests."""
+    return 1.0, size.requests
+
+
+def call_terms(call: Call) -> tuple[float, ...]:
+    """What a drafter's call grows with: the call, its requests, levels and nodes."""
+    return 1.0, call.requests, call.levels, call.nodes
+
+
+def fit(terms: Float64Array, seconds: Float64Array) -> list[float]:
+    """[terms] prices, none below 0, of which so many [samples, terms] come nearest to `seconds` [samples].
+
+    Errors count as shares of the seconds. What would be below 0 is left out, the worst first. The sum of all
+    samples is met: what is as often dearer as cheaper must not seem cheap.
+    """
+    prices = np.zeros(terms.shape[1])
+    kept = list(range(terms.shape[1]))
+    while kept:
+        found = np.linalg.lstsq(terms[:, kept] / seconds[:, None], np.ones(len(seconds)), rcond=None)[0]
+        if found.min() >= 0.0:
+            prices[kept] = found
+            break
+        del kept[int(found.argmin())]
+    met = seconds.sum() / (terms @ prices).sum()
+    return [float(met * price) for price in prices]

@@ -1,0 +1,200 @@
+"""Simulated requests through the real engine, at several concurrencies and with several ways of drafting."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from paceline.bench.engine_runner import EngineRunner, Task
+from paceline.bench.profiles import Profile, closed
+from paceline.bench.simulate.prices import Prices, start_costs
+from paceline.bench.simulate.world import (
+    PAGE_SIZE,
+    Acceptance,
+    CountingTokenizer,
+    SimulatedBackend,
+    SimulatedDrafter,
+    VirtualClock,
+)
+from paceline.bench.speculation import COLD, OFF, Key, Runs
+from paceline.bench.speculation_rows import Row, rows
+from paceline.bench.timing import OnTurn
+from paceline.bench.turns import Turn
+from paceline.control.auto import AutoController
+from paceline.control.controller import Controller, FixedController
+from paceline.control.decision import Decision
+from paceline.draft.methods import AUTO
+from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.engine.admission import Limits
+from paceline.engine.engine import Engine
+from paceline.errors import ConfigError
+from paceline.options import check_integer
+from paceline.verify.params import SamplingParams
+
+LEAST_REQUESTS = 32  # of a setting: percentiles of less say nothing
+WAVES = 2  # requests of a setting for each that runs at once
+LEARNING = 8  # requests that a controller sees before those that count, at least
+DEPTH = 7  # tokens that a method without a number drafts at most
+
+
+@dataclass(frozen=True)
+class Length:
+    """One request: its tokens and those of its answer."""
+
+    prompt: int
+    answer: int
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of drafting."""
+
+    label: str
+    drafter: str | None = None  # None: off, or whatever the controller chooses
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class World:
+    """What is simulated: a machine, its drafters, and how much runs at once."""
+
+    prices: Mapping[str, Prices]  # by method: what is loaded beside the target costs a little in every step
+    drafters: Mapping[str, Sequence[Acceptance]]  # of each drafter those that requests take in turn
+    max_num_batched_tokens: int
+    kv_tokens: int | None = None  # that fit into memory; None: all that run
+    tells_chances: bool = True
+
+
+@dataclass
+class Result:
+    """Rows as of `paceline bench`, and why the controller decided as it did."""
+
+    rows: list[Row] = field(default_factory=list)
+    decisions: list[dict[str, int]] = field(default_factory=list)  # of each row: steps by reason
+
+    def facts(self) -> list[dict[str, Any]]:
+        """The rows for JSON."""
+        return [
+            asdict(row) | {"decisions": reasons}
+            for row, reasons in zip(self.rows, self.decisions, strict=True)
+        ]
+
+
+def parse_methods(given: str, drafters: Sequence[str]) -> list[Method]:
+    """The methods of a list such as off,auto,chain:5; plain decoding first, to compare with."""
+    methods = {OFF: Method(OFF)}
+    for label in (part.strip() for part in given.split(",")):
+        name, _, tokens = label.rpartition(":")
+        if label in (OFF, AUTO):
+            methods[label] = Method(label)
+        elif label in drafters:
+            methods[label] = Method(label, label, DEPTH)
+        elif name in drafters and tokens.isdecimal():
+            methods[label] = Method(label, name, check_integer(ConfigError, label, int(tokens), 1, 1024))
+        else:
+            forms = ", ".join(f"{drafter}:5" for drafter in drafters)
+            raise ConfigError(
+                f"--methods: {label!r} is none. Use off, auto, or a drafter and a length: {forms}."
+            )
+    return list(methods.values())
+
+
+def simulate(
+    world: World,
+    methods: Sequence[Method],
+    lengths: Sequence[Length],
+    concurrency: Sequence[int],
+    on_turn: OnTurn = lambda _: None,
+) -> Result:
+    """What each method gives at each concurrency. Requests take `lengths` in turn."""
+    result = Result()
+    for profile in map(closed, concurrency):
+        count = max(LEAST_REQUESTS, WAVES * (profile.concurrency or 1))
+        tasks = [_task(number, lengths[number % len(lengths)]) for number in range(count)]
+        turns: dict[Key, list[list[Turn]]] = {}
+        reasons: dict[str, Counter[str]] = {}
+        for method in methods:
+            reasons[method.label] = Counter()
+            turn = simulated_turn(world, method, tasks, profile, reasons[method.label])
+            turns[COLD, method.label] = [[turn]]
+            on_turn(f"{profile.label}: {method.label}")
+        for row in rows("simulated", Runs([tasks], profile, turns)):
+            result.rows.append(row)
+            result.decisions.append(dict(reasons[row.method]))
+    return result
+
+
+def simulated_turn(
+    world: World, method: Method, tasks: Sequence[Task], profile: Profile, reasons: Counter[str]
+) -> Turn:
+    """What the tasks get with one method; `reasons` of the controller's decisions are counted."""
+    at_once = profile.concurrency or len(tasks)
+    runner = _runner(world, method, tasks, at_once, reasons)
+    if method.label == AUTO:  # a server that has run for a while: its controller knows its drafters
+        runner.run(tasks[: max(at_once, LEARNING)], profile)
+        reasons.clear()
+    return runner.run(tasks, profile)
+
+
+def _task(number: int, length: Length) -> Task:
+    params = SamplingParams(temperature=0, max_tokens=length.answer, ignore_eos=True, seed=number)
+    return Task(str(number), "all", [0] * length.prompt, params)
+
+
+def _runner(
+    world: World,
+    method: Method,
+    tasks: Sequence[Task],
+    concurrency: int,
+    reasons: Counter[str],
+) -> EngineRunner:
+    """An engine that begins at time 0 and knows nothing yet."""
+    clock = VirtualClock()
+    prices = world.prices[method.label]
+    max_rows = max(world.max_num_batched_tokens, concurrency)
+    longest = max(len(task.token_ids) + (task.params.max_tokens or 1) for task in tasks)
+    pages_of_one = -(-longest // PAGE_SIZE) + 1
+    num_pages = concurrency * (pages_of_one + max_rows // PAGE_SIZE)
+    if world.kv_tokens is not None:
+        num_pages = min(num_pages, world.kv_tokens // PAGE_SIZE)
+    if num_pages < pages_of_one:
+        raise ConfigError(
+            f"a request of {longest} tokens does not fit: there is room for the keys and values of "
+            f"{num_pages * PAGE_SIZE}. Make it shorter, or use fewer --bits or a larger --gpu."
+        )
+    drafters = {
+        name: SimulatedDrafter(name, acceptances, prices, clock, world.tells_chances)
+        for name, acceptances in world.drafters.items()
+    }
+    engine = Engine(
+        SimulatedBackend(prices, clock, max_rows),
+        CountingTokenizer(),
+        Limits(
+            vocab_size=4, max_model_len=longest + 1, max_num_seqs=concurrency, max_num_batched_tokens=max_rows
+        ),
+        num_pages=num_pages,
+        enable_prefix_caching=False,
+        controller=_controller(world, method, prices, max_rows, reasons),
+        drafters=drafters,
+        clock=clock,
+    )
+    return EngineRunner(engine, clock=clock)
+
+
+def _controller(
+    world: World, method: Method, prices: Prices, max_rows: int, reasons: Counter[str]
+) -> Controller:
+    """Who decides: the real controller, or one fixed plan."""
+    if method.label != AUTO:
+        return FixedController(DraftPlan(method.drafter, method.tokens) if method.drafter else PLAIN)
+    plans = {
+        name: DraftPlan(name, min(DEPTH, max(len(one.accepted) for one in acceptances)))
+        for name, acceptances in world.drafters.items()
+    }
+
+    def count(decision: Decision) -> None:
+        reasons[decision.reason] += 1
+
+    return AutoController(plans, start_costs(prices, max_rows), max_rows=max_rows, log=count)

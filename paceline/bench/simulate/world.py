@@ -1,0 +1,190 @@
+"""A model that only costs time, for the real engine: its clock, its passes, its drafters.
+
+The model counts: behind each token comes the next number. So what it would say is known to drafters, which
+are right or wrong as often as they are told to be, and no answer ever depends on who drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.backends.base import Backend, ForwardBatch, ForwardOutput, Int32Array
+from paceline.bench.simulate.prices import PassSize, Prices
+from paceline.control.cost import Call
+from paceline.draft.base import Drafter
+from paceline.draft.trees import DraftPlan, DraftTrees
+from paceline.engine.request import Request
+
+VOCABULARY = 4  # numbers that it counts with
+PAGE_SIZE = 16
+
+
+class VirtualClock:
+    """Seconds that pass only when somebody says so."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        self._now += seconds
+
+
+class CountingTokenizer:
+    """Numbers without texts: nothing ends an answer but its length."""
+
+    eos_ids: frozenset[int] = frozenset()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+    def is_special(self, token_id: int) -> bool:
+        return False
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return []
+
+
+@dataclass(frozen=True)
+class NoPool:
+    """Pages that hold nothing."""
+
+    num_pages: int
+    bytes_per_page: int = 0
+
+
+class SimulatedBackend:
+    """Passes that take as long as they are priced."""
+
+    name = "simulated"
+    page_size = PAGE_SIZE
+    batch_invariant = True
+    supports_features = False
+
+    def __init__(self, prices: Prices, clock: VirtualClock, max_rows: int) -> None:
+        self._prices = prices
+        self._clock = clock
+        self.max_rows = max_rows
+        # [vocabulary, vocabulary] of each token the logits behind it
+        self._logits = np.roll(np.eye(VOCABULARY, dtype=np.float32), 1, axis=1)
+
+    def make_pool(self, num_pages: int) -> NoPool:
+        return NoPool(num_pages)
+
+    def bytes_per_page(self) -> int:
+        return 0
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        size = PassSize(
+            rows=batch.num_rows,
+            requests=batch.num_requests,
+            logits=len(batch.logit_rows),
+            contexts=int(batch.context_lengths.sum()),
+            keys=int(batch.positions.sum()) + batch.num_rows,
+        )
+        self._clock.advance(self._prices.pass_seconds(size) + self._prices.overhead_seconds(size))
+        return ForwardOutput(self._logits[batch.tokens[batch.logit_rows]])
+
+    def first_layers(self, count: int) -> Backend:
+        raise NotImplementedError("a simulated model has no layers")
+
+    def move(self, pool: object, source: Int32Array, destination: Int32Array) -> None:
+        pass  # nothing is kept
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How drafts fare, as shares of all that were asked for."""
+
+    accepted: tuple[float, ...]  # [depth] that are right down to here, never rising
+    drafted: tuple[float, ...] = ()  # [depth] that go so deep, at least as many; empty: all of them
+
+    def __post_init__(self) -> None:
+        if not self.drafted:
+            object.__setattr__(self, "drafted", (1.0,) * len(self.accepted))
+        assert len(self.drafted) == len(self.accepted) > 0
+
+    @staticmethod
+    def constant(alpha: float, depth: int) -> Acceptance:
+        """Every token is right with this chance, if all before it are."""
+        return Acceptance(tuple(alpha ** (level + 1) for level in range(depth)))
+
+
+class SimulatedDrafter(Drafter):
+    """Drafts chains that are right as often as they are told to be, at the price of a real drafter's.
+
+    Whether the token at some position of a request is guessed right is decided by noise of that position, so
+    it does not depend on who asks when. A draft that is right goes at least so deep: drafters that stop early
+    do it where they would be wrong.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        acceptances: Sequence[Acceptance],
+        prices: Prices,
+        clock: VirtualClock,
+        tells_chances: bool = True,
+    ) -> None:
+        """Requests take `acceptances` in turn, by their seeds."""
+        self.name = name
+        self._prices = prices
+        self._clock = clock
+        self._tells_chances = tells_chances
+        self._profiles = [_Profile(acceptance) for acceptance in acceptances]
+        self._noise: dict[Request, npt.NDArray[np.float64]] = {}  # [2, output]
+
+    def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
+        chains = [self._chain(request, plan) for request, plan in zip(requests, plans, strict=True)]
+        lengths = [len(chain) for chain in chains]
+        call = Call(self.name, len(requests), max(lengths), sum(lengths))
+        self._clock.advance(self._prices.draft_seconds(call))
+        chances = [
+            self._profile_of(request).chances[:length]
+            for request, length in zip(requests, lengths, strict=True)
+        ]
+        return DraftTrees.chains(chains, chances if self._tells_chances else None)
+
+    def forget(self, request: Request) -> None:
+        self._noise.pop(request, None)
+
+    def _chain(self, request: Request, plan: DraftPlan) -> list[int]:
+        """A draft for the request: right tokens, then a wrong one and what would follow it."""
+        profile = self._profile_of(request)
+        if request not in self._noise:
+            bits = np.random.Philox(key=request.seed)
+            self._noise[request] = np.random.Generator(bits).random((2, request.max_output))
+        most = min(plan.levels, profile.depth, request.max_output - request.num_output)
+        noise = self._noise[request][:, request.num_output : request.num_output + most]
+        wrong = np.flatnonzero(noise[0] >= profile.going_on[:most])
+        right = int(wrong[0]) if len(wrong) else most
+        depth = max(right, int(np.count_nonzero(noise[1][:1] < profile.beyond[:most])))
+        last = request.token_ids[-1]
+        return [(last + level + (level > right)) % VOCABULARY for level in range(1, depth + 1)]
+
+    def _profile_of(self, request: Request) -> _Profile:
+        return self._profiles[request.seed % len(self._profiles)]
+
+
+class _Profile:
+    """An acceptance in the form in which drafts are drawn from it."""
+
+    def __init__(self, acceptance: Acceptance) -> None:
+        accepted, drafted = np.array(acceptance.accepted), np.array(acceptance.drafted)
+        above = np.concatenate([[1.0], accepted[:-1]])
+        self.depth = len(accepted)
+        # [depth] chance to be right here too
+        self.going_on = np.divide(accepted, above, out=np.zeros(len(accepted)), where=above > 0)
+        # [depth] chance that a draft that is not right so deep is so deep all the same
+        wrong = 1.0 - accepted
+        beyond = np.divide(drafted - accepted, wrong, out=np.ones(len(accepted)), where=wrong > 0)
+        self.beyond = np.minimum.accumulate(beyond)
+        # [depth] that a draft which goes so deep is right, as its drafter sees it
+        chances = np.divide(accepted, drafted, out=np.zeros(len(accepted)), where=drafted > 0)
+        self.chances: list[float] = np.minimum.accumulate(chances).tolist()

@@ -1,0 +1,115 @@
+"""Worlds to simulate: of a data sheet's figures, or of prices that are measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from paceline.bench.engine_runner import Task
+from paceline.bench.loading import bench_config
+from paceline.bench.simulate.hardware import STEP_OVERHEAD, RooflinePrices, find_gpu, model_size
+from paceline.bench.simulate.measuring import PROMPT, STEPS, Watched, measure_passes, measure_prices, watching
+from paceline.bench.simulate.prices import PassSize
+from paceline.bench.simulate.run import Length, Method, World
+from paceline.bench.simulate.sources import CHAIN, Drafters
+from paceline.bench.slices import Disturbances, alone
+from paceline.bench.speculation import OFF
+from paceline.bench.workloads import load_workload
+from paceline.config import SchedulerOptions
+from paceline.draft.methods import AUTO, parse_speculative_config
+from paceline.engine.build import build_engine, load_model
+from paceline.errors import ConfigError
+from paceline.options import check_integer, check_number
+from paceline.terminal.flags import Options
+from paceline.verify.params import SamplingParams
+
+PARAMS, BITS = 8e9, 16.0
+GPU_ROWS = 2048  # most of a pass
+USUAL_PROMPTS = "chat"  # for prices, where no workload is named
+
+
+def given_world(
+    machine: Options, traffic: Options, drafters: Drafters, methods: Sequence[Method], chances: bool
+) -> tuple[World, list[Length]]:
+    """A world of data sheets, and what comes in it."""
+    if traffic["workload"] is not None:
+        raise ConfigError("--workload needs a MODEL, whose tokenizer counts: give --input-tokens instead.")
+    overhead = STEP_OVERHEAD if machine["overhead"] is None else machine["overhead"]
+    prices = RooflinePrices(
+        find_gpu(machine["gpu"], machine["bandwidth"], machine["flops"], machine["memory"]),
+        model_size(
+            PARAMS if machine["params"] is None else machine["params"],
+            BITS if machine["bits"] is None else machine["bits"],
+            machine["layers"],
+            machine["kv_bytes_per_token"],
+            machine["draft_params"],
+        ),
+        check_number(ConfigError, "--overhead", overhead, 0, 1000),
+    )
+    world = World(
+        prices={method.label: prices for method in methods},
+        drafters=drafters,
+        max_num_batched_tokens=_most_rows(traffic, GPU_ROWS),
+        kv_tokens=prices.kv_tokens(),
+        tells_chances=chances,
+    )
+    return world, [_length(traffic)]
+
+
+def measured_world(
+    name: str,
+    draft_cost: float,
+    traffic: Options,
+    drafters: Drafters,
+    methods: Sequence[Method],
+    chances: bool,
+) -> tuple[World, list[Length]]:
+    """A world of this machine, and what comes in it. A drafter of whom only the acceptance is known costs
+    `draft_cost` passes over one row for each level."""
+    check_number(ConfigError, "draft_cost", draft_cost, 0.0, 1000.0)
+    rows = _most_rows(traffic, SchedulerOptions().max_num_batched_tokens)
+    length = _length(traffic)
+    loaded = [drafter for drafter in drafters if drafter != CHAIN]
+    for drafter in loaded:
+        parse_speculative_config(drafter)  # one that cannot be loaded is told of before a model is
+    workload = load_workload(traffic["workload"] or USUAL_PROMPTS)
+    config_of = partial(bench_config, name, "auto", None, SchedulerOptions().max_num_seqs)
+    model = load_model(config_of(OFF))
+    prompts = [(prompt.token_ids(model.tokenizer), prompt.max_tokens) for prompt in workload.prompts]
+    params = SamplingParams(temperature=0, max_tokens=PROMPT + 2 * STEPS, ignore_eos=True)
+    tasks = [Task(str(number), "", ids, params) for number, (ids, _) in enumerate(prompts)]
+    everyone = ",".join([AUTO, *loaded])
+    watched: dict[str, list[Watched]] = {
+        config: [] for config in (OFF, *loaded, *([everyone] if loaded else []))
+    }
+    for config, steps in watched.items():
+        engine = build_engine(config_of(config), model).engine
+        alone(watching(engine, tasks, Disturbances(), steps))
+    passes = measure_passes(model.backend, model.config.max_position)
+    prices = measure_prices(passes, watched, loaded)
+    chain = (0.0, 0.0, draft_cost * passes.pass_seconds(PassSize.chain(1)), 0.0)
+    priced = {config: replace(one, drafts={**one.drafts, CHAIN: chain}) for config, one in prices.items()}
+    loads = {method.label: everyone if method.label == AUTO else method.drafter for method in methods}
+    world = World(
+        prices={label: priced[config if config in priced else OFF] for label, config in loads.items()},
+        drafters=drafters,
+        max_num_batched_tokens=rows,
+        tells_chances=chances,
+    )
+    if traffic["workload"] is None:
+        return world, [length]
+    return world, [Length(len(ids), tokens) for ids, tokens in prompts]
+
+
+def _length(traffic: Options) -> Length:
+    return Length(
+        check_integer(ConfigError, "--input-tokens", traffic["input_tokens"], 1, 1 << 20),
+        check_integer(ConfigError, "--output-tokens", traffic["output_tokens"], 2, 1 << 20),
+    )
+
+
+def _most_rows(traffic: Options, usual: int) -> int:
+    asked = traffic["max_num_batched_tokens"]
+    rows = usual if asked is None else asked
+    return check_integer(ConfigError, "--max-num-batched-tokens", rows, 2, 1 << 20)

@@ -1,0 +1,103 @@
+"""`paceline simulate`: which of its three things is meant, what is refused, and the JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench.simulate.check import acceptance_of
+from paceline.bench.simulate.sources import of_bench, of_depths
+from paceline.bench.simulate.world import Acceptance
+from paceline.bench.turns import Answer
+from paceline.cli import app
+from paceline.engine.request import SpeculativeCounts
+from paceline.engine.stats import DraftFacts
+from paceline.errors import ConfigError
+
+SMALL = ("--input-tokens", "16", "--output-tokens", "8", "--concurrency", "1,4")
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    app(["simulate", *arguments], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_a_gpu_is_simulated_as_a_table_and_as_json(capsys):
+    shown = simulated(capsys, "--gpu", "h200", *SMALL)
+    assert "chain:5" in shown
+    assert "first token" in shown
+    facts = json.loads(simulated(capsys, "--gpu", "h200", *SMALL, "--json"))
+    assert [(row["concurrency"], row["method"]) for row in facts["rows"]] == [
+        *((1, "off"), (1, "auto"), (1, "chain:5")),
+        *((4, "off"), (4, "auto"), (4, "chain:5")),
+    ]
+    assert facts["rows"][0]["tpot_ms"] == pytest.approx(4.9, abs=0.2)
+    assert {"p50", "p90", "p99"} == facts["rows"][0]["percentiles"]["ttft_ms"].keys()
+
+
+def test_a_model_is_measured_and_then_simulated(capsys, tiny_gguf):
+    arguments = (str(tiny_gguf), "--acceptance", "0.9,0.8", "--methods", "chain:2", *SMALL)
+    facts = json.loads(simulated(capsys, *arguments, "--json"))
+    off, chain = facts["rows"][:2]
+    assert off["tokens_per_second"] > 0
+    assert chain["mean_acceptance_length"] > 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bits", "4"], "--bits needs a machine"),
+        (["--no-chances"], "--no-chances needs a machine"),
+        (["--gpu", "h200", "--row-cost", "1"], "--row-cost"),
+        (["--gpu", "h200", "--draft-cost", "1"], "--draft-cost"),
+        (["some.gguf", "--gpu", "h200"], "--gpu is of a --gpu"),
+        (["--gpu", "h200", "--workload", "chat"], "needs a MODEL"),
+        (["--gpu", "h200", "--acceptance", "0.5", "--from", "x"], "give one of them"),
+        (["--gpu", "h200", "--acceptance", "0.5,0.6"], "do not rise"),
+        (["--gpu", "h200", "--from", "missing.json"], "cannot be read"),
+        (["--gpu", "h200", "--output-tokens", "1"], "--output-tokens"),
+    ],
+)
+def test_what_would_have_no_effect_or_no_meaning_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        app(["simulate", *arguments], standalone_mode=False)
+
+
+def row(method: str, **facts: Any) -> dict[str, Any]:
+    return {"method": method, "acceptance_per_position": [0.5, 0.25], "drafted_share": 0.8} | facts
+
+
+def test_acceptance_is_taken_from_what_a_bench_has_found(tmp_path: Path):
+    rows = [
+        row("off", acceptance_per_position=[]),
+        row("suffix", drafted_per_position=[1.0, 0.5]),
+        row("suffix", drafted_share=None),  # of a server that does not tell
+        row("auto"),
+    ]
+    (tmp_path / "bench.json").write_text(json.dumps({"rows": rows}))
+    assert of_bench(tmp_path / "bench.json") == {
+        "suffix": [Acceptance((0.4, 0.2), (0.8, 0.4)), Acceptance((0.5, 0.25), (1.0, 1.0))]
+    }
+
+
+def test_a_bench_without_drafts_says_nothing(tmp_path: Path):
+    (tmp_path / "bench.json").write_text(json.dumps({"rows": [row("off", acceptance_per_position=[])]}))
+    with pytest.raises(ConfigError, match="no row in which something was drafted"):
+        of_bench(tmp_path / "bench.json")
+
+
+def test_shares_are_of_all_that_was_asked_for():
+    assert of_depths("0.6,0.4") == {"chain": [Acceptance((0.6, 0.4), (1.0, 1.0))]}
+
+
+def test_how_drafts_fared_in_an_answer_is_counted_by_its_passes():
+    counts = SpeculativeCounts()
+    for nodes, accepted in ((3, 3), (3, 1), (1, 0)):
+        counts.add(DraftFacts("0", "", "suffix", nodes, nodes, accepted))
+    gains = (1, 4, 2, 1, 1)  # the prompt's pass, three drafted ones, one where nothing was found
+    answer = Answer([], sum(gains), (0.1,), 1.0, gains=gains, speculative=counts)
+    assert acceptance_of(answer) == Acceptance((0.5, 0.25, 0.25), (0.75, 0.5, 0.5))
+    assert acceptance_of(Answer([], 2, (0.1,), 1.0, gains=(1, 1))) is None

@@ -1,0 +1,168 @@
+"""Prices: of data sheets against measured servers, and of this machine from a few of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+
+from paceline.backends.base import ForwardBatch, ForwardOutput
+from paceline.bench.engine_runner import Task
+from paceline.bench.simulate.hardware import GPUS, RooflinePrices, find_gpu, model_size
+from paceline.bench.simulate.measuring import Watched, measure_passes, measure_prices, watching
+from paceline.bench.simulate.prices import MeasuredPrices, PassSize, Prices, fit, start_costs
+from paceline.bench.simulate.world import (
+    Acceptance,
+    CountingTokenizer,
+    SimulatedBackend,
+    SimulatedDrafter,
+    VirtualClock,
+)
+from paceline.bench.slices import Disturbances, alone
+from paceline.control.controller import FixedController
+from paceline.control.cost import Call, StepCosts
+from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.engine.admission import Limits
+from paceline.engine.engine import Engine
+from paceline.engine.stats import StepStats
+from paceline.errors import ConfigError
+from paceline.verify.params import SamplingParams
+
+LLAMA_8B = RooflinePrices(GPUS["h200"], model_size(8.03e9))
+
+
+def step_ms(prices: Prices, requests: int, drafted: int = 0, context: int = 256) -> float:
+    """Milliseconds of a step of so many requests, each with a chain of so many drafted tokens."""
+    rows = requests * (1 + drafted)
+    size = PassSize(rows, requests, rows, requests * context, rows * context)
+    drafting = prices.draft_seconds(Call("head", requests, drafted, requests * drafted))
+    return 1e3 * (prices.pass_seconds(size) + prices.overhead_seconds(size) + drafting)
+
+
+@pytest.mark.parametrize(
+    ("requests", "drafted", "measured"),
+    [
+        *((1, 0, 4.83), (4, 0, 4.93), (16, 0, 5.17), (64, 0, 5.97)),
+        *((1, 3, 5.83), (16, 3, 6.30), (1, 5, 6.48), (16, 5, 6.88), (64, 5, 13.5)),
+    ],
+)
+def test_an_8b_model_on_an_h200_is_priced_as_a_server_measured_it(requests, drafted, measured):
+    """Of a well-known server: bf16, CUDA graphs, an EAGLE-3 head."""
+    assert step_ms(LLAMA_8B, requests, drafted) == pytest.approx(measured, rel=0.05)
+
+
+def test_what_is_not_said_of_a_model_is_as_usual_for_its_size():
+    model = model_size(8e9)
+    assert model.kv_bytes_per_token == pytest.approx(131072, rel=0.1)  # llama 3.1 8B
+    assert model.weight_bytes == 16e9
+    assert model_size(8e9, bits=4).weight_bytes == 4e9
+    assert model_size(8e9, layers=32).kv_bytes_per_token == 131072
+    assert model_size(8e9, kv_bytes_per_token=7).kv_bytes_per_token == 7
+
+
+def test_weights_that_do_not_fit_are_refused():
+    assert 300_000 < RooflinePrices(GPUS["h100"], model_size(8e9)).kv_tokens() < 500_000
+    with pytest.raises(ConfigError, match="weights take 140"):
+        RooflinePrices(GPUS["a100"], model_size(70e9, draft_params=0)).kv_tokens()
+
+
+def test_a_gpu_is_named_or_given_and_a_name_can_be_corrected():
+    assert find_gpu("h200", 4e12, None, None).bandwidth == 4e12
+    assert find_gpu(None, 1e12, 1e14, 1e10).memory == 1e10
+    with pytest.raises(ConfigError, match="h200, h100"):
+        find_gpu("h2000", None, None, None)
+    with pytest.raises(ConfigError, match="--flops is missing"):
+        find_gpu(None, 1e12, None, 1e10)
+
+
+def test_prices_of_terms_are_found_and_none_is_below_zero():
+    rng = np.random.default_rng(0)
+    terms = rng.uniform(1, 9, (50, 3))
+    assert fit(terms, terms @ [0.1, 0.0, 2.0]) == pytest.approx([0.1, 0.0, 2.0], abs=1e-9)
+    assert min(fit(terms, 5.0 - 0.1 * terms[:, 0])) >= 0
+
+
+def test_a_controller_begins_with_the_prices_of_passes():
+    costs = start_costs(LLAMA_8B, max_rows=512)
+    alone_seconds = LLAMA_8B.pass_seconds(PassSize.chain(8, 1024))
+    assert float(costs.seconds(8, 1024)) == pytest.approx(alone_seconds, rel=0.01)
+
+
+TRUE = MeasuredPrices(
+    verified=StepCosts([1, 8, 64], [0.004, 0.006, 0.03]),
+    prompts=StepCosts([1, 64, 512], [0.004, 0.02, 0.15]),
+    per_key=1e-7,
+    per_context=2e-7,
+    overhead=(0.0005, 0.0001),
+    drafts={"head": (0.0002, 0.00001, 0.0003, 0.00002)},
+)
+
+
+class TimedBackend(SimulatedBackend):
+    """Passes alone, without the overhead of a step."""
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        before = self._clock()
+        output = super().forward(batch)
+        rows, requests = batch.num_rows, batch.num_requests
+        self._clock.advance(-TRUE.overhead_seconds(PassSize(rows, requests, 0, 0, 0)))
+        assert self._clock() > before
+        return output
+
+
+def test_passes_that_are_measured_cost_what_they_cost():
+    clock = VirtualClock()
+    found = measure_passes(TimedBackend(TRUE, clock, 512), 4096, clock)
+    for size in (PassSize.chain(1), PassSize.chain(8, 500), PassSize(512, 1, 1, 0, 131328)):
+        assert found.pass_seconds(size) == pytest.approx(TRUE.pass_seconds(size), rel=0.03)
+
+
+class Calm(Disturbances):
+    """Nothing else runs here."""
+
+    def waited(self) -> float:
+        return 0.0
+
+    def in_step(self, stats: StepStats, waited: float) -> float:
+        return 0.0
+
+
+def steps_of(plan: DraftPlan) -> list[Watched]:
+    """Steps of a simulated engine, watched."""
+    clock = VirtualClock()
+    drafter = SimulatedDrafter("head", [Acceptance((0.7, 0.5, 0.3), (0.9, 0.6, 0.5))], TRUE, clock)
+    engine = Engine(
+        SimulatedBackend(TRUE, clock, 512),
+        CountingTokenizer(),
+        Limits(vocab_size=4, max_model_len=256, max_num_seqs=16, max_num_batched_tokens=512),
+        num_pages=512,
+        enable_prefix_caching=False,
+        controller=FixedController(plan),
+        drafters={"head": drafter},
+        clock=clock,
+    )
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    tasks = [Task(str(number), "", [0] * (20 + 9 * number), params) for number in range(4)]
+    watched: list[Watched] = []
+    alone(watching(engine, tasks, Calm(), watched, clock))
+    return watched
+
+
+def test_the_prices_of_an_engine_are_found_by_watching_its_steps():
+    """Of a simulated one, whose prices are known."""
+    watched = {"off": steps_of(PLAIN), "head": steps_of(DraftPlan("head", 3))}
+    passes = MeasuredPrices(TRUE.verified, TRUE.prompts, TRUE.per_key, TRUE.per_context)
+    found = measure_prices(passes, watched, ["head"])
+    for requests, drafted in ((1, 0), (4, 3), (12, 0), (16, 3)):
+        prices = found["head" if drafted else "off"]
+        step = partial(step_ms, requests=requests, drafted=0, context=64)
+        assert step(prices) == pytest.approx(step(TRUE), rel=0.03)
+        call = Call("head", requests, drafted, requests * drafted)
+        assert prices.draft_seconds(call) == pytest.approx(TRUE.draft_seconds(call), rel=0.05)
+
+
+def test_steps_are_watched_at_several_concurrencies():
+    seen: Sequence[int] = [step.stats.requests for step in steps_of(PLAIN)]
+    assert set(seen) == {1, 4, 16}
