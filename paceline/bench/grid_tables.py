@@ -62,7 +62,7 @@ def _figures(cell: Cell) -> list[str]:
 def _notes(grid: Grid) -> list[str]:
     began = "what earlier runs had learned" if grid.options.learned else "an empty memory"
     return [
-        *(f"{'yes' if bar.holds else 'NO '}: {bar.says}." for bar in grid.bars()),
+        *(f"{'held' if bar.holds else 'MISSED'}: {bar.says}." for bar in grid.bars()),
         f"auto began with {began}; what it learns in a cell and what that costs is in the figures.",
         "best fixed: the quickest of all others in that cell, off among them. It is chosen afterwards, so "
         "where several are as good, luck makes it look better than it is.",
@@ -84,7 +84,9 @@ def grid_page(grid: Grid, machine: Mapping[str, Any]) -> str:
         for method, mean in sorted(grid.means.items(), key=lambda item: -item[1])
     ]
     bars = "".join(
-        f"<li{'' if bar.holds else ' class=bad'}>{'Yes' if bar.holds else 'No'}: {escape(bar.says)}.</li>"
+        f"<li>Held: {escape(bar.says)}.</li>"
+        if bar.holds
+        else f'<li class="bad">Missed: {escape(bar.says)}.</li>'
         for bar in grid.bars()
     )
     first = grid.contests[0]

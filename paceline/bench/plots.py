@@ -112,12 +112,49 @@ def line_plot(title: str, axes: tuple[str, str], series: Mapping[str, tuple[int,
         parts.append(f'<polyline points="{path}"/>')
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in placed]
         parts.append("</g>")
-    parts.append(_text((left + right) / 2, bottom + 34, axes[0], "middle axis"))
-    parts.append(
-        f'<text class="middle axis" transform="translate(13 {(top + bottom) / 2:.0f}) rotate(-90)">'
-        f"{escape(axes[1])}</text>"
-    )
+    parts += _axes(axes, (left + right) / 2, (top + bottom) / 2, bottom)
     return _svg(SMALL_WIDTH, bottom + 44, parts, title)
+
+
+def course_plot(
+    title: str,
+    axes: tuple[str, str],
+    series: Mapping[str, tuple[int, Sequence[Point]]],
+    marks: Mapping[float, str],
+) -> str:
+    """Lines over a long course; `marks` are places on it that have a line and a word of their own."""
+    points = [point for _, own in series.values() for point in own]
+    columns, ticks = nice_ticks(max(x for x, _ in points), 8), nice_ticks(max(y for _, y in points))
+    left, top, bottom, right = 58.0, 44.0, 244.0, WIDTH - 14.0
+
+    def place(point: Point) -> Point:
+        x, y = point
+        return left + (right - left) * x / columns[-1], bottom - (bottom - top) * y / ticks[-1]
+
+    parts = [_text(left, 16, title, "heading")]
+    for tick in ticks:
+        y = place((0, tick))[1]
+        parts += [_line(left, y, right, y, "grid"), _text(left - 6, y + 4, _number(tick), "end")]
+    parts += [_text(place((column, 0))[0], bottom + 16, _number(column), "middle") for column in columns]
+    for mark, word in marks.items():
+        x = place((mark, 0))[0]
+        parts += [_line(x, top - 12, x, bottom, "reference"), _text(x + 4, top - 4, word, "axis")]
+    for name, (colour, own) in series.items():
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, own))
+        parts.append(f'<g class="c{colour % NUM_COLOURS}"><title>{escape(name)}</title>')
+        parts.append(f'<polyline points="{path}"/></g>')
+    return _svg(
+        WIDTH, bottom + 44, [*parts, *_axes(axes, (left + right) / 2, (top + bottom) / 2, bottom)], title
+    )
+
+
+def _axes(axes: tuple[str, str], x: float, y: float, bottom: float) -> list[str]:
+    """What is along the bottom and up the left side."""
+    turned = f"translate(13 {y:.0f}) rotate(-90)"
+    return [
+        _text(x, bottom + 34, axes[0], "middle axis"),
+        f'<text class="middle axis" transform="{turned}">{escape(axes[1])}</text>',
+    ]
 
 
 def legend(names: Mapping[str, int]) -> str:
