@@ -18,8 +18,8 @@ from paceline.bench.contest import usual_methods
 from paceline.bench.engine_runner import EngineRunner, Task
 from paceline.bench.loading import bench_config
 from paceline.bench.profiles import Profile, closed
-from paceline.bench.simulate.measuring import Watched, measure_passes, measure_prices, watching
-from paceline.bench.simulate.prices import MeasuredPrices, Prices
+from paceline.bench.simulate.measuring import PassMeter, Watched, measure_prices, watching
+from paceline.bench.simulate.prices import Prices
 from paceline.bench.simulate.run import Method, World, simulated_turn
 from paceline.bench.simulate.world import Acceptance
 from paceline.bench.slices import Disturbances, in_slices
@@ -70,18 +70,17 @@ def check(
     configs = {OFF: OFF, **{name: name for name in drafters}, AUTO: ",".join([AUTO, *drafters])}
     makers = {label: partial(_engine, config_of(config), model) for label, config in configs.items()}
     compared, others = _tasks(model)
-    passes = measure_passes(model.backend, model.config.max_position)
     found: list[Compared] = []
     for profile in map(closed, concurrency):
         tasks = compared[: max(LEAST_TASKS, WAVES * (profile.concurrency or 1))]
-        real, prices = _measure(makers, passes, tasks, others, profile, on_turn)
+        real, prices = _measure(makers, model, tasks, others, profile, on_turn)
         found += _compare(makers, real, prices, config_of(OFF).scheduler.max_num_batched_tokens, tasks)
     return found
 
 
 def _measure(
     makers: Mapping[str, Callable[[], Engine]],
-    passes: MeasuredPrices,
+    model: LoadedModel,
     tasks: Sequence[Task],
     others: Sequence[Task],
     profile: Profile,
@@ -90,9 +89,12 @@ def _measure(
     """All methods' turns and the prices of their steps, in slices: a slow moment slows both."""
     watched: dict[str, list[Watched]] = {label: [] for label in makers}
     disturbances = Disturbances()
-    courses: dict[str, Slices] = {}
+    meter = PassMeter(model.backend, model.config.max_position)
+    courses: dict[str, Slices] = {"passes": meter.slices()}
     for label, make in makers.items():
-        EngineRunner(make()).run(others[:1], ONE_BY_ONE)  # code is compiled
+        first = EngineRunner(make())
+        first.run(others[:1], ONE_BY_ONE)  # code is compiled, and `auto` knows its drafters
+        first.close()
         courses[label] = EngineRunner(make(), disturbances).slices(tasks, profile)
         courses[f"prices of {label}"] = watching(make(), others, disturbances, watched[label])
     turns: dict[Key, list[list[Turn]]] = {(COLD, label): [] for label in makers}
@@ -100,7 +102,7 @@ def _measure(
         on_turn(f"{profile.label}: {label}")
         if label in makers:
             turns[COLD, label] = [[turn]]
-    return Runs([tasks], profile, turns), measure_prices(passes, watched, _alone(makers))
+    return Runs([tasks], profile, turns), measure_prices(meter.prices(), watched, _alone(makers))
 
 
 def _compare(

@@ -27,10 +27,11 @@ from paceline.engine.stats import StepStats
 
 PROMPT_ROWS = (32, 64, 128, 256, 512)
 VERIFIED_ROWS = (*ROWS, 128)
-ROUNDS = 3  # of which the quickest counts
+ROUNDS = 4  # of which the quickest counts
 IN_A_ROW = 5  # small passes: behind a large one the first few are slower on some processors
 SMALL = 64  # rows
 CONCURRENCY = (1, 4, 16)
+LITTLE = 0.02  # of a step that may be lost to others
 STEPS = 24  # that are watched at each concurrency, beside those with prompts
 PROMPT = 64  # most tokens of a prompt in them
 
@@ -56,42 +57,54 @@ class Watched:
         )
 
 
-def measure_passes(
-    backend: Backend, longest: int, clock: Callable[[], float] = time.perf_counter
-) -> MeasuredPrices:
-    """Prices of passes; all else costs nothing yet. Contexts have at most `longest` tokens."""
-    most = min(backend.max_rows, longest // 2)
-    context = min(LONG, most)
-    few = min(8, most)
-    pool = backend.make_pool(-(-max(most, context + few) // backend.page_size))
-    verified = [rows for rows in VERIFIED_ROWS if rows <= most]
-    prompts = [rows for rows in PROMPT_ROWS if rows <= most]
-    batches = [
-        *(_chain(pool, 0, rows, rows) for rows in verified),
-        *(_chain(pool, 0, rows, 1) for rows in prompts),
-        _chain(pool, context, 1, 1),
-        _chain(pool, context, few, few),
-    ]
-    backend.forward(_chain(pool, 0, context, 1))  # fills the pool, and whatever caches there are
-    quickest = np.full(len(batches), np.inf)  # [batches]
-    for _ in range(ROUNDS):  # one after the other, so that a bad moment spoils none of them
-        for place, batch in enumerate(batches):
-            for _ in range(IN_A_ROW if batch.num_rows <= SMALL else 1):
-                start = clock()
-                backend.forward(batch)
-                quickest[place] = min(quickest[place], clock() - start)
-    first, last = quickest[: len(verified)], quickest[len(verified) : -2]
-    one, several = (quickest[-2:] - [first[0], first[verified.index(few)]]) / context
-    per_key = max(0.0, float(several - one)) / max(1, few - 1)
-    # what rows read of each other is priced as keys, and not once more with the rows
-    first = np.maximum(first - per_key * _own_keys(verified), first[0])
-    last = np.maximum(last - per_key * _own_keys(prompts), first[0])
-    return MeasuredPrices(
-        verified=StepCosts(verified, _rising(first)),
-        prompts=StepCosts([1, *prompts], _rising(np.array([first[0], *last]))),
-        per_key=per_key,
-        per_context=max(0.0, float(one) - per_key),
-    )
+class PassMeter:
+    """Times passes of a backend alone, a few in each slice."""
+
+    def __init__(
+        self, backend: Backend, longest: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """Contexts have at most `longest` tokens."""
+        self._backend, self._clock = backend, clock
+        most = min(backend.max_rows, longest // 2)
+        self._context, self._few = min(LONG, most), min(8, most)
+        self._pool = backend.make_pool(-(-max(most, self._context + self._few) // backend.page_size))
+        self._verified = [rows for rows in VERIFIED_ROWS if rows <= most]
+        self._prompts = [rows for rows in PROMPT_ROWS if rows <= most]
+        self._batches = [
+            *(_chain(self._pool, 0, rows, rows) for rows in self._verified),
+            *(_chain(self._pool, 0, rows, 1) for rows in self._prompts),
+            _chain(self._pool, self._context, 1, 1),
+            _chain(self._pool, self._context, self._few, self._few),
+        ]
+        self._quickest = np.full(len(self._batches), np.inf)  # [batches] seconds
+
+    def slices(self) -> Slices:
+        self._backend.forward(_chain(self._pool, 0, self._context, 1))  # fills the pool
+        for _ in range(ROUNDS):  # one after the other, so that a bad moment spoils none of them
+            for place, batch in enumerate(self._batches):
+                for _ in range(IN_A_ROW if batch.num_rows <= SMALL else 1):
+                    start = self._clock()
+                    self._backend.forward(batch)
+                    self._quickest[place] = min(self._quickest[place], self._clock() - start)
+                yield
+        return Turn(0.0, [])
+
+    def prices(self) -> MeasuredPrices:
+        """Prices of passes; all else costs nothing yet."""
+        verified = self._quickest[: len(self._verified)]
+        prompts = self._quickest[len(self._verified) : -2]
+        few = verified[self._verified.index(self._few)]
+        one, several = (self._quickest[-2:] - [verified[0], few]) / self._context
+        per_key = max(0.0, float(several - one)) / max(1, self._few - 1)
+        # what rows read of each other is priced as keys, and not once more with the rows
+        verified = np.maximum(verified - per_key * _own_keys(self._verified), verified[0])
+        prompts = np.maximum(prompts - per_key * _own_keys(self._prompts), verified[0])
+        return MeasuredPrices(
+            verified=StepCosts(self._verified, _rising(verified)),
+            prompts=StepCosts([1, *self._prompts], _rising(np.array([verified[0], *prompts]))),
+            per_key=per_key,
+            per_context=max(0.0, float(one) - per_key),
+        )
 
 
 def watching(
@@ -101,7 +114,8 @@ def watching(
     watched: list[Watched],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Slices:
-    """Steps of an engine at several concurrencies, one in each slice, all added to `watched`."""
+    """Steps of an engine at several concurrencies, one in each slice; `watched` gets those that nothing else
+    on the machine held up."""
     for concurrency in CONCURRENCY:
         for number in range(concurrency):
             task = tasks[number % len(tasks)]
@@ -111,7 +125,8 @@ def watching(
             start, before = clock(), disturbances.waited()
             engine.step()
             seconds, waited = clock() - start, disturbances.waited() - before
-            watched.append(Watched(engine.stats, seconds - disturbances.in_step(engine.stats, waited)))
+            if disturbances.in_step(engine.stats, waited) <= LITTLE * seconds:
+                watched.append(Watched(engine.stats, seconds))
             decoding += engine.stats.prefill_tokens == 0
             yield
         for number in range(concurrency):

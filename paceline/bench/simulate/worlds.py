@@ -9,7 +9,7 @@ from functools import partial
 from paceline.bench.engine_runner import Task
 from paceline.bench.loading import bench_config
 from paceline.bench.simulate.hardware import STEP_OVERHEAD, RooflinePrices, find_gpu, model_size
-from paceline.bench.simulate.measuring import PROMPT, STEPS, Watched, measure_passes, measure_prices, watching
+from paceline.bench.simulate.measuring import PROMPT, STEPS, PassMeter, Watched, measure_prices, watching
 from paceline.bench.simulate.prices import PassSize
 from paceline.bench.simulate.run import Length, Method, World
 from paceline.bench.simulate.sources import CHAIN, Drafters
@@ -86,7 +86,9 @@ def measured_world(
     for config, steps in watched.items():
         engine = build_engine(config_of(config), model).engine
         alone(watching(engine, tasks, Disturbances(), steps))
-    passes = measure_passes(model.backend, model.config.max_position)
+    meter = PassMeter(model.backend, model.config.max_position)
+    alone(meter.slices())
+    passes = meter.prices()
     prices = measure_prices(passes, watched, loaded)
     chain = (0.0, 0.0, draft_cost * passes.pass_seconds(PassSize.chain(1)), 0.0)
     priced = {config: replace(one, drafts={**one.drafts, CHAIN: chain}) for config, one in prices.items()}

@@ -11,7 +11,7 @@ import pytest
 from paceline.backends.base import ForwardBatch, ForwardOutput
 from paceline.bench.engine_runner import Task
 from paceline.bench.simulate.hardware import GPUS, RooflinePrices, find_gpu, model_size
-from paceline.bench.simulate.measuring import Watched, measure_passes, measure_prices, watching
+from paceline.bench.simulate.measuring import PassMeter, Watched, measure_prices, watching
 from paceline.bench.simulate.prices import MeasuredPrices, PassSize, Prices, fit, start_costs
 from paceline.bench.simulate.world import (
     Acceptance,
@@ -114,7 +114,9 @@ class TimedBackend(SimulatedBackend):
 
 def test_passes_that_are_measured_cost_what_they_cost():
     clock = VirtualClock()
-    found = measure_passes(TimedBackend(TRUE, clock, 512), 4096, clock)
+    meter = PassMeter(TimedBackend(TRUE, clock, 512), 4096, clock)
+    alone(meter.slices())
+    found = meter.prices()
     for size in (PassSize.chain(1), PassSize.chain(8, 500), PassSize(512, 1, 1, 0, 131328)):
         assert found.pass_seconds(size) == pytest.approx(TRUE.pass_seconds(size), rel=0.03)
 
