@@ -13,6 +13,7 @@ from paceline import __version__
 from paceline.bench.simulate.flags import DRAFTS, MACHINE, TRAFFIC
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError, PacelineError
+from paceline.terminal.config_file import ConfigFile
 from paceline.terminal.flags import (
     ENGINE,
     SAMPLING,
@@ -80,6 +81,7 @@ def generate(
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a message of a chat.")] = False,
     system: System = None,
+    config: ConfigFile = None,
     as_json: AsJson = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print tokens per second and cache hits.")] = False,
 ) -> None:
@@ -107,7 +109,13 @@ def generate(
     ),
     engine=ENGINE,
 )
-def chat(sampling: Options, engine: Options, model: Model = DEFAULT_MODEL, system: System = None) -> None:
+def chat(
+    sampling: Options,
+    engine: Options,
+    model: Model = DEFAULT_MODEL,
+    system: System = None,
+    config: ConfigFile = None,
+) -> None:
     """Talk with a model in the terminal."""
     from paceline.terminal.chat import chat
 
@@ -133,7 +141,7 @@ def check(
 
 @app.command()
 @with_flags(server=SERVER, engine=(*ENGINE, SEED))
-def serve(server: Options, engine: Options, model: Model = DEFAULT_MODEL) -> None:
+def serve(server: Options, engine: Options, model: Model = DEFAULT_MODEL, config: ConfigFile = None) -> None:
     """Serve a model over HTTP, with the API of OpenAI."""
     try:
         from paceline.serve.server import serve

@@ -45,7 +45,7 @@ def tune_command(
     rounds: Annotated[int, typer.Option(help="How often each candidate has its turn on a prompt.")] = 2,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write the choice to this file, as --speculative-config takes it."),
+        typer.Option(help="Write the choice to this file, as --config of serve, chat and generate takes it."),
     ] = None,
     threads: Threads = None,
     quantization: Quantization = "auto",
@@ -85,7 +85,8 @@ def tune_command(
     }
     report.show([tune_table(tuning)], advice(tuning), facts)
     if out is not None:
-        out.write_text((OFF if tuning.chosen == OFF else json.dumps(tuning.chosen)) + "\n")
+        written = {"model": model, "speculative_config": tuning.chosen}
+        out.write_text(json.dumps(written, indent=2) + "\n")
     if not tuning.identical:
         typer.echo("A candidate changed tokens of plain decoding. This is a bug, please report it.", err=True)
         raise typer.Exit(1)

@@ -95,9 +95,7 @@ def test_too_few_prompts_are_refused() -> None:
         tune(options, candidates(["ngram"], [2], [1]))
 
 
-def test_the_command_writes_what_speculative_config_takes(
-    tmp_path: Path, tiny_gguf: Path, paceline: Any
-) -> None:
+def test_the_command_writes_a_file_for_config(tmp_path: Path, tiny_gguf: Path, paceline: Any) -> None:
     lines = [json.dumps({"prompt": "ab" * (number + 3), "max_tokens": 8}) for number in range(4)]
     (tmp_path / "letters.jsonl").write_text("\n".join(lines))
     code, out, err = paceline(
@@ -107,5 +105,7 @@ def test_the_command_writes_what_speculative_config_takes(
     )
     assert code == 0, err
     assert "best of 2 by tokens per second" in out
-    written = (tmp_path / "tuned.json").read_text().strip()
-    assert written == OFF or list(parse_speculative_config(written).drafters) == ["ngram"]
+    written = json.loads((tmp_path / "tuned.json").read_text())
+    assert written["model"] == str(tiny_gguf)
+    chosen = written["speculative_config"]
+    assert chosen == OFF or list(parse_speculative_config(chosen).drafters) == ["ngram"]

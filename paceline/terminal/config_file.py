@@ -1,0 +1,56 @@
+"""`--config FILE`: flags of a command in a file, such as `paceline tune --out` writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.errors import ConfigError
+from paceline.options import unknown_option
+
+
+def _take_defaults(context: typer.Context, file: Path | None) -> Path | None:
+    """Let the values of a file stand for flags that are not given."""
+    if file is None:
+        return None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--config {file} cannot be read ({error}). Give a file of JSON.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f'--config {file} must be an object such as {{"draft": "auto"}}, got {found!r:.60}.'
+        )
+    parameters = {
+        spelling.lstrip("-").replace("-", "_"): parameter
+        for parameter in context.command.params
+        for spelling in parameter.opts
+        if not parameter.is_eager
+    }
+    defaults: dict[str, Any] = {}
+    for key, value in found.items():
+        parameter = parameters.get(key.replace("-", "_"))
+        if parameter is None:
+            raise ConfigError(unknown_option(key, parameters, f"--config {file}"))
+        assert parameter.name is not None
+        several = isinstance(value, list) and getattr(parameter, "multiple", False)
+        # a flag that takes JSON as a text may be written without the quotes
+        plain = several or not isinstance(value, dict | list)
+        defaults[parameter.name] = value if plain else json.dumps(value)
+    context.default_map = defaults
+    return file
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        callback=_take_defaults,
+        is_eager=True,
+        help="Flags from a file of JSON, such as `paceline tune --out` writes; those given here count more.",
+    ),
+]
