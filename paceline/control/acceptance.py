@@ -22,6 +22,7 @@ SCENES = 8  # past drafts by which the next one is judged
 KEPT = 32  # of all requests
 MOST_SEGMENTS = 256  # that have counts of their own: a client may name as many as it likes
 FIRST_GUESS = 0.6  # what a drafter is thought to say that was never asked
+GOES_ON_RATE = 0.02  # how far a node moves the mean of how drafts go on
 LEAST_LUCK, MOST_LUCK = 0.05, 1.5
 
 Said = Sequence[float]  # by node, descending: chances of the paths down to them
@@ -63,6 +64,9 @@ class AcceptanceModel:
         self.drafts = 0  # that were observed
         self.calibration = Calibration()
         self.said: deque[list[float]] = deque(maxlen=KEPT)  # of all requests, newest first
+        self._goes_on = (
+            FIRST_GUESS  # what is said of a node over what was said of the one before it, on average
+        )
         self._segments: dict[str, Level] = {}
         self._requests: dict[Key, Level] = {}
 
@@ -74,12 +78,15 @@ class AcceptanceModel:
             level.said.appendleft(kept)
 
     def _prolonged(self, said: Said, asked: int) -> list[float]:
-        """As long as drafts can be: behind what was asked for, it goes on as it went at last."""
+        """As long as drafts can be: behind what was asked for, it goes on as drafts usually go on."""
         kept = list(said[: self.depth])
+        for node, before in enumerate(kept, start=1):
+            if node < min(asked, self.depth) and before > 0.0:
+                after = kept[node] if node < len(kept) else 0.0
+                self._goes_on += GOES_ON_RATE * (after / before - self._goes_on)
         if 0 < len(kept) == asked:
-            going = kept[-1] / kept[-2] if len(kept) > 1 and kept[-2] > 0.0 else kept[-1]
             while len(kept) < self.depth:
-                kept.append(kept[-1] * going)
+                kept.append(kept[-1] * self._goes_on)
         return kept + [0.0] * (self.depth - len(kept))
 
     def observe(self, key: Key, segment: str, said: Said, right: Sequence[bool]) -> None:

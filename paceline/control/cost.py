@@ -24,10 +24,8 @@ MEASURED = 12  # steps that a measurement at the start counts for
 GUESSED = 4  # and what lies between two row counts that were seen
 OUTLIER = 1.5  # times the expected: a step that took longer counts as this much
 FAR = 1e6  # rows: where the table ends
-NEW, REFIT = 50, 8  # calls after each of which prices are fitted, and how often later
-SKIPPED = 4  # steps of which one teaches what calls cost, once that is known
-FORGET = 0.98  # weight of a drafter's call after another one
-WARM_UP = 2  # calls of a drafter of which the cheapest counts: the first ones fill its caches
+NEW, SKIPPED = 50, 4  # steps each of which teaches what calls cost; later one of so many
+WARM_UP = 2  # calls of a drafter of which the quickest counts: the first ones fill its caches
 
 
 class StepCosts:
@@ -114,28 +112,32 @@ class Call:
 
 
 TERMS = 5  # of a call's price: the call, each request, each level, each node, each token to catch up with
-# How much is needed to believe that a term costs something. What could be a price of levels is taken for
-# one: if it is not, short drafts and large batches are tried once too often, and not once too seldom.
-DOUBTS = (0.3, 0.3, 0.01, 1.0, 100.0)
+# What is thought possible of each, in times of a drafter's first call. What could be a price of levels is
+# taken for one: if it is not, short drafts are tried once too often, and not once too seldom.
+THINKABLE = np.array((0.3, 0.1, 0.5, 0.05, 0.02))
+DRIFT = 0.01  # of that: how far prices may move from one call to the next
+SPREAD = (
+    0.15  # of a call's seconds: what is left unexplained. So a quick call is believed more than a slow one
+)
+SURPRISE = 3.0  # times what is to be expected: no call is believed to differ by more
 
 
 class DraftCosts:
     """Seconds of drafters' calls: so much for each of the TERMS, never below 0.
 
-    The terms of all drafters are fitted together, because a step's time is that of all its calls. What
-    was never called is thought to cost nothing, so it is tried once.
+    A Kalman filter over the terms of all drafters, because a step's time is that of all its calls. What
+    calls do not tell apart is left as it was thought to be. What was never called is thought to cost
+    nothing, so it is tried once.
     """
 
     def __init__(self, drafters: Sequence[str]) -> None:
         self._places = {name: slice(TERMS * i, TERMS * (i + 1)) for i, name in enumerate(drafters)}
         size = TERMS * len(drafters)
-        self._doubts = np.tile(DOUBTS, len(drafters))  # [terms]
-        self._products = np.zeros((size, size))  # [terms, terms] decayed sums of products of calls' sizes
-        self._answers = np.zeros(size)  # [terms] decayed sums of sizes times seconds
         self._prices = np.zeros(size)  # [terms]
-        self._since_fit = 0  # steps that the prices do not know yet
+        self._doubt = np.zeros((size, size))  # [terms, terms] covariance of what prices may be
+        self._drift = np.zeros((size, size))  # [terms, terms] what is added to it by a call
+        self._first: dict[str, list[float]] = {name: [] for name in drafters}  # seconds of first calls
         self._steps = 0
-        self._warming: dict[str, list[float]] = {name: [] for name in drafters}
 
     def seconds(self, drafter: str, requests: Numbers, levels: Numbers, nodes: Numbers) -> Float64Array:
         """[...] seconds of calls of these sizes that find all up to date; 0 for those of no request."""
@@ -151,61 +153,51 @@ class DraftCosts:
         sizes = np.zeros(len(self._prices))
         for call in calls:
             sizes[self._places[call.drafter]] = (1.0, call.requests, call.levels, call.nodes, call.late)
-        if len(calls) == 1 and len(self._warming[calls[0].drafter]) < WARM_UP:
-            seconds = self._warmed(calls[0].drafter, seconds)
-        elif (expected := float(sizes @ self._prices)) > 0.0:
-            seconds = min(seconds, 2 * OUTLIER * expected)
-        self._products *= FORGET
-        self._answers *= FORGET
-        self._products += np.outer(sizes, sizes)
-        self._answers += sizes * seconds
-        self._since_fit += 1
+            if len(self._first[call.drafter]) < WARM_UP:
+                self._begin(call.drafter, seconds)
+        shared = self._doubt @ sizes
+        spread = float(sizes @ shared) + (SPREAD * seconds) ** 2 + 1e-12
+        most = SURPRISE * math.sqrt(spread)
+        gain = shared / spread
+        surprise = seconds - float(sizes @ self._prices)
+        self._prices = np.maximum(self._prices + gain * min(max(surprise, -most), most), 0.0)
+        self._doubt = self._doubt - np.outer(gain, shared) + self._drift
+        if abs(surprise) > most:  # prices may be quite different from what was thought possible
+            for call in calls:
+                place = self._places[call.drafter]
+                self._doubt[place, place] += np.diag((0.3 * seconds * THINKABLE) ** 2)
 
-    def _warmed(self, drafter: str, seconds: float) -> float:
-        """The least of the first calls; those before it are forgotten."""
-        before = self._warming[drafter]
-        if before and seconds < min(before):
+    def _begin(self, drafter: str, seconds: float) -> None:
+        """Take in one of the first calls: what was thought before it is forgotten if it is the quickest."""
+        if seconds < min(self._first[drafter], default=math.inf):
             place = self._places[drafter]
-            self._products[place, :] = self._products[:, place] = 0.0
-            self._answers[place] = 0.0
-        before.append(seconds)
-        return min(before)
+            self._prices[place] = 0.0
+            self._doubt[place, :] = self._doubt[:, place] = 0.0
+            self._doubt[place, place] = np.diag((seconds * THINKABLE) ** 2)
+            self._drift[place, place] = np.diag((seconds * DRIFT * THINKABLE) ** 2)
+        self._first[drafter].append(seconds)
 
     def prices(self, drafter: str) -> list[float]:
         """Seconds of each of the TERMS."""
-        if self._since_fit >= (1 if self._steps <= NEW else REFIT):
-            self._prices = _least_squares(self._products + np.diag(self._doubts), self._answers)
-            self._since_fit = 0
         prices: list[float] = self._prices[self._places[drafter]].tolist()
         return prices
 
     def facts(self) -> dict[str, list[list[float]]]:
-        """For each drafter what others can begin with, as JSON has it: sums of products, and answers."""
+        """For each drafter what others can begin with, as JSON has it: doubts, and prices."""
         return {
-            name: [*self._products[place, place].tolist(), self._answers[place].tolist()]
+            name: [*self._doubt[place, place].tolist(), self._prices[place].tolist()]
             for name, place in self._places.items()
+            if self._first[name]
         }
 
     def begin_with(self, facts: Mapping[str, Any]) -> None:
         """Take in what calls cost before; ValueError or TypeError if that makes no sense."""
         for name in self._places.keys() & facts.keys():
             place = self._places[name]
-            sums = np.array(facts[name], dtype=np.float64)
-            if sums.shape != (TERMS + 1, TERMS) or not np.isfinite(sums).all():
-                raise ValueError("these are not sums of calls")
-            self._products[place, place], self._answers[place] = sums[:-1], sums[-1]
-            self._warming[name] = [0.0] * WARM_UP if sums.any() else []
-            self._since_fit = REFIT
-
-
-def _least_squares(products: Float64Array, answers: Float64Array) -> Float64Array:
-    """[terms] a solution without negative terms: those that would be are left out, the worst first."""
-    solution = np.zeros(len(answers))
-    terms = np.flatnonzero(answers > 0.0)
-    while len(terms):
-        found = np.linalg.solve(products[np.ix_(terms, terms)], answers[terms])
-        if found.min() >= 0.0:
-            solution[terms] = found
-            break
-        terms = np.delete(terms, int(found.argmin()))
-    return solution
+            known = np.array(facts[name], dtype=np.float64)
+            if known.shape != (TERMS + 1, TERMS) or not np.isfinite(known).all() or known[-1].min() < 0.0:
+                raise ValueError("these are not prices of calls")
+            self._doubt[place, place], self._prices[place] = known[:-1], known[-1]
+            usual = float(known[-1] @ (1.0, 1.0, 1.0, 1.0, 0.0))
+            self._drift[place, place] = np.diag((usual * DRIFT * THINKABLE) ** 2)
+            self._first[name] = [usual] * WARM_UP

@@ -74,8 +74,10 @@ def test_a_new_request_is_as_its_segment_and_a_new_segment_as_all():
 
 def test_what_was_not_asked_for_goes_on_as_it_went_and_what_was_not_found_is_nothing():
     model = AcceptanceModel(4)
-    model.offer(ONE, "", [0.8, 0.4], asked=2)
-    assert model.scenes([(ONE, "")])[0, 0].tolist() == pytest.approx([0.8, 0.4, 0.2, 0.1])
+    for _ in range(300):
+        model.offer(OTHER, "", [0.8, 0.4, 0.2, 0.1], asked=4)
+    model.offer(ONE, "", [0.9], asked=1)
+    assert model.scenes([(ONE, "")])[0, 0].tolist() == pytest.approx([0.9, 0.45, 0.225, 0.1125], rel=0.05)
     model = AcceptanceModel(4)
     model.offer(ONE, "", [0.8], asked=4)
     assert model.scenes([(ONE, "")])[0, 0].tolist() == pytest.approx([0.8, 0, 0, 0])

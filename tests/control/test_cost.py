@@ -83,7 +83,7 @@ def test_prices_of_drafters_survive_a_restart_each_by_its_name():
     again.begin_with(json.loads(json.dumps(costs.facts())))
     assert float(again.seconds("head", 1, 4, 4)) == pytest.approx(float(costs.seconds("head", 1, 4, 4)))
     assert float(again.seconds("other", 1, 4, 4)) == 0.0
-    with pytest.raises(ValueError, match="not sums"):
+    with pytest.raises(ValueError, match="not prices"):
         again.begin_with({"head": [[1.0]]})
 
 
