@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.verify.verdict import Verdict
 
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 
 
@@ -85,6 +86,24 @@ class Features:
             ]
         return values if layers == self.layers else values[:, self._columns(layers)]
 
+    def committed_spans(self, requests: Sequence[Request], verdicts: Sequence[Verdict]) -> Int64Array:
+        """Where those of all tokens are that were committed with this pass, in runs: [runs, 4].
+
+        A run's columns: the slot of its request, the position of its first token, the row of that, and how
+        many tokens follow each other in both.
+        """
+        spans: list[tuple[int, int, int, int]] = []
+        before = zip(self.context_lengths.tolist(), self.row_offsets.tolist(), self.num_tokens, strict=False)
+        for request, verdict, (start, row, own) in zip(requests, verdicts, before, strict=True):
+            count, nodes = request.num_computed - start, verdict.accepted
+            if len(nodes) == 0 or nodes == tuple(range(len(nodes))):  # nothing lies between them
+                spans.append((request.slot, start, row, count))
+                continue
+            spans.append((request.slot, start, row, own))
+            for place, node in enumerate(nodes[: count - own], own):
+                spans.append((request.slot, start + place, row + own + node, 1))
+        return np.array(spans, dtype=np.int64)
+
     def _columns(self, layers: Sequence[int]) -> npt.NDArray[np.int64]:
         """The columns of these layers' hidden states, in this order."""
         hidden = self.values.shape[1] // len(self.layers)
@@ -114,6 +133,10 @@ class Drafter(Protocol):
         Room for `budget` tokens after the request's own is reserved in its pages.
         """
         ...
+
+    def backlog(self, request: Request) -> int:
+        """How many tokens of a request it would have to compute before it could draft for it."""
+        return 0
 
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None

@@ -43,6 +43,10 @@ class DraftCache(Protocol):
         """How many leading tokens of a context have keys and values."""
         ...
 
+    def backlog(self, request: Request) -> int:
+        """How many tokens of a request, the last left out, have no keys and values yet. At once."""
+        ...
+
     def keep(self, context: Context, start: int, end: int) -> None:
         """Take note that tokens start to end - 1 were computed, and all before them."""
         ...
@@ -99,6 +103,12 @@ class SharedPages:
     def computed(self, context: Context) -> int:
         counts = self._counts, self._generations, self._kv.pages.generations
         return _count_leading(context.pages, len(context.tokens), self._kv.page_size, *counts)
+
+    def backlog(self, request: Request) -> int:
+        known = 0
+        if request.slot >= 0:
+            known = self.computed(Context(request, request.token_ids, self._kv.page_tables[request.slot], 0))
+        return max(len(request.token_ids) - 1 - known, 0)
 
     def keep(self, context: Context, start: int, end: int) -> None:
         self._mark(context.pages, start, end)
@@ -184,6 +194,9 @@ class TargetPages:
 
     def computed(self, context: Context) -> int:
         return context.request.num_computed
+
+    def backlog(self, request: Request) -> int:
+        return 0
 
     def keep(self, context: Context, start: int, end: int) -> None:
         return

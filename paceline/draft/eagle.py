@@ -4,10 +4,11 @@
     features    h0   h1   h2
     slots          (h0,x1) (h1,x2) (h2,x3) -> logits of the root's children, and the state they read
 
-The slots of new tokens are computed when it proposes, in one pass for all requests; then one pass for
-each level of the trees, whose slots read the head's own states. Those are computed again with the
-target's features once they are known. Where all trees are chains of likeliest tokens, nothing is to be
-decided between the passes, and the runner is asked for all of them at once.
+The slots of new tokens are computed when it proposes, in one pass for all requests: while it does not,
+their features are kept, and that is all it costs. Then follows one pass for each level of the trees, whose
+slots read the head's own states; those are computed again with the target's features once they are known.
+Where all trees are chains of likeliest tokens, nothing is to be decided between the passes, and the runner
+is asked for all of them at once.
 """
 
 from __future__ import annotations
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from paceline.verify.verdict import Verdict
 
 Float32Array = npt.NDArray[np.float32]
-
-FLUSH_TOKENS = 16  # of a request that wait for their slots: so many are computed even if nothing is drafted
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class HeadDrafter(Drafter):
         self, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling, least_chance: float = 0.0
     ) -> None:
         """A chain ends where it has not at least this chance to be right, by the head."""
-        kept = HeadPages.feature_bytes_per_page(shape.feature_width)
+        kept = HeadPages.feature_bytes_per_page(runner.page_size, shape.feature_width)
         self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + kept)
         self._runner = runner
         self._shape = shape
@@ -181,31 +180,16 @@ class HeadDrafter(Drafter):
                 chances[number] = line[: len(own)]
         return DraftTrees.chains(proposed, chances)
 
+    def backlog(self, request: Request) -> int:
+        return self._pages.backlog(request)
+
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:
         assert features is not None, "the engine gives what the needs ask for"
-        for index, (request, verdict) in enumerate(zip(requests, verdicts, strict=True)):
-            values = features.committed(index, request, verdict, self.needs.feature_layers)
-            line = self._kv.page_tables[request.slot]
-            self._pages.put(line, int(features.context_lengths[index]), values)
-        self._flush(requests, features)
-
-    def _flush(self, requests: Sequence[Request], features: Features) -> None:
-        """Compute the slots of requests for which many features wait, so that few do.
-
-        It is looked at every so many tokens of a request only.
-        """
-        contexts = []
-        for request, before in zip(requests, features.context_lengths.tolist(), strict=True):
-            if request.num_computed // FLUSH_TOKENS == before // FLUSH_TOKENS:
-                continue
-            known = min(request.num_computed, self._shape.longest)
-            line = self._kv.page_tables[request.slot]
-            context = Context(request, request.token_ids[:known], line, room=0)
-            if known - self._pages.computed(context) >= FLUSH_TOKENS:
-                contexts.append(context)
-        self._passes.compute(contexts)
+        parts = [features.layers.index(layer) for layer in self.needs.feature_layers]
+        spans = features.committed_spans(requests, verdicts)
+        self._pages.put(spans, features.values, np.array(parts, dtype=np.int64))
 
 
 class EagleDrafter(HeadDrafter):

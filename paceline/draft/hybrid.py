@@ -115,6 +115,9 @@ class HybridDrafter(Drafter):
         own = [replace(plan, drafter=name, budget=min(plan.budget, most)) for plan in plans]
         return self._other.propose(requests, own)
 
+    def backlog(self, request: Request) -> int:
+        return max(part.backlog(request) for part in self._parts)
+
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:

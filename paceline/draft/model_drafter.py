@@ -67,6 +67,9 @@ class ModelDrafter(Drafter):
             self._cache.keep_drafted(tree.context, tree.chain_in_place())
         return merged(trees)
 
+    def backlog(self, request: Request) -> int:
+        return self._cache.backlog(request)
+
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:

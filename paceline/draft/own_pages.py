@@ -65,6 +65,11 @@ class OwnPages:
     def computed(self, context: Context) -> int:
         return self._readings[context.request].computed
 
+    def backlog(self, request: Request) -> int:
+        reading = self._readings.get(request)
+        known = 0 if reading is None or reading.slot < 0 else reading.computed
+        return max(len(request.token_ids) - 1 - known, 0)  # about: what is new is not spelled yet
+
     def keep(self, context: Context, start: int, end: int) -> None:
         self._readings[context.request].computed = end
 

@@ -7,8 +7,7 @@ gives an unsound tree, the requests at hand go on with plain decoding.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -195,17 +194,35 @@ class Drafting:
         for drafter in self._drafters.values():
             drafter.close()
 
-    @contextmanager
-    def _guard(self, name: str, requests: Sequence[Request]) -> Iterator[None]:
+    def _guard(self, name: str, requests: Sequence[Request]) -> _Guard:
         """If a drafter raises in here, these requests are not drafted for by it again."""
-        try:
-            yield
-        except Exception as error:  # a drafter is a plug-in: anything may happen in it
-            for request in requests:
-                request.failed_drafters.add(name)
-            once = not self.failures  # one traceback is enough
-            self.failures += 1
-            logger.warning("drafter %s failed, its requests go on without: %s", name, error, exc_info=once)
+        return _Guard(self, name, requests)
+
+    def note_failure(self, name: str, requests: Sequence[Request], error: Exception) -> None:
+        """Leave a drafter aside for these requests."""
+        for request in requests:
+            request.failed_drafters.add(name)
+        once = not self.failures  # one traceback is enough
+        self.failures += 1
+        logger.warning("drafter %s failed, its requests go on without: %s", name, error, exc_info=once)
+
+
+class _Guard:
+    """Catches what a drafter raises. A class, since it is passed several times in every step."""
+
+    __slots__ = ("_drafting", "_name", "_requests")
+
+    def __init__(self, drafting: Drafting, name: str, requests: Sequence[Request]) -> None:
+        self._drafting, self._name, self._requests = drafting, name, requests
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception):  # a drafter is a plug-in: anything may happen in it
+            self._drafting.note_failure(self._name, self._requests, error)
+            return True
+        return False
 
 
 def _without_failed(request: Request, plan: DraftPlan) -> DraftPlan:

@@ -108,18 +108,28 @@ def test_a_prompt_of_one_token_is_drafted_for_from_its_first_output_on():
     assert accepted == drafted > 40
 
 
-def test_slots_are_computed_while_nothing_is_drafted_so_that_few_features_wait():
-    drafter = toy_eagle(strict=True)
+def test_nothing_is_computed_while_nothing_is_drafted_and_all_is_caught_up_with_then():
+    drafter = toy_eagle(strict=True, longest=400)
     plans = Plans(PLAIN)
-    engine = eagle_engine(drafter)
+    engine = eagle_engine(drafter, max_model_len=400, num_pages=800)
     engine._controller = plans
-    children = engine.add_request(prompt(3, 41), SamplingParams(n=4, seed=11, max_tokens=80, ignore_eos=True))
+    children = engine.add_request(
+        prompt(3, 210), SamplingParams(n=4, seed=11, max_tokens=80, ignore_eos=True)
+    )
+    assert [drafter.backlog(child) for child in children] == [209] * 4, "they wait, and hold no pages"
     while min(child.num_output for child in children) < 50:
         engine.step()
-        waiting = sum(len(page.values) for page in drafter._pages._waiting.values())
-        assert waiting <= 4 * (32 + engine.kv.page_size)
-    assert {from_target for _, from_target in drafter._runner.passes} == {True}
+    assert drafter._runner.passes == []
+    assert [drafter.backlog(child) for child in children] == [
+        len(child.token_ids) - 2
+        for child in children  # the first has no slot, the last is to be drafted from
+    ]
     plans.plans = (chain(3),)
+    known = [len(child.token_ids) for child in children]
+    engine.step()
+    assert [drafter.backlog(child) for child in children] == [
+        len(child.token_ids) - 1 - before for child, before in zip(children, known, strict=True)
+    ]
     drain(engine, drafter)
     drafted, accepted = counts(children)
     assert accepted == drafted > 20

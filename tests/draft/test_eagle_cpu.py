@@ -81,9 +81,8 @@ class AgainstFresh(HeadDrafter):
             chunk = known[at : at + ROWS]
             layers = sorted(set(self.needs.feature_layers))
             features = run([driven.ask(chunk)], [0], feature_layers=tuple(layers)).features
-            parts = np.split(features, len(layers), axis=1)
-            ordered = [parts[layers.index(layer)] for layer in self.needs.feature_layers]
-            fresh._pages.put(line, at, np.concatenate(ordered, axis=1))
+            parts = np.array([layers.index(layer) for layer in self.needs.feature_layers])
+            fresh._pages.put(np.array([[slot, at, 0, len(chunk)]]), features, parts)
             driven.commit(range(len(chunk)))
         twin = copy.copy(request)
         twin.slot = slot

@@ -19,12 +19,12 @@ def shifted_features(monkeypatch):
 
 
 def forgotten_last_features(monkeypatch):
-    """The slot behind a page whose slots are computed finds no feature."""
+    """The slot behind a page finds no feature."""
     put = HeadPages.put
 
-    def without_last(self, line, start, values):
-        put(self, line, start, values)
-        self._last_generations[:] = -1
+    def without_last(self, *args):
+        put(self, *args)
+        self._known[self._kv.page_size - 1 :: self._kv.page_size] = -1
 
     monkeypatch.setattr(HeadPages, "put", without_last)
 
@@ -52,7 +52,11 @@ def positions_of_the_target(monkeypatch):
 def unseen_passes(monkeypatch):
     """What is accepted from drafts is not observed."""
     put = HeadPages.put
-    monkeypatch.setattr(HeadPages, "put", lambda self, line, a, v: put(self, line, a, v[:1]))
+
+    def only_first(self, spans, *args):
+        put(self, np.minimum(spans, [99, 999, 999, 1]), *args)
+
+    monkeypatch.setattr(HeadPages, "put", only_first)
 
 
 BUGS = [

@@ -97,7 +97,7 @@ class AgainstWhole(EagleDrafter):
         for at in range(0, len(tokens) - 1, ROWS):
             chunk = tokens[: len(tokens) - 1][at : at + ROWS]
             output = run([request.ask(chunk)], feature_layers=self.needs.feature_layers)
-            rows.append(torch.from_numpy(output.features.copy()))
+            rows.append(torch.from_numpy(output.features.copy()).bfloat16().float())  # as they are kept
             request.commit(range(len(chunk)))
         return self._runner.head.fuse(torch.cat(rows))
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from paceline.draft.draft_cache import Context
-from paceline.draft.head_pages import WAITING_PAGES, HeadPages
+from paceline.draft.head_pages import HeadPages
 from paceline.kv.cache import KVCache
 from tests.draft.heads.toy_head import ToyHeadRunner
 from tests.toy import ToyBackend
 
 SIZE = 4  # of a page
 WIDTH = 3
+ONE_PART = np.array([0])
 
 
 @pytest.fixture
@@ -28,7 +29,11 @@ def pages(kv) -> HeadPages:
 
 
 def features(start: int, end: int) -> np.ndarray:
-    return np.arange(start, end, dtype=np.float32)[:, None] + 1 + np.arange(WIDTH, dtype=np.float32) / 8
+    return (np.arange(start, end, dtype=np.float32)[:, None] + 1) * 2.0 ** np.arange(WIDTH, dtype=np.float32)
+
+
+def put(pages: HeadPages, slot: int, start: int, end: int) -> None:
+    pages.put(np.array([[slot, start, 0, end - start]]), features(start, end), ONE_PART)
 
 
 def opened(kv: KVCache, count: int) -> tuple[int, Context]:
@@ -38,30 +43,42 @@ def opened(kv: KVCache, count: int) -> tuple[int, Context]:
 
 
 def test_what_was_put_is_read_across_pages_and_the_rest_is_zero(kv, pages):
-    _, context = opened(kv, 14)
-    pages.put(context.pages, 2, features(2, 5))
-    pages.put(context.pages, 5, features(5, 11))
+    slot, context = opened(kv, 14)
+    put(pages, slot, 2, 5)
+    put(pages, slot, 5, 11)
     np.testing.assert_array_equal(pages.features(context.pages, 2, 11), features(2, 11))
     np.testing.assert_array_equal(pages.features(context.pages, 3, 7), features(3, 7))
     assert not pages.features(context.pages, 0, 2).any()
     assert not pages.features(context.pages, 11, 14).any()
 
 
-def test_of_a_page_whose_slots_are_computed_only_the_last_feature_stays(kv, pages):
-    _, context = opened(kv, 14)
-    pages.put(context.pages, 0, features(0, 14))
+def test_runs_of_several_sequences_are_put_at_once(kv, pages):
+    (first, one), (second, other) = opened(kv, 14), opened(kv, 9)
+    spans = np.array([[first, 3, 5, 2], [first, 5, 0, 1], [second, 0, 1, 4]])  # slot, position, row, count
+    pages.put(spans, features(50, 57), ONE_PART)
+    np.testing.assert_array_equal(pages.features(one.pages, 3, 6), features(50, 57)[[5, 6, 0]])
+    np.testing.assert_array_equal(pages.features(other.pages, 0, 5)[:4], features(50, 57)[1:5])
+
+
+def test_a_feature_is_the_parts_of_a_row_that_are_asked_for(kv, pages):
+    slot, context = opened(kv, 2)
+    row = np.arange(1, 7, dtype=np.float32)[None]  # of six layers
+    pages.put(np.array([[slot, 0, 0, 1]]), row, np.array([4, 0, 2]))
+    assert pages.features(context.pages, 0, 1).tolist() == [[5.0, 1.0, 3.0]]
+
+
+def test_slots_can_be_computed_at_any_time_and_their_features_stay(kv, pages):
+    slot, context = opened(kv, 14)
+    put(pages, slot, 0, 14)
     assert pages.computed(context) == 1
     pages.keep(context, 1, 10)
     assert pages.computed(context) == 10
-    kept = pages.features(context.pages, 0, 14)
-    expected = features(0, 14)
-    expected[[0, 1, 2, 4, 5, 6]] = 0  # of the first two pages all but the last tokens
-    np.testing.assert_array_equal(kept, expected)
+    np.testing.assert_array_equal(pages.features(context.pages, 0, 14), features(0, 14))
 
 
 def test_a_page_that_was_taken_again_has_forgotten_all(kv, pages):
     slot, context = opened(kv, 14)
-    pages.put(context.pages, 0, features(0, 14))
+    put(pages, slot, 0, 14)
     pages.keep(context, 1, 5)
     used = context.pages[:4].tolist()
     kv.release(slot, forget=True)
@@ -71,19 +88,20 @@ def test_a_page_that_was_taken_again_has_forgotten_all(kv, pages):
     assert not pages.features(again.pages, 0, 14).any()
 
 
-def test_features_that_nobody_reads_do_not_pile_up(kv, pages):
-    _, context = opened(kv, 120)
-    pages.put(context.pages, 0, features(0, 120))
-    most = 2 * WAITING_PAGES * SIZE
-    kept = pages.features(context.pages, 0, 120)
-    np.testing.assert_array_equal(kept[-most:], features(120 - most, 120))
-    assert (kept[: 120 - most].any(axis=1).reshape(-1, SIZE) == [False, False, False, True]).all()
-
-
 def test_nothing_is_kept_beyond_the_heads_context(kv):
     pages = HeadPages(kv, ToyHeadRunner(ToyBackend(), np.arange(5)), longest=6, width=WIDTH)
-    _, context = opened(kv, 14)
+    slot, context = opened(kv, 14)
     for start in range(0, 14, 7):
-        pages.put(context.pages, start, features(start, start + 7))
+        put(pages, slot, start, start + 7)
     np.testing.assert_array_equal(pages.features(context.pages, 0, 6), features(0, 6))
     assert not pages.features(context.pages, 6, 14).any()
+
+
+def test_features_of_any_size_are_rounded_to_eight_bits(kv):
+    values = np.array([[0.0, -1.0, 1 + 2**-8, 1 + 3 * 2**-9, 3.0e38, -1e-30, 6.6e7]], dtype=np.float32)
+    pages = HeadPages(kv, ToyHeadRunner(ToyBackend(), np.arange(5)), longest=6, width=7)
+    slot, context = opened(kv, 2)
+    pages.put(np.array([[slot, 0, 0, 1]]), values, ONE_PART)
+    (rounded,) = pages.features(context.pages, 0, 1)
+    assert rounded[:4].tolist() == [0.0, -1.0, 1 + 2**-7, 1 + 2**-7]
+    np.testing.assert_allclose(rounded, values[0], rtol=2**-8)
