@@ -191,7 +191,7 @@ class AutoController(Controller):
 
     def _prospect(self, name: str, requests: Sequence[Request]) -> Prospect:
         """What a drafter is expected to do for these requests; nothing for those it failed for."""
-        scenes = max(2, SCENES // len(requests))
+        scenes = SCENES if len(requests) <= SCENES else SCENES // 2
         chances = np.zeros((scenes, len(requests), self.plans[name].budget))
         for greedy in (True, False):
             own = [line for line, request in enumerate(requests) if request.sampler.greedy is greedy]

@@ -24,6 +24,7 @@ BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
 Names = tuple[str, ...]  # drafters in the order in which they are asked: the second if the first has little
 
+MARGIN = 1.02  # times plain decoding: of several guesses the best is likely to be too high
 CHEAPER = 3.0  # times: a drafter that is so much cheaper than another may be asked before it
 
 
@@ -235,6 +236,8 @@ class Market:
         return tokens, seconds, stops.mean(axis=-1)
 
     def _best_of(self, choices: Iterable[Choice]) -> Choice:
-        best = max((self.plain, *choices), key=lambda choice: choice.rate)
+        best = max(choices, key=lambda choice: choice.rate)
+        if best.rate < MARGIN * self.plain.rate:
+            best = self.plain
         self._rate = best.rate
         return best
