@@ -139,10 +139,11 @@ class EndpointRunner:
             waiting = iter(range(len(group)))  # shared: who is free takes the next
             await asyncio.gather(*(client_of(waiting) for _ in range(profile.concurrency)))
         seconds = time.perf_counter() - start
-        acceptance = None
-        if page is not None and before is not None:
-            acceptance = (await read_page(page)).since(before)
-        return Turn(seconds, [answer for answer in answers if answer is not None], acceptance)
+        whole = [answer for answer in answers if answer is not None]
+        if page is None or before is None:
+            return Turn(seconds, whole)
+        after = await read_page(page)
+        return Turn(seconds, whole, after.since(before), after.since_by_segment(before))
 
     async def _ask(self, task: ServedTask, arrival: float) -> Answer:
         body = {**task.body, **self._endpoint.extra}

@@ -121,15 +121,15 @@ def _part(runs: Runs, cache: str, method: str, segment: str) -> _Part:
     for index, group in enumerate(runs.groups):
         places = [place for place, task in enumerate(group) if segment in (ALL, task.segment)]
         if places:
-            found.append([_only(turns[index], places) for turns in rounds])
+            found.append([_only(turns[index], places, segment) for turns in rounds])
     return _Part(found)
 
 
-def _only(turn: Turn, places: Sequence[int]) -> Turn:
+def _only(turn: Turn, places: Sequence[int], segment: str) -> Turn:
     if len(places) == len(turn.answers):
         return turn
-    # a server's counters do not tell segments apart
-    return Turn(turn.seconds, [turn.answers[place] for place in places])
+    # of servers only a paceline tells how drafts fared in each segment
+    return Turn(turn.seconds, [turn.answers[place] for place in places], turn.acceptance_of.get(segment))
 
 
 def _differing(runs: Runs, method: str, segment: str) -> list[str] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol, TypeVar
@@ -84,6 +84,7 @@ class Turn:
     seconds: float  # from the first arrival to the end of the last
     answers: list[Answer]
     acceptance: Acceptance | None = None  # where answers themselves do not tell
+    acceptance_of: Mapping[str, Acceptance] = field(default_factory=dict)  # by segment, if a server tells it
     lost_seconds: float = 0.0  # to other programs and guests of the machine; `seconds` has none of them
 
     @property

@@ -116,6 +116,31 @@ def test_an_open_profile_mixes_segments_and_the_counters_then_tell_of_all(
     assert every.mean_acceptance_length == 2.0
 
 
+def test_a_paceline_tells_how_drafts_fared_in_each_segment_of_mixed_traffic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Ours(Drafting):
+        """Three tokens for each draft: of `short` all are accepted, of `long` none."""
+
+        def _metrics(self) -> bytes:
+            lines = []
+            for segment, share in (("short", 3), ("long", 0)):
+                asked = sum(body.get("segment") == segment for body in self.seen)
+                lines += [
+                    f'paceline:spec_decode_num_{name}_total{{segment="{segment}"}} {value * asked}'
+                    for name, value in (("drafts", 1), ("draft_tokens", 3), ("accepted_tokens", share))
+                ]
+            return "\n".join(lines).encode()
+
+    mixed = Profile("9/s", None, (0.0, 0.01))
+    short, long, every = measure(Ours(), monkeypatch, mixed, metrics=True, owner="paceline").rows
+    assert (short.draft_acceptance_rate, long.draft_acceptance_rate) == (1.0, 0.0)
+    assert every.draft_acceptance_rate == 0.5
+    names = read_counters('paceline:spec_decode_num_drafts_total{segment="a\\"b"} 1\n')
+    assert names is not None
+    assert list(names.segments) == ['a"b']
+
+
 def test_metrics_that_say_nothing_are_refused_if_named_and_told_of_if_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
