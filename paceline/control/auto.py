@@ -89,7 +89,7 @@ class AutoController(Controller):
     def _begin_with(self, facts: Mapping[str, Any]) -> None:
         """Take in what was learned before, as far as it makes sense."""
         with suppress(KeyError, TypeError, ValueError, AttributeError):
-            self.drafts.begin_with(facts["drafts"])
+            self.drafts.begin_with(facts["calls"])
             for (name, greedy), model in self.models.items():
                 own = facts["models"].get(_model_name(name, greedy))
                 if own is not None:
@@ -103,7 +103,7 @@ class AutoController(Controller):
             self._memory.write(
                 {
                     "steps": self.steps.facts(),
-                    "drafts": {**before.get("drafts", {}), **self.drafts.facts()},
+                    "calls": {**before.get("calls", {}), **self.drafts.facts()},
                     "models": {**before.get("models", {}), **models},
                 }
             )
@@ -182,6 +182,7 @@ class AutoController(Controller):
         self._wishes = {
             request: Wish(own, tokens) for request, own, tokens in zip(requests, names, enough, strict=True)
         }
+        self.drafts.fade(self.plans.keys() - {name for own in names for name in own})
         self._usual = Counter(self._wishes.values()).most_common(1)[0][0]  # for those that come until then
         self._plans_made: dict[tuple[Request, tuple[str, ...], int], DraftPlan] = {}
         learning = self._step < WARM_UP and any(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +119,7 @@ DRIFT = 0.01  # of that: how far prices may move from one call to the next
 SPREAD = (
     0.15  # of a call's seconds: what is left unexplained. So a quick call is believed more than a slow one
 )
+FADE = 0.998  # what is left of the price of what is not called, after a while
 SURPRISE = 3.0  # times what is to be expected: no call is believed to differ by more
 
 
@@ -182,6 +183,11 @@ class DraftCosts:
         prices: list[float] = self._prices[self._places[drafter]].tolist()
         return prices
 
+    def fade(self, drafters: Iterable[str]) -> None:
+        """Let prices of drafters that are not called sink, so that none is too dear to be tried for ever."""
+        for name in drafters:
+            self._prices[self._places[name]] *= FADE
+
     def facts(self) -> dict[str, list[list[float]]]:
         """For each drafter what others can begin with, as JSON has it: doubts, and prices."""
         return {
@@ -191,11 +197,15 @@ class DraftCosts:
         }
 
     def begin_with(self, facts: Mapping[str, Any]) -> None:
-        """Take in what calls cost before; ValueError or TypeError if that makes no sense."""
+        """Take in what calls cost before. ValueError or TypeError if that makes no sense."""
         for name in self._places.keys() & facts.keys():
             place = self._places[name]
             known = np.array(facts[name], dtype=np.float64)
-            if known.shape != (TERMS + 1, TERMS) or not np.isfinite(known).all() or known[-1].min() < 0.0:
+            if (
+                known.shape != (TERMS + 1, TERMS)
+                or not np.isfinite(known).all()
+                or not 0 <= known[-1].min() <= known[-1].max() < 1
+            ):
                 raise ValueError("these are not prices of calls")
             self._doubt[place, place], self._prices[place] = known[:-1], known[-1]
             usual = float(known[-1] @ (1.0, 1.0, 1.0, 1.0, 0.0))

@@ -185,7 +185,7 @@ def test_what_was_learned_is_there_after_a_restart_and_a_damaged_file_is_nothing
     assert again.drafts.prices("d") == pytest.approx(first.drafts.prices("d"))
     assert again.models["d", True].calibration.line == pytest.approx(first.models["d", True].calibration.line)
     assert drafted(world.run(again, 1)) < drafted(world.run(controller(world), 1))
-    memory.path.write_text('{"drafts": {"d": 3}, "models": []}')
+    memory.path.write_text('{"calls": {"d": 3}, "models": []}')
     assert controller(world, memory=memory).models["d", True].drafts == 0
 
 

@@ -83,8 +83,19 @@ def test_prices_of_drafters_survive_a_restart_each_by_its_name():
     again.begin_with(json.loads(json.dumps(costs.facts())))
     assert float(again.seconds("head", 1, 4, 4)) == pytest.approx(float(costs.seconds("head", 1, 4, 4)))
     assert float(again.seconds("other", 1, 4, 4)) == 0.0
-    with pytest.raises(ValueError, match="not prices"):
-        again.begin_with({"head": [[1.0]]})
+    for nonsense in ([[1.0]], [[0.0] * 5] * 5 + [[7.0] * 5]):
+        with pytest.raises(ValueError, match="not prices"):
+            again.begin_with({"head": nonsense})
+
+
+def test_what_is_not_called_becomes_cheaper_until_it_is_tried_again():
+    costs = DraftCosts(["head"])
+    for _ in range(3):
+        costs.observe([Call("head", 1, 1, 1)], 2.0)
+    before = float(costs.seconds("head", 1, 1, 1))
+    for _ in range(1000):
+        costs.fade(["head"])
+    assert float(costs.seconds("head", 1, 1, 1)) < before / 4
 
 
 def test_catching_up_has_a_price_of_its_own():
