@@ -199,7 +199,7 @@ def simulate(
 
     guesses = Guesses(alpha, gamma, draft_cost, row_cost)
     if check:
-        raise typer.Exit(0 if check_engine(model, traffic["concurrency"], as_json) else 1)
+        raise typer.Exit(0 if check_engine(model, machine, traffic, drafts, as_json) else 1)
     if model is None and machine["gpu"] is None and machine["bandwidth"] is None:
         simulate_arithmetic(guesses, (machine, traffic, drafts), as_json)
     else:

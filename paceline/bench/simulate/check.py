@@ -70,17 +70,18 @@ def check(
     configs = {OFF: OFF, **{name: name for name in drafters}, AUTO: ",".join([AUTO, *drafters])}
     makers = {label: partial(_engine, config_of(config), model) for label, config in configs.items()}
     compared, others = _tasks(model)
+    meter = PassMeter(model.backend, model.config.max_position)
     found: list[Compared] = []
     for profile in map(closed, concurrency):
         tasks = compared[: max(LEAST_TASKS, WAVES * (profile.concurrency or 1))]
-        real, prices = _measure(makers, model, tasks, others, profile, on_turn)
+        real, prices = _measure(makers, meter, tasks, others, profile, on_turn)
         found += _compare(makers, real, prices, config_of(OFF).scheduler.max_num_batched_tokens, tasks)
     return found
 
 
 def _measure(
     makers: Mapping[str, Callable[[], Engine]],
-    model: LoadedModel,
+    meter: PassMeter,
     tasks: Sequence[Task],
     others: Sequence[Task],
     profile: Profile,
@@ -89,7 +90,6 @@ def _measure(
     """All methods' turns and the prices of their steps, in slices: a slow moment slows both."""
     watched: dict[str, list[Watched]] = {label: [] for label in makers}
     disturbances = Disturbances()
-    meter = PassMeter(model.backend, model.config.max_position)
     courses: dict[str, Slices] = {"passes": meter.slices()}
     for label, make in makers.items():
         first = EngineRunner(make())

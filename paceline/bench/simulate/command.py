@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import typer
@@ -26,6 +28,7 @@ from paceline.options import check_integer
 from paceline.terminal.flags import Group, Options
 
 DRAFT_COST, ROW_COST = 0.1, 0.05  # in passes of the target over one row
+COURSES = 9  # of a check at each concurrency, about: for a progress bar
 SIMULATED, CHECKED = "1,4,16,64,256", "1,4,16"  # requests at once
 
 
@@ -79,7 +82,7 @@ def simulate_engine(
         name = model
         cost = DRAFT_COST if guesses.draft_cost is None else guesses.draft_cost
         world, lengths = measured_world(model, cost, traffic, drafters, methods, drafts["chances"])
-    with progress(len(concurrency) * len(methods)) as on_turn:
+    with progress(len(concurrency) * len(methods)) as on_turn, _without_advice():
         result = simulate(world, methods, lengths, concurrency, on_turn)
     if as_json:
         typer.echo(json.dumps({"machine": name, "simulated": True, "rows": result.facts()}, indent=2))
@@ -87,17 +90,34 @@ def simulate_engine(
         report_console().print(result_table(name, result))
 
 
-def check_engine(model: str | None, concurrency: str | None, as_json: bool) -> bool:
+def check_engine(
+    model: str | None, machine: Options, traffic: Options, drafts: Options, as_json: bool
+) -> bool:
     """Whether the simulation meets the real engine; prints both."""
-    at_once = integers("--concurrency", concurrency or CHECKED)
-    with progress(8 * len(at_once)) as on_turn:
-        found = check(model or DEFAULT_MODEL, at_once, on_turn=on_turn)
+    at_once = integers("--concurrency", traffic["concurrency"] or CHECKED)
+    other = traffic | {"concurrency": None, "threads": None}
+    for group, values in zip((MACHINE, TRAFFIC, DRAFTS), (machine, other, drafts), strict=True):
+        _refuse_given(group, values, "has no effect with --check: leave it out.")
+    with progress(COURSES * len(at_once)) as on_turn, _without_advice():
+        found = check(model or DEFAULT_MODEL, at_once, traffic["threads"], on_turn)
     if as_json:
         rows = [asdict(one) | {"ratio": one.ratio} for one in found]
         typer.echo(json.dumps({"model": model or DEFAULT_MODEL, "rows": rows}, indent=2))
     else:
         report_console().print(check_table(model or DEFAULT_MODEL, found))
     return all(abs(one.ratio - 1) <= TOLERANCE for one in found)
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Simulated traffic needs no advice about its segments."""
+    logger = logging.getLogger("paceline.control.segments")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _drafters(alpha: float, drafts: Options) -> Drafters:

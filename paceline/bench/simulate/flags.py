@@ -23,6 +23,7 @@ TRAFFIC: Group = (
     Flag("input_tokens", int, 512, "Of a prompt."),
     Flag("output_tokens", int, 128, "Of an answer."),
     Flag("workload", str | None, None, "Prompts to take lengths from: see `paceline bench`. Needs a MODEL."),
+    Flag("threads", int | None, None, "Of a MODEL that is measured; one for each core if left out."),
     Flag("max_num_batched_tokens", int | None, None, "Rows of a pass; 512, with a GPU 2048, if left out."),
 )
 DRAFTS: Group = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from paceline.bench.simulate.prices import (
     fit,
     overhead_terms,
 )
-from paceline.bench.slices import Disturbances
+from paceline.bench.slices import Disturbances, OwnClock
 from paceline.bench.turns import Slices, Turn
 from paceline.control.cost import Call, Float64Array, StepCosts
 from paceline.engine.engine import Engine
@@ -42,6 +43,7 @@ class Watched:
 
     stats: StepStats
     seconds: float  # of all of it
+    lost: float = 0.0  # share of them that went to others on the machine
 
     @property
     def size(self) -> PassSize:
@@ -114,21 +116,24 @@ def watching(
     watched: list[Watched],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Slices:
-    """Steps of an engine at several concurrencies, one in each slice; `watched` gets those that nothing else
-    on the machine held up."""
+    """Steps of an engine at several concurrencies, all added to `watched`."""
+    own = OwnClock(clock)
     for concurrency in CONCURRENCY:
         for number in range(concurrency):
             task = tasks[number % len(tasks)]
             engine.add_request(task.token_ids[:PROMPT], task.params, f"{concurrency}-{number}")
         decoding = 0
         while engine.has_unfinished and decoding < STEPS:
-            start, before = clock(), disturbances.waited()
+            if own.slice_is_over:
+                own.pause()
+                yield
+                own.go_on()
+            start, before = own.now(), disturbances.waited()
             engine.step()
-            seconds, waited = clock() - start, disturbances.waited() - before
-            if disturbances.in_step(engine.stats, waited) <= LITTLE * seconds:
-                watched.append(Watched(engine.stats, seconds))
+            seconds, waited = own.now() - start, disturbances.waited() - before
+            lost = disturbances.in_step(engine.stats, waited)
+            watched.append(Watched(engine.stats, seconds, lost / seconds))
             decoding += engine.stats.prefill_tokens == 0
-            yield
         for number in range(concurrency):
             engine.abort(f"{concurrency}-{number}")
     engine.close()
@@ -138,17 +143,41 @@ def watching(
 def measure_prices(
     passes: MeasuredPrices, watched: Mapping[str, Sequence[Watched]], drafters: Sequence[str]
 ) -> dict[str, MeasuredPrices]:
-    """The prices of each method's steps, by its label. `drafters` are the methods that have one drafter and
-    always ask it: its calls are priced from their steps."""
-    drafts = {name: _draft_prices(name, watched[name]) for name in drafters}
-    return {label: _step_prices(replace(passes, drafts=drafts), steps) for label, steps in watched.items()}
+    """The prices of each method's steps, by its label.
+
+    In an engine, passes are slower than alone by a share that all methods have in common; what their steps
+    take beyond that is each one's overhead. `drafters` are the methods that have one drafter and always ask
+    it: its calls are priced from their steps.
+    """
+    calm = {label: _calm(steps) for label, steps in watched.items()}
+    labels = list(calm)
+    few = len(overhead_terms(PassSize.chain(1)))
+    terms, seconds = [], []
+    for place, label in enumerate(labels):
+        for step in calm[label]:
+            own = np.zeros(2 + few * len(labels))
+            own[int(step.size.has_prompts)] = passes.pass_seconds(step.size)
+            own[2 + few * place : 2 + few * (place + 1)] = overhead_terms(step.size)
+            terms.append(own)
+            seconds.append(step.seconds - step.stats.draft_time)
+    scale, prompt_scale, *overheads = fit(np.array(terms), np.array(seconds))
+    drafts = {name: _draft_prices(name, calm[name]) for name in drafters}
+    return {
+        label: replace(
+            passes,
+            scale=scale,
+            prompt_scale=prompt_scale,
+            overhead=overheads[few * place : few * (place + 1)],
+            drafts=drafts,
+        )
+        for place, label in enumerate(labels)
+    }
 
 
-def _step_prices(passes: MeasuredPrices, steps: Sequence[Watched]) -> MeasuredPrices:
-    """The prices with the scale and the overhead of these steps."""
-    terms = np.array([(passes.pass_seconds(step.size), *overhead_terms(step.size)) for step in steps])
-    scale, *overhead = fit(terms, np.array([step.seconds - step.stats.draft_time for step in steps]))
-    return replace(passes, scale=scale, overhead=overhead)
+def _calm(steps: Sequence[Watched]) -> list[Watched]:
+    """Those that nothing held up, or the calmer half where there are less."""
+    most = max(LITTLE, statistics.median(step.lost for step in steps))
+    return [step for step in steps if step.lost <= most]
 
 
 def _draft_prices(name: str, steps: Sequence[Watched]) -> list[float]:

@@ -24,6 +24,10 @@ class PassSize:
     contexts: int  # committed tokens, summed over requests
     keys: int  # that rows read, summed over rows
 
+    @property
+    def has_prompts(self) -> bool:
+        return self.rows > self.logits
+
     @staticmethod
     def chain(rows: int, context: int = 0) -> PassSize:
         """One request's chain, all of it verified."""
@@ -64,7 +68,8 @@ class MeasuredPrices:
     prompts: StepCosts  # of those of which one row's are
     per_key: float  # seconds for each key that a row reads
     per_context: float  # and for each committed token of a request
-    scale: float = 1.0  # of all of these
+    scale: float = 1.0  # of all of these, in passes without prompts
+    prompt_scale: float = 1.0  # and in passes with prompts
     overhead: Sequence[float] = (0.0, 0.0)  # [terms] of `overhead_terms`
     drafts: Mapping[str, Sequence[float]] = field(default_factory=dict)  # by drafter, [terms] of `call_terms`
 
@@ -72,7 +77,8 @@ class MeasuredPrices:
         rows = float(self.prompts.seconds(size.rows, 0.0))
         logits = float(self.verified.seconds(size.logits, 0.0) - self.prompts.seconds(size.logits, 0.0))
         read = self.per_key * size.keys + self.per_context * size.contexts
-        return self.scale * (rows + max(0.0, logits) + read)
+        scale = self.prompt_scale if size.has_prompts else self.scale
+        return scale * (rows + max(0.0, logits) + read)
 
     def overhead_seconds(self, size: PassSize) -> float:
         return float(np.dot(overhead_terms(size), self.overhead))
@@ -94,8 +100,7 @@ def call_terms(call: Call) -> tuple[float, ...]:
 def fit(terms: Float64Array, seconds: Float64Array) -> list[float]:
     """[terms] prices, none below 0, of which so many [samples, terms] come nearest to `seconds` [samples].
 
-    Errors count as shares of the seconds. What would be below 0 is left out, the worst first. The sum of all
-    samples is met: what is as often dearer as cheaper must not seem cheap.
+    Errors count as shares of the seconds. What would be below 0 is left out, the worst first.
     """
     prices = np.zeros(terms.shape[1])
     kept = list(range(terms.shape[1]))
@@ -105,5 +110,4 @@ def fit(terms: Float64Array, seconds: Float64Array) -> list[float]:
             prices[kept] = found
             break
         del kept[int(found.argmin())]
-    met = seconds.sum() / (terms @ prices).sum()
-    return [float(met * price) for price in prices]
+    return [float(price) for price in prices]

@@ -12,6 +12,7 @@ from paceline.bench.profiles import Profile, closed
 from paceline.bench.simulate.prices import Prices, start_costs
 from paceline.bench.simulate.world import (
     PAGE_SIZE,
+    VOCABULARY,
     Acceptance,
     CountingTokenizer,
     SimulatedBackend,
@@ -171,9 +172,7 @@ def _runner(
     engine = Engine(
         SimulatedBackend(prices, clock, max_rows),
         CountingTokenizer(),
-        Limits(
-            vocab_size=4, max_model_len=longest + 1, max_num_seqs=concurrency, max_num_batched_tokens=max_rows
-        ),
+        Limits(VOCABULARY, longest + 1, max_num_seqs=concurrency, max_num_batched_tokens=max_rows),
         num_pages=num_pages,
         enable_prefix_caching=False,
         controller=_controller(world, method, prices, max_rows, reasons),

@@ -35,6 +35,8 @@ def given_world(
     """A world of data sheets, and what comes in it."""
     if traffic["workload"] is not None:
         raise ConfigError("--workload needs a MODEL, whose tokenizer counts: give --input-tokens instead.")
+    if traffic["threads"] is not None:
+        raise ConfigError("--threads is of a MODEL that is measured here: leave it out with a --gpu.")
     overhead = STEP_OVERHEAD if machine["overhead"] is None else machine["overhead"]
     prices = RooflinePrices(
         find_gpu(machine["gpu"], machine["bandwidth"], machine["flops"], machine["memory"]),
@@ -74,7 +76,7 @@ def measured_world(
     for drafter in loaded:
         parse_speculative_config(drafter)  # one that cannot be loaded is told of before a model is
     workload = load_workload(traffic["workload"] or USUAL_PROMPTS)
-    config_of = partial(bench_config, name, "auto", None, SchedulerOptions().max_num_seqs)
+    config_of = partial(bench_config, name, "auto", traffic["threads"], SchedulerOptions().max_num_seqs)
     model = load_model(config_of(OFF))
     prompts = [(prompt.token_ids(model.tokenizer), prompt.max_tokens) for prompt in workload.prompts]
     params = SamplingParams(temperature=0, max_tokens=PROMPT + 2 * STEPS, ignore_eos=True)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from paceline.bench.engine_runner import Task
+from paceline.bench.simulate import check
 from paceline.bench.simulate.check import acceptance_of
 from paceline.bench.simulate.sources import of_bench, of_depths
 from paceline.bench.simulate.world import Acceptance
@@ -16,6 +18,7 @@ from paceline.cli import app
 from paceline.engine.request import SpeculativeCounts
 from paceline.engine.stats import DraftFacts
 from paceline.errors import ConfigError
+from paceline.verify.params import SamplingParams
 
 SMALL = ("--input-tokens", "16", "--output-tokens", "8", "--concurrency", "1,4")
 
@@ -46,6 +49,19 @@ def test_a_model_is_measured_and_then_simulated(capsys, tiny_gguf):
     assert chain["mean_acceptance_length"] > 2
 
 
+def test_a_model_is_run_and_simulated_side_by_side(capsys, tiny_gguf, monkeypatch):
+    """How near they are is not for a test to say: it would time a busy machine."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    tasks = [Task(str(number), "", [3 + number, 4] * 8, params) for number in range(10)]
+    monkeypatch.setattr(check, "_tasks", lambda model: (tasks[:8], tasks[8:]))
+    arguments = ["simulate", str(tiny_gguf), "--check", "--concurrency", "2", "--threads", "1", "--json"]
+    app(arguments, standalone_mode=False)
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["method"] for row in rows] == ["off", "suffix", "auto"]
+    assert all(row["simulated"] > 0 and row["ratio"] == row["simulated"] / row["measured"] for row in rows)
+    assert rows[0]["measured_length"] == rows[0]["simulated_length"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -55,6 +71,9 @@ def test_a_model_is_measured_and_then_simulated(capsys, tiny_gguf):
         (["--gpu", "h200", "--draft-cost", "1"], "--draft-cost"),
         (["some.gguf", "--gpu", "h200"], "--gpu is of a --gpu"),
         (["--gpu", "h200", "--workload", "chat"], "needs a MODEL"),
+        (["--gpu", "h200", "--threads", "1"], "--threads is of a MODEL"),
+        (["--check", "--gpu", "h200"], "--gpu has no effect with --check"),
+        (["--check", "--input-tokens", "7"], "--input-tokens has no effect with --check"),
         (["--gpu", "h200", "--acceptance", "0.5", "--from", "x"], "give one of them"),
         (["--gpu", "h200", "--acceptance", "0.5,0.6"], "do not rise"),
         (["--gpu", "h200", "--from", "missing.json"], "cannot be read"),
