@@ -23,7 +23,7 @@ def title(options: SpeculationOptions) -> str:
         sampling = "each prompt's own temperature"
     else:
         sampling = "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}"
-    return f"{options.model}: {sampling}, {options.rounds} rounds, in slices of all methods by turns"
+    return f"{options.model}: {sampling}, {options.rounds} round{'s' * (options.rounds > 1)}"
 
 
 def traffic_of(row: Row) -> str:
@@ -80,6 +80,7 @@ def _meaning(contest: Contest) -> list[str]:
             "prefix reuse: no method sees another's answers, and every prompt is computed in full.",
             "cold: drafters begin each pass over a workload empty; what they learn in it are their own "
             "answers to its earlier prompts.",
+            "All methods run at once, in slices of 20 ms, each by a clock of its own.",
         ]
     if any(row.cache == WARM for row in contest.rows):
         lines.append("warm: the same prompts a second time; a drafter with a memory has seen the answers.")
