@@ -2,6 +2,8 @@
 
 A chain is the degenerate tree and an empty tree is plain decoding, so nothing downstream asks which
 of the three it got.
+
+What is compiled is imported where it is used: the command line knows plans, and should not wait for numba.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -173,18 +174,19 @@ class DraftTrees:
 
         Where two groups have nodes for a request, it gets those of the later one.
         """
+        from paceline.draft.tree_arrays import run_numbers
+
         if not groups:
             return DraftTrees.chains([()] * num_requests)
-        starts, sizes = np.zeros((2, num_requests), dtype=np.int32)  # of each request's nodes in all groups'
+        runs = [(0, 0)] * num_requests  # of each request's nodes among those of all groups
         first = 0
         for requests, trees in groups:
-            own = np.diff(trees.offsets)
-            named = np.array(requests)[own > 0]
-            starts[named] = trees.offsets[:-1][own > 0] + first
-            sizes[named] = own[own > 0]
+            ends = trees.offsets.tolist()
+            for request, start, end in zip(requests, ends[:-1], ends[1:], strict=True):
+                if end > start:
+                    runs[request] = first + start, end - start
             first += trees.num_nodes
-        offsets = _offsets_of(sizes)
-        nodes = np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1], dtype=np.int32)
+        nodes, offsets = run_numbers(np.array(runs, dtype=np.int32))
         proposed = [trees for _, trees in groups]
         return DraftTrees(
             np.concatenate([trees.tokens for trees in proposed])[nodes],
@@ -196,16 +198,15 @@ class DraftTrees:
 
     def kept(self, keep: BoolArray) -> DraftTrees:
         """The trees with only these nodes: [nodes]. With a node its ancestors must be kept."""
-        places = _offsets_of(keep)  # [nodes + 1] of each node among those that are kept
-        offsets = places[self.offsets]
-        first, parents = self._owners()[keep], self.parents[keep]
-        moved = places[self.offsets[first] + parents] - offsets[first]
+        from paceline.draft.tree_arrays import kept_nodes
+
+        nodes, parents, offsets = kept_nodes(keep, self.parents, self.offsets)
         return DraftTrees(
-            self.tokens[keep],
-            np.where(parents < 0, np.int32(-1), moved),
+            self.tokens[nodes],
+            parents,
             offsets,
-            None if self.draws is None else replace(self.draws, rows=self.draws.rows[keep]),
-            None if self.chances is None else self.chances[keep],
+            None if self.draws is None else replace(self.draws, rows=self.draws.rows[nodes]),
+            None if self.chances is None else self.chances[nodes],
         )
 
     def check(self, plans: Sequence[DraftPlan], vocab_size: int) -> None:
@@ -216,8 +217,28 @@ class DraftTrees:
         """
         if self.num_requests != len(plans):
             raise ValueError(f"expected trees for {len(plans)} requests, got {self.num_requests}")
+        if not self._are_sound(plans, vocab_size):
+            self._name_fault(plans, vocab_size)
+        if self.draws is not None:
+            self.draws.check(self.tokens, vocab_size)
+
+    def _are_sound(self, plans: Sequence[DraftPlan], vocab_size: int) -> bool:
+        from paceline.draft.tree_arrays import are_sound
+
+        nodes = self.tokens, self.parents, self.offsets
+        chances = np.empty(0, dtype=np.float32) if self.chances is None else self.chances
+        if not plans or any(array.dtype != np.int32 for array in nodes) or chances.dtype != np.float32:
+            return False  # other numbers go the slow way
+        limits = np.array([(plan.budget, plan.branching) for plan in plans], dtype=np.int32)
+        return are_sound(*nodes, limits, vocab_size, chances)
+
+    def _name_fault(self, plans: Sequence[DraftPlan], vocab_size: int) -> None:
+        """Raise ValueError for what is not sound, if anything is."""
+        ends = self.offsets.tolist()
+        if ends[0] != 0 or ends[-1] != self.num_nodes or ends != sorted(ends):
+            raise ValueError(f"offsets must go from 0 up to {self.num_nodes} nodes, got {ends}")
         for request, plan in enumerate(plans):
-            tokens, parents = self.tree_lists(request)  # lists: for a few nodes they are quicker than arrays
+            tokens, parents = self.tree_lists(request)
             if len(tokens) > plan.budget:
                 raise ValueError(f"tree {request} has {len(tokens)} nodes, its budget is {plan.budget}")
             if len(parents) != len(tokens):
@@ -230,8 +251,6 @@ class DraftTrees:
                 raise ValueError(f"tree {request} repeats a token among siblings: {tokens}")
             if plan.branching == 1 and len(set(parents)) != len(parents):
                 raise ValueError(f"tree {request} branches, its plan is a chain: parents {parents}")
-        if self.draws is not None:
-            self.draws.check(self.tokens, vocab_size)
         if self.chances is not None:
             self._check_chances(self.chances)
 
@@ -243,13 +262,6 @@ class DraftTrees:
         above = np.where(self.parents < 0, 1.0, chances[starts + self.parents])
         if (chances < 0.0).any() or (chances > above + ROUNDING).any():  # NaN is neither
             raise ValueError(f"a chance must be between 0 and that of the node above: {chances.tolist()}")
-
-
-def _offsets_of(sizes: npt.NDArray[Any]) -> Int32Array:
-    """Where each of several runs of these sizes begins, and the end of the last: [sizes + 1]."""
-    offsets = np.zeros(len(sizes) + 1, dtype=np.int32)
-    np.cumsum(sizes, out=offsets[1:])
-    return offsets
 
 
 def _joined_draws(groups: Sequence[DraftTrees], nodes: Int32Array) -> Draws | None:

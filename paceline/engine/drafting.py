@@ -47,6 +47,8 @@ class Drafting:
         )
         for drafter in self._drafters.values():
             drafter.bind(kv)
+        nothing = DraftTrees.merged(1, [([0], DraftTrees.chains([()]))]).kept(np.empty(0, dtype=bool))
+        nothing.check([PLAIN], vocab_size)  # so that all of it is compiled before the first step
 
     def settled(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> list[DraftPlan]:
         """The plans, without those of drafters that failed for their request, with room for forced tokens."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees, Draws
@@ -35,6 +35,34 @@ def test_a_chain_is_a_tree_whose_parents_count_up():
 def test_unsound_trees_are_named(tokens, parents, problem):
     with pytest.raises(ValueError, match=problem):
         DraftTrees.from_lists([(tokens, parents)]).check([DraftPlan("suffix", 2, branching=2)], vocab_size=9)
+
+
+numbers = st.integers(-2, 4)
+
+
+@settings(max_examples=200)
+@given(
+    tokens=st.lists(numbers, max_size=5),
+    parents=st.lists(numbers, max_size=5),
+    chances=st.none() | st.lists(st.sampled_from([-0.1, 0.2, 0.5, 1.0, 1.1, np.nan]), max_size=5),
+    offsets=st.lists(numbers, min_size=2, max_size=4),
+    branching=st.integers(1, 2),
+)
+def test_the_quick_check_says_what_the_readable_one_does(tokens, parents, chances, offsets, branching):
+    size = len(tokens)
+    offsets = [0, *offsets[1:-1], size] if offsets[0] >= 0 else offsets  # half of them begin and end well
+    arrays = [np.array(values, dtype=np.int32) for values in (tokens, (parents + [0] * 5)[:size], offsets)]
+    if len(parents) == 3:
+        arrays[1] = arrays[1][:-1]  # a parent is missing
+    known = None if chances is None else np.array(chances + [0.2] * (size - len(chances)), dtype=np.float32)
+    trees = DraftTrees(*arrays, chances=known)
+    plans = [DraftPlan("suffix", 3, branching)] * (len(offsets) - 1)
+    try:
+        trees._name_fault(plans, 4)
+        is_sound = True
+    except ValueError:
+        is_sound = False
+    assert trees._are_sound(plans, 4) == is_sound
 
 
 def test_a_plan_for_a_chain_takes_no_tree():
