@@ -35,10 +35,10 @@ from paceline.engine.engine import Engine
 from paceline.verify.params import SamplingParams
 
 TOLERANCE = 0.1
-LEAST_TASKS, WAVES = 8, 2  # requests of a setting: at least, and for each that runs at once
+LEAST_TASKS = 6  # requests of a setting, or as many as run at once
 PRICING_TASKS = 10  # other requests, for prices
 REPEATS = 4  # simulations of a setting, each with noise of its own
-ANSWER = 48  # most tokens of each
+ANSWER = 96  # most tokens of each
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def check(
     meter = PassMeter(model.backend, model.config.max_position)
     found: list[Compared] = []
     for profile in map(closed, concurrency):
-        tasks = compared[: max(LEAST_TASKS, WAVES * (profile.concurrency or 1))]
+        tasks = compared[: max(LEAST_TASKS, profile.concurrency or 1)]
         real, prices = _measure(makers, meter, tasks, others, profile, on_turn)
         found += _compare(makers, real, prices, config_of(OFF).scheduler.max_num_batched_tokens, tasks)
     return found
@@ -96,7 +96,9 @@ def _measure(
         first.run(others[:1], ONE_BY_ONE)  # code is compiled, and `auto` knows its drafters
         first.close()
         courses[label] = EngineRunner(make(), disturbances).slices(tasks, profile)
-        courses[f"prices of {label}"] = watching(make(), others, disturbances, watched[label])
+        courses[f"prices of {label}"] = watching(
+            make(), others, disturbances, watched[label], again=lambda: not all(turns.values())
+        )
     turns: dict[Key, list[list[Turn]]] = {(COLD, label): [] for label in makers}
     for label, turn in in_slices(courses, random.Random(0)):
         on_turn(f"{profile.label}: {label}")

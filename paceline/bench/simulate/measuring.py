@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,8 +32,8 @@ ROUNDS = 4  # of which the quickest counts
 IN_A_ROW = 5  # small passes: behind a large one the first few are slower on some processors
 SMALL = 64  # rows
 CONCURRENCY = (1, 4, 16)
-LITTLE = 0.02  # of a step that may be lost to others
 STEPS = 24  # that are watched at each concurrency, beside those with prompts
+ALONE = 20  # steps that what was measured alone counts for
 PROMPT = 64  # most tokens of a prompt in them
 
 
@@ -42,8 +42,7 @@ class Watched:
     """One step of a real engine."""
 
     stats: StepStats
-    seconds: float  # of all of it
-    lost: float = 0.0  # share of them that went to others on the machine
+    seconds: float  # of all of it, without what others on the machine took
 
     @property
     def size(self) -> PassSize:
@@ -84,7 +83,7 @@ class PassMeter:
         self._backend.forward(_chain(self._pool, 0, self._context, 1))  # fills the pool
         for _ in range(ROUNDS):  # one after the other, so that a bad moment spoils none of them
             for place, batch in enumerate(self._batches):
-                for _ in range(IN_A_ROW if batch.num_rows <= SMALL else 1):
+                for _ in range(IN_A_ROW if batch.num_rows <= SMALL else 2):
                     start = self._clock()
                     self._backend.forward(batch)
                     self._quickest[place] = min(self._quickest[place], self._clock() - start)
@@ -115,13 +114,15 @@ def watching(
     disturbances: Disturbances,
     watched: list[Watched],
     clock: Callable[[], float] = time.perf_counter,
+    again: Callable[[], bool] = lambda: False,
 ) -> Slices:
-    """Steps of an engine at several concurrencies, all added to `watched`."""
+    """Steps of an engine at several concurrencies, all added to `watched`; and once more, while `again`."""
     own = OwnClock(clock)
-    for concurrency in CONCURRENCY:
-        for number in range(concurrency):
-            task = tasks[number % len(tasks)]
-            engine.add_request(task.token_ids[:PROMPT], task.params, f"{concurrency}-{number}")
+    arrived = itertools.count()
+    for concurrency in itertools.cycle(CONCURRENCY):
+        names = [str(next(arrived)) for _ in range(concurrency)]
+        for name, task in zip(names, itertools.cycle(tasks), strict=False):
+            engine.add_request(task.token_ids[:PROMPT], task.params, name)
         decoding = 0
         while engine.has_unfinished and decoding < STEPS:
             if own.slice_is_over:
@@ -131,11 +132,12 @@ def watching(
             start, before = own.now(), disturbances.waited()
             engine.step()
             seconds, waited = own.now() - start, disturbances.waited() - before
-            lost = disturbances.in_step(engine.stats, waited)
-            watched.append(Watched(engine.stats, seconds, lost / seconds))
+            watched.append(Watched(engine.stats, seconds - disturbances.in_step(engine.stats, waited)))
             decoding += engine.stats.prefill_tokens == 0
-        for number in range(concurrency):
-            engine.abort(f"{concurrency}-{number}")
+        for name in names:
+            engine.abort(name)
+        if concurrency == CONCURRENCY[-1] and not again():
+            break
     engine.close()
     return Turn(0.0, [])
 
@@ -149,19 +151,19 @@ def measure_prices(
     take beyond that is each one's overhead. `drafters` are the methods that have one drafter and always ask
     it: its calls are priced from their steps.
     """
-    calm = {label: _calm(steps) for label, steps in watched.items()}
-    labels = list(calm)
+    labels = list(watched)
     few = len(overhead_terms(PassSize.chain(1)))
-    terms, seconds = [], []
+    width = 2 + few * len(labels)
+    terms, seconds = [row for row in np.eye(2, width) for _ in range(ALONE)], [1.0] * 2 * ALONE
     for place, label in enumerate(labels):
-        for step in calm[label]:
-            own = np.zeros(2 + few * len(labels))
+        for step in watched[label]:
+            own = np.zeros(width)
             own[int(step.size.has_prompts)] = passes.pass_seconds(step.size)
             own[2 + few * place : 2 + few * (place + 1)] = overhead_terms(step.size)
             terms.append(own)
             seconds.append(step.seconds - step.stats.draft_time)
     scale, prompt_scale, *overheads = fit(np.array(terms), np.array(seconds))
-    drafts = {name: _draft_prices(name, calm[name]) for name in drafters}
+    drafts = {name: _draft_prices(name, watched[name]) for name in drafters}
     return {
         label: replace(
             passes,
@@ -172,12 +174,6 @@ def measure_prices(
         )
         for place, label in enumerate(labels)
     }
-
-
-def _calm(steps: Sequence[Watched]) -> list[Watched]:
-    """Those that nothing held up, or the calmer half where there are less."""
-    most = max(LITTLE, statistics.median(step.lost for step in steps))
-    return [step for step in steps if step.lost <= most]
 
 
 def _draft_prices(name: str, steps: Sequence[Watched]) -> list[float]:

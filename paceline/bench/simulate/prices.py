@@ -11,6 +11,7 @@ import numpy as np
 from paceline.control.cost import Call, Float64Array, StepCosts
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 64)  # that an engine measures when it starts
+OUTLIER = 3.0  # times the expected: what took longer counts as this much
 LONG = 1024  # keys of the context that it holds against an empty one
 
 
@@ -100,14 +101,24 @@ def call_terms(call: Call) -> tuple[float, ...]:
 def fit(terms: Float64Array, seconds: Float64Array) -> list[float]:
     """[terms] prices, none below 0, of which so many [samples, terms] come nearest to `seconds` [samples].
 
-    Errors count as shares of the seconds. What would be below 0 is left out, the worst first.
+    Errors count as shares of what is expected, so that small samples tell as much as large ones.
     """
+    usual = np.median(seconds)
+    expected = terms @ _fit(terms, seconds, np.maximum(seconds, 0.1 * usual))
+    expected = np.maximum(expected, 0.1 * usual)
+    prices: list[float] = _fit(terms, np.minimum(seconds, OUTLIER * expected), expected).tolist()
+    return prices
+
+
+def _fit(terms: Float64Array, seconds: Float64Array, scale: Float64Array) -> Float64Array:
+    """[terms] least squares of errors in units of `scale` [samples]. What would be below 0 is left out, the
+    worst first."""
     prices = np.zeros(terms.shape[1])
     kept = list(range(terms.shape[1]))
     while kept:
-        found = np.linalg.lstsq(terms[:, kept] / seconds[:, None], np.ones(len(seconds)), rcond=None)[0]
+        found = np.linalg.lstsq(terms[:, kept] / scale[:, None], seconds / scale, rcond=None)[0]
         if found.min() >= 0.0:
             prices[kept] = found
             break
         del kept[int(found.argmin())]
-    return [float(price) for price in prices]
+    return prices
