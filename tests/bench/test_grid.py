@@ -93,6 +93,7 @@ def test_the_command_measures_every_cell_and_writes_everything(tmp_path: Path, t
         *("--json", str(tmp_path / "facts.json"), "--html", str(tmp_path / "page.html")),
     )
     assert "auto began with an empty memory" in output
+    assert "…" not in output, "what is piped is not cut"
     facts = json.loads((tmp_path / "facts.json").read_text())
     cells = [(cell["workload"], cell["concurrency"]) for cell in facts["cells"]]
     assert cells == [("letters", 1), ("letters", 2), ("writing", 1), ("writing", 2)]
