@@ -115,6 +115,8 @@ class HeadDrafter(Drafter):
         self._runner = runner
         self._shape = shape
         self._sampling = sampling
+        self._seen_layers: tuple[int, ...] = ()  # of the last pass, of which the head reads these parts
+        self._parts = np.empty(0, dtype=np.int64)  # [layers]
         self._scales = Scales(shape.vocabulary, Workspace(shape.vocabulary.target_size), least_chance)
 
     @classmethod
@@ -187,9 +189,11 @@ class HeadDrafter(Drafter):
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:
         assert features is not None, "the engine gives what the needs ask for"
-        parts = [features.layers.index(layer) for layer in self.needs.feature_layers]
-        spans = features.committed_spans(requests, verdicts)
-        self._pages.put(spans, features.values, np.array(parts, dtype=np.int64))
+        if features.layers != self._seen_layers:
+            self._seen_layers = features.layers
+            parts = [features.layers.index(layer) for layer in self.needs.feature_layers]
+            self._parts = np.array(parts, dtype=np.int64)
+        self._pages.put(features.committed_spans(requests, verdicts), features.values, self._parts)
 
 
 class EagleDrafter(HeadDrafter):

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
-UInt32Array = npt.NDArray[np.uint32]
 UInt16Array = npt.NDArray[np.uint16]
 Float32Array = npt.NDArray[np.float32]
 
@@ -76,7 +75,7 @@ class HeadPages(SharedPages):
         """Keep features of a pass: see Features.committed_spans. Each has these parts of its row."""
         _put(
             spans,
-            np.ascontiguousarray(values).view(np.uint32),
+            values,
             parts,
             self._kv.page_tables,
             self._kv.pages.generations,
@@ -99,7 +98,7 @@ class HeadPages(SharedPages):
 @compiled
 def _put(
     spans: Int64Array,
-    values: UInt32Array,
+    values: Float32Array,
     parts: Int64Array,
     page_tables: Int32Array,
     generations: Int64Array,
@@ -115,8 +114,9 @@ def _put(
         for step in range(min(count, longest - start)):  # nobody reads those beyond the head's context
             page = page_tables[slot, (start + step) // page_size]
             place = page * page_size + (start + step) % page_size
+            bits = values[row + step].view(np.uint32)
             for part in range(len(parts)):
-                source = values[row + step, parts[part] * width : (parts[part] + 1) * width]
+                source = bits[parts[part] * width : (parts[part] + 1) * width]
                 target = features[place, part * width : (part + 1) * width]
                 for column in range(width):
                     target[column] = (source[column] + np.uint32(0x8000)) >> np.uint32(16)

@@ -45,6 +45,11 @@ class Drafting:
         self.feature_layers = tuple(
             sorted({layer for drafter in self._drafters.values() for layer in drafter.needs.feature_layers})
         )
+        self._observers = {  # a step should not pay for those who do not look
+            name: drafter
+            for name, drafter in self._drafters.items()
+            if type(drafter).observe is not Drafter.observe
+        }
         for drafter in self._drafters.values():
             drafter.bind(kv)
         nothing = DraftTrees.merged(1, [([0], DraftTrees.chains([()]))]).kept(np.empty(0, dtype=bool))
@@ -170,6 +175,8 @@ class Drafting:
         output: ForwardOutput,
     ) -> None:
         """Show a pass to every drafter, also to those that did not propose."""
+        if not self._observers:
+            return
         requests = [part.request for part in parts]
         features = None
         if output.features is not None:
@@ -180,7 +187,7 @@ class Drafting:
                 batch.context_lengths,
                 [part.num_tokens for part in parts],
             )
-        for name, drafter in self._drafters.items():
+        for name, drafter in self._observers.items():
             with self._guard(name, requests):
                 drafter.observe(requests, verdicts, features)
 
