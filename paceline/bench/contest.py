@@ -20,7 +20,7 @@ from paceline.bench.timing import OnTurn
 from paceline.bench.workloads import Prompt, Workload
 from paceline.config import DEFAULT_MODEL, SchedulerOptions
 from paceline.draft.heads.shipped import default_method
-from paceline.draft.methods import parse_speculative_config
+from paceline.draft.methods import AUTO, parse_speculative_config
 from paceline.engine.build import LoadedModel, build_engine, load_model
 from paceline.errors import ConfigError
 from paceline.models.registry import resolve
@@ -158,9 +158,9 @@ def run_contest(
 
 
 def usual_methods(model: LoadedModel) -> Mapping[str, Any]:
-    """What is compared if nobody says: plain decoding, copies, and the head that is shipped for the model."""
+    """What is compared if nobody says: off, auto, copies, and the head that is shipped for the model."""
     head = default_method(model.fingerprint)
-    return {label: label for label in (OFF, *COPIES, *([] if head is None else [head]))}
+    return {label: label for label in (OFF, AUTO, *COPIES, *([] if head is None else [head]))}
 
 
 def _inexact(options: SpeculationOptions) -> frozenset[str]:

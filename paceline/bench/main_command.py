@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.bench.workloads import Workload
 
 RUN = "run"
-USUAL_METHODS = 4  # about, for a progress bar
+USUAL_METHODS = 5  # about, for a progress bar
 SHORT_LIMIT = 4  # prompts of each built-in workload, if none is named
 
 WORKLOAD: Group = (
@@ -104,7 +104,7 @@ def run_command(
         list[str] | None,
         typer.Option(
             help="Such as off,ngram,suffix; or one JSON object. May be repeated.",
-            show_default="off,ngram,suffix and the head that is shipped for the model",
+            show_default="off,auto,ngram,suffix and the head that is shipped for the model",
         ),
     ] = None,
     rounds: Annotated[

@@ -103,9 +103,9 @@ def test_if_nobody_says_copies_are_compared_and_the_head_that_is_shipped(
     monkeypatch: pytest.MonkeyPatch, tiny_gguf: Path
 ) -> None:
     model = load_model(bench_config(str(tiny_gguf), "auto", 1, 1))
-    assert list(usual_methods(model)) == ["off", "ngram", "suffix"], "no head is shipped for a random model"
+    assert list(usual_methods(model)) == ["off", "auto", "ngram", "suffix"], "no head is shipped"
     monkeypatch.setattr(contest, "default_method", lambda fingerprint: "eagle3")
-    assert list(usual_methods(model)) == ["off", "ngram", "suffix", "eagle3"]
+    assert list(usual_methods(model)) == ["off", "auto", "ngram", "suffix", "eagle3"]
 
 
 def test_the_first_word_is_a_command_if_it_is_one_and_else_a_model(tmp_path: Path) -> None:
