@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 
+from paceline.control.controller import Controller
 from paceline.draft.base import DraftSampling
-from paceline.draft.trees import PLAIN
+from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.verify.params import SamplingParams
 from tests.draft.draft_models import Plans
 from tests.draft.heads.toy_head import chain, drain, eagle_engine, toy_eagle, tree
@@ -97,6 +101,46 @@ def test_one_pass_over_new_tokens_then_one_row_a_level():
     assert accepted == drafted > 40
     # the 12 slots of the prompt and its first output; then what was accepted and the bonus token
     assert drafter._runner.passes[:8] == [(12, True), *[(1, False)] * 3, (5, True), *[(1, False)] * 3]
+
+
+def test_each_request_of_a_pass_drafts_what_is_likely_enough_for_it():
+    """Chains of one call end where each plan says, and nothing is left out that was likely enough."""
+    drafter = toy_eagle()
+    proposals: list[tuple[Sequence[DraftPlan], DraftTrees]] = []
+    propose = drafter.propose
+
+    def noted(requests, plans):
+        proposals.append((plans, propose(requests, plans)))
+        return proposals[-1][1]
+
+    drafter.propose = noted
+    plans = [DraftPlan("eagle3", 6, least_chance=least) for least in (0.0, 0.3, 0.6)]
+    engine = eagle_engine(drafter)
+    engine._controller = ByRequest(plans)
+    for number in range(3):
+        engine.add_request(prompt(number, 9), LONG)
+    drain(engine, drafter)
+    lengths = {plan.least_chance: [] for plan in plans}
+    for asked, trees in proposals:
+        for number, plan in enumerate(asked):
+            chances = trees.chances_of(number)
+            assert all(chance >= plan.least_chance for chance in chances)
+            assert chances == sorted(chances, reverse=True)
+            lengths[plan.least_chance].append(len(chances))
+    assert np.mean(lengths[0.0]) > np.mean(lengths[0.3]) > np.mean(lengths[0.6]) > 0
+
+
+class ByRequest(Controller):
+    """A plan for each request, in the order of their names."""
+
+    def __init__(self, plans: Sequence[DraftPlan]) -> None:
+        self.plans = plans
+
+    def plan(self, running, load):
+        return [self.plans[int(request.request_id)] for request in running]
+
+    def observe(self, stats):
+        return
 
 
 def test_a_prompt_of_one_token_is_drafted_for_from_its_first_output_on():
