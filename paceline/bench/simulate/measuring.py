@@ -45,6 +45,16 @@ class Watched:
     seconds: float  # of all of it, without what others on the machine took
 
     @property
+    def own_seconds(self) -> float:
+        """Without its drafters."""
+        return self.seconds - self.stats.draft_time
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether most of it was its own: else nobody knows what of it was lost."""
+        return self.own_seconds > 0.5 * self.stats.forward_time
+
+    @property
     def size(self) -> PassSize:
         """About: a step does not tell how its rows are spread over its requests."""
         stats = self.stats
@@ -132,7 +142,9 @@ def watching(
             start, before = own.now(), disturbances.waited()
             engine.step()
             seconds, waited = own.now() - start, disturbances.waited() - before
-            watched.append(Watched(engine.stats, seconds - disturbances.in_step(engine.stats, waited)))
+            step = Watched(engine.stats, seconds - disturbances.in_step(engine.stats, waited))
+            if step.is_telling:
+                watched.append(step)
             decoding += engine.stats.prefill_tokens == 0
         for name in names:
             engine.abort(name)
@@ -161,7 +173,7 @@ def measure_prices(
             own[int(step.size.has_prompts)] = passes.pass_seconds(step.size)
             own[2 + few * place : 2 + few * (place + 1)] = overhead_terms(step.size)
             terms.append(own)
-            seconds.append(step.seconds - step.stats.draft_time)
+            seconds.append(step.own_seconds)
     scale, prompt_scale, *overheads = fit(np.array(terms), np.array(seconds))
     drafts = {name: _draft_prices(name, watched[name]) for name in drafters}
     return {
