@@ -22,6 +22,7 @@ SCENES = 8  # past drafts by which the next one is judged
 KEPT = 32  # of all requests
 MOST_SEGMENTS = 256  # that have counts of their own: a client may name as many as it likes
 FIRST_GUESS = 0.6  # what a drafter is thought to say that was never asked
+GOES_ON = 0.75  # how drafts go on, of which none was seen
 GOES_ON_RATE = 0.02  # how far a node moves the mean of how drafts go on
 LEAST_LUCK, MOST_LUCK = 0.05, 1.5
 
@@ -64,30 +65,34 @@ class AcceptanceModel:
         self.drafts = 0  # that were observed
         self.calibration = Calibration()
         self.said: deque[list[float]] = deque(maxlen=KEPT)  # of all requests, newest first
-        self._goes_on = (
-            FIRST_GUESS  # what is said of a node over what was said of the one before it, on average
-        )
+        self._goes_on = GOES_ON  # what is said of a node over what was said of the one before it
         self._segments: dict[str, Level] = {}
         self._requests: dict[Key, Level] = {}
 
-    def offer(self, key: Key, segment: str, said: Said, asked: int) -> None:
-        """Take in what the drafter said when it was asked for so many nodes; nothing if it had none."""
-        kept = self._prolonged(said, asked)
+    def offer(self, key: Key, segment: str, said: Said, asked: int, least: float = 0.0) -> None:
+        """Take in what the drafter said when it was asked for so many nodes of at least such a chance."""
+        kept = self._prolonged(said, asked, least)
         self.said.appendleft(kept)
         for level in self._levels(key, segment):
             level.said.appendleft(kept)
 
-    def _prolonged(self, said: Said, asked: int) -> list[float]:
-        """As long as drafts can be: behind what was asked for, it goes on as drafts usually go on."""
+    def _prolonged(self, said: Said, asked: int, least: float) -> list[float]:
+        """As long as drafts can be: behind what is known, it goes on as drafts usually go on.
+
+        A draft that ended before it had to was not likely enough to go on; how likely, nobody said.
+        """
         kept = list(said[: self.depth])
         for node, before in enumerate(kept, start=1):
             if node < min(asked, self.depth) and before > 0.0:
-                after = kept[node] if node < len(kept) else 0.0
+                after = kept[node] if node < len(kept) else 0.5 * least
                 self._goes_on += GOES_ON_RATE * (after / before - self._goes_on)
-        if 0 < len(kept) == asked:
-            while len(kept) < self.depth:
-                kept.append(kept[-1] * self._goes_on)
-        return kept + [0.0] * (self.depth - len(kept))
+        last = kept[-1] * self._goes_on if kept else 1.0
+        if len(kept) < asked:
+            last = min(last, 0.5 * least)
+        while len(kept) < self.depth:
+            kept.append(last)
+            last *= self._goes_on
+        return kept
 
     def observe(self, key: Key, segment: str, said: Said, right: Sequence[bool]) -> None:
         """Take in what became of nodes that were verified."""

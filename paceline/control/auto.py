@@ -20,8 +20,9 @@ import numpy as np
 from paceline.control.acceptance import SCENES, AcceptanceModel, Key
 from paceline.control.choice import Batch, BoolArray, Market, PassPrices, Prospect, worth_verifying
 from paceline.control.controller import Controller, Load
-from paceline.control.cost import DraftCosts, StepCosts
+from paceline.control.cost import StepCosts
 from paceline.control.decision import Decision
+from paceline.control.draft_cost import DraftCosts
 from paceline.control.floor import Floor
 from paceline.control.memory import Memory
 from paceline.control.planned import Asked, Planned, Wish
@@ -63,7 +64,7 @@ class AutoController(Controller):
         assert plans, "there must be something to choose from"
         self.plans = dict(plans)
         self.steps = steps
-        self.drafts = DraftCosts(list(plans))
+        self.drafts = DraftCosts(list(plans), float(steps.seconds(1, 0)))
         self.models: dict[tuple[str, bool], AcceptanceModel] = {  # by drafter, and whether sampling is greedy
             (name, greedy): AcceptanceModel(plan.budget)
             for name, plan in plans.items()
@@ -141,7 +142,7 @@ class AutoController(Controller):
             one = asked.get(request)
             if one is not None:
                 one.late = self._backlog(one.names[-1], request)
-                plans[place] = self._plan_of(one)
+                plans[place] = one.plan = self._plan_of(one)
         by_key = {_key(request): one for request, one in asked.items()}
         self._planned = Planned(by_key, self._best, floor, probe)
         self.reasons[reason] += 1
@@ -184,7 +185,7 @@ class AutoController(Controller):
         }
         self.drafts.fade(self.plans.keys() - {name for own in names for name in own})
         self._usual = Counter(self._wishes.values()).most_common(1)[0][0]  # for those that come until then
-        self._plans_made: dict[tuple[Request, tuple[str, ...], int], DraftPlan] = {}
+        self._plans_made: dict[tuple[Request, tuple[str, ...], int, bool], DraftPlan] = {}
         learning = self._step < WARM_UP and any(
             self._model(name, requests[0]).drafts < UNKNOWN for name in self.plans
         )
@@ -245,11 +246,13 @@ class AutoController(Controller):
 
     def _plan_of(self, asked: Asked) -> DraftPlan:
         """The plan of one request, which holds as long as the choice."""
-        place = asked.request, asked.names, asked.length
+        place = asked.request, asked.names, asked.length, asked.tried
         if place not in self._plans_made:
             request = asked.request
             *firsts, last = asked.names
             plan = self._drafting(last, request, asked.length)
+            if asked.tried:  # to learn from it, not to gain by it
+                plan = replace(plan, least_chance=0.0)
             for first in firsts:
                 left = request.max_output - request.num_output - 1
                 enough = max(0.0, self._wishes.get(request, self._usual).enough)
@@ -301,7 +304,8 @@ class AutoController(Controller):
                 continue
             asked.drafted(drafter, first, trees.chances_of(index), trees.tree_lists(index)[1])
             model = self._model(drafter, part.request)
-            model.offer(key, part.request.segment, sorted(asked.said, reverse=True), asked.length)
+            said = sorted(asked.said, reverse=True)
+            model.offer(key, part.request.segment, said, asked.length, part.plan.least_chance)
             if trees.draws_of(index) is None:  # what was drawn must not decide what is verified of it
                 chances = model.chances(key, part.request.segment, asked.said)
                 candidates += zip([-chance for chance in chances], range(first, end), strict=True)
@@ -350,9 +354,9 @@ class AutoController(Controller):
         for segment, requests in self._chosen_segments.items():
             self._segments.observe(segment, requests, gained[segment])
         self._probes.earn(stats.total_time)
-        others = (draft.drafter for key, draft in drafts.items() if key not in planned.asked)
-        if planned.asked and self.plans.keys().isdisjoint(others):  # else some of the time is of others
-            self.drafts.observe(planned.calls(self.plans), stats.draft_time)
+        for call in stats.draft_calls:
+            if call.drafter in self.plans:
+                self.drafts.observe(call, planned.late(call.drafter))
         if planned.choice.offer is not None and stats.prefill_tokens == 0:
             worth = stats.new_tokens / stats.requests * self._market.plain.seconds
             planned.floor.observe(worth, stats.total_time)
@@ -362,7 +366,8 @@ class AutoController(Controller):
         for name in asked.names:  # those that had nothing, or too little
             if name == asked.drafter:
                 break
-            self._model(name, asked.request).offer(key, asked.request.segment, (), asked.length)
+            model = self._model(name, asked.request)
+            model.offer(key, asked.request.segment, (), asked.length, asked.least_chance(name))
         if draft is None or not asked.said:
             return 0
         tried = [node for node, depth in enumerate(asked.depths) if depth <= draft.depth]

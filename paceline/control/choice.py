@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.control.cost import DraftCosts, Float64Array, StepCosts
+from paceline.control.cost import Float64Array, StepCosts
+from paceline.control.draft_cost import DraftCosts
 
 BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from paceline.control.acceptance import Key
 from paceline.control.choice import BoolArray, Choice
-from paceline.control.cost import Call
 from paceline.control.floor import Floor
 from paceline.control.probes import Probe
-from paceline.draft.trees import DraftPlan
+from paceline.draft.trees import PLAIN, DraftPlan
 
 if TYPE_CHECKING:
     from paceline.engine.request import Request
@@ -36,6 +35,7 @@ class Asked:
     names: tuple[str, ...]  # drafters, in the order in which they are asked
     length: int  # most nodes
     tried: bool = False  # whether something is verified even if it seems to be worth nothing
+    plan: DraftPlan = PLAIN
     late: int = 0  # tokens that the last of them has to catch up with, if it is asked
     drafter: str = ""  # who drafted
     size: int = 0  # nodes that were drafted
@@ -50,6 +50,13 @@ class Asked:
             self.depths.append(self.depths[parent] + 1 if parent >= 0 else 1)
         for chance, depth in zip(chances, self.depths, strict=True):
             self.said.append(NO_OPINION**depth if math.isnan(chance) else chance)
+
+    def least_chance(self, drafter: str) -> float:
+        """What a drafter must have said of a node for it to be drafted."""
+        plan: DraftPlan | None = self.plan
+        while plan is not None and plan.drafter != drafter:
+            plan = plan.otherwise
+        return 0.0 if plan is None else plan.least_chance
 
     def keep_only(self, keep: BoolArray) -> None:
         """Forget what is not verified: [nodes of the batch]."""
@@ -67,17 +74,6 @@ class Planned:
     floor: Floor
     probe: Probe | None
 
-    def calls(self, plans: Mapping[str, DraftPlan]) -> list[Call]:
-        """The calls of drafters, which have these plans."""
-        sizes: dict[str, list[int]] = {}
-        late = dict.fromkeys(plans, 0)
-        for asked in self.asked.values():
-            for name in asked.names:
-                sizes.setdefault(name, []).append(asked.size if name == asked.drafter else 0)
-                late[name] += asked.late if name == asked.names[-1] else 0
-                if name == asked.drafter:
-                    break  # those behind it were not asked
-        return [
-            Call(name, len(own), min(max(own), plans[name].levels), sum(own), late[name])
-            for name, own in sizes.items()
-        ]
+    def late(self, drafter: str) -> int:
+        """Tokens that a drafter has to catch up with, if it is asked."""
+        return sum(asked.late for asked in self.asked.values() if asked.names[-1] == drafter)

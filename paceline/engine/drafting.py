@@ -7,7 +7,8 @@ gives an unsound tree, the requests at hand go on with plain decoding.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +21,7 @@ from paceline.draft.base import Drafter, Features
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees, Draws
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduled
-from paceline.engine.stats import DraftFacts
+from paceline.engine.stats import DraftCall, DraftFacts
 from paceline.kv.cache import KVCache
 from paceline.verify.verdict import Verdict
 
@@ -36,11 +37,18 @@ class Drafting:
     """Several drafters behind one face, and the one that is always there: of forced tokens."""
 
     def __init__(
-        self, drafters: Mapping[str, Drafter], vocab_size: int, kv: KVCache, draft_forced: bool = True
+        self,
+        drafters: Mapping[str, Drafter],
+        vocab_size: int,
+        kv: KVCache,
+        draft_forced: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._drafters: dict[str, Drafter] = {GrammarDrafter.name: GrammarDrafter(), **drafters}
         self._vocab_size = vocab_size
         self._draft_forced = draft_forced
+        self._clock = clock
+        self.calls: list[DraftCall] = []  # of the last step
         self.failures = 0  # calls of drafters that raised
         self.feature_layers = tuple(
             sorted({layer for drafter in self._drafters.values() for layer in drafter.needs.feature_layers})
@@ -79,6 +87,7 @@ class Drafting:
     def propose(self, parts: Sequence[Scheduled]) -> tuple[DraftTrees | None, list[Scheduled]]:
         """The trees of all parts, None when nothing is drafted, and the parts with the plans behind them."""
         parts = list(parts)
+        self.calls = []
         groups = self._ask(parts, range(len(parts)))
         if any(part.plan.otherwise is not None for part in parts):
             self._ask_others(parts, groups)
@@ -101,11 +110,16 @@ class Drafting:
         groups = []
         for name, by_part in own.items():
             requests, plans = [parts[index].request for index in by_part], list(by_part.values())
+            start = self._clock()
             with self._guard(name, requests):
                 trees = self._drafters[name].propose(requests, plans)
                 trees.check(plans, self._vocab_size)
                 if trees.num_nodes:
                     groups.append((list(by_part), trees))
+                largest = int(np.diff(trees.offsets).max())
+                levels = min(largest, max([plan.levels for plan in plans]))
+                seconds = self._clock() - start
+                self.calls.append(DraftCall(name, len(plans), levels, trees.num_nodes, seconds))
         return groups
 
     def _ask_others(self, parts: list[Scheduled], groups: list[Group]) -> None:

@@ -72,7 +72,7 @@ class Engine:
         self._seed = seed
         self._rule = rule
         self._controller = controller or FixedController()
-        self._drafting = Drafting(drafters or {}, limits.vocab_size, self.kv, draft_forced)
+        self._drafting = Drafting(drafters or {}, limits.vocab_size, self.kv, draft_forced, clock)
         self._plans = {**(plans or {}), GrammarDrafter.name: FORCED_ONLY}
         self._builder = BatchBuilder(limits.max_num_batched_tokens, limits.max_num_seqs)
         self._workspace = Workspace(limits.vocab_size)
@@ -174,6 +174,7 @@ class Engine:
 
         self.stats = self._facts(parts, trees, verdicts, deltas, batch, times)
         self.stats.preemptions = self.scheduler.num_preemptions - before[0]
+        self.stats.draft_calls = tuple(self._drafting.calls)
         self.stats.draft_failures = self._drafting.failures - before[1]
         self._controller.observe(self.stats)
         self.stats.control = self._controller.facts()

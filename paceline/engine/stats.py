@@ -20,6 +20,17 @@ class DraftFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCall:
+    """One call of a drafter."""
+
+    drafter: str
+    requests: int  # that it was asked for
+    levels: int  # of the deepest of its drafts
+    nodes: int  # of all of them, also of those that others were preferred to
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class ControlFacts:
     """What the controller decided for a step, and what it knows of its own success."""
 
@@ -42,6 +53,7 @@ class StepStats:
     drafted: int = 0  # draft nodes in the pass
     accepted: int = 0  # draft nodes on accepted paths
     drafts: tuple[DraftFacts, ...] = ()  # of the requests that were drafted for
+    draft_calls: tuple[DraftCall, ...] = ()
     draft_failures: int = 0  # drafters that raised
     control: ControlFacts | None = None  # None: there was nothing to decide
     running: int = 0

@@ -11,7 +11,7 @@ import numpy as np
 from paceline.control.controller import Controller, Load
 from paceline.control.cost import StepCosts
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
-from paceline.engine.stats import DraftFacts, StepStats
+from paceline.engine.stats import DraftCall, DraftFacts, StepStats
 
 MEASURED = (1, 2, 4, 8, 9, 16, 17, 32, 64)
 
@@ -121,7 +121,7 @@ class World:
         controller: Controller,
         rng: np.random.Generator,
     ) -> tuple[StepStats, list[int], list[str]]:
-        levels: dict[str, int] = {}  # of drafters that were asked
+        sizes: dict[str, list[int]] = {}  # of drafts, by who was asked for them
         said: list[list[float]] = []
         names: list[str] = []
         for request, plan in zip(running, plans, strict=True):
@@ -133,7 +133,7 @@ class World:
                 most = min(asked.budget, request.max_output - request.num_output - 1)
                 finds = rng.random() < drafter.finds(step)
                 own = drafter.said(step, most, asked.least_chance) if finds else []
-                levels[name] = max(levels.get(name, 0), len(own))
+                sizes.setdefault(name, []).append(len(own))
                 asked = asked.otherwise if sum(own) < asked.enough else None
             said.append(own)
             names.append(name if own else "")
@@ -152,10 +152,17 @@ class World:
                 drafts.append(DraftFacts(*facts, path=tuple(range(accepted))))
             request.num_output += 1 + accepted
             tokens += 1 + accepted
-        drafting = sum(
-            self.drafters[name].seconds_per_call + deep * self.drafters[name].seconds_per_level
-            for name, deep in levels.items()
-        )
+        calls = [
+            DraftCall(
+                name,
+                len(own),
+                max(own),
+                sum(own),
+                (self.drafters[name].seconds_per_call + max(own) * self.drafters[name].seconds_per_level)
+                * float(rng.lognormal(0.0, self.noise)),
+            )
+            for name, own in sizes.items()
+        ]
         stats = StepStats(
             requests=len(running),
             rows=rows,
@@ -163,7 +170,8 @@ class World:
             new_tokens=tokens,
             drafts=tuple(drafts),
             forward_time=self.pass_seconds(rows) * float(rng.lognormal(0.0, self.noise)),
-            draft_time=drafting * float(rng.lognormal(0.0, self.noise)),
+            draft_time=sum(call.seconds for call in calls),
+            draft_calls=tuple(calls),
         )
         return stats, np.diff(trees.offsets).tolist(), names
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from paceline.control.choice import Batch, Choice, Market, PassPrices, Prospect, worth_verifying
-from paceline.control.cost import Call, DraftCosts, StepCosts
+from paceline.control.cost import StepCosts
+from paceline.control.draft_cost import DraftCosts
+from paceline.engine.stats import DraftCall
 
 FLAT = StepCosts([1, 64], [0.004, 0.0041])
 LINEAR = StepCosts([1, 64], [0.004, 4 * 0.064])
@@ -26,7 +28,7 @@ def market(
 ) -> tuple[Market, Choice]:
     """A market, and its best choice."""
     count = len(next(iter(prospects.values())).late)
-    found = Market(Batch(count, count, 0), count, 4, steps, drafts or DraftCosts(list(prospects)))
+    found = Market(Batch(count, count, 0), count, 4, steps, drafts or DraftCosts(list(prospects), 0.004))
     return found, found.best(prospects)
 
 
@@ -69,9 +71,9 @@ def test_where_rows_are_free_all_draft_and_where_they_cost_a_step_nobody():
 
 
 def test_a_level_that_costs_a_pass_of_the_drafter_makes_drafts_short():
-    drafts = DraftCosts(["d"])
+    drafts = DraftCosts(["d"], 0.004)
     for levels, requests in itertools.product((1, 2, 3, 4), (1, 2, 3)):
-        drafts.observe([Call("d", requests, levels, requests * levels)], 0.0015 * levels)
+        drafts.observe(DraftCall("d", requests, levels, requests * levels, 0.0015 * levels), 0)
     _, best = market(FLAT, drafts, d=prospect(0.6))
     assert best.offer is not None
     assert best.offer.length == 1
@@ -86,10 +88,10 @@ def test_requests_compete_for_rows_and_each_has_the_drafter_that_is_good_for_it(
 
 
 def test_a_dear_drafter_is_asked_only_where_a_cheap_one_has_nothing():
-    drafts = DraftCosts(["copy", "head"])
+    drafts = DraftCosts(["copy", "head"], 0.004)
     for _ in range(20):
-        drafts.observe([Call("copy", 1, 4, 4)], 1e-5)
-        drafts.observe([Call("head", 1, 4, 4)], 2e-3)
+        drafts.observe(DraftCall("copy", 1, 4, 4, 1e-5), 0)
+        drafts.observe(DraftCall("head", 1, 4, 4, 2e-3), 0)
     copy = prospect(0.95, scenes=4)
     copy.chances[2:] = 0.0  # it finds something every other time
     both, best = market(FLAT, drafts, copy=copy, head=prospect(0.8, scenes=4))
