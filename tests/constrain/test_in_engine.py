@@ -40,6 +40,19 @@ def test_the_bytes_are_those_of_plain_decoding(truth, plan):
     assert (drafted > 0) == (plan != "off")
 
 
+def test_a_second_drafter_drafts_behind_what_is_forced_too(truth):
+    plan = DraftPlan("suffix", 6, otherwise=DraftPlan("ngram", 3, depth=2), enough=1.5)
+    engine = make_engine(controller=FixedController(plan))
+    added = [request for ids, params in requests() for request in engine.add_request(ids, params)]
+    drafters = set()
+    while engine.has_unfinished:
+        engine.step()
+        drafters |= {draft.drafter for draft in engine.stats.drafts}
+    assert [result(request) for request in added] == truth
+    assert not any(request.failed_drafters for request in added)
+    assert drafters >= {"suffix", "ngram"}
+
+
 @pytest.mark.parametrize(
     "tight",
     [
