@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import random
 import statistics
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from io import RawIOBase
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from paceline.bench.turns import Slices, Turn
 from paceline.engine.stats import StepStats
@@ -19,7 +24,10 @@ SLICE_SECONDS = 0.02  # at least: a slice ends with a step
 FEW_ROWS = 32  # passes of up to so many are compared with those of just as many
 REMEMBERED, FEWEST = 32, 3  # passes of each size: the last ones, and how many tell what is usual
 HELD_UP = 1.3  # times as long as usual
-CORE_WAITS = Path("/proc/thread-self/schedstat")  # of Linux
+CORE_WAITS = "/proc/self/task/{}/schedstat"  # of Linux
+TEAM = "paceline-cpu"  # how the names of threads begin that run passes
+
+FloatArray = npt.NDArray[np.float64]
 
 
 class OwnClock:
@@ -56,7 +64,7 @@ class OwnClock:
 class Disturbances:
     """What steps lose to other programs and other guests of the machine; one for all contestants.
 
-    The system tells how long a thread was ready and had no core. For the rest: contestants share one
+    The system tells how long threads were ready and had no core. For the rest: contestants share one
     backend, so passes over as many rows and as long contexts take about as long whoever makes them, and one
     that takes much longer than the last ones was held up. Whom that hits is chance. The time of drafters
     and of the controller is never touched: there a slow step may well be the contestant's own.
@@ -64,17 +72,19 @@ class Disturbances:
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, int], deque[float]] = {}  # seconds a row, by rows and context
-        self._file = CORE_WAITS.open("rb", buffering=0) if CORE_WAITS.exists() else None
+        current = threading.current_thread()
+        team = [thread for thread in threading.enumerate() if thread.name.startswith(TEAM)]
+        paths = [Path(CORE_WAITS.format(thread.native_id)) for thread in (current, *team)]
+        self._files = [path.open("rb", buffering=0) for path in paths if path.exists()]
 
-    def waited(self) -> float:
-        """Seconds that this thread has been ready and had no core, since it began; 0 where nobody tells."""
-        if self._file is None:
-            return 0.0
-        self._file.seek(0)
-        return 1e-9 * int(self._file.read(100).split()[1])
+    def waited(self) -> FloatArray:
+        """Seconds that threads of passes have been ready and had no core, so far; [threads that tell it]."""
+        return np.array([_core_wait(file) for file in self._files])
 
-    def in_step(self, stats: StepStats, waited: float) -> float:
-        """How much of a step's time was lost, `waited` of it by waiting for a core."""
+    def in_step(self, stats: StepStats, waits: FloatArray) -> float:
+        """How much of a step's time was lost, with what each thread waited for a core in it."""
+        # when one of them has no core, the others soon stand at a barrier
+        waited = min(float(np.max(waits, initial=0.0)), stats.total_time)
         if not stats.rows or waited > stats.forward_time:
             return waited
         rows, seconds = stats.rows, stats.forward_time - waited
@@ -83,6 +93,15 @@ class Disturbances:
         usual = rows * statistics.median(last) if len(last) >= FEWEST else seconds
         last.append(seconds / rows)
         return waited + (seconds - usual if seconds > HELD_UP * usual else 0.0)
+
+
+def _core_wait(file: RawIOBase) -> float:
+    """What the system says of a thread; 0 once it has ended."""
+    try:
+        file.seek(0)
+        return 1e-9 * int((file.read(100) or b"").split()[1])
+    except OSError:
+        return 0.0
 
 
 def in_slices(courses: Mapping[str, Slices], chance: random.Random) -> Iterator[tuple[str, Turn]]:

@@ -5,11 +5,20 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from paceline.bench.engine_runner import EngineRunner, Task
 from paceline.bench.profiles import Profile, closed
-from paceline.bench.slices import FEWEST, SLICE_SECONDS, Disturbances, OwnClock, alone, in_slices
+from paceline.bench.slices import (
+    FEWEST,
+    SLICE_SECONDS,
+    Disturbances,
+    FloatArray,
+    OwnClock,
+    alone,
+    in_slices,
+)
 from paceline.engine.engine import Delta, Engine
 from paceline.engine.stats import StepStats
 from paceline.verify.params import SamplingParams
@@ -104,26 +113,35 @@ def test_slices_are_whole_steps_and_who_follows_whom_changes() -> None:
 
 
 def passed(rows: int, seconds: float, context: int = 100) -> StepStats:
-    return StepStats(rows=rows, forward_time=seconds, attended=rows * context)
+    return StepStats(rows=rows, forward_time=seconds, attended=rows * context, draft_time=0.030)
+
+
+def waits(*seconds: float) -> FloatArray:
+    """What each thread waited for a core in a step."""
+    return np.array(seconds)
 
 
 def test_a_pass_much_longer_than_the_last_of_its_size_counts_as_long_as_they() -> None:
     disturbances = Disturbances()
+    none = waits()
     for _ in range(FEWEST):
-        assert disturbances.in_step(passed(4, 0.010), 0.0) == 0.0
-    assert disturbances.in_step(passed(4, 0.012), 0.0) == 0.0
-    assert disturbances.in_step(passed(4, 0.060), 0.0) == pytest.approx(0.050)
-    assert disturbances.in_step(passed(5, 0.060), 0.0) == 0.0, "nobody knows what 5 rows take"
-    assert disturbances.in_step(passed(4, 0.060, context=4000), 0.0) == 0.0, "nor so long a context"
+        assert disturbances.in_step(passed(4, 0.010), none) == 0.0
+    assert disturbances.in_step(passed(4, 0.012), none) == 0.0
+    assert disturbances.in_step(passed(4, 0.060), none) == pytest.approx(0.050)
+    assert disturbances.in_step(passed(5, 0.060), none) == 0.0, "nobody knows what 5 rows take"
+    assert disturbances.in_step(passed(4, 0.060, context=4000), none) == 0.0, "nor so long a context"
     for _ in range(40):  # the machine became slower for all
-        disturbances.in_step(passed(4, 0.060), 0.0)
-    assert disturbances.in_step(passed(4, 0.060), 0.0) == 0.0
+        disturbances.in_step(passed(4, 0.060), none)
+    assert disturbances.in_step(passed(4, 0.060), none) == 0.0
 
 
 def test_waiting_for_a_core_is_left_out_once_and_teaches_nothing_about_passes() -> None:
     disturbances = Disturbances()
     for _ in range(FEWEST):
-        assert disturbances.in_step(passed(4, 0.060), 0.050) == pytest.approx(0.050)
-    assert disturbances.in_step(passed(4, 0.060), 0.0) == pytest.approx(0.050)
-    assert disturbances.in_step(passed(4, 0.010), 0.070) == 0.070, "not all of it was in the pass"
-    assert disturbances.waited() >= 0.0
+        assert disturbances.in_step(passed(4, 0.060), waits(0.0, 0.050)) == pytest.approx(0.050)
+    assert disturbances.in_step(passed(4, 0.060), waits(0.0, 0.0)) == pytest.approx(0.050)
+    assert disturbances.in_step(passed(4, 0.010), waits(0.020, 0.005)) == 0.020, "some of it while drafting"
+    assert disturbances.in_step(passed(4, 0.010), waits(9.0)) == pytest.approx(0.040), (
+        "no more than there was"
+    )
+    assert (disturbances.waited() >= 0.0).all()
