@@ -105,10 +105,10 @@ class SchedulerOptions:
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class SpeculativeOptions:
-    """Drafting. None: by the head that is shipped for the model, if there is one, and else, as with every
-    method, what a grammar forces; "off": nothing. See draft/methods.py for the rest."""
+    """Drafting. "auto": where it pays, by copies and the head that is shipped for the model; "off": nothing,
+    not even what a grammar forces; None: that alone. See draft/methods.py for the rest."""
 
-    speculative_config: Any = None
+    speculative_config: Any = "auto"
     log_decisions: str | None = None  # a file: why "auto" drafts what it drafts, as lines of JSON
 
     def __post_init__(self) -> None:

@@ -107,7 +107,7 @@ def speculation(given):
 
 
 def test_speculation_can_be_switched_off():
-    assert EngineConfig.from_options(speculative_config=None) == EngineConfig.from_options()
+    assert EngineConfig.from_options(speculative_config="auto") == EngineConfig.from_options()
     assert not speculation(None).drafters
     assert not speculation("off").drafters
     assert speculation({"method": "ngram", "num_speculative_tokens": 0}).default_plan == PLAIN

@@ -43,6 +43,7 @@ UNKNOWN = 4  # drafts until a drafter is known a little
 SHORT = 3  # tokens that a request may still have: below, a draft has nothing to save
 PROBED = 4  # nodes that a drafter which was not chosen is asked for
 LEAST = 0.7  # times what a node is worth at least to be verified: what is drafted, to be decided upon later
+LOWEST = 0.05  # below it nothing is drafted
 PER_TOKEN_RATE = 0.05  # how far one step moves the price of a token
 
 
@@ -252,7 +253,7 @@ class AutoController(Controller):
             *firsts, last = asked.names
             plan = self._drafting(last, request, asked.length)
             if asked.tried:  # to learn from it, not to gain by it
-                plan = replace(plan, least_chance=0.0)
+                plan = replace(plan, least_chance=LOWEST)
             for first in firsts:
                 left = request.max_output - request.num_output - 1
                 enough = max(0.0, self._wishes.get(request, self._usual).enough)
@@ -267,7 +268,7 @@ class AutoController(Controller):
         seconds = row + node + level / max(1, len(self._wishes))
         calibration = self._model(name, request).calibration
         least = LEAST * calibration.said_for(min(0.9, self._best.rate * seconds))
-        return replace(self.plans[name], least_chance=least).shrunk(most)
+        return replace(self.plans[name], least_chance=max(least, LOWEST)).shrunk(most)
 
     def _model(self, name: str, request: Request) -> AcceptanceModel:
         return self.models[name, request.sampler.greedy]

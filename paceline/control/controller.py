@@ -52,12 +52,8 @@ class Controller(Protocol):
 class FixedController(Controller):
     """Gives every request what it asks for, and the others one plan; by default plain decoding."""
 
-    def __init__(self, plan: DraftPlan = PLAIN, most_running: int | None = None) -> None:
-        """While more than `most_running` requests run, those that ask for nothing are not drafted for."""
+    def __init__(self, plan: DraftPlan = PLAIN) -> None:
         self._plan = plan
-        self._most_running = most_running
 
     def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
-        crowded = self._most_running is not None and load.running > self._most_running
-        unasked = PLAIN if crowded else self._plan
-        return [unasked if request.plan is None else request.plan for request in running]
+        return [self._plan if request.plan is None else request.plan for request in running]

@@ -171,7 +171,7 @@ class HeadDrafter(Drafter):
         chances: list[Sequence[float]] = [()] * len(contexts)
         if known:
             most = [plans[number].shrunk(context.room).levels for number, context in known.items()]
-            least = [max(self._scales.least_chance, plans[number].least_chance) for number in known]
+            least = [plans[number].least_chance or self._scales.least_chance for number in known]
             chains = self._passes.chains(list(known.values()), most, min(least))
             kept = np.arange(max(most)) < chains.lengths[:, None]
             kept &= chains.chances >= np.array(least, dtype=np.float32)[:, None]  # a chain's only fall

@@ -187,7 +187,7 @@ class ChosenTree(GrowingTree):
         self._coupled = coupled
         self._scores: list[float] = []  # [nodes] logarithm of the chance that the path is right
         self._is_scored = True  # whether they were computed
-        least = max(scales.least_chance if plan.branching == 1 else 0.0, plan.least_chance)
+        least = plan.least_chance or (scales.least_chance if plan.branching == 1 else 0.0)
         self._least_score = math.log(least) if least > 0.0 else -math.inf
 
     def grow(self, logits: Float32Array) -> None:

@@ -128,7 +128,7 @@ class SuffixDrafter(Drafter):
             past.levels,
             self._options.suffix_decoding_max_tree_depth,
             float(self._options.suffix_decoding_max_spec_factor),
-            max(float(self._options.suffix_decoding_min_token_prob), plan.least_chance),
+            plan.least_chance or float(self._options.suffix_decoding_min_token_prob),
             plan.branching,
             plan.levels,
             tokens,

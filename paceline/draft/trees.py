@@ -34,7 +34,7 @@ class DraftPlan:
     depth: int | None = None  # most levels of the tree; None: as many as the budget has nodes
     forced: int = 0  # nodes of the budget that are kept for tokens that a constraint forces
     prefix: tuple[int, ...] = ()  # tokens that are sure to come first: what is drafted follows them
-    least_chance: float = 0.0  # of a path, as the drafter sees it: what is less likely is not worth a row
+    least_chance: float = 0.0  # of a path, by its drafter: less is not worth a row; 0: as the drafter is set
     otherwise: DraftPlan | None = None  # for another drafter, which is asked too, within the same budget,
     enough: float = 0.0  # if the draft promises fewer tokens than this; the surer of both drafts is used
 

@@ -27,10 +27,6 @@ from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer
 from paceline.verify.rules import RULES
 
-# Unasked, drafts are made while no more requests than this run: the rows of a crowd fill a pass on a CPU
-# already, and with 4 requests a draft costs more than it saves.
-FEW = 2
-
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -123,15 +119,10 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
 
 
 def _speculation(config: EngineConfig, model: LoadedModel) -> Speculation:
-    """What was asked for; if nothing was, drafts by the head that is shipped for the model, if one is.
-
-    "auto" by itself chooses between that head and copies.
-    """
-    head = default_method(model.fingerprint) if model.backend.supports_features else None
-    if _is_unasked(config):
-        return SpeculativeOptions(head).speculation()
+    """What was asked for. "auto" by itself chooses between copies and the head shipped for the model."""
     asked = config.speculative.speculation()
     if asked.auto and not asked.drafters:
+        head = default_method(model.fingerprint) if model.backend.supports_features else None
         there = SpeculativeOptions(["suffix"] if head is None else ["suffix", head]).speculation()
         return replace(asked, drafters=there.drafters)
     return asked
@@ -143,7 +134,7 @@ def _controller(
     """Who decides what is drafted."""
     plans = {name: own.plan for name, own in speculation.drafters.items() if own.plan.budget}
     if not (speculation.auto and plans):
-        return FixedController(speculation.default_plan, FEW if _is_unasked(config) else None)
+        return FixedController(speculation.default_plan)
     log = config.speculative.log_decisions
     memory = Memory.of(f"{model.fingerprint} {config.backend} {model.backend.name}")
     return AutoController(
@@ -154,8 +145,3 @@ def _controller(
         backlogs={name: drafters[name].backlog for name in plans},
         memory=memory,
     )
-
-
-def _is_unasked(config: EngineConfig) -> bool:
-    """Whether the user left it to us what drafts."""
-    return config.speculative.speculative_config is None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 
 from paceline.engine.engine import Delta
 from paceline.engine.request import Request
-from paceline.engine.stats import DraftFacts, StepStats
+from paceline.engine.stats import ControlFacts, DraftFacts, StepStats
 
 OTHER = "other"  # the segments beyond the limit, taken together
 
@@ -135,6 +135,8 @@ class Metrics:
         self.rows = 0
         self.preemptions = 0
         self.draft_failures = 0
+        self.decisions: Counter[str] = Counter()  # steps, by why the controller planned them so
+        self.control: ControlFacts | None = None  # of the last of them
         self.step_seconds = dict.fromkeys(STEP_PARTS, 0.0)
         self.http: Counter[tuple[str, int]] = Counter()  # of the event loop: by path and status
         self._max_segments = max_segments
@@ -150,6 +152,9 @@ class Metrics:
         self.rows += stats.rows
         self.preemptions += stats.preemptions
         self.draft_failures += stats.draft_failures
+        if stats.control is not None:
+            self.control = stats.control
+            self.decisions[stats.control.reason] += 1
         for part in STEP_PARTS:
             self.step_seconds[part] += getattr(stats, part + "_time")
         for draft in stats.drafts:

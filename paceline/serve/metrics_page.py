@@ -56,6 +56,7 @@ class Page(Collector):
         yield from self._steps()
         yield from self._segments()
         yield from self._drafts()
+        yield from self._decisions()
         http = [
             ({"path": path, "status": str(status)}, count)
             for (path, status), count in list(self._metrics.http.items())
@@ -72,9 +73,7 @@ class Page(Collector):
             "engine_healthy": ("1 while the engine is well.", float(self._engine.failure is None)),
         }
         for name, (words, value) in gauges.items():
-            family = GaugeMetricFamily(PREFIX + name, words, labels=["model_name"])
-            family.add_metric([self._metrics.model_name], value)
-            yield family
+            yield self._gauge(name, words, [({}, value)])
         words = "Prompt tokens looked up in the prefix cache."
         yield self._counter("prefix_cache_queries", words, [({}, state.prefix_queries)])
         words = "Prompt tokens found in the prefix cache."
@@ -150,6 +149,26 @@ class Page(Collector):
             "Drafts that went to this position.",
             [sample for labels, one in counts for sample in _places(labels, one.tried_at())],
         )
+
+    def _decisions(self) -> Iterator[Metric]:
+        """What the controller decided, where there was something to decide."""
+        control = self._metrics.control
+        if control is None:
+            return
+        reasons = [({"reason": reason}, count) for reason, count in dict(self._metrics.decisions).items()]
+        yield self._counter("control_steps", "Steps, by why they were planned as they were.", reasons)
+        words = "Seconds spent on trying drafts that did not pay."
+        yield self._counter("control_regret_seconds", words, [({}, max(0.0, control.regret))])
+        words = "Speedup by drafts, measured under the load of the last step; 1 while it is unknown."
+        yield self._gauge("control_gain", words, [({}, control.gain)])
+        poor = [({"segment": segment}, 1.0) for segment in sorted(control.poor_segments)]
+        yield self._gauge("control_poor_segment", "1 for segments that gain little from drafts.", poor)
+
+    def _gauge(self, name: str, words: str, samples: Samples) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(PREFIX + name, words)
+        for labels, value in samples:
+            family.add_sample(PREFIX + name, {"model_name": self._metrics.model_name, **labels}, value)
+        return family
 
     def _counter(self, name: str, words: str, samples: Samples, prefix: str = PREFIX) -> CounterMetricFamily:
         family = CounterMetricFamily(prefix + name, words)

@@ -68,11 +68,11 @@ ENGINE: Group = (
     ),
     Flag(
         "speculative_config",
-        str | None,
-        None,
-        "What drafts: off, auto, ngram, suffix, eagle3, model:PATH, or JSON such as "
-        '\'{"method": "suffix", "num_speculative_tokens": 8}\'. '
-        "If left out: the head that is shipped for the model, if there is one.",
+        str,
+        "auto",
+        "What drafts: auto (copies and the head that is shipped for the model, where that pays), off, ngram, "
+        "suffix, eagle3, model:PATH, or JSON such as "
+        '\'{"method": "suffix", "num_speculative_tokens": 8}\'.',
         "--speculative-config --draft",
     ),
     Flag(

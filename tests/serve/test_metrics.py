@@ -13,8 +13,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.engine.engine import Engine
-from paceline.engine.stats import DraftFacts, StepStats
+from paceline.engine.stats import ControlFacts, DraftFacts, StepStats
 from paceline.serve.metrics import HISTOGRAMS, OTHER, Histogram, Metrics
+from paceline.serve.metrics_page import Page
 from paceline.terminal.flags import SERVER
 from paceline.verify.params import SamplingParams
 from tests.serve.running import Client, serving
@@ -287,3 +288,19 @@ def test_the_documentation_names_every_metric_and_every_flag() -> None:
             assert f"`{name.removeprefix('paceline:')}{'_total' * (kind == 'counter')}`" in text
     for flag in SERVER:
         assert f"`--{flag.name.replace('_', '-')}`" in text
+
+
+def test_the_controllers_decisions_are_counted():
+    engine = toy_engine()
+    with serving(engine) as client:
+        assert "paceline:control_steps_total" not in samples(client)  # there is nothing to decide
+    metrics = Metrics("m", 4, {})
+    for reason in ("gain", "gain", "pair"):
+        facts = ControlFacts(reason, regret=0.5, gain=1.4, poor_segments=frozenset({"poems"}))
+        metrics.step(StepStats(control=facts), [])
+    pages = {metric.name: metric.samples for metric in Page(metrics, engine)._decisions()}
+    steps = {sample.labels["reason"]: sample.value for sample in pages["paceline:control_steps"]}
+    assert steps == {"gain": 2, "pair": 1}
+    assert [sample.value for sample in pages["paceline:control_gain"]] == [1.4]
+    assert [sample.value for sample in pages["paceline:control_regret_seconds"]] == [0.5]
+    assert [sample.labels["segment"] for sample in pages["paceline:control_poor_segment"]] == ["poems"]
