@@ -51,9 +51,10 @@ class HeadPages(SharedPages):
         places = kv.pages.num_pages * kv.page_size
         # [places, width] the upper halves of float32: bfloat16. Memory is taken when it is used.
         self._features = np.empty((places, width), dtype=np.uint16)
-        self._known = np.full(
-            places, -1, dtype=np.int64
-        )  # [places] the page's generation that a feature is of
+        self._known = np.full(places, -1, dtype=np.int64)  # [places] the generation of the page then
+        nothing = np.empty((0, width), dtype=np.float32)
+        self.put(np.empty((0, 4), dtype=np.int64), nothing, np.zeros(1, dtype=np.int64))  # compiles it,
+        self.features(kv.page_tables[0], 0, 0)  # and this
 
     @staticmethod
     def feature_bytes_per_page(page_size: int, width: int) -> int:
@@ -87,12 +88,8 @@ class HeadPages(SharedPages):
 
     def features(self, line: Int32Array, start: int, end: int) -> Float32Array:
         """The features of tokens start to end - 1 in a line of pages: [tokens, width]."""
-        positions = np.arange(start, end)
-        pages = line[positions // self._kv.page_size]
-        places = pages * self._kv.page_size + positions % self._kv.page_size
-        values = from_bfloat16(self._features[places])
-        values[self._known[places] != self._kv.pages.generations[pages]] = 0.0
-        return values
+        generations = self._kv.pages.generations
+        return _take(start, end, line, generations, self._kv.page_size, self._features, self._known)
 
 
 @compiled
@@ -123,9 +120,26 @@ def _put(
             known[place] = generations[page]
 
 
-def from_bfloat16(values: UInt16Array) -> Float32Array:
-    """The numbers whose upper halves these are."""
-    return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+@compiled
+def _take(
+    start: int,
+    end: int,
+    line: Int32Array,
+    generations: Int64Array,
+    page_size: int,
+    features: UInt16Array,
+    known: Int64Array,
+) -> Float32Array:
+    """The numbers whose upper halves were put at the places of these tokens, zero where none were."""
+    values = np.zeros((end - start, features.shape[1]), np.float32)
+    bits = values.view(np.uint32)
+    for position in range(start, end):
+        page = line[position // page_size]
+        place = page * page_size + position % page_size
+        if known[place] == generations[page]:
+            for column in range(features.shape[1]):
+                bits[position - start, column] = np.uint32(features[place, column]) << np.uint32(16)
+    return values
 
 
 def _can_draft(context: Context | None) -> bool:
