@@ -66,7 +66,7 @@ def check(
     """Plain decoding, each drafter alone and `auto`, at each concurrency."""
     config_of = partial(bench_config, model_name, "auto", threads, max(concurrency))
     model = load_model(config_of(OFF))
-    drafters = [name for name in usual_methods(model) if name not in (OFF, "ngram")]
+    drafters = [name for name in usual_methods(model) if name not in (OFF, AUTO, "ngram")]
     configs = {OFF: OFF, **{name: name for name in drafters}, AUTO: ",".join([AUTO, *drafters])}
     makers = {label: partial(_engine, config_of(config), model) for label, config in configs.items()}
     compared, others = _tasks(model)
