@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from paceline.engine.scheduler import Scheduled
     from paceline.engine.stats import DraftFacts, StepStats
 
+NO_GAIN = "no gain"
 HOLDS = 32  # steps that a choice holds while about the same requests run
 SOON = 6  # steps that a few new requests wait for theirs
 WARM_UP = 16  # steps in which every one teaches much, if nothing is known
@@ -80,6 +81,8 @@ class AutoController(Controller):
         self._log = log
         self._step = self._chosen_at = self._holds_until = 0
         self._wishes: dict[Request, Wish] = {}  # what was chosen
+        self._left_alone: list[Request] = []  # running requests for whom nothing is to be decided until then
+        self._gained: Counter[str] = Counter()  # accepted tokens since the last choice, by segment
         self._planned: Planned | None = None
         self.reasons: Counter[str] = Counter()  # steps, by why they were planned as they were
         self._reason: str | None = None  # of the last step that there was something to decide in
@@ -128,6 +131,9 @@ class AutoController(Controller):
     def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
         self._step += 1
         self._planned = None
+        if self._step < self._holds_until and running == self._left_alone:
+            self.reasons[NO_GAIN] += 1
+            return [PLAIN] * len(running)
         plans = [PLAIN if request.plan is None else request.plan for request in running]
         places = [place for place, request in enumerate(running) if _is_open(request)]
         if not places:
@@ -150,6 +156,8 @@ class AutoController(Controller):
         self._reason, self._gain = reason, floor.gain.mean
         if self._log is not None:
             self._log(self._decision(reason, load, by_key))
+        quiet = reason == NO_GAIN and rows == len(running)  # all of them decode, and none has a plan
+        self._left_alone = list(running) if quiet else []
         return plans
 
     def _is_due(self, requests: Sequence[Request], rows: int) -> bool:
@@ -167,7 +175,10 @@ class AutoController(Controller):
     def _choose(self, requests: Sequence[Request], running: Sequence[Request], rows: int) -> None:
         """Find the best choice for these requests."""
         self._forget_others(running)
-        self._chosen_segments = Counter(request.segment for request in requests)
+        steps = self._step - self._chosen_at
+        for segment, count in Counter(request.segment for request in requests).items():
+            self._segments.observe(segment, steps * count, self._gained[segment])
+        self._gained.clear()
         decoding = sum(request.num_pending == 1 for request in running)
         keys = sum(request.num_computed for request in requests) / len(requests)
         batch = Batch(float(decoding), min(rows, self._max_rows), keys, self._per_token)
@@ -227,7 +238,7 @@ class AutoController(Controller):
             request = requests[probe.line]
             asked[request] = Asked(request, (probe.drafter,), probe.length, tried=True)
             return "probe", asked, probe
-        reason = "gain" if asked else "no gain" if offer is None else "stopped"
+        reason = "gain" if asked else NO_GAIN if offer is None else "stopped"
         return reason, asked, None
 
     def _asked(self, requests: Sequence[Request], length: int) -> dict[Request, Asked]:
@@ -343,18 +354,15 @@ class AutoController(Controller):
             self.steps.observe(stats.rows, stats.attended, seconds)
             per_token = stats.verify_time / max(1, stats.new_tokens)
             self._per_token += PER_TOKEN_RATE * (per_token - self._per_token)
+        self._probes.earn(stats.total_time)
         if planned is None:
             return
         drafts = {(draft.request_id, draft.child): draft for draft in stats.drafts}
-        gained = dict.fromkeys(self._chosen_segments, 0)
         for key, asked in planned.asked.items():
             accepted = self._learn(key, asked, drafts.get(key))
-            gained[asked.request.segment] += accepted
+            self._gained[asked.request.segment] += accepted
             if planned.probe is not None and planned.probe.request == key:
                 self._probes.observe(planned.probe, accepted)
-        for segment, requests in self._chosen_segments.items():
-            self._segments.observe(segment, requests, gained[segment])
-        self._probes.earn(stats.total_time)
         for call in stats.draft_calls:
             if call.drafter in self.plans:
                 self.drafts.observe(call, planned.late(call.drafter))

@@ -26,14 +26,16 @@ class SegmentGains:
         self._gains: dict[str, SegmentGain] = {}
         self.poor: frozenset[str] = frozenset()
 
-    def observe(self, segment: str, requests: int, accepted: int) -> None:
-        """Take in what a step gave so many requests; a segment to which many gave little is told of."""
+    def observe(self, segment: str, steps: int, accepted: int) -> None:
+        """Take in what so many steps of requests gave; a segment to which many gave little is told of."""
+        if steps == 0:
+            return
         if segment not in self._gains and len(self._gains) == MOST_SEGMENTS:
             return
         gain = self._gains.setdefault(segment, SegmentGain())
-        fade = FADE**requests
-        gain.steps += requests
-        gain.accepted = gain.accepted * fade + accepted / requests * (1.0 - fade)
+        fade = FADE**steps
+        gain.steps += steps
+        gain.accepted = gain.accepted * fade + accepted / steps * (1.0 - fade)
         if gain.steps >= ENOUGH and gain.accepted < LITTLE and segment not in self.poor:
             self.poor |= {segment}
             logger.warning(
