@@ -28,6 +28,7 @@ from paceline.engine.engine import Engine
 from paceline.verify.params import SamplingParams
 
 MOST_STEPS, MOST_SECONDS = 50, 2.0  # within which the controller must follow; one of them is enough
+LEAST_CHANGE = 0.5  # tokens drafted for a request in a step
 WINDOW = 8  # steps whose mean says what is drafted
 BLOCKS = 4  # times that a text which repeats itself is in its prompt
 
@@ -73,7 +74,10 @@ class Reaction:
     seconds: float
 
     @property
-    def holds(self) -> bool:
+    def holds(self) -> bool | None:
+        """Whether it was in time; None: there was nothing to follow."""
+        if abs(self.after - self.before) < LEAST_CHANGE:
+            return None
         return self.steps <= MOST_STEPS or self.seconds <= MOST_SECONDS
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 from rich.table import Table
 
-from paceline.bench.changes import MOST_SECONDS, MOST_STEPS, WINDOW, Changes, Course, Reaction
+from paceline.bench.changes import LEAST_CHANGE, MOST_SECONDS, MOST_STEPS, WINDOW, Changes, Course, Reaction
 from paceline.bench.page import page
 from paceline.bench.plots import Point, course_plot, legend
 from paceline.bench.tables import machine_notes
 
+VERDICTS = {True: "yes", False: "NO", None: "no change"}
 COLOURS = {"drafted for a request": 1, "tokens of a request": 3}
 
 
@@ -34,7 +35,7 @@ def _figures(reaction: Reaction) -> list[str]:
         f"{reaction.after:.2f}",
         str(reaction.steps),
         f"{reaction.seconds:.2f}",
-        "yes" if reaction.holds else "NO",
+        VERDICTS[reaction.holds],
     ]
 
 
@@ -42,7 +43,8 @@ def _notes() -> list[str]:
     return [
         "drafted: tokens for each request in a step, in the second half of a phase. steps and seconds: until "
         f"that is, in the mean of {WINDOW} steps, nearer to the new phase's than to the old one's.",
-        f"In time: within {MOST_STEPS} steps or {MOST_SECONDS:g} seconds.",
+        f"In time: within {MOST_STEPS} steps or {MOST_SECONDS:g} seconds. Where drafts differ by less than "
+        f"{LEAST_CHANGE} tokens there is nothing to follow.",
     ]
 
 

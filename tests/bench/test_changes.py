@@ -42,6 +42,11 @@ def test_one_good_step_among_bad_ones_is_no_reaction() -> None:
     assert reaction.steps == 27
 
 
+def test_where_drafts_stay_as_they_were_nothing_was_followed() -> None:
+    (reaction,) = course((1, [0, 0, 0, 1] * 30), (1, [0] * 100)).reactions()
+    assert reaction.holds is None
+
+
 def test_what_counts_under_load_is_what_each_request_gets() -> None:
     crowd = course((1, [4] * 50), (32, [128] * 60 + [0] * 100), (1, [4] * 50)).reactions()
     assert [(one.before, one.after) for one in crowd] == [(4.0, 0.0), (0.0, 4.0)]
