@@ -11,19 +11,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.acceptance import SCENES, AcceptanceModel, Key
-from paceline.control.choice import Batch, BoolArray, Market, PassPrices, Prospect, worth_verifying
+from paceline.control.acceptance import Key
+from paceline.control.choice import Batch, BoolArray, Market, PassPrices, worth_verifying
 from paceline.control.controller import Controller, Load
 from paceline.control.cost import StepCosts
 from paceline.control.decision import Decision
-from paceline.control.draft_cost import DraftCosts
 from paceline.control.floor import Floor
+from paceline.control.knowledge import Knowledge, key_of
 from paceline.control.memory import Memory
 from paceline.control.planned import Asked, Planned, Wish
 from paceline.control.probes import Probe, Probes
@@ -45,7 +44,6 @@ SHORT = 3  # tokens that a request may still have: below, a draft has nothing to
 PROBED = 4  # nodes that a drafter which was not chosen is asked for
 LEAST = 0.7  # times what a node is worth at least to be verified: what is drafted, to be decided upon later
 LOWEST = 0.05  # below it nothing is drafted
-PER_TOKEN_RATE = 0.05  # how far one step moves the price of a token
 
 
 class AutoController(Controller):
@@ -65,16 +63,8 @@ class AutoController(Controller):
         say how many tokens a drafter would have to catch up with. What is learned is kept in the memory."""
         assert plans, "there must be something to choose from"
         self.plans = dict(plans)
-        self.steps = steps
-        self.drafts = DraftCosts(list(plans), float(steps.seconds(1, 0)))
-        self.models: dict[tuple[str, bool], AcceptanceModel] = {  # by drafter, and whether sampling is greedy
-            (name, greedy): AcceptanceModel(plan.budget)
-            for name, plan in plans.items()
-            for greedy in (True, False)
-        }
-        self._backlogs = backlogs or {}
+        self.known = Knowledge(self.plans, steps, backlogs or {}, memory)
         self._max_rows = max_rows
-        self._per_token = 0.0  # seconds that a new token takes, drafted or not
         self._floors: dict[int, Floor] = {}  # by the number of running requests, in powers of two
         self._probes = Probes(list(plans))
         self._segments = SegmentGains()
@@ -87,31 +77,11 @@ class AutoController(Controller):
         self.reasons: Counter[str] = Counter()  # steps, by why they were planned as they were
         self._reason: str | None = None  # of the last step that there was something to decide in
         self._gain = 0.0  # logarithm of the speedup that was measured last under its load
-        self._memory = memory
-        if memory is not None:
-            self._begin_with(memory.read())
-
-    def _begin_with(self, facts: Mapping[str, Any]) -> None:
-        """Take in what was learned before, as far as it makes sense."""
-        with suppress(KeyError, TypeError, ValueError, AttributeError):
-            self.drafts.begin_with(facts["calls"])
-            for (name, greedy), model in self.models.items():
-                own = facts["models"].get(_model_name(name, greedy))
-                if own is not None:
-                    model.begin_with(own)
 
     def close(self) -> None:
         """Keep what was learned."""
-        if self._memory is not None and self._step:
-            models = {_model_name(*key): model.facts() for key, model in self.models.items() if model.drafts}
-            before = self._memory.read()  # other drafters may have drafted then
-            self._memory.write(
-                {
-                    "steps": self.steps.facts(),
-                    "calls": {**before.get("calls", {}), **self.drafts.facts()},
-                    "models": {**before.get("models", {}), **models},
-                }
-            )
+        if self._step:
+            self.known.keep()
 
     @property
     def regret(self) -> float:
@@ -148,9 +118,9 @@ class AutoController(Controller):
         for place, request in zip(places, requests, strict=True):
             one = asked.get(request)
             if one is not None:
-                one.late = self._backlog(one.names[-1], request)
+                one.late = self.known.backlog(one.names[-1], request)
                 plans[place] = one.plan = self._plan_of(one)
-        by_key = {_key(request): one for request, one in asked.items()}
+        by_key = {key_of(request): one for request, one in asked.items()}
         self._planned = Planned(by_key, self._best, floor, probe)
         self.reasons[reason] += 1
         self._reason, self._gain = reason, floor.gain.mean
@@ -174,20 +144,20 @@ class AutoController(Controller):
 
     def _choose(self, requests: Sequence[Request], running: Sequence[Request], rows: int) -> None:
         """Find the best choice for these requests."""
-        self._forget_others(running)
+        self.known.forget_others(running)
         steps = self._step - self._chosen_at
         for segment, count in Counter(request.segment for request in requests).items():
             self._segments.observe(segment, steps * count, self._gained[segment])
         self._gained.clear()
         decoding = sum(request.num_pending == 1 for request in running)
         keys = sum(request.num_computed for request in requests) / len(requests)
-        batch = Batch(float(decoding), min(rows, self._max_rows), keys, self._per_token)
+        batch = Batch(float(decoding), min(rows, self._max_rows), keys, self.known.per_token)
         most = max(plan.budget for plan in self.plans.values())
-        self._market = Market(batch, len(requests), most, self.steps, self.drafts)
+        self._market = Market(batch, len(requests), most, self.known.steps, self.known.drafts)
         self._can_gain = self._market.can_gain()
         self._best = self._market.plain
         if self._can_gain:
-            prospects = {name: self._prospect(name, requests) for name in self.plans}
+            prospects = {name: self.known.prospect(name, requests) for name in self.plans}
             self._best = self._market.best(prospects)
         offer = self._best.offer
         names = [()] * len(requests) if offer is None else offer.names
@@ -195,33 +165,13 @@ class AutoController(Controller):
         self._wishes = {
             request: Wish(own, tokens) for request, own, tokens in zip(requests, names, enough, strict=True)
         }
-        self.drafts.fade(self.plans.keys() - {name for own in names for name in own})
+        self.known.drafts.fade(self.plans.keys() - {name for own in names for name in own})
         self._usual = Counter(self._wishes.values()).most_common(1)[0][0]  # for those that come until then
         self._plans_made: dict[tuple[Request, tuple[str, ...], int, bool], DraftPlan] = {}
         learning = self._step < WARM_UP and any(
-            self._model(name, requests[0]).drafts < UNKNOWN for name in self.plans
+            self.known.model(name, requests[0]).drafts < UNKNOWN for name in self.plans
         )
         self._chosen_at, self._holds_until = self._step, self._step + (1 if learning else HOLDS)
-
-    def _prospect(self, name: str, requests: Sequence[Request]) -> Prospect:
-        """What a drafter is expected to do for these requests; nothing for those it failed for."""
-        scenes = SCENES if len(requests) <= SCENES else SCENES // 2
-        chances = np.zeros((scenes, len(requests), self.plans[name].budget))
-        for greedy in (True, False):
-            own = [line for line, request in enumerate(requests) if request.sampler.greedy is greedy]
-            if own:
-                known = [(_key(requests[line]), requests[line].segment) for line in own]
-                chances[:, own] = self.models[name, greedy].scenes(known, scenes)
-        late = np.zeros(len(requests))
-        per_token = self.drafts.prices(name)[-1]
-        for line, request in enumerate(requests):
-            left = request.max_output - request.num_output - 1
-            chances[:, line, 0 if name in request.failed_drafters else left :] = 0.0
-            late[line] = per_token * self._backlog(name, request) / max(1.0, 0.5 * left)
-        return Prospect(chances, self.plans[name].levels, late)
-
-    def _backlog(self, name: str, request: Request) -> int:
-        return self._backlogs[name](request) if name in self._backlogs else 0
 
     def _decide(
         self, floor: Floor, requests: Sequence[Request]
@@ -250,7 +200,7 @@ class AutoController(Controller):
             left = min(length, request.max_output - request.num_output - 1)
             if not wish.names or left < 1:
                 continue
-            new = {name for name in wish.names if self._model(name, request).drafts < UNKNOWN}
+            new = {name for name in wish.names if self.known.model(name, request).drafts < UNKNOWN}
             if not new & unknown:
                 asked[request] = Asked(request, wish.names, left, tried=bool(new))
                 unknown |= new
@@ -275,14 +225,11 @@ class AutoController(Controller):
     def _drafting(self, name: str, request: Request, most: int) -> DraftPlan:
         """The plan of one drafter: it leaves out what will not pay for its row."""
         row = self._market.prices.row(self._best.rows)
-        _, _, level, node, _ = self.drafts.prices(name)
+        _, _, level, node, _ = self.known.drafts.prices(name)
         seconds = row + node + level / max(1, len(self._wishes))
-        calibration = self._model(name, request).calibration
+        calibration = self.known.model(name, request).calibration
         least = LEAST * calibration.said_for(min(0.9, self._best.rate * seconds))
         return replace(self.plans[name], least_chance=max(least, LOWEST)).shrunk(most)
-
-    def _model(self, name: str, request: Request) -> AcceptanceModel:
-        return self.models[name, request.sampler.greedy]
 
     def _probe(self, requests: Sequence[Request], asked: Mapping[Request, Asked]) -> Probe | None:
         """A drafter that was not chosen for a request, if there is time to spare for it."""
@@ -295,11 +242,11 @@ class AutoController(Controller):
         if left < 1 or drafter in request.failed_drafters or (own is not None and drafter in own.names):
             return None
         missed = 0.0 if own is None else self._market.expected(own.names[-1], line)
-        seconds = float(self.drafts.seconds(drafter, 1, left, left))
+        seconds = float(self.known.drafts.seconds(drafter, 1, left, left))
         seconds += self._market.prices.row(self._best.rows)
-        seconds += self.drafts.prices(drafter)[-1] * self._backlog(drafter, request)
+        seconds += self.known.drafts.prices(drafter)[-1] * self.known.backlog(drafter, request)
         rate = self._best.rate
-        probe = Probe(_key(request), line, drafter, left, missed + rate * seconds, rate)
+        probe = Probe(key_of(request), line, drafter, left, missed + rate * seconds, rate)
         return probe if self._probes.can_afford(probe) else None
 
     def trim(self, parts: Sequence[Scheduled], trees: DraftTrees) -> DraftTrees:
@@ -310,12 +257,12 @@ class AutoController(Controller):
         for index, part in enumerate(parts):
             drafter = part.plan.drafter
             first, end = int(trees.offsets[index]), int(trees.offsets[index + 1])
-            key = _key(part.request)
+            key = key_of(part.request)
             asked = planned.asked.get(key)
             if asked is None or drafter is None or drafter not in asked.names or first == end:
                 continue
             asked.drafted(drafter, first, trees.chances_of(index), trees.tree_lists(index)[1])
-            model = self._model(drafter, part.request)
+            model = self.known.model(drafter, part.request)
             said = sorted(asked.said, reverse=True)
             model.offer(key, part.request.segment, said, asked.length, part.plan.least_chance)
             if trees.draws_of(index) is None:  # what was drawn must not decide what is verified of it
@@ -336,7 +283,7 @@ class AutoController(Controller):
         assert planned is not None
         prices, rows = self._market.prices, rows + trees.num_nodes - len(candidates)
         if rows != self._market.batch.rows:
-            prices = PassPrices(replace(self._market.batch, rows=rows), self.steps, len(candidates))
+            prices = PassPrices(replace(self._market.batch, rows=rows), self.known.steps, len(candidates))
         count = worth_verifying([-chance for chance, _ in candidates], prices, planned.choice.rate)
         if count == len(candidates):
             return None
@@ -350,10 +297,7 @@ class AutoController(Controller):
         if stats.failed or stats.rows == 0:
             return
         if stats.prefill_tokens == 0:
-            seconds = stats.total_time - stats.draft_time - stats.verify_time
-            self.steps.observe(stats.rows, stats.attended, seconds)
-            per_token = stats.verify_time / max(1, stats.new_tokens)
-            self._per_token += PER_TOKEN_RATE * (per_token - self._per_token)
+            self.known.observe_pass(stats)
         self._probes.earn(stats.total_time)
         if planned is None:
             return
@@ -365,7 +309,7 @@ class AutoController(Controller):
                 self._probes.observe(planned.probe, accepted)
         for call in stats.draft_calls:
             if call.drafter in self.plans:
-                self.drafts.observe(call, planned.late(call.drafter))
+                self.known.drafts.observe(call, planned.late(call.drafter))
         if planned.choice.offer is not None and stats.prefill_tokens == 0:
             worth = stats.new_tokens / stats.requests * self._market.plain.seconds
             planned.floor.observe(worth, stats.total_time)
@@ -375,21 +319,15 @@ class AutoController(Controller):
         for name in asked.names:  # those that had nothing, or too little
             if name == asked.drafter:
                 break
-            model = self._model(name, asked.request)
+            model = self.known.model(name, asked.request)
             model.offer(key, asked.request.segment, (), asked.length, asked.least_chance(name))
         if draft is None or not asked.said:
             return 0
         tried = [node for node, depth in enumerate(asked.depths) if depth <= draft.depth]
         path = set(draft.path)
         said, right = [asked.said[node] for node in tried], [node in path for node in tried]
-        self._model(asked.drafter, asked.request).observe(key, asked.request.segment, said, right)
+        self.known.model(asked.drafter, asked.request).observe(key, asked.request.segment, said, right)
         return draft.accepted
-
-    def _forget_others(self, running: Sequence[Request]) -> None:
-        """Let go of requests that have ended."""
-        keys = {_key(request) for request in running}
-        for model in self.models.values():
-            model.keep_only(keys)
 
     def _decision(self, reason: str, load: Load, asked: Mapping[Key, Asked]) -> Decision:
         step = self._best if reason in ("gain", "probe") else self._market.plain
@@ -406,14 +344,6 @@ class AutoController(Controller):
             plain_tokens=self._market.plain.tokens,
             plain_seconds=self._market.plain.seconds,
         )
-
-
-def _model_name(drafter: str, greedy: bool) -> str:
-    return f"{drafter} greedy" if greedy else drafter
-
-
-def _key(request: Request) -> Key:
-    return request.request_id, request.child
 
 
 def _is_open(request: Request) -> bool:

@@ -25,6 +25,7 @@ BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
 Names = tuple[str, ...]  # drafters in the order in which they are asked: the second if the first has little
 
+POSSIBLE = 1.08  # times plain decoding that perfect drafts must give: real ones give much less
 MARGIN = 1.02  # times plain decoding: of several guesses the best is likely to be too high
 CHEAPER = 3.0  # times: a drafter that is so much cheaper than another may be asked before it
 
@@ -140,7 +141,7 @@ class Market:
         """Whether drafts would gain anything if every one of them were right and cost nothing."""
         tokens = self.plain.tokens + np.arange(len(self.prices.seconds))
         rates = tokens / (self.prices.seconds + self.batch.per_token * tokens)
-        return float(rates.max()) > 1.005 * self.plain.rate
+        return float(rates.max()) > POSSIBLE * self.plain.rate
 
     def alone(self, name: str) -> Choice:
         """One drafter for all requests, with the best length."""

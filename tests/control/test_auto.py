@@ -182,11 +182,13 @@ def test_what_was_learned_is_there_after_a_restart_and_a_damaged_file_is_nothing
     world.run(first, 200)
     first.close()
     again = controller(world, memory=memory)
-    assert again.drafts.prices("d") == pytest.approx(first.drafts.prices("d"))
-    assert again.models["d", True].calibration.line == pytest.approx(first.models["d", True].calibration.line)
+    assert again.known.drafts.prices("d") == pytest.approx(first.known.drafts.prices("d"))
+    assert again.known.models["d", True].calibration.line == pytest.approx(
+        first.known.models["d", True].calibration.line
+    )
     assert drafted(world.run(again, 1)) < drafted(world.run(controller(world), 1))
     memory.path.write_text('{"calls": {"d": 3}, "models": []}')
-    assert controller(world, memory=memory).models["d", True].drafts == 0
+    assert controller(world, memory=memory).known.models["d", True].drafts == 0
 
 
 def test_a_drafter_that_has_no_opinion_is_judged_by_depth():
