@@ -1,0 +1,168 @@
+"""The CUDA backend: the contract of backends/base.py over Triton kernels in captured graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import torch
+
+from paceline.backends.base import Float32Array, ForwardBatch, ForwardOutput, Int32Array, KVPool
+from paceline.backends.cuda.graphs import Graphs, bucket
+from paceline.backends.cuda.kernels.attention import tile_height
+from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers, select
+from paceline.backends.cuda.tables import DeviceTables, rows_of
+from paceline.backends.cuda.weights import Weights, load_weights
+from paceline.errors import BackendError
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.config import ModelConfig
+
+PAGE_SIZE = 16
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+MAX_PAGES = 1 << 17  # of all requests of a pass together
+FIRST_LONGEST = 4096  # tokens of a context that buffers are made for at first
+
+
+class CudaBackend:
+    """A model run by Triton kernels. A row's results do not depend on what else is in the pass."""
+
+    name = "cuda"
+    page_size = PAGE_SIZE
+    batch_invariant = True
+    supports_features = False  # it gives them, but runs no heads yet that would read them
+
+    def __init__(self, weights: Weights, max_rows: int) -> None:
+        self.weights = weights
+        self.config = weights.config
+        self.max_rows = max_rows
+        self.device = weights.device
+        self.dtype = weights.dtype
+        self._longest = FIRST_LONGEST
+        self._workspace = make_workspace(weights, bucket(max_rows), self._longest)
+        self._tables = DeviceTables(bucket(max_rows), MAX_PAGES, self.device)
+        self._graphs = Graphs(self.device)
+        self._features = torch.empty(0)
+
+    @classmethod
+    def load(
+        cls, checkpoint: Checkpoint, *, device: str = "cuda", dtype: str = "bfloat16", max_rows: int = 512
+    ) -> CudaBackend:
+        """A backend with the checkpoint's weights on `device`, held in `dtype`."""
+        _check_model(checkpoint.config)
+        if dtype not in DTYPES:
+            raise BackendError(f"The cuda backend has no dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
+        place, kind = _find_device(device), DTYPES[dtype]
+
+        def take(name: str) -> torch.Tensor:
+            return torch.from_numpy(checkpoint.tensors[name].float32()).to(device=place, dtype=kind)
+
+        try:
+            return cls(load_weights(checkpoint.config, take), max_rows)
+        except torch.OutOfMemoryError as error:
+            raise BackendError(
+                f"The model does not fit into the memory of {device} as {dtype}: {error} "
+                "Choose a device with more memory or a smaller model."
+            ) from error
+
+    def bytes_per_page(self) -> int:
+        config = self.config
+        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+        return per_token * PAGE_SIZE
+
+    def make_pool(self, num_pages: int) -> Pool:
+        """Zeroed storage for `num_pages` pages of keys and values of this model."""
+        config = self.config
+        shape = (config.num_layers, num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        try:
+            keys, values = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
+            total = num_pages * self.bytes_per_page()
+            raise BackendError(
+                f"No memory for a KV pool of {num_pages} pages ({total / 1e9:.1f} GB) on {self.device}; "
+                "ask for fewer pages or shorter contexts."
+            ) from error
+        return Pool(num_pages, self.bytes_per_page(), keys, values)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """Logits of the wanted rows and, if asked, features of all rows."""
+        assert batch.num_rows <= self.max_rows, f"{batch.num_rows} rows, but max_rows is {self.max_rows}"
+        pool, layers = cast(Pool, batch.pool), batch.feature_layers
+        rows, outputs = bucket(batch.num_rows), len(batch.logit_rows)
+        self._make_room(int(batch.positions.max()) + 1)
+        height = tile_height(self.config.num_heads, self.config.num_kv_heads)
+        self._tables.send(batch, rows_of(batch, PAGE_SIZE, height))
+        features = self._feature_room(len(layers)) if layers else None
+
+        def body() -> None:
+            tokens, tables = self._tables.tokens(rows), self._tables.tables(rows)
+            run_layers(self.weights, self._workspace, tokens, tables, pool, PAGE_SIZE, features, layers)
+
+        def head() -> None:
+            select(self._workspace, self._tables.logit_rows(bucket(outputs)))
+            run_head(self.weights, self._workspace, self._workspace.selected, bucket(outputs))
+
+        self._graphs.run(("body", rows, layers, id(pool)), body)
+        if outputs:
+            self._graphs.run(("head", bucket(outputs)), head)
+        logits = self._to_host(self._workspace.logits[:outputs])
+        return ForwardOutput(logits, None if features is None else self._to_host(features[: batch.num_rows]))
+
+    def first_layers(self, count: int) -> CudaBackend:
+        """The same model without its later layers, over the same pools."""
+        config = replace(self.config, num_layers=count)
+        early = replace(self.weights, config=config, layers=self.weights.layers[:count])
+        return CudaBackend(early, self.max_rows)
+
+    @torch.inference_mode()
+    def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
+        """Copy keys and values from KV places to others; all sources are read first."""
+        own = cast(Pool, pool)
+        places = torch.from_numpy(np.stack((source, destination)).astype(np.int64)).to(self.device)
+        for stored in (own.keys, own.values):
+            # indexing by a tensor copies what it reads, so that no write can disturb it
+            stored[:, places[1]] = stored[:, places[0]]
+
+    def _make_room(self, length: int) -> None:
+        """Have buffers for contexts of this length."""
+        if length > self._longest:
+            self._longest = min(bucket(length) * 2, max(length, self.config.max_position))
+            self._workspace = make_workspace(self.weights, bucket(self.max_rows), self._longest)
+            self._graphs = Graphs(self.device)  # graphs know addresses
+
+    def _feature_room(self, count: int) -> torch.Tensor:
+        """Room for features of all rows on the device, the same in every pass: float32 [rows, width]."""
+        width = count * self.config.hidden_size
+        if self._features.shape != (bucket(self.max_rows), width):
+            self._features = torch.zeros((bucket(self.max_rows), width), device=self.device)
+            self._graphs = Graphs(self.device)  # graphs know addresses
+        return self._features
+
+    def _to_host(self, values: torch.Tensor) -> Float32Array:
+        return cast(Float32Array, values.cpu().numpy())
+
+
+def _check_model(config: ModelConfig) -> None:
+    if config.moe is not None:
+        raise BackendError(
+            "The cuda backend does not run mixtures of experts yet; use backend='torch' with device='cuda'."
+        )
+    if config.head_dim % 2:
+        raise BackendError(
+            f"The cuda backend needs an even head size, not {config.head_dim}; use backend='torch'."
+        )
+
+
+def _find_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise BackendError(f"The cuda backend knows no device {name!r}; choose cuda or cuda:N.") from error
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
+        raise BackendError(
+            f"The cuda backend was asked for on {name!r}, but torch {torch.__version__} sees "
+            f"{torch.cuda.device_count()} CUDA devices; choose backend='cpu', or install a torch build with "
+            "CUDA and its driver."
+        )
+    return device

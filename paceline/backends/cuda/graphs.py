@@ -1,0 +1,43 @@
+"""Work that is captured once and replayed: a whole pass is then one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+
+LARGEST_STEP = 128
+
+
+def bucket(count: int) -> int:
+    """The size that a pass of `count` rows is padded to: powers of two, then multiples of 128."""
+    if count <= LARGEST_STEP:
+        return 1 << (count - 1).bit_length()
+    return -(-count // LARGEST_STEP) * LARGEST_STEP
+
+
+class Graphs:
+    """Captured work by name. Where there is no CUDA device, the work is simply done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
+
+    def run(self, name: Hashable, work: Callable[[], None]) -> None:
+        """Do the work, by the graph of this name if there is one; else it is captured.
+
+        Work of one name must use the same buffers every time.
+        """
+        if self._device.type != "cuda":
+            work()
+            return
+        graph = self._captured.get(name)
+        if graph is None:
+            work()  # compiles kernels, which a capture cannot; also gives this call its result
+            torch.cuda.synchronize(self._device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                work()
+            self._captured[name] = graph
+            return
+        graph.replay()

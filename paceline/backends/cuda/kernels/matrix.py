@@ -1,0 +1,101 @@
+"""What products read and write: weights in tiles, rows of the residual stream, and scratch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+LEAST_TOKENS = 16  # rows of a tile
+MOST_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the work on one matrix is cut. `splits` is part of the result's bits, the rest is not."""
+
+    columns: int = 64
+    step: int = 128  # of the depth at a time
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Weights in the order in which programs read them, both sides padded with zeros to whole tiles."""
+
+    weight: torch.Tensor  # [tiles, steps, columns, step]
+    width: int  # columns of the output, without padding
+    tiling: Tiling
+    bias: torch.Tensor | None = None  # [padded width]
+
+    @property
+    def tiles(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def depth(self) -> int:
+        return self.weight.shape[1] * self.tiling.step
+
+    @property
+    def padded_width(self) -> int:
+        return self.tiles * self.tiling.columns
+
+
+def tile_matrix(weight: torch.Tensor, width: int, tiling: Tiling, bias: torch.Tensor | None = None) -> Matrix:
+    """A matrix [padded width, padded depth] in the order in which programs read it."""
+    padded, depth = weight.shape
+    shape = (padded // tiling.columns, tiling.columns, depth // tiling.step, tiling.step)
+    return Matrix(weight.view(shape).transpose(1, 2).contiguous(), width, tiling, bias)
+
+
+def tile_pair(gate: torch.Tensor, up: torch.Tensor, tiling: Tiling) -> Matrix:
+    """Two matrices of one padded shape as one: half of a tile's columns are of the one, half of the other."""
+    half = tiling.columns // 2
+    both = torch.stack((gate.view(-1, half, gate.shape[1]), up.view(-1, half, up.shape[1])), dim=1)
+    return tile_matrix(both.view(-1, gate.shape[1]), 2 * len(gate), tiling)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Where the splits of a product meet. One is enough for all products, which run one after the other."""
+
+    partial: torch.Tensor  # float32 [floats]
+    counters: torch.Tensor  # int32 [tiles] zero between products
+
+
+@dataclass(frozen=True)
+class Normed:
+    """Rows of the residual stream as the next product reads them."""
+
+    rows: (
+        torch.Tensor
+    )  # [rows, padded hidden] times the norm's weight, not yet divided by the root mean square
+    squares: torch.Tensor  # float32 [rows, groups] whose sum is the sum of a row's squares
+    size: int  # hidden
+    eps: float
+
+
+def scratch_for(matrices: list[Matrix], rows: int, device: torch.device) -> Scratch:
+    """Scratch for products of these matrices with at most so many rows."""
+    split = [matrix for matrix in matrices if matrix.tiling.splits > 1]
+    padded = padded_rows(rows)
+    floats = max((m.tiling.splits * m.padded_width * padded for m in split), default=1)
+    tiles = max((m.tiles * padded // token_tile(rows) for m in split), default=1)
+    return Scratch(
+        torch.empty(floats, dtype=torch.float32, device=device),
+        torch.zeros(tiles, dtype=torch.int32, device=device),
+    )
+
+
+def token_tile(rows: int) -> int:
+    """How many rows a tile has."""
+    return int(min(MOST_TOKENS, max(LEAST_TOKENS, triton.next_power_of_2(rows))))
+
+
+def padded_rows(rows: int) -> int:
+    """Rows that buffers of so many rows must have: kernels read and write whole tiles."""
+    tile = token_tile(rows)
+    return -(-rows // tile) * tile

@@ -1,0 +1,164 @@
+"""From logits to tokens on the device: argmax(logits / temperature + gumbel), of the logits at temperature 0.
+
+The noise is that of paceline/verify/noise.py, and so are its bits: Philox in integers, and the logarithm of
+verify/floats.py in doubles, added and multiplied in the same order (compiled without fused multiply-adds).
+So a token drawn here is the token that the host draws from the same logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from paceline.backends.cuda.kernels.launching import follow, overlaps
+from paceline.verify.floats import ATANH, LN2_HIGH, LN2_LOW, SQRT_HALF
+
+BLOCK = 2048  # ids that a program looks at
+UNUSABLE = -1  # instead of a token: the logits hold NaN or infinity
+LN2_HIGH = tl.constexpr(LN2_HIGH)
+LN2_LOW = tl.constexpr(LN2_LOW)
+SQRT_HALF = tl.constexpr(SQRT_HALF)
+TERMS = tl.constexpr(tuple(float(term) for term in ATANH))
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The best of each block of ids."""
+
+    scores: torch.Tensor  # float64 [rows, blocks]
+    ids: torch.Tensor  # int32 [rows, blocks]; UNUSABLE if a logit of the block is
+
+
+def candidates_for(rows: int, vocab_size: int, device: torch.device) -> Candidates:
+    """Room for the candidates of so many rows."""
+    blocks = -(-vocab_size // BLOCK)
+    return Candidates(
+        torch.empty((rows, blocks), dtype=torch.float64, device=device),
+        torch.empty((rows, blocks), dtype=torch.int32, device=device),
+    )
+
+
+@triton.jit
+def _log(x):  # type: ignore[no-untyped-def]
+    """The natural logarithm of positive doubles, the bits of verify/floats.py."""
+    bits = x.to(tl.int64, bitcast=True)
+    exponent = ((bits >> 52) & 0x7FF) - 1022
+    mantissa = ((bits & 0xFFFFFFFFFFFFF) | 0x3FE0000000000000).to(tl.float64, bitcast=True)
+    low = mantissa < SQRT_HALF
+    mantissa = tl.where(low, mantissa * 2.0, mantissa)
+    power = tl.where(low, exponent - 1, exponent).to(tl.float64)
+    fraction = mantissa - 1.0
+    ratio = fraction / (2.0 + fraction)
+    square = ratio * ratio
+    series = tl.zeros_like(ratio) + TERMS[11]
+    for term in tl.static_range(1, 12):
+        series = series * square + TERMS[11 - term]
+    return power * LN2_HIGH + (power * LN2_LOW + 2.0 * ratio * series)
+
+
+@triton.jit
+def _gumbel(token, seed, position):  # type: ignore[no-untyped-def]
+    """The Gumbel noise of token ids at a position: float64."""
+    word_0 = (token >> 1).to(tl.uint32)
+    word_1 = tl.zeros_like(word_0) + position.to(tl.uint32)
+    word_2 = tl.zeros_like(word_0)
+    word_3 = tl.zeros_like(word_0)
+    key_0 = tl.zeros_like(word_0) + (seed & 0xFFFFFFFF).to(tl.uint32)
+    key_1 = tl.zeros_like(word_0) + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    multiplier_0 = tl.full(word_0.shape, 0xD2511F53, tl.uint32)
+    multiplier_1 = tl.full(word_0.shape, 0xCD9E8D57, tl.uint32)
+    for _ in tl.static_range(10):
+        high_0, low_0 = tl.umulhi(multiplier_0, word_0), multiplier_0 * word_0
+        high_1, low_1 = tl.umulhi(multiplier_1, word_2), multiplier_1 * word_2
+        word_0, word_2 = high_1 ^ word_1 ^ key_0, high_0 ^ word_3 ^ key_1
+        word_1, word_3 = low_1, low_0
+        key_0 = key_0 + tl.full(word_0.shape, 0x9E3779B9, tl.uint32)
+        key_1 = key_1 + tl.full(word_0.shape, 0xBB67AE85, tl.uint32)
+    odd = (token & 1) == 1
+    low, high = tl.where(odd, word_2, word_0), tl.where(odd, word_3, word_1)
+    bits = (low.to(tl.int64) >> 12) | (high.to(tl.int64) << 20)  # the upper 52 of 64
+    uniform = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
+    return -_log(-_log(uniform))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _race_kernel(  # type: ignore[no-untyped-def]
+    logits_at,
+    temperatures_at,
+    seeds_at,
+    positions_at,
+    scores_at,
+    ids_at,
+    vocab_size,
+    logits_stride,
+    block: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    row, number = tl.program_id(0), tl.program_id(1)
+    follow(overlap)
+    token = number * block + tl.arange(0, block)
+    inside = token < vocab_size
+    at = logits_at + row.to(tl.int64) * logits_stride
+    logits = tl.load(at + token, mask=inside, other=float("-inf"))
+    temperature = tl.load(temperatures_at + row)
+    if temperature > 0:
+        noise = _gumbel(token, tl.load(seeds_at + row), tl.load(positions_at + row) + 1)
+        scores = tl.where(logits > float("-inf"), logits.to(tl.float64) / temperature + noise, float("-inf"))
+        best = tl.max(scores, 0)
+        chosen = tl.min(tl.where(scores == best, token, 0x7FFFFFFF), 0)
+    else:
+        highest = tl.max(logits, 0)
+        best = highest.to(tl.float64)
+        chosen = tl.min(tl.where(logits == highest, token, 0x7FFFFFFF), 0)
+    unusable = tl.max(((logits != logits) | (logits == float("inf"))).to(tl.int32), 0)
+    place = row * tl.num_programs(1) + number
+    tl.store(scores_at + place, best)
+    tl.store(ids_at + place, tl.where(unusable > 0, -1, chosen))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def best_candidate(scores_at, ids_at, row, blocks, most_blocks: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The token of a row: the best of its blocks, the lowest id among equals, or UNUSABLE."""
+    number = tl.arange(0, most_blocks)
+    inside = number < blocks
+    scores = tl.load(scores_at + row * blocks + number, mask=inside, other=float("-inf"))
+    ids = tl.load(ids_at + row * blocks + number, mask=inside, other=0x7FFFFFFF)
+    best = tl.max(scores, 0)
+    chosen = tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), 0)
+    usable = (tl.min(ids, 0) >= 0) & (best > float("-inf"))
+    return tl.where(usable, chosen, -1)
+
+
+def race(
+    logits: torch.Tensor,
+    vocab_size: int,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    candidates: Candidates,
+    rows: int,
+) -> None:
+    """Write the best ids of each block of `logits` [rows, at least vocab_size] to `candidates`.
+
+    `temperatures` [rows] float64, `seeds` [rows] int64 and `positions` [rows] int32 are those of the rows;
+    the token that a row gives stands one position behind it.
+    """
+    overlap = overlaps(logits.device)
+    _race_kernel[(rows, candidates.ids.shape[1])](
+        logits,
+        temperatures,
+        seeds,
+        positions,
+        candidates.scores,
+        candidates.ids,
+        vocab_size,
+        logits.stride(0),
+        BLOCK,
+        overlap,
+        num_warps=4,
+        enable_fp_fusion=False,
+        launch_pdl=overlap,
+    )

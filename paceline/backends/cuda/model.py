@@ -1,0 +1,171 @@
+"""The pass itself: which kernels run, in which order, over which buffers. Nothing here looks at a value, so
+that the whole of it can be captured as a graph and replayed over other rows.
+
+A layer is six kernels:
+
+    product q, k, v          norm(hidden), bias
+    rotate and store         q stays, k and v go to their places
+    attention                over the places that each row sees
+    product, added           hidden += attention, and what the next norm needs
+    gate, up, SwiGLU         norm(hidden)
+    product, added           hidden += feed-forward, and what the next norm needs
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.backends.cuda.kernels.attention import AttentionScratch, RowTables, attend, attention_scratch
+from paceline.backends.cuda.kernels.linear import add_product, gate_up, project
+from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, scratch_for
+from paceline.backends.cuda.kernels.rows import embed, rotate_and_store
+from paceline.backends.cuda.weights import Weights, padded_size
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Keys and values of `num_pages` pages on the device."""
+
+    num_pages: int
+    bytes_per_page: int
+    keys: torch.Tensor  # [layers, places, key heads, head_dim]
+    values: torch.Tensor  # [layers, places, key heads, head_dim]
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Buffers of a pass. Captured graphs know their addresses, so they are made once."""
+
+    hidden: torch.Tensor  # float32 [rows, padded hidden] the residual stream
+    attention_input: Normed
+    feed_forward_input: Normed
+    qkv: torch.Tensor  # [rows, padded (heads + 2 * key heads) * head_dim]
+    query: torch.Tensor  # [rows, heads, head_dim]
+    mixed: torch.Tensor  # [rows, padded heads * head_dim] zero where it is padding
+    activated: torch.Tensor  # [rows, padded intermediate]
+    selected: Normed  # the rows whose logits are wanted
+    logits: torch.Tensor  # float32 [rows, vocab]
+    scratch: Scratch
+    attention: AttentionScratch
+
+
+def make_workspace(weights: Weights, max_rows: int, longest: int) -> Workspace:
+    """Buffers for passes of at most `max_rows` rows over contexts of at most `longest` tokens."""
+    config, device, dtype = weights.config, weights.device, weights.dtype
+    layer, rows = weights.layers[0], padded_rows(max_rows)
+
+    def zeros(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=kind, device=device)
+
+    def normed(writer: Matrix) -> Normed:
+        squares = zeros(rows, writer.tiles, kind=torch.float32)
+        return Normed(zeros(rows, weights.hidden), squares, config.hidden_size, config.rms_norm_eps)
+
+    return Workspace(
+        hidden=zeros(rows, weights.hidden, kind=torch.float32),
+        attention_input=normed(layer.down),
+        feed_forward_input=normed(layer.output),
+        qkv=zeros(rows, layer.qkv.padded_width),
+        query=zeros(rows, config.num_heads, config.head_dim),
+        mixed=zeros(rows, padded_size(config.num_heads * config.head_dim)),
+        activated=zeros(rows, layer.gate_up.padded_width // 2),
+        selected=normed(layer.down),
+        logits=zeros(rows, config.vocab_size, kind=torch.float32),
+        scratch=scratch_for(weights.matrices, rows, device),
+        attention=attention_scratch(
+            rows, config.num_heads, config.num_kv_heads, config.head_dim, longest, device
+        ),
+    )
+
+
+def run_layers(
+    weights: Weights,
+    workspace: Workspace,
+    tokens: torch.Tensor,
+    tables: RowTables,
+    pool: Pool,
+    page_size: int,
+    features: torch.Tensor | None = None,
+    feature_layers: tuple[int, ...] = (),
+) -> None:
+    """Run `tokens` [rows] through all layers; `workspace.attention_input` is then what the head reads.
+
+    The wanted hidden states go to `features` [rows, len(feature_layers) * hidden].
+    """
+    config, rows = weights.config, len(tokens)
+    size = config.hidden_size
+    norms = [layer.attention_norm for layer in weights.layers] + [weights.norm]
+    embed(tokens, weights.embedding, workspace.hidden, norms[0], workspace.attention_input)
+    for index, layer in enumerate(weights.layers):
+        keys, values = pool.keys[index], pool.values[index]
+        _keep_features(workspace, rows, size, index, features, feature_layers)
+        project(workspace.attention_input, layer.qkv, workspace.qkv, rows, workspace.scratch)
+        rotate_and_store(
+            workspace.qkv,
+            tables.positions,
+            tables.places,
+            weights.rotation,
+            layer.head_norms,
+            config.rms_norm_eps,
+            workspace.query,
+            keys,
+            values,
+        )
+        attend(
+            workspace.query,
+            keys,
+            values,
+            tables,
+            config.window(index),
+            page_size,
+            workspace.mixed,
+            workspace.attention,
+        )
+        add_product(
+            workspace.mixed,
+            layer.output,
+            workspace.hidden,
+            layer.feed_forward_norm,
+            workspace.feed_forward_input,
+            rows,
+            workspace.scratch,
+        )
+        gate_up(workspace.feed_forward_input, layer.gate_up, workspace.activated, rows, workspace.scratch)
+        add_product(
+            workspace.activated,
+            layer.down,
+            workspace.hidden,
+            norms[index + 1],
+            workspace.attention_input,
+            rows,
+            workspace.scratch,
+        )
+    _keep_features(workspace, rows, size, len(weights.layers), features, feature_layers)
+
+
+def _keep_features(
+    workspace: Workspace,
+    rows: int,
+    size: int,
+    index: int,
+    features: torch.Tensor | None,
+    feature_layers: tuple[int, ...],
+) -> None:
+    """Copy the hidden states of this index to their place, if they are wanted."""
+    if features is not None and index in feature_layers:
+        slot = feature_layers.index(index) * size
+        features[:rows, slot : slot + size] = workspace.hidden[:rows, :size]
+
+
+def select(workspace: Workspace, chosen: torch.Tensor) -> None:
+    """Copy what the head reads of the rows `chosen` [outputs] to `workspace.selected`."""
+    read, written = workspace.attention_input, workspace.selected
+    written.rows[: len(chosen)] = read.rows[chosen]
+    written.squares[: len(chosen)] = read.squares[chosen]
+
+
+def run_head(weights: Weights, workspace: Workspace, read: Normed, rows: int) -> None:
+    """Write the logits of the first rows of `read` to `workspace.logits`."""
+    project(read, weights.head, workspace.logits, rows, workspace.scratch)

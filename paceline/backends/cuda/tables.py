@@ -1,0 +1,132 @@
+"""A ForwardBatch as the kernels read it: places, paths and tiles, in one block of memory, sent at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from paceline.backends.base import ForwardBatch, Int32Array
+from paceline.backends.cuda.kernels.attention import MOST_PATH, RowTables
+from paceline.errors import BackendError
+
+LINES = 8  # of max_rows numbers each, before the pages
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a pass in numbers."""
+
+    places: Int32Array  # [rows] where keys and values go
+    straight: Int32Array  # [rows] positions below it lie at their own index
+    paths: Int32Array | None  # [rows, MOST_PATH] KV indices from `straight` on; None: all rows are straight
+    tiles: Int32Array  # [3, tiles] first row, how many, where its request's pages begin
+    pages: Int32Array  # [pages of all requests]
+
+
+def rows_of(batch: ForwardBatch, page_size: int, height: int) -> Rows:
+    """The rows of a batch, in tiles of at most `height` rows of one request."""
+    counts = np.diff(batch.row_offsets)
+    request = np.repeat(np.arange(batch.num_requests, dtype=np.int32), counts)
+    local = np.arange(batch.num_rows, dtype=np.int32) - batch.row_offsets[request]
+    index = batch.context_lengths[request] + local
+    places = batch.page_tables[request, index // page_size] * page_size + index % page_size
+    stride = batch.page_tables.shape[1]
+    per_request = -(-counts // height)
+    owner = np.repeat(np.arange(batch.num_requests), per_request)
+    number = np.arange(len(owner)) - (np.cumsum(per_request) - per_request)[owner]
+    begin = batch.row_offsets[owner] + number * height
+    tiles = np.stack([begin, np.minimum(batch.row_offsets[owner + 1] - begin, height), owner * stride])
+    straight, paths = _paths(batch, request, local, index)
+    return Rows(
+        places.astype(np.int32),
+        straight,
+        paths,
+        tiles.astype(np.int32),
+        np.maximum(batch.page_tables.reshape(-1), 0),  # -1 is where no row looks
+    )
+
+
+def _paths(
+    batch: ForwardBatch, request: Int32Array, local: Int32Array, index: Int32Array
+) -> tuple[Int32Array, Int32Array | None]:
+    """Up to which position each row is straight, and the KV indices of what follows."""
+    straight = batch.positions + 1
+    if (index == batch.positions).all():  # chains
+        return straight.astype(np.int32), None
+    paths = np.zeros((batch.num_rows, MOST_PATH), dtype=np.int32)
+    for row in np.flatnonzero(index != batch.positions):
+        first, context = batch.row_offsets[request[row]], batch.context_lengths[request[row]]
+        path: list[int] = []
+        node = int(local[row])
+        while node >= 0:
+            path.append(node)
+            node = int(batch.parents[first + node])
+        path.reverse()
+        kept = next(depth for depth, node in enumerate(path) if node != depth)
+        if len(path) - kept > MOST_PATH:
+            raise BackendError(
+                f"a branch of a draft has {len(path) - kept} tokens apart from the first branch, but the "
+                f"cuda backend takes at most {MOST_PATH}; draft less deep trees."
+            )
+        straight[row] = context + kept
+        paths[row, : len(path) - kept] = context + np.array(path[kept:], dtype=np.int32)
+    return straight.astype(np.int32), paths
+
+
+class DeviceTables:
+    """The inputs of a pass on the device, at addresses that stay."""
+
+    def __init__(self, max_rows: int, max_pages: int, device: torch.device) -> None:
+        self.max_rows = max_rows
+        self.max_pages = max_pages
+        pinned = device.type == "cuda"
+        size = LINES * max_rows + max_pages
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        self._numbers = self._host.numpy()  # the same memory
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._paths = torch.zeros((max_rows, MOST_PATH), dtype=torch.int32, device=device)
+
+    def send(self, batch: ForwardBatch, rows: Rows) -> None:
+        """Copy a batch to the device; rows and tiles behind its last are padding."""
+        if len(rows.pages) > self.max_pages:
+            raise BackendError(
+                f"a pass has {len(rows.pages)} pages in its page tables, but the cuda backend has room for "
+                f"{self.max_pages}; lower max_num_seqs or max_model_len."
+            )
+        lines = self._numbers[: LINES * self.max_rows].reshape(LINES, self.max_rows)
+        lines[:] = 0
+        lines[2] = -1
+        values = (batch.tokens, batch.positions, rows.places, rows.straight, *rows.tiles, batch.logit_rows)
+        for line, value in zip(lines, values, strict=True):
+            line[: len(value)] = value
+        used = LINES * self.max_rows + len(rows.pages)
+        self._numbers[LINES * self.max_rows : used] = rows.pages
+        self._device[:used].copy_(self._host[:used], non_blocking=True)
+        if rows.paths is not None:
+            self._paths[: len(rows.paths)].copy_(torch.from_numpy(rows.paths))
+
+    def tokens(self, rows: int) -> torch.Tensor:
+        """The tokens of the first rows: int32 [rows]."""
+        return self._line(0, rows)
+
+    def logit_rows(self, outputs: int) -> torch.Tensor:
+        """The rows whose logits are wanted: int32 [outputs]."""
+        return self._line(7, outputs)
+
+    def tables(self, rows: int) -> RowTables:
+        """What the kernels read about the first rows."""
+        return RowTables(
+            self._line(1, rows),
+            self._line(2, rows),
+            self._line(3, rows),
+            self._paths[:rows],
+            self._line(4, rows),
+            self._line(5, rows),
+            self._line(6, rows),
+            self._device[LINES * self.max_rows :],
+        )
+
+    def _line(self, number: int, length: int) -> torch.Tensor:
+        return self._device[number * self.max_rows : number * self.max_rows + length]

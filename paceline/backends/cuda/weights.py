@@ -1,0 +1,128 @@
+"""A model's weights on the device, stacked and padded as the kernels read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.backends.cuda.kernels.matrix import Matrix, Tiling, tile_matrix, tile_pair
+from paceline.models.config import ModelConfig
+from paceline.models.rope import rope_frequencies
+from paceline.models.transformer import Take
+
+TILE = 64  # sides of matrices are padded to multiples of it
+PROGRAMS = 132  # one on each multiprocessor of a Hopper; a number of its own, because it decides about bits
+MOST_SPLITS = 4
+LEAST_STEPS = 3  # of a split, or it ends before it has begun
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: attention, then a gated feed-forward block."""
+
+    attention_norm: torch.Tensor  # [padded hidden]
+    qkv: Matrix
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None  # [head_dim] of queries and of keys
+    output: Matrix
+    feed_forward_norm: torch.Tensor  # [padded hidden]
+    gate_up: Matrix
+    down: Matrix
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All of a model."""
+
+    config: ModelConfig
+    embedding: Matrix  # the head too, if they are tied
+    layers: tuple[Layer, ...]
+    norm: torch.Tensor  # [padded hidden]
+    head: Matrix
+    rotation: tuple[torch.Tensor, torch.Tensor]  # cosine and sine: float32 [positions, head_dim // 2]
+
+    @property
+    def hidden(self) -> int:
+        """The padded hidden size."""
+        return self.embedding.depth
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.dtype
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """Every matrix of the first layer and the head: all layers are alike."""
+        first = self.layers[0]
+        return [first.qkv, first.output, first.gate_up, first.down, self.head]
+
+
+def load_weights(config: ModelConfig, take: Take) -> Weights:
+    """The weights that `take` gives by name, ready for the kernels."""
+    table = _matrix(take("model.embed_tokens.weight"), None)
+    layers = tuple(_load_layer(config, take, f"model.layers.{index}") for index in range(config.num_layers))
+    norm = _padded_line(take("model.norm.weight"))
+    frequencies = torch.from_numpy(rope_frequencies(config.rope, config.head_dim)).to(norm.device)
+    angles = torch.arange(config.max_position, device=norm.device)[:, None].float() * frequencies
+    head = table if config.tie_embeddings else _matrix(take("lm_head.weight"), None)
+    return Weights(config, table, layers, norm, head, (angles.cos(), angles.sin()))
+
+
+def _load_layer(config: ModelConfig, take: Take, name: str) -> Layer:
+    def read(part: str) -> torch.Tensor:
+        return take(f"{name}.{part}")
+
+    qkv = torch.cat([read(f"self_attn.{part}_proj.weight") for part in "qkv"])
+    bias = torch.cat([read(f"self_attn.{part}_proj.bias") for part in "qkv"]) if config.qkv_bias else None
+    output_bias = read("self_attn.o_proj.bias") if config.output_bias else None
+    gate, up = (_padded(read(f"mlp.{part}_proj.weight")) for part in ("gate", "up"))
+    norms = (read("self_attn.q_norm.weight"), read("self_attn.k_norm.weight")) if config.qk_norm else None
+    return Layer(
+        _padded_line(read("input_layernorm.weight")),
+        _matrix(qkv, bias),
+        norms,
+        _matrix(read("self_attn.o_proj.weight"), output_bias),
+        _padded_line(read("post_attention_layernorm.weight")),
+        tile_pair(gate, up, tiling_for(2 * len(gate), gate.shape[1])),
+        _matrix(read("mlp.down_proj.weight"), None),
+    )
+
+
+def tiling_for(width: int, depth: int) -> Tiling:
+    """How to cut a matrix of these padded sides. A function of the shape alone: it decides about bits."""
+    step = 128 if depth % 128 == 0 else 64
+    tiles = width // TILE
+    splits = 1
+    while (
+        splits < MOST_SPLITS and 2 * splits * tiles <= PROGRAMS and depth // step >= 2 * splits * LEAST_STEPS
+    ):
+        splits *= 2
+    return Tiling(TILE, step, splits, warps=4, stages=4 if splits == 1 else 6)
+
+
+def _matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+    padded = _padded(weight)
+    return tile_matrix(
+        padded, len(weight), tiling_for(*padded.shape), None if bias is None else _padded_line(bias)
+    )
+
+
+def padded_size(size: int) -> int:
+    """The size, rounded up to whole tiles."""
+    return -(-size // TILE) * TILE
+
+
+def _padded(weight: torch.Tensor) -> torch.Tensor:
+    """The matrix with both sides filled up with zeros to whole tiles."""
+    rows, columns = (padded_size(size) for size in weight.shape)
+    if (rows, columns) == tuple(weight.shape):
+        return weight.contiguous()
+    return torch.nn.functional.pad(weight, (0, columns - weight.shape[1], 0, rows - weight.shape[0]))
+
+
+def _padded_line(line: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(line, (0, padded_size(len(line)) - len(line)))

@@ -1,0 +1,116 @@
+"""The attention kernel computes what three lines of torch compute, and a row's bits are its own."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.backends.base import ForwardBatch, chain_parents
+from paceline.backends.torch_backend import ancestors
+from paceline.models import transformer
+
+PAGE_SIZE = 16
+TREE = [-1, 0, 0, 1, 2, -1, 3, 4, 5]  # branches whose rows interleave: see test_torch_backend.py
+
+
+class Case:
+    """Requests with random keys and values, and the rows of a pass over them."""
+
+    def __init__(
+        self, contexts: list[int], parents: list[list[int]], heads: int, kv_heads: int, dim: int
+    ) -> None:
+        generator = np.random.default_rng(3)
+        pages_each = max(-(-(c + len(p)) // PAGE_SIZE) for c, p in zip(contexts, parents, strict=True))
+        pages = generator.permutation(pages_each * len(contexts)).astype(np.int32).reshape(-1, pages_each)
+        self.shape = (heads, kv_heads, dim)
+        self.offsets = np.cumsum([0, *(len(p) for p in parents)], dtype=np.int32)
+        positions = []
+        for context, own in zip(contexts, parents, strict=True):
+            depths: list[int] = []
+            for parent in own:
+                depths.append(0 if parent < 0 else depths[parent] + 1)
+            positions += [context + depth for depth in depths]
+        self.batch = ForwardBatch(
+            tokens=np.zeros(self.offsets[-1], np.int32),
+            positions=np.array(positions, np.int32),
+            parents=np.concatenate([np.array(p, np.int32) for p in parents]),
+            row_offsets=self.offsets,
+            context_lengths=np.array(contexts, np.int32),
+            page_tables=pages,
+            logit_rows=np.zeros(0, np.int32),
+            pool=None,  # type: ignore[arg-type]
+        )
+        torch.manual_seed(1)
+        places = pages.size * PAGE_SIZE
+        self.query = torch.randn(int(self.offsets[-1]), heads, dim)
+        self.keys, self.values = (torch.randn(places, kv_heads, dim) for _ in range(2))
+
+    def run(self, device: torch.device, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
+        """What the kernel gives: [rows, heads, head_dim]."""
+        from paceline.backends.cuda.kernels.attention import attend, attention_scratch, tile_height
+        from paceline.backends.cuda.tables import DeviceTables, rows_of
+
+        heads, kv_heads, dim = self.shape
+        rows = self.batch.num_rows
+        tables = DeviceTables(rows + 3, self.batch.page_tables.size, device)
+        tables.send(self.batch, rows_of(self.batch, PAGE_SIZE, tile_height(heads, kv_heads)))
+        output = torch.full((rows, heads * dim), math.nan, dtype=dtype, device=device)
+        scratch = attention_scratch(rows + 3, heads, kv_heads, dim, 128, device)
+        query, keys, values = (x.to(device, dtype) for x in (self.query, self.keys, self.values))
+        attend(query, keys, values, tables.tables(rows + 3), window, PAGE_SIZE, output, scratch)
+        assert not scratch.counters.any()
+        return output.view(rows, heads, dim).cpu()
+
+    def expected(self, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
+        """The same by models/transformer.py in float32."""
+        parts = []
+        query, keys, values = (x.to(dtype).float() for x in (self.query, self.keys, self.values))
+        for request, context in enumerate(self.batch.context_lengths):
+            own = slice(int(self.offsets[request]), int(self.offsets[request + 1]))
+            index = np.arange(context + own.stop - own.start)
+            places = self.batch.page_tables[request][index // PAGE_SIZE] * PAGE_SIZE + index % PAGE_SIZE
+            visible = np.concatenate(
+                (np.ones((own.stop - own.start, context), np.bool_), ancestors(self.batch.parents[own])),
+                axis=1,
+            )
+            if window is not None:
+                at = np.concatenate((np.arange(context), self.batch.positions[own]))
+                visible &= self.batch.positions[own][:, None] - at < window
+            shown = torch.from_numpy(visible)
+            parts.append(transformer.attend(query[own], keys[places], values[places], shown))
+        return torch.cat(parts)
+
+
+CHAINS = Case([0, 60, 30], [chain_parents([5]).tolist(), chain_parents([9]).tolist(), [-1]], 6, 2, 14)
+TREES = Case([60, 3], [TREE, TREE], 6, 2, 14)
+
+
+@pytest.mark.parametrize(
+    ("case", "window"),
+    [(CHAINS, None), (TREES, None), (TREES, 9)],
+    ids=["chains", "trees", "trees and a window"],
+)
+def test_it_is_the_plain_attention(
+    case: Case, window: int | None, device: torch.device, dtype: torch.dtype
+) -> None:
+    expected = case.expected(dtype, window)
+    torch.testing.assert_close(case.run(device, dtype, window).float(), expected, rtol=0, atol=1e-2)
+
+
+def test_a_drafted_row_has_the_bits_of_its_committed_path(device: torch.device, dtype: torch.dtype) -> None:
+    """Node 7 of the tree lies apart from its ancestors 0, 2, 4. Decoded after them it has the same bits."""
+    tree = Case([60], [TREE], 6, 2, 14)
+    drafted = tree.run(device, dtype)[7]
+    decoded = Case([63], [[-1]], 6, 2, 14)
+    decoded.query[0] = tree.query[7]
+    index = np.arange(64)
+    index[60:] = 60 + np.array([0, 2, 4, 7])  # where the path lies in the tree's pages
+    for mine, theirs in ((decoded.keys, tree.keys), (decoded.values, tree.values)):
+        own, other = np.arange(64), index
+        place = decoded.batch.page_tables[0][own // PAGE_SIZE] * PAGE_SIZE + own % PAGE_SIZE
+        source = tree.batch.page_tables[0][other // PAGE_SIZE] * PAGE_SIZE + other % PAGE_SIZE
+        mine[place] = theirs[source]
+    assert torch.equal(decoded.run(device, dtype)[0], drafted)

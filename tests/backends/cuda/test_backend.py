@@ -1,0 +1,140 @@
+"""The backend computes what the torch backend does, and a token's logits have the same bits in any pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.backends.torch_backend import TorchBackend
+from paceline.errors import BackendError
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.registry import load_checkpoint
+from tests.backends.driver import Driven, drive, run
+from tests.tiny import FAMILIES, VOCAB_SIZE, save_checkpoint
+
+PROMPT = np.random.default_rng(1).integers(0, VOCAB_SIZE, 20).tolist()
+TREE_PARENTS = [-1, 0, 0, 1, 2]
+TREE_TOKENS = [11, 22, 33, 44, 55]
+DENSE = [family for family in FAMILIES if "moe" not in family and family != "mixtral"]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="interpreted, whole models take minutes")
+
+
+def make(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype):  # type: ignore[no-untyped-def]
+    """A backend as `load` makes it, on a CPU too."""
+    from paceline.backends.cuda.backend import CudaBackend
+    from paceline.backends.cuda.weights import load_weights
+
+    def take(name: str) -> torch.Tensor:
+        return torch.from_numpy(checkpoint.tensors[name].float32()).to(device=device, dtype=dtype)
+
+    return CudaBackend(load_weights(checkpoint.config, take), max_rows=32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+@needs_gpu
+@pytest.mark.parametrize("family", DENSE)
+def test_prefill_tree_commit_and_decode_are_those_of_torch(
+    family: str, folder: Path, device: torch.device, dtype: torch.dtype
+) -> None:
+    checkpoint = load_checkpoint(save_checkpoint(family, folder / family))
+    ours = drive(make(checkpoint, device, dtype), pages_each=3)[0]
+    theirs = drive(TorchBackend.load(checkpoint), pages_each=3)[0]
+
+    def logits(request: Driven) -> np.ndarray:
+        prefill = request.extend(PROMPT)
+        tree = request.run(TREE_TOKENS, TREE_PARENTS)
+        request.commit([0, 2, 4])
+        return np.concatenate((prefill, tree, request.extend([5])))
+
+    difference = np.abs(logits(ours) - logits(theirs))
+    assert np.isfinite(difference).all()
+    assert np.median(difference) < 0.05
+    assert difference.max() < 1.0
+
+
+@needs_gpu
+def test_a_token_has_the_same_bits_in_any_pass(
+    folder: Path, device: torch.device, dtype: torch.dtype
+) -> None:
+    checkpoint = load_checkpoint(save_checkpoint("llama", folder / "bits"))
+    backend = make(checkpoint, device, dtype)
+    whole, pieces, drafting = drive(backend, pages_each=3, count=3)
+    expected = whole.extend(PROMPT)
+    first = pieces.extend(PROMPT[:11])
+    drafting.extend(PROMPT[:14])
+    # the rest of the prompt as a chunk beside a draft whose second branch is the same text
+    tokens = [PROMPT[14], 3, PROMPT[15], 4, PROMPT[16]]
+    both = run([pieces.ask(PROMPT[11:]), drafting.ask(tokens, [-1, 0, 0, 1, 2])]).logits
+    rest, drafted = both[: len(PROMPT) - 11], both[len(PROMPT) - 11 :]
+    assert np.array_equal(np.concatenate((first, rest)), expected)
+    assert np.array_equal(drafted[[0, 2, 4]], expected[14:17])
+
+
+@needs_gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_loop_gives_the_tokens_of_single_passes(
+    temperature: float, folder: Path, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Three requests decode on the device. A pass and the host's sampler at a time give the same tokens."""
+    from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
+    from paceline.verify.params import SamplingParams
+    from paceline.verify.sampling import Sampler, Workspace
+
+    checkpoint = load_checkpoint(save_checkpoint("qwen2", folder / f"loop{temperature}"))
+    backend = make(checkpoint, device, dtype)
+    requests = drive(backend, pages_each=4, count=3)
+    lengths, seeds, steps = [7, 20, 13], [5, 2**40 + 3, 11], 12
+    state = make_requests(3, 64, backend.page_size, device)
+    loop = DecodeLoop(backend.weights, requests[0].pool, state, 4, backend.page_size)  # type: ignore[arg-type]
+    for slot, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+        request.extend(PROMPT[: length - 1])
+        state.pages[slot] = torch.from_numpy(request.pages)
+        state.tokens[slot, :length] = torch.tensor(PROMPT[:length], dtype=torch.int32)
+        state.lengths[slot] = length - 1
+        state.seeds[slot], state.temperatures[slot] = seeds[slot], temperature
+    loop.begin([0, 1, 2], rows=4)
+    looped = []
+    for _ in range(steps):
+        loop.step(4)
+        looped.append(loop.output[:3].tolist())
+    expected = []
+    for request, length, seed in zip(requests, lengths, seeds, strict=True):
+        sampler = Sampler(SamplingParams(temperature=temperature), seed, (), ())
+        tokens = list(PROMPT[:length])
+        for step in range(steps):
+            logits = request.extend([tokens[-1]])[0]
+            tokens.append(sampler.sample(logits, len(tokens), step, Workspace(VOCAB_SIZE)))
+        expected.append(tokens[length:])
+    assert np.array_equal(np.array(looped).T, expected)
+
+
+@needs_gpu
+def test_features_are_those_of_torch(folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+    checkpoint = load_checkpoint(save_checkpoint("llama", folder / "features"))
+    asked = {"logit_rows": [3], "feature_layers": (0, 2, 3)}
+    ours = run([drive(make(checkpoint, device, dtype), pages_each=3)[0].ask(PROMPT)], **asked)  # type: ignore[arg-type]
+    theirs = run([drive(TorchBackend.load(checkpoint), pages_each=3)[0].ask(PROMPT)], **asked)  # type: ignore[arg-type]
+    assert ours.features is not None
+    assert theirs.features is not None
+    for got, expected in zip(np.split(ours.features, 3, 1), np.split(theirs.features, 3, 1), strict=True):
+        assert np.linalg.norm(got - expected) / np.linalg.norm(expected) < 0.05  # 8 bits of mantissa
+
+
+def test_what_it_cannot_run_is_refused_with_a_way_out(folder: Path) -> None:
+    from paceline.backends.cuda.backend import CudaBackend
+
+    mixture = load_checkpoint(save_checkpoint("mixtral", folder / "mixtral"))
+    with pytest.raises(BackendError, match="mixtures of experts yet; use backend='torch'"):
+        CudaBackend.load(mixture)
+    dense = load_checkpoint(save_checkpoint("llama", folder / "dense"))
+    with pytest.raises(BackendError, match="choose one of bfloat16, float16"):
+        CudaBackend.load(dense, dtype="float32")
+    with pytest.raises(BackendError, match="choose backend='cpu'"):
+        CudaBackend.load(dense, device="cuda:99")

@@ -1,0 +1,89 @@
+"""The products are those of torch, and a row's bits do not depend on how many rows there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+HIDDEN, WIDTH, EPS = 128, 128, 1e-5
+COUNTS = (1, 16, 64, 128) if torch.cuda.is_available() else (1, 9)
+
+
+class Case:
+    """Random rows and weights, and room for results."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, splits: int = 2) -> None:
+        from paceline.backends.cuda.kernels import matrix
+
+        torch.manual_seed(4)
+        tiling = matrix.Tiling(columns=64, step=64, splits=splits)
+        self.rows = torch.randn(128, HIDDEN, device=device).to(dtype)
+        self.weight = (torch.randn(2 * WIDTH, HIDDEN, device=device) / 8).to(dtype)
+        self.bias = torch.randn(WIDTH, device=device).to(dtype)
+        squares = self.rows.float().square().view(128, 2, -1).sum(-1)
+        self.normed = matrix.Normed(self.rows, squares, HIDDEN, EPS)
+        self.matrix = matrix.tile_matrix(self.weight[:WIDTH], WIDTH, tiling, self.bias)
+        self.pair = matrix.tile_pair(self.weight[:WIDTH], self.weight[WIDTH:], tiling)
+        self.scratch = matrix.scratch_for([self.matrix, self.pair], 128, device)
+
+    def plain(self, rows: int) -> torch.Tensor:
+        """The rows, normed."""
+        return F.rms_norm(self.rows[:rows].float(), (HIDDEN,), eps=EPS)
+
+
+def near(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert float((got.float() - expected).norm() / expected.norm()) < 5e-3
+
+
+@pytest.mark.parametrize("rows", COUNTS)
+def test_a_product_of_normed_rows(rows: int, device: torch.device, dtype: torch.dtype) -> None:
+    from paceline.backends.cuda.kernels.linear import project
+
+    case = Case(device, dtype)
+    output = torch.full((128, WIDTH), torch.nan, device=device)
+    project(case.normed, case.matrix, output, rows, case.scratch)
+    near(output[:rows], case.plain(rows) @ case.weight[:WIDTH].float().T + case.bias.float())
+    assert not case.scratch.counters.any()
+
+
+def test_gate_and_up(device: torch.device, dtype: torch.dtype) -> None:
+    from paceline.backends.cuda.kernels.linear import gate_up
+
+    case, rows = Case(device, dtype, splits=1), COUNTS[-1]
+    output = torch.full((128, WIDTH), torch.nan, device=device, dtype=dtype)
+    gate_up(case.normed, case.pair, output, rows, case.scratch)
+    gate, up = (case.plain(rows) @ case.weight.float().T).chunk(2, -1)
+    near(output[:rows], F.silu(gate) * up)
+
+
+def test_a_product_added_to_the_residual_stream_prepares_the_next_norm(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    from paceline.backends.cuda.kernels.linear import add_product
+    from paceline.backends.cuda.kernels.matrix import Normed
+
+    case, rows = Case(device, dtype), COUNTS[-1]
+    hidden = torch.randn(128, WIDTH, device=device)
+    norm = torch.randn(WIDTH, device=device).to(dtype)
+    squares = torch.full((128, case.matrix.tiles), torch.nan, device=device)
+    normed = Normed(torch.empty(128, WIDTH, device=device, dtype=dtype), squares, WIDTH, EPS)
+    expected = hidden + case.rows.float() @ case.weight[:WIDTH].float().T + case.bias.float()
+    add_product(case.rows, case.matrix, hidden, norm, normed, rows, case.scratch)
+    near(hidden[:rows], expected[:rows])
+    near(normed.rows[:rows], (expected * norm.float())[:rows])
+    near(squares[:rows].sum(-1), expected[:rows].square().sum(-1))
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="the interpreter multiplies by numpy, which sums as it likes"
+)
+def test_a_row_has_the_same_bits_among_any_number_of_rows(device: torch.device, dtype: torch.dtype) -> None:
+    from paceline.backends.cuda.kernels.linear import project
+
+    case, outputs = Case(device, dtype), []
+    for rows in COUNTS:
+        output = torch.zeros((128, WIDTH), device=device)
+        project(case.normed, case.matrix, output, rows, case.scratch)
+        outputs.append(output[0])
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
