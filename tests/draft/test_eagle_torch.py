@@ -230,13 +230,14 @@ def test_the_head_that_is_shipped_for_a_target_is_found_without_a_name(model, tm
     saved_head(random_checkpoint(replace(EAGLE3, target=TargetName("0" * 16))), tmp_path / "eagle3" / "a")
     with pytest.raises(PacelineError, match="no eagle3 head is shipped for this target"):
         generate(model, "eagle3")
-    assert generate(model, None).metrics.speculative.num_draft_tokens == 0
+    generate(model, "auto")
+    assert "drafting with" not in caplog.text
     saved_head(random_checkpoint(replace(EAGLE3, target=mine)), tmp_path / "eagle3" / "b")
     assert generate(model, "eagle3").metrics.speculative.num_draft_tokens > 50
     assert "drafting with the eagle3 head that is shipped for b" in caplog.text
-    # and it drafts by default, for few requests at once, unless told otherwise
-    assert generate(model, None).metrics.speculative.num_draft_tokens > 50
-    assert generate(model, None, requests=3).metrics.speculative.num_draft_tokens == 0
+    caplog.clear()
+    generate(model, "auto")  # by default it is there for the controller to choose
+    assert "drafting with the eagle3 head that is shipped for b" in caplog.text
     assert generate(model, "eagle3", requests=3).metrics.speculative.num_draft_tokens > 50
-    for other in ("off", "grammar"):
+    for other in (None, "off", "grammar"):
         assert generate(model, other).metrics.speculative.num_draft_tokens == 0

@@ -1,4 +1,4 @@
-"""The head that is shipped for the default model: it is there, it is small, and it drafts unasked."""
+"""The head that is shipped for the default model: it is there, it is small, and it drafts well."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_it_is_small_and_has_a_card(model: LoadedModel) -> None:
     assert "acceptance" in (folder / "README.md").read_text()
 
 
-def test_it_drafts_unasked_and_changes_nothing(model: LoadedModel) -> None:
+def test_it_drafts_well_and_changes_nothing(model: LoadedModel) -> None:
     def answers(**options: str) -> list[Request]:
         loaded = build_engine(EngineConfig.from_options(**options), model)
         params = SamplingParams(temperature=0, max_tokens=48)
@@ -43,7 +43,7 @@ def test_it_drafts_unasked_and_changes_nothing(model: LoadedModel) -> None:
             loaded.engine.step()
         return requests
 
-    drafted, plain = answers(), answers(speculative_config="off")
+    drafted, plain = answers(speculative_config="eagle3"), answers(speculative_config="off")
     assert [request.output_token_ids for request in drafted] == [one.output_token_ids for one in plain]
     steps = sum(request.speculative.num_spec_steps for request in drafted)
     accepted = sum(request.speculative.num_accepted_draft_tokens for request in drafted)
