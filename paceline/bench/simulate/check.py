@@ -1,8 +1,8 @@
 """The simulation held against the real engine: the same requests, measured and simulated, side by side.
 
 From the real runs the simulation gets what it cannot know: how long each answer is, and how drafts fared in
-it, drafter by drafter. Prices come from other prompts and from before. What `auto` does is not told it: its
-drafters fare as they did where each was used alone.
+it, drafter by drafter. Prices come from other prompts, in the same seconds. What `auto` does is not told it:
+its drafters fare as they did where each was used alone.
 """
 
 from __future__ import annotations
