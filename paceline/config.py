@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from paceline.draft.methods import Speculation
 
 DEFAULT_MODEL = "smollm2-135m"
-BACKENDS = ("auto", "cpu", "torch")
-DTYPES = ("auto", "float32", "bfloat16")
+BACKENDS = ("auto", "cpu", "torch", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @refuse_unknown(ConfigError)
@@ -39,7 +39,7 @@ class BackendOptions:
     """How a forward pass runs."""
 
     backend: str = "auto"  # auto: cpu where it can run the model, else torch
-    dtype: str = "auto"  # of the torch backend; auto is float32
+    dtype: str = "auto"  # of the torch backend, where auto is float32, and of cuda, where it is bfloat16
     quantization: str = "auto"  # of the cpu backend: auto | native | int8 | none (float32)
     device: str = "cpu"
     threads: int | None = None  # None: one for each core
@@ -53,13 +53,18 @@ class BackendOptions:
             check_integer(ConfigError, "threads", self.threads, 1, 1024)
         if self.backend == "cpu" and self.device != "cpu":
             raise ConfigError(f"the cpu backend cannot run on device {self.device!r}; use backend='torch'.")
+        if self.dtype == "float16" and self.backend != "cuda":
+            raise ConfigError("dtype 'float16' is for the cuda backend; use backend='cuda' or 'bfloat16'.")
+        if self.backend == "cuda" and not self.device.startswith("cuda"):
+            raise ConfigError(f"the cuda backend cannot run on device {self.device!r}; use device='cuda'.")
         if self.backend == "cpu" and self.dtype not in ("auto", "float32"):
             raise ConfigError(
                 f"dtype {self.dtype!r} is for the torch backend; the cpu backend takes quantization instead."
             )
-        if self.name == "torch" and self.quantization not in ("auto", "none"):
+        if self.name != "cpu" and self.quantization not in ("auto", "none"):
             raise ConfigError(
-                f"quantization {self.quantization!r} is for the cpu backend; the torch backend takes dtype."
+                f"quantization {self.quantization!r} is for the cpu backend; the {self.name} backend takes "
+                "dtype."
             )
 
     @property

@@ -8,6 +8,7 @@ from paceline.backends.base import Backend, HeadRunner, MedusaRunner
 from paceline.config import BackendOptions
 from paceline.draft.heads.checkpoint import HeadCheckpoint
 from paceline.draft.heads.medusa import MedusaCheckpoint, NumpyMedusa
+from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
 
 
@@ -66,9 +67,23 @@ def _load_torch(
     return TorchBackend.load(checkpoint, device=options.device, dtype=dtype, max_rows=max_rows)
 
 
+def _load_cuda(
+    checkpoint: Checkpoint, options: BackendOptions, max_rows: int, beside: Backend | None
+) -> Backend:
+    try:
+        from paceline.backends.cuda.backend import CudaBackend
+    except ModuleNotFoundError as error:
+        raise BackendError(
+            f"the cuda backend needs the module {error.name}: run `pip install 'paceline[gpu]'`."
+        ) from error
+    dtype = "bfloat16" if options.dtype == "auto" else options.dtype
+    return CudaBackend.load(checkpoint, device=options.device, dtype=dtype, max_rows=max_rows)
+
+
 _LOADERS: dict[str, Callable[[Checkpoint, BackendOptions, int, Backend | None], Backend]] = {
     "cpu": _load_cpu,
     "torch": _load_torch,
+    "cuda": _load_cuda,
 }
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from paceline.bench.changes_command import changes_command
+from paceline.bench.gpu_command import gpu_command
 from paceline.bench.grid_command import grid_command
 from paceline.bench.main_command import RUN, MainCommandGroup, run_command
 from paceline.bench.reporting import (
@@ -33,6 +34,7 @@ app.command(RUN)(run_command)
 app.command("grid")(grid_command)
 app.command("changes")(changes_command)
 app.command("speculation", help=f"The same as {RUN}.")(run_command)
+app.command("gpu")(gpu_command)
 
 
 @app.command("decode")

@@ -47,12 +47,12 @@ class Flag:
 Group: TypeAlias = tuple[Flag, ...]
 
 ENGINE: Group = (
-    Flag("backend", str, "auto", "auto, cpu (compiled) or torch (the reference; also CUDA)."),
-    Flag("dtype", str, "auto", "Of the torch backend: auto, float32 or bfloat16."),
+    Flag("backend", str, "auto", "auto, cpu (compiled), torch (the reference; also CUDA) or cuda (kernels)."),
+    Flag("dtype", str, "auto", "Of torch: auto, float32 or bfloat16; of cuda: auto, bfloat16 or float16."),
     Flag(
         "quantization", str, "auto", "Of the cpu backend: auto, native (a file's own blocks), int8 or none."
     ),
-    Flag("device", str, "cpu", "cpu, or cuda for the torch backend."),
+    Flag("device", str, "cpu", "cpu, or cuda for the backends torch and cuda."),
     Flag("threads", int | None, None, "How many cores to use; all, if left out."),
     Flag("tokenizer", str | None, None, "Take the tokenizer from another model."),
     Flag("max_model_len", int | None, None, "Most tokens of prompt and output together."),
