@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 NO_GAIN = "no gain"
 HOLDS = 32  # steps that a choice holds while about the same requests run
+SURPRISE = 2.5  # tokens that drafts brought more or less than was promised, for another choice at once
 SOON = 6  # steps that a few new requests wait for theirs
 WARM_UP = 16  # steps in which every one teaches much, if nothing is known
 UNKNOWN = 4  # drafts until a drafter is known a little
@@ -171,6 +172,7 @@ class AutoController(Controller):
         learning = self._step < WARM_UP and any(
             self.known.model(name, requests[0]).drafts < UNKNOWN for name in self.plans
         )
+        self._missing = 0.0  # tokens that were promised since then, and did not come
         self._chosen_at, self._holds_until = self._step, self._step + (1 if learning else HOLDS)
 
     def _decide(
@@ -265,9 +267,9 @@ class AutoController(Controller):
             model = self.known.model(drafter, part.request)
             said = sorted(asked.said, reverse=True)
             model.offer(key, part.request.segment, said, asked.length, part.plan.least_chance)
+            asked.believed = model.chances(key, part.request.segment, asked.said)
             if trees.draws_of(index) is None:  # what was drawn must not decide what is verified of it
-                chances = model.chances(key, part.request.segment, asked.said)
-                candidates += zip([-chance for chance in chances], range(first, end), strict=True)
+                candidates += zip([-chance for chance in asked.believed], range(first, end), strict=True)
         keep = self._worth_keeping(sum(part.num_tokens for part in parts), trees, sorted(candidates))
         if keep is None:
             return trees
@@ -326,6 +328,9 @@ class AutoController(Controller):
         tried = [node for node, depth in enumerate(asked.depths) if depth <= draft.depth]
         path = set(draft.path)
         said, right = [asked.said[node] for node in tried], [node in path for node in tried]
+        self._missing += sum(asked.believed[node] for node in tried) - sum(right)
+        if abs(self._missing) > SURPRISE:  # what was chosen does not hold
+            self._holds_until = self._step
         self.known.model(asked.drafter, asked.request).observe(key, asked.request.segment, said, right)
         return draft.accepted
 

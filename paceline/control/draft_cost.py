@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,23 +15,21 @@ if TYPE_CHECKING:
     from paceline.engine.stats import DraftCall
 
 TERMS = 5  # of a call's price: the call, each request, each level, each node, each token to catch up with
-# What is thought possible of each, in times of a drafter's first call. What could be a price of levels is
-# taken for one: if it is not, short drafts are tried once too often, and not once too seldom.
-THINKABLE = np.array((0.3, 0.1, 0.5, 0.05, 0.02))
-DRIFT = 0.01  # of that: how far prices may move from one call to the next
-SPREAD = 0.15  # of a call's seconds are not explained. So a quick call is believed more than a slow one.
+# How readily each of them is changed. What could be a price of levels is taken for one: if it is not, short
+# drafts are tried once too often, and not once too seldom.
+READY = (0.09, 0.01, 0.25, 0.0025, 0.0004)
+FASTER, SLOWER = 0.5, 0.2  # of what a call took less or more than thought: who is slow may have been held up
 SURPRISE = (
     0.1  # of a plain pass: a call is believed to take so much more than was thought, the next twice that
 )
 WARM_UP = 2  # calls of a drafter of which the quickest counts: the first ones fill its caches
-NEW, SKIPPED = 25, 4  # calls each of which teaches; later one of so many
 FADE = 0.998  # what is left of the price of what is not called, after a while
 
 
 class CallPrices:
-    """The terms of one drafter's price, none below 0: a Kalman filter.
+    """The terms of one drafter's price, none below 0.
 
-    What calls do not tell apart is left as it was thought to be.
+    A call moves them towards what would have explained it, and what it says nothing of stays as it was.
     """
 
     def __init__(self, plain: float) -> None:
@@ -38,55 +37,42 @@ class CallPrices:
         self.prices = [0.0] * TERMS  # what was never called is thought to cost nothing, so it is tried once
         self._plain = plain
         self._believed = SURPRISE * plain  # seconds by which the next call may be slower than was thought
-        self._doubt = np.zeros((TERMS, TERMS))  # covariance of what the prices may be
-        self._drift = np.zeros((TERMS, TERMS))  # what a call adds to it
-        self._quickest = math.inf  # of the first calls
-        self._calls = 0
+        self._first: list[float] = []  # seconds of first calls
 
     def observe(self, sizes: Sequence[float], seconds: float) -> None:
         """Take in a call of these sizes, one for each of the TERMS."""
-        self._calls += 1
-        if self._calls > NEW and self._calls % SKIPPED:
-            return
-        if self._calls <= WARM_UP and seconds < self._quickest:
-            self._begin(seconds)
-        shared = self._doubt @ sizes
-        gain = shared / (float(shared @ sizes) + (SPREAD * seconds) ** 2 + 1e-12)
-        surprise = seconds - float(np.dot(sizes, self.prices))
-        believed = surprise if self._calls <= WARM_UP else min(surprise, self._believed)
-        self.prices = np.maximum(self.prices + gain * believed, 0.0).tolist()
-        self._doubt = self._doubt - np.outer(gain, shared) + self._drift
-        if believed < surprise:  # held up, or quite different from what was thought possible
+        missing = seconds - sum(map(mul, self.prices, sizes))
+        if len(self._first) < WARM_UP:
+            if seconds < min(self._first, default=math.inf):
+                self.prices = [0.0] * TERMS  # what was thought before is forgotten
+                self._move(sizes, seconds)
+            self._first.append(seconds)
+        elif missing > self._believed and not sizes[-1]:  # what is to catch up with is seldom, and much
+            self._move(sizes, SLOWER * self._believed)
             self._believed *= 2.0
-            self._doubt += np.diag((self._believed * THINKABLE) ** 2)
         else:
+            self._move(sizes, missing * (SLOWER if missing > 0.0 else FASTER))
             self._believed = SURPRISE * self._plain
 
-    def _begin(self, seconds: float) -> None:
-        """Forget what was thought: a call took only so long."""
-        self._quickest = seconds
-        self.prices = [0.0] * TERMS
-        self._doubt = np.diag((seconds * THINKABLE) ** 2)
-        self._drift = DRIFT**2 * self._doubt
+    def _move(self, sizes: Sequence[float], seconds: float) -> None:
+        """Change what a call of these sizes costs by so many seconds."""
+        shares = list(map(mul, READY, sizes))
+        whole = sum(map(mul, shares, sizes))
+        self.prices = [
+            max(0.0, price + seconds * share / whole)
+            for price, share in zip(self.prices, shares, strict=True)
+        ]
 
     def fade(self) -> None:
         """Let the prices sink a little."""
         self.prices = [FADE * price for price in self.prices]
 
-    def facts(self) -> list[list[float]]:
-        """What others can begin with, as JSON has it: nothing if there were no calls."""
-        return [*self._doubt.tolist(), self.prices] if self._calls else []
-
     def begin_with(self, facts: Any) -> None:
-        """Take in what was learned before. ValueError or TypeError if that makes no sense."""
-        known = np.array(facts, dtype=np.float64)
-        if known.shape != (TERMS + 1, TERMS) or not np.isfinite(known).all():
-            raise ValueError("these are not prices of calls")
-        prices: list[float] = known[-1].tolist()
-        if not 0.0 <= min(prices) <= max(prices) < 100 * self._plain:
-            raise ValueError(f"a draft is not thought to cost {prices} seconds")
-        self.prices, self._doubt, self._calls = prices, known[:-1], WARM_UP
-        self._drift = np.diag((sum(prices[:4]) * DRIFT * THINKABLE) ** 2)
+        """Take in the prices of before. ValueError or TypeError if they make no sense."""
+        prices = [float(price) for price in facts]
+        if len(prices) != TERMS or not all(0.0 <= price < 100 * self._plain for price in prices):
+            raise ValueError(f"a draft does not cost {prices} seconds")
+        self.prices, self._first = prices, [0.0] * WARM_UP
 
 
 class DraftCosts:
@@ -116,9 +102,9 @@ class DraftCosts:
         for name in drafters:
             self._drafters[name].fade()
 
-    def facts(self) -> dict[str, list[list[float]]]:
-        """For each drafter that was called what others can begin with, as JSON has it."""
-        return {name: facts for name, own in self._drafters.items() if (facts := own.facts())}
+    def facts(self) -> dict[str, list[float]]:
+        """What others can begin with, as JSON has it: the prices of each drafter that was called."""
+        return {name: own.prices for name, own in self._drafters.items() if any(own.prices)}
 
     def begin_with(self, facts: Mapping[str, Any]) -> None:
         """Take in what calls cost before. ValueError or TypeError if that makes no sense."""

@@ -41,6 +41,7 @@ class Asked:
     size: int = 0  # nodes that were drafted
     first: int = 0  # the first of them in the batch
     said: list[float] = field(default_factory=list)  # [nodes] that are verified: what was said of them
+    believed: list[float] = field(default_factory=list)  # [nodes] and what is to be believed
     depths: list[int] = field(default_factory=list)  # [nodes] the first level is 1
 
     def drafted(self, drafter: str, first: int, chances: Sequence[float], parents: Sequence[int]) -> None:
@@ -62,6 +63,7 @@ class Asked:
         """Forget what is not verified: [nodes of the batch]."""
         own = keep[self.first : self.first + self.size].tolist()
         self.said = [said for said, stays in zip(self.said, own, strict=True) if stays]
+        self.believed = [chance for chance, stays in zip(self.believed, own, strict=True) if stays]
         self.depths = [depth for depth, stays in zip(self.depths, own, strict=True) if stays]
 
 

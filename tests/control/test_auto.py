@@ -62,7 +62,8 @@ def test_never_below_plain_decoding_and_near_the_best_fixed_length(
 @pytest.mark.parametrize(
     "drafter",
     [
-        SimulatedDrafter(lambda step: 0.0, seconds_per_level=0.001),  # always wrong
+        SimulatedDrafter(lambda step: 0.0, seconds_per_level=0.001),  # always wrong, and knows it
+        SimulatedDrafter(lambda step: 0.0, says=lambda step: 0.95),  # always wrong, and sure
         SimulatedDrafter(lambda step: 0.9, seconds_per_call=0.05),  # right, and as slow as ten steps
     ],
 )

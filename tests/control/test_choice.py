@@ -72,7 +72,7 @@ def test_where_rows_are_free_all_draft_and_where_they_cost_a_step_nobody():
 
 def test_a_level_that_costs_a_pass_of_the_drafter_makes_drafts_short():
     drafts = DraftCosts(["d"], 0.004)
-    for levels, requests in itertools.product((1, 2, 3, 4), (1, 2, 3)):
+    for levels, requests in itertools.product((1, 2, 3, 4) * 6, (1, 2, 3)):
         drafts.observe(DraftCall("d", requests, levels, requests * levels, 0.0015 * levels), 0)
     _, best = market(FLAT, drafts, d=prospect(0.6))
     assert best.offer is not None
