@@ -103,7 +103,8 @@ class CudaBackend:
             select(self._workspace, self._tables.logit_rows(bucket(outputs)))
             run_head(self.weights, self._workspace, self._workspace.selected, bucket(outputs))
 
-        self._graphs.run(("body", rows, layers, id(pool)), body)
+        place = (pool.keys.data_ptr(), pool.values.data_ptr(), pool.num_pages)
+        self._graphs.run(("body", rows, layers, place), body)
         if outputs:
             self._graphs.run(("head", bucket(outputs)), head)
         logits = self._to_host(self._workspace.logits[:outputs])

@@ -87,6 +87,7 @@ class DeviceTables:
         self._numbers = self._host.numpy()  # the same memory
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._paths = torch.zeros((max_rows, MOST_PATH), dtype=torch.int32, device=device)
+        self._sent = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
     def send(self, batch: ForwardBatch, rows: Rows) -> None:
         """Copy a batch to the device; rows and tiles behind its last are padding."""
@@ -95,6 +96,8 @@ class DeviceTables:
                 f"a pass has {len(rows.pages)} pages in its page tables, but the cuda backend has room for "
                 f"{self.max_pages}; lower max_num_seqs or max_model_len."
             )
+        if self._sent is not None:
+            self._sent.synchronize()  # the last batch may still be on its way out of the same memory
         lines = self._numbers[: LINES * self.max_rows].reshape(LINES, self.max_rows)
         lines[:] = 0
         lines[2] = -1
@@ -104,6 +107,8 @@ class DeviceTables:
         used = LINES * self.max_rows + len(rows.pages)
         self._numbers[LINES * self.max_rows : used] = rows.pages
         self._device[:used].copy_(self._host[:used], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
         if rows.paths is not None:
             self._paths[: len(rows.paths)].copy_(torch.from_numpy(rows.paths))
 
