@@ -29,7 +29,7 @@ def draw(logits: torch.Tensor, temperature: float, device: torch.device) -> tupl
     return [-1 if (ids[row] < 0).any() else token for row, token in enumerate(tokens)], best
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_tokens_are_those_of_the_host(temperature: float, device: torch.device) -> None:
     from paceline.verify.kernels import gumbel
 
