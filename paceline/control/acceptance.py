@@ -24,7 +24,8 @@ MOST_SEGMENTS = 256  # that have counts of their own: a client may name as many 
 FIRST_GUESS = 0.6  # what a drafter is thought to say that was never asked
 GOES_ON = 0.75  # how drafts go on, of which none was seen
 GOES_ON_RATE = 0.02  # how far a node moves the mean of how drafts go on
-LEAST_LUCK, MOST_LUCK = 0.05, 1.5
+LEAST_LUCK, MOST_LUCK = 0.05, 1.3
+IDLE_FADE = 0.97  # what is left of luck at another choice
 
 Said = Sequence[float]  # by node, descending: chances of the paths down to them
 Key = tuple[str, int]  # of a request
@@ -42,6 +43,11 @@ class Luck:
     def add(self, brought: float, promised: float) -> None:
         self.brought = self.fade * self.brought + brought
         self.promised = self.fade * self.promised + promised
+
+    def fade_away(self) -> None:
+        """Forget a little: bad luck must not last because nothing is drafted after it."""
+        self.brought *= IDLE_FADE
+        self.promised *= IDLE_FADE
 
     def ratio(self, above: float) -> float:
         luck = (self.brought + self.doubt * above) / (self.promised + self.doubt)
@@ -104,11 +110,11 @@ class AcceptanceModel:
 
     def _levels(self, key: Key, segment: str) -> Iterable[Level]:
         if segment not in self._segments and len(self._segments) < MOST_SEGMENTS:
-            self._segments[segment] = Level(Luck(fade=0.99, doubt=12.0))
+            self._segments[segment] = Level(Luck(fade=0.98, doubt=40.0))
         if segment in self._segments:
             yield self._segments[segment]
         if key not in self._requests:
-            self._requests[key] = Level(Luck(fade=0.93, doubt=6.0))
+            self._requests[key] = Level(Luck(fade=0.93, doubt=10.0))
         yield self._requests[key]
 
     def luck(self, key: Key, segment: str) -> float:
@@ -128,6 +134,8 @@ class AcceptanceModel:
         From now on all that was observed counts.
         """
         self.calibration.fit()
+        for level in (*self._segments.values(), *self._requests.values()):
+            level.luck.fade_away()
         guess = [FIRST_GUESS ** (node + 1) for node in range(self.depth)]
         said = []
         for key, segment in requests:

@@ -37,10 +37,12 @@ if TYPE_CHECKING:
 
 NO_GAIN = "no gain"
 HOLDS = 32  # steps that a choice holds while about the same requests run
-SURPRISE = 2.5  # tokens that drafts brought more or less than was promised, for another choice at once
+SURPRISE = 4.0  # tokens that drafts brought less than was promised, for another choice at once
 SOON = 6  # steps that a few new requests wait for theirs
 WARM_UP = 16  # steps in which every one teaches much, if nothing is known
-UNKNOWN = 4  # drafts until a drafter is known a little
+CREDIT = 2.0  # plain passes that may be spent on trying at the start
+CHEAP = 3.0  # plain passes that a first try may take
+UNKNOWN, YOUNG = 4, 40  # drafts until a drafter is known a little, and well
 SHORT = 3  # tokens that a request may still have: below, a draft has nothing to save
 PROBED = 4  # nodes that a drafter which was not chosen is asked for
 LEAST = 0.7  # times what a node is worth at least to be verified: what is drafted, to be decided upon later
@@ -67,7 +69,7 @@ class AutoController(Controller):
         self.known = Knowledge(self.plans, steps, backlogs or {}, memory)
         self._max_rows = max_rows
         self._floors: dict[int, Floor] = {}  # by the number of running requests, in powers of two
-        self._probes = Probes(list(plans))
+        self._probes = Probes(list(plans), CREDIT * float(steps.seconds(1, 0)))
         self._segments = SegmentGains()
         self._log = log
         self._step = self._chosen_at = self._holds_until = 0
@@ -169,11 +171,15 @@ class AutoController(Controller):
         self.known.drafts.fade(self.plans.keys() - {name for own in names for name in own})
         self._usual = Counter(self._wishes.values()).most_common(1)[0][0]  # for those that come until then
         self._plans_made: dict[tuple[Request, tuple[str, ...], int, bool], DraftPlan] = {}
-        learning = self._step < WARM_UP and any(
-            self.known.model(name, requests[0]).drafts < UNKNOWN for name in self.plans
-        )
         self._missing = 0.0  # tokens that were promised since then, and did not come
-        self._chosen_at, self._holds_until = self._step, self._step + (1 if learning else HOLDS)
+        self._chosen_at, self._holds_until = self._step, self._step + self._holds(requests[0])
+
+    def _holds(self, request: Request) -> int:
+        """Steps that a choice holds: few while little is known."""
+        drafts = min(self.known.model(name, request).drafts for name in self.plans)
+        if drafts < UNKNOWN and self._step < WARM_UP:
+            return 1
+        return HOLDS // 4 if drafts < YOUNG and self._step < YOUNG * HOLDS // 4 else HOLDS
 
     def _decide(
         self, floor: Floor, requests: Sequence[Request]
@@ -249,7 +255,9 @@ class AutoController(Controller):
         seconds += self.known.drafts.prices(drafter)[-1] * self.known.backlog(drafter, request)
         rate = self._best.rate
         probe = Probe(key_of(request), line, drafter, left, missed + rate * seconds, rate)
-        return probe if self._probes.can_afford(probe) else None
+        unknown = self.known.model(drafter, request).drafts < UNKNOWN
+        is_cheap = seconds < CHEAP * self._market.plain.seconds  # to look at a few times, whatever it gives
+        return probe if (unknown and is_cheap) or self._probes.can_afford(probe) else None
 
     def trim(self, parts: Sequence[Scheduled], trees: DraftTrees) -> DraftTrees:
         planned = self._planned
@@ -329,7 +337,7 @@ class AutoController(Controller):
         path = set(draft.path)
         said, right = [asked.said[node] for node in tried], [node in path for node in tried]
         self._missing += sum(asked.believed[node] for node in tried) - sum(right)
-        if abs(self._missing) > SURPRISE:  # what was chosen does not hold
+        if self._missing > SURPRISE:  # what was chosen does not hold
             self._holds_until = self._step
         self.known.model(asked.drafter, asked.request).observe(key, asked.request.segment, said, right)
         return draft.accepted

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TERMS = 5  # of a call's price: the call, each request, each level, each node, each token to catch up with
 # How readily each of them is changed. What could be a price of levels is taken for one: if it is not, short
 # drafts are tried once too often, and not once too seldom.
-READY = (0.09, 0.01, 0.25, 0.0025, 0.0004)
+READY = (0.09, 0.01, 0.25, 0.0025, 0.004)
 FASTER, SLOWER = 0.5, 0.2  # of what a call took less or more than thought: who is slow may have been held up
 SURPRISE = (
     0.1  # of a plain pass: a call is believed to take so much more than was thought, the next twice that

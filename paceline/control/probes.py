@@ -34,9 +34,10 @@ class Probe:
 class Probes:
     """Time for trying, and who is tried next."""
 
-    def __init__(self, drafters: Sequence[str]) -> None:
+    def __init__(self, drafters: Sequence[str], credit: float) -> None:
+        """So many seconds may be spent before they are earned."""
         self._drafters = list(drafters)
-        self._account = 0.0  # seconds
+        self._account = credit  # seconds
         self._turn = 0
         self._won: tuple[tuple[str, int], str] | None = None
         self.regret = 0.0  # seconds that were paid, less those that were won
@@ -48,7 +49,7 @@ class Probes:
 
     def earn(self, seconds: float) -> None:
         """Take in that a step has passed."""
-        self._account = min(self._account + SHARE * seconds, MOST * seconds)
+        self._account = min(self._account + SHARE * seconds, max(self._account, MOST * seconds))
 
     def next(self, step: int, requests: Sequence[Request]) -> tuple[int, str]:
         """The line of a request and a drafter that might be tried for it."""

@@ -51,11 +51,11 @@ def test_never_below_plain_decoding_and_near_the_best_fixed_length(
         concurrency=lambda step: concurrency,
         noise=0.02,
     )
-    steps = 500
+    steps = 1000
     fixed = [rate(world.run(Always("d", length), steps)) for length in (0, 1, 3, 7)]
     auto = rate(world.run(controller(world), steps))
     assert auto >= 0.98 * fixed[0]
-    assert auto >= 0.95 * max(fixed)
+    assert auto >= 0.93 * max(fixed)
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
@@ -198,7 +198,7 @@ def test_a_drafter_that_has_no_opinion_is_judged_by_depth():
     steps = world.run(controller(world), 400)
     assert drafted(steps[300:]) > 2
     wrong = {"d": SimulatedDrafter(lambda step: 0.05, says=lambda step: math.nan)}
-    assert drafted(World(wrong).run(controller(world), 400)[100:]) < 0.2
+    assert drafted(World(wrong).run(controller(world), 400)[100:]) < 0.3
 
 
 def test_what_was_drawn_at_random_is_verified_whole():
