@@ -23,6 +23,12 @@ from paceline.verify.params import SamplingParams
 SMALL = ("--input-tokens", "16", "--output-tokens", "8", "--concurrency", "1,4")
 
 
+@pytest.fixture(autouse=True)
+def wide_page(monkeypatch):
+    """Tables are as wide as they like, whatever the terminal of who runs the tests."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     app(["simulate", *arguments], standalone_mode=False)
     return capsys.readouterr().out
