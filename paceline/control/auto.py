@@ -179,7 +179,7 @@ class AutoController(Controller):
         drafts = min(self.known.model(name, request).drafts for name in self.plans)
         if drafts < UNKNOWN and self._step < WARM_UP:
             return 1
-        return HOLDS // 4 if drafts < YOUNG and self._step < YOUNG * HOLDS // 4 else HOLDS
+        return HOLDS // 2 if drafts < YOUNG and self._step < YOUNG * UNKNOWN else HOLDS
 
     def _decide(
         self, floor: Floor, requests: Sequence[Request]
