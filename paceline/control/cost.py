@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -97,13 +96,3 @@ class StepCosts:
         if not ascending or min(rows) < 1 or not all(0.0 < own < 1e3 for own in (*seconds, per_key + 1e-12)):
             raise ValueError("these are not costs of passes")
         return cls(rows, seconds, per_key)
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The size of a drafter's call."""
-
-    drafter: str
-    requests: int
-    levels: int  # of the deepest draft
-    nodes: int  # of all drafts

@@ -39,9 +39,9 @@ def measure_steps(
     context = max(1, min(LONG, backend.max_rows, longest // 2))
     pool = backend.make_pool(-(-(context + max(rows_of_all)) // backend.page_size))
     end = clock() + SECONDS
-    backend.forward(_chain(pool, 0, context))  # fills the pool, and whatever caches there are
-    longer = _chain(pool, context, min(8, max(rows_of_all)))
-    batches = [_chain(pool, 0, rows) for rows in rows_of_all] + [longer]
+    backend.forward(chain_batch(pool, 0, context))  # fills the pool, and whatever caches there are
+    longer = chain_batch(pool, context, min(8, max(rows_of_all)))
+    batches = [chain_batch(pool, 0, rows) for rows in rows_of_all] + [longer]
     quickest = [float("inf")] * len(batches)
     for _ in range(REPEATS):  # one after the other, so that a bad moment spoils none of them
         for place, batch in enumerate(batches):
@@ -59,8 +59,10 @@ def measure_steps(
     return StepCosts(known, seconds, per_key)
 
 
-def _chain(pool: KVPool, context: int, rows: int) -> ForwardBatch:
-    """One request's chain of so many rows, all of them verified."""
+def chain_batch(pool: KVPool, context: int, rows: int, logits: int | None = None) -> ForwardBatch:
+    """One request's chain, of whose last rows logits are wanted; None: of all that can be a draft's."""
+    if logits is None:
+        logits = rows if rows <= max(ROWS) else 1
     count = np.arange(rows, dtype=np.int32)
     return ForwardBatch(
         tokens=np.zeros(rows, dtype=np.int32),
@@ -69,6 +71,6 @@ def _chain(pool: KVPool, context: int, rows: int) -> ForwardBatch:
         row_offsets=np.array([0, rows], dtype=np.int32),
         context_lengths=np.array([context], dtype=np.int32),
         page_tables=np.arange(pool.num_pages, dtype=np.int32)[None],
-        logit_rows=count if rows <= max(ROWS) else count[-1:],
+        logit_rows=count[-logits:],
         pool=pool,
     )

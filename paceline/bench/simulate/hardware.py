@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from paceline.bench.simulate.prices import PassSize
-from paceline.control.cost import Call
+from paceline.bench.simulate.prices import Call, PassSize
 from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.backends.base import Backend, ForwardBatch, KVPool
+from paceline.backends.base import Backend
 from paceline.bench.engine_runner import Task
 from paceline.bench.simulate.prices import (
     LONG,
     ROWS,
+    Call,
     MeasuredPrices,
     PassSize,
     call_terms,
@@ -22,7 +23,8 @@ from paceline.bench.simulate.prices import (
 )
 from paceline.bench.slices import Disturbances, OwnClock
 from paceline.bench.turns import Slices, Turn
-from paceline.control.cost import Call, Float64Array, StepCosts
+from paceline.control.cost import Float64Array, StepCosts
+from paceline.control.measure import chain_batch
 from paceline.engine.engine import Engine
 from paceline.engine.stats import StepStats
 
@@ -82,15 +84,15 @@ class PassMeter:
         self._verified = [rows for rows in VERIFIED_ROWS if rows <= most]
         self._prompts = [rows for rows in PROMPT_ROWS if rows <= most]
         self._batches = [
-            *(_chain(self._pool, 0, rows, rows) for rows in self._verified),
-            *(_chain(self._pool, 0, rows, 1) for rows in self._prompts),
-            _chain(self._pool, self._context, 1, 1),
-            _chain(self._pool, self._context, self._few, self._few),
+            *(chain_batch(self._pool, 0, rows, rows) for rows in self._verified),
+            *(chain_batch(self._pool, 0, rows, 1) for rows in self._prompts),
+            chain_batch(self._pool, self._context, 1, 1),
+            chain_batch(self._pool, self._context, self._few, self._few),
         ]
         self._quickest = np.full(len(self._batches), np.inf)  # [batches] seconds
 
     def slices(self) -> Slices:
-        self._backend.forward(_chain(self._pool, 0, self._context, 1))  # fills the pool
+        self._backend.forward(chain_batch(self._pool, 0, self._context, 1))  # fills the pool
         for _ in range(ROUNDS):  # one after the other, so that a bad moment spoils none of them
             for place, batch in enumerate(self._batches):
                 for _ in range(IN_A_ROW if batch.num_rows <= SMALL else 2):
@@ -207,18 +209,3 @@ def _rising(seconds: Float64Array) -> list[float]:
     """A pass is never slower than one of more rows: what seems so was disturbed."""
     rising: list[float] = np.minimum.accumulate(seconds[::-1])[::-1].tolist()
     return rising
-
-
-def _chain(pool: KVPool, context: int, rows: int, logits: int) -> ForwardBatch:
-    """One request's chain, of whose last rows logits are wanted."""
-    count = np.arange(rows, dtype=np.int32)
-    return ForwardBatch(
-        tokens=np.zeros(rows, dtype=np.int32),
-        positions=context + count,
-        parents=count - 1,
-        row_offsets=np.array([0, rows], dtype=np.int32),
-        context_lengths=np.array([context], dtype=np.int32),
-        page_tables=np.arange(pool.num_pages, dtype=np.int32)[None],
-        logit_rows=count[-logits:],
-        pool=pool,
-    )

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from paceline.control.cost import Call, Float64Array, StepCosts
+from paceline.control.cost import Float64Array, StepCosts
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 64)  # that an engine measures when it starts
 OUTLIER = 3.0  # times the expected: what took longer counts as this much
@@ -34,6 +34,16 @@ class PassSize:
         """One request's chain, all of it verified."""
         keys = rows * context + rows * (rows + 1) // 2
         return PassSize(rows, 1, rows, context, keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The size of a drafter's call."""
+
+    drafter: str
+    requests: int
+    levels: int  # of the deepest draft
+    nodes: int  # of all drafts
 
 
 class Prices(Protocol):

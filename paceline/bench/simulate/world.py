@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.base import Backend, ForwardBatch, ForwardOutput, Int32Array
-from paceline.bench.simulate.prices import PassSize, Prices
-from paceline.control.cost import Call
+from paceline.bench.simulate.prices import Call, PassSize, Prices
 from paceline.draft.base import Drafter
 from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.engine.request import Request

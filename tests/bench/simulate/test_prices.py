@@ -12,7 +12,7 @@ from paceline.backends.base import ForwardBatch, ForwardOutput
 from paceline.bench.engine_runner import Task
 from paceline.bench.simulate.hardware import GPUS, RooflinePrices, find_gpu, model_size
 from paceline.bench.simulate.measuring import PassMeter, Watched, measure_prices, watching
-from paceline.bench.simulate.prices import MeasuredPrices, PassSize, Prices, fit, start_costs
+from paceline.bench.simulate.prices import Call, MeasuredPrices, PassSize, Prices, fit, start_costs
 from paceline.bench.simulate.world import (
     Acceptance,
     CountingTokenizer,
@@ -22,7 +22,7 @@ from paceline.bench.simulate.world import (
 )
 from paceline.bench.slices import Disturbances, alone
 from paceline.control.controller import FixedController
-from paceline.control.cost import Call, StepCosts
+from paceline.control.cost import StepCosts
 from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine

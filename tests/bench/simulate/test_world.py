@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.simulate.prices import PassSize
+from paceline.bench.simulate.prices import Call, PassSize
 from paceline.bench.simulate.run import Length, Method, World, parse_methods, simulate
 from paceline.bench.simulate.world import Acceptance
-from paceline.control.cost import Call
 from paceline.errors import ConfigError
 
 
