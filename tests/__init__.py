@@ -1,4 +1,4 @@
-"""Mirrors the package. Without a GPU Triton's kernels are interpreted, which Triton must know when it is imported."""
+"""Mirrors the package. Without a GPU Triton interprets kernels, which it must know when it is imported."""
 
 import os
 from pathlib import Path
