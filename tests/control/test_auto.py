@@ -51,11 +51,11 @@ def test_never_below_plain_decoding_and_near_the_best_fixed_length(
         concurrency=lambda step: concurrency,
         noise=0.02,
     )
-    steps = 1000
+    steps = 500
     fixed = [rate(world.run(Always("d", length), steps)) for length in (0, 1, 3, 7)]
     auto = rate(world.run(controller(world), steps))
     assert auto >= 0.98 * fixed[0]
-    assert auto >= 0.93 * max(fixed)
+    assert auto >= 0.95 * max(fixed)
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
@@ -208,9 +208,8 @@ def test_what_was_drawn_at_random_is_verified_whole():
     running = [request()]
     auto.plan(running, Load(1, 0))
     chances = np.full((1, 4), 0.25)
-    drawn = DraftTrees.chains([[0, 1]])
-    drawn = replace(drawn, draws=Draws(chances, np.zeros(2, dtype=np.int32)))
     low = DraftTrees.chains([[0, 1]], [[0.001, 0.0005]])
+    drawn = replace(low, draws=Draws(chances, np.zeros(2, dtype=np.int32)))
     parts = [SimulatedPart(running[0], DraftPlan("d", 2))]
     assert auto.trim(parts, drawn) is drawn
     auto.plan(running, Load(1, 0))
