@@ -139,6 +139,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     most_segments,
     output_stride,
     window,  # 0: no window
+    earliest,
     scale,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
@@ -199,7 +200,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             shared = start + block <= crooked
             seen = column <= newest
             place = _places(column, seen, pages_at, page_size)
-            visible = column[None, :] <= position[:, None]
+            visible = (column[None, :] <= position[:, None]) & (column[None, :] >= earliest)
             if window > 0:
                 visible &= position[:, None] - column[None, :] < window
             if shared:
@@ -272,10 +273,12 @@ def attend(
     page_size: int,
     output: torch.Tensor,
     scratch: AttentionScratch,
+    earliest: int = 0,
 ) -> None:
     """Write values mixed by softmax(query · key) to `output` [rows, at least heads * head_dim].
 
     `query` is [rows, heads, head_dim], `keys` and `values` are one layer's [places, key heads, head_dim].
+    Positions before `earliest` hold nothing and are seen by no row.
     """
     _, heads, dim = query.shape
     kv_heads = keys.shape[1]
@@ -301,6 +304,7 @@ def attend(
         scratch.mixed.shape[2],
         output.stride(0),
         window or 0,
+        earliest,
         dim**-0.5 * 1.4426950408889634,  # weights are powers of two
         heads,
         kv_heads,

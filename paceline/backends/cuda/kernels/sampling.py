@@ -60,7 +60,7 @@ def _log(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gumbel(token, seed, position):  # type: ignore[no-untyped-def]
+def gumbel(token, seed, position):  # type: ignore[no-untyped-def]
     """The Gumbel noise of token ids at a position: float64."""
     word_0 = (token >> 1).to(tl.uint32)
     word_1 = tl.zeros_like(word_0) + position.to(tl.uint32)
@@ -105,7 +105,7 @@ def _race_kernel(  # type: ignore[no-untyped-def]
     logits = tl.load(at + token, mask=inside, other=float("-inf"))
     temperature = tl.load(temperatures_at + row)
     if temperature > 0:
-        noise = _gumbel(token, tl.load(seeds_at + row), tl.load(positions_at + row) + 1)
+        noise = gumbel(token, tl.load(seeds_at + row), tl.load(positions_at + row) + 1)
         scores = tl.where(logits > float("-inf"), logits.to(tl.float64) / temperature + noise, float("-inf"))
         best = tl.max(scores, 0)
         chosen = tl.min(tl.where(scores == best, token, 0x7FFFFFFF), 0)
