@@ -14,13 +14,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.base import Float32Array, ForwardBatch, ForwardOutput, Int32Array, KVPool
+from paceline.backends.base import Choices, Float32Array, ForwardBatch, ForwardOutput, Int32Array, KVPool
 from paceline.control.controller import Controller, FixedController
 from paceline.draft.base import Drafter, DrafterNeeds, Features
 from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
+from paceline.verify.reference import choose_token_reference
 from paceline.verify.verdict import Verdict
 
 VOCAB = 97
@@ -49,14 +50,21 @@ class ToyBackend:
     supports_features = True
 
     def __init__(
-        self, page_size: int = 4, max_rows: int = 64, vocab: int = VOCAB, nan_after: int | None = None
+        self,
+        page_size: int = 4,
+        max_rows: int = 64,
+        vocab: int = VOCAB,
+        nan_after: int | None = None,
+        chooses: bool = False,
     ) -> None:
+        self.chooses = chooses
         self.page_size = page_size
         self.max_rows = max_rows
         self.vocab = vocab
         self.nan_after = nan_after
         self.fail_next: Exception | None = None
         self.batches: list[tuple[int, int]] = []  # (requests, rows) of each pass
+        self.num_logits = self.num_chosen = 0  # rows that gave logits, and tokens
         self.moved = 0
         self._logits = np.empty((max_rows, vocab), dtype=np.float32)
 
@@ -75,18 +83,47 @@ class ToyBackend:
         pool = batch.pool
         assert isinstance(pool, ToyPool)
         places = [self._write(batch, pool, request) for request in range(batch.num_requests)]
-        owner = np.searchsorted(batch.row_offsets, batch.logit_rows, side="right") - 1
-        for output, (row, request) in enumerate(zip(batch.logit_rows, owner, strict=True)):
-            path = self._path(batch, int(request), int(row))
-            tokens = pool.tokens[places[request][path]]
-            positions = pool.positions[places[request][path]]
-            self._logits[output] = self.logits_of(tokens, positions)
-            if self.nan_after is not None and self.nan_after in tokens:
-                self._logits[output] = np.nan
+        for output, row in enumerate(batch.logit_rows.tolist()):
+            self._logits[output] = self._row_logits(batch, pool, places, row)
+        self.num_logits += len(batch.logit_rows)
         features = None
         if batch.feature_layers:
             features = batch.tokens.astype(np.float32)[:, None].repeat(len(batch.feature_layers), axis=1)
-        return ForwardOutput(self._logits[: len(batch.logit_rows)], features)
+        chosen = None if batch.choices is None else self._choose(batch, pool, places, batch.choices)
+        return ForwardOutput(self._logits[: len(batch.logit_rows)], features, chosen)
+
+    def _row_logits(
+        self, batch: ForwardBatch, pool: ToyPool, places: Sequence[npt.NDArray[np.int64]], row: int
+    ) -> Float32Array:
+        """The logits [vocab] behind a row, as the pool has its path."""
+        request = int(np.searchsorted(batch.row_offsets, row, side="right")) - 1
+        path = places[request][self._path(batch, request, row)]
+        tokens = pool.tokens[path]
+        if self.nan_after is not None and self.nan_after in tokens:
+            return np.full(self.vocab, np.nan, dtype=np.float32)
+        return self.logits_of(tokens, pool.positions[path])
+
+    def _choose(
+        self,
+        batch: ForwardBatch,
+        pool: ToyPool,
+        places: Sequence[npt.NDArray[np.int64]],
+        choices: Choices,
+    ) -> Int32Array:
+        """The tokens [choices] by the readable reference of sampling."""
+        assert self.chooses
+        chosen = []
+        for row, seed, temperature in zip(choices.rows, choices.seeds, choices.temperatures, strict=True):
+            logits = self._row_logits(batch, pool, places, int(row))
+            if temperature == 0:
+                chosen.append(-1 if np.isnan(logits).any() else int(logits.argmax()))
+            else:
+                position = int(batch.positions[row]) + 1
+                chosen.append(
+                    choose_token_reference(logits, float(temperature), 0, 1.0, 0.0, int(seed), position)
+                )
+        self.num_chosen += len(chosen)
+        return np.array(chosen, dtype=np.int32)
 
     def logits_of(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Float32Array:
         """Logits after a path: peaked enough that a draft can be right, and a function of all of it."""
@@ -136,6 +173,10 @@ class ToyBackend:
         assert batch.row_offsets[-1] == batch.num_rows
         assert (np.diff(batch.row_offsets) > 0).all()
         assert (np.diff(batch.logit_rows) > 0).all()
+        if batch.choices is not None:
+            assert len(batch.choices.rows) > 0
+            assert (np.diff(batch.choices.rows) > 0).all()
+            assert not set(batch.choices.rows.tolist()) & set(batch.logit_rows.tolist())
         assert ((batch.tokens >= 0) & (batch.tokens < self.vocab)).all()
         written: set[int] = set()
         for request in range(batch.num_requests):

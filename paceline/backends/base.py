@@ -25,7 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
+UInt64Array = npt.NDArray[np.uint64]
 Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
 
 
 class KVPool(Protocol):
@@ -36,6 +38,19 @@ class KVPool(Protocol):
 
     @property
     def bytes_per_page(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Rows whose logits stay where they are, because the backend chooses their tokens itself.
+
+    The token behind a row is argmax(logits / temperature + gumbel) with the noise of its seed and of the
+    position behind the row's, or the largest logit at temperature 0: the one that verify/sampling.py gives.
+    """
+
+    rows: Int32Array  # [choices] ascending
+    seeds: UInt64Array  # [choices]
+    temperatures: Float64Array  # [choices]
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,7 @@ class ForwardBatch:
     pool: KVPool
     # hidden_states indices to return: 0 is the embedding, i is after layer i - 1
     feature_layers: tuple[int, ...] = ()
+    choices: Choices | None = None  # only for a backend that chooses; none of its rows is among logit_rows
 
     @property
     def num_requests(self) -> int:
@@ -68,6 +84,7 @@ class ForwardOutput:
 
     logits: Float32Array  # [outputs, vocab]
     features: Float32Array | None = None  # [rows, len(feature_layers) * hidden], if asked
+    chosen: Int32Array | None = None  # [choices] tokens, if asked; -1 where the logits give none
 
 
 class Backend(Protocol):
@@ -78,6 +95,7 @@ class Backend(Protocol):
     max_rows: int  # most rows of one ForwardBatch
     batch_invariant: bool  # a token's logits depend, bit for bit, on its own prefix alone
     supports_features: bool
+    chooses: bool  # it takes a batch's choices
 
     def make_pool(self, num_pages: int) -> KVPool:
         """Storage for `num_pages` pages of keys and values of this model."""

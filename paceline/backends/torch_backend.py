@@ -39,6 +39,7 @@ class TorchBackend:
     page_size = PAGE_SIZE
     batch_invariant = False  # the matrix products of torch may sum in another order for other row counts
     supports_features = True
+    chooses = False
 
     def __init__(self, model: Transformer, max_rows: int) -> None:
         self.model = model

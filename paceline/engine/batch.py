@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.backends.base import ForwardBatch, Int32Array, KVPool
+from paceline.backends.base import Choices, ForwardBatch, Int32Array, KVPool
 from paceline.draft.trees import DraftTrees
+from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduled
 from paceline.kv.cache import KVCache
 
@@ -16,15 +17,20 @@ class BatchBuilder:
     """Turns scheduled parts and their draft trees into rows.
 
     A part's rows are its known tokens as a chain, then its draft nodes, whose -1 is the last of
-    the chain. Logits are wanted of that last row, of every node, and of the prompt rows whose
-    log-probabilities were asked for.
+    the chain. Of that last row and of every node logits are wanted, or the token itself if the backend
+    chooses and can; logits are wanted too of the prompt rows whose log-probabilities were asked for.
     """
 
-    def __init__(self, max_rows: int, max_sequences: int) -> None:
+    def __init__(self, max_rows: int, max_sequences: int, choosing: bool = False) -> None:
+        """`choosing`: the backend is left to choose the tokens of requests that merely race."""
+        self._choosing = choosing
         self._tokens = np.empty(max_rows, dtype=np.int32)
         self._positions = np.empty(max_rows, dtype=np.int32)
         self._parents = np.empty(max_rows, dtype=np.int32)
         self._logit_rows = np.empty(max_rows, dtype=np.int32)
+        self._choice_rows = np.empty(max_rows, dtype=np.int32)
+        self._seeds = np.empty(max_rows, dtype=np.uint64)
+        self._temperatures = np.empty(max_rows, dtype=np.float64)
         self._row_offsets = np.zeros(max_sequences + 1, dtype=np.int32)
         self._context_lengths = np.empty(max_sequences, dtype=np.int32)
         self._steps = np.arange(-1, max_rows, dtype=np.int32)  # -1, 0, 1, ...: a chain's parents
@@ -38,7 +44,7 @@ class BatchBuilder:
         feature_layers: tuple[int, ...] = (),
     ) -> ForwardBatch:
         """The batch of one pass. Its arrays are valid until the next call. No trees: nothing is drafted."""
-        row = outputs = pages = 0
+        row = outputs = choices = pages = 0
         for index, part in enumerate(parts):
             request, count = part.request, part.num_tokens
             context = request.num_computed
@@ -55,11 +61,14 @@ class BatchBuilder:
             for local in range(skipped, skipped + wanted):
                 self._logit_rows[outputs] = row + local
                 outputs += 1
-            if part.reaches_end:
-                self._logit_rows[outputs] = end - 1
-                outputs += 1
+            last = end - 1
             if trees is not None:
-                end, outputs = self._add_tree(trees.tree(index), row, end, outputs)
+                end = self._add_tree(trees.tree(index), row, end)
+            if part.reaches_end and self._choosing and request.races:
+                choices = self._choose(request, last, end, choices)
+            elif part.reaches_end:
+                self._logit_rows[outputs : outputs + end - last] = self._steps[last + 1 : end + 1]
+                outputs += end - last
             self._context_lengths[index] = context
             self._row_offsets[index + 1] = end
             pages = max(pages, kv.num_pages(request.slot))
@@ -75,25 +84,36 @@ class BatchBuilder:
             logit_rows=self._logit_rows[:outputs],
             pool=pool,
             feature_layers=feature_layers,
+            choices=self._choices(choices),
         )
 
-    def _add_tree(
-        self, tree: tuple[Int32Array, Int32Array], start: int, end: int, outputs: int
-    ) -> tuple[int, int]:
-        """Add a tree's rows below row end - 1 of a part that began at `start`; the new end and outputs."""
+    def _choose(self, request: Request, first: int, end: int, choices: int) -> int:
+        """Leave the tokens behind these rows of a request to the backend; how many such there are now."""
+        stop = choices + end - first
+        self._choice_rows[choices:stop] = self._steps[first + 1 : end + 1]
+        self._seeds[choices:stop] = request.seed
+        self._temperatures[choices:stop] = request.params.temperature
+        return stop
+
+    def _choices(self, count: int) -> Choices | None:
+        if count == 0:
+            return None
+        return Choices(self._choice_rows[:count], self._seeds[:count], self._temperatures[:count])
+
+    def _add_tree(self, tree: tuple[Int32Array, Int32Array], start: int, end: int) -> int:
+        """Add a tree's rows below row end - 1 of a part that began at `start`; the new end."""
         tokens, parents = tree
         count = len(tokens)
         root = end - 1 - start
         stop = end + count
         self._tokens[end:stop] = tokens
         np.add(parents, root + 1, out=self._parents[end:stop])
-        self._logit_rows[outputs : outputs + count] = self._steps[end + 1 : stop + 1]
         if (parents == self._steps[:count]).all():  # a chain
             np.add(self._steps[1 : count + 1], self._positions[end - 1] + 1, out=self._positions[end:stop])
         else:
             for row in range(end, stop):
                 self._positions[row] = self._positions[start + self._parents[row]] + 1
-        return stop, outputs + count
+        return stop
 
 
 def prompt_rows(part: Scheduled) -> tuple[int, int]:

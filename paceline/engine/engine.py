@@ -8,25 +8,24 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.backends.base import Backend, Float32Array, ForwardBatch
+from paceline.backends.base import Backend, ForwardBatch
 from paceline.constrain.compiler import GrammarCompiler, GrammarTokenizer
 from paceline.constrain.drafter import GrammarDrafter
 from paceline.control.controller import Controller, FixedController, Load
 from paceline.draft.base import Drafter
-from paceline.draft.trees import NO_TREE, DraftPlan, DraftTrees
+from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.engine.admission import Limits, make_requests
-from paceline.engine.batch import BatchBuilder, prompt_rows
+from paceline.engine.batch import BatchBuilder
 from paceline.engine.drafting import FORCED_ONLY, Drafting, draft_facts
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduled, Scheduler
 from paceline.engine.stats import DraftFacts, StepStats
-from paceline.errors import BackendError, RequestError
+from paceline.engine.verification import Verification
+from paceline.errors import RequestError
 from paceline.kv.cache import KVCache
-from paceline.verify.logprobs import token_logprobs
 from paceline.verify.params import SamplingParams
 from paceline.verify.pathwise import verify_pathwise
-from paceline.verify.sampling import Workspace
-from paceline.verify.verdict import NOTHING, Case, Rule, Verdict
+from paceline.verify.verdict import Rule, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +69,12 @@ class Engine:
         self.grammars = GrammarCompiler(tokenizer, limits.vocab_size)  # any thread may fill its cache
         self._pool = self.kv.add_pool(backend)
         self._seed = seed
-        self._rule = rule
         self._controller = controller or FixedController()
         self._drafting = Drafting(drafters or {}, limits.vocab_size, self.kv, draft_forced, clock)
         self._plans = {**(plans or {}), GrammarDrafter.name: FORCED_ONLY}
-        self._builder = BatchBuilder(limits.max_num_batched_tokens, limits.max_num_seqs)
-        self._workspace = Workspace(limits.vocab_size)
+        choosing = backend.chooses and rule is verify_pathwise  # other rules need whole distributions
+        self._builder = BatchBuilder(limits.max_num_batched_tokens, limits.max_num_seqs, choosing)
+        self._verification = Verification(rule, limits.vocab_size)
         self._clock = clock
         self._live: dict[str, list[Request]] = {}
         self._num_arrived = 0
@@ -159,7 +158,7 @@ class Engine:
             times.append(self._clock())
             output = self.backend.forward(batch)
             times.append(self._clock())
-            verdicts = self._verify(parts, trees, output.logits)
+            verdicts = self._verification.verdicts(parts, trees, output)
             times.append(self._clock())
         except Exception as error:  # the pass is lost, the engine is not
             return self._fail(parts, error)
@@ -186,52 +185,6 @@ class Engine:
             return None
         trimmed = self._controller.trim(parts, trees)
         return trimmed if trimmed.num_nodes else None
-
-    def _verify(
-        self, parts: Sequence[Scheduled], trees: DraftTrees | None, logits: Float32Array
-    ) -> list[Verdict]:
-        """One verdict for each part. Unusable logits end their own request only."""
-        verdicts = [NOTHING] * len(parts)
-        cases: dict[int, Case] = {}
-        first = 0
-        for index, part in enumerate(parts):
-            request = part.request
-            skipped, wanted = prompt_rows(part)
-            try:
-                if wanted:
-                    start = request.num_computed + skipped
-                    self._take_prompt_logprobs(request, start, logits[first : first + wanted])
-            except BackendError as error:
-                verdicts[index] = Verdict((), (), error=error)
-            first += wanted
-            if part.reaches_end:
-                tokens, parents = NO_TREE if trees is None else trees.tree_lists(index)
-                end = first + 1 + len(tokens)
-                if verdicts[index].error is None:
-                    cases[index] = Case(
-                        logits[first:end],
-                        tokens,
-                        parents,
-                        draws=None if trees is None else trees.draws_of(index),
-                        sampler=request.sampler,
-                        position=len(request.token_ids),
-                        num_output=request.num_output,
-                        is_last=request.ends_by,
-                        num_logprobs=request.params.logprobs,
-                    )
-                first = end
-        decided = self._rule(list(cases.values()), self._workspace)
-        for index, verdict in zip(cases, decided, strict=True):
-            verdicts[index] = verdict
-        return verdicts
-
-    def _take_prompt_logprobs(self, request: Request, start: int, logits: Float32Array) -> None:
-        """Keep the log-probabilities of the prompt tokens after position `start`."""
-        if not request.prompt_logprobs:
-            request.prompt_logprobs.append(None)
-        for row, line in enumerate(logits):
-            token = request.prompt_token_ids[start + row + 1]
-            request.prompt_logprobs.append(token_logprobs(line, token, request.params.prompt_logprobs or 0))
 
     def _advance(self, part: Scheduled, verdict: Verdict) -> Delta:
         """Give a request its tokens, keep their keys and values, and end it where it must end."""

@@ -116,6 +116,13 @@ class Request:
         asked = self.params.prompt_logprobs is not None and self.child == 0
         return asked and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
+    @property
+    def races(self) -> bool:
+        """Whether its next tokens are argmax(logits / temperature + noise), and nothing else is asked for."""
+        params = self.params
+        keeps_all = params.greedy or (params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0)
+        return keeps_all and params.logprobs is None and self.sampler.leaves_logits(self.num_output)
+
     def ends_by(self, token: int, num_output: int) -> bool:
         """Whether the output ends with this token, by itself, when `num_output` tokens precede it."""
         return token in self.ending_ids or num_output + 1 >= self.max_output

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from paceline.errors import BackendError
 from paceline.verify.logprobs import Logprob, token_logprobs
-from paceline.verify.sampling import Workspace
+from paceline.verify.sampling import Workspace, unusable_logits
 from paceline.verify.verdict import Case, Verdict
 
 
@@ -37,12 +37,11 @@ def _walk(case: Case, workspace: Workspace) -> Verdict:
     node = -1
     while True:
         depth = len(tokens)
-        row = case.logits[node + 1]
-        token = case.sampler.sample(row, case.position + depth, case.num_output + depth, workspace)
+        token = _token(case, node, depth, workspace)
         case.sampler.advance(token)
         tokens.append(token)
         if case.num_logprobs is not None:
-            logprobs.append(token_logprobs(row, token, case.num_logprobs))
+            logprobs.append(token_logprobs(case.logits[node + 1], token, case.num_logprobs))
         child = _child(case.tokens, case.parents, node, token)
         if child is not None:
             accepted.append(child)
@@ -50,6 +49,17 @@ def _walk(case: Case, workspace: Workspace) -> Verdict:
             break
         node = child
     return Verdict(tuple(accepted), tuple(tokens), tuple(logprobs))
+
+
+def _token(case: Case, node: int, depth: int, workspace: Workspace) -> int:
+    """The target's token behind a node at this depth, here or where the pass ran."""
+    position = case.position + depth
+    if case.chosen is None:
+        return case.sampler.sample(case.logits[node + 1], position, case.num_output + depth, workspace)
+    token = case.chosen[node + 1]
+    if token < 0:
+        raise unusable_logits(f"at position {position}")
+    return token
 
 
 def _child(tokens: Sequence[int], parents: Sequence[int], node: int, token: int) -> int | None:

@@ -26,6 +26,8 @@ class Case:
     num_output: int  # tokens of output before it
     is_last: Callable[[int, int], bool]  # (token, outputs before it): whether the request ends with it
     num_logprobs: int | None
+    # [1 + nodes] the tokens that the backend has chosen, -1 where it could not; then there are no logits
+    chosen: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.backends.base import Backend, ForwardBatch, ForwardOutput, KVPool, chain_parents
+from paceline.backends.base import Backend, Choices, ForwardBatch, ForwardOutput, KVPool, chain_parents
 
 
 class Driven:
@@ -65,6 +65,7 @@ def run(
     requests: Sequence[Driven],
     logit_rows: Sequence[int] | None = None,
     feature_layers: tuple[int, ...] = (),
+    choices: Choices | None = None,
 ) -> ForwardOutput:
     """One pass over the rows all requests ask for; without `logit_rows`, logits of every row."""
     offsets = np.cumsum([0, *(len(request.tokens) for request in requests)], dtype=np.int32)
@@ -80,5 +81,6 @@ def run(
             logit_rows=np.array(wanted, np.int32),
             pool=requests[0].pool,
             feature_layers=feature_layers,
+            choices=choices,
         )
     )

@@ -26,6 +26,7 @@ class CpuBackend(CompiledModel):
     name = "cpu"
     batch_invariant = True
     supports_features = True
+    chooses = False  # the logits are where the host samples
 
     def __init__(self, workspace: Workspace, quantization: str, beside: CpuBackend | None = None) -> None:
         super().__init__(workspace, beside)

@@ -11,6 +11,7 @@ import torch
 from paceline.backends.base import Float32Array, ForwardBatch, ForwardOutput, Int32Array, KVPool
 from paceline.backends.cuda.graphs import Graphs, bucket
 from paceline.backends.cuda.kernels.attention import tile_height
+from paceline.backends.cuda.kernels.sampling import candidates_for, race, take_best
 from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers, select
 from paceline.backends.cuda.tables import DeviceTables, rows_of
 from paceline.backends.cuda.weights import Weights, load_weights
@@ -30,6 +31,7 @@ class CudaBackend:
     name = "cuda"
     page_size = PAGE_SIZE
     batch_invariant = True
+    chooses = True
     supports_features = False  # it gives them, but runs no heads yet that would read them
 
     def __init__(self, weights: Weights, max_rows: int) -> None:
@@ -43,6 +45,8 @@ class CudaBackend:
         self._tables = DeviceTables(bucket(max_rows), MAX_PAGES, self.device)
         self._graphs = Graphs(self.device)
         self._features = torch.empty(0)
+        self._candidates = candidates_for(bucket(max_rows), weights.config.vocab_size, self.device)
+        self._chosen = torch.zeros(bucket(max_rows), dtype=torch.int32, device=self.device)
 
     @classmethod
     def load(
@@ -86,10 +90,11 @@ class CudaBackend:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        """Logits of the wanted rows and, if asked, features of all rows."""
+        """Logits of the wanted rows and, if asked, tokens of others and features of all."""
         assert batch.num_rows <= self.max_rows, f"{batch.num_rows} rows, but max_rows is {self.max_rows}"
         pool, layers = cast(Pool, batch.pool), batch.feature_layers
-        rows, outputs = bucket(batch.num_rows), len(batch.logit_rows)
+        rows, wanted = bucket(batch.num_rows), len(batch.logit_rows)
+        outputs = wanted + (0 if batch.choices is None else len(batch.choices.rows))
         self._make_room(int(batch.positions.max()) + 1)
         height = tile_height(self.config.num_heads, self.config.num_kv_heads)
         self._tables.send(batch, rows_of(batch, PAGE_SIZE, height))
@@ -100,15 +105,21 @@ class CudaBackend:
             run_layers(self.weights, self._workspace, tokens, tables, pool, PAGE_SIZE, features, layers)
 
         def head() -> None:
-            select(self._workspace, self._tables.logit_rows(bucket(outputs)))
-            run_head(self.weights, self._workspace, self._workspace.selected, bucket(outputs))
+            count = bucket(outputs)
+            select(self._workspace, self._tables.output_rows(count))
+            run_head(self.weights, self._workspace, self._workspace.selected, count)
+            options = self._tables.options(count)
+            race(self._workspace.logits, self.config.vocab_size, *options, self._candidates, count)
+            take_best(self._candidates, self._chosen[:count])
 
         place = (pool.keys.data_ptr(), pool.values.data_ptr(), pool.num_pages)
         self._graphs.run(("body", rows, layers, place), body)
         if outputs:
             self._graphs.run(("head", bucket(outputs)), head)
-        logits = self._to_host(self._workspace.logits[:outputs])
-        return ForwardOutput(logits, None if features is None else self._to_host(features[: batch.num_rows]))
+        chosen = None if batch.choices is None else self._chosen[wanted:outputs].cpu().numpy()
+        logits = self._to_host(self._workspace.logits[:wanted])
+        known = None if features is None else self._to_host(features[: batch.num_rows])
+        return ForwardOutput(logits, known, chosen)
 
     def first_layers(self, count: int) -> CudaBackend:
         """The same model without its later layers, over the same pools."""

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from paceline.backends.base import ForwardBatch, Int32Array
+from paceline.backends.base import Choices, ForwardBatch, Int32Array
 from paceline.backends.cuda.kernels.attention import MOST_PATH, RowTables
 from paceline.errors import BackendError
 
-LINES = 8  # of max_rows numbers each, before the pages
+LINES = 13  # of max_rows numbers each, before the pages: eight about rows, five about outputs
+SEEDS, TEMPERATURES, POSITIONS = 8, 10, 12  # where those of outputs begin; the first two have two lines each
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,10 @@ class DeviceTables:
         lines[:] = 0
         lines[2] = -1
         values = (batch.tokens, batch.positions, rows.places, rows.straight, *rows.tiles, batch.logit_rows)
-        for line, value in zip(lines, values, strict=True):
+        for line, value in zip(lines, values, strict=False):
             line[: len(value)] = value
+        if batch.choices is not None:
+            self._add_choices(lines, batch, batch.choices)
         used = LINES * self.max_rows + len(rows.pages)
         self._numbers[LINES * self.max_rows : used] = rows.pages
         self._device[:used].copy_(self._host[:used], non_blocking=True)
@@ -112,13 +115,30 @@ class DeviceTables:
         if rows.paths is not None:
             self._paths[: len(rows.paths)].copy_(torch.from_numpy(rows.paths))
 
+    def _add_choices(self, lines: Int32Array, batch: ForwardBatch, choices: Choices) -> None:
+        """Write the rows whose tokens are chosen behind those whose logits are wanted."""
+        some = slice(len(batch.logit_rows), len(batch.logit_rows) + len(choices.rows))
+        lines[SEEDS - 1, some] = choices.rows
+        lines[SEEDS : SEEDS + 2].reshape(-1).view(np.uint64)[some] = choices.seeds
+        lines[TEMPERATURES : TEMPERATURES + 2].reshape(-1).view(np.float64)[some] = choices.temperatures
+        lines[POSITIONS, some] = batch.positions[choices.rows]
+
     def tokens(self, rows: int) -> torch.Tensor:
         """The tokens of the first rows: int32 [rows]."""
         return self._line(0, rows)
 
-    def logit_rows(self, outputs: int) -> torch.Tensor:
-        """The rows whose logits are wanted: int32 [outputs]."""
+    def output_rows(self, outputs: int) -> torch.Tensor:
+        """The rows whose logits are wanted, then those whose tokens are: int32 [outputs]."""
         return self._line(7, outputs)
+
+    def options(self, outputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Temperatures float64, seeds int64 and positions int32 of outputs: [outputs] each."""
+        seeds = self._line(SEEDS, 2 * outputs).view(torch.int64)
+        return (
+            self._line(TEMPERATURES, 2 * outputs).view(torch.float64),
+            seeds,
+            self._line(POSITIONS, outputs),
+        )
 
     def tables(self, rows: int) -> RowTables:
         """What the kernels read about the first rows."""

@@ -65,6 +65,7 @@ class SimulatedBackend:
     page_size = PAGE_SIZE
     batch_invariant = True
     supports_features = False
+    chooses = False
 
     def __init__(self, prices: Prices, clock: VirtualClock, max_rows: int) -> None:
         self._prices = prices

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.backends.base import Choices
 from paceline.backends.torch_backend import TorchBackend
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
@@ -75,6 +76,27 @@ def test_a_token_has_the_same_bits_in_any_pass(
     rest, drafted = both[: len(PROMPT) - 11], both[len(PROMPT) - 11 :]
     assert np.array_equal(np.concatenate((first, rest)), expected)
     assert np.array_equal(drafted[[0, 2, 4]], expected[14:17])
+
+
+@needs_gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_it_chooses_what_the_host_would_sample_from_its_logits(
+    temperature: float, folder: Path, device: torch.device, dtype: torch.dtype
+) -> None:
+    from paceline.verify.params import SamplingParams
+    from paceline.verify.sampling import Sampler, Workspace
+
+    backend = make(load_checkpoint(save_checkpoint("llama", folder / f"choice{temperature}")), device, dtype)
+    (request,) = drive(backend, pages_each=3)
+    logits = request.run(PROMPT)
+    rows, seed = np.arange(5, 20, dtype=np.int32), 2**63 + 9
+    choices = Choices(rows, np.full(15, seed, dtype=np.uint64), np.full(15, temperature))
+    output = run([request.ask(PROMPT)], logit_rows=[0, 2, 3], choices=choices)
+    assert np.array_equal(output.logits, logits[[0, 2, 3]])
+    sampler = Sampler(SamplingParams(temperature=temperature), seed, (), ())
+    expected = [sampler.sample(logits[row], int(row) + 1, 0, Workspace(VOCAB_SIZE)) for row in rows]
+    assert output.chosen is not None
+    assert output.chosen.tolist() == expected
 
 
 @needs_gpu

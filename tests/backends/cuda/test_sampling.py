@@ -15,7 +15,7 @@ POSITIONS = [0, 3, 1000, 65535]
 
 def draw(logits: torch.Tensor, temperature: float, device: torch.device) -> tuple[list[int], torch.Tensor]:
     """The tokens of rows [4, vocab], and the scores that won."""
-    from paceline.backends.cuda.kernels.sampling import candidates_for, race
+    from paceline.backends.cuda.kernels.sampling import candidates_for, race, take_best
 
     vocab = logits.shape[1]
     candidates = candidates_for(4, vocab, device)
@@ -23,10 +23,9 @@ def draw(logits: torch.Tensor, temperature: float, device: torch.device) -> tupl
     seeds = torch.from_numpy(np.array(SEEDS, dtype=np.uint64).view(np.int64)).to(device)
     positions = torch.tensor(POSITIONS, dtype=torch.int32, device=device)
     race(logits.to(device), vocab, temperatures, seeds, positions, candidates, 4)
-    scores, ids = candidates.scores.cpu(), candidates.ids.cpu()
-    best = scores.max(-1).values
-    tokens = [int(ids[row][scores[row] == best[row]].min()) for row in range(4)]
-    return [-1 if (ids[row] < 0).any() else token for row, token in enumerate(tokens)], best
+    tokens = torch.empty(4, dtype=torch.int32, device=device)
+    take_best(candidates, tokens)
+    return tokens.tolist(), candidates.scores.cpu().max(-1).values
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

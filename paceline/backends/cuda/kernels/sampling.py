@@ -132,6 +132,31 @@ def best_candidate(scores_at, ids_at, row, blocks, most_blocks: tl.constexpr):  
     return tl.where(usable, chosen, -1)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _best_kernel(  # type: ignore[no-untyped-def]
+    scores_at, ids_at, chosen_at, blocks, most_blocks: tl.constexpr, overlap: tl.constexpr
+) -> None:
+    row = tl.program_id(0)
+    follow(overlap)
+    tl.store(chosen_at + row, best_candidate(scores_at, ids_at, row, blocks, most_blocks))
+
+
+def take_best(candidates: Candidates, chosen: torch.Tensor) -> None:
+    """Write the tokens of the first rows to `chosen` [rows] int32: the best of their blocks, or UNUSABLE."""
+    blocks, overlap = candidates.ids.shape[1], overlaps(chosen.device)
+    most_blocks = triton.next_power_of_2(blocks)
+    _best_kernel[(len(chosen),)](
+        candidates.scores,
+        candidates.ids,
+        chosen,
+        blocks,
+        most_blocks,
+        overlap,
+        num_warps=1,
+        launch_pdl=overlap,
+    )
+
+
 def race(
     logits: torch.Tensor,
     vocab_size: int,

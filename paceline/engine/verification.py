@@ -1,0 +1,91 @@
+"""From the output of a pass to one verdict for each of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.backends.base import Float32Array, ForwardOutput
+from paceline.draft.trees import NO_TREE, DraftTrees, Draws
+from paceline.engine.batch import prompt_rows
+from paceline.engine.request import Request
+from paceline.engine.scheduler import Scheduled
+from paceline.errors import BackendError
+from paceline.verify.logprobs import token_logprobs
+from paceline.verify.sampling import Workspace
+from paceline.verify.verdict import NOTHING, Case, Rule, Verdict
+
+
+class Verification:
+    """Puts every request's draft before one rule."""
+
+    def __init__(self, rule: Rule, vocab_size: int) -> None:
+        self._rule = rule
+        self._workspace = Workspace(vocab_size)
+
+    def verdicts(
+        self, parts: Sequence[Scheduled], trees: DraftTrees | None, output: ForwardOutput
+    ) -> list[Verdict]:
+        """One verdict for each part. Unusable logits end their own request only.
+
+        A part's logits are those of wanted prompt rows, of its root and of its nodes, in this order.
+        """
+        verdicts = [NOTHING] * len(parts)
+        cases: dict[int, Case] = {}
+        logits, chosen = output.logits, [] if output.chosen is None else output.chosen.tolist()
+        first = first_chosen = 0
+        for index, part in enumerate(parts):
+            skipped, wanted = prompt_rows(part)
+            try:
+                if wanted:
+                    start = part.request.num_computed + skipped
+                    _take_prompt_logprobs(part.request, start, logits[first : first + wanted])
+            except BackendError as error:
+                verdicts[index] = Verdict((), (), error=error)
+            first += wanted
+            if not part.reaches_end:
+                continue
+            tree = NO_TREE if trees is None else trees.tree_lists(index)
+            count = 1 + len(tree[0])
+            draws = None if trees is None else trees.draws_of(index)
+            if output.chosen is not None and part.request.races:
+                own = chosen[first_chosen : first_chosen + count]
+                case = _case(part.request, tree, draws, logits[:0], own)
+                first_chosen += count
+            else:
+                case = _case(part.request, tree, draws, logits[first : first + count], None)
+                first += count
+            if verdicts[index].error is None:
+                cases[index] = case
+        decided = self._rule(list(cases.values()), self._workspace)
+        for index, verdict in zip(cases, decided, strict=True):
+            verdicts[index] = verdict
+        return verdicts
+
+
+def _case(
+    request: Request,
+    tree: tuple[Sequence[int], Sequence[int]],
+    draws: Draws | None,
+    logits: Float32Array,
+    chosen: Sequence[int] | None,
+) -> Case:
+    return Case(
+        logits,
+        *tree,
+        draws=draws,
+        sampler=request.sampler,
+        position=len(request.token_ids),
+        num_output=request.num_output,
+        is_last=request.ends_by,
+        num_logprobs=request.params.logprobs,
+        chosen=chosen,
+    )
+
+
+def _take_prompt_logprobs(request: Request, start: int, logits: Float32Array) -> None:
+    """Keep the log-probabilities of the prompt tokens after position `start`."""
+    if not request.prompt_logprobs:
+        request.prompt_logprobs.append(None)
+    for row, line in enumerate(logits):
+        token = request.prompt_token_ids[start + row + 1]
+        request.prompt_logprobs.append(token_logprobs(line, token, request.params.prompt_logprobs or 0))
