@@ -1,11 +1,7 @@
-"""The compiled way from logits to a sampled token. `reference.py` says the same in numpy, slowly.
+"""The compiled arithmetic behind a sampled token: its noise, the race with it, sums of exponentials.
 
-Nothing sorts the vocabulary. Top-k and top-p are both "keep the likeliest until their weights
-reach a need" (weights 1, or probability masses), and that threshold is found with one histogram
-and a sort of the single bucket where it lies. Masses are integers, so sums are exact in any order.
-
-What calls each other is in this one file, because numba's disk cache looks only at the file of the
-function it loads.
+`reference.py` says the same in numpy, slowly. What calls each other is in this one file, because numba's
+disk cache looks only at the file of the function it loads.
 """
 
 from __future__ import annotations
@@ -44,21 +40,16 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
-Span = tuple[float, float]  # the largest and the smallest logit, NaN if there is one: numpy finds them faster
-Options = tuple[float, int, float, float]  # temperature (not 0), top_k, top_p, min_p
-Scratch = tuple[Float64Array, Int64Array, Int64Array]  # scaled, ids, weights: [vocab] each
 Key = tuple[np.uint64, np.uint64]  # seed, position
-Known = tuple[Float32Array, Int64Array]  # logits, and the ids they are of; no ids: those of all
-Best = tuple[Int64Array, Float64Array]  # [places] ids and their scores, best first
+Known = tuple[Float32Array, Int64Array]  # logits, and the ids they are of; no ids: those of all, in order
+Best = tuple[Int64Array, Float64Array]  # [places] places among the logits and their scores, best first
 
-MASS_ONE = 2.0**40  # the mass of the likeliest token; what is 2^-40 of it or less counts as nothing
-_MASSLESS = 28.0  # exp(-28) * MASS_ONE is less than 1
-_BUCKETS = 2048
-_BUCKET_RANGE = 64.0
-_ALL = -1  # every id is kept
-_UNUSABLE = -2  # the logits hold NaN or +inf, or allow nothing
 LANES = 512  # of long sums, so that they vectorize
-_BLOCK = 512  # pairs of ids whose noise is made at a time, so that it vectorizes
+_BLOCK = 128  # logits whose noise is made at a time, so that it vectorizes
+_BLOCKS = 16  # blocks between looks at what there is to beat
+_HALF, _QUARTER, _EIGHTH = _BLOCK // 2, _BLOCK // 4, _BLOCK // 8
+_SLACK = 1.000001 * 2.0**32  # of a bound on half of the bits, for what rounding may do
+_ROUNDING = 1e-15  # of a sum, as a part of what is summed
 _TOKENS = np.uint64(STREAM_TOKENS)
 _WEYL_0 = np.uint64(WEYL_0)
 _WEYL_1 = np.uint64(WEYL_1)
@@ -67,185 +58,128 @@ _TAYLOR_TERMS = len(TAYLOR)
 
 
 @compiled
-def choose_token(logits: Float32Array, span: Span, options: Options, scratch: Scratch, key: Key) -> int:
-    """The token of argmax(log p + gumbel) over the kept ids, or -1 if the logits are not usable."""
-    scaled, ids, _ = scratch
-    count = _keep(logits, span, options, scratch)
-    if count == _UNUSABLE:
-        return -1
-    best = np.empty(1, dtype=np.int64), np.empty(1, dtype=np.float64)
-    _race(scaled, ids, count, ids[:0], key, best)
-    return int(best[0][0])
+def race(known: Known, temperature: float, key: Key, best: Best) -> int:
+    """Write the largest of logit / temperature + gumbel to `best`; how many. The earlier of equals first.
 
-
-@compiled
-def target_probabilities(
-    logits: Float32Array, span: Span, options: Options, scratch: Scratch, out: Float64Array
-) -> bool:
-    """Whether the logits are usable; then `out` is the distribution that choose_token draws from.
-
-    It is exactly zero for every id that is not kept.
-    """
-    scaled, ids, _ = scratch
-    count = _keep(logits, span, options, scratch)
-    if count == _UNUSABLE:
-        return False
-    peak = span[0] / options[0]
-    if count == _ALL:
-        for token in range(len(logits)):
-            out[token] = exp(scaled[token] - peak) if scaled[token] > -np.inf else 0.0
-    else:
-        out[:] = 0.0
-        for token in ids[:count]:
-            out[token] = exp(scaled[token] - peak)
-    lanes = np.zeros(LANES, dtype=np.float64)
-    for start in range(0, len(out), LANES):
-        for index in range(min(LANES, len(out) - start)):
-            lanes[index] += out[start + index]
-    out /= lanes.sum()
-    return True
-
-
-@compiled
-def best_candidates(
-    known: Known, span: Span, options: Options, scratch: Scratch, key: Key, coupled: bool, best: Best
-) -> int:
-    """How many ids of the largest log p (+ gumbel if coupled) were written to `best`, -1 if unusable.
-
-    Best first, ties to the first, with their log p.
+    Noise is dear, and most tokens are too far behind for any that is likely. So only the upper half of a
+    token's bits is looked at first, and if with it not even the largest logit of its block could win, that
+    is all. What there is to beat is found in the block with the largest logit, which comes twice.
     """
     logits, names = known
-    scaled, ids, _ = scratch
-    count = _keep(logits, span, options, scratch)
-    if count == _UNUSABLE:
-        return -1
-    scaled = scaled[: len(logits)]
-    kept = scaled if count == _ALL else scaled[ids[:count]]
-    peak = span[0] / options[0]
-    normalizer = peak + log(_sum_exp(kept, peak))
-    if coupled:
-        found = _race(scaled, ids, count, names, key, best)
-    else:
-        found = _rank(kept, best)
-        if count != _ALL:
-            best[0][:found] = ids[best[0][:found]]
-    for place in range(found):
-        best[1][place] = scaled[best[0][place]] - normalizer
-        if len(names) > 0:
-            best[0][place] = names[best[0][place]]
+    peaks = _peaks(logits)
+    halves, needs = np.empty((3, _BLOCK), dtype=np.uint64), np.zeros(_BLOCKS, dtype=np.uint64)
+    highest = _BLOCK * int(np.argmax(peaks))
+    _write_halves(names, highest, len(logits), key, needs[0], halves)
+    found = _race_block(known, temperature, key, highest, needs[0], -np.inf, halves[0], best, 0)
+    bound = best[1][-1] if found == len(best[0]) else -np.inf
+    found = 0
+    for first in range(0, len(peaks), _BLOCKS):
+        _write_needs(peaks[first : first + _BLOCKS], temperature, bound, needs)
+        for block in range(first, min(first + _BLOCKS, len(peaks))):
+            start, needed = _BLOCK * block, needs[block - first]
+            if _write_halves(names, start, len(logits), key, needed, halves) > 0:
+                found = _race_block(known, temperature, key, start, needed, bound, halves[0], best, found)
+        if found == len(best[0]):
+            bound = max(bound, best[1][-1])
     return found
 
 
 @compiled
-def _keep(logits: Float32Array, span: Span, options: Options, scratch: Scratch) -> int:
-    """How many ids min_p, top_k and top_p keep: the first of `ids`, ascending; or _ALL, or _UNUSABLE.
+def _write_needs(peaks: Float32Array, temperature: float, bound: float, needs: UInt64Array) -> None:
+    """Write what the upper half of a token's bits must be at least to beat a score: [blocks].
 
-    Also writes the logits divided by the temperature to `scaled`. What has a logit of -inf is never
-    kept, and under _ALL it is up to the caller to skip it.
+    With v = 1 - uniform, gumbel < -log(v). So who lacks x must have v < exp(-x).
     """
-    temperature, top_k, top_p, min_p = options
-    scaled, ids, weights = scratch
-    if not math.isfinite(span[0]):
-        return _UNUSABLE
-    for token in range(len(logits)):
-        scaled[token] = np.float64(logits[token]) / temperature
-    peak, low = span[0] / temperature, span[1] / temperature
-    if top_k <= 0 and top_p >= 1.0 and min_p <= 0.0:
-        return _ALL
-    floor = peak + log(min_p) if min_p > 0.0 else -np.inf
-    if top_p < 1.0:
-        floor = max(floor, peak - _MASSLESS)  # top_p keeps nothing that has no mass
-    count = 0
-    for token in range(len(logits)):
-        ids[count] = token
-        count += scaled[token] >= floor and scaled[token] > -np.inf
-    if 0 < top_k < count:
-        weights[:count] = 1
-        count = _keep_prefix(scaled, ids, weights, count, top_k, peak, low)
-    if top_p < 1.0:
-        for index in range(count):
-            weights[index] = np.int64(exp(scaled[ids[index]] - peak) * MASS_ONE)
-        total = 0
-        for index in range(count):
-            total += int(weights[index])
-        need = max(1, min(total, math.ceil(top_p * total)))
-        count = _drop_light(ids, weights, count, (total - need) // count)
-        count = _keep_prefix(scaled, ids, weights, count, need, peak, low)
-    return count
-
-
-@inlined
-def _drop_light(ids: Int64Array, weights: Int64Array, count: int, least: int) -> int:
-    """Drop, in place, ids of less than the `least` weight; how many are left.
-
-    Those that top-p can spare together, shared out evenly, are this light: in a real distribution
-    nearly all. It only makes the search for the threshold shorter.
-    """
-    left = 0
-    for index in range(count):
-        weight = weights[index]
-        ids[left] = ids[index]
-        weights[left] = weight
-        left += weight >= least
-    return left
+    for block in range(len(peaks)):
+        peak = np.float64(peaks[block]) / temperature
+        lead = peak - bound + _ROUNDING * (abs(peak) + abs(bound)) if peak > -np.inf else peak
+        needs[block] = np.uint64(max(4294967295 - int(exp(min(lead, 0.0)) * _SLACK), 0))
 
 
 @compiled
-def _keep_prefix(
-    scaled: Float64Array,
-    ids: Int64Array,
-    weights: Int64Array,
-    count: int,
-    need: int,
-    peak: float,
-    low: float,
-) -> int:
-    """Keep, in place, the fewest likeliest ids whose weights reach `need`; how many they are.
-
-    Likeliest first, ties to the lowest id. The ids stay in ascending order.
-    """
-    resolution = (_BUCKETS - 1) / max(min(peak - low, _BUCKET_RANGE), 1e-6)
-    buckets = np.zeros(_BUCKETS, dtype=np.int64)
-    for index in range(count):
-        distance = (peak - scaled[ids[index]]) * resolution
-        buckets[np.int64(min(distance, _BUCKETS - 1.0))] += weights[index]
-    crossing, before = 0, np.int64(0)
-    while before + buckets[crossing] < need:
-        before += buckets[crossing]
-        crossing += 1
-
-    members = np.empty(count, dtype=np.int64)
-    found = 0
-    for index in range(count):
-        distance = (peak - scaled[ids[index]]) * resolution
-        members[found] = index
-        found += np.int64(min(distance, _BUCKETS - 1.0)) == crossing
-    members = members[:found]
-    order = np.argsort(-scaled[ids[members]], kind="mergesort")  # stable: equal values stay in id order
-    last = 0
-    while before + weights[members[order[last]]] < need:
-        before += weights[members[order[last]]]
-        last += 1
-    cut_id = ids[members[order[last]]]
-    cut = scaled[cut_id]
-
-    kept = 0
-    for index in range(count):
-        token = ids[index]
-        ids[kept] = token
-        kept += scaled[token] > cut or (scaled[token] == cut and token <= cut_id)
-    return kept
+def _peaks(logits: Float32Array) -> Float32Array:
+    """The largest logit of each block: [blocks]. Halves are held against halves, so that it vectorizes."""
+    whole = len(logits) // _BLOCK
+    peaks = np.empty((len(logits) + _BLOCK - 1) // _BLOCK, dtype=np.float32)
+    larger = np.empty(_HALF, dtype=np.float32)
+    for block in range(whole):
+        left, right = _BLOCK * block, _BLOCK * block + _HALF
+        for at in range(_HALF):
+            larger[at] = logits[left + at] if logits[left + at] > logits[right + at] else logits[right + at]
+        for at in range(_QUARTER):
+            larger[at] = larger[at] if larger[at] > larger[_QUARTER + at] else larger[_QUARTER + at]
+        for at in range(_EIGHTH):
+            larger[at] = larger[at] if larger[at] > larger[_EIGHTH + at] else larger[_EIGHTH + at]
+        peak = larger[0]
+        for at in range(1, _EIGHTH):
+            peak = peak if peak > larger[at] else larger[at]
+        peaks[block] = peak
+    if whole < len(peaks):
+        peaks[whole] = logits[_BLOCK * whole :].max()
+    return peaks
 
 
 @inlined
-def _cannot_win(behind: float, complement: float) -> bool:
-    """Whether a token this far behind the best score loses for certain with this uniform complement.
+def _write_halves(
+    names: Int64Array, start: int, end: int, key: Key, needed: np.uint64, halves: UInt64Array
+) -> int:
+    """How many upper halves of the bits of the block from `start` on are as large as needed.
 
-    With v = 1 - u, gumbel <= -log(v), so it must have v < exp(-behind) < 1 / (the series of
-    exp(behind) cut short). This spares two logarithms for nearly every token.
+    If there are any, they are written to the first line of `halves`; the others are for the work.
+    """
+    enough = 0
+    if len(names) > 0:
+        for place in range(start, min(start + _BLOCK, end)):
+            half = _token_bits(names[place], key) >> SHIFT_32
+            halves[0, place - start] = half
+            enough += int(half >= needed)
+        return enough
+    for pair in range(_HALF):
+        even, odd = pair_bits(np.uint64(start // 2 + pair), key, _TOKENS)
+        halves[1, pair], halves[2, pair] = even >> SHIFT_32, odd >> SHIFT_32
+        enough += int(halves[1, pair] >= needed)
+        enough += int(halves[2, pair] >= needed)
+    if enough > 0:
+        for pair in range(_HALF):
+            halves[0, 2 * pair], halves[0, 2 * pair + 1] = halves[1, pair], halves[2, pair]
+    return enough
+
+
+@compiled
+def _race_block(
+    known: Known,
+    temperature: float,
+    key: Key,
+    start: int,
+    needed: np.uint64,
+    bound: float,
+    halves: UInt64Array,
+    best: Best,
+    found: int,
+) -> int:
+    """Let those of a block race whose upper halves of bits are as large as needed; how many are found."""
+    logits, names = known
+    for place in range(start, min(start + _BLOCK, len(logits))):
+        half = halves[place - start]
+        if half < needed or logits[place] == -np.inf:
+            continue
+        value = np.float64(logits[place]) / temperature
+        if found == len(best[0]):
+            bound = max(bound, best[1][-1])
+        if not _cannot_win(bound - value - _ROUNDING * (abs(bound) + abs(value)), half):
+            bits = _token_bits(names[place] if len(names) > 0 else place, key)
+            found = _place(place, value + gumbel_of_bits(bits), best, found)
+    return found
+
+
+@inlined
+def _cannot_win(behind: float, half: np.uint64) -> bool:
+    """Whether a token this far behind loses for certain with this upper half of its bits.
+
+    As of a block, with a series of exp(behind) that is cut short: it spares two logarithms.
     """
     series = 1.0 + behind * (1.0 + behind * (0.5 + behind * (1.0 / 6.0 + behind * (1.0 / 24.0))))
-    return behind > 0.0 and complement * series > 1.000001
+    return behind > 0.0 and float(4294967295 - np.int64(half)) * series > _SLACK
 
 
 @inlined
@@ -263,60 +197,45 @@ def _place(token: int, score: float, best: Best, found: int) -> int:
 
 
 @compiled
-def _race(scaled: Float64Array, ids: Int64Array, count: int, names: Int64Array, key: Key, best: Best) -> int:
-    """Write the kept places with the largest scaled + gumbel to `best`; how many."""
-    found, room, every = 0, len(best[0]), count == _ALL
-    total = len(scaled) if every else count
-    bits, tokens = np.empty(2 * _BLOCK, dtype=np.uint64), np.empty(2 * _BLOCK, dtype=np.uint64)
-    values, in_race = np.empty(2 * _BLOCK, dtype=np.float64), np.empty(2 * _BLOCK, dtype=np.bool_)
-    for start in range(0, total, 2 * _BLOCK):  # each loop over a block does little, so that it vectorizes
-        block = range(min(2 * _BLOCK, total - start))
-        for at in block:
-            place = start + at if every else ids[start + at]
-            values[at] = scaled[place]
-            tokens[at] = names[place] if len(names) > 0 else place
-        if every and len(names) == 0:
-            for pair in range(_BLOCK):
-                bits[2 * pair], bits[2 * pair + 1] = pair_bits(np.uint64(start // 2 + pair), key, _TOKENS)
-        else:
-            for at in block:
-                even, odd = pair_bits(tokens[at] >> ONE, key, _TOKENS)
-                bits[at] = odd if tokens[at] & ONE else even
-        last = best[1][-1] if found == room else -np.inf
-        for at in block:
-            loses = _cannot_win(last - values[at], uniform_complement(bits[at]))
-            in_race[at] = values[at] > -np.inf and not loses
-        for at in block:
-            if in_race[at]:
-                place = start + at if every else ids[start + at]
-                found = _place(place, values[at] + gumbel_of_bits(bits[at]), best, found)
-    return found
-
-
-@compiled
-def _rank(values: Float64Array, best: Best) -> int:
-    """Write the places of the largest values to `best`; how many."""
+def rank(logits: Float32Array, best: Best) -> int:
+    """Write the largest logits to `best`; how many. The earlier of equals first."""
     found = 0
-    for place in range(len(values)):
-        if values[place] > -np.inf:
-            found = _place(place, values[place], best, found)
+    for place in range(len(logits)):
+        if logits[place] > -np.inf:
+            found = _place(place, np.float64(logits[place]), best, found)
     return found
 
 
 @compiled
-def log_normalizer(logits: Float32Array, peak: float) -> float:
-    """log(sum(exp(logits))) in double, in lanes as `_sum_exp`. `peak` is the largest logit, a finite one."""
-    return peak + log(_sum_exp(logits, peak))
+def log_normalizer(logits: Float32Array, peak: float, temperature: float = 1.0) -> float:
+    """log(sum(exp(logits / temperature))) in double. `peak` is the largest logit, a finite one.
+
+    In LANES lanes, then over those. -inf adds as good as nothing.
+    """
+    lanes = np.zeros(LANES, dtype=np.float64)
+    peak /= temperature
+    for start in range(0, len(logits), LANES):
+        for index in range(min(LANES, len(logits) - start)):
+            lanes[index] += exp(np.float64(logits[start + index]) / temperature - peak)
+    return peak + log(float(lanes.sum()))
 
 
 @compiled
-def _sum_exp(values: Float32Array | Float64Array, peak: float) -> float:
-    """The sum of exp(value - peak) in double: of LANES lanes, then of those. -inf adds as good as nothing."""
+def write_probabilities(known: Known, peak: float, temperature: float, out: Float64Array) -> None:
+    """Make `out` the softmax of logits / temperature by ids, exactly zero for an id that is not known."""
+    logits, names = known
+    peak /= temperature
+    if len(names) > 0:
+        out[:] = 0.0
+    for place in range(len(logits)):
+        value = np.float64(logits[place]) / temperature
+        share = exp(value - peak) if value > -np.inf else 0.0
+        out[names[place] if len(names) > 0 else place] = share
     lanes = np.zeros(LANES, dtype=np.float64)
-    for start in range(0, len(values), LANES):
-        for index in range(min(LANES, len(values) - start)):
-            lanes[index] += exp(np.float64(values[start + index]) - peak)
-    return float(lanes.sum())
+    for start in range(0, len(out), LANES):
+        for index in range(min(LANES, len(out) - start)):
+            lanes[index] += out[start + index]
+    out /= lanes.sum()
 
 
 @inlined
@@ -368,9 +287,10 @@ def pair_bits(pair: np.uint64, key: Key, lane: np.uint64) -> tuple[np.uint64, np
 
 
 @inlined
-def uniform_complement(bits: np.uint64) -> float:
-    """One minus the uniform of these bits, exactly. Small values mean large Gumbel noise."""
-    return (np.float64(np.int64(4503599627370496) - np.int64(bits >> SHIFT_12)) - 0.5) * UNIT
+def _token_bits(token: int, key: Key) -> np.uint64:
+    """64 random bits for a token id."""
+    even, odd = pair_bits(np.uint64(token) >> ONE, key, _TOKENS)
+    return odd if token & 1 else even
 
 
 @inlined
@@ -385,8 +305,7 @@ def gumbel(seed: np.uint64, position: np.uint64, ids: Int64Array) -> Float64Arra
     """The Gumbel noise of each token id at a position: float64 [ids]."""
     noise = np.empty(len(ids), dtype=np.float64)
     for index, token in enumerate(ids):
-        even, odd = pair_bits(np.uint64(token) >> ONE, (seed, position), _TOKENS)
-        noise[index] = gumbel_of_bits(odd if token & 1 else even)
+        noise[index] = gumbel_of_bits(_token_bits(token, (seed, position)))
     return noise
 
 

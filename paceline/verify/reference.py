@@ -1,4 +1,4 @@
-"""The readable reference of `kernels.py`: the same tokens, from numpy and a full sort."""
+"""The readable reference of `keeping.py` and `kernels.py`: the same tokens, from numpy and a full sort."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.verify.floats import exp_reference, log_reference
-from paceline.verify.kernels import LANES, MASS_ONE
+from paceline.verify.keeping import MASS_ONE
+from paceline.verify.kernels import LANES
 from paceline.verify.noise import gumbel_reference
 
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from paceline.constrain.constraint import Constraint
 from paceline.errors import BackendError
-from paceline.verify.kernels import best_candidates, choose_token, target_probabilities
+from paceline.verify.choosing import EVERY, best_candidates, choose_token, target_probabilities
 from paceline.verify.params import SamplingParams
 
 Float32Array = npt.NDArray[np.float32]
@@ -30,7 +30,6 @@ Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
 
-_EVERY: Int64Array = np.empty(0, dtype=np.int64)  # no ids named: the logits are those of all
 _PLAIN_OPTIONS = (1.0, 0, 1.0, 0.0)  # temperature, top_k, top_p, min_p that leave a softmax as it is
 
 
@@ -170,7 +169,7 @@ class Sampler:
                 return token
         else:
             key = (self._seed, np.uint64(position))
-            token = choose_token(logits, _span(logits), self._options, workspace.scratch, key)
+            token = choose_token(logits, self._options, workspace.scratch, key)
             if token >= 0:
                 return token
         raise unusable_logits(f"at position {position}")
@@ -197,7 +196,7 @@ class Sampler:
             out[:] = 0.0
             out[token] = 1.0
         else:
-            usable = target_probabilities(logits, _span(logits), self._options, workspace.scratch, out)
+            usable = target_probabilities(logits, self._options, workspace.scratch, out)
         if not usable:
             raise unusable_logits(f"after {num_output} tokens of output")
         return out
@@ -210,7 +209,7 @@ class Sampler:
         count: int,
         coupled: bool,
         workspace: Workspace,
-        known: Int64Array = _EVERY,
+        known: Int64Array = EVERY,
     ) -> tuple[Int64Array, Float64Array]:
         """The `count` best ids, best first, and their log p: int64 and float64 [at most count].
 
@@ -223,19 +222,17 @@ class Sampler:
         if forced is not None:
             return np.array([forced]), np.zeros(1)
         logits = self._with_options(logits, num_output, workspace)
-        best = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float64)
-        found = best_candidates(
+        best = best_candidates(
             (logits, known),
-            _span(logits),
             _PLAIN_OPTIONS if self.greedy else self._options,
             workspace.scratch,
             (self._seed, np.uint64(position)),
             coupled and not self.greedy,
-            best,
+            count,
         )
-        if found < 0:
+        if best is None:
             raise unusable_logits(f"at position {position}")
-        return best[0][:found], best[1][:found]
+        return best
 
     def _forced(self, logits: Float32Array) -> int | None:
         """The only token that the constraint allows, if it allows one only."""
@@ -285,10 +282,6 @@ class Sampler:
             edited[ids] -= np.float32(params.frequency_penalty) * counts
             edited[ids] -= np.float32(params.presence_penalty)
         return edited
-
-
-def _span(logits: Float32Array) -> tuple[float, float]:
-    return float(logits.max()), float(logits.min())
 
 
 def unusable_logits(where: str) -> BackendError:

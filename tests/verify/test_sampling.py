@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from paceline.errors import BackendError
 from paceline.verify import kernels
+from paceline.verify.choosing import choose_token
 from paceline.verify.logprobs import token_logprobs
+from paceline.verify.noise import gumbel_reference
 from paceline.verify.params import SamplingParams
 from paceline.verify.reference import choose_token_reference, log_normalizer_reference
 from paceline.verify.sampling import Sampler, TokenCounts, Workspace
@@ -17,13 +19,8 @@ from paceline.verify.sampling import Sampler, TokenCounts, Workspace
 
 def choose(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0):
     workspace = Workspace(len(logits))
-    return kernels.choose_token(
-        logits,
-        (float(logits.max()), float(logits.min())),
-        (float(temperature), top_k, float(top_p), float(min_p)),
-        workspace.scratch,
-        (np.uint64(seed), np.uint64(position)),
-    )
+    options = (float(temperature), top_k, float(top_p), float(min_p))
+    return choose_token(logits, options, workspace.scratch, (np.uint64(seed), np.uint64(position)))
 
 
 def sample(logits, params, prompt=(), output=(), ending=(), seed=0):
@@ -45,7 +42,7 @@ def frequencies(logits, draws=4000, **options):
 
 @given(
     size=st.integers(1, 700),
-    spread=st.sampled_from([0.0, 0.01, 1.0, 5.0, 50.0]),
+    spread=st.sampled_from([0.0, 0.01, 1.0, 5.0, 50.0, 1e7]),
     ties=st.booleans(),
     masked=st.booleans(),
     temperature=st.sampled_from([1e-5, 0.1, 0.7, 1.0, 2.0, 100.0]),
@@ -77,6 +74,28 @@ def test_compiled_sampler_agrees_on_a_vocabulary_of_real_size(options, spread):
     logits = (np.random.default_rng(1).normal(size=151_936) * spread).astype(np.float32)
     full = {"temperature": 0.9, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5, "position": 9} | options
     assert choose(logits, **full) == choose_token_reference(logits, **full)
+
+
+@given(
+    size=st.integers(1, 500),
+    places=st.integers(1, 8),
+    named=st.booleans(),
+    spread=st.sampled_from([0.0, 1.0, 5.0, 50.0, 1e7]),
+    seed=st.integers(0, 2**64 - 1),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_best_of_a_race_are_those_with_the_largest_sums(size, places, named, spread, seed):
+    rng = np.random.default_rng(seed % 2**32)
+    logits = (rng.normal(size=size) * spread).astype(np.float32)
+    logits[rng.random(size) < 0.2] = -np.inf
+    names = rng.choice(50_000, size, replace=False) if named else np.empty(0, dtype=np.int64)
+    best = np.empty(places, dtype=np.int64), np.empty(places)
+    found = kernels.race((logits, names), 0.8, (np.uint64(seed), np.uint64(7)), best)
+    noise = gumbel_reference(seed, 7, names if named else np.arange(size))
+    scores = logits.astype(np.float64) / 0.8 + noise
+    expected = np.argsort(-scores, kind="stable")[: min(places, np.isfinite(scores).sum())]
+    assert best[0][:found].tolist() == expected.tolist()
+    assert np.array_equal(best[1][:found], scores[expected])
 
 
 def test_greedy_takes_the_largest_logit_and_the_lowest_id_of_equals():
