@@ -106,9 +106,20 @@ def _load_cpu_head(
     return CpuHeadRunner(checkpoint, beside, max_rows, options.quantization)
 
 
+def _load_cuda_head(
+    checkpoint: HeadCheckpoint, options: BackendOptions, max_rows: int, beside: Backend
+) -> HeadRunner:
+    from paceline.backends.cuda.backend import CudaBackend
+    from paceline.backends.cuda.head_runner import CudaHeadRunner
+
+    assert isinstance(beside, CudaBackend), "the options name the backend that the target runs on"
+    return CudaHeadRunner.load(checkpoint, beside, max_rows)
+
+
 _HEAD_LOADERS: dict[str, Callable[[HeadCheckpoint, BackendOptions, int, Backend], HeadRunner]] = {
     "cpu": _load_cpu_head,
     "torch": _load_torch_head,
+    "cuda": _load_cuda_head,
 }
 
 
@@ -120,6 +131,14 @@ def _load_torch_medusa(checkpoint: MedusaCheckpoint, beside: Backend) -> MedusaR
     return TorchMedusa.load(checkpoint, beside.device, beside.dtype)
 
 
+def _load_cuda_medusa(checkpoint: MedusaCheckpoint, beside: Backend) -> MedusaRunner:
+    from paceline.backends.cuda.backend import CudaBackend
+    from paceline.draft.heads.torch_medusa import TorchMedusa
+
+    assert isinstance(beside, CudaBackend), "the options name the backend that the target runs on"
+    return TorchMedusa.load(checkpoint, beside.device, beside.dtype)
+
+
 def _load_numpy_medusa(checkpoint: MedusaCheckpoint, beside: Backend) -> MedusaRunner:
     return NumpyMedusa(checkpoint)
 
@@ -127,4 +146,5 @@ def _load_numpy_medusa(checkpoint: MedusaCheckpoint, beside: Backend) -> MedusaR
 _MEDUSA_LOADERS: dict[str, Callable[[MedusaCheckpoint, Backend], MedusaRunner]] = {
     "cpu": _load_numpy_medusa,
     "torch": _load_torch_medusa,
+    "cuda": _load_cuda_medusa,
 }

@@ -32,7 +32,7 @@ class CudaBackend:
     page_size = PAGE_SIZE
     batch_invariant = True
     chooses = True
-    supports_features = False  # it gives them, but runs no heads yet that would read them
+    supports_features = True
 
     def __init__(self, weights: Weights, max_rows: int) -> None:
         self.weights = weights

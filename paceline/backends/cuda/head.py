@@ -1,0 +1,172 @@
+"""The pass of a learned draft head: which kernels run, in which order, over which buffers.
+
+    features ─ norm ─ fc ─> state            of slots behind the target's tokens (fuse)
+    state, token ─ embed, join ─> layer ─> logits, and the state that the next slot reads
+
+eagle3 reads embedding and state side by side in its attention; eagle and mtp first bring both together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.backends.cuda.head_weights import HeadWeights
+from paceline.backends.cuda.kernels.attention import AttentionScratch, RowTables, attend, attention_scratch
+from paceline.backends.cuda.kernels.draft import join, norm_rows
+from paceline.backends.cuda.kernels.linear import add_product, gate_up, project
+from paceline.backends.cuda.kernels.matrix import Normed, Scratch, padded_rows, scratch_for
+from paceline.backends.cuda.kernels.rows import embed, rotate_and_store
+from paceline.backends.cuda.model import Pool
+from paceline.backends.cuda.weights import padded_size
+
+
+@dataclass(frozen=True)
+class HeadWorkspace:
+    """Buffers of a head's passes. Captured graphs know their addresses, so they are made once."""
+
+    fused: torch.Tensor  # [rows, padded features] what the fusion's matrix reads
+    states: torch.Tensor  # float32 [rows, padded hidden] of slots behind the target's tokens
+    fed_back: torch.Tensor  # float32 [rows, padded hidden] normed for the next slots, if they are
+    embedded: torch.Tensor  # float32 [rows, padded hidden]
+    ones: torch.Tensor  # float32 [rows, 1] instead of sums of squares: rows that are not normed
+    scratch_input: Normed  # what `embed` prepares and nobody reads
+    joined: torch.Tensor  # [rows, 2 * padded hidden]
+    hidden: tuple[torch.Tensor, torch.Tensor]  # float32 [rows, padded hidden] each: of every other pass
+    attention_input: Normed
+    qkv: torch.Tensor  # [rows, padded (heads + 2 * key heads) * head_dim]
+    query: torch.Tensor  # [rows, heads, head_dim]
+    mixed: torch.Tensor  # [rows, padded heads * head_dim] zero where it is padding
+    feed_forward_input: Normed
+    activated: torch.Tensor  # [rows, padded intermediate]
+    output: Normed  # what the vocabulary reads, by row of the pass
+    picked: Normed  # the same of wanted rows
+    logits: torch.Tensor  # float32 [rows, draft vocabulary]
+    scratch: Scratch
+    attention: AttentionScratch
+
+
+def make_head_workspace(weights: HeadWeights, max_rows: int, longest: int) -> HeadWorkspace:
+    """Buffers for passes of at most `max_rows` rows over contexts of at most `longest` tokens."""
+    config, layer, rows = weights.config, weights.layer, padded_rows(max_rows)
+    device, dtype = weights.norm.device, weights.norm.dtype
+    hidden = len(weights.norm)
+
+    def zeros(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=kind, device=device)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return zeros(*shape, kind=torch.float32)
+
+    def normed(groups: int) -> Normed:
+        return Normed(zeros(rows, hidden), numbers(rows, groups), config.hidden_size, config.rms_norm_eps)
+
+    joining, fusing = weights.entry.joining, weights.fusion.matrix
+    return HeadWorkspace(
+        fused=zeros(rows, 0 if fusing is None else fusing.depth),
+        states=numbers(rows, hidden),
+        fed_back=numbers(rows, hidden),
+        embedded=numbers(rows, hidden),
+        ones=numbers(rows, 1) + 1,
+        scratch_input=normed(hidden // 64),
+        joined=zeros(rows, 2 * hidden),
+        hidden=(numbers(rows, hidden), numbers(rows, hidden)),
+        attention_input=normed(1 if joining is None else joining.tiles),
+        qkv=zeros(rows, layer.qkv.padded_width),
+        query=zeros(rows, config.num_heads, config.head_dim),
+        mixed=zeros(rows, padded_size(config.num_heads * config.head_dim)),
+        feed_forward_input=normed(layer.output.tiles),
+        activated=zeros(rows, layer.gate_up.padded_width // 2),
+        output=normed(layer.down.tiles),
+        picked=normed(layer.down.tiles),
+        logits=numbers(rows, config.draft_vocab_size),
+        scratch=scratch_for(weights.matrices, rows, device),
+        attention=attention_scratch(
+            rows, config.num_heads, config.num_kv_heads, config.head_dim, longest, device
+        ),
+    )
+
+
+def fuse(
+    weights: HeadWeights,
+    workspace: HeadWorkspace,
+    features: torch.Tensor,
+    sources: torch.Tensor | None,
+    rows: int,
+) -> torch.Tensor:
+    """The states [rows, padded hidden] of slots that read the rows `sources` of the target's features."""
+    fusion, width = weights.fusion, weights.config.feature_width
+    if fusion.matrix is None:
+        norm_rows(features, sources, fusion.norm, fusion.eps, width, workspace.states, rows)
+        return workspace.states
+    size = width // fusion.groups
+    norm_rows(features, sources, fusion.norm, fusion.eps, size, workspace.fused, rows, fusion.groups)
+    plain = _plain(workspace, workspace.fused)
+    project(plain, fusion.matrix, workspace.states, rows, workspace.scratch)
+    return workspace.states
+
+
+def run_slots(
+    weights: HeadWeights,
+    workspace: HeadWorkspace,
+    tokens: torch.Tensor,
+    states: torch.Tensor,
+    sources: torch.Tensor | None,
+    tables: RowTables,
+    turns: torch.Tensor,
+    pool: Pool,
+    page_size: int,
+    hidden: torch.Tensor,
+) -> None:
+    """Run slots with these tokens [rows] and states; `workspace.output` is then what the vocabulary reads.
+
+    Row r reads the state sources[r], or r without `sources`. `tables` tell of KV indices; `turns` int32
+    [rows] are the positions by which queries and keys are turned, one less. The outputs go to `hidden`, which
+    may not be where the states lie.
+    """
+    config, layer, entry, rows = weights.config, weights.layer, weights.entry, len(tokens)
+    scratch = workspace.scratch
+    keys, values = pool.keys[0], pool.values[0]
+    embed(tokens, weights.embedding, workspace.embedded, weights.norm, workspace.scratch_input)
+    size, eps = config.hidden_size, config.rms_norm_eps
+    joined = workspace.joined
+    join(workspace.embedded, states, sources, entry.norms, size, eps, entry.residual, joined, hidden, rows)
+    attention_input = _plain(workspace, joined)
+    if entry.joining is not None:
+        attention_input = workspace.attention_input
+        add_product(joined, entry.joining, hidden, layer.attention_norm, attention_input, rows, scratch)
+        if not entry.normed:
+            attention_input = _plain(workspace, attention_input.rows)
+    project(attention_input, layer.qkv, workspace.qkv, rows, scratch)
+    query, mixed = workspace.query, workspace.mixed
+    rotate_and_store(workspace.qkv, turns, tables.places, weights.rotation, None, eps, query, keys, values)
+    # KV index 0 has no slot
+    attend(query, keys, values, tables, None, page_size, mixed, workspace.attention, earliest=1)
+    reads = workspace.feed_forward_input
+    add_product(mixed, layer.output, hidden, layer.feed_forward_norm, reads, rows, scratch)
+    gate_up(reads, layer.gate_up, workspace.activated, rows, scratch)
+    add_product(workspace.activated, layer.down, hidden, weights.norm, workspace.output, rows, scratch)
+
+
+def feed_back(
+    weights: HeadWeights, workspace: HeadWorkspace, hidden: torch.Tensor, rows: int
+) -> torch.Tensor:
+    """The states that slots behind these outputs [rows, padded hidden] read."""
+    config = weights.config
+    if not config.norm_output:
+        return hidden
+    norm_rows(hidden, None, weights.norm, config.rms_norm_eps, config.hidden_size, workspace.fed_back, rows)
+    return workspace.fed_back
+
+
+def run_vocabulary(weights: HeadWeights, workspace: HeadWorkspace, read: Normed, rows: int) -> None:
+    """Write the logits of the first rows of `read` to `workspace.logits`."""
+    if not weights.is_normed:
+        read = _plain(workspace, read.rows)
+    project(read, weights.vocabulary, workspace.logits, rows, workspace.scratch)
+
+
+def _plain(workspace: HeadWorkspace, rows: torch.Tensor) -> Normed:
+    """Rows that products read as they are: their norm's factor is one."""
+    return Normed(rows, workspace.ones, 1, 0.0)

@@ -1,0 +1,253 @@
+"""Learned draft heads beside a CudaBackend: the contract of HeadRunner over captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import torch
+
+from paceline.backends.base import Float32Array, ForwardBatch, HeadBatch, HeadChains, HeadOutput, Int32Array
+from paceline.backends.cuda.backend import FIRST_LONGEST, MAX_PAGES, PAGE_SIZE, CudaBackend
+from paceline.backends.cuda.graphs import Graphs, bucket
+from paceline.backends.cuda.head import (
+    feed_back,
+    fuse,
+    make_head_workspace,
+    run_slots,
+    run_vocabulary,
+)
+from paceline.backends.cuda.head_weights import HeadWeights, load_head_weights
+from paceline.backends.cuda.kernels.attention import MOST_PATH, RowTables, tile_height
+from paceline.backends.cuda.kernels.draft import pick_rows
+from paceline.backends.cuda.kernels.guess import choose, guess, guesses_for
+from paceline.backends.cuda.model import Pool
+from paceline.backends.cuda.tables import DeviceTables, rows_of
+from paceline.backends.head_chains import TO_GO_ON
+from paceline.draft.heads.checkpoint import HeadCheckpoint
+from paceline.errors import BackendError
+
+CHAIN_LINES = 5  # positions, places, straight, counts and pages of the rows of a pass
+
+
+class CudaHeadRunner:
+    """Implements HeadRunner with Triton kernels, and with weights that it shares with its target."""
+
+    page_size = PAGE_SIZE
+    least_chance = 0.0  # rows cost next to nothing
+
+    def __init__(self, weights: HeadWeights, max_rows: int) -> None:
+        device = weights.norm.device
+        self.weights, self.config, self.max_rows, self.device = weights, weights.config, max_rows, device
+        most = self._most = bucket(max_rows)
+        self._longest = min(FIRST_LONGEST, self.config.max_position)
+        self._workspace = make_head_workspace(weights, most, self._longest)
+        self._tables = DeviceTables(most, MAX_PAGES, device)
+        self._features = torch.zeros((most, self.config.feature_width), device=device)
+        self._graphs = Graphs(device)
+        self._temperatures = torch.zeros(most, dtype=torch.float64, device=device)  # chains are of likeliest
+
+        def integers(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._turns, self._seeds = integers(most), integers(most)
+        self._row_numbers = torch.arange(most, dtype=torch.int32, device=device)
+        self._chains = _Chains(0, most, weights)
+
+    @classmethod
+    def load(cls, checkpoint: HeadCheckpoint, beside: CudaBackend, max_rows: int) -> CudaHeadRunner:
+        """A runner with the checkpoint's weights, in the dtype and on the device of the target."""
+        if checkpoint.config.head_dim % 2:
+            raise BackendError(
+                f"The cuda backend needs an even head size, not {checkpoint.config.head_dim}; "
+                "use backend='torch'."
+            )
+        return cls(load_head_weights(checkpoint, beside.weights), max_rows)
+
+    def make_pool(self, num_pages: int) -> Pool:
+        config = self.config
+        shape = (1, num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        dtype = self.weights.norm.dtype
+        keys, values = (torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2))
+        return Pool(num_pages, self.bytes_per_page(), keys, values)
+
+    def bytes_per_page(self) -> int:
+        config = self.config
+        return 2 * PAGE_SIZE * config.num_kv_heads * config.head_dim * self.weights.norm.dtype.itemsize
+
+    @torch.inference_mode()
+    def run(self, batch: HeadBatch) -> HeadOutput:
+        """Logits of the wanted rows, and the states that their children read."""
+        outputs = len(batch.rows.logit_rows)
+        self._run_rows(batch)
+        if outputs:
+            wanted = bucket(outputs)
+            self._graphs.run(("vocabulary", wanted), lambda: self._pick(wanted))
+        chosen = torch.from_numpy(batch.rows.logit_rows.astype(np.int64)).to(self.device)
+        logits = self._workspace.logits[:outputs]
+        return HeadOutput(
+            logits.cpu().numpy(), self._last_states[chosen, : self.config.hidden_size].cpu().numpy()
+        )
+
+    @torch.inference_mode()
+    def run_chains(self, batch: HeadBatch, most: Sequence[int], least_chance: float) -> HeadChains:
+        """The likeliest guesses behind each request, all passes behind the first in one graph.
+
+        Every chain is computed to the longest length, which costs less than to ask between the passes.
+        """
+        rows, longest = batch.rows, max(most)
+        count = rows.num_requests
+        requests = bucket(count)
+        if longest > self._chains.longest:
+            self._chains = _Chains(longest, self._most, self.weights)
+            self._graphs = Graphs(self.device)  # graphs know addresses
+        self._run_rows(batch)
+        self._chains.send(rows, requests)
+        pool = cast(Pool, rows.pool)
+        name = ("chains", requests, longest, batch.from_target, _place(pool))
+        self._graphs.run(name, lambda: self._guess_chains(requests, longest, pool))
+        tokens = self._chains.tokens[: longest * requests].view(longest, requests)[:, :count].cpu().numpy()
+        chances = self._chains.chances[:longest, :count].cpu().numpy().cumprod(axis=0).T
+        return up_to_least(np.ascontiguousarray(tokens.T), chances, most, least_chance)
+
+    @property
+    def _last_states(self) -> torch.Tensor:
+        """What children of the rows of the last batch read: float32 [rows, padded hidden]."""
+        return self._workspace.fed_back if self.config.norm_output else self._workspace.hidden[0]
+
+    def _run_rows(self, batch: HeadBatch) -> None:
+        rows = batch.rows
+        assert rows.num_rows <= self.max_rows, f"{rows.num_rows} rows, but max_rows is {self.max_rows}"
+        self._make_room(int(rows.positions.max()) + 2 + self._chains.longest)
+        height = tile_height(self.config.num_heads, self.config.num_kv_heads)
+        by_index = replace(rows, positions=rows.positions + 1)  # what a row sees is told by KV indices
+        self._tables.send(by_index, rows_of(by_index, PAGE_SIZE, height))
+        states = torch.from_numpy(batch.states).to(self.device)
+        to = self._features if batch.from_target else self._workspace.states
+        to[: len(states), : states.shape[1]] = states
+        padded, pool = bucket(rows.num_rows), cast(Pool, rows.pool)
+        self._graphs.run(
+            ("rows", padded, batch.from_target, _place(pool)),
+            lambda: self._slots(padded, batch.from_target, pool),
+        )
+
+    def _slots(self, rows: int, from_target: bool, pool: Pool) -> None:
+        weights, workspace, tables = self.weights, self._workspace, self._tables.tables(rows)
+        turns = self._turns[:rows]
+        torch.sub(tables.positions, 1, out=turns)
+        turns.clamp_(min=0)
+        states = workspace.states
+        if from_target:
+            states = fuse(weights, workspace, self._features, None, rows)
+        tokens, hidden = self._tables.tokens(rows), workspace.hidden[0]
+        run_slots(weights, workspace, tokens, states, None, tables, turns, pool, PAGE_SIZE, hidden)
+        feed_back(weights, workspace, hidden, rows)
+
+    def _pick(self, outputs: int) -> None:
+        """Logits of the wanted rows of the last pass."""
+        pick_rows(self._workspace.output, self._tables.output_rows(outputs), self._workspace.picked)
+        run_vocabulary(self.weights, self._workspace, self._workspace.picked, outputs)
+
+    def _guess_chains(self, requests: int, longest: int, pool: Pool) -> None:
+        weights, workspace, chains = self.weights, self._workspace, self._chains
+        pages = self._tables.tables(1).pages
+        self._pick(requests)
+        sources: torch.Tensor | None = self._tables.output_rows(requests)
+        states = self._last_states
+        self._guess(requests, 0)
+        for number in range(longest - 1):
+            hidden = workspace.hidden[(number + 1) % 2]
+            tokens = chains.tokens[number * requests : (number + 1) * requests]
+            positions, places, straight, counts, tile_pages = chains.lines[number, :, :requests]
+            tables = RowTables(
+                positions,
+                places,
+                straight,
+                chains.paths,
+                self._row_numbers[:requests],
+                counts,
+                tile_pages,
+                pages,
+            )
+            turns = self._turns[:requests]
+            torch.sub(positions, 1, out=turns)
+            turns.clamp_(min=0)
+            run_slots(weights, workspace, tokens, states, sources, tables, turns, pool, PAGE_SIZE, hidden)
+            run_vocabulary(weights, workspace, workspace.output, requests)
+            self._guess(requests, number + 1)
+            states, sources = feed_back(weights, workspace, hidden, requests), None
+
+    def _guess(self, requests: int, number: int) -> None:
+        """Choose the guess of this number behind each request."""
+        weights, chains, vocab = self.weights, self._chains, self.config.draft_vocab_size
+        logits, ids = self._workspace.logits, weights.target_ids
+        lengths = self._row_numbers[:requests]  # no noise, so nobody asks
+        guess(logits, vocab, ids, self._temperatures, self._seeds, lengths, 0, chains.guesses, requests)
+        choose(
+            chains.guesses, chains.children[number], chains.tokens, chains.chances[number], requests, requests
+        )
+
+    def _make_room(self, length: int) -> None:
+        """Have buffers for contexts of this length."""
+        if length > self._longest:
+            self._longest = min(bucket(length) * 2, max(length, self.config.max_position))
+            self._workspace = make_head_workspace(self.weights, self._most, self._longest)
+            self._graphs = Graphs(self.device)  # graphs know addresses
+
+
+class _Chains:
+    """Guesses of chains on the device, and the rows that compute them: one a request in every pass."""
+
+    def __init__(self, longest: int, max_rows: int, weights: HeadWeights) -> None:
+        device = weights.norm.device
+        self.longest = longest
+        self.lines = torch.zeros((longest, CHAIN_LINES, max_rows), dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(longest * max_rows, dtype=torch.int32, device=device)
+        self.chances = torch.zeros((longest, max_rows), device=device)
+        self.guesses = guesses_for(max_rows, weights.config.draft_vocab_size, 1, device)
+        self.paths = torch.zeros((1, MOST_PATH), dtype=torch.int32, device=device)  # never read: all straight
+        nowhere = [0, 0, -1]
+        children = [[[[[number, 1, 0], nowhere]]] for number in range(longest)]  # see `choose`
+        self.children = torch.tensor(children, dtype=torch.int32, device=device)
+
+    def send(self, rows: ForwardBatch, requests: int) -> None:
+        """Tell where the guesses of each request of a pass stand."""
+        count, stride = rows.num_requests, rows.page_tables.shape[1]
+        first = rows.context_lengths + np.diff(rows.row_offsets)
+        index = first[None, :] + np.arange(self.longest, dtype=np.int32)[:, None]
+        page = np.minimum(
+            index // PAGE_SIZE, stride - 1
+        )  # chains shorter than the longest have no pages there
+        known = index // PAGE_SIZE < stride
+        number = np.arange(count)
+        places = rows.page_tables[number, page] * PAGE_SIZE + index % PAGE_SIZE
+        lines = np.zeros((self.longest, CHAIN_LINES, requests), dtype=np.int32)
+        lines[:, 1] = -1
+        lines[:, :, :count] = np.stack(
+            (
+                np.where(known, index, 0),
+                np.where(known, places, -1),
+                index + 1,
+                known,
+                np.broadcast_to(number * stride, index.shape),
+            ),
+            axis=1,
+        )
+        self.lines[:, :, :requests] = torch.from_numpy(lines)
+
+
+def up_to_least(
+    tokens: Int32Array, chances: Float32Array, most: Sequence[int], least_chance: float
+) -> HeadChains:
+    """Chains as long as head_chains.py lets them be, of guesses with these chances [requests, longest]."""
+    kept = (chances >= least_chance) & (np.arange(chances.shape[1]) < np.array(most)[:, None])
+    goes_on = chances >= TO_GO_ON * least_chance
+    kept[:, 1:] &= goes_on[:, :-1]
+    return HeadChains(tokens, chances, np.logical_and.accumulate(kept, axis=1).sum(axis=1, dtype=np.int32))
+
+
+def _place(pool: Pool) -> tuple[int, int]:
+    """What tells pools apart: graphs know addresses."""
+    return pool.keys.data_ptr(), pool.num_pages

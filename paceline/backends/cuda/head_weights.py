@@ -1,0 +1,157 @@
+"""The weights of a learned draft head on the device, as kernels read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from paceline.backends.cuda.kernels.draft import NO_RESIDUAL, NORMED_RESIDUAL, STATE_RESIDUAL
+from paceline.backends.cuda.kernels.matrix import Matrix, tile_matrix, tile_pair
+from paceline.backends.cuda.weights import Layer, Weights, padded_size, tiling_for
+from paceline.draft.heads.checkpoint import HeadCheckpoint
+from paceline.draft.heads.config import HeadConfig
+from paceline.models.rope import rope_frequencies
+
+Read = Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How embeddings and states enter the layer."""
+
+    norms: tuple[torch.Tensor, torch.Tensor] | None  # [padded hidden] of embeddings and of states
+    residual: int  # what the residual stream starts from: see kernels/draft.py
+    joining: Matrix | None  # None: the attention reads both side by side
+    normed: bool  # whether the attention reads what was joined through the layer's norm
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """How features of the target become states."""
+
+    norm: torch.Tensor | None  # [features * target hidden]
+    eps: float
+    groups: int  # normed each by itself
+    matrix: Matrix | None  # None: they are states once normed
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """All of a head."""
+
+    config: HeadConfig
+    fusion: Fusion
+    embedding: Matrix
+    entry: Entry
+    layer: Layer
+    norm: torch.Tensor  # [padded hidden] of what the vocabulary reads; ones if it is not normed
+    is_normed: bool
+    vocabulary: Matrix
+    target_ids: torch.Tensor | None  # int32 [draft vocabulary] the target's ids of guesses; None: the same
+    rotation: tuple[torch.Tensor, torch.Tensor]  # cosine and sine: float32 [positions, head_dim // 2]
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        layer = self.layer
+        maybe = (self.fusion.matrix, self.entry.joining)
+        own = [layer.qkv, layer.output, layer.gate_up, layer.down, self.vocabulary]
+        return own + [matrix for matrix in maybe if matrix is not None]
+
+
+def load_head_weights(checkpoint: HeadCheckpoint, target: Weights) -> HeadWeights:
+    """The weights of a head beside its target, in the target's dtype."""
+    config, device = checkpoint.config, target.device
+
+    def read(name: str) -> torch.Tensor:
+        return torch.from_numpy(checkpoint.tensors[name].float32()).to(device=device, dtype=target.dtype)
+
+    frequencies = torch.from_numpy(rope_frequencies(config.rope, config.head_dim)).to(device)
+    angles = torch.arange(config.max_position, device=device)[:, None].float() * frequencies
+    ids = checkpoint.draft_ids
+    is_normed = config.kind != "eagle"
+    return HeadWeights(
+        config,
+        _load_fusion(config, read, target),
+        _matrix(read("embed_tokens.weight")) if config.own_embedding else target.embedding,
+        _load_entry(config, read),
+        _load_layer(config, read),
+        _line(read("norm.weight")) if is_normed else _ones(config, read),
+        is_normed,
+        _matrix(read("lm_head.weight")) if config.own_lm_head else target.head,
+        None if ids is None else torch.from_numpy(ids).to(device),
+        (angles.cos(), angles.sin()),
+    )
+
+
+def _load_fusion(config: HeadConfig, read: Read, target: Weights) -> Fusion:
+    if config.kind != "eagle3":  # features are states, if anything after the target's last norm
+        normed = config.kind == "eagle" or config.norm_features
+        norm = target.norm[: config.target_hidden_size] if normed else None
+        return Fusion(norm, target.config.rms_norm_eps, 1, None)
+    norm, groups = None, config.num_features
+    if config.fc_norm:
+        norm = torch.cat([read(f"fc_norm.{number}.weight") for number in range(groups)])
+    if config.norm_before_fc:
+        norm, groups = read("input_norm.weight"), 1
+    bias = read("fc.bias") if config.fc_bias else None
+    return Fusion(norm, config.rms_norm_eps, groups, _matrix(read("fc.weight"), bias))
+
+
+def _load_entry(config: HeadConfig, read: Read) -> Entry:
+    names = {
+        "eagle3": ("midlayer.input_layernorm", "midlayer.hidden_norm"),
+        "mtp": ("embedding_norm", "state_norm"),
+    }
+    norms = None
+    if config.kind in names:
+        first, second = (_line(read(f"{name}.weight")) for name in names[config.kind])
+        norms = first, second
+    if config.kind == "eagle3":
+        return Entry(norms, NORMED_RESIDUAL if config.norm_before_residual else STATE_RESIDUAL, None, False)
+    bias = read("fc.bias") if config.fc_bias else None
+    return Entry(norms, NO_RESIDUAL, _matrix(_halves(read("fc.weight")), bias), config.kind == "mtp")
+
+
+def _load_layer(config: HeadConfig, read: Read) -> Layer:
+    def part(name: str) -> torch.Tensor:
+        return read(f"midlayer.{name}")
+
+    qkv = torch.cat([part(f"self_attn.{name}_proj.weight") for name in "qkv"])
+    bias = torch.cat([part(f"self_attn.{name}_proj.bias") for name in "qkv"]) if config.qkv_bias else None
+    gate, up = (_padded(part(f"mlp.{name}_proj.weight")) for name in ("gate", "up"))
+    return Layer(
+        _line(part("input_layernorm.weight")) if config.kind == "mtp" else _ones(config, read),
+        _matrix(_halves(qkv) if config.kind == "eagle3" else qkv, bias),
+        None,
+        _matrix(part("self_attn.o_proj.weight")),
+        _line(part("post_attention_layernorm.weight")),
+        tile_pair(gate, up, tiling_for(2 * len(gate), gate.shape[1])),
+        _matrix(part("mlp.down_proj.weight")),
+    )
+
+
+def _halves(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix that reads embeddings and states side by side, each padded."""
+    size = weight.shape[1] // 2
+    return F.pad(weight.view(len(weight), 2, size), (0, padded_size(size) - size)).flatten(1)
+
+
+def _padded(weight: torch.Tensor) -> torch.Tensor:
+    rows, columns = (padded_size(size) - size for size in weight.shape)
+    return F.pad(weight, (0, columns, 0, rows)).contiguous()
+
+
+def _line(values: torch.Tensor) -> torch.Tensor:
+    return F.pad(values, (0, padded_size(len(values)) - len(values)))
+
+
+def _matrix(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Matrix:
+    padded = _padded(weight)
+    return tile_matrix(padded, len(weight), tiling_for(*padded.shape), None if bias is None else _line(bias))
+
+
+def _ones(config: HeadConfig, read: Read) -> torch.Tensor:
+    return _line(torch.ones_like(read("midlayer.post_attention_layernorm.weight")))

@@ -1,0 +1,99 @@
+"""Heads on the device compute what the torch runner computes, and their chains are those of single passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from paceline.backends.base import HeadRunner
+from paceline.backends.head_chains import chains_by_passes
+from paceline.backends.torch_head_runner import TorchHeadRunner
+from paceline.models.config import ModelConfig, RopeConfig
+from tests.draft.heads.driver import DrivenHead, batch_of, drive_heads, random_checkpoint, run_heads
+from tests.draft.heads.tiny_heads import CONFIGS as ALL
+from tests.draft.heads.tiny_heads import TARGET_EPS, VOCAB, random_shared, torch_head
+
+CONFIGS = {name: replace(config, max_position=64) for name, config in ALL.items()}  # short, as tests are
+# interpreted, a pass takes half a second
+KINDS = tuple(CONFIGS) if torch.cuda.is_available() else ("all flags", "mtp")
+NODES, PARENTS = [5, 9, 7], [-1, -1, 0]
+LENGTH = 4
+
+
+def make_runner(name: str, device: torch.device, dtype: torch.dtype):  # type: ignore[no-untyped-def]
+    """A random head beside weights of a target that does not exist otherwise."""
+    from paceline.backends.cuda.head_runner import CudaHeadRunner
+    from paceline.backends.cuda.head_weights import load_head_weights
+    from paceline.backends.cuda.kernels.matrix import Matrix, tile_matrix
+    from paceline.backends.cuda.weights import Weights, padded_size, tiling_for
+
+    shared = random_shared()
+    config = ModelConfig("llama", VOCAB, 60, 1, 6, 2, 14, 85, TARGET_EPS, RopeConfig(500.0), 256, False)
+
+    def matrix(weight: torch.Tensor) -> Matrix:
+        rows, columns = (padded_size(size) - size for size in weight.shape)
+        padded = F.pad(weight, (0, columns, 0, rows)).to(device, dtype)
+        return tile_matrix(padded, len(weight), tiling_for(*padded.shape))
+
+    norm = torch.zeros(64, dtype=dtype, device=device)
+    norm[:60] = shared.norm
+    rotation = (norm, norm)  # the head has its own
+    target = Weights(config, matrix(shared.embedding), (), norm, matrix(shared.lm_head), rotation)
+    return CudaHeadRunner(load_head_weights(random_checkpoint(CONFIGS[name]), target), max_rows=16)
+
+
+def make_reference(name: str) -> TorchHeadRunner:
+    ids = random_checkpoint(CONFIGS[name]).draft_ids
+    head = torch_head(CONFIGS[name], random_shared()).requires_grad_(False)
+    return TorchHeadRunner(head, max_rows=16, target_ids=ids)
+
+
+def slots(runner: HeadRunner, name: str) -> tuple[DrivenHead, np.ndarray]:
+    """A request with computed slots, and the logits and states of a tree behind them."""
+    rng = np.random.default_rng(1)
+    features = rng.standard_normal((LENGTH, CONFIGS[name].feature_width), dtype=np.float32)
+    own = rng.standard_normal((len(NODES), CONFIGS[name].hidden_size), dtype=np.float32)
+    (request,) = drive_heads(runner, pages_each=2)
+    run_heads([request.ask(features, range(3, 3 + LENGTH))], from_target=True, outputs=[])
+    tree = run_heads([request.ask(own, NODES, PARENTS)], from_target=False, keep=False)
+    return request, np.concatenate((tree.logits, tree.states), axis=1)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_slots_are_those_of_torch(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    _, ours = slots(make_runner(name, device, dtype), name)
+    _, theirs = slots(make_reference(name), name)
+    assert np.linalg.norm(ours - theirs) / np.linalg.norm(theirs) < 0.02
+
+
+def test_chains_in_one_graph_are_those_of_single_passes(device: torch.device, dtype: torch.dtype) -> None:
+    name = "all flags"
+    runner, ids = make_runner(name, device, dtype), random_checkpoint(CONFIGS[name]).draft_ids
+    features = np.random.default_rng(1).standard_normal((4, CONFIGS[name].feature_width), dtype=np.float32)
+    first, second = drive_heads(runner, pages_each=2, count=2)
+    asked = [first.ask(features[:3], [3, 4, 5]), second.ask(features[3:], [6])]
+    batch = batch_of(asked, from_target=True, outputs=[2, 3])
+    expected = chains_by_passes(runner.run, batch, ids, [3, 1], 0.0)
+    found = runner.run_chains(batch, [3, 1], 0.0)
+    assert found.lengths.tolist() == expected.lengths.tolist() == [3, 1]
+    for request, length in enumerate(expected.lengths):
+        assert found.tokens[request, :length].tolist() == expected.tokens[request, :length].tolist()
+        np.testing.assert_allclose(
+            found.chances[request, :length], expected.chances[request, :length], rtol=1e-4
+        )
+
+
+def test_a_chain_ends_where_it_is_unlikely() -> None:
+    """Chances of 0.5 are kept; only those of 0.7 are followed by another guess. NaN is no guess."""
+    from paceline.backends.cuda.head_runner import up_to_least
+
+    chances = np.array(
+        [[0.9, 0.8, 0.75], [0.9, 0.6, 0.55], [0.9, 0.75, 0.4], [0.4, 0.3, 0.2], [np.nan, 0.9, 0.9]],
+        np.float32,
+    )
+    chains = up_to_least(np.zeros((5, 3), np.int32), chances, [2, 3, 3, 3, 3], 0.5)
+    assert chains.lengths.tolist() == [2, 2, 2, 0, 0]
