@@ -9,12 +9,21 @@ contract of ForwardBatch as strictly as it can.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.base import Choices, Float32Array, ForwardBatch, ForwardOutput, Int32Array, KVPool
+from paceline.backends.base import (
+    Choices,
+    Float32Array,
+    ForwardBatch,
+    ForwardOutput,
+    Int32Array,
+    Joining,
+    KVPool,
+)
 from paceline.control.controller import Controller, FixedController
 from paceline.draft.base import Drafter, DrafterNeeds, Features
 from paceline.draft.trees import DraftPlan, DraftTrees
@@ -56,14 +65,18 @@ class ToyBackend:
         vocab: int = VOCAB,
         nan_after: int | None = None,
         chooses: bool = False,
+        ahead: bool = False,
     ) -> None:
-        self.chooses = chooses
+        self.chooses = chooses or ahead
+        self.ahead = ahead
+        self.num_launched = 0  # passes that were begun ahead
         self.page_size = page_size
         self.max_rows = max_rows
         self.vocab = vocab
         self.nan_after = nan_after
         self.fail_next: Exception | None = None
         self.batches: list[tuple[int, int]] = []  # (requests, rows) of each pass
+        self.contexts: list[list[int]] = []  # of the requests of each pass
         self.num_logits = self.num_chosen = 0  # rows that gave logits, and tokens
         self.moved = 0
         self._logits = np.empty((max_rows, vocab), dtype=np.float32)
@@ -77,6 +90,7 @@ class ToyBackend:
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         self._check(batch)
         self.batches.append((batch.num_requests, batch.num_rows))
+        self.contexts.append(batch.context_lengths.tolist())
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
@@ -131,6 +145,9 @@ class ToyBackend:
         state = _mix(_mix(items * _ODD) + np.arange(len(items), dtype=np.uint64)).sum(dtype=np.uint64)
         bits = _mix(state + np.arange(self.vocab, dtype=np.uint64) * _ODD)
         return ((bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)) ** 8 * np.float32(12)
+
+    def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> ToyAhead | None:
+        return ToyAhead(self, pool, slots) if self.ahead else None
 
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         assert isinstance(pool, ToyPool)
@@ -193,6 +210,60 @@ class ToyBackend:
                 place = page * self.page_size + index % self.page_size
                 assert place not in written, "two rows write to one place"
                 written.add(place)
+
+
+class ToyAhead:
+    """An AheadDecoder whose passes run when they are begun, and are read later."""
+
+    def __init__(self, backend: ToyBackend, pool: KVPool, slots: int) -> None:
+        self._backend, self._pool = backend, pool
+        self._tokens = np.zeros(slots, dtype=np.int32)  # [slots]
+        self._lengths = np.zeros(slots, dtype=np.int32)  # [slots]
+        self._seeds = np.zeros(slots, dtype=np.uint64)  # [slots]
+        self._temperatures = np.zeros(slots)  # [slots]
+        self._unread: deque[Int32Array] = deque()
+        self._told: dict[int, int] = {}  # where the last pass said that the slots of the next one write
+
+    def join(self, requests: Joining) -> None:
+        slots = requests.slots
+        self._tokens[slots], self._lengths[slots] = requests.tokens, requests.lengths
+        self._seeds[slots], self._temperatures[slots] = requests.seeds, requests.temperatures
+        self._told = {}
+
+    def launch(self, slots: Sequence[int], page_tables: Int32Array) -> None:
+        own = list(slots)
+        if own == list(self._told):
+            assert [self._place(slot, page_tables) for slot in own] == list(self._told.values())
+        rows = np.arange(len(own), dtype=np.int32)
+        self._backend.num_launched += 1
+        output = self._backend.forward(
+            ForwardBatch(
+                tokens=self._tokens[own],
+                positions=self._lengths[own],
+                parents=np.full(len(own), -1, dtype=np.int32),
+                row_offsets=np.arange(len(own) + 1, dtype=np.int32),
+                context_lengths=self._lengths[own],
+                page_tables=np.ascontiguousarray(page_tables[own]),
+                logit_rows=rows[:0],
+                pool=self._pool,
+                choices=Choices(rows, self._seeds[own], self._temperatures[own]),
+            )
+        )
+        assert output.chosen is not None
+        self._tokens[own] = np.maximum(output.chosen, 0)
+        self._lengths[own] += 1
+        self._unread.append(output.chosen)
+        self._told = {slot: self._place(slot, page_tables) for slot in own}
+
+    def _place(self, slot: int, page_tables: Int32Array) -> int:
+        """The page that a slot's next token goes to."""
+        return int(page_tables[slot, self._lengths[slot] // self._backend.page_size])
+
+    def read(self) -> Int32Array:
+        return self._unread.popleft()
+
+    def drop(self) -> None:
+        self._unread.clear()
 
 
 class OneByOne(ToyBackend):

@@ -87,6 +87,44 @@ class ForwardOutput:
     chosen: Int32Array | None = None  # [choices] tokens, if asked; -1 where the logits give none
 
 
+@dataclass(frozen=True)
+class Joining:
+    """Requests whose next token is to be computed and which a decoder does not know yet."""
+
+    slots: Int32Array  # [requests] their lines of the page table
+    tokens: Int32Array  # [requests] the last token of each, whose key and value are still to be computed
+    lengths: Int32Array  # [requests] tokens whose keys and values are there
+    seeds: UInt64Array  # [requests]
+    temperatures: Float64Array  # [requests]
+
+
+class AheadDecoder(Protocol):
+    """Passes of plain decoding, each of which reads the tokens where the one before it has chosen them.
+
+    Passes and all other work of the backend run in the order in which they were begun.
+    """
+
+    def join(self, requests: Joining) -> None:
+        """Learn to know requests, or the present state of known ones."""
+        ...
+
+    def launch(self, slots: Sequence[int], page_tables: Int32Array) -> None:
+        """Begin a pass over the known requests in these slots: it gives each of them its next token.
+
+        `page_tables` [all slots, most pages] are those of this pass. They have room for one token more than
+        it computes (if a request may have that), and what they say of it stays: the pass may tell the next.
+        """
+        ...
+
+    def read(self) -> Int32Array:
+        """Waits for the oldest pass that was not read: its tokens [slots], -1 where logits gave none."""
+        ...
+
+    def drop(self) -> None:
+        """No pass that was begun until now will be read."""
+        ...
+
+
 class Backend(Protocol):
     """A loaded model that can run forward passes."""
 
@@ -104,6 +142,10 @@ class Backend(Protocol):
     def bytes_per_page(self) -> int: ...
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput: ...
+
+    def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> AheadDecoder | None:
+        """A decoder of requests of at most `longest` tokens in so many slots; None if there is no such."""
+        ...
 
     def first_layers(self, count: int) -> Backend:
         """The same model without its later layers: the final norm and the head follow layer count - 1.

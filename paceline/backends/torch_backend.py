@@ -84,6 +84,9 @@ class TorchBackend:
         features = torch.cat(wanted, dim=-1).float().cpu().numpy() if wanted else None
         return ForwardOutput(logits.float().cpu().numpy(), features)
 
+    def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> None:
+        return None  # every pass waits for the host
+
     def first_layers(self, count: int) -> TorchBackend:
         """The same model without its later layers, over the same pools."""
         return TorchBackend(self.model.first_layers(count), self.max_rows)

@@ -182,25 +182,12 @@ class Drafting:
         return replace(fitted, draws=Draws(trees.draws.draft_probs, flat))
 
     def observe(
-        self,
-        parts: Sequence[Scheduled],
-        verdicts: Sequence[Verdict],
-        batch: ForwardBatch,
-        output: ForwardOutput,
+        self, parts: Sequence[Scheduled], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:
         """Show a pass to every drafter, also to those that did not propose."""
         if not self._observers:
             return
         requests = [part.request for part in parts]
-        features = None
-        if output.features is not None:
-            features = Features(
-                output.features,
-                batch.feature_layers,
-                batch.row_offsets,
-                batch.context_lengths,
-                [part.num_tokens for part in parts],
-            )
         for name, drafter in self._observers.items():
             with self._guard(name, requests):
                 drafter.observe(requests, verdicts, features)
@@ -246,6 +233,19 @@ class _Guard:
             self._drafting.note_failure(self._name, self._requests, error)
             return True
         return False
+
+
+def features_of(parts: Sequence[Scheduled], batch: ForwardBatch, output: ForwardOutput) -> Features | None:
+    """The hidden states that a pass gave, if it was asked for some."""
+    if output.features is None:
+        return None
+    return Features(
+        output.features,
+        batch.feature_layers,
+        batch.row_offsets,
+        batch.context_lengths,
+        [part.num_tokens for part in parts],
+    )
 
 
 def _without_failed(request: Request, plan: DraftPlan) -> DraftPlan:

@@ -8,19 +8,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.backends.base import Backend, ForwardBatch
+from paceline.backends.base import Backend
 from paceline.constrain.compiler import GrammarCompiler, GrammarTokenizer
 from paceline.constrain.drafter import GrammarDrafter
 from paceline.control.controller import Controller, FixedController, Load
-from paceline.draft.base import Drafter
+from paceline.draft.base import Drafter, Features
 from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.engine.admission import Limits, make_requests
+from paceline.engine.ahead import RunAhead
 from paceline.engine.batch import BatchBuilder
-from paceline.engine.drafting import FORCED_ONLY, Drafting, draft_facts
+from paceline.engine.drafting import FORCED_ONLY, Drafting, features_of
+from paceline.engine.facts import add_facts
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduled, Scheduler
-from paceline.engine.stats import DraftFacts, StepStats
-from paceline.engine.verification import Verification
+from paceline.engine.stats import StepStats
+from paceline.engine.verification import Verification, plain_verdict
 from paceline.errors import RequestError
 from paceline.kv.cache import KVCache
 from paceline.verify.params import SamplingParams
@@ -72,8 +74,11 @@ class Engine:
         self._controller = controller or FixedController()
         self._drafting = Drafting(drafters or {}, limits.vocab_size, self.kv, draft_forced, clock)
         self._plans = {**(plans or {}), GrammarDrafter.name: FORCED_ONLY}
-        choosing = backend.chooses and rule is verify_pathwise  # other rules need whole distributions
-        self._builder = BatchBuilder(limits.max_num_batched_tokens, limits.max_num_seqs, choosing)
+        self._choosing = backend.chooses and rule is verify_pathwise  # other rules need whole distributions
+        self._builder = BatchBuilder(limits.max_num_batched_tokens, limits.max_num_seqs, self._choosing)
+        decoder = backend.decode_ahead(self._pool, limits.max_num_seqs, limits.max_model_len)
+        self._ahead = RunAhead(decoder, self.kv)
+        self._kept_plans: dict[Request, DraftPlan] = {}  # that passes in flight have delayed
         self._verification = Verification(rule, limits.vocab_size)
         self._clock = clock
         self._live: dict[str, list[Request]] = {}
@@ -139,11 +144,14 @@ class Engine:
     def step(self) -> list[Delta]:
         """What one pass over the model adds to the requests in it."""
         times = [self._clock()]
+        if self._ahead.has_pass() and not self._is_steady():
+            return self._step_ahead(times)  # what came up waits until the passes in flight are read
 
-        running = self.scheduler.running
-        plans = self._controller.plan(running, Load(len(running), len(self.scheduler.waiting)))
+        plans = self._plan()
+        if self._runs_ahead(plans):
+            return self._step_ahead(times)
         before = (self.scheduler.num_preemptions, self._drafting.failures)
-        parts = self.scheduler.schedule(self._drafting.settled(running, plans))
+        parts = self.scheduler.schedule(plans)
         if not parts:
             self.stats = self.state()
             return []
@@ -161,22 +169,81 @@ class Engine:
             verdicts = self._verification.verdicts(parts, trees, output)
             times.append(self._clock())
         except Exception as error:  # the pass is lost, the engine is not
-            return self._fail(parts, error)
-        deltas = [self._advance(part, verdict) for part, verdict in zip(parts, verdicts, strict=True)]
-        requests = [part.request for part in parts]
-        self._drafting.observe(parts, verdicts, batch, output)
-        ended = [request for request in requests if request.finish_reason is not None]
-        for request in ended:  # only now: drafters observe requests that still hold their pages
-            self._remove(request)
-        self._drafting.forget(ended)
+            return self._fail([part.request for part in parts], error)
+        attended = int(np.diff(batch.row_offsets) @ batch.context_lengths)
+        deltas = self._take(parts, verdicts, features_of(parts, batch, output))
         times.append(self._clock())
 
-        self.stats = self._facts(parts, trees, verdicts, deltas, batch, times)
+        self.stats = self.state()
+        gained = [len(delta.token_ids) for delta in deltas]
+        add_facts(self.stats, parts, trees, verdicts, gained, batch.num_rows, attended, times)
         self.stats.preemptions = self.scheduler.num_preemptions - before[0]
         self.stats.draft_calls = tuple(self._drafting.calls)
         self.stats.draft_failures = self._drafting.failures - before[1]
         self._controller.observe(self.stats)
         self.stats.control = self._controller.facts()
+        return deltas
+
+    def _plan(self) -> list[DraftPlan]:
+        """The plans of the running requests: new ones, or those that passes in flight have delayed."""
+        running, kept = self.scheduler.running, self._kept_plans
+        self._kept_plans = {}
+        if kept and list(kept) == running:
+            return list(kept.values())
+        plans = self._controller.plan(running, Load(len(running), len(self.scheduler.waiting)))
+        return self._drafting.settled(running, plans)
+
+    def _is_steady(self) -> bool:
+        """Whether all requests merely go on, and nobody needs the host or the features of the pass for it."""
+        running = self.scheduler.running
+        if self.scheduler.waiting or self._drafting.feature_layers or not self._choosing:
+            return False
+        return self._ahead.holds(running) or all(
+            request.num_pending == 1 and request.races for request in running
+        )
+
+    def _runs_ahead(self, plans: Sequence[DraftPlan]) -> bool:
+        """Whether a pass is in flight; more are begun if this goes on as it is."""
+        if self._is_steady() and not any(plan.budget for plan in plans):
+            self._ahead.launch(self.scheduler.running)
+        elif self._ahead.has_pass():
+            self._kept_plans = dict(zip(self.scheduler.running, plans, strict=True))
+        if self._ahead.has_pass():
+            return True
+        self._ahead.leave()
+        return False
+
+    def _step_ahead(self, times: list[float]) -> list[Delta]:
+        """What the oldest pass in flight adds to the requests in it."""
+        times += [self._clock()] * 4  # launching was all that there is to plan, and nothing is drafted
+        try:
+            pairs = self._ahead.read()
+        except Exception as error:  # the passes in flight are lost, the engine is not
+            return self._fail(self._ahead.drop(), error)
+        times += [self._clock()] * 2
+        parts = [Scheduled(request, 1) for request, _ in pairs]
+        verdicts = [plain_verdict(token, len(request.token_ids)) for request, token in pairs]
+        attended = sum([request.num_computed for request, _ in pairs])
+        deltas = self._take(parts, verdicts, None)
+        times.append(self._clock())
+        self.stats = self.state()
+        gained = [len(delta.token_ids) for delta in deltas]
+        add_facts(self.stats, parts, None, verdicts, gained, len(parts), attended, times)
+        if not self._kept_plans:  # else the controller has planned another step already
+            self._controller.observe(self.stats)
+        self.stats.control = self._controller.facts()
+        return deltas
+
+    def _take(
+        self, parts: Sequence[Scheduled], verdicts: Sequence[Verdict], features: Features | None
+    ) -> list[Delta]:
+        """Give the requests of a pass their tokens, show it to the drafters, and let go of who has ended."""
+        deltas = [self._advance(part, verdict) for part, verdict in zip(parts, verdicts, strict=True)]
+        self._drafting.observe(parts, verdicts, features)
+        ended = [part.request for part in parts if part.request.finish_reason is not None]
+        for request in ended:  # only now: drafters observe requests that still hold their pages
+            self._remove(request)
+        self._drafting.forget(ended)
         return deltas
 
     def _trimmed(self, parts: Sequence[Scheduled], trees: DraftTrees | None) -> DraftTrees | None:
@@ -202,7 +269,7 @@ class Engine:
         if verdict.logprobs:
             request.logprobs.extend(verdict.logprobs[:taken])
         kept = [part.num_tokens + node for node in verdict.accepted[:taken]]
-        self.kv.commit(request.slot, request.token_ids, part.num_tokens, kept)
+        self.kv.commit(request.slot, request.token_ids, part.num_tokens, kept, self._ahead.room)
         request.num_computed += part.num_tokens + len(kept)
         if reason is not None:
             self._end(request, reason)
@@ -247,14 +314,14 @@ class Engine:
         if not self._live[request.request_id]:
             del self._live[request.request_id]
 
-    def _fail(self, parts: Sequence[Scheduled], error: Exception) -> list[Delta]:
+    def _fail(self, requests: Sequence[Request], error: Exception) -> list[Delta]:
         """End the requests of a pass that raised."""
-        for part in parts:
-            self._end(part.request, "error", error=error)
-            self._remove(part.request)
-        self._drafting.forget([part.request for part in parts])
-        self.stats = replace(self.state(), requests=len(parts), failed=True)
-        return [Delta(part.request, part.request.detokenizer.take(), ()) for part in parts]
+        for request in requests:
+            self._end(request, "error", error=error)
+            self._remove(request)
+        self._drafting.forget(requests)
+        self.stats = replace(self.state(), requests=len(requests), failed=True)
+        return [Delta(request, request.detokenizer.take(), ()) for request in requests]
 
     def state(self) -> StepStats:
         """The facts of a step in which nothing happened: how things are now. Any thread may ask."""
@@ -265,50 +332,3 @@ class Engine:
             prefix_queries=self.kv.prefix_queries,
             prefix_hits=self.kv.prefix_hits,
         )
-
-    def _facts(
-        self,
-        parts: Sequence[Scheduled],
-        trees: DraftTrees | None,
-        verdicts: Sequence[Verdict],
-        deltas: Sequence[Delta],
-        batch: ForwardBatch,
-        times: Sequence[float],
-    ) -> StepStats:
-        """The facts of a step whose phases ended at `times`."""
-        known = sum(part.num_tokens for part in parts)
-        drafts = self._count_drafts(parts, trees, verdicts, deltas, times)
-        stats = self.state()
-        stats.requests, stats.rows = len(parts), batch.num_rows
-        stats.attended = int(np.diff(batch.row_offsets) @ batch.context_lengths)
-        stats.prefill_tokens = known - sum([part.num_tokens == 1 for part in parts])
-        stats.new_tokens = sum([len(delta.token_ids) for delta in deltas])
-        stats.drafted, stats.drafts = batch.num_rows - known, tuple(drafts)
-        stats.accepted = sum([draft.accepted for draft in drafts])
-        planned, stats.draft_time, trimmed, *rest = np.diff(times).tolist()
-        stats.plan_time = planned + trimmed
-        stats.build_time, stats.forward_time, stats.verify_time, stats.commit_time = rest
-        return stats
-
-    def _count_drafts(
-        self,
-        parts: Sequence[Scheduled],
-        trees: DraftTrees | None,
-        verdicts: Sequence[Verdict],
-        deltas: Sequence[Delta],
-        times: Sequence[float],
-    ) -> list[DraftFacts]:
-        """What became of each draft, counted for its request too, with an even share of the time."""
-        planned = [part.request for part in parts if part.plan.drafter is not None]
-        for request in planned:
-            request.speculative.draft_time += (times[2] - times[1]) / len(planned)
-            request.speculative.verify_time += (times[6] - times[5]) / len(parts)
-        drafts: list[DraftFacts] = []
-        if trees is None:
-            return drafts
-        for index, (part, verdict, delta) in enumerate(zip(parts, verdicts, deltas, strict=True)):
-            _, parents = trees.tree_lists(index)
-            if parents:
-                drafts.append(draft_facts(part, parents, verdict.accepted, len(delta.token_ids)))
-                part.request.speculative.add(drafts[-1])
-        return drafts

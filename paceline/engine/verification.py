@@ -11,7 +11,7 @@ from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduled
 from paceline.errors import BackendError
 from paceline.verify.logprobs import token_logprobs
-from paceline.verify.sampling import Workspace
+from paceline.verify.sampling import Workspace, unusable_logits
 from paceline.verify.verdict import NOTHING, Case, Rule, Verdict
 
 
@@ -89,3 +89,10 @@ def _take_prompt_logprobs(request: Request, start: int, logits: Float32Array) ->
     for row, line in enumerate(logits):
         token = request.prompt_token_ids[start + row + 1]
         request.prompt_logprobs.append(token_logprobs(line, token, request.params.prompt_logprobs or 0))
+
+
+def plain_verdict(token: int, position: int) -> Verdict:
+    """The verdict on a request without a draft, by the token that a backend has chosen for this position."""
+    if token < 0:
+        return Verdict((), (), error=unusable_logits(f"at position {position}"))
+    return Verdict((), (token,))

@@ -125,18 +125,23 @@ class KVCache:
         return True
 
     def commit(
-        self, slot: int, token_ids: Sequence[int], in_place: int, accepted_rows: Sequence[int] = ()
+        self,
+        slot: int,
+        token_ids: Sequence[int],
+        in_place: int,
+        accepted_rows: Sequence[int] = (),
+        room: int = 0,
     ) -> None:
         """Keep the first `in_place` rows of the pass, then the accepted ones, given as local rows.
 
         `token_ids` are the sequence's tokens, at least as many as are now committed; pages beyond
-        them, which a draft had reserved, are let go.
+        them and `room` more tokens, which a draft had reserved, are let go.
         """
         sequence = self._sequences[slot]
         if accepted_rows:
             self._move_together(sequence, in_place, accepted_rows)
         sequence.length += in_place + len(accepted_rows)
-        needed = pages_for(len(token_ids), self.page_size)
+        needed = pages_for(len(token_ids) + room, self.page_size)
         while len(sequence.pages) > needed:
             self.pages.drop(sequence.pages.pop())
             self.page_tables[slot, len(sequence.pages)] = -1

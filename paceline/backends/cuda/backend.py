@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from paceline.backends.base import Float32Array, ForwardBatch, ForwardOutput, Int32Array, KVPool
+from paceline.backends.cuda.ahead import CudaAhead
 from paceline.backends.cuda.graphs import Graphs, bucket
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.sampling import candidates_for, race, take_best
@@ -120,6 +121,10 @@ class CudaBackend:
         logits = self._to_host(self._workspace.logits[:wanted])
         known = None if features is None else self._to_host(features[: batch.num_rows])
         return ForwardOutput(logits, known, chosen)
+
+    def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> CudaAhead:
+        """A decoder of requests of at most `longest` tokens in so many slots."""
+        return CudaAhead(self.weights, cast(Pool, pool), slots, longest, PAGE_SIZE)
 
     def first_layers(self, count: int) -> CudaBackend:
         """The same model without its later layers, over the same pools."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.base import Backend, ForwardBatch, ForwardOutput, Int32Array
+from paceline.backends.base import Backend, ForwardBatch, ForwardOutput, Int32Array, KVPool
 from paceline.bench.simulate.prices import Call, PassSize, Prices
 from paceline.draft.base import Drafter
 from paceline.draft.trees import DraftPlan, DraftTrees
@@ -90,6 +90,9 @@ class SimulatedBackend:
         )
         self._clock.advance(self._prices.pass_seconds(size) + self._prices.overhead_seconds(size))
         return ForwardOutput(self._logits[batch.tokens[batch.logit_rows]])
+
+    def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> None:
+        return None  # every pass waits for the host
 
     def first_layers(self, count: int) -> Backend:
         raise NotImplementedError("a simulated model has no layers")

@@ -1,0 +1,134 @@
+"""The decoder of the cuda backend: what the host says reaches the device before the pass that needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.backends.base import Joining
+from paceline.verify.params import SamplingParams
+from tests.backends.cuda.test_backend import make, needs_gpu
+from tests.tiny import VOCAB_SIZE, save_checkpoint
+from tests.toy import ToyTokenizer, drain
+
+PAGE, SLOTS, LONGEST = 4, 6, 32
+
+
+class Recording:
+    """In place of the decode loop: a step's token is the page that its row writes to."""
+
+    def __init__(self, requests: object, rows: int) -> None:
+        self.requests, self.output = requests, torch.full((rows,), -7, dtype=torch.int32)
+        self.begun: list[list[int]] = []
+
+    def begin(self, slots: Sequence[int], rows: int) -> None:
+        assert rows >= len(slots)
+        self.begun.append(list(slots))
+
+    def step(self, rows: int) -> None:
+        state = self.requests
+        for row, slot in enumerate(self.begun[-1]):
+            self.output[row] = state.pages[slot, state.lengths[slot] // PAGE]  # type: ignore[attr-defined]
+            state.lengths[slot] += 1  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def decoder(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    from paceline.backends.cuda import ahead
+
+    monkeypatch.setattr(ahead, "DecodeLoop", lambda weights, pool, state, rows, size: Recording(state, rows))
+    weights = type("Weights", (), {"device": torch.device("cpu")})
+    return ahead.CudaAhead(weights, None, SLOTS, LONGEST, PAGE)  # type: ignore[arg-type]
+
+
+def joining(slots: Sequence[int], lengths: Sequence[int]) -> Joining:
+    return Joining(
+        slots=np.array(slots, dtype=np.int32),
+        tokens=np.array(slots, dtype=np.int32) + 50,
+        lengths=np.array(lengths, dtype=np.int32),
+        seeds=np.array(slots, dtype=np.uint64) + np.uint64(2**63),
+        temperatures=np.array(slots) / 10,
+    )
+
+
+def test_pages_that_change_are_there_for_the_next_pass(decoder) -> None:  # type: ignore[no-untyped-def]
+    tables = np.full((SLOTS, LONGEST // PAGE), -1, dtype=np.int32)
+    tables[[1, 4], :2] = [[10, 11], [20, 21]]
+    decoder.join(joining([1, 4], [2, 6]))
+    expected = []
+    for step in range(10):
+        for slot, length in ((1, 2 + step), (4, 6 + step)):
+            tables[slot, length // PAGE] = (
+                30 + 10 * slot + step // 3
+            )  # as good as any: also pages in use change
+        decoder.launch([1, 4], tables)
+        expected.append([int(tables[1, (2 + step) // PAGE]), int(tables[4, (6 + step) // PAGE])])
+        if step:
+            assert decoder.read().tolist() == expected[step - 1]  # the one before the last
+    assert decoder.read().tolist() == expected[-1]
+    assert decoder._loop.begun == [[1, 4]]
+
+
+def test_a_request_that_leaves_and_one_that_joins_begin_the_rows_anew(decoder) -> None:  # type: ignore[no-untyped-def]
+    tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
+    decoder.join(joining([0, 1, 2], [3, 3, 3]))
+    decoder.launch([0, 1, 2], tables)
+    decoder.launch([0, 2], tables)
+    decoder.join(joining([5], [7]))
+    decoder.launch([0, 2, 5], tables)
+    assert decoder._loop.begun == [[0, 1, 2], [0, 2], [0, 2, 5]]
+    assert [len(decoder.read()) for _ in range(3)] == [3, 2, 3]
+    state = decoder._requests
+    assert state.tokens[5, 7] == 55
+    assert state.lengths.tolist() == [6, 4, 6, 0, 0, 8]
+    assert state.seeds[5].item() == 5 - 2**63
+    assert state.temperatures[5] == 0.5
+
+
+def test_passes_that_are_dropped_are_not_read(decoder) -> None:  # type: ignore[no-untyped-def]
+    tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
+    decoder.join(joining([3], [1]))
+    for number in range(9):  # more than there are buffers
+        tables[:] = number
+        decoder.launch([3], tables)
+        if number < 8:
+            decoder.drop()
+    assert decoder.read().tolist() == [8]
+
+
+@needs_gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_engine_that_runs_ahead_gives_the_tokens_of_one_that_does_not(
+    temperature: float, tmp_path: Path, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Requests of several lengths, more than there are slots; and each alone, with its logits on the host."""
+    from paceline.engine.admission import Limits
+    from paceline.engine.engine import Engine
+    from paceline.models.registry import load_checkpoint
+
+    checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
+    limits = Limits(VOCAB_SIZE, 96, 4, 32)
+
+    def outputs(together: bool, logprobs: int | None) -> list[list[int]]:
+        engine = Engine(make(checkpoint, device, dtype), ToyTokenizer(), limits, num_pages=60)
+        results = []
+        for number in range(7):
+            prompt = np.random.default_rng(number).integers(2, VOCAB_SIZE, 3 + 5 * number).tolist()
+            options = SamplingParams(
+                temperature=temperature,
+                seed=number,
+                max_tokens=20 + number,
+                ignore_eos=True,
+                logprobs=logprobs,
+            )
+            results.append(engine.add_request(prompt, options)[0])
+            if not together:
+                drain(engine, scribble=False)
+        drain(engine, scribble=False)
+        return [request.output_token_ids for request in results]
+
+    assert outputs(True, None) == outputs(False, 0)

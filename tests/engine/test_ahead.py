@@ -1,0 +1,188 @@
+"""Passes that begin before the ones before them were read change nothing but the time.
+
+The toy's passes run when they are begun, over the page table of that moment, so they see what a device would
+see. Free pages are filled with rubbish between steps.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.engine.engine import Engine
+from paceline.verify.params import SamplingParams
+from tests.engine.test_exactness import prompt
+from tests.toy import ScriptedDrafter, ToyBackend, drain, scribble_free_pages, toy_engine
+
+
+def params(number: int, **options: object) -> SamplingParams:
+    own = {"temperature": [0.0, 0.9][number % 2], "seed": number, "max_tokens": 6 + 5 * (number % 4)}
+    return SamplingParams(**{**own, **options})
+
+
+def outcome(request):
+    return request.output_token_ids, request.finish_reason, request.stop_reason, request.detokenizer.text
+
+
+def alone(ids, options):
+    engine = toy_engine(ToyBackend())
+    (request,) = engine.add_request(ids, options)
+    drain(engine)
+    return outcome(request)
+
+
+OPTIONS = [{}, {}, {"ignore_eos": True}, {"stop": "A"}, {"top_k": 5}, {"logprobs": 1}, {"min_tokens": 4}]
+REQUESTS = [
+    (prompt(number, 1 + 7 * (number % 4)), params(number, **OPTIONS[number % 7])) for number in range(14)
+]
+ALONE = {}
+
+
+def expected(number):
+    if number not in ALONE:
+        ALONE[number] = alone(*REQUESTS[number])
+    return ALONE[number]
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, len(REQUESTS) - 1)),
+        st.tuples(st.just("step"), st.integers(1, 6)),
+        st.tuples(st.just("abort"), st.integers(0, 10)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(EVENTS, st.sampled_from([20, 400]), st.sampled_from([1, 4, 16]), st.booleans())
+def test_requests_that_come_end_and_are_aborted_get_the_tokens_of_plain_steps(
+    events, num_pages, page_size, caching
+):
+    backend = ToyBackend(page_size=page_size, ahead=True)
+    pages = max(num_pages * 4 // page_size, 3)
+    engine = toy_engine(
+        backend, num_pages=pages, max_model_len=48, max_num_seqs=4, enable_prefix_caching=caching
+    )
+    added = []
+    for event, number in events:
+        if event == "add":
+            added.append((engine.add_request(*REQUESTS[number])[0], number))
+        elif event == "abort" and added:
+            engine.abort(added[number % len(added)][0].request_id)
+        elif event == "step":
+            for _ in range(number):
+                engine.step()
+                scribble_free_pages(engine)
+    drain(engine)
+    for request, number in added:
+        tokens, *rest = expected(number)
+        if request.finish_reason == "abort":
+            assert request.output_token_ids == tokens[: request.num_output]
+        else:
+            assert outcome(request) == (tokens, *rest)
+    assert engine.kv.pages.num_available == engine.kv.pages.num_pages, "pages leaked"
+
+
+def steady_engine(count: int = 3, **options: object) -> tuple[Engine, ToyBackend]:
+    """An engine whose requests decode, all ahead, the first steps behind it."""
+    backend = ToyBackend(ahead=True)
+    engine = toy_engine(backend, **options)
+    for number in range(count):
+        engine.add_request(prompt(number, 5), params(number, max_tokens=30, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    return engine, backend
+
+
+def test_while_requests_go_on_a_pass_is_always_begun_before_the_last_is_read():
+    engine, backend = steady_engine()
+    before = len(backend.batches)
+    deltas = engine.step()
+    assert len(backend.batches) == before + 1
+    assert [len(delta.token_ids) for delta in deltas] == [1, 1, 1]
+    in_flight = [request.num_computed for request in engine.scheduler.running]
+    assert backend.contexts[-1] == in_flight  # it goes on behind what was just read
+
+
+def test_no_pass_is_begun_for_tokens_that_nobody_may_have():
+    backend = ToyBackend(ahead=True)
+    engine = toy_engine(backend)
+    (request,) = engine.add_request(prompt(1, 5), params(1, max_tokens=10, ignore_eos=True))
+    drain(engine)
+    assert request.num_output == 10
+    assert sum(rows for _, rows in backend.batches) == 5 + 9
+
+
+def test_the_facts_of_a_step_are_those_of_the_pass_that_was_read():
+    engine, _ = steady_engine()
+    contexts = sum(request.num_computed for request in engine.scheduler.running)
+    engine.step()
+    stats = engine.stats
+    assert (stats.requests, stats.rows, stats.new_tokens, stats.drafted) == (3, 3, 3, 0)
+    assert (stats.attended, stats.prefill_tokens, stats.running) == (contexts, 0, 3)
+    assert stats.total_time > 0
+
+
+def test_a_request_that_comes_is_prefilled_after_the_pass_in_flight():
+    engine, backend = steady_engine()
+    engine.add_request(prompt(9, 6), params(9))
+    before = len(backend.batches)
+    assert [len(delta.token_ids) for delta in engine.step()] == [1, 1, 1]  # what was in flight
+    assert len(backend.batches) == before
+    engine.step()
+    assert backend.batches[-1] == (4, 3 + 6)
+
+
+def test_a_pass_that_fails_ends_its_requests_and_the_engine_goes_on():
+    engine, backend = steady_engine()
+    requests = list(engine.scheduler.running)
+    backend.fail_next = RuntimeError("lost")
+    assert [delta.request for delta in engine.step()] == requests
+    assert [request.finish_reason for request in requests] == ["error"] * 3
+    assert engine.stats.failed
+    (after,) = engine.add_request(*REQUESTS[0])
+    drain(engine)
+    assert outcome(after) == expected(0)
+
+
+def test_unusable_logits_end_their_own_request():
+    backend = ToyBackend(ahead=True, nan_after=11)
+    engine = toy_engine(backend)
+    added = [
+        engine.add_request(prompt(number, 5), params(number, max_tokens=40, ignore_eos=True))[0]
+        for number in range(6)
+    ]
+    drain(engine)
+    assert {request.finish_reason for request in added} == {"error", "length"}
+    for request in added:
+        assert (11 in request.token_ids) == (request.finish_reason == "error")
+
+
+@pytest.mark.parametrize("style", ["right", "tree"])
+def test_a_controller_that_drafts_now_and_then_is_heard_at_every_change(style):
+    """Steps alternate between plain ones, ahead, and drafted ones, which wait for the passes in flight."""
+    number = 2
+    tokens = expected(number)[0]
+    drafter = ScriptedDrafter({tuple(REQUESTS[number][0]): tokens}, style)
+    drafter.needs = type(drafter.needs)()
+    drafter.observe = lambda requests, verdicts, features: None
+    backend = ToyBackend(ahead=True)
+    engine = toy_engine(backend, drafter=drafter, budget=3)
+    planned = []
+
+    def plan(running, load):
+        planned.append(len(planned) % 4 == 3)
+        return [DraftPlan("scripted", 3, branching=2) if planned[-1] else PLAIN for _ in running]
+
+    engine._controller.plan = plan
+    (request,) = engine.add_request(*REQUESTS[number])
+    drafted = 0
+    while engine.has_unfinished:
+        engine.step()
+        drafted += engine.stats.drafted > 0
+    assert outcome(request) == expected(number)
+    assert drafted == sum(planned[:-1]) or drafted == sum(planned)
+    assert backend.num_launched > 3
