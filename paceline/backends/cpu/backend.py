@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.backends.base import Float32Array, ForwardBatch, ForwardOutput, KVPool
+from paceline.backends.base import Float32Array, ForwardBatch, ForwardOutput
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.compiled_model import CompiledModel
 from paceline.backends.cpu.isa import ISA
@@ -26,13 +26,15 @@ class CpuBackend(CompiledModel):
     name = "cpu"
     batch_invariant = True
     supports_features = True
-    chooses = False  # the logits are where the host samples
+    chooses = True
 
     def __init__(self, workspace: Workspace, quantization: str, beside: CpuBackend | None = None) -> None:
         super().__init__(workspace, beside)
         self.quantization = quantization
         self._feature_layers: tuple[int, ...] = ()  # of the last pass
         self._features = np.empty((0, 0), dtype=np.float32)
+        self._chosen = np.empty(workspace.rows, dtype=np.int32)
+        self._job[fields.CHOSEN_TOKENS_AT] = address_of(self._chosen)
 
     @classmethod
     def load(
@@ -71,17 +73,24 @@ class CpuBackend(CompiledModel):
         workspace = Workspace(checkpoint, quantization, threads or default_threads(), max_rows)
         return cls(workspace, quantization, beside)
 
-    def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> None:
-        return None  # the passes run where the host does
-
     def first_layers(self, count: int) -> CpuBackend:
         """The same model without its later layers, over the same pools, with the same threads."""
         return CpuBackend(self.workspace.first_layers(count), self.quantization, beside=self)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        """Logits of the wanted rows and, if asked, features of all rows."""
-        features = self._prepare_features(batch)
-        return ForwardOutput(self._run(batch), features)
+        """Logits of the wanted rows and, if asked, features of all rows and tokens that are chosen here."""
+        features, choices, job = self._prepare_features(batch), batch.choices, self._job
+        if choices is None:
+            job[fields.NUM_CHOSEN] = 0
+            return ForwardOutput(self._run(batch, batch.logit_rows), features)
+        wanted, count = len(batch.logit_rows), len(choices.rows)
+        job[fields.NUM_CHOSEN] = count
+        job[fields.SEEDS_AT] = address_of(choices.seeds)
+        job[fields.TEMPERATURES_AT] = address_of(choices.temperatures)
+        logits = self._run(
+            batch, np.concatenate((batch.logit_rows, choices.rows)) if wanted else choices.rows
+        )
+        return ForwardOutput(logits[:wanted], features, self._chosen[:count])
 
     def _prepare_features(self, batch: ForwardBatch) -> Float32Array | None:
         """Room for the wanted features of all rows, told to the job; the same room in every pass."""

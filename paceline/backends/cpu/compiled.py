@@ -1,7 +1,8 @@
 """`@compiled`: numba with the options every kernel of this room shares, cached on disk.
 
-The cache folder is named after the sources of this room, because numba looks only at the file of
-the function itself: a change of an inlined intrinsic in another file would otherwise run old code.
+The cache folder is named after the sources of this room and of the noise that it calls, because numba
+looks only at the file of the function itself: a change of an inlined intrinsic in another file would
+otherwise run old code.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ Emit = Callable[[ir.IRBuilder, list[Any]], None]
 
 def _sources_fingerprint() -> str:
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    verify = Path(__file__).parents[2] / "verify"
+    called = [verify / name for name in ("floats.py", "kernels.py", "noise.py")]
+    for path in [*sorted(Path(__file__).parent.glob("*.py")), *called]:
         digest.update(path.read_bytes())
     digest.update(numba.__version__.encode())
     return digest.hexdigest()[:16]

@@ -62,9 +62,9 @@ class CompiledModel:
                 "lower kv_cache_memory_bytes or max_model_len."
             ) from error
 
-    def _run(self, batch: ForwardBatch) -> Float32Array:
-        """Run a pass: the logits of the wanted rows, valid until the next one."""
-        rows, outputs, job = batch.num_rows, len(batch.logit_rows), self._job
+    def _run(self, batch: ForwardBatch, logit_rows: Int32Array) -> Float32Array:
+        """Run a pass: the logits of these rows, valid until the next one."""
+        rows, outputs, job = batch.num_rows, len(logit_rows), self._job
         assert 0 < rows <= self.max_rows, f"{rows} rows, but max_rows is {self.max_rows}"
         assert batch.num_requests <= rows, "a request without rows"
         assert isinstance(batch.pool, CpuPool)
@@ -83,7 +83,7 @@ class CompiledModel:
             batch.row_offsets,
             batch.context_lengths,
             batch.page_tables,
-            batch.logit_rows,
+            logit_rows,
         )
         held = [np.ascontiguousarray(array, dtype=np.int32) for array in given]  # until the pass is over
         workspace = self.workspace

@@ -6,6 +6,7 @@ A pass is a list of phases with a barrier behind each; phases.py and experts.py 
 from __future__ import annotations
 
 from paceline.backends.cpu.atomics import atomic_load
+from paceline.backends.cpu.choosing import choose_tokens
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.entry import enter_rows, join_rows
 from paceline.backends.cpu.experts import (
@@ -37,6 +38,7 @@ from paceline.backends.cpu.job import (
     MATRICES_AT,
     MIX_AT,
     MORE_GUESSES,
+    NUM_CHOSEN,
     OUTPUT,
     OUTPUT_BIAS_AT,
     OUTPUTS,
@@ -192,6 +194,9 @@ def _run_pass(control, index, threads, job):  # type: ignore[no-untyped-def]
         records, logits, stride = field(job, RECORDS_AT), field(job, LOGITS_AT), field(job, LOGITS_STRIDE)
         head = embedding + DESCRIPTOR
         project(tasks, job, counter + 2 * line, head, records, outputs, logits, stride, 0, 0)
+    if field(job, NUM_CHOSEN) > 0:
+        barrier(control, threads)
+        choose_tokens(tasks, job, counter + 3 * line)
     barrier(control, threads)
 
 

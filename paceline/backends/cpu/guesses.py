@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from paceline.backends.cpu.choosing import first_place_of, largest_of, sixteen
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.job import (
     CHAIN_AT,
@@ -49,10 +50,6 @@ from paceline.backends.cpu.rows import copy_row
 from paceline.backends.cpu.simd import (
     add,
     exponential,
-    keep_lanes,
-    larger,
-    largest_lane,
-    load,
     load_float,
     load_int32,
     spread,
@@ -67,28 +64,15 @@ NEXT_TOKENS, NEXT_POSITIONS, NEXT_PARENTS, NEXT_LOGIT_ROWS, NEXT_STARTS, NEXT_CO
 
 
 @compiled
-def _sixteen(logits, start, count):  # type: ignore[no-untyped-def]
-    """Sixteen of the `count` logits from `start` on; minus infinity behind the last."""
-    values = load(logits + 4 * start)
-    return values if start + 16 <= count else keep_lanes(values, 0, count - start - 1)
-
-
-@compiled
 def _likeliest(logits, count):  # type: ignore[no-untyped-def]
     """The first of the largest of `count` logits, and the root of its share of the softmax; NaN if one is."""
-    largest = spread(np.float32(-np.inf))
-    for start in range(0, count, 16):
-        largest = larger(largest, _sixteen(logits, start, count))
-    top = largest_lane(largest)
+    top = largest_of(logits, count)
     if not math.isfinite(top):
         return 0, np.float32(np.nan)
     total = spread(np.float32(0))
     for start in range(0, count, 16):
-        total = add(total, exponential(add(_sixteen(logits, start, count), spread(-top))))
-    best = 0
-    while load_float(logits + 4 * best) != top:
-        best += 1
-    return best, np.float32(math.sqrt(np.float32(1) / sum_lanes(total)))
+        total = add(total, exponential(add(sixteen(logits, start, count), spread(-top))))
+    return first_place_of(logits, top), np.float32(math.sqrt(np.float32(1) / sum_lanes(total)))
 
 
 @compiled

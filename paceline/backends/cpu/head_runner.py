@@ -91,7 +91,7 @@ class CpuHeadRunner(CompiledModel):
         inputs[:rows, :, : apart.shape[2]] = apart
         self._job[fields.INPUTS_AT] = self._features_at if batch.from_target else self._fed_back_at
         self._job[fields.FROM_TARGET] = batch.from_target
-        return self._run(batch.rows)
+        return self._run(batch.rows, batch.rows.logit_rows)
 
     def _prepare_guesses(self, head: HeadCheckpoint) -> None:
         """Tell the job what chains of guesses need, and what stays the same."""

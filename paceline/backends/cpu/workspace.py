@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.attention_tiles import MOST_HEADS, PAGE, run_mix, run_score
+from paceline.backends.cpu.choosing import run_race
 from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.matmul import run_tile
 from paceline.backends.cpu.packing import PackedMatrix, pack
@@ -136,6 +137,7 @@ class Workspace:
         job[fields.QUANTIZED], job[fields.HALF_KV] = self.quantized, self.half_kv
         job[fields.RUN_TILE] = run_tile.address
         job[fields.RUN_SCORE], job[fields.RUN_MIX] = run_score.address, run_mix.address
+        job[fields.RUN_RACE], job[fields.VOCABULARY] = run_race.address, config.vocab_size
 
     def _set_weights(self) -> None:
         config, job = self.config, self.job
@@ -190,7 +192,7 @@ class Workspace:
         job[fields.SCRATCH_AT] = self._buffer(self.threads, scratch, dtype=np.uint8)
         job[fields.HAS_EXPERTS_AT] = self._buffer(config.num_layers, dtype=np.int64)
         self.counters = np.zeros(
-            (3 + fields.ENTRY_COUNTERS + fields.COUNTERS_PER_LAYER * config.num_layers, self.threads, 8),
+            (4 + fields.ENTRY_COUNTERS + fields.COUNTERS_PER_LAYER * config.num_layers, self.threads, 8),
             dtype=np.int64,
         )
         self.feature_slots = np.full(config.num_layers + 1, -1, dtype=np.int64)
