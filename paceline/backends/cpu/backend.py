@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.backends.base import Float32Array, ForwardBatch, ForwardOutput
+from paceline.backends.base import Float32Array, ForwardBatch, ForwardOutput, KVPool
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.compiled_model import CompiledModel
 from paceline.backends.cpu.isa import ISA
@@ -72,6 +72,9 @@ class CpuBackend(CompiledModel):
             quantization = "native" if ISA.prefers_4bit else "int8"
         workspace = Workspace(checkpoint, quantization, threads or default_threads(), max_rows)
         return cls(workspace, quantization, beside)
+
+    def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> None:
+        return None  # the passes run where the host does
 
     def first_layers(self, count: int) -> CpuBackend:
         """The same model without its later layers, over the same pools, with the same threads."""
