@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, cycle, islice
+from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,14 @@ import numpy as np
 from paceline.control.calibration import MOST, Calibration
 from paceline.control.cost import Float64Array
 
-SCENES = 8  # past drafts by which the next one is judged
-KEPT = 32  # of all requests
+OWN = 8  # drafts of a request that are kept: those behind each other are alike, but not for long
+KEPT = 96  # of a segment, and of all requests
+OTHERS = 8  # drafts of its own that count as much for a request as those of all others
 MOST_SEGMENTS = 256  # that have counts of their own: a client may name as many as it likes
 FIRST_GUESS = 0.6  # what a drafter is thought to say that was never asked
 GOES_ON = 0.75  # how drafts go on, of which none was seen
 GOES_ON_RATE = 0.02  # how far a node moves the mean of how drafts go on
+GOLDEN = 0.618034
 LEAST_LUCK, MOST_LUCK = 0.05, 1.3
 IDLE_FADE = 0.97  # what is left of luck at another choice
 
@@ -59,7 +61,8 @@ class Level:
     """What is known of a request or of a segment."""
 
     luck: Luck
-    said: deque[list[float]] = field(default_factory=lambda: deque(maxlen=SCENES))  # newest first
+    said: deque[list[float]]  # newest first
+    idle: int = 0  # choices since the newest
 
 
 class AcceptanceModel:
@@ -81,6 +84,7 @@ class AcceptanceModel:
         self.said.appendleft(kept)
         for level in self._levels(key, segment):
             level.said.appendleft(kept)
+            level.idle = 0
 
     def _prolonged(self, said: Said, asked: int, least: float) -> list[float]:
         """As long as drafts can be: behind what is known, it goes on as drafts usually go on.
@@ -110,11 +114,11 @@ class AcceptanceModel:
 
     def _levels(self, key: Key, segment: str) -> Iterable[Level]:
         if segment not in self._segments and len(self._segments) < MOST_SEGMENTS:
-            self._segments[segment] = Level(Luck(fade=0.98, doubt=40.0))
+            self._segments[segment] = Level(Luck(fade=0.98, doubt=40.0), deque(maxlen=KEPT))
         if segment in self._segments:
             yield self._segments[segment]
         if key not in self._requests:
-            self._requests[key] = Level(Luck(fade=0.93, doubt=10.0))
+            self._requests[key] = Level(Luck(fade=0.97, doubt=15.0), deque(maxlen=OWN))
         yield self._requests[key]
 
     def luck(self, key: Key, segment: str) -> float:
@@ -128,7 +132,7 @@ class AcceptanceModel:
         luck = self.luck(key, segment)
         return [min(MOST, luck * chance) for chance in self.calibration.chances(said)]
 
-    def scenes(self, requests: Sequence[tuple[Key, str]], count: int = SCENES) -> Float64Array:
+    def scenes(self, requests: Sequence[tuple[Key, str]], count: int) -> Float64Array:
         """[count, requests, nodes] chances of the drafts that requests may get, as they were lately.
 
         From now on all that was observed counts.
@@ -136,17 +140,26 @@ class AcceptanceModel:
         self.calibration.fit()
         for level in (*self._segments.values(), *self._requests.values()):
             level.luck.fade_away()
-        guess = [FIRST_GUESS ** (node + 1) for node in range(self.depth)]
-        said = []
-        for key, segment in requests:
-            levels = (self._requests.get(key), self._segments.get(segment))
-            lately = chain(*(level.said for level in levels if level is not None), self.said)
-            said.append(list(islice(cycle([*islice(lately, count)] or [guess]), count)))
+            level.idle += 1
+        said = [self._lately(key, segment, count) for key, segment in requests]
         lucks = np.array([self.luck(key, segment) for key, segment in requests])
         values = np.array(said)  # [requests, scenes, nodes]
         believed = self.calibration.of_array(values) * (lucks[:, None, None] * (values > 0.0))
         scenes: Float64Array = np.minimum(believed, MOST).swapaxes(0, 1)
         return scenes
+
+    def _lately(self, key: Key, segment: str, count: int) -> list[list[float]]:
+        """[count] drafts that stand for a request's next: a few of its own, others of its segment or of all.
+
+        Its own soon say nothing if no more are made: where they were poor, it would never get any again.
+        """
+        own, above = self._requests.get(key), self._segments.get(segment)
+        alike = [] if own is None else [*islice(own.said, OWN >> (own.idle - 1))]
+        others = self.said if above is None or len(above.said) < KEPT // 2 else above.said
+        if not others:
+            return [[FIRST_GUESS ** (node + 1) for node in range(self.depth)]] * count
+        mine = count * len(alike) // (len(alike) + OTHERS)
+        return [*islice(cycle(alike), mine), *_spread([*others], count - mine)]
 
     def keep_only(self, requests: set[Key]) -> None:
         """Forget the other requests."""
@@ -163,3 +176,9 @@ class AcceptanceModel:
         said = [[min(max(float(chance), 0.0), 1.0) for chance in own[: self.depth]] for own in facts["said"]]
         self.calibration, self.drafts = calibration, drafts
         self.said.extend(own + [0.0] * (self.depth - len(own)) for own in said[:KEPT])
+
+
+def _spread(values: Sequence[list[float]], count: int) -> list[list[float]]:
+    """So many of the values, one from each of as many parts; not at even distances, since they take turns."""
+    share = len(values) / count
+    return [values[int(share * (part + part * GOLDEN % 1.0))] for part in range(count)]

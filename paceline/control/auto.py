@@ -35,18 +35,19 @@ if TYPE_CHECKING:
     from paceline.engine.scheduler import Scheduled
     from paceline.engine.stats import DraftFacts, StepStats
 
-NO_GAIN = "no gain"
+GAIN, NO_GAIN = "gain", "no gain"
 HOLDS = 32  # steps that a choice holds while about the same requests run
 SURPRISE = 4.0  # tokens that drafts brought less than was promised, for another choice at once
 SOON = 6  # steps that a few new requests wait for theirs
 WARM_UP = 16  # steps in which every one teaches much, if nothing is known
 CREDIT = 2.0  # plain passes that may be spent on trying at the start
-CHEAP = 3.0  # plain passes that a first try may take
-UNKNOWN, YOUNG = 4, 40  # drafts until a drafter is known a little, and well
+UNKNOWN, YOUNG, WELL_KNOWN = 4, 40, 100  # drafts until a drafter is known a little, more, and well
+ROUTINE = 3  # steps that are not looked at after one that is, with drafters that are well known
+SELDOM = 4  # steps of which one teaches what a pass costs, while nothing is drafted
 SHORT = 3  # tokens that a request may still have: below, a draft has nothing to save
+PROMISING = 0.5  # tokens that a cheap draft must promise to be tried instead of what was chosen
 PROBED = 4  # nodes that a drafter which was not chosen is asked for
-LEAST = 0.7  # times what a node is worth at least to be verified: what is drafted, to be decided upon later
-LOWEST = 0.05  # below it nothing is drafted
+LOWEST, MOST_ASKED = 0.05, 0.63  # the chances that a node must have to be drafted lie between them
 
 
 class AutoController(Controller):
@@ -74,12 +75,14 @@ class AutoController(Controller):
         self._log = log
         self._step = self._chosen_at = self._holds_until = 0
         self._wishes: dict[Request, Wish] = {}  # what was chosen
-        self._left_alone: list[Request] = []  # running requests for whom nothing is to be decided until then
+        self._routine = 0  # steps that may be as the last one was, if the same requests run
+        self._same: list[Request] = []  # those that ran then
+        self._plans: list[DraftPlan] = []  # and their plans
+        self._as_before: Planned | None = None  # what such a step is
         self._gained: Counter[str] = Counter()  # accepted tokens since the last choice, by segment
         self._planned: Planned | None = None
         self.reasons: Counter[str] = Counter()  # steps, by why they were planned as they were
-        self._reason: str | None = None  # of the last step that there was something to decide in
-        self._gain = 0.0  # logarithm of the speedup that was measured last under its load
+        self._facts: ControlFacts | None = None  # of the last step that there was something to decide in
 
     def close(self) -> None:
         """Keep what was learned."""
@@ -97,25 +100,25 @@ class AutoController(Controller):
         return self._segments.poor
 
     def facts(self) -> ControlFacts | None:
-        if self._reason is None:
-            return None
-        return ControlFacts(self._reason, self.regret, math.exp(self._gain), self.poor_segments)
+        return self._facts
 
     def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
         self._step += 1
+        if self._routine and self._step < self._holds_until and running == self._same:
+            self._routine -= 1
+            self._planned = self._as_before
+            self.reasons[self._facts.reason if self._facts else NO_GAIN] += 1
+            return self._plans
         self._planned = None
-        if self._step < self._holds_until and running == self._left_alone:
-            self.reasons[NO_GAIN] += 1
-            return [PLAIN] * len(running)
         plans = [PLAIN if request.plan is None else request.plan for request in running]
         places = [place for place, request in enumerate(running) if _is_open(request)]
         if not places:
             return plans
         requests = [running[place] for place in places]
         rows = sum(request.num_pending for request in running) + sum(plan.budget for plan in plans)
+        floor = self._floors.setdefault(load.running.bit_length(), Floor())
         if self._is_due(requests, rows):
             self._choose(requests, running, rows)
-        floor = self._floors.setdefault(load.running.bit_length(), Floor())
         floor.expect(self._best.rate / self._market.plain.rate)
         reason, asked, probe = self._decide(floor, requests)
         for place, request in zip(places, requests, strict=True):
@@ -126,12 +129,22 @@ class AutoController(Controller):
         by_key = {key_of(request): one for request, one in asked.items()}
         self._planned = Planned(by_key, self._best, floor, probe)
         self.reasons[reason] += 1
-        self._reason, self._gain = reason, floor.gain.mean
+        self._facts = ControlFacts(reason, self.regret, math.exp(floor.gain.mean), self.poor_segments)
         if self._log is not None:
             self._log(self._decision(reason, load, by_key))
-        quiet = reason == NO_GAIN and rows == len(running)  # all of them decode, and none has a plan
-        self._left_alone = list(running) if quiet else []
+        self._routine = self._steps_alike(reason, requests) if rows == len(running) else 0
+        self._same, self._plans = list(running), plans
+        self._as_before = Planned({}, self._best, floor, None)
         return plans
+
+    def _steps_alike(self, reason: str, requests: Sequence[Request]) -> int:
+        """How many steps can be as this one is, with the same requests, without being looked at."""
+        if reason == NO_GAIN:
+            return HOLDS
+        if reason != GAIN or len(requests) > 1:  # several compete for rows, which is decided in each step
+            return 0
+        known = (self.known.model(name, requests[0]).drafts >= WELL_KNOWN for name in self._names)
+        return ROUTINE if all(known) else 0
 
     def _is_due(self, requests: Sequence[Request], rows: int) -> bool:
         """Whether something is to be chosen now: from time to time, and at once if other requests run."""
@@ -154,7 +167,9 @@ class AutoController(Controller):
         self._gained.clear()
         decoding = sum(request.num_pending == 1 for request in running)
         keys = sum(request.num_computed for request in requests) / len(requests)
-        batch = Batch(float(decoding), min(rows, self._max_rows), keys, self.known.per_token)
+        prompts = sum(request.num_pending for request in running) - len(running)
+        rows = min(rows, self._max_rows)
+        batch = Batch(float(decoding), rows, keys, self.known.per_token, min(prompts, rows - decoding))
         most = max(plan.budget for plan in self.plans.values())
         self._market = Market(batch, len(requests), most, self.known.steps, self.known.drafts)
         self._can_gain = self._market.can_gain()
@@ -165,12 +180,13 @@ class AutoController(Controller):
         offer = self._best.offer
         names = [()] * len(requests) if offer is None else offer.names
         enough = [0.0] * len(requests) if offer is None or not offer.enough else offer.enough
+        self._names = {name for own in names for name in own}
         self._wishes = {
             request: Wish(own, tokens) for request, own, tokens in zip(requests, names, enough, strict=True)
         }
-        self.known.drafts.fade(self.plans.keys() - {name for own in names for name in own})
+        self.known.drafts.fade(self.plans.keys() - self._names)
         self._usual = Counter(self._wishes.values()).most_common(1)[0][0]  # for those that come until then
-        self._plans_made: dict[tuple[Request, tuple[str, ...], int, bool], DraftPlan] = {}
+        self._plans_made: dict[tuple[Request, tuple[str, ...], int, float, bool], DraftPlan] = {}
         self._missing = 0.0  # tokens that were promised since then, and did not come
         self._chosen_at, self._holds_until = self._step, self._step + self._holds(requests[0])
 
@@ -194,10 +210,20 @@ class AutoController(Controller):
         probe = self._probe(requests, asked)
         if probe is not None:
             request = requests[probe.line]
-            asked[request] = Asked(request, (probe.drafter,), probe.length, tried=True)
+            asked[request] = self._tried(request, probe, asked.get(request))
             return "probe", asked, probe
-        reason = "gain" if asked else NO_GAIN if offer is None else "stopped"
+        reason = GAIN if asked else NO_GAIN if offer is None else "stopped"
         return reason, asked, None
+
+    def _tried(self, request: Request, probe: Probe, own: Asked | None) -> Asked:
+        """A draft that is tried: alone, or, if it is cheap, before what was chosen."""
+        if own is None or not self._is_cheaper(probe.drafter, own.names):
+            return Asked(request, (probe.drafter,), probe.length, tried=True)
+        return replace(own, names=(probe.drafter, *own.names), enough=PROMISING, tried=True)
+
+    def _is_cheaper(self, drafter: str, others: Sequence[str]) -> bool:
+        """Whether a drafter can be asked before others for next to nothing."""
+        return len(others) == 1 and self._market.is_cheaper(drafter, others[0])
 
     def _asked(self, requests: Sequence[Request], length: int) -> dict[Request, Asked]:
         """What requests are asked for. A drafter that nobody knows begins with one of them, not with all."""
@@ -210,13 +236,13 @@ class AutoController(Controller):
                 continue
             new = {name for name in wish.names if self.known.model(name, request).drafts < UNKNOWN}
             if not new & unknown:
-                asked[request] = Asked(request, wish.names, left, tried=bool(new))
+                asked[request] = Asked(request, wish.names, left, wish.enough, tried=bool(new))
                 unknown |= new
         return asked
 
     def _plan_of(self, asked: Asked) -> DraftPlan:
         """The plan of one request, which holds as long as the choice."""
-        place = asked.request, asked.names, asked.length, asked.tried
+        place = asked.request, asked.names, asked.length, asked.enough, asked.tried
         if place not in self._plans_made:
             request = asked.request
             *firsts, last = asked.names
@@ -225,18 +251,14 @@ class AutoController(Controller):
                 plan = replace(plan, least_chance=LOWEST)
             for first in firsts:
                 left = request.max_output - request.num_output - 1
-                enough = max(0.0, self._wishes.get(request, self._usual).enough)
-                plan = replace(self._drafting(first, request, left), otherwise=plan, enough=enough)
+                plan = replace(self._drafting(first, request, left), otherwise=plan, enough=asked.enough)
             self._plans_made[place] = plan
         return self._plans_made[place]
 
     def _drafting(self, name: str, request: Request, most: int) -> DraftPlan:
         """The plan of one drafter: it leaves out what will not pay for its row."""
-        row = self._market.prices.row(self._best.rows)
-        _, _, level, node, _ = self.known.drafts.prices(name)
-        seconds = row + node + level / max(1, len(self._wishes))
-        calibration = self.known.model(name, request).calibration
-        least = LEAST * calibration.said_for(min(0.9, self._best.rate * seconds))
+        asked = min(MOST_ASKED, self._market.least(name))
+        least = self.known.model(name, request).calibration.said_for(asked)
         return replace(self.plans[name], least_chance=max(least, LOWEST)).shrunk(most)
 
     def _probe(self, requests: Sequence[Request], asked: Mapping[Request, Asked]) -> Probe | None:
@@ -249,19 +271,19 @@ class AutoController(Controller):
         own = asked.get(request)
         if left < 1 or drafter in request.failed_drafters or (own is not None and drafter in own.names):
             return None
-        missed = 0.0 if own is None else self._market.expected(own.names[-1], line)
         seconds = float(self.known.drafts.seconds(drafter, 1, left, left))
-        seconds += self._market.prices.row(self._best.rows)
+        missed = 0.0
+        if own is None or not self._is_cheaper(drafter, own.names):
+            missed = 0.0 if own is None else self._market.expected(own.names[-1], line)
+            seconds += self._market.prices.row(self._best.rows)
         seconds += self.known.drafts.prices(drafter)[-1] * self.known.backlog(drafter, request)
         rate = self._best.rate
         probe = Probe(key_of(request), line, drafter, left, missed + rate * seconds, rate)
-        unknown = self.known.model(drafter, request).drafts < UNKNOWN
-        is_cheap = seconds < CHEAP * self._market.plain.seconds  # to look at a few times, whatever it gives
-        return probe if (unknown and is_cheap) or self._probes.can_afford(probe) else None
+        return probe if self._probes.can_afford(probe) else None
 
     def trim(self, parts: Sequence[Scheduled], trees: DraftTrees) -> DraftTrees:
         planned = self._planned
-        if planned is None:
+        if planned is None or not planned.asked:
             return trees
         candidates: list[tuple[float, int]] = []  # (-chance, node) of those that may be left out
         for index, part in enumerate(parts):
@@ -306,23 +328,32 @@ class AutoController(Controller):
         planned, self._planned = self._planned, None
         if stats.failed or stats.rows == 0:
             return
-        if stats.prefill_tokens == 0:
-            self.known.observe_pass(stats)
         self._probes.earn(stats.total_time)
+        is_quiet = planned is not None and planned is self._as_before and planned.choice.offer is None
+        if stats.prefill_tokens == 0 and not (is_quiet and self._step % SELDOM):
+            self.known.observe_pass(stats)
         if planned is None:
             return
+        for draft in stats.drafts:
+            self._gained[draft.segment] += draft.accepted
+        if planned.asked:
+            self._observe_drafts(planned, stats)
+        if planned.choice.offer is not None and stats.prefill_tokens == 0:
+            worth = stats.new_tokens / stats.requests * self._market.plain.seconds
+            planned.floor.observe(worth, stats.total_time)
+            if planned.floor.reason is not None:
+                self._routine = 0
+
+    def _observe_drafts(self, planned: Planned, stats: StepStats) -> None:
+        """Take in what drafts cost, and what became of them."""
         drafts = {(draft.request_id, draft.child): draft for draft in stats.drafts}
         for key, asked in planned.asked.items():
             accepted = self._learn(key, asked, drafts.get(key))
-            self._gained[asked.request.segment] += accepted
             if planned.probe is not None and planned.probe.request == key:
                 self._probes.observe(planned.probe, accepted)
         for call in stats.draft_calls:
             if call.drafter in self.plans:
                 self.known.drafts.observe(call, planned.late(call.drafter))
-        if planned.choice.offer is not None and stats.prefill_tokens == 0:
-            worth = stats.new_tokens / stats.requests * self._market.plain.seconds
-            planned.floor.observe(worth, stats.total_time)
 
     def _learn(self, key: Key, asked: Asked, draft: DraftFacts | None) -> int:
         """Take in what became of a request's draft: its accepted tokens."""

@@ -26,7 +26,12 @@ Int64Array = npt.NDArray[np.int64]
 Names = tuple[str, ...]  # drafters in the order in which they are asked: the second if the first has little
 
 POSSIBLE = 1.08  # times plain decoding that perfect drafts must give: real ones give much less
-MARGIN = 1.02  # times plain decoding: of several guesses the best is likely to be too high
+MARGIN = 1.05  # times plain decoding: of several guesses the best is likely to be too high
+LEAST = 1.0  # times what a node must be worth to be drafted
+LONGER = 0.99  # times the best: a longer draft may give less by so much, since it ends by itself
+ALIKE = (
+    3.0  # times: a cheap draft must promise so much more than a dear one, for where it does, so would that
+)
 CHEAPER = 3.0  # times: a drafter that is so much cheaper than another may be asked before it
 
 
@@ -38,14 +43,22 @@ class Batch:
     rows: int  # that it has
     keys: float  # that a row reads, on average
     per_token: float = 0.0  # seconds that a new token takes, drafted or not
+    prompt_rows: int = 0  # of the rows, those that give no token
 
 
 class PassPrices:
-    """Seconds of passes of a batch with so many rows more, at present prices."""
+    """Seconds of passes of a batch with so many rows more, at present prices.
+
+    Prompts must be computed anyway: what that takes is not counted, or else tokens would be worth more in a
+    step with a prompt than in the next one. What they do count for is what another row costs beside them.
+    """
 
     def __init__(self, batch: Batch, steps: StepCosts, most: int) -> None:
         """For up to `most` more."""
         self.seconds = steps.seconds(batch.rows + np.arange(most + 1.0), batch.keys)  # [more rows]
+        if batch.prompt_rows:
+            alone = steps.seconds(max(1.0, batch.rows - batch.prompt_rows), batch.keys)
+            self.seconds += alone - self.seconds[0]
         self.listed: list[float] = self.seconds.tolist()  # the same
 
     def row(self, rows: float) -> float:
@@ -145,15 +158,26 @@ class Market:
 
     def alone(self, name: str) -> Choice:
         """One drafter for all requests, with the best length."""
-        chances = self.prospects[name].chances
+        chances = self._drafted(name)
         lengths = self._lengths(name)
         counted = np.arange(chances.shape[2]) < lengths[:, None]  # [lengths, nodes]
         sizes = np.minimum(np.count_nonzero(chances, axis=2), lengths[:, None, None])
         part = Part(np.ones_like(sizes, dtype=np.bool_), sizes)
         tokens, seconds, rows = self._outcome(chances * counted[:, None, None], {name: part})
-        best = int(np.argmax(tokens / seconds))
+        rates = tokens / seconds
+        best = int(np.flatnonzero(rates >= LONGER * rates.max())[-1])
         offer = Offer(((name,),) * self.count, int(lengths[best]), ())
         return Choice(offer, float(tokens[best]), float(seconds[best]), float(rows[best]))
+
+    def least(self, name: str) -> float:
+        """The chance that a node must have to be drafted by this drafter, to pay for one of the first rows."""
+        _, _, level, node, _ = self._drafts.prices(name)
+        return LEAST * self.plain.rate * (self.prices.row(0) + node + level / self.count)
+
+    def _drafted(self, name: str) -> Float64Array:
+        """[scenes, requests, nodes] chances of the nodes that are likely enough to be drafted."""
+        chances = self.prospects[name].chances
+        return chances * (chances >= self.least(name))
 
     def _lengths(self, name: str) -> Int64Array:
         """[lengths] of drafts that are looked at: the longest, and shorter ones where levels cost much."""
@@ -164,18 +188,23 @@ class Market:
 
     def _cascades(self) -> list[tuple[str, str]]:
         """Pairs of drafters of which the second is asked where the first has little: the cheap one first."""
-        calls = {name: float(self._drafts.seconds(name, 1, 1, 1)) for name in self.prospects}
-        pairs = itertools.permutations(calls, 2)
-        return [(first, second) for first, second in pairs if CHEAPER * calls[first] < calls[second]]
+        pairs = itertools.permutations(self.prospects, 2)
+        return [(first, second) for first, second in pairs if self.is_cheaper(first, second)]
+
+    def is_cheaper(self, first: str, second: str) -> bool:
+        """Whether a call of the first costs so little that it may be asked before the second."""
+        one, other = (float(self._drafts.seconds(name, 1, 1, 1)) for name in (first, second))
+        return CHEAPER * one < other
 
     def cascade(self, first: str, second: str, length: int, best: Choice) -> Choice:
         """One drafter for all requests, and another where the first has too little."""
-        one, other = self.prospects[first].chances, self.prospects[second].chances[:, :, :length]
+        one, other = self.prospects[first].chances, self._drafted(second)[:, :, :length]
         sizes = np.count_nonzero(other, axis=2)
         call, request, level, node, _ = self._drafts.prices(second)
         price = (call + level * sizes.mean()) / self.count + request + node * sizes.mean()
         row = best.rate * self.prices.row(best.rows)
         enough = self._kept(other, row) - best.rate * (price + self.prospects[second].late)  # [requests]
+        enough = np.maximum(enough, 0.0) * ALIKE
         asked = np.maximum(one - row, 0.0).sum(axis=2) < enough
         chances = np.zeros((*asked.shape, max(one.shape[2], length)))
         chances[:, :, : one.shape[2]] = one * ~asked[:, :, None]
@@ -197,7 +226,7 @@ class Market:
         worth = [np.zeros(self.count)]
         for name, prospect in self.prospects.items():
             _, request, _, node, _ = self._drafts.prices(name)
-            drafted = prospect.chances[:, :, :length]
+            drafted = self._drafted(name)[:, :, :length]
             sizes = np.count_nonzero(drafted, axis=2).mean(axis=0)
             worth.append(self._kept(drafted, row) - best.rate * (request + node * sizes + prospect.late))
         names = ["", *self.prospects]
@@ -207,7 +236,7 @@ class Market:
         parts: dict[str, Part] = {}
         for name in set(chosen) - {""}:
             own = np.array([drafter == name for drafter in chosen])
-            drafted = self.prospects[name].chances[:, :, :length] * own[:, None]
+            drafted = self._drafted(name)[:, :, :length] * own[:, None]
             chances[:, :, : drafted.shape[2]] += drafted
             parts[name] = Part(np.broadcast_to(own, (scenes, self.count)), np.count_nonzero(drafted, axis=2))
         offer = Offer(tuple((name,) if name else () for name in chosen), length, ())

@@ -23,6 +23,7 @@ SURPRISE = (
     0.1  # of a plain pass: a call is believed to take so much more than was thought, the next twice that
 )
 WARM_UP = 2  # calls of a drafter of which the quickest counts: the first ones fill its caches
+LATE = 0.004  # of a plain pass: what a token to catch up with is thought to cost
 FADE = 0.998  # what is left of the price of what is not called, after a while
 
 
@@ -34,18 +35,25 @@ class CallPrices:
 
     def __init__(self, plain: float) -> None:
         """`plain` seconds are those of a pass without drafts."""
-        self.prices = [0.0] * TERMS  # what was never called is thought to cost nothing, so it is tried once
+        # What was never called is thought to cost nothing, so it is tried once; but not behind a long prompt.
+        self._unknown = [0.0, 0.0, 0.0, 0.0, LATE * plain]
+        self.prices = self._unknown
         self._plain = plain
         self._believed = SURPRISE * plain  # seconds by which the next call may be slower than was thought
         self._first: list[float] = []  # seconds of first calls
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was ever called."""
+        return bool(self._first)
 
     def observe(self, sizes: Sequence[float], seconds: float) -> None:
         """Take in a call of these sizes, one for each of the TERMS."""
         missing = seconds - sum(map(mul, self.prices, sizes))
         if len(self._first) < WARM_UP:
             if seconds < min(self._first, default=math.inf):
-                self.prices = [0.0] * TERMS  # what was thought before is forgotten
-                self._move(sizes, seconds)
+                self.prices = self._unknown  # what was thought before is forgotten
+                self._move(sizes, seconds - sum(map(mul, self.prices, sizes)))
             self._first.append(seconds)
         elif missing > self._believed and not sizes[-1]:  # what is to catch up with is seldom, and much
             self._move(sizes, SLOWER * self._believed)
@@ -104,7 +112,7 @@ class DraftCosts:
 
     def facts(self) -> dict[str, list[float]]:
         """What others can begin with, as JSON has it: the prices of each drafter that was called."""
-        return {name: own.prices for name, own in self._drafters.items() if any(own.prices)}
+        return {name: own.prices for name, own in self._drafters.items() if own.is_known}
 
     def begin_with(self, facts: Mapping[str, Any]) -> None:
         """Take in what calls cost before. ValueError or TypeError if that makes no sense."""

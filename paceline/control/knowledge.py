@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.control.acceptance import SCENES, AcceptanceModel, Key
+from paceline.control.acceptance import AcceptanceModel, Key
 from paceline.control.choice import Prospect
 from paceline.control.cost import StepCosts
 from paceline.control.draft_cost import DraftCosts
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from paceline.engine.request import Request
     from paceline.engine.stats import StepStats
 
+DRAFTS = 128  # past drafts by which a step is judged, of all its requests together
+FEWEST, MOST_SCENES = 8, 48  # of one request
 PER_TOKEN_RATE = 0.05  # how far one step moves the price of a token
 
 
@@ -57,7 +59,7 @@ class Knowledge:
 
     def prospect(self, name: str, requests: Sequence[Request]) -> Prospect:
         """What a drafter is expected to do for these requests; nothing for those it failed for."""
-        scenes = SCENES if len(requests) <= SCENES else SCENES // 2
+        scenes = min(max(DRAFTS // len(requests), FEWEST), MOST_SCENES)
         chances = np.zeros((scenes, len(requests), self.plans[name].budget))
         for greedy in (True, False):
             own = [line for line, request in enumerate(requests) if request.sampler.greedy is greedy]

@@ -34,6 +34,7 @@ class Asked:
     request: Request
     names: tuple[str, ...]  # drafters, in the order in which they are asked
     length: int  # most nodes
+    enough: float = 0.0  # tokens that the first must promise for the second not to be asked
     tried: bool = False  # whether something is verified even if it seems to be worth nothing
     plan: DraftPlan = PLAIN
     late: int = 0  # tokens that the last of them has to catch up with, if it is asked

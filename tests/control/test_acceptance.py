@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from paceline.control.acceptance import SCENES, AcceptanceModel
+from paceline.control.acceptance import KEPT, OWN, AcceptanceModel
 from paceline.control.calibration import Calibration
 
 ONE, OTHER = ("1", 0), ("2", 0)
@@ -65,8 +65,8 @@ def test_a_new_request_is_as_its_segment_and_a_new_segment_as_all():
     for _ in range(60):
         model.offer(ONE, "prose", [0.3], 1)
         model.offer(OTHER, "code", [0.9], 1)
-    scenes = model.scenes([(("3", 0), "prose"), (("4", 0), "code"), (("5", 0), "new")])
-    assert scenes.shape == (SCENES, 3, 1)
+    scenes = model.scenes([(("3", 0), "prose"), (("4", 0), "code"), (("5", 0), "new")], 16)
+    assert scenes.shape == (16, 3, 1)
     assert scenes[:, 0].mean() == pytest.approx(0.3, abs=0.02)
     assert scenes[:, 1].mean() == pytest.approx(0.9, abs=0.02)
     assert scenes[:, 2].mean() == pytest.approx(0.6, abs=0.05)
@@ -77,10 +77,10 @@ def test_what_was_not_asked_for_goes_on_as_it_went_and_what_was_not_found_is_not
     for _ in range(300):
         model.offer(OTHER, "", [0.8, 0.4, 0.2, 0.1], asked=4)
     model.offer(ONE, "", [0.9], asked=1)
-    assert model.scenes([(ONE, "")])[0, 0].tolist() == pytest.approx([0.9, 0.45, 0.225, 0.1125], rel=0.05)
+    assert model.scenes([(ONE, "")], 16)[0, 0].tolist() == pytest.approx([0.9, 0.45, 0.225, 0.1125], rel=0.05)
     model = AcceptanceModel(4)
     model.offer(ONE, "", [0.8], asked=4)
-    assert model.scenes([(ONE, "")])[0, 0].tolist() == pytest.approx([0.8, 0, 0, 0])
+    assert model.scenes([(ONE, "")], 16)[0, 0].tolist() == pytest.approx([0.8, 0, 0, 0])
 
 
 def test_a_change_of_topic_shows_within_a_few_drafts():
@@ -88,10 +88,26 @@ def test_a_change_of_topic_shows_within_a_few_drafts():
     for _ in range(200):
         model.offer(ONE, "", [0.9, 0.8], 2)
         model.observe(ONE, "", [0.9, 0.8], [True, True])
-    for _ in range(SCENES):
+    for _ in range(OWN):
         model.offer(ONE, "", [0.2], 2)
         model.observe(ONE, "", [0.2], [False])
-    assert model.scenes([(ONE, "")]).max() < 0.25
+    assert (model.scenes([(ONE, "")], 16).max(axis=(1, 2)) < 0.25).mean() >= 0.5
+    for _ in range(KEPT):
+        model.offer(ONE, "", [0.2], 2)
+        model.observe(ONE, "", [0.2], [False])
+    assert model.scenes([(ONE, "")], 16).max() < 0.25
+
+
+def test_poor_drafts_of_a_request_are_forgotten_when_no_more_are_made():
+    model = AcceptanceModel(1)
+    for _ in range(KEPT):
+        model.offer(OTHER, "", [0.8], 1)
+    for _ in range(OWN):
+        model.offer(ONE, "", [0.2], 1)
+    means = [model.scenes([(ONE, "")], 16).mean() for _ in range(5)]
+    assert means == sorted(means)
+    assert means[0] < 0.55
+    assert means[-1] > 0.7
 
 
 def test_requests_that_ended_are_forgotten():
@@ -112,7 +128,7 @@ def test_what_was_learned_survives_a_restart():
     again = AcceptanceModel(3)  # may draft more now
     again.begin_with(json.loads(json.dumps(model.facts())))
     new = [(("9", 0), "elsewhere")]
-    np.testing.assert_allclose(again.scenes(new)[:, :, :2], model.scenes([(("9", 0), "elsewhere")]), rtol=0.2)
+    np.testing.assert_allclose(again.scenes(new, 16)[:, :, :2], model.scenes(new, 16), rtol=0.2)
     assert again.drafts == model.drafts
     with pytest.raises(KeyError):
         again.begin_with({})
