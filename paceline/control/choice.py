@@ -170,7 +170,7 @@ class Market:
         return Choice(offer, float(tokens[best]), float(seconds[best]), float(rows[best]))
 
     def least(self, name: str) -> float:
-        """The chance that a node must have to be drafted by this drafter, to pay for one of the first rows."""
+        """The chance that a node must have to be drafted by this drafter: that of a first row."""
         _, _, level, node, _ = self._drafts.prices(name)
         return LEAST * self.plain.rate * (self.prices.row(0) + node + level / self.count)
 
