@@ -111,7 +111,7 @@ def weight_bytes(weights: Weights) -> int:
 def measure_ours(weights: Weights, requests: int, prompt_tokens: int, output_tokens: int) -> float:
     """Milliseconds per step of the decode loop."""
     loop = prefilled_loop(weights, requests, prompt_tokens, prompt_tokens + output_tokens + 1)
-    read = torch.zeros(requests, dtype=torch.int32, pin_memory=True)
+    read = torch.zeros((requests, 1), dtype=torch.int32, pin_memory=True)
 
     def step() -> None:
         loop.step(requests)

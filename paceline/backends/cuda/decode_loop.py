@@ -1,248 +1,213 @@
-"""Plain decoding that stays on the device: each step writes the inputs of the next one.
+"""Decoding that stays on the device: a step drafts, verifies, advances and writes the rows of the next one.
 
-    device   tokens, positions, places of all rows ─> layers ─> logits ─> tokens ─┐
-               ^────────────── next inputs, written by the same graph ────────────┤
-    host                                                 one small copy per step <┘, read one step later
+    device   rows of all passes ─> draft: catch up, guess, guess ... ─> target ─> tokens ─> walk ─┐
+               ^──────────────────── next rows, written by the same graph ───────────────────────┤
+    host                                            one small copy per step, read one step later <┘
 
-A row is a request that decodes. What a request is lies on the device too (DeviceRequests): its tokens, how
-many are computed, its pages, its seed and temperature. The host reserves pages ahead and looks at tokens that
-came before; it never stands between two steps. A step that speculates will read and write the same state.
+What a request is lies on the device too (DeviceRequests): its tokens, how many are computed, its pages, its
+seed and temperature. The host reserves pages ahead and looks at tokens that came before; it never stands
+between two steps. Without a draft a step is plain decoding, and its tokens are the same with one: a drafted
+token is taken only where the target, with the request's own noise, has chosen it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import triton
-import triton.language as tl
 
+from paceline.backends.cuda.draft_networks import DraftNetwork, DraftRows
+from paceline.backends.cuda.draft_shape import chain_shape, plan_step
 from paceline.backends.cuda.graphs import Graphs
-from paceline.backends.cuda.kernels.attention import MOST_PATH, RowTables
-from paceline.backends.cuda.kernels.launching import follow, overlaps
-from paceline.backends.cuda.kernels.sampling import best_candidate, candidates_for, race
+from paceline.backends.cuda.kernels.attention import MOST_PATH, RowTables, tile_height
+from paceline.backends.cuda.kernels.guess import choose, guess, guesses_for
+from paceline.backends.cuda.kernels.sampling import candidates_for, race
+from paceline.backends.cuda.kernels.step_rows import (
+    LAST,
+    LINES,
+    PLACES,
+    POSITIONS,
+    SOURCES,
+    STRAIGHT,
+    TILE_COUNTS,
+    TILE_PAGES,
+    TILE_ROWS,
+    TOKENS,
+    TURNS,
+    DeviceRequests,
+    ShapeTables,
+    StepRows,
+    begin_rows,
+    make_requests,
+)
+from paceline.backends.cuda.kernels.walk import move_accepted, walk
 from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers
 from paceline.backends.cuda.weights import Weights
 
-
-@dataclass(frozen=True)
-class DeviceRequests:
-    """What the device knows about the requests in its slots."""
-
-    tokens: torch.Tensor  # int32 [slots, longest] prompt and output
-    lengths: torch.Tensor  # int32 [slots] tokens whose keys and values are in the pool
-    pages: torch.Tensor  # int32 [slots, most pages]
-    seeds: torch.Tensor  # int64 [slots]
-    temperatures: torch.Tensor  # float64 [slots] 0: greedy
-
-
-@dataclass(frozen=True)
-class LoopRows:
-    """The inputs of a step. Row r is the request in slot slots[r]."""
-
-    slots: torch.Tensor  # int32 [rows]; -1: the row is padding
-    tokens: torch.Tensor  # int32 [rows]
-    tables: RowTables
-    seeds: torch.Tensor  # int64 [rows]
-    temperatures: torch.Tensor  # float64 [rows]
-
-
-def make_requests(slots: int, longest: int, page_size: int, device: torch.device) -> DeviceRequests:
-    """Empty slots for requests of at most `longest` tokens."""
-    return DeviceRequests(
-        torch.zeros((slots, longest), dtype=torch.int32, device=device),
-        torch.zeros(slots, dtype=torch.int32, device=device),
-        torch.zeros((slots, -(-longest // page_size)), dtype=torch.int32, device=device),
-        torch.zeros(slots, dtype=torch.int64, device=device),
-        torch.zeros(slots, dtype=torch.float64, device=device),
-    )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _next_row(  # type: ignore[no-untyped-def]
-    slot, position, row, known_at, pages_at, row_tables, longest, most_pages, page_size: tl.constexpr
-) -> None:
-    """Write the inputs of a row whose next token stands at `position`; a slot of -1 makes it padding."""
-    tokens_at, positions_at, places_at, straight_at, counts_at, tile_pages_at = row_tables
-    real = slot >= 0
-    own = tl.maximum(slot, 0)
-    page = tl.load(pages_at + own * most_pages + position // page_size)
-    tl.store(tokens_at + row, tl.load(known_at + own * longest + position))
-    tl.store(positions_at + row, tl.where(real, position, 0))
-    tl.store(places_at + row, tl.where(real, page * page_size + position % page_size, -1))
-    tl.store(straight_at + row, position + 1)
-    tl.store(counts_at + row, real.to(tl.int32))
-    tl.store(tile_pages_at + row, own * most_pages)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _begin_kernel(  # type: ignore[no-untyped-def]
-    slots_at,
-    known_at,
-    lengths_at,
-    pages_at,
-    seeds_at,
-    temperatures_at,
-    tokens_at,
-    positions_at,
-    places_at,
-    straight_at,
-    counts_at,
-    tile_pages_at,
-    row_seeds_at,
-    row_temperatures_at,
-    longest,
-    most_pages,
-    page_size: tl.constexpr,
-) -> None:
-    row = tl.program_id(0)
-    slot = tl.load(slots_at + row)
-    own = tl.maximum(slot, 0)
-    tl.store(row_seeds_at + row, tl.load(seeds_at + own))
-    tl.store(row_temperatures_at + row, tl.load(temperatures_at + own))
-    row_tables = (tokens_at, positions_at, places_at, straight_at, counts_at, tile_pages_at)
-    _next_row(
-        slot, tl.load(lengths_at + own), row, known_at, pages_at, row_tables, longest, most_pages, page_size
-    )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _advance_kernel(  # type: ignore[no-untyped-def]
-    scores_at,
-    ids_at,
-    slots_at,
-    known_at,
-    lengths_at,
-    pages_at,
-    tokens_at,
-    positions_at,
-    places_at,
-    straight_at,
-    counts_at,
-    tile_pages_at,
-    output_at,
-    blocks,
-    longest,
-    most_pages,
-    most_blocks: tl.constexpr,
-    page_size: tl.constexpr,
-    overlap: tl.constexpr,
-) -> None:
-    row = tl.program_id(0)
-    follow(overlap)
-    slot = tl.load(slots_at + row)
-    chosen = best_candidate(scores_at, ids_at, row, blocks, most_blocks)
-    tl.store(output_at + row, chosen)
-    if slot >= 0:
-        position = tl.load(positions_at + row) + 1
-        if position < longest:
-            tl.store(lengths_at + slot, position)
-            tl.store(known_at + slot * longest + position, tl.maximum(chosen, 0))
-            tl.debug_barrier()
-            row_tables = (tokens_at, positions_at, places_at, straight_at, counts_at, tile_pages_at)
-            _next_row(slot, position, row, known_at, pages_at, row_tables, longest, most_pages, page_size)
+__all__ = ["DecodeLoop", "DeviceRequests", "make_requests"]
 
 
 class DecodeLoop:
-    """Steps of plain decoding over requests that the device knows."""
+    """Steps over requests that the device knows.
+
+    `output` int32 [max_rows, levels + 1] and `counts` int32 [max_rows] have the tokens of the last step and
+    how many they are: none of padding or beyond a limit. A token of -1 means unusable logits.
+    """
 
     def __init__(
-        self, weights: Weights, pool: Pool, requests: DeviceRequests, max_rows: int, page_size: int
+        self,
+        weights: Weights,
+        pool: Pool,
+        requests: DeviceRequests,
+        max_rows: int,
+        page_size: int,
+        draft: DraftNetwork | None = None,
     ) -> None:
-        device = weights.device
+        """Steps of at most `max_rows` requests; `draft` None is plain decoding."""
+        device, config = weights.device, weights.config
         self.weights, self.pool, self.requests, self.page_size = weights, pool, requests, page_size
-        self.workspace = make_workspace(weights, max_rows, requests.tokens.shape[1])
-        self._candidates = candidates_for(max_rows, weights.config.vocab_size, device)
+        self.draft = draft
+        shape = chain_shape(0) if draft is None else draft.shape
+        catch_up_rows, always, height = (
+            (0, 0, 1) if draft is None else (draft.catch_up_rows, draft.always, draft.tile_height)
+        )
+        own_height = tile_height(config.num_heads, config.num_kv_heads)
+        self._plan = plan = plan_step(shape, own_height, catch_up_rows, height)
+        self._nodes = len(shape)
+
+        def integers(*sizes: int) -> torch.Tensor:
+            return torch.zeros(sizes, dtype=torch.int32, device=device)
+
+        self._shape = ShapeTables(
+            torch.from_numpy(plan.rows).to(device),
+            torch.from_numpy(plan.tiles).to(device),
+            torch.from_numpy(plan.paths).to(device),
+            torch.tensor(shape.parents, dtype=torch.int32, device=device),
+            shape.levels,
+            catch_up_rows,
+            always,
+            shape.is_chain,
+        )
+        most = plan.first_row(len(plan.passes)) * max_rows
+        self._rows = StepRows(integers(LINES, most), integers(1 if shape.is_chain else most, MOST_PATH))
+        self._children = [torch.from_numpy(table).to(device) for table in plan.children]
+        self.output, self.counts = integers(max_rows, shape.levels + 1), integers(max_rows)
+        self._accepted, self._slots = integers(max_rows, shape.levels + 1), integers(max_rows)
+        self._seeds = torch.zeros((max_rows, self._nodes), dtype=torch.int64, device=device)
+        self._temperatures = torch.zeros((max_rows, self._nodes), dtype=torch.float64, device=device)
+        self._request_seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._request_temperatures = torch.zeros(max_rows, dtype=torch.float64, device=device)
+        self._candidates = candidates_for(max_rows * self._nodes, config.vocab_size, device)
+        self._workspace = make_workspace(weights, max_rows * self._nodes, requests.tokens.shape[1])
+        if draft is not None:
+            rows = max_rows * max(len(table) for table in plan.children)
+            self._guesses = guesses_for(rows, draft.vocab_size, shape.most_children, device)
+            self._chances = torch.zeros(rows, device=device)
+        self._moved: list[Pool] = []  # where accepted paths may lie apart
+        if draft is not None and not shape.is_chain:
+            self._moved = [pool, draft.pool] if draft.always else [pool]  # others compute them again
         self._graphs = Graphs(device)
 
-        def integers(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
+    @torch.inference_mode()
+    def begin(self, slots: list[int], rows: int, features: torch.Tensor | None = None) -> None:
+        """Let the next steps decode the requests in these slots, as `rows` requests, the rest padding.
 
-        self.output = integers(max_rows)  # the tokens of the last step; -1: unusable logits
-        self._numbers = integers(7, max_rows)
-        self._paths = integers(1, MOST_PATH)  # never read: decodes are straight
-        self._row_numbers = torch.arange(max_rows, dtype=torch.int32, device=device)
-        self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._temperatures = torch.zeros(max_rows, dtype=torch.float64, device=device)
+        Before it the state of the slots must be written: all tokens, of which the last is not computed, pages
+        for the KV indices below the limit, and at least one computed token. A draft model must have computed
+        all but the last two tokens, a head the slots of all but the last one; a head also reads `features`
+        float32 [slots, width], the target's of each request's last computed token.
+        """
+        state, chosen = self.requests, self._slots[:rows]
+        chosen.copy_(torch.tensor(slots + [-1] * (rows - len(slots)), dtype=torch.int32))
+        own = chosen.clamp(min=0).long()
+        self._request_seeds[:rows] = state.seeds[own]
+        self._request_temperatures[:rows] = state.temperatures[own]
+        self._seeds[:rows] = state.seeds[own][:, None]
+        self._temperatures[:rows] = state.temperatures[own][:, None]
+        if features is not None and self.draft is not None and self.draft.features is not None:
+            self.draft.features.view(-1, self._nodes, features.shape[1])[: len(slots), 0] = features
+        begin_rows(chosen, state, self._shape, self._rows, self.page_size)
 
-    def begin(self, slots: list[int], rows: int) -> None:
-        """Let the next steps decode the requests in these slots, as `rows` rows."""
-        inputs, requests = self._inputs(rows), self.requests
-        padded = slots + [-1] * (rows - len(slots))
-        inputs.slots.copy_(torch.tensor(padded, dtype=torch.int32))
-        _begin_kernel[(rows,)](
-            inputs.slots,
-            requests.tokens,
-            requests.lengths,
-            requests.pages,
-            requests.seeds,
-            requests.temperatures,
-            *self._row_tables(inputs),
-            inputs.seeds,
-            inputs.temperatures,
-            requests.tokens.shape[1],
-            requests.pages.shape[1],
-            self.page_size,
-            num_warps=1,
-        )
+    @torch.inference_mode()
+    def last_features(self, rows: int) -> torch.Tensor:
+        """The target's features of each request's last computed token, as another `begin` needs them."""
+        assert self.draft is not None, "plain decoding keeps no features"
+        assert self.draft.features is not None, "a draft model reads no features"
+        last = self._rows.lines[LAST, :rows] + self._plan.first_row(1) * rows
+        return self.draft.features[self._rows.lines[SOURCES][last.long()].long()]
 
+    def drafted(self, rows: int) -> torch.Tensor:
+        """The tokens of the nodes [rows, nodes] that the next walk reads; the first is the root's."""
+        return self._rows.lines[TOKENS, : rows * self._nodes].view(rows, self._nodes)
+
+    @torch.inference_mode()
     def step(self, rows: int) -> None:
-        """One token for every row. `output` has them when the device is done."""
+        """A step of all requests. `output` and `counts` have its tokens when the device is done."""
         self._graphs.run(rows, lambda: self._step(rows))
 
     def _step(self, rows: int) -> None:
-        inputs, requests, candidates = self._inputs(rows), self.requests, self._candidates
-        run_layers(self.weights, self.workspace, inputs.tokens, inputs.tables, self.pool, self.page_size)
-        run_head(self.weights, self.workspace, self.workspace.attention_input, rows)
-        vocab_size = self.weights.config.vocab_size
-        positions = inputs.tables.positions
-        race(
-            self.workspace.logits, vocab_size, inputs.temperatures, inputs.seeds, positions, candidates, rows
-        )
-        blocks = candidates.ids.shape[1]
-        overlap = overlaps(self.output.device)
-        _advance_kernel[(rows,)](
-            candidates.scores,
-            candidates.ids,
-            inputs.slots,
-            requests.tokens,
-            requests.lengths,
-            requests.pages,
-            *self._row_tables(inputs),
+        if self.draft is not None:
+            self._propose(self.draft, rows)
+        self._verify(rows)
+        shape, state, slots = self._shape, self.requests, self._slots[:rows]
+        walk(
+            self._candidates,
+            slots,
+            state,
+            shape,
+            self._rows,
             self.output,
-            blocks,
-            requests.tokens.shape[1],
-            requests.pages.shape[1],
-            triton.next_power_of_2(blocks),
+            self.counts,
+            self._accepted,
             self.page_size,
-            overlap,
-            num_warps=1,
-            launch_pdl=overlap,
+        )
+        for pool in self._moved:
+            keys, values = pool.keys, pool.values
+            move_accepted(keys, values, slots, state, self.counts, self._accepted, self.page_size)
+
+    def _propose(self, draft: DraftNetwork, rows: int) -> None:
+        """Guess level by level."""
+        lines, temperatures, seeds = self._rows.lines, self._request_temperatures, self._request_seeds
+        lengths = lines[POSITIONS, : rows * self._nodes : self._nodes]  # of the roots
+        for number, children in enumerate(self._children, start=1):
+            inputs = self._pass(number, rows)
+            logits = draft.extend(inputs) if number > 1 else draft.catch_up(inputs, lines[LAST, :rows])
+            count = rows * len(children)
+            ids, size = draft.target_ids, draft.vocab_size
+            guess(logits, size, ids, temperatures, seeds, lengths, number, self._guesses, count)
+            choose(self._guesses, children, lines[TOKENS], self._chances, count, rows)
+
+    def _verify(self, rows: int) -> None:
+        """The target's pass over all nodes, and the token of each."""
+        weights, workspace = self.weights, self._workspace
+        inputs, count = self._pass(0, rows), rows * self._nodes
+        features = () if self.draft is None else (self.draft.features, self.draft.feature_layers)
+        run_layers(weights, workspace, inputs.tokens, inputs.tables, self.pool, self.page_size, *features)
+        run_head(weights, workspace, workspace.attention_input, count)
+        race(
+            workspace.logits,
+            weights.config.vocab_size,
+            self._temperatures[:rows].view(-1),
+            self._seeds[:rows].view(-1),
+            inputs.tables.positions,
+            self._candidates,
+            count,
         )
 
-    def _inputs(self, rows: int) -> LoopRows:
-        lines = [line[:rows] for line in self._numbers]
-        slots, tokens, positions, places, straight, counts, tile_pages = lines
+    def _pass(self, number: int, rows: int) -> DraftRows:
+        """The rows of one pass."""
+        own, lines = self._plan.passes[number], self._rows.lines
+        first, count = self._plan.first_row(number) * rows, len(own.nodes) * rows
+        row = slice(first, first + count)
+        first_tile = self._plan.first_tile(number) * rows
+        tile = slice(first_tile, first_tile + own.tiles * rows)
+        paths = self._rows.paths if self._shape.is_straight else self._rows.paths[row]
         tables = RowTables(
-            positions,
-            places,
-            straight,
-            self._paths,
-            self._row_numbers[:rows],
-            counts,
-            tile_pages,
+            lines[POSITIONS, row],
+            lines[PLACES, row],
+            lines[STRAIGHT, row],
+            paths,
+            lines[TILE_ROWS, tile],
+            lines[TILE_COUNTS, tile],
+            lines[TILE_PAGES, tile],
             self.requests.pages.view(-1),
         )
-        return LoopRows(slots, tokens, tables, self._seeds[:rows], self._temperatures[:rows])
-
-    def _row_tables(self, inputs: LoopRows) -> tuple[torch.Tensor, ...]:
-        """What a step writes of the next one's inputs."""
-        tables = inputs.tables
-        return (
-            inputs.tokens,
-            tables.positions,
-            tables.places,
-            tables.straight,
-            tables.tile_counts,
-            tables.tile_pages,
-        )
+        return DraftRows(lines[TOKENS, row], tables, lines[TURNS, row], lines[SOURCES, row])

@@ -125,7 +125,7 @@ def test_the_loop_gives_the_tokens_of_single_passes(
     looped = []
     for _ in range(steps):
         loop.step(4)
-        looped.append(loop.output[:3].tolist())
+        looped.append(loop.output[:3, 0].tolist())
     expected = []
     for request, length, seed in zip(requests, lengths, seeds, strict=True):
         sampler = Sampler(SamplingParams(temperature=temperature), seed, (), ())

@@ -117,6 +117,7 @@ def guess(
         BLOCK,
         overlap,
         num_warps=4,
+        enable_fp_fusion=False,
         launch_pdl=overlap,
     )
 

@@ -1,0 +1,153 @@
+"""What drafts on the device: a head that reads the target's features, or a smaller model.
+
+Both compute rows that the step's tables name, on the target's pages and in a pool of their own, and leave
+logits of the rows whose children come next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from paceline.backends.cuda.draft_shape import DraftShape
+from paceline.backends.cuda.head import feed_back, fuse, make_head_workspace, run_slots, run_vocabulary
+from paceline.backends.cuda.head_weights import HeadWeights
+from paceline.backends.cuda.kernels.attention import RowTables, tile_height
+from paceline.backends.cuda.kernels.draft import pick_rows
+from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers
+from paceline.backends.cuda.weights import Weights
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """The rows of one pass."""
+
+    tokens: torch.Tensor  # int32 [rows]
+    tables: RowTables
+    turns: torch.Tensor  # int32 [rows] one less than the positions
+    sources: torch.Tensor  # int32 [rows] the row whose feature, or whose parent's state, it reads
+
+
+class DraftNetwork(Protocol):
+    """What a step drafts with."""
+
+    shape: DraftShape
+    pool: Pool
+    catch_up_rows: int  # tokens of a request that it computes at the beginning of a step, at most
+    always: int  # how many of them whatever was accepted; 0: those that were
+    tile_height: int
+    vocab_size: int
+    target_ids: torch.Tensor | None  # int32 [vocab_size] the target's ids of guesses; None: the same
+    feature_layers: tuple[int, ...]  # of the target
+    features: torch.Tensor | None  # float32 [target's rows, width] where the target leaves them
+
+    def catch_up(self, rows: DraftRows, last: torch.Tensor) -> torch.Tensor:
+        """Logits [requests, vocab] of the rows `last` [requests] of this pass over known tokens."""
+        ...
+
+    def extend(self, rows: DraftRows) -> torch.Tensor:
+        """Logits [rows, vocab] of guesses behind those of the pass before."""
+        ...
+
+
+def _most_rows(shape: DraftShape, catch_up_rows: int) -> int:
+    """The most rows of a request in one pass of its draft."""
+    return max(catch_up_rows, *(len(shape.inner(depth)) for depth in range(shape.levels + 1)))
+
+
+class HeadNetwork:
+    """An eagle3, eagle or mtp head. It computes what was accepted again, with the target's features."""
+
+    always = 0
+
+    def __init__(
+        self,
+        weights: HeadWeights,
+        pool: Pool,
+        feature_layers: tuple[int, ...],
+        shape: DraftShape,
+        max_requests: int,
+        longest: int,
+        page_size: int,
+    ) -> None:
+        """Buffers for steps of at most `max_requests` requests of at most `longest` tokens."""
+        config = weights.config
+        self.weights, self.pool, self.shape, self.page_size = weights, pool, shape, page_size
+        self.feature_layers = feature_layers
+        self.catch_up_rows = shape.levels + 1
+        self.tile_height = tile_height(config.num_heads, config.num_kv_heads)
+        self.vocab_size, self.target_ids = config.draft_vocab_size, weights.target_ids
+        rows = max_requests * _most_rows(shape, self.catch_up_rows)
+        self._workspace = make_head_workspace(weights, rows, longest)
+        self.features = torch.zeros(
+            (max_requests * len(shape), config.feature_width), device=weights.norm.device
+        )
+        self._passes = 0
+        self._states = self._workspace.states
+
+    def catch_up(self, rows: DraftRows, last: torch.Tensor) -> torch.Tensor:
+        workspace = self._workspace
+        states = fuse(self.weights, workspace, self.features, rows.sources, len(rows.tokens))
+        self._passes = 0
+        self._run(rows, states, None)
+        pick_rows(workspace.output, last, workspace.picked)
+        run_vocabulary(self.weights, workspace, workspace.picked, len(last))
+        return workspace.logits
+
+    def extend(self, rows: DraftRows) -> torch.Tensor:
+        self._run(rows, self._states, rows.sources)
+        run_vocabulary(self.weights, self._workspace, self._workspace.output, len(rows.tokens))
+        return self._workspace.logits
+
+    def _run(self, rows: DraftRows, states: torch.Tensor, sources: torch.Tensor | None) -> None:
+        weights, workspace = self.weights, self._workspace
+        hidden = workspace.hidden[self._passes % 2]  # not where the last pass left the states
+        tables, turns, size = rows.tables, rows.turns, self.page_size
+        run_slots(weights, workspace, rows.tokens, states, sources, tables, turns, self.pool, size, hidden)
+        self._states = feed_back(weights, workspace, hidden, len(rows.tokens))
+        self._passes += 1
+
+
+class ModelNetwork:
+    """A smaller model with the target's vocabulary.
+
+    What it computed of accepted guesses is right, but it may lack the last of them: it computes two tokens.
+    """
+
+    catch_up_rows = always = 2
+    target_ids = None
+    feature_layers = ()
+    features = None
+
+    def __init__(
+        self,
+        weights: Weights,
+        pool: Pool,
+        shape: DraftShape,
+        max_requests: int,
+        longest: int,
+        page_size: int,
+        vocab_size: int,
+    ) -> None:
+        """`vocab_size` is the target's: ids beyond it are padding."""
+        config = weights.config
+        self.weights, self.pool, self.shape, self.page_size = weights, pool, shape, page_size
+        self.tile_height = tile_height(config.num_heads, config.num_kv_heads)
+        self.vocab_size = min(vocab_size, config.vocab_size)
+        rows = max_requests * _most_rows(shape, self.catch_up_rows)
+        self._workspace = make_workspace(weights, rows, longest)
+
+    def catch_up(self, rows: DraftRows, last: torch.Tensor) -> torch.Tensor:
+        workspace = self._workspace
+        run_layers(self.weights, workspace, rows.tokens, rows.tables, self.pool, self.page_size)
+        pick_rows(workspace.attention_input, last, workspace.selected)
+        run_head(self.weights, workspace, workspace.selected, len(last))
+        return workspace.logits
+
+    def extend(self, rows: DraftRows) -> torch.Tensor:
+        workspace = self._workspace
+        run_layers(self.weights, workspace, rows.tokens, rows.tables, self.pool, self.page_size)
+        run_head(self.weights, workspace, workspace.attention_input, len(rows.tokens))
+        return workspace.logits

@@ -1,0 +1,167 @@
+"""Which rows a speculative step has, for a draft whose shape is the same in every step.
+
+    nodes     0 is the root, the last known token; others are drafted, parents before children
+    passes    0   the target over all nodes
+              1   the draft catches up: it computes what was accepted, and guesses the root's children
+              2.. the draft over the nodes of one level that have children
+
+A chain is the tree in which every node has one child; without drafted nodes the step is plain decoding, and
+the target's pass is all of it. What a row is follows from the request's length and from these tables, so
+that one small kernel at the end of a step writes all rows of the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.backends.base import Int32Array
+from paceline.draft.growth import ROOT, static_shape
+
+# Fields of the tables that kernels/step_rows.py reads.
+# Of a row: rows before its pass, rows of its pass, its own number among them, node, depth, how many nodes of
+# its path lie in place, whether its pass catches up, rows of the pass before, the parent's among them, tile.
+ROW_FIELDS = 10
+# Of a tile: tiles before its pass, tiles of its pass, its own number among them, first row, rows of its pass.
+TILE_FIELDS = 5
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """A tree of drafted tokens."""
+
+    parents: tuple[int, ...]  # [nodes] of node 0, the root, -1
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @property
+    def depths(self) -> list[int]:
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    @property
+    def levels(self) -> int:
+        """How many drafted tokens a path has at most."""
+        return max(self.depths)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root to a node."""
+        path = [node]
+        while path[0] > 0:
+            path.insert(0, self.parents[path[0]])
+        return path
+
+    def children(self, node: int) -> list[int]:
+        return [child for child, parent in enumerate(self.parents) if parent == node]
+
+    def inner(self, depth: int) -> list[int]:
+        """The nodes of a level that have children."""
+        return [node for node, own in enumerate(self.depths) if own == depth and node in self.parents]
+
+    @property
+    def most_children(self) -> int:
+        return max((len(self.children(node)) for node in range(len(self))), default=0)
+
+
+def chain_shape(length: int) -> DraftShape:
+    """A chain of `length` drafted tokens; 0: plain decoding."""
+    return DraftShape(tuple(range(-1, length)))
+
+
+def tree_shape(nodes: int, branching: int, levels: int) -> DraftShape:
+    """A tree of `nodes` rows, the root among them: the nodes most likely to be reached, by rank alone."""
+    parents = [-1] * nodes
+    for parent, children in static_shape(nodes - 1, branching, levels).items():
+        for child in children:
+            parents[child + 1] = 0 if parent == ROOT else parent + 1
+    return DraftShape(tuple(parents))
+
+
+@dataclass(frozen=True)
+class PassRows:
+    """The rows of one pass, of one request."""
+
+    nodes: Sequence[int]  # of a pass that catches up: 0, 1, ... in the order of positions
+    height: int  # rows of a tile of attention
+
+    @property
+    def tiles(self) -> int:
+        return -(-len(self.nodes) // self.height)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """All rows and tiles of a step, pass after pass, of one request."""
+
+    passes: tuple[PassRows, ...]
+    rows: Int32Array  # [ROW_FIELDS, rows]
+    tiles: Int32Array  # [TILE_FIELDS, tiles]
+    paths: Int32Array  # [rows, levels] nodes of a path from where it leaves its place
+    children: tuple[Int32Array, ...]  # of every pass behind the target's: see kernels/guess.py
+
+    def first_row(self, number: int) -> int:
+        """How many rows of a request lie before those of a pass."""
+        return sum(len(own.nodes) for own in self.passes[:number])
+
+    def first_tile(self, number: int) -> int:
+        return sum(own.tiles for own in self.passes[:number])
+
+
+def plan_step(shape: DraftShape, target_height: int, catch_up_rows: int, draft_height: int) -> StepPlan:
+    """The plan of a step in which the draft computes at most `catch_up_rows` tokens again."""
+    levels = [shape.inner(depth) for depth in range(1, shape.levels)]
+    passes = [PassRows(range(len(shape)), target_height)]
+    if len(shape) > 1:
+        passes.append(PassRows(range(catch_up_rows), draft_height))
+        passes += [PassRows(nodes, draft_height) for nodes in levels]
+    rows, tiles, paths = [], [], []
+    row_first = tile_first = 0
+    for number, own in enumerate(passes):
+        before = passes[number - 1].nodes if number > 2 else []
+        for local, node in enumerate(own.nodes):
+            path = shape.path(node) if number != 1 else list(range(node + 1))
+            kept = next((depth for depth, at in enumerate(path) if depth != at), len(path))
+            source = list(before).index(shape.parents[node]) if number > 2 else -1
+            tile = tile_first + local // own.height
+            fields = (node, len(path) - 1, kept, int(number == 1), len(before), source, tile)
+            rows.append((row_first, len(own.nodes), local, *fields))
+            rest = path[kept:]
+            paths.append(rest + [0] * (max(shape.levels, 1) - len(rest)))
+        for local in range(own.tiles):
+            tiles.append((tile_first, own.tiles, local, local * own.height, len(own.nodes)))
+        row_first += len(own.nodes)
+        tile_first += own.tiles
+    plan = StepPlan(
+        tuple(passes),
+        np.array(rows, np.int32).T.copy(),
+        np.array(tiles, np.int32).T.copy(),
+        np.array(paths, np.int32),
+        (),
+    )
+    return StepPlan(plan.passes, plan.rows, plan.tiles, plan.paths, tuple(_children(shape, plan)))
+
+
+def _children(shape: DraftShape, plan: StepPlan) -> list[Int32Array]:
+    """Where guesses behind the rows of each of the draft's passes go: [rows, most children, 2, 3]."""
+    tables = []
+    for number in range(1, len(plan.passes)):
+        parents = [0] if number == 1 else list(plan.passes[number].nodes)
+        table = np.full((len(parents), shape.most_children, 2, 3), -1, np.int32)
+        following = plan.passes[number + 1] if number + 1 < len(plan.passes) else None
+        for row, parent in enumerate(parents):
+            for rank, child in enumerate(shape.children(parent)):
+                table[row, rank, 0] = (0, len(shape), child)
+                if following is not None and child in following.nodes:
+                    at = list(following.nodes).index(child)
+                    table[row, rank, 1] = (plan.first_row(number + 1), len(following.nodes), at)
+        tables.append(table)
+    return tables

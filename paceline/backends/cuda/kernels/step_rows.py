@@ -1,0 +1,264 @@
+"""The rows of a step on the device, written there from the state of the requests: see draft_shape.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from paceline.backends.cuda.kernels.attention import MOST_PATH
+
+LINES = 10
+TOKENS, POSITIONS, TURNS, PLACES, STRAIGHT, SOURCES, TILE_ROWS, TILE_COUNTS, TILE_PAGES, LAST = range(LINES)
+
+
+@dataclass(frozen=True)
+class DeviceRequests:
+    """What the device knows about the requests in its slots."""
+
+    tokens: torch.Tensor  # int32 [slots, longest] prompt and output
+    lengths: torch.Tensor  # int32 [slots] tokens whose keys and values are in the pool
+    limits: torch.Tensor  # int32 [slots] KV indices from here on are not computed: they have no pages
+    pages: torch.Tensor  # int32 [slots, most pages]
+    seeds: torch.Tensor  # int64 [slots]
+    temperatures: torch.Tensor  # float64 [slots] 0: greedy
+
+
+def make_requests(slots: int, longest: int, page_size: int, device: torch.device) -> DeviceRequests:
+    """Empty slots for requests of at most `longest` tokens."""
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    return DeviceRequests(
+        integers(slots, longest),
+        integers(slots),
+        integers(slots) + longest,
+        integers(slots, -(-longest // page_size)),
+        torch.zeros(slots, dtype=torch.int64, device=device),
+        torch.zeros(slots, dtype=torch.float64, device=device),
+    )
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of a step, pass after pass, and those of a pass request after request. Lines are
+
+    of rows       tokens; positions; turns (one less: how a head turns queries and keys); places, -1 of
+                  padding; straight; sources (of the draft: the row whose feature or state it reads)
+    of tiles      first row, count and pages
+    of requests   the last row of each in the draft's first pass
+    """
+
+    lines: torch.Tensor  # int32 [LINES, most rows]
+    paths: torch.Tensor  # int32 [most rows, MOST_PATH], or of one row if all are straight
+
+
+@dataclass(frozen=True)
+class ShapeTables:
+    """A StepPlan on the device, and what kernels must know of its draft."""
+
+    rows: torch.Tensor  # int32 [ROW_FIELDS, rows of a request]
+    tiles: torch.Tensor  # int32 [TILE_FIELDS, tiles of a request]
+    paths: torch.Tensor  # int32 [rows of a request, levels]
+    parents: torch.Tensor  # int32 [nodes]
+    levels: int
+    catch_up_rows: int  # 0: there is no draft
+    always: int  # how many tokens a draft computes again whatever was accepted; 0: those that were
+    is_straight: bool
+
+    def arguments(self, state: DeviceRequests, page_size: int) -> dict[str, int | bool]:
+        """What every kernel that writes rows is told about shapes."""
+        return {
+            "longest": state.tokens.shape[1],
+            "most_pages": state.pages.shape[1],
+            "nodes": len(self.parents),
+            "num_rows": self.rows.shape[1],
+            "num_tiles": self.tiles.shape[1],
+            "catch_up_rows": self.catch_up_rows,
+            "always": self.always,
+            "levels": self.levels,
+            "deep": triton.next_power_of_2(max(self.levels, 1)),
+            "is_straight": self.is_straight,
+            "wide_rows": triton.next_power_of_2(self.rows.shape[1]),
+            "wide_tiles": triton.next_power_of_2(self.tiles.shape[1]),
+            "page_size": page_size,
+            "path_length": MOST_PATH,
+        }
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _field(at, field: tl.constexpr, number, count, missing: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A line of a table [fields, count]."""
+    return tl.load(at + field * count + number, mask=number < count, other=missing)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write_tiles(  # type: ignore[no-untyped-def]
+    request, pages_begin, tile, valid, lines_at, stride, tiles_at, num_tiles, requests, wide: tl.constexpr
+) -> None:
+    """Write the tiles of a request, of whose rows these are `valid` and lie in these tiles."""
+    block = tl.arange(0, wide)
+    inside = block < num_tiles
+    counts = tl.sum(((tile[None, :] == block[:, None]) & valid[None, :]).to(tl.int32), 1)
+    first, each = _field(tiles_at, 0, block, num_tiles, 0), _field(tiles_at, 1, block, num_tiles, 0)
+    to = lines_at + first * requests + request * each + _field(tiles_at, 2, block, num_tiles, 0)
+    row = request * _field(tiles_at, 4, block, num_tiles, 0) + _field(tiles_at, 3, block, num_tiles, 0)
+    tl.store(to + 6 * stride, row, mask=inside)
+    tl.store(to + 7 * stride, counts, mask=inside)
+    tl.store(to + 8 * stride, tl.zeros_like(row) + pages_begin, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def write_rows(  # type: ignore[no-untyped-def]
+    request,
+    slot,
+    length,
+    limit,
+    fresh,
+    requests,
+    known_at,
+    pages_at,
+    lines_at,
+    paths_at,
+    plan_at,
+    tiles_at,
+    rest_at,
+    stride,
+    longest,
+    most_pages,
+    num_rows,
+    num_tiles,
+    catch_up_rows: tl.constexpr,
+    levels: tl.constexpr,
+    deep: tl.constexpr,
+    is_straight: tl.constexpr,
+    wide_rows: tl.constexpr,
+    wide_tiles: tl.constexpr,
+    page_size: tl.constexpr,
+    path_length: tl.constexpr,
+) -> None:
+    """Write all rows of a request of this length, whose last `fresh` tokens the draft has to compute."""
+    number = tl.arange(0, wide_rows)
+    inside = number < num_rows
+    first = _field(plan_at, 0, number, num_rows, 0)
+    each = _field(plan_at, 1, number, num_rows, 0)
+    row = first * requests + request * each + _field(plan_at, 2, number, num_rows, 0)
+    catches_up = _field(plan_at, 6, number, num_rows, 0)
+    back = tl.where(catches_up > 0, fresh - 1, 0)  # rows that catch up end at the root
+    node = _field(plan_at, 3, number, num_rows, 0)
+    index, position = length + node - back, length + _field(plan_at, 4, number, num_rows, 0) - back
+    end = tl.where((slot >= 0) & (length < limit), limit, 0)
+    valid = inside & (index < end) & ((node < fresh) | (catches_up == 0))
+    own = tl.maximum(slot, 0)
+    page = tl.load(pages_at + own * most_pages + index // page_size, mask=valid, other=0)
+    to = lines_at + row
+    tl.store(to + 1 * stride, tl.where(valid, position, 0), mask=inside)
+    tl.store(to + 2 * stride, tl.where(valid, tl.maximum(position - 1, 0), 0), mask=inside)
+    tl.store(to + 3 * stride, tl.where(valid, page * page_size + index % page_size, -1), mask=inside)
+    tl.store(to + 4 * stride, length + _field(plan_at, 5, number, num_rows, 0) - back, mask=inside)
+    is_known = valid & (node <= back)
+    tl.store(to, tl.load(known_at + own * longest + index, mask=is_known, other=0), mask=is_known)
+    last = request * catch_up_rows + tl.maximum(fresh, 1) - 1
+    source = _field(plan_at, 8, number, num_rows, -1)
+    source = tl.where(source >= 0, request * _field(plan_at, 7, number, num_rows, 0) + source, last)
+    tl.store(to + 5 * stride, source, mask=inside & (first > 0) & (catches_up == 0))
+    tl.store(lines_at + 9 * stride + request, last)
+    if not is_straight:
+        along = tl.arange(0, deep)
+        mask = inside[:, None] & (along < levels)[None, :]
+        rest = tl.load(rest_at + number[:, None] * levels + along[None, :], mask=mask, other=0)
+        tl.store(paths_at + row[:, None] * path_length + along[None, :], length + rest, mask=mask)
+    tile = _field(plan_at, 9, number, num_rows, -1)
+    _write_tiles(
+        request, own * most_pages, tile, valid, lines_at, stride, tiles_at, num_tiles, requests, wide_tiles
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _begin_kernel(  # type: ignore[no-untyped-def]
+    slots_at,
+    known_at,
+    lengths_at,
+    limits_at,
+    pages_at,
+    lines_at,
+    paths_at,
+    plan_at,
+    tiles_at,
+    rest_at,
+    stride,
+    longest,
+    most_pages,
+    nodes,
+    num_rows,
+    num_tiles,
+    catch_up_rows: tl.constexpr,
+    always: tl.constexpr,
+    levels: tl.constexpr,
+    deep: tl.constexpr,
+    is_straight: tl.constexpr,
+    wide_rows: tl.constexpr,
+    wide_tiles: tl.constexpr,
+    page_size: tl.constexpr,
+    path_length: tl.constexpr,
+) -> None:
+    request, requests = tl.program_id(0), tl.num_programs(0)
+    slot = tl.load(slots_at + request)
+    own = tl.maximum(slot, 0)
+    length, limit = tl.load(lengths_at + own), tl.load(limits_at + own)
+    fresh = tl.minimum(length + 1, always if always > 0 else 1)
+    if catch_up_rows > 0:  # the feature of the last computed token lies where the root's will
+        source = nodes * requests + request * catch_up_rows
+        tl.store(lines_at + 5 * stride + source, request * nodes)
+    write_rows(
+        request,
+        slot,
+        length,
+        limit,
+        fresh,
+        requests,
+        known_at,
+        pages_at,
+        lines_at,
+        paths_at,
+        plan_at,
+        tiles_at,
+        rest_at,
+        stride,
+        longest,
+        most_pages,
+        num_rows,
+        num_tiles,
+        catch_up_rows,
+        levels,
+        deep,
+        is_straight,
+        wide_rows,
+        wide_tiles,
+        page_size,
+        path_length,
+    )
+
+
+def begin_rows(
+    slots: torch.Tensor, state: DeviceRequests, shape: ShapeTables, rows: StepRows, page_size: int
+) -> None:
+    """Write the rows of the first step of the requests in `slots` int32 [requests]; -1: padding."""
+    _begin_kernel[(len(slots),)](
+        slots,
+        state.tokens,
+        state.lengths,
+        state.limits,
+        state.pages,
+        rows.lines,
+        rows.paths,
+        shape.rows,
+        shape.tiles,
+        shape.paths,
+        rows.lines.stride(0),
+        **shape.arguments(state, page_size),
+        num_warps=4,
+    )

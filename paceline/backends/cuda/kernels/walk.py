@@ -1,0 +1,244 @@
+"""The end of a step: from chosen tokens to the accepted path, and to all rows of the next step.
+
+One program has one request. It walks from the root to the child whose token was chosen, as far as there is
+one; it writes the tokens to the request's state and, from the state alone, the rows of the next step.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from paceline.backends.cuda.kernels.launching import follow, overlaps
+from paceline.backends.cuda.kernels.sampling import Candidates
+from paceline.backends.cuda.kernels.step_rows import DeviceRequests, ShapeTables, StepRows, write_rows
+
+NOTHING = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _best_of_nodes(  # type: ignore[no-untyped-def]
+    scores_at, ids_at, first, nodes, blocks, wide_nodes: tl.constexpr, most_blocks: tl.constexpr
+):
+    """The token of every node: the best of its blocks, the lowest id among equals, or -1."""
+    node, number = tl.arange(0, wide_nodes), tl.arange(0, most_blocks)
+    inside = (node < nodes)[:, None] & (number < blocks)[None, :]
+    place = (first + node)[:, None] * blocks + number[None, :]
+    scores = tl.load(scores_at + place, mask=inside, other=float("-inf"))
+    ids = tl.load(ids_at + place, mask=inside, other=NOTHING)
+    best = tl.max(scores, 1)
+    chosen = tl.min(tl.where(scores == best[:, None], ids, NOTHING), 1)
+    usable = (tl.min(ids, 1) >= 0) & (best > float("-inf"))
+    return tl.where(usable, chosen, -1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _walk_kernel(  # type: ignore[no-untyped-def]
+    scores_at,
+    ids_at,
+    slots_at,
+    known_at,
+    lengths_at,
+    limits_at,
+    pages_at,
+    parents_at,
+    output_at,
+    counts_at,
+    accepted_at,
+    lines_at,
+    paths_at,
+    plan_at,
+    tiles_at,
+    rest_at,
+    stride,
+    blocks,
+    longest,
+    most_pages,
+    nodes,
+    num_rows,
+    num_tiles,
+    catch_up_rows: tl.constexpr,
+    always: tl.constexpr,
+    levels: tl.constexpr,
+    deep: tl.constexpr,
+    is_straight: tl.constexpr,
+    wide_nodes: tl.constexpr,
+    most_blocks: tl.constexpr,
+    wide_rows: tl.constexpr,
+    wide_tiles: tl.constexpr,
+    page_size: tl.constexpr,
+    path_length: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    request, requests = tl.program_id(0), tl.num_programs(0)
+    number = tl.arange(0, wide_nodes)
+    slot = tl.load(slots_at + request)
+    parents = tl.load(parents_at + number, mask=number < nodes, other=-2)
+    follow(overlap)
+    own = tl.maximum(slot, 0)
+    length, limit = tl.load(lengths_at + own), tl.load(limits_at + own)
+    drafted = tl.load(lines_at + request * nodes + number, mask=number < nodes, other=-2)
+    chosen = _best_of_nodes(scores_at, ids_at, request * nodes, nodes, blocks, wide_nodes, most_blocks)
+    goes_on = (slot >= 0) & (length < limit)
+    node, count = 0, 0
+    for step in tl.static_range(levels + 1):
+        token = tl.sum(tl.where(number == node, chosen, 0), 0)
+        place, at = request * (levels + 1) + step, length + 1 + step
+        tl.store(output_at + place, token, mask=goes_on)
+        tl.store(accepted_at + place, node, mask=goes_on)
+        tl.store(known_at + own * longest + at, tl.maximum(token, 0), mask=goes_on & (at < longest))
+        if step < catch_up_rows:
+            source = nodes * requests + request * catch_up_rows + step
+            tl.store(lines_at + 5 * stride + source, request * nodes + node, mask=goes_on)
+        count += goes_on.to(tl.int32)
+        fits = (parents == node) & (drafted == token) & (length + number < limit)
+        node = tl.min(tl.where(fits, number, NOTHING), 0)
+        goes_on = goes_on & (node < NOTHING)
+    tl.store(counts_at + request, count)
+    length += count
+    tl.store(lengths_at + own, length, mask=count > 0)
+    tl.debug_barrier()  # rows of the next step read tokens that were written here
+    fresh = tl.minimum(length + 1, always) if always > 0 else count
+    write_rows(
+        request,
+        slot,
+        length,
+        limit,
+        fresh,
+        requests,
+        known_at,
+        pages_at,
+        lines_at,
+        paths_at,
+        plan_at,
+        tiles_at,
+        rest_at,
+        stride,
+        longest,
+        most_pages,
+        num_rows,
+        num_tiles,
+        catch_up_rows,
+        levels,
+        deep,
+        is_straight,
+        wide_rows,
+        wide_tiles,
+        page_size,
+        path_length,
+    )
+
+
+def walk(
+    candidates: Candidates,
+    slots: torch.Tensor,
+    state: DeviceRequests,
+    shape: ShapeTables,
+    rows: StepRows,
+    output: torch.Tensor,
+    counts: torch.Tensor,
+    accepted: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Accept what was drafted as the target chose, advance the state, and write the rows of the next step.
+
+    `output` int32 [requests, levels + 1] gets the tokens, `accepted` the nodes that they were chosen at, and
+    `counts` [requests] how many there are.
+    """
+    overlap = overlaps(slots.device)
+    blocks = candidates.ids.shape[1]
+    _walk_kernel[(len(slots),)](
+        candidates.scores,
+        candidates.ids,
+        slots,
+        state.tokens,
+        state.lengths,
+        state.limits,
+        state.pages,
+        shape.parents,
+        output,
+        counts,
+        accepted,
+        rows.lines,
+        rows.paths,
+        shape.rows,
+        shape.tiles,
+        shape.paths,
+        rows.lines.stride(0),
+        blocks,
+        wide_nodes=triton.next_power_of_2(len(shape.parents)),
+        most_blocks=triton.next_power_of_2(blocks),
+        overlap=overlap,
+        **shape.arguments(state, page_size),
+        num_warps=4,
+        launch_pdl=overlap,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _move_kernel(  # type: ignore[no-untyped-def]
+    keys_at,
+    values_at,
+    slots_at,
+    lengths_at,
+    pages_at,
+    counts_at,
+    accepted_at,
+    layer_stride,
+    width,
+    most_pages,
+    levels: tl.constexpr,
+    wide: tl.constexpr,
+    page_size: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    request, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    part = tl.arange(0, wide)
+    slot = tl.maximum(tl.load(slots_at + request), 0)
+    follow(overlap)
+    count = tl.load(counts_at + request)
+    before = tl.load(lengths_at + slot) - count
+    for step in range(1, levels + 1):
+        node = tl.load(accepted_at + request * (levels + 1) + step)
+        if (step < count) & (node != step):
+            # nodes of a path ascend, so no source is a place that was written before
+            source = tl.load(pages_at + slot * most_pages + (before + node) // page_size).to(tl.int64)
+            source = layer * layer_stride + (source * page_size + (before + node) % page_size) * width
+            to = tl.load(pages_at + slot * most_pages + (before + step) // page_size).to(tl.int64)
+            to = layer * layer_stride + (to * page_size + (before + step) % page_size) * width
+            inside = part < width
+            tl.store(keys_at + to + part, tl.load(keys_at + source + part, mask=inside), mask=inside)
+            tl.store(values_at + to + part, tl.load(values_at + source + part, mask=inside), mask=inside)
+
+
+def move_accepted(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    state: DeviceRequests,
+    counts: torch.Tensor,
+    accepted: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Bring keys and values [layers, places, key heads, head_dim] of accepted paths to their own indices."""
+    overlap = overlaps(slots.device)
+    width = keys.shape[2] * keys.shape[3]
+    _move_kernel[(len(slots), len(keys))](
+        keys,
+        values,
+        slots,
+        state.lengths,
+        state.pages,
+        counts,
+        accepted,
+        keys.stride(0),
+        width,
+        state.pages.shape[1],
+        accepted.shape[1] - 1,
+        triton.next_power_of_2(width),
+        page_size,
+        overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )

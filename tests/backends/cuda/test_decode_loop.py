@@ -1,0 +1,131 @@
+"""A step that drafts on the device gives the tokens of plain decoding, whatever drafts, in whatever shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.draft.heads.config import HeadConfig
+from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.layout import expected_tensors
+from tests.draft.heads.driver import random_checkpoint
+
+PAGE_SIZE, PAGES, LONGEST, ROWS = 16, 3, 48, 2
+CONFIG = ModelConfig("llama", 60, 32, 1, 2, 1, 16, 64, 1e-5, RopeConfig(500.0), 64, tie_embeddings=True)
+HEAD = HeadConfig("eagle3", 60, 40, 32, 32, 2, 1, 16, 64, 1e-5, RopeConfig(500.0), 64, feature_layers=(0, 1))
+LENGTH, SEED = 14, 2**40 + 3  # its second page is soon needed
+on_gpu = torch.cuda.is_available()
+KINDS = [("model", 1.0), ("tree", 0.0)]  # interpreted, a step takes a second
+if on_gpu:
+    KINDS = [
+        (kind, temperature) for kind in ("model", "tree", "head", "head tree") for temperature in (0.0, 1.0)
+    ]
+
+
+def random_weights(device: torch.device, dtype: torch.dtype, wrong: float = 0.0) -> Any:
+    """The target, or with `wrong` a draft that sometimes disagrees with it."""
+    from paceline.backends.cuda.weights import load_weights
+
+    shapes, generator = dict(expected_tensors(CONFIG)), torch.Generator().manual_seed(5)
+
+    def take(name: str) -> torch.Tensor:
+        noise, other = (torch.randn(shapes[name], generator=generator) for _ in range(2))
+        values = 1 + 0.2 * noise if "norm" in name else 0.3 * (noise + wrong * other)
+        return values.to(device=device, dtype=dtype)
+
+    return load_weights(CONFIG, take)
+
+
+class Case:
+    """A request beside a row of padding. What its prompt left in the pools is random."""
+
+    def __init__(self, temperature: float, device: torch.device, dtype: torch.dtype) -> None:
+        from paceline.backends.cuda.decode_loop import make_requests
+
+        self.device, self.dtype = device, dtype
+        self.weights = random_weights(device, dtype)
+        self.state = state = make_requests(2, LONGEST, PAGE_SIZE, device)
+        state.pages[1] = torch.tensor([2, 0, 1])
+        state.tokens[1] = torch.from_numpy(np.random.default_rng(3).integers(0, 60, LONGEST))
+        state.lengths[1], state.seeds[1], state.temperatures[1] = LENGTH, SEED, temperature
+
+    def pool(self) -> Any:
+        from paceline.backends.cuda.model import Pool
+
+        generator = torch.Generator().manual_seed(9)
+        shape = (1, PAGES * PAGE_SIZE, 1, 16)
+        keys, values = (torch.randn(shape, generator=generator).to(self.device, self.dtype) for _ in range(2))
+        return Pool(PAGES, 0, keys, values)
+
+    def draft(self, kind: str) -> Any:
+        from paceline.backends.cuda.draft_networks import HeadNetwork, ModelNetwork
+        from paceline.backends.cuda.draft_shape import chain_shape, tree_shape
+        from paceline.backends.cuda.head_weights import load_head_weights
+
+        shape = tree_shape(5, 2, 3) if "tree" in kind else chain_shape(2)
+        room = (shape, ROWS, LONGEST, PAGE_SIZE)
+        if "head" in kind:
+            head = load_head_weights(random_checkpoint(HEAD), self.weights)
+            return HeadNetwork(head, self.pool(), (0, 1), *room)
+        return ModelNetwork(random_weights(self.device, self.dtype, 0.02), self.pool(), *room, 60)
+
+    def run(self, draft: Any, least: int) -> tuple[list[int], int]:
+        """At least so many tokens of the request if it does not end before, and the number of steps."""
+        from paceline.backends.cuda.decode_loop import DecodeLoop
+
+        loop = DecodeLoop(self.weights, self.pool(), self.state, ROWS, PAGE_SIZE, draft)
+        loop.begin([1], ROWS, torch.ones(1, 64, device=self.device))
+        output: list[int] = []
+        steps = 0
+        while steps < least:
+            loop.step(ROWS)
+            steps += 1
+            count, padding = loop.counts.tolist()
+            assert padding == 0
+            output += loop.output[0, :count].tolist()
+            if len(output) >= least or not count:
+                break
+        return output, steps
+
+
+@pytest.mark.parametrize(("kind", "temperature"), KINDS)
+def test_drafting_on_the_device_leaves_the_tokens_as_they_are(
+    kind: str, temperature: float, device: torch.device, dtype: torch.dtype
+) -> None:
+    plain, _ = Case(temperature, device, dtype).run(None, 4)
+    case = Case(temperature, device, dtype)
+    drafted, steps = case.run(case.draft(kind), 4)
+    assert drafted[:4] == plain
+    assert steps < 4 or "head" in kind  # drafts were accepted; a random head guesses nothing
+    assert case.state.lengths.tolist() == [0, LENGTH + len(drafted)]
+    assert case.state.tokens[1, LENGTH + 1 : LENGTH + 5].tolist() == plain
+
+
+def test_nothing_is_computed_at_a_limit(device: torch.device, dtype: torch.dtype) -> None:
+    """Two indices are left: the root and one guess give at most two tokens, then none come."""
+    case = Case(0.0, device, dtype)
+    case.state.limits[1] = LENGTH + 2
+    tokens, _ = case.run(case.draft("model"), 3)
+    plain, _ = Case(0.0, device, dtype).run(None, 2)
+    assert tokens == plain
+    assert case.state.lengths.tolist() == [0, LENGTH + 2]
+
+
+def test_shapes_of_drafts() -> None:
+    from paceline.backends.cuda.draft_shape import chain_shape, plan_step, tree_shape
+
+    assert chain_shape(0).parents == (-1,)
+    chain = plan_step(chain_shape(3), target_height=4, catch_up_rows=4, draft_height=4)
+    assert [list(own.nodes) for own in chain.passes] == [[0, 1, 2, 3], [0, 1, 2, 3], [1], [2]]
+    tree = tree_shape(8, 3, 3)
+    assert len(tree) == 8
+    assert tree.levels == 3
+    for node, parent in enumerate(tree.parents):
+        assert parent < node  # parents before children, so that a path's nodes ascend
+    plan = plan_step(tree, 4, 4, 4)
+    assert [list(own.nodes) for own in plan.passes[2:]] == [tree.inner(1), tree.inner(2)]
+    targets = [child[0, 2] for table in plan.children for row in table for child in row if child[0, 2] >= 0]
+    assert sorted(targets) == list(range(1, 8))  # every node is guessed once
