@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError
-from paceline.options import check_bool, check_integer, refuse_unknown, unknown_option
+from paceline.options import check_bool, check_integer, check_number, refuse_unknown, unknown_option
 
 if TYPE_CHECKING:
     from paceline.draft.methods import Speculation
@@ -81,11 +81,15 @@ class CacheOptions:
     """Memory for keys and values."""
 
     kv_cache_memory_bytes: int | None = None  # None: see kv/sizing.py
+    gpu_memory_utilization: float = (
+        0.9  # of the cuda backend: the share of the GPU's memory it may use in all
+    )
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         if self.kv_cache_memory_bytes is not None:
             check_integer(ConfigError, "kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, None)
+        check_number(ConfigError, "gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, low_open=True)
         check_bool(ConfigError, "enable_prefix_caching", self.enable_prefix_caching)
 
 

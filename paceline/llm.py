@@ -30,8 +30,8 @@ class LLM:
     """A model that generates.
 
     Options: tokenizer, max_model_len, backend, dtype, quantization, device, threads,
-    kv_cache_memory_bytes, enable_prefix_caching, max_num_seqs, max_num_batched_tokens,
-    speculative_config, seed. paceline/config.py describes each; others are refused.
+    kv_cache_memory_bytes, gpu_memory_utilization, enable_prefix_caching, max_num_seqs,
+    max_num_batched_tokens, speculative_config, seed. paceline/config.py describes each; others are refused.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
@@ -39,6 +39,7 @@ class LLM:
 
         config = EngineConfig.from_options(model=model, **options)
         loaded = build_engine(config)
+        loaded.engine.prepare()
         self._set(loaded.engine, loaded.tokenizer)
 
     @classmethod

@@ -221,6 +221,7 @@ def test_engine_flags_reach_the_engine(paceline, toy):
         "max_num_seqs": 3,
         "max_num_batched_tokens": 32,
         "kv_cache_memory_bytes": None,
+        "gpu_memory_utilization": 0.9,
         "enable_prefix_caching": False,
         "speculative_config": "suffix,ngram",
         "log_decisions": None,

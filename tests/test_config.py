@@ -58,6 +58,7 @@ def test_auto_takes_torch_where_the_cpu_backend_cannot_run():
         ({"tokenizer": ""}, "tokenizer must be"),
         ({"max_model_len": 1}, "max_model_len"),
         ({"kv_cache_memory_bytes": -1}, "kv_cache_memory_bytes"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be a number above 0"),
         ({"enable_prefix_caching": "yes"}, "True or False"),
         ({"seed": -1}, "seed"),
         ({"speculative_config": {"method": "guess"}}, "method must be one of ngram, suffix"),

@@ -146,6 +146,12 @@ class ToyBackend:
         bits = _mix(state + np.arange(self.vocab, dtype=np.uint64) * _ODD)
         return ((bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)) ** 8 * np.float32(12)
 
+    def device_memory(self, slots: int, longest: int) -> None:
+        return None
+
+    def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
+        self.prepared = (longest, feature_layers)
+
     def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> ToyAhead | None:
         return ToyAhead(self, pool, slots) if self.ahead else None
 
@@ -264,6 +270,9 @@ class ToyAhead:
 
     def drop(self) -> None:
         self._unread.clear()
+
+    def prepare(self) -> None:
+        pass
 
 
 class OneByOne(ToyBackend):

@@ -98,6 +98,15 @@ class Joining:
     temperatures: Float64Array  # [requests]
 
 
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of a device, in bytes."""
+
+    total: int
+    free: int
+    needed: int  # of the free, for buffers that are still to be made
+
+
 class AheadDecoder(Protocol):
     """Passes of plain decoding, each of which reads the tokens where the one before it has chosen them.
 
@@ -124,6 +133,10 @@ class AheadDecoder(Protocol):
         """No pass that was begun until now will be read."""
         ...
 
+    def prepare(self) -> None:
+        """Have ready what the first passes would wait for."""
+        ...
+
 
 class Backend(Protocol):
     """A loaded model that can run forward passes."""
@@ -142,6 +155,20 @@ class Backend(Protocol):
     def bytes_per_page(self) -> int: ...
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput: ...
+
+    def device_memory(self, slots: int, longest: int) -> DeviceMemory | None:
+        """The memory that pools are made in, if not the host's.
+
+        Buffers are thought of for requests of at most `longest` tokens in so many slots.
+        """
+        ...
+
+    def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
+        """Have ready what the first passes over this pool, with contexts up to `longest`, would wait for.
+
+        Nobody holds a page of the pool yet: what it holds afterwards is meaningless.
+        """
+        ...
 
     def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> AheadDecoder | None:
         """A decoder of requests of at most `longest` tokens in so many slots; None if there is no such."""

@@ -84,6 +84,12 @@ class TorchBackend:
         features = torch.cat(wanted, dim=-1).float().cpu().numpy() if wanted else None
         return ForwardOutput(logits.float().cpu().numpy(), features)
 
+    def device_memory(self, slots: int, longest: int) -> None:
+        return None  # the host's
+
+    def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
+        return  # there is nothing to wait for
+
     def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> None:
         return None  # every pass waits for the host
 

@@ -94,6 +94,11 @@ class RunAhead:
         pairs = zip(self._flight.popleft(), tokens, strict=True)
         return [(request, token) for request, token in pairs if not request.finished]
 
+    def prepare(self) -> None:
+        """Have ready what the first passes would wait for."""
+        if self._decoder is not None:
+            self._decoder.prepare()
+
     def leave(self) -> None:
         """Other passes follow: what the decoder knows of requests will be out of date."""
         self._known.clear()

@@ -94,6 +94,10 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         max_model_len=config.model.max_model_len,
         memory_bytes=config.cache.kv_cache_memory_bytes,
         available_bytes=available_memory(),
+        device=backend.device_memory(
+            config.scheduler.max_num_seqs, config.model.max_model_len or model.config.max_position
+        ),
+        utilization=config.cache.gpu_memory_utilization,
     )
     limits = Limits(
         model.config.vocab_size,

@@ -136,6 +136,11 @@ class Engine:
         self._drafting.forget(aborted)
         return aborted
 
+    def prepare(self) -> None:
+        """Have ready what the first passes would wait for. Nothing has been added yet."""
+        self.backend.prepare(self._pool, self.limits.max_model_len, self._drafting.feature_layers)
+        self._ahead.prepare()
+
     def close(self) -> None:
         """End: what drafters and the controller keep on disk is written."""
         self._drafting.close()

@@ -116,6 +116,8 @@ class KVCache:
         """Whether the slot now has room for `length` tokens. Takes nothing if it cannot have all."""
         pages = self._sequences[slot].pages
         missing = pages_for(length, self.page_size) - len(pages)
+        if missing <= 0:
+            return True
         if missing > self.pages.num_available:
             return False
         for _ in range(missing):

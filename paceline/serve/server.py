@@ -106,7 +106,9 @@ def load(config: EngineConfig) -> Loaded:
         note(f"loading {config.model.model}")
     model = load_model(config)
     warm_up(config, model)
-    return build_engine(config, model)
+    loaded = build_engine(config, model)
+    loaded.engine.prepare()
+    return loaded
 
 
 def warm_up(config: EngineConfig, model: LoadedModel) -> None:

@@ -59,6 +59,7 @@ ENGINE: Group = (
     Flag("max_num_seqs", int, 16, "Most requests that run at once."),
     Flag("max_num_batched_tokens", int, 512, "Most tokens of one pass over the model."),
     Flag("kv_cache_memory_bytes", int | None, None, "Memory for keys and values."),
+    Flag("gpu_memory_utilization", float, 0.9, "Of cuda: the share of the GPU's memory to use in all."),
     Flag(
         "enable_prefix_caching",
         bool,

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.backends.base import DeviceMemory
 from paceline.errors import ConfigError
 from paceline.kv.cache import KVCache
 from paceline.kv.sizing import size_cache
@@ -208,6 +209,22 @@ def test_default_cache_holds_the_context_within_half_a_gigabyte():
     assert default.num_pages * 16 * 46_080 <= 512 * 2**20
     long = size(model_context=131_072)
     assert long.max_model_len == long.num_pages * 16 < 131_072
+
+
+def test_on_a_device_the_pages_fill_what_utilization_leaves_beside_weights_and_buffers():
+    gigabyte = 10**9
+    device = DeviceMemory(total=80 * gigabyte, free=60 * gigabyte, needed=2 * gigabyte)
+    filled = size(device=device, utilization=0.9)
+    page = 16 * 46_080
+    assert 0 <= (72 - 20 - 2) * gigabyte - filled.num_pages * page < page
+    assert filled.max_model_len == 8192
+    assert size(device=device, memory_bytes=100 * page).num_pages == 100
+    with pytest.raises(
+        ConfigError, match=r"0.25 of the GPU's 80,000,000,000 bytes \(20,000,000,000 are in use"
+    ):
+        size(device=device, utilization=0.25)
+    with pytest.raises(ConfigError, match="raise gpu_memory_utilization"):
+        size(device=device, utilization=0.25)
 
 
 def test_an_asked_context_gets_its_memory_or_a_refusal_with_numbers():

@@ -73,6 +73,12 @@ class CpuBackend(CompiledModel):
         workspace = Workspace(checkpoint, quantization, threads or default_threads(), max_rows)
         return cls(workspace, quantization, beside)
 
+    def device_memory(self, slots: int, longest: int) -> None:
+        return None  # the host's
+
+    def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
+        return  # there is nothing to wait for
+
     def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> None:
         return None  # the passes run where the host does
 

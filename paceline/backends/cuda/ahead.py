@@ -13,7 +13,7 @@ import torch
 
 from paceline.backends.base import Int32Array, Joining
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
-from paceline.backends.cuda.graphs import bucket
+from paceline.backends.cuda.graphs import bucket, buckets
 from paceline.backends.cuda.model import Pool
 from paceline.backends.cuda.weights import Weights
 
@@ -40,7 +40,8 @@ class CudaAhead:
         self._pages = np.zeros(tuple(self._requests.pages.shape), dtype=np.int32)  # as the device has them
         self._lengths = np.zeros(slots, dtype=np.int32)  # [slots] tokens computed before the next pass
         self._slots: list[int] = []  # of the last pass
-        self._free = deque(self._buffer(bucket(slots)) for _ in range(BUFFERS))
+        self._rows = bucket(slots)
+        self._free = deque(self._buffer(self._rows) for _ in range(BUFFERS))
         self._unread: deque[tuple[Buffer, int]] = deque()
 
     @torch.inference_mode()
@@ -85,6 +86,14 @@ class CudaAhead:
     def drop(self) -> None:
         """No pass that was begun until now will be read."""
         self._unread.clear()
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Capture a graph of every bucket, over rows that are all padding."""
+        for rows in buckets(self._rows):
+            self._loop.begin([], rows)
+            self._loop.step(rows)
+        self._slots = []
 
     def _send_pages(self, slots: list[int], page_tables: Int32Array, buffer: Buffer) -> None:
         """Tell the device which entries of these slots' page tables have changed."""

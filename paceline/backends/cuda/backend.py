@@ -8,12 +8,20 @@ from typing import cast
 import numpy as np
 import torch
 
-from paceline.backends.base import Float32Array, ForwardBatch, ForwardOutput, Int32Array, KVPool
+from paceline.backends.base import (
+    Choices,
+    DeviceMemory,
+    Float32Array,
+    ForwardBatch,
+    ForwardOutput,
+    Int32Array,
+    KVPool,
+)
 from paceline.backends.cuda.ahead import CudaAhead
-from paceline.backends.cuda.graphs import Graphs, bucket
+from paceline.backends.cuda.graphs import Graphs, bucket, buckets
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.sampling import candidates_for, race, take_best
-from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers, select
+from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers, select, workspace_bytes
 from paceline.backends.cuda.tables import DeviceTables, rows_of
 from paceline.backends.cuda.weights import Weights, load_weights
 from paceline.errors import BackendError
@@ -65,9 +73,12 @@ class CudaBackend:
         try:
             return cls(load_weights(checkpoint.config, take), max_rows)
         except torch.OutOfMemoryError as error:
+            values = sum(int(np.prod(tensor.shape)) for tensor in checkpoint.tensors.values())
+            free, total = torch.cuda.mem_get_info(place)
             raise BackendError(
-                f"The model does not fit into the memory of {device} as {dtype}: {error} "
-                "Choose a device with more memory or a smaller model."
+                f"The model does not fit: its weights take {values * kind.itemsize / 1e9:.1f} GB as {dtype}, "
+                f"and {device} has {total / 1e9:.1f} GB, of which others use {(total - free) / 1e9:.1f}. "
+                "Choose a device with more memory, a smaller model, or end what else runs there."
             ) from error
 
     def bytes_per_page(self) -> int:
@@ -122,6 +133,29 @@ class CudaBackend:
         known = None if features is None else self._to_host(features[: batch.num_rows])
         return ForwardOutput(logits, known, chosen)
 
+    def device_memory(self, slots: int, longest: int) -> DeviceMemory:
+        """The GPU's memory, and what workspaces for `longest` tokens take, beyond those that are there."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        here = workspace_bytes(self.weights, bucket(self.max_rows), longest)
+        now = workspace_bytes(self.weights, bucket(self.max_rows), self._longest)
+        ahead = workspace_bytes(self.weights, bucket(slots), longest)
+        return DeviceMemory(total, free, max(0, here - now) + ahead)
+
+    def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
+        """Make buffers for contexts of `longest` tokens, compile kernels, capture a graph of every bucket."""
+        try:
+            if longest > self._longest:
+                self._set_longest(longest)
+            for rows in buckets(min(self.max_rows, longest, pool.num_pages * PAGE_SIZE)):
+                self.forward(_chain(pool, rows, feature_layers))
+        except torch.OutOfMemoryError as error:
+            raise BackendError(
+                f"The buffers for contexts of {longest} tokens do not fit into the memory of {self.device} "
+                f"beside {pool.num_pages * pool.bytes_per_page / 1e9:.1f} GB of keys and values: {error} "
+                "Lower gpu_memory_utilization, max_model_len or max_num_batched_tokens."
+            ) from error
+
     def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> CudaAhead:
         """A decoder of requests of at most `longest` tokens in so many slots."""
         return CudaAhead(self.weights, cast(Pool, pool), slots, longest, PAGE_SIZE)
@@ -144,9 +178,12 @@ class CudaBackend:
     def _make_room(self, length: int) -> None:
         """Have buffers for contexts of this length."""
         if length > self._longest:
-            self._longest = min(bucket(length) * 2, max(length, self.config.max_position))
-            self._workspace = make_workspace(self.weights, bucket(self.max_rows), self._longest)
-            self._graphs = Graphs(self.device)  # graphs know addresses
+            self._set_longest(min(bucket(length) * 2, max(length, self.config.max_position)))
+
+    def _set_longest(self, longest: int) -> None:
+        self._longest = longest
+        self._workspace = make_workspace(self.weights, bucket(self.max_rows), longest)
+        self._graphs = Graphs(self.device)  # graphs know addresses
 
     def _feature_room(self, count: int) -> torch.Tensor:
         """Room for features of all rows on the device, the same in every pass: float32 [rows, width]."""
@@ -158,6 +195,23 @@ class CudaBackend:
 
     def _to_host(self, values: torch.Tensor) -> Float32Array:
         return cast(Float32Array, values.cpu().numpy())
+
+
+def _chain(pool: KVPool, rows: int, feature_layers: tuple[int, ...]) -> ForwardBatch:
+    """A pass over one request's first rows, with a token to choose behind each."""
+    count = np.arange(rows, dtype=np.int32)
+    return ForwardBatch(
+        tokens=np.zeros(rows, dtype=np.int32),
+        positions=count,
+        parents=count - 1,
+        row_offsets=np.array([0, rows], dtype=np.int32),
+        context_lengths=np.zeros(1, dtype=np.int32),
+        page_tables=np.arange(-(-rows // PAGE_SIZE), dtype=np.int32)[None],
+        logit_rows=count[:0],
+        pool=pool,
+        feature_layers=feature_layers,
+        choices=Choices(count, np.zeros(rows, dtype=np.uint64), np.zeros(rows)),
+    )
 
 
 def _check_model(config: ModelConfig) -> None:

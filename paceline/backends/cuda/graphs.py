@@ -16,6 +16,11 @@ def bucket(count: int) -> int:
     return -(-count // LARGEST_STEP) * LARGEST_STEP
 
 
+def buckets(most: int) -> list[int]:
+    """The sizes that passes of up to `most` rows are padded to, each once and no larger than `most`."""
+    return sorted({min(bucket(count), most) for count in range(1, most + 1)})
+
+
 class Graphs:
     """Captured work by name. Where there is no CUDA device, the work is simply done."""
 

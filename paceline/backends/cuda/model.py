@@ -13,7 +13,7 @@ A layer is six kernels:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
 
@@ -78,6 +78,19 @@ def make_workspace(weights: Weights, max_rows: int, longest: int) -> Workspace:
             rows, config.num_heads, config.num_kv_heads, config.head_dim, longest, device
         ),
     )
+
+
+def workspace_bytes(weights: Weights, max_rows: int, longest: int) -> int:
+    """How much memory such a workspace takes: that of one without memory is counted."""
+    nowhere = replace(weights, norm=weights.norm.to("meta"))
+    return _bytes_of(make_workspace(nowhere, max_rows, longest))
+
+
+def _bytes_of(value: object) -> int:
+    """The bytes of a tensor, or of all tensors in a dataclass."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(_bytes_of(getattr(value, own.name)) for own in fields(value)) if is_dataclass(value) else 0
 
 
 def run_layers(

@@ -91,6 +91,12 @@ class SimulatedBackend:
         self._clock.advance(self._prices.pass_seconds(size) + self._prices.overhead_seconds(size))
         return ForwardOutput(self._logits[batch.tokens[batch.logit_rows]])
 
+    def device_memory(self, slots: int, longest: int) -> None:
+        return None  # the host's
+
+    def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
+        return  # there is nothing to wait for
+
     def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> None:
         return None  # every pass waits for the host
 

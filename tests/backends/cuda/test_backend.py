@@ -149,6 +149,47 @@ def test_features_are_those_of_torch(folder: Path, device: torch.device, dtype: 
         assert np.linalg.norm(got - expected) / np.linalg.norm(expected) < 0.05  # 8 bits of mantissa
 
 
+def test_a_workspace_takes_the_memory_that_was_counted_before(folder: Path) -> None:
+    from paceline.backends.cuda.model import make_workspace, workspace_bytes
+    from paceline.backends.cuda.weights import load_weights
+
+    checkpoint = load_checkpoint(save_checkpoint("llama", folder / "memory"))
+    weights = load_weights(
+        checkpoint.config, lambda name: torch.from_numpy(checkpoint.tensors[name].float32()).half()
+    )
+    workspace = make_workspace(weights, 16, 640)
+    tensors = [workspace.hidden, workspace.qkv, workspace.query, workspace.mixed, workspace.activated]
+    tensors += [workspace.logits, *vars(workspace.scratch).values(), *vars(workspace.attention).values()]
+    for normed in (workspace.attention_input, workspace.feed_forward_input, workspace.selected):
+        tensors += [normed.rows, normed.squares]
+    assert workspace_bytes(weights, 16, 640) == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_every_pass_has_its_bucket() -> None:
+    from paceline.backends.cuda.graphs import bucket, buckets
+
+    assert buckets(300) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300]
+    assert {bucket(rows) for rows in range(1, 301)} == {bucket(rows) for rows in buckets(300)}
+
+
+@needs_gpu
+def test_after_it_is_prepared_passes_of_any_size_wait_for_nothing(
+    folder: Path, device: torch.device, dtype: torch.dtype
+) -> None:
+    backend = make(load_checkpoint(save_checkpoint("llama", folder / "prepared")), device, dtype)
+    (request,) = drive(backend, pages_each=4)
+    expected = request.run(PROMPT)
+    backend.prepare(request.pool, 64, ())
+    graphs = set(backend._graphs._captured)
+    assert np.array_equal(request.run(PROMPT), expected)
+    for rows in (1, 3, 11, 20):
+        request.run(PROMPT[:rows])
+    assert set(backend._graphs._captured) == graphs
+    memory = backend.device_memory(4, 64)
+    assert 0 < memory.free < memory.total
+    assert memory.needed > 0
+
+
 def test_what_it_cannot_run_is_refused_with_a_way_out(folder: Path) -> None:
     from paceline.backends.cuda.backend import CudaBackend
 
