@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ from paceline.control.cost import Float64Array
 
 OWN = 8  # drafts of a request that are kept: those behind each other are alike, but not for long
 KEPT = 96  # of a segment, and of all requests
-OTHERS = 8  # drafts of its own that count as much for a request as those of all others
+OTHERS = 8  # drafts of its own that count as much for a request as those of its segment
+ENOUGH = 16  # drafts of a segment with which those of others do not count for it
 MOST_SEGMENTS = 256  # that have counts of their own: a client may name as many as it likes
 FIRST_GUESS = 0.6  # what a drafter is thought to say that was never asked
 GOES_ON = 0.75  # how drafts go on, of which none was seen
@@ -141,25 +142,26 @@ class AcceptanceModel:
         for level in (*self._segments.values(), *self._requests.values()):
             level.luck.fade_away()
             level.idle += 1
-        said = [self._lately(key, segment, count) for key, segment in requests]
+        said = [self._alike(key, segment, count) for key, segment in requests]
         lucks = np.array([self.luck(key, segment) for key, segment in requests])
         values = np.array(said)  # [requests, scenes, nodes]
         believed = self.calibration.of_array(values) * (lucks[:, None, None] * (values > 0.0))
         scenes: Float64Array = np.minimum(believed, MOST).swapaxes(0, 1)
         return scenes
 
-    def _lately(self, key: Key, segment: str, count: int) -> list[list[float]]:
+    def _alike(self, key: Key, segment: str, count: int) -> list[list[float]]:
         """[count] drafts that stand for a request's next: a few of its own, others of its segment or of all.
 
         Its own soon say nothing if no more are made: where they were poor, it would never get any again.
         """
         own, above = self._requests.get(key), self._segments.get(segment)
         alike = [] if own is None else [*islice(own.said, OWN >> (own.idle - 1))]
-        others = self.said if above is None or len(above.said) < KEPT // 2 else above.said
-        if not others:
+        others = [] if above is None else [*above.said]
+        if not self.said:
             return [[FIRST_GUESS ** (node + 1) for node in range(self.depth)]] * count
         mine = count * len(alike) // (len(alike) + OTHERS)
-        return [*islice(cycle(alike), mine), *_spread([*others], count - mine)]
+        ours = (count - mine) * min(len(others), ENOUGH) // ENOUGH
+        return _lately(alike, mine) + _lately(others, ours) + _lately([*self.said], count - mine - ours)
 
     def keep_only(self, requests: set[Key]) -> None:
         """Forget the other requests."""
@@ -178,7 +180,7 @@ class AcceptanceModel:
         self.said.extend(own + [0.0] * (self.depth - len(own)) for own in said[:KEPT])
 
 
-def _spread(values: Sequence[list[float]], count: int) -> list[list[float]]:
-    """So many of the values, one from each of as many parts; not at even distances, since they take turns."""
-    share = len(values) / count
-    return [values[int(share * (part + part * GOLDEN % 1.0))] for part in range(count)]
+def _lately(drafts: Sequence[list[float]], count: int) -> list[list[float]]:
+    """So many of the drafts, half of them of the newest quarter; not at even distances: they take turns."""
+    moments = ((part + part * GOLDEN % 1.0) / count for part in range(count))
+    return [drafts[int(len(drafts) * moment * moment)] for moment in moments]
