@@ -215,8 +215,16 @@ class HeadOutput:
 
 
 @dataclass(frozen=True)
+class ChainNoise:
+    """The noise of the target's own choices, which guesses follow that are to meet them."""
+
+    seeds: UInt64Array  # [requests]
+    temperatures: Float64Array  # [requests] 0: the likeliest is guessed
+
+
+@dataclass(frozen=True)
 class HeadChains:
-    """The likeliest guesses of a head behind each request. The arrays are valid until its next pass."""
+    """What a head guesses behind each request. The arrays are valid until its next pass."""
 
     tokens: Int32Array  # [requests, most] ids of the target; those behind a request's last are meaningless
     chances: Float32Array  # [requests, most] that the chain up to each is right, as the head sees it
@@ -238,7 +246,9 @@ class HeadRunner(Protocol):
 
     def run(self, batch: HeadBatch) -> HeadOutput: ...
 
-    def run_chains(self, batch: HeadBatch, most: Sequence[int], least_chance: float) -> HeadChains:
+    def run_chains(
+        self, batch: HeadBatch, most: Sequence[int], least_chance: float, noise: ChainNoise | None = None
+    ) -> HeadChains:
         """Chains of at most so many guesses behind each request, as head_chains.py defines them.
 
         The logits of each request's last row are wanted, and its pages have room for the guesses.

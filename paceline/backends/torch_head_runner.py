@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.backends.base import ForwardBatch, HeadBatch, HeadChains, HeadOutput, Int32Array
+from paceline.backends.base import ChainNoise, ForwardBatch, HeadBatch, HeadChains, HeadOutput, Int32Array
 from paceline.backends.head_chains import chains_by_passes
 from paceline.backends.torch_backend import (
     PAGE_SIZE,
@@ -76,9 +76,11 @@ class TorchHeadRunner:
         logits, states = self.head.logits(wanted), self.head.feed_back(wanted)
         return HeadOutput(logits.float().cpu().numpy(), states.float().cpu().numpy())
 
-    def run_chains(self, batch: HeadBatch, most: Sequence[int], least_chance: float) -> HeadChains:
-        """The likeliest guesses behind each request."""
-        return chains_by_passes(self.run, batch, self._target_ids, most, least_chance)
+    def run_chains(
+        self, batch: HeadBatch, most: Sequence[int], least_chance: float, noise: ChainNoise | None = None
+    ) -> HeadChains:
+        """Guesses behind each request."""
+        return chains_by_passes(self.run, batch, self._target_ids, most, least_chance, noise)
 
     def _views(self, batch: ForwardBatch) -> tuple[list[RowView], Tensor]:
         """What the rows of each request see, and the place of every row's key and value."""

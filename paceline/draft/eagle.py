@@ -7,8 +7,8 @@
 The slots of new tokens are computed when it proposes, in one pass for all requests: while it does not,
 their features are kept, and that is all it costs. Then follows one pass for each level of the trees, whose
 slots read the head's own states; those are computed again with the target's features once they are known.
-Where all trees are chains of likeliest tokens, nothing is to be decided between the passes, and the runner
-is asked for all of them at once.
+Where all trees are chains of the likeliest tokens, or of those that the target's noise favours, nothing is to
+be decided between the passes, and the runner is asked for all of them at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.base import HeadBatch, HeadChains, HeadOutput, HeadRunner
+from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner
 from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Features, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part, Passes
@@ -67,9 +67,13 @@ class HeadPasses(Passes[HeadOutput]):
         return self._runner.run(self._known(parts))
 
     def chains(self, contexts: Sequence[Context], most: Sequence[int], least_chance: float) -> HeadChains:
-        """The likeliest guesses behind each context, at most so many, after all its slots are computed."""
+        """The best guesses behind each context, at most so many, after all its slots are computed."""
         parts = self._last_parts(contexts)
-        chains = self._runner.run_chains(self._known(parts, max(most)), most, least_chance)
+        noise = ChainNoise(
+            np.array([context.request.seed for context in contexts], dtype=np.uint64),
+            np.array([context.request.params.temperature for context in contexts], dtype=np.float64),
+        )
+        chains = self._runner.run_chains(self._known(parts, max(most)), most, least_chance, noise)
         self._keep(parts)
         return chains
 
@@ -146,7 +150,7 @@ class HeadDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         contexts = self._pages.open(requests, [plan.budget for plan in plans])
-        if all(map(_is_chain_of_likeliest, requests, plans)):
+        if all(map(self._is_one_call, requests, plans)):
             return self._propose_chains(contexts, plans)
         trees = [
             None
@@ -164,8 +168,14 @@ class HeadDrafter(Drafter):
             _grow(growing, self._passes.run_guesses(parts, states))
         return merged(trees)
 
+    def _is_one_call(self, request: Request, plan: DraftPlan) -> bool:
+        """Whether nothing is to be decided between the passes for a request's tree."""
+        sampler = request.sampler
+        simple = sampler.greedy or (self._sampling is DraftSampling.COUPLED and sampler.keeps_all)
+        return plan.branching == 1 and simple and sampler.leaves_logits(request.num_output)
+
     def _propose_chains(self, contexts: Sequence[Context | None], plans: Sequence[DraftPlan]) -> DraftTrees:
-        """The same as by trees that grow, where those would be chains of likeliest tokens."""
+        """The same as by trees that grow, where those would be chains of the best tokens."""
         known = {number: context for number, context in enumerate(contexts) if context is not None}
         proposed: list[Sequence[int]] = [()] * len(contexts)
         chances: list[Sequence[float]] = [()] * len(contexts)
@@ -220,11 +230,6 @@ class Eagle3Drafter(EagleDrafter):
     """EAGLE-3: the same with a head that reads several hidden states."""
 
     name = "eagle3"
-
-
-def _is_chain_of_likeliest(request: Request, plan: DraftPlan) -> bool:
-    sampler = request.sampler
-    return plan.branching == 1 and sampler.greedy and sampler.leaves_logits(request.num_output)
 
 
 def _up_to_end(request: Request, tokens: Sequence[int]) -> Sequence[int]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.head_chains import TO_GO_ON
+from paceline.backends.head_chains import RIVALS, TO_GO_ON
 from paceline.draft.base import DraftSampling
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part
@@ -37,7 +37,6 @@ Float64Array = npt.NDArray[np.float64]
 
 _EVERY: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)  # logits are those of all ids
 ROOT = -1
-RIVALS = 4  # candidates beyond the branches that a branch's chance is measured against
 FIRST_CHILD = 0.7  # the chance that a drawn child is accepted, given that its elder siblings were not
 
 

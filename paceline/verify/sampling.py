@@ -121,6 +121,11 @@ class Sampler:
         """Whether the token is the largest logit, without noise."""
         return self._params.greedy
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every token may be chosen, as far as top_k, top_p and min_p go."""
+        return self._options[1:] == _PLAIN_OPTIONS[1:]
+
     def leaves_logits(self, num_output: int) -> bool:
         """Whether nothing changes single logits, now and from now on: no constraint, bias or penalty."""
         return self.constraint is None and self._is_plain(num_output)

@@ -86,7 +86,7 @@ class AgainstFresh(HeadDrafter):
             driven.commit(range(len(chunk)))
         twin = copy.copy(request)
         twin.slot = slot
-        with patch("paceline.draft.eagle._is_chain_of_likeliest", lambda *_: False):
+        with patch.object(HeadDrafter, "_is_one_call", lambda *_: False):
             return fresh.propose([twin], [plan])
 
 

@@ -37,7 +37,7 @@ from paceline.backends.cpu.simd import (
 )
 from paceline.verify.kernels import race
 
-_call_race = caller(types.int64, types.int64, types.int64, types.int64, types.int64, types.int64)
+_call_race = caller(*[types.int64] * 6)
 
 
 @kernel(

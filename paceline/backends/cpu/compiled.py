@@ -1,6 +1,6 @@
 """`@compiled`: numba with the options every kernel of this room shares, cached on disk.
 
-The cache folder is named after the sources of this room and of the noise that it calls, because numba
+The cache folder is named after the sources of this room and of what it calls elsewhere, because numba
 looks only at the file of the function itself: a change of an inlined intrinsic in another file would
 otherwise run old code.
 """
@@ -30,6 +30,7 @@ def _sources_fingerprint() -> str:
     digest = hashlib.sha256()
     verify = Path(__file__).parents[2] / "verify"
     called = [verify / name for name in ("floats.py", "kernels.py", "noise.py")]
+    called.append(Path(__file__).parents[1] / "head_chains.py")
     for path in [*sorted(Path(__file__).parent.glob("*.py")), *called]:
         digest.update(path.read_bytes())
     digest.update(numba.__version__.encode())

@@ -1,7 +1,7 @@
-"""Chains of guesses: what a draft head finds likeliest, fed back to it, pass after pass.
+"""Chains of guesses: what a draft head finds best, fed back to it, pass after pass.
 
-head_chains.py says which guesses join a chain and which are followed by another. Those are the rows of
-the next pass; rows of chains that end are left out of it.
+head_chains.py says what is best, which guesses join a chain and which are followed by another. Those are
+the rows of the next pass; rows of chains that end are left out of it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from numba import carray, types
 
 from paceline.backends.cpu.choosing import first_place_of, largest_of, sixteen
-from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.compiled import compiled, kernel
 from paceline.backends.cpu.job import (
     CHAIN_AT,
     CHANCES_AT,
@@ -31,33 +32,44 @@ from paceline.backends.cpu.job import (
     LOGITS_STRIDE,
     MORE_GUESSES,
     MOST_GUESSES,
+    NAMES_AT,
     NEXT_ROWS_AT,
     NEXT_ROWS_STRIDE,
     NUM_COUNTERS,
     NUM_GUESSES_AT,
+    NUM_NAMES,
     OUTPUTS,
     PARENTS_AT,
     POSITIONS_AT,
     REQUEST_AT,
     ROW_START_AT,
     ROWS,
+    RUN_FAVOURED,
+    SEEDS_AT,
     STATES_AT,
     TARGET_IDS_AT,
+    TEMPERATURES_AT,
     TOKENS_AT,
     field,
 )
 from paceline.backends.cpu.rows import copy_row
 from paceline.backends.cpu.simd import (
     add,
+    caller,
     exponential,
     load_float,
     load_int32,
+    load_int64,
     spread,
     store_float,
     store_int32,
     store_int64,
     sum_lanes,
 )
+from paceline.backends.head_chains import RIVALS
+from paceline.verify.kernels import race
+
+_call_favoured = caller(*[types.int64] * 9)
 
 # The int32 arrays that describe the passes behind the first, each NEXT_ROWS_STRIDE bytes long
 NEXT_TOKENS, NEXT_POSITIONS, NEXT_PARENTS, NEXT_LOGIT_ROWS, NEXT_STARTS, NEXT_CONTEXTS, NEXT_ARRAYS = range(7)
@@ -75,14 +87,56 @@ def _likeliest(logits, count):  # type: ignore[no-untyped-def]
     return first_place_of(logits, top), np.float32(math.sqrt(np.float32(1) / sum_lanes(total)))
 
 
+@kernel(
+    types.CPointer(types.float32),
+    types.int64,
+    types.CPointer(types.int64),
+    types.int64,
+    types.CPointer(types.float64),
+    types.CPointer(types.uint64),
+    types.int64,
+    types.CPointer(types.int32),
+    types.CPointer(types.float32),
+)
+def run_favoured(logits, count, names, named, temperature, seed, position, best, chance):  # type: ignore[no-untyped-def]
+    """Write the place that the noise favours among `count` logits, and its chance: see head_chains.py."""
+    places, scores = np.empty(1 + RIVALS, dtype=np.int64), np.empty(1 + RIVALS, dtype=np.float64)
+    known = carray(logits, count), carray(names, named)
+    found = race(known, temperature[0], (seed[0], np.uint64(position)), (places, scores))
+    total = 0.0
+    for place in range(found):
+        total += math.exp(scores[place] - scores[0])
+    best[0], chance[0] = places[0], 1.0 / total
+
+
 @compiled
 def choose_guesses(index, threads, job):  # type: ignore[no-untyped-def]
-    """The likeliest guess of each row that has logits, and its chance. A thread takes every so many rows."""
+    """The best guess of each row that has logits, and its chance. A thread takes every so many rows."""
+    count, contexts = (
+        field(job, GUESSED_IDS),
+        field(job, NEXT_ROWS_AT) + NEXT_CONTEXTS * field(job, NEXT_ROWS_STRIDE),
+    )
     for row in range(index, field(job, OUTPUTS), threads):
         logits = field(job, LOGITS_AT) + field(job, LOGITS_STRIDE) * row
-        best, chance = _likeliest(logits, field(job, GUESSED_IDS))
-        store_int32(field(job, CHOSEN_AT) + 4 * row, best)
-        store_float(field(job, CHOSEN_CHANCES_AT) + 4 * row, chance)
+        best, chance = field(job, CHOSEN_AT) + 4 * row, field(job, CHOSEN_CHANCES_AT) + 4 * row
+        request = _request_of(job, row)
+        temperature = field(job, TEMPERATURES_AT) + 8 * request
+        if load_int64(temperature) == 0 or not math.isfinite(largest_of(logits, count)):  # the bits of 0.0
+            place, share = _likeliest(logits, count)
+            store_int32(best, place)
+            store_float(chance, share)
+            continue
+        is_first = load_int32(field(job, NUM_GUESSES_AT) + 4 * request) == 0
+        position = load_int32(contexts + 4 * request) + (0 if is_first else 1)
+        names, seed = field(job, NAMES_AT), field(job, SEEDS_AT) + 8 * request
+        named, run = field(job, NUM_NAMES), field(job, RUN_FAVOURED)
+        _call_favoured(run, logits, count, names, named, temperature, seed, position, best, chance)
+
+
+@compiled
+def _request_of(job, row):  # type: ignore[no-untyped-def]
+    """The request of a row that has logits."""
+    return load_int32(field(job, REQUEST_AT) + 4 * load_int32(field(job, LOGIT_ROWS_AT) + 4 * row))
 
 
 @compiled
@@ -116,7 +170,7 @@ def follow_guesses(job):  # type: ignore[no-untyped-def]
     states, padded = field(job, STATES_AT), field(job, HIDDEN_PADDED)
     going = 0
     for row in range(field(job, OUTPUTS)):
-        request = load_int32(field(job, REQUEST_AT) + 4 * load_int32(field(job, LOGIT_ROWS_AT) + 4 * row))
+        request = _request_of(job, row)
         if not _append(job, row, request):
             continue
         count = load_int32(field(job, NUM_GUESSES_AT) + 4 * request)

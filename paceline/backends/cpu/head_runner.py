@@ -6,11 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.backends.base import Float32Array, HeadBatch, HeadChains, HeadOutput
+from paceline.backends.base import ChainNoise, Float32Array, HeadBatch, HeadChains, HeadOutput
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.backend import CpuBackend
 from paceline.backends.cpu.compiled_model import CompiledModel
-from paceline.backends.cpu.guesses import NEXT_ARRAYS, NEXT_CONTEXTS, NEXT_LOGIT_ROWS, NEXT_PARENTS
+from paceline.backends.cpu.guesses import (
+    NEXT_ARRAYS,
+    NEXT_CONTEXTS,
+    NEXT_LOGIT_ROWS,
+    NEXT_PARENTS,
+    run_favoured,
+)
 from paceline.backends.cpu.head_workspace import HeadWorkspace
 from paceline.backends.cpu.workspace import address_of
 from paceline.backends.head_chains import TO_GO_ON
@@ -59,8 +65,10 @@ class CpuHeadRunner(CompiledModel):
         logits = self._run_head(batch)
         return HeadOutput(logits, self._states[: len(logits), : self.config.hidden_size])
 
-    def run_chains(self, batch: HeadBatch, most: Sequence[int], least_chance: float) -> HeadChains:
-        """The likeliest guesses behind each request, all passes in one compiled call: see guesses.py."""
+    def run_chains(
+        self, batch: HeadBatch, most: Sequence[int], least_chance: float, noise: ChainNoise | None = None
+    ) -> HeadChains:
+        """The best guesses behind each request, all passes in one compiled call: see guesses.py."""
         rows, job = batch.rows, self._job
         count, longest = rows.num_requests, max(most)
         if count * longest > len(self._guesses):
@@ -68,6 +76,8 @@ class CpuHeadRunner(CompiledModel):
         contexts = self._next_rows[NEXT_CONTEXTS, :count]  # the first guess lies behind the rows of the pass
         np.add(rows.context_lengths, rows.row_offsets[1:], out=contexts)
         contexts -= rows.row_offsets[:-1]
+        self._seeds[:count] = 0 if noise is None else noise.seeds
+        self._temperatures[:count] = 0.0 if noise is None else noise.temperatures
         self._wanted[:count] = most
         self._lengths[:count] = 0
         self._least_chances[0], self._least_chances[1] = least_chance, TO_GO_ON * least_chance
@@ -97,16 +107,24 @@ class CpuHeadRunner(CompiledModel):
         """Tell the job what chains of guesses need, and what stays the same."""
         job, rows = self._job, self.max_rows
         self._least_chances = np.zeros(2, dtype=np.float32)  # to be kept, and to be followed by another guess
+        self._seeds, self._temperatures = np.zeros(rows, dtype=np.uint64), np.zeros(rows, dtype=np.float64)
+        job[fields.SEEDS_AT], job[fields.TEMPERATURES_AT] = (
+            address_of(self._seeds),
+            address_of(self._temperatures),
+        )
         self._wanted, self._lengths = np.zeros(rows, dtype=np.int32), np.zeros(rows, dtype=np.int32)
         self._chosen, self._chosen_chances = np.empty(rows, dtype=np.int32), np.empty(rows, dtype=np.float32)
         self._next_rows = np.empty((NEXT_ARRAYS, rows), dtype=np.int32)  # one row a request in every pass
         self._next_rows[NEXT_PARENTS] = -1
         self._next_rows[NEXT_LOGIT_ROWS] = np.arange(rows)
+        job[fields.RUN_FAVOURED] = run_favoured.address
         job[fields.NUM_COUNTERS] = self.workspace.counters.size
         job[fields.GUESSED_IDS] = self.config.vocab_size
         if head.draft_ids is not None:
             self._target_ids = np.ascontiguousarray(head.draft_ids, dtype=np.int32)
             job[fields.TARGET_IDS_AT] = address_of(self._target_ids)
+            self._names = self._target_ids.astype(np.int64)
+            job[fields.NAMES_AT], job[fields.NUM_NAMES] = address_of(self._names), len(self._names)
         self._make_room(rows)
         job[fields.LEAST_CHANCES_AT] = address_of(self._least_chances)
         job[fields.GUESSES_WANTED_AT] = address_of(self._wanted)

@@ -23,19 +23,20 @@ from paceline.backends.cpu.simd import load_int64
     FEATURES, FEATURE_WIDTH, FEATURE_PADDED, FEATURE_NORMS_AT, INPUT_NORM_AT, INPUT_EPSILON_AT, REDUCE_AT,
     MIX_AT, ENTRY_BIAS_AT, JOIN_NORMS_AT, NORMED_RESIDUAL, NORMED_STATES,
     # kernels that are called by address
-    RUN_TILE, RUN_SCORE, RUN_MIX, RUN_RACE,
+    RUN_TILE, RUN_SCORE, RUN_MIX, RUN_RACE, RUN_FAVOURED,
     # the batch, set for every pass
     ROWS, TOKENS_AT, POSITIONS_AT, PARENTS_AT, REQUEST_AT, ROW_START_AT, CONTEXT_AT, PAGES_AT, MAX_PAGES,
     CHAIN_AT, OUTPUTS, LOGIT_ROWS_AT, LOGITS_AT, LOGITS_STRIDE, KV_AT, NUM_PAGES, FEATURE_SLOT_AT,
     FEATURES_AT, FEATURES_STRIDE, INPUTS_AT, FROM_TARGET, STATES_AT,
-    # of the outputs the last ones whose tokens are chosen, see choosing.py
+    # how many of the outputs are chosen from, the last ones, see choosing.py; seeds and temperatures are
+    # those of outputs, of a draft head those of requests
     NUM_CHOSEN, VOCABULARY, SEEDS_AT, TEMPERATURES_AT, CHOSEN_TOKENS_AT,
     # what a draft head is to guess behind a pass, see guesses.py
-    GUESSING, MORE_GUESSES, NUM_COUNTERS, GUESSED_IDS, TARGET_IDS_AT, LEAST_CHANCES_AT, MOST_GUESSES,
-    GUESSES_WANTED_AT, GUESSES_AT, CHANCES_AT, NUM_GUESSES_AT, CHOSEN_AT, CHOSEN_CHANCES_AT, NEXT_ROWS_AT,
-    NEXT_ROWS_STRIDE,
+    GUESSING, MORE_GUESSES, NUM_COUNTERS, GUESSED_IDS, TARGET_IDS_AT, NAMES_AT, NUM_NAMES, LEAST_CHANCES_AT,
+    MOST_GUESSES, GUESSES_WANTED_AT, GUESSES_AT, CHANCES_AT, NUM_GUESSES_AT, CHOSEN_AT, CHOSEN_CHANCES_AT,
+    NEXT_ROWS_AT, NEXT_ROWS_STRIDE,
     JOB_SIZE,
-) = range(101)  # fmt: skip
+) = range(104)  # fmt: skip
 
 # Matrices of a layer, in the order of the descriptor table; behind all layers: the embedding and the head.
 Q, K, V, OUTPUT, GATE, UP, DOWN, LAYER_MATRICES = range(8)

@@ -9,7 +9,15 @@ from typing import cast
 import numpy as np
 import torch
 
-from paceline.backends.base import Float32Array, ForwardBatch, HeadBatch, HeadChains, HeadOutput, Int32Array
+from paceline.backends.base import (
+    ChainNoise,
+    Float32Array,
+    ForwardBatch,
+    HeadBatch,
+    HeadChains,
+    HeadOutput,
+    Int32Array,
+)
 from paceline.backends.cuda.backend import FIRST_LONGEST, MAX_PAGES, PAGE_SIZE, CudaBackend
 from paceline.backends.cuda.graphs import Graphs, bucket
 from paceline.backends.cuda.head import (
@@ -25,7 +33,7 @@ from paceline.backends.cuda.kernels.draft import pick_rows
 from paceline.backends.cuda.kernels.guess import choose, guess, guesses_for
 from paceline.backends.cuda.model import Pool
 from paceline.backends.cuda.tables import DeviceTables, rows_of
-from paceline.backends.head_chains import TO_GO_ON
+from paceline.backends.head_chains import TO_GO_ON, chains_by_passes
 from paceline.draft.heads.checkpoint import HeadCheckpoint
 from paceline.errors import BackendError
 
@@ -92,11 +100,17 @@ class CudaHeadRunner:
         )
 
     @torch.inference_mode()
-    def run_chains(self, batch: HeadBatch, most: Sequence[int], least_chance: float) -> HeadChains:
-        """The likeliest guesses behind each request, all passes behind the first in one graph.
+    def run_chains(
+        self, batch: HeadBatch, most: Sequence[int], least_chance: float, noise: ChainNoise | None = None
+    ) -> HeadChains:
+        """The best guesses behind each request, those of likeliest tokens in one graph behind the first pass.
 
-        Every chain is computed to the longest length, which costs less than to ask between the passes.
+        There every chain is computed to the longest length, which costs less than to ask between the passes.
         """
+        if noise is not None and noise.temperatures.any():
+            ids = self.weights.target_ids
+            known = None if ids is None else ids.cpu().numpy()
+            return chains_by_passes(self.run, batch, known, most, least_chance, noise)
         rows, longest = batch.rows, max(most)
         count = rows.num_requests
         requests = bucket(count)

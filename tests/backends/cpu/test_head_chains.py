@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from paceline.backends.base import HeadBatch, HeadChains
+from paceline.backends.base import ChainNoise, HeadBatch, HeadChains
 from paceline.backends.cpu import CpuBackend, CpuHeadRunner
 from paceline.backends.head_chains import chains_by_passes
 from paceline.draft.heads.checkpoint import HeadCheckpoint
 from paceline.models.checkpoint import Checkpoint
+from paceline.verify.noise import gumbel_reference
 from tests.backends.cpu.heads import extend, random_slots
 from tests.draft.heads.driver import batch_of, drive_heads, random_checkpoint
 from tests.draft.heads.tiny_heads import CONFIGS
@@ -41,13 +42,22 @@ class Subject:
         ends = np.cumsum([NEW[number] for number in requests]) - 1
         return batch_of(asked, from_target=True, outputs=ends.tolist())
 
-    def found(self, threads: int, requests: Sequence[int], most: Sequence[int], least: float) -> HeadChains:
-        return self.runners[threads].run_chains(self.batch(threads, requests), most, least)
+    def found(
+        self,
+        threads: int,
+        requests: Sequence[int],
+        most: Sequence[int],
+        least: float,
+        noise: ChainNoise | None = None,
+    ) -> HeadChains:
+        return self.runners[threads].run_chains(self.batch(threads, requests), most, least, noise)
 
-    def expected(self, requests: Sequence[int], most: Sequence[int], least: float) -> HeadChains:
+    def expected(
+        self, requests: Sequence[int], most: Sequence[int], least: float, noise: ChainNoise | None = None
+    ) -> HeadChains:
         """The same, pass by pass, on one thread."""
         batch = self.batch(1, requests)
-        return chains_by_passes(self.runners[1].run, batch, self.head.draft_ids, most, least)
+        return chains_by_passes(self.runners[1].run, batch, self.head.draft_ids, most, least, noise)
 
 
 @pytest.fixture(scope="module", params=["all flags", "eagle3", "eagle with bias", "target's head"])
@@ -76,6 +86,30 @@ def test_all_passes_in_one_call(subject, requests, most, threads):
     expected = subject.expected(requests, most, 0.0)
     assert expected.lengths.tolist() == most
     assert_same(subject.found(threads, requests, most, 0.0), expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("temperatures", [[3.0] * 4, [0.0, 4.0, 5.0, 0.0]])
+def test_guesses_follow_the_noise_of_the_targets_choices(subject, temperatures, threads):
+    every, most = range(4), [5, 2, 7, 4]
+    noise = ChainNoise(np.array([1, 2, 3, 2**64 - 1], np.uint64), np.array(temperatures))
+    expected = subject.expected(every, most, 0.0, noise)
+    assert expected.lengths.tolist() == most
+    assert_same(subject.found(threads, every, most, 0.0, noise), expected)
+    likeliest = subject.expected(every, most, 0.0)
+    follows = (likeliest.tokens != expected.tokens).any(axis=1)
+    assert follows.tolist() == [temperature > 0.0 for temperature in temperatures]
+
+
+def test_the_noise_of_a_guess_is_that_of_its_position(subject):
+    """What a guess is when it is the first is what it is when it follows a guess that was right."""
+    request, noise = [2], ChainNoise(np.array([9], np.uint64), np.array([1.0]))
+    first = subject.found(1, request, [1], 0.0, noise).tokens[0, 0]
+    logits = subject.runners[1].run(subject.batch(1, request)).logits[0].astype(np.float64)
+    ids = subject.head.draft_ids
+    names = np.arange(len(logits)) if ids is None else ids
+    position = LENGTHS[2] + NEW[2] + 1  # KV index 0 is no slot
+    assert first == names[np.argmax(logits + gumbel_reference(9, position, names))]
 
 
 def test_a_chain_ends_where_its_chance_becomes_too_small(subject):

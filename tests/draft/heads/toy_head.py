@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.backends.base import HeadBatch, HeadChains, HeadOutput
+from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput
 from paceline.backends.head_chains import chains_by_passes
 from paceline.draft.base import DraftSampling
 from paceline.draft.eagle import Eagle3Drafter, EagleDrafter, HeadShape
@@ -66,8 +66,10 @@ class ToyHeadRunner:
         states = rows.tokens[rows.logit_rows].astype(np.float32)[:, None]
         return HeadOutput(np.array(logits, dtype=np.float32).reshape(-1, len(self._ids)), states)
 
-    def run_chains(self, batch: HeadBatch, most: Sequence[int], least_chance: float) -> HeadChains:
-        return chains_by_passes(self.run, batch, self._ids, most, least_chance)
+    def run_chains(
+        self, batch: HeadBatch, most: Sequence[int], least_chance: float, noise: ChainNoise | None = None
+    ) -> HeadChains:
+        return chains_by_passes(self.run, batch, self._ids, most, least_chance, noise)
 
     def _write(self, batch: HeadBatch, request: int) -> np.ndarray:
         rows = batch.rows
