@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from paceline.engine.stats import DraftFacts, StepStats
 
 GAIN, NO_GAIN = "gain", "no gain"
-HOLDS = 32  # steps that a choice holds while about the same requests run
-SURPRISE = 4.0  # tokens that drafts brought less than was promised, for another choice at once
+HOLDS, LONGEST = 32, 128  # steps that a choice holds while about the same requests run: at first, and at most
+SURPRISE = 10.0  # tokens that drafts brought less than was expected, for another choice at once
 SOON = 6  # steps that a few new requests wait for theirs
 WARM_UP = 16  # steps in which every one teaches much, if nothing is known
 CREDIT = 2.0  # plain passes that may be spent on trying at the start
@@ -73,7 +73,9 @@ class AutoController(Controller):
         self._probes = Probes(list(plans), CREDIT * float(steps.seconds(1, 0)))
         self._segments = SegmentGains()
         self._log = log
-        self._step = self._chosen_at = self._holds_until = 0
+        self._step = self._chosen_at = self._holds_until = self._probe_at = 0
+        self._hold = HOLDS  # steps that the next choice holds
+        self._names: set[str] = set()  # who drafts by the last choice
         self._wishes: dict[Request, Wish] = {}  # what was chosen
         self._routine = 0  # steps that may be as the last one was, if the same requests run
         self._same: list[Request] = []  # those that ran then
@@ -180,22 +182,24 @@ class AutoController(Controller):
         offer = self._best.offer
         names = [()] * len(requests) if offer is None else offer.names
         enough = [0.0] * len(requests) if offer is None or not offer.enough else offer.enough
-        self._names = {name for own in names for name in own}
+        before, self._names = self._names, {name for own in names for name in own}
+        self._hold = min(2 * self._hold, LONGEST) if before == self._names else HOLDS
         self._wishes = {
             request: Wish(own, tokens) for request, own, tokens in zip(requests, names, enough, strict=True)
         }
         self.known.drafts.fade(self.plans.keys() - self._names)
         self._usual = Counter(self._wishes.values()).most_common(1)[0][0]  # for those that come until then
         self._plans_made: dict[tuple[Request, tuple[str, ...], int, float, bool], DraftPlan] = {}
-        self._missing = 0.0  # tokens that were promised since then, and did not come
-        self._chosen_at, self._holds_until = self._step, self._step + self._holds(requests[0])
+        self._missing = 0.0  # tokens that were expected since then, and did not come
+        self._chosen_at = self._probe_at = self._step
+        self._holds_until = self._step + self._holds(requests[0])
 
     def _holds(self, request: Request) -> int:
-        """Steps that a choice holds: few while little is known."""
+        """Steps that a choice holds: few while little is known, many where it was the same before."""
         drafts = min(self.known.model(name, request).drafts for name in self.plans)
         if drafts < UNKNOWN and self._step < WARM_UP:
             return 1
-        return HOLDS // 2 if drafts < YOUNG and self._step < YOUNG * UNKNOWN else HOLDS
+        return HOLDS // 2 if drafts < YOUNG and self._step < YOUNG * UNKNOWN else self._hold
 
     def _decide(
         self, floor: Floor, requests: Sequence[Request]
@@ -263,8 +267,9 @@ class AutoController(Controller):
 
     def _probe(self, requests: Sequence[Request], asked: Mapping[Request, Asked]) -> Probe | None:
         """A drafter that was not chosen for a request, if there is time to spare for it."""
-        if self._chosen_at != self._step or not self._can_gain:
+        if self._step < self._probe_at or not self._can_gain:
             return None
+        self._probe_at = self._step + HOLDS
         line, drafter = self._probes.next(self._step, requests)
         request = requests[line]
         left = min(PROBED, self.plans[drafter].budget, request.max_output - request.num_output - 1)
@@ -347,6 +352,10 @@ class AutoController(Controller):
     def _observe_drafts(self, planned: Planned, stats: StepStats) -> None:
         """Take in what drafts cost, and what became of them."""
         drafts = {(draft.request_id, draft.child): draft for draft in stats.drafts}
+        expected = planned.choice.tokens - self._market.plain.tokens
+        self._missing += expected - sum(draft.accepted for draft in stats.drafts)
+        if self._missing > SURPRISE * math.sqrt(len(planned.asked)):  # what was chosen does not hold
+            self._holds_until = self._step
         for key, asked in planned.asked.items():
             accepted = self._learn(key, asked, drafts.get(key))
             if planned.probe is not None and planned.probe.request == key:
@@ -367,9 +376,6 @@ class AutoController(Controller):
         tried = [node for node, depth in enumerate(asked.depths) if depth <= draft.depth]
         path = set(draft.path)
         said, right = [asked.said[node] for node in tried], [node in path for node in tried]
-        self._missing += sum(asked.believed[node] for node in tried) - sum(right)
-        if self._missing > SURPRISE:  # what was chosen does not hold
-            self._holds_until = self._step
         self.known.model(asked.drafter, asked.request).observe(key, asked.request.segment, said, right)
         return draft.accepted
 

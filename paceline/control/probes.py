@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from paceline.engine.request import Request
 
-SHARE = 0.005  # of all time
+SHARE = 0.004  # of all time
 MOST = 40  # steps' time that can be kept for later
 
 
