@@ -1,7 +1,8 @@
-"""`paceline bench gpu`: plain decoding on a CUDA device, with random weights of well-known shapes.
+"""`paceline bench gpu`: decoding on a CUDA device, plain and speculative, with random weights.
 
-Speed does not depend on what the weights are, so nothing needs to be fetched. Beside our backend runs the
-same model in plain torch: library products, a static cache, the whole step captured as one graph.
+Speed does not depend on what the weights are, so nothing needs to be fetched. Beside plain decoding of our
+backend runs the same model in plain torch: library products, a static cache, the whole step captured as one
+graph. What vLLM gave on the same kind of card is told beside it, and so is the bar of each line.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -16,7 +18,16 @@ import torch
 from paceline.backends.base import ForwardBatch, chain_parents
 from paceline.backends.cuda.backend import PAGE_SIZE, CudaBackend
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
+from paceline.backends.cuda.draft_shape import chain_shape
 from paceline.backends.cuda.weights import Weights, load_weights
+from paceline.bench.gpu_drafting import (
+    Drafting,
+    by_host,
+    draft_model,
+    eagle3_chain,
+    eagle3_tree,
+    random_tensor,
+)
 from paceline.bench.gpu_torch import PlainDecode
 from paceline.errors import BackendError, ConfigError
 from paceline.models.config import ModelConfig, RopeConfig
@@ -36,16 +47,48 @@ SHAPES = {
 }
 
 
+# milliseconds of a step by shape, method and requests: of vLLM 0.26 on an H200, and the bar of this project
+VLLM = {
+    ("llama-3.2-1b", "plain"): {1: 2.20, 16: 2.10, 64: 2.89},
+    ("qwen2.5-1.5b", "plain"): {1: 2.15, 16: 2.21, 64: 2.83},
+    ("llama-3.1-8b", "plain"): {1: 4.83, 16: 5.17, 64: 5.97},
+    ("llama-3.1-8b", "eagle3"): {1: 6.48, 16: 6.88, 64: 13.5},
+    ("llama-3.1-8b", "ngram"): {1: 7.15, 16: 9.11},
+    ("llama-3.1-8b", "model"): {1: 21.5, 16: 26.2},
+}
+BARS = {
+    ("llama-3.2-1b", "plain"): {1: 0.8},
+    ("qwen2.5-1.5b", "plain"): {1: 1.0},
+    ("llama-3.1-8b", "plain"): {1: 4.2, 64: 5.5},
+    ("llama-3.1-8b", "eagle3"): {1: 5.2, 16: 5.8},
+    ("llama-3.1-8b", "ngram"): {1: 4.5},
+    ("llama-3.1-8b", "model"): {1: 9.0},
+}
+TREE_TO_CHAIN = 1.1  # the bar of a tree: so many times the chain of the same run
+COUNTS = {  # requests at once, by shape and method
+    ("qwen2.5-1.5b", "plain"): (1, 16, 64, 256),
+    ("llama-3.1-8b", "tree"): (1,),
+    ("llama-3.1-8b", "model"): (1, 16),
+    ("llama-3.1-8b", "ngram"): (1, 16),
+}
+USUAL_COUNTS = (1, 16, 64)
+METHODS = ("plain", "eagle3", "tree", "model", "ngram")
+SPECULATIVE = "llama-3.1-8b"  # the shape that drafts are measured beside
+DRAFT_MODEL = "llama-3.2-1b"
+
+
 @dataclass(frozen=True)
 class Measured:
-    """One line of the table."""
+    """One line of the table: milliseconds per step, the median of blocks of steps."""
 
     shape: str
-    engine: str  # paceline or torch
+    method: str
     requests: int
-    milliseconds: float  # per step, which is per token of each request; the median of blocks of steps
-    tokens_per_second: float
-    floor: float  # milliseconds to read the weights once at the bandwidth measured here
+    milliseconds: float
+    floor: float  # to read the weights of a step once, at the bandwidth measured here
+    torch: float | None = None  # the same model in plain torch
+    vllm: float | None = None
+    bar: float | None = None
 
 
 def bandwidth(device: torch.device) -> float:
@@ -57,44 +100,81 @@ def bandwidth(device: torch.device) -> float:
 def random_weights(config: ModelConfig, device: torch.device) -> Callable[[str], torch.Tensor]:
     """Random bfloat16 tensors of the names and shapes that a model of this config has."""
     shapes = dict(expected_tensors(config))
+    return lambda name: random_tensor(shapes[name], device)
 
-    def take(name: str) -> torch.Tensor:
-        shape = shapes[name]
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=torch.bfloat16, device=device)
-        return torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(shape[1] ** -0.5)
 
-    return take
+def planned(
+    shapes: Sequence[str], methods: Sequence[str], requests: Sequence[int] | None
+) -> list[tuple[str, str, int]]:
+    """Shape, method and requests of every line; without `requests`, those that have bars and some more."""
+    for names, known, kind in ((shapes, SHAPES, "shape"), (methods, METHODS, "method")):
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"there is no {kind} {name!r}; choose from {', '.join(known)}.")
+    return [
+        (shape, method, count)
+        for shape in shapes
+        for method in methods
+        if method == "plain" or shape == SPECULATIVE
+        for count in requests or COUNTS.get((shape, method), USUAL_COUNTS)
+    ]
 
 
 def measure_gpu(
-    shapes: Sequence[str],
-    requests: Sequence[int],
-    prompt_tokens: int,
-    output_tokens: int,
-    on_line: Callable[[Measured], None],
+    plan: Sequence[tuple[str, str, int]], setting: Setting, on_line: Callable[[Measured], None]
 ) -> list[Measured]:
-    """Every shape at every number of requests, ours and plain torch in turns."""
+    """The lines of a plan."""
     if not torch.cuda.is_available():
         raise BackendError("`paceline bench gpu` needs a CUDA device, and torch sees none.")
-    for name in shapes:
-        if name not in SHAPES:
-            raise ConfigError(f"there is no shape {name!r}; choose from {', '.join(SHAPES)}.")
     device = torch.device("cuda")
     speed = bandwidth(device)
-    lines = []
-    for name in shapes:
-        weights = load_weights(SHAPES[name], random_weights(SHAPES[name], device))
-        model = Transformer(SHAPES[name], random_weights(SHAPES[name], device))
-        floor = 1e3 * weight_bytes(weights) / speed
-        for count in requests:
-            for engine, step in (
-                ("paceline", measure_ours(weights, count, prompt_tokens, output_tokens)),
-                ("torch", measure_torch(model, count, prompt_tokens, output_tokens)),
-            ):
-                lines.append(Measured(name, engine, count, step, 1e3 * count / step, floor))
+    lines: list[Measured] = []
+    for shape, of_shape in groupby(plan, key=lambda line: line[0]):
+        weights = load_weights(SHAPES[shape], random_weights(SHAPES[shape], device))
+        for method, of_method in groupby(of_shape, key=lambda line: line[1]):
+            drafting = _DRAFTS[method](weights)
+            floor = 1e3 * (weight_bytes(weights) + drafting.bytes_read) / speed
+            for _, _, count in of_method:
+                step = measure_ours(weights, count, setting, drafting)
+                plain = measure_torch(shape, count, setting) if method == "plain" else None
+                vllm = VLLM.get((shape, method), {}).get(count)
+                bar = bar_of(shape, method, count, lines)
+                lines.append(Measured(shape, method, count, step, floor, plain, vllm, bar))
                 on_line(lines[-1])
     return lines
+
+
+def bar_of(shape: str, method: str, requests: int, lines: Sequence[Measured]) -> float | None:
+    """What a line is measured against; that of a tree is the chain beside it."""
+    if method == "tree":
+        chains = [
+            line for line in lines if (line.shape, line.method, line.requests) == (shape, "eagle3", requests)
+        ]
+        return TREE_TO_CHAIN * chains[0].milliseconds if chains else None
+    return BARS.get((shape, method), {}).get(requests)
+
+
+def _plain(target: Weights) -> Drafting:
+    return Drafting(chain_shape(0), None, 0)
+
+
+def _by_host(target: Weights) -> Drafting:
+    return by_host()
+
+
+def _with_model(target: Weights) -> Drafting:
+    config = SHAPES[DRAFT_MODEL]
+    draft = load_weights(config, random_weights(config, target.device))
+    return draft_model(target, draft, weight_bytes(draft))
+
+
+_DRAFTS: dict[str, Callable[[Weights], Drafting]] = {
+    "plain": _plain,
+    "eagle3": eagle3_chain,
+    "tree": eagle3_tree,
+    "model": _with_model,
+    "ngram": _by_host,
+}
 
 
 def weight_bytes(weights: Weights) -> int:
@@ -107,33 +187,52 @@ def weight_bytes(weights: Weights) -> int:
     return sum(layers) + weights.head.weight.nbytes
 
 
+@dataclass(frozen=True)
+class Setting:
+    """How long requests are."""
+
+    prompt_tokens: int = 128
+    output_tokens: int = 256
+
+    @property
+    def longest(self) -> int:
+        return self.prompt_tokens + self.output_tokens + 1
+
+
 @torch.inference_mode()
-def measure_ours(weights: Weights, requests: int, prompt_tokens: int, output_tokens: int) -> float:
-    """Milliseconds per step of the decode loop."""
-    loop = prefilled_loop(weights, requests, prompt_tokens, prompt_tokens + output_tokens + 1)
-    read = torch.zeros((requests, 1), dtype=torch.int32, pin_memory=True)
+def measure_ours(weights: Weights, requests: int, setting: Setting, drafting: Drafting) -> float:
+    """Milliseconds per step of the decode loop, whose tokens are copied to the host."""
+    loop = prefilled_loop(weights, requests, setting, drafting)
+    tokens = torch.zeros((requests, drafting.shape.levels + 1), dtype=torch.int32, pin_memory=True)
+    counts = torch.zeros(requests, dtype=torch.int32, pin_memory=True)
+    waits = drafting.make is None and drafting.shape.levels > 0
+    drafts = torch.zeros((requests, drafting.shape.levels), dtype=torch.int32, pin_memory=True)
 
     def step() -> None:
         loop.step(requests)
-        read.copy_(loop.output, non_blocking=True)
+        tokens.copy_(loop.output, non_blocking=True)
+        counts.copy_(loop.counts, non_blocking=True)
+        if waits:  # what the host drafts depends on the tokens, and the next step on what it drafts
+            torch.cuda.synchronize()
+            drafts.copy_(tokens[:, :1])
+            loop.drafted(requests)[:, 1:].copy_(drafts, non_blocking=True)
 
-    step()
-    return _steps(step, output_tokens - 1)
+    return time_steps(step, setting.output_tokens)
 
 
 @torch.inference_mode()
-def prefilled_loop(weights: Weights, requests: int, prompt_tokens: int, longest: int) -> DecodeLoop:
-    """A decode loop over requests with random prompts, whose prompts are computed."""
+def prefilled_loop(weights: Weights, requests: int, setting: Setting, drafting: Drafting) -> DecodeLoop:
+    """A decode loop over requests with random prompts, whose prompts the target has computed."""
     config, device = weights.config, weights.device
     backend = CudaBackend(weights, max_rows=512)
+    prompt_tokens, longest = setting.prompt_tokens, setting.longest
     pages_each = -(-longest // PAGE_SIZE)
     pool = backend.make_pool(requests * pages_each)
     state = make_requests(requests, longest, PAGE_SIZE, device)
     pages = np.random.default_rng(0).permutation(requests * pages_each).astype(np.int32)
     pages = pages.reshape(requests, pages_each)
-    prompts = (
-        np.random.default_rng(1).integers(0, config.vocab_size, (requests, prompt_tokens)).astype(np.int32)
-    )
+    shape = (requests, prompt_tokens)
+    prompts = np.random.default_rng(1).integers(0, config.vocab_size, shape).astype(np.int32)
     state.pages.copy_(torch.from_numpy(pages))
     state.tokens[:, :prompt_tokens] = torch.from_numpy(prompts)
     state.lengths.fill_(prompt_tokens - 1)  # the last token of the prompt is the first that the loop computes
@@ -141,7 +240,8 @@ def prefilled_loop(weights: Weights, requests: int, prompt_tokens: int, longest:
     for first in range(0, requests, at_once):
         some = slice(first, min(first + at_once, requests))
         backend.forward(_prompts(prompts[some, :-1], pages[some], pool))
-    loop = DecodeLoop(weights, pool, state, requests, PAGE_SIZE)
+    draft = None if drafting.make is None else drafting.make(requests, requests * pages_each, longest)
+    loop = DecodeLoop(weights, pool, state, requests, PAGE_SIZE, draft, drafting.shape)
     loop.begin(list(range(requests)), requests)
     return loop
 
@@ -162,18 +262,19 @@ def _prompts(tokens: np.ndarray, pages: np.ndarray, pool: object) -> ForwardBatc
 
 
 @torch.inference_mode()
-def measure_torch(model: Transformer, requests: int, prompt_tokens: int, output_tokens: int) -> float:
+def measure_torch(shape: str, requests: int, setting: Setting) -> float:
     """Milliseconds per step of the same model in plain torch, as one graph."""
-    plain = PlainDecode(model, requests, prompt_tokens, prompt_tokens + output_tokens + 1)
-    return _steps(plain.step, output_tokens - 1)
+    model = Transformer(SHAPES[shape], random_weights(SHAPES[shape], torch.device("cuda")))
+    plain = PlainDecode(model, requests, setting.prompt_tokens, setting.longest)
+    return time_steps(plain.step, setting.output_tokens)
 
 
-def _steps(step: Callable[[], None], count: int, blocks: int = 5) -> float:
+def time_steps(step: Callable[[], None], count: int, blocks: int = 5) -> float:
     """The median over blocks of steps, in milliseconds per step."""
-    for _ in range(3):
+    for _ in range(4):
         step()
     torch.cuda.synchronize()
-    each = max(1, (count - 3) // blocks)
+    each = max(1, (count - 4) // blocks)
     times = []
     for _ in range(blocks):
         start = time.perf_counter()

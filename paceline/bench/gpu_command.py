@@ -15,46 +15,67 @@ if TYPE_CHECKING:
     from paceline.bench.gpu import Measured
 
 DEFAULT_SHAPES = "llama-3.2-1b,qwen2.5-1.5b,llama-3.1-8b"
+DEFAULT_METHODS = "plain,eagle3,tree,model,ngram"
+WORDS = {
+    "plain": "plain",
+    "eagle3": "EAGLE-3 head, chain of 5",
+    "tree": "EAGLE-3 head, tree of 32",
+    "model": "draft of llama-3.2-1b, chain of 5",
+    "ngram": "chain of 5 from the host",
+}
 
 
 def gpu_command(
     shapes: Annotated[str, typer.Option(help="Shapes of models, whose weights are random.")] = DEFAULT_SHAPES,
-    requests: Annotated[str, typer.Option(help="Numbers of requests that decode at once.")] = "1,16,64",
+    methods: Annotated[
+        str, typer.Option(help="Ways to decode. All but plain are measured with llama-3.1-8b alone.")
+    ] = DEFAULT_METHODS,
+    requests: Annotated[
+        str | None, typer.Option(help="Numbers of requests at once.", show_default="those of the bars")
+    ] = None,
     input_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
-    output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 256,
+    output_tokens: Annotated[int, typer.Option(help="Steps, which are tokens of plain answers.")] = 256,
     json_file: JsonFile = None,
 ) -> None:
-    """Plain greedy decoding on a CUDA device, beside the same model in plain torch."""
-    from paceline.bench.gpu import measure_gpu
+    """Greedy decoding on a CUDA device, plain and speculative, beside plain torch and the figures of vLLM."""
+    from paceline.bench.gpu import Setting, measure_gpu, planned
     from paceline.bench.tables import progress
 
     report = Report(json_file)
-    names, counts = [name.strip() for name in shapes.split(",")], integers("--requests", requests)
-    with progress(2 * len(names) * len(counts)) as on_turn:
+    names, ways = ([name.strip() for name in given.split(",")] for given in (shapes, methods))
+    plan = planned(names, ways, None if requests is None else integers("--requests", requests))
+    with progress(len(plan)) as on_turn:
         lines = measure_gpu(
-            names,
-            counts,
-            input_tokens,
-            output_tokens,
-            lambda line: on_turn(f"{line.shape}, {line.requests} requests"),
+            plan,
+            Setting(input_tokens, output_tokens),
+            lambda line: on_turn(f"{line.shape}, {line.method}, {line.requests}: {line.milliseconds:.2f} ms"),
         )
-    report.show([gpu_table(lines)], [], {"lines": [asdict(line) for line in lines]})
+    report.show([gpu_table(lines)], NOTES, {"lines": [asdict(line) for line in lines]})
+
+
+NOTES = (
+    "A step gives one token of every request, and with a draft one more for each that was accepted. Random "
+    "weights accept next to nothing, but a step takes as long whatever is accepted.",
+    "vLLM: version 0.26 on an H200, on another day. Floor: to read the weights of a step once, at the "
+    "bandwidth of a reduction in this run. Bar of a tree: 1.1 times the chain.",
+)
 
 
 def gpu_table(lines: Sequence[Measured]) -> Table:
-    """Milliseconds per token, by shape and number of requests."""
-    table = Table(title="Plain decoding on the GPU, random weights, greedy", title_justify="left")
-    for heading in ("shape", "engine"):
+    """Milliseconds per step, by shape, method and number of requests."""
+    table = Table(title="Decoding on the GPU, random weights, greedy", title_justify="left")
+    for heading in ("shape", "method"):
         table.add_column(heading)
-    for heading in ("requests", "ms/token", "tokens/s", "ms to read the weights"):
+    for heading in ("requests", "ms/step", "steps x requests/s", "torch", "vLLM", "bar", "floor"):
         table.add_column(heading, justify="right")
     for line in lines:
+        others = (line.torch, line.vllm, line.bar, line.floor)
         table.add_row(
             line.shape,
-            line.engine,
+            WORDS[line.method],
             str(line.requests),
             f"{line.milliseconds:.3f}",
-            f"{line.tokens_per_second:,.0f}",
-            f"{line.floor:.3f}",
+            f"{1e3 * line.requests / line.milliseconds:,.0f}",
+            *("" if value is None else f"{value:.2f}" for value in others),
         )
     return table

@@ -5,36 +5,59 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.bench.gpu_command import DEFAULT_SHAPES, gpu_table
+from paceline.bench.gpu_command import DEFAULT_METHODS, DEFAULT_SHAPES, WORDS, gpu_table
 from paceline.errors import BackendError, ConfigError
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so() -> None:
-    from paceline.bench.gpu import measure_gpu
+    from paceline.bench.gpu import Setting, measure_gpu
 
     with pytest.raises(BackendError, match="needs a CUDA device"):
-        measure_gpu(["llama-3.2-1b"], [1], 128, 256, print)
+        measure_gpu([("llama-3.2-1b", "plain", 1)], Setting(), print)
 
 
-def test_the_default_shapes_are_known_and_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.bench.gpu import SHAPES, measure_gpu
+def test_the_defaults_are_known_and_others_are_refused() -> None:
+    from paceline.bench.gpu import METHODS, SHAPES, planned
 
     assert set(DEFAULT_SHAPES.split(",")) == set(SHAPES)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert set(DEFAULT_METHODS.split(",")) == set(METHODS) == set(WORDS)
     with pytest.raises(ConfigError, match=r"no shape 'gpt-9'; choose from llama-3\.2-1b"):
-        measure_gpu(["gpt-9"], [1], 128, 256, print)
+        planned(["gpt-9"], ["plain"], [1])
+    with pytest.raises(ConfigError, match="no method 'luck'; choose from plain, eagle3"):
+        planned(["llama-3.2-1b"], ["luck"], [1])
+
+
+def test_every_bar_has_its_line_and_drafts_are_measured_beside_one_shape() -> None:
+    from paceline.bench.gpu import BARS, planned
+
+    plan = planned(DEFAULT_SHAPES.split(","), DEFAULT_METHODS.split(","), None)
+    assert {(*key, count) for key, counts in BARS.items() for count in counts} < set(plan)
+    assert ("qwen2.5-1.5b", "plain", 256) in plan
+    assert {shape for shape, method, _ in plan if method != "plain"} == {"llama-3.1-8b"}
+    assert planned(["llama-3.2-1b"], ["plain", "eagle3"], [4]) == [("llama-3.2-1b", "plain", 4)]
 
 
 def test_a_line_of_the_table() -> None:
     from paceline.bench.gpu import Measured
 
-    table = gpu_table([Measured("llama-3.2-1b", "paceline", 64, 1.354, 47266.0, 0.582)])
+    table = gpu_table([Measured("llama-3.1-8b", "eagle3", 16, 5.714, 4.21, None, 6.88, 5.8)])
     assert [list(column.cells) for column in table.columns] == [
-        ["llama-3.2-1b"],
-        ["paceline"],
-        ["64"],
-        ["1.354"],
-        ["47,266"],
-        ["0.582"],
+        ["llama-3.1-8b"],
+        ["EAGLE-3 head, chain of 5"],
+        ["16"],
+        ["5.714"],
+        ["2,800"],
+        [""],
+        ["6.88"],
+        ["5.80"],
+        ["4.21"],
     ]
+
+
+def test_a_tree_is_measured_against_the_chain_beside_it() -> None:
+    from paceline.bench.gpu import Measured, bar_of
+
+    chain = Measured("llama-3.1-8b", "eagle3", 1, 5.0, 4.21)
+    assert bar_of("llama-3.1-8b", "tree", 1, [chain]) == pytest.approx(5.5)
+    assert bar_of("llama-3.1-8b", "eagle3", 16, [chain]) == 5.8

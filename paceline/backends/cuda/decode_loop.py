@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from paceline.backends.cuda.draft_networks import DraftNetwork, DraftRows
-from paceline.backends.cuda.draft_shape import chain_shape, plan_step
+from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, plan_step
 from paceline.backends.cuda.graphs import Graphs
 from paceline.backends.cuda.kernels.attention import MOST_PATH, RowTables, tile_height
 from paceline.backends.cuda.kernels.guess import choose, guess, guesses_for
@@ -60,12 +60,16 @@ class DecodeLoop:
         max_rows: int,
         page_size: int,
         draft: DraftNetwork | None = None,
+        given: DraftShape | None = None,
     ) -> None:
-        """Steps of at most `max_rows` requests; `draft` None is plain decoding."""
+        """Steps of at most `max_rows` requests, plain if nothing drafts.
+
+        With `given` the host writes drafts of this shape to `drafted` before each step.
+        """
         device, config = weights.device, weights.config
         self.weights, self.pool, self.requests, self.page_size = weights, pool, requests, page_size
         self.draft = draft
-        shape = chain_shape(0) if draft is None else draft.shape
+        shape = draft.shape if draft is not None else given or chain_shape(0)
         catch_up_rows, always, height = (
             (0, 0, 1) if draft is None else (draft.catch_up_rows, draft.always, draft.tile_height)
         )
@@ -101,9 +105,9 @@ class DecodeLoop:
             rows = max_rows * max(len(table) for table in plan.children)
             self._guesses = guesses_for(rows, draft.vocab_size, shape.most_children, device)
             self._chances = torch.zeros(rows, device=device)
-        self._moved: list[Pool] = []  # where accepted paths may lie apart
-        if draft is not None and not shape.is_chain:
-            self._moved = [pool, draft.pool] if draft.always else [pool]  # others compute them again
+        self._moved: list[Pool] = []  # where accepted paths may lie apart and are not computed again
+        if not shape.is_chain:
+            self._moved = [pool, draft.pool] if draft is not None and draft.always else [pool]
         self._graphs = Graphs(device)
 
     @torch.inference_mode()
@@ -135,7 +139,7 @@ class DecodeLoop:
         return self.draft.features[self._rows.lines[SOURCES][last.long()].long()]
 
     def drafted(self, rows: int) -> torch.Tensor:
-        """The tokens of the nodes [rows, nodes] that the next walk reads; the first is the root's."""
+        """Tokens of the nodes of a step: int32 [rows, nodes]; the first is the root's, the last known one."""
         return self._rows.lines[TOKENS, : rows * self._nodes].view(rows, self._nodes)
 
     @torch.inference_mode()

@@ -78,18 +78,19 @@ class HeadNetwork:
         self.feature_layers = feature_layers
         self.catch_up_rows = shape.levels + 1
         self.tile_height = tile_height(config.num_heads, config.num_kv_heads)
-        self.vocab_size, self.target_ids = config.draft_vocab_size, weights.target_ids
+        self.vocab_size = config.draft_vocab_size
+        self.target_ids: torch.Tensor | None = weights.target_ids
         rows = max_requests * _most_rows(shape, self.catch_up_rows)
         self._workspace = make_head_workspace(weights, rows, longest)
-        self.features = torch.zeros(
-            (max_requests * len(shape), config.feature_width), device=weights.norm.device
-        )
+        width = config.feature_width
+        self._kept = torch.zeros((max_requests * len(shape), width), device=weights.norm.device)
+        self.features: torch.Tensor | None = self._kept
         self._passes = 0
         self._states = self._workspace.states
 
     def catch_up(self, rows: DraftRows, last: torch.Tensor) -> torch.Tensor:
         workspace = self._workspace
-        states = fuse(self.weights, workspace, self.features, rows.sources, len(rows.tokens))
+        states = fuse(self.weights, workspace, self._kept, rows.sources, len(rows.tokens))
         self._passes = 0
         self._run(rows, states, None)
         pick_rows(workspace.output, last, workspace.picked)
@@ -117,9 +118,9 @@ class ModelNetwork:
     """
 
     catch_up_rows = always = 2
-    target_ids = None
-    feature_layers = ()
-    features = None
+    target_ids: torch.Tensor | None = None
+    feature_layers: tuple[int, ...] = ()
+    features: torch.Tensor | None = None
 
     def __init__(
         self,

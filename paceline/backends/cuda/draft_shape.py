@@ -117,10 +117,10 @@ class StepPlan:
 
 
 def plan_step(shape: DraftShape, target_height: int, catch_up_rows: int, draft_height: int) -> StepPlan:
-    """The plan of a step in which the draft computes at most `catch_up_rows` tokens again."""
+    """The plan of a step in which the draft computes at most `catch_up_rows` tokens again; 0: none drafts."""
     levels = [shape.inner(depth) for depth in range(1, shape.levels)]
     passes = [PassRows(range(len(shape)), target_height)]
-    if len(shape) > 1:
+    if catch_up_rows:
         passes.append(PassRows(range(catch_up_rows), draft_height))
         passes += [PassRows(nodes, draft_height) for nodes in levels]
     rows, tiles, paths = [], [], []

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from paceline.backends.base import Int32Array
 from paceline.backends.cuda.kernels.draft import NO_RESIDUAL, NORMED_RESIDUAL, STATE_RESIDUAL
 from paceline.backends.cuda.kernels.matrix import Matrix, tile_matrix, tile_pair
 from paceline.backends.cuda.weights import Layer, Weights, padded_size, tiling_for
 from paceline.draft.heads.checkpoint import HeadCheckpoint
 from paceline.draft.heads.config import HeadConfig
 from paceline.models.rope import rope_frequencies
-
-Read = Callable[[str], torch.Tensor]
+from paceline.models.transformer import Take
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,19 @@ class HeadWeights:
 
 def load_head_weights(checkpoint: HeadCheckpoint, target: Weights) -> HeadWeights:
     """The weights of a head beside its target, in the target's dtype."""
-    config, device = checkpoint.config, target.device
+    device, dtype = target.device, target.dtype
 
     def read(name: str) -> torch.Tensor:
-        return torch.from_numpy(checkpoint.tensors[name].float32()).to(device=device, dtype=target.dtype)
+        return torch.from_numpy(checkpoint.tensors[name].float32()).to(device=device, dtype=dtype)
 
+    return make_head_weights(checkpoint.config, checkpoint.draft_ids, read, target)
+
+
+def make_head_weights(config: HeadConfig, ids: Int32Array | None, read: Take, target: Weights) -> HeadWeights:
+    """The weights that `read` gives by the names of heads/config.py; `ids` are the target's of guesses."""
+    device = target.device
     frequencies = torch.from_numpy(rope_frequencies(config.rope, config.head_dim)).to(device)
     angles = torch.arange(config.max_position, device=device)[:, None].float() * frequencies
-    ids = checkpoint.draft_ids
     is_normed = config.kind != "eagle"
     return HeadWeights(
         config,
@@ -86,7 +90,7 @@ def load_head_weights(checkpoint: HeadCheckpoint, target: Weights) -> HeadWeight
     )
 
 
-def _load_fusion(config: HeadConfig, read: Read, target: Weights) -> Fusion:
+def _load_fusion(config: HeadConfig, read: Take, target: Weights) -> Fusion:
     if config.kind != "eagle3":  # features are states, if anything after the target's last norm
         normed = config.kind == "eagle" or config.norm_features
         norm = target.norm[: config.target_hidden_size] if normed else None
@@ -100,7 +104,7 @@ def _load_fusion(config: HeadConfig, read: Read, target: Weights) -> Fusion:
     return Fusion(norm, config.rms_norm_eps, groups, _matrix(read("fc.weight"), bias))
 
 
-def _load_entry(config: HeadConfig, read: Read) -> Entry:
+def _load_entry(config: HeadConfig, read: Take) -> Entry:
     names = {
         "eagle3": ("midlayer.input_layernorm", "midlayer.hidden_norm"),
         "mtp": ("embedding_norm", "state_norm"),
@@ -115,7 +119,7 @@ def _load_entry(config: HeadConfig, read: Read) -> Entry:
     return Entry(norms, NO_RESIDUAL, _matrix(_halves(read("fc.weight")), bias), config.kind == "mtp")
 
 
-def _load_layer(config: HeadConfig, read: Read) -> Layer:
+def _load_layer(config: HeadConfig, read: Take) -> Layer:
     def part(name: str) -> torch.Tensor:
         return read(f"midlayer.{name}")
 
@@ -153,5 +157,5 @@ def _matrix(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Matrix:
     return tile_matrix(padded, len(weight), tiling_for(*padded.shape), None if bias is None else _line(bias))
 
 
-def _ones(config: HeadConfig, read: Read) -> torch.Tensor:
+def _ones(config: HeadConfig, read: Take) -> torch.Tensor:
     return _line(torch.ones_like(read("midlayer.post_attention_layernorm.weight")))

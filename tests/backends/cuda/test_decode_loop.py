@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.backends.base import ForwardBatch, HeadBatch, chain_parents
 from paceline.draft.heads.config import HeadConfig
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.layout import expected_tensors
@@ -102,6 +103,46 @@ def test_drafting_on_the_device_leaves_the_tokens_as_they_are(
     assert steps < 4 or "head" in kind  # drafts were accepted; a random head guesses nothing
     assert case.state.lengths.tolist() == [0, LENGTH + len(drafted)]
     assert case.state.tokens[1, LENGTH + 1 : LENGTH + 5].tolist() == plain
+
+
+def test_a_head_catches_up_with_the_features_of_accepted_tokens(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    """One guess is made right, so that two tokens are new. The next is what a runner guesses behind them."""
+    from paceline.backends.cuda.decode_loop import DecodeLoop
+    from paceline.backends.cuda.draft_networks import HeadNetwork
+    from paceline.backends.cuda.draft_shape import chain_shape
+    from paceline.backends.cuda.head_runner import CudaHeadRunner
+    from paceline.backends.cuda.head_weights import load_head_weights
+
+    (right,), _ = Case(0.0, device, dtype).run(None, 1)
+    case = Case(0.0, device, dtype)
+    head = load_head_weights(random_checkpoint(HEAD), case.weights)
+    draft = HeadNetwork(head, case.pool(), (0, 1), chain_shape(1), ROWS, LONGEST, PAGE_SIZE)
+    loop = DecodeLoop(case.weights, case.pool(), case.state, ROWS, PAGE_SIZE, draft)
+    draft.target_ids = torch.full((40,), right, dtype=torch.int32, device=device)
+    loop.begin([1], ROWS, torch.ones(1, 64, device=device))
+    loop.step(ROWS)
+    assert loop.counts.tolist() == [2, 0]
+
+    new = case.state.tokens[1, LENGTH + 1 : LENGTH + 3].tolist()
+    features = draft.features[:2].clone()  # type: ignore[index]
+    assert torch.equal(loop.last_features(ROWS)[:1], features[1:])
+    runner = CudaHeadRunner(head, max_rows=4)
+    rows = ForwardBatch(
+        tokens=np.array(new, np.int32),
+        positions=np.array([LENGTH, LENGTH + 1], np.int32),
+        parents=chain_parents([2]),
+        row_offsets=np.array([0, 2], np.int32),
+        context_lengths=np.array([LENGTH + 1], np.int32),
+        page_tables=case.state.pages[1:].cpu().numpy(),
+        logit_rows=np.array([1], np.int32),
+        pool=draft.pool,
+    )
+    expected = runner.run_chains(HeadBatch(rows, features.cpu().numpy(), True), [1], 0.0)
+    draft.target_ids.copy_(head.target_ids)
+    loop.step(ROWS)
+    assert loop.drafted(ROWS)[0, 1] == expected.tokens[0, 0]
 
 
 def test_nothing_is_computed_at_a_limit(device: torch.device, dtype: torch.dtype) -> None:
