@@ -60,7 +60,8 @@ class CudaHeadRunner:
         def integers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self._turns, self._seeds = integers(most), integers(most)
+        self._turns = integers(most)
+        self._seeds = torch.zeros(most, dtype=torch.int64, device=device)  # never used: there is no noise
         self._row_numbers = torch.arange(most, dtype=torch.int32, device=device)
         self._chains = _Chains(0, most, weights)
 
