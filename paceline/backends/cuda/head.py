@@ -15,9 +15,10 @@ import torch
 from paceline.backends.cuda.head_weights import HeadWeights
 from paceline.backends.cuda.kernels.attention import AttentionScratch, RowTables, attend, attention_scratch
 from paceline.backends.cuda.kernels.draft import join, norm_rows
+from paceline.backends.cuda.kernels.heads import project_heads
 from paceline.backends.cuda.kernels.linear import add_product, gate_up, project
 from paceline.backends.cuda.kernels.matrix import Normed, Scratch, padded_rows, scratch_for
-from paceline.backends.cuda.kernels.rows import embed, rotate_and_store
+from paceline.backends.cuda.kernels.rows import embed
 from paceline.backends.cuda.model import Pool
 from paceline.backends.cuda.weights import padded_size
 
@@ -35,7 +36,6 @@ class HeadWorkspace:
     joined: torch.Tensor  # [rows, 2 * padded hidden]
     hidden: tuple[torch.Tensor, torch.Tensor]  # float32 [rows, padded hidden] each: of every other pass
     attention_input: Normed
-    qkv: torch.Tensor  # [rows, padded (heads + 2 * key heads) * head_dim]
     query: torch.Tensor  # [rows, heads, head_dim]
     mixed: torch.Tensor  # [rows, padded heads * head_dim] zero where it is padding
     feed_forward_input: Normed
@@ -73,7 +73,6 @@ def make_head_workspace(weights: HeadWeights, max_rows: int, longest: int) -> He
         joined=zeros(rows, 2 * hidden),
         hidden=(numbers(rows, hidden), numbers(rows, hidden)),
         attention_input=normed(1 if joining is None else joining.tiles),
-        qkv=zeros(rows, layer.qkv.padded_width),
         query=zeros(rows, config.num_heads, config.head_dim),
         mixed=zeros(rows, padded_size(config.num_heads * config.head_dim)),
         feed_forward_input=normed(layer.output.tiles),
@@ -138,9 +137,9 @@ def run_slots(
         add_product(joined, entry.joining, hidden, layer.attention_norm, attention_input, rows, scratch)
         if not entry.normed:
             attention_input = _plain(workspace, attention_input.rows)
-    project(attention_input, layer.qkv, workspace.qkv, rows, scratch)
     query, mixed = workspace.query, workspace.mixed
-    rotate_and_store(workspace.qkv, turns, tables.places, weights.rotation, None, eps, query, keys, values)
+    rotation, places = weights.rotation, tables.places
+    project_heads(attention_input, layer.qkv, turns, places, rotation, None, query, keys, values, scratch)
     # KV index 0 has no slot
     attend(query, keys, values, tables, None, page_size, mixed, workspace.attention, earliest=1)
     reads = workspace.feed_forward_input

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from paceline.backends.base import Int32Array
 from paceline.backends.cuda.kernels.draft import NO_RESIDUAL, NORMED_RESIDUAL, STATE_RESIDUAL
 from paceline.backends.cuda.kernels.matrix import Matrix, tile_matrix, tile_pair
-from paceline.backends.cuda.weights import Layer, Weights, padded_size, tiling_for
+from paceline.backends.cuda.weights import Layer, Weights, heads_matrix, padded_size, tiling_for
 from paceline.draft.heads.checkpoint import HeadCheckpoint
 from paceline.draft.heads.config import HeadConfig
 from paceline.models.rope import rope_frequencies
@@ -128,7 +128,7 @@ def _load_layer(config: HeadConfig, read: Take) -> Layer:
     gate, up = (_padded(part(f"mlp.{name}_proj.weight")) for name in ("gate", "up"))
     return Layer(
         _line(part("input_layernorm.weight")) if config.kind == "mtp" else _ones(config, read),
-        _matrix(_halves(qkv) if config.kind == "eagle3" else qkv, bias),
+        heads_matrix(_halves(qkv) if config.kind == "eagle3" else qkv, config.head_dim, bias),
         None,
         _matrix(part("self_attn.o_proj.weight")),
         _line(part("post_attention_layernorm.weight")),

@@ -1,10 +1,9 @@
 """The pass itself: which kernels run, in which order, over which buffers. Nothing here looks at a value, so
 that the whole of it can be captured as a graph and replayed over other rows.
 
-A layer is six kernels:
+A layer is five kernels:
 
-    product q, k, v          norm(hidden), bias
-    rotate and store         q stays, k and v go to their places
+    product q, k, v          norm(hidden), bias, turned by positions; k and v go to their places
     attention                over the places that each row sees
     product, added           hidden += attention, and what the next norm needs
     gate, up, SwiGLU         norm(hidden)
@@ -18,9 +17,10 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 import torch
 
 from paceline.backends.cuda.kernels.attention import AttentionScratch, RowTables, attend, attention_scratch
+from paceline.backends.cuda.kernels.heads import project_heads
 from paceline.backends.cuda.kernels.linear import add_product, gate_up, project
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, scratch_for
-from paceline.backends.cuda.kernels.rows import embed, rotate_and_store
+from paceline.backends.cuda.kernels.rows import embed
 from paceline.backends.cuda.weights import Weights, padded_size
 
 
@@ -41,7 +41,6 @@ class Workspace:
     hidden: torch.Tensor  # float32 [rows, padded hidden] the residual stream
     attention_input: Normed
     feed_forward_input: Normed
-    qkv: torch.Tensor  # [rows, padded (heads + 2 * key heads) * head_dim]
     query: torch.Tensor  # [rows, heads, head_dim]
     mixed: torch.Tensor  # [rows, padded heads * head_dim] zero where it is padding
     activated: torch.Tensor  # [rows, padded intermediate]
@@ -67,7 +66,6 @@ def make_workspace(weights: Weights, max_rows: int, longest: int) -> Workspace:
         hidden=zeros(rows, weights.hidden, kind=torch.float32),
         attention_input=normed(layer.down),
         feed_forward_input=normed(layer.output),
-        qkv=zeros(rows, layer.qkv.padded_width),
         query=zeros(rows, config.num_heads, config.head_dim),
         mixed=zeros(rows, padded_size(config.num_heads * config.head_dim)),
         activated=zeros(rows, layer.gate_up.padded_width // 2),
@@ -114,17 +112,17 @@ def run_layers(
     for index, layer in enumerate(weights.layers):
         keys, values = pool.keys[index], pool.values[index]
         _keep_features(workspace, rows, size, index, features, feature_layers)
-        project(workspace.attention_input, layer.qkv, workspace.qkv, rows, workspace.scratch)
-        rotate_and_store(
-            workspace.qkv,
+        project_heads(
+            workspace.attention_input,
+            layer.qkv,
             tables.positions,
             tables.places,
             weights.rotation,
             layer.head_norms,
-            config.rms_norm_eps,
             workspace.query,
             keys,
             values,
+            workspace.scratch,
         )
         attend(
             workspace.query,

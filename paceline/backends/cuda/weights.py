@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.backends.cuda.kernels.matrix import Matrix, Tiling, tile_matrix, tile_pair
+from paceline.backends.cuda.kernels.matrix import Matrix, Tiling, tile_heads, tile_matrix, tile_pair
 from paceline.models.config import ModelConfig
 from paceline.models.rope import rope_frequencies
 from paceline.models.transformer import Take
@@ -22,7 +22,7 @@ class Layer:
     """One layer: attention, then a gated feed-forward block."""
 
     attention_norm: torch.Tensor  # [padded hidden]
-    qkv: Matrix
+    qkv: Matrix  # tiles are heads: of queries, then of keys, then of values
     head_norms: tuple[torch.Tensor, torch.Tensor] | None  # [head_dim] of queries and of keys
     output: Matrix
     feed_forward_norm: torch.Tensor  # [padded hidden]
@@ -83,7 +83,7 @@ def _load_layer(config: ModelConfig, take: Take, name: str) -> Layer:
     norms = (read("self_attn.q_norm.weight"), read("self_attn.k_norm.weight")) if config.qk_norm else None
     return Layer(
         _padded_line(read("input_layernorm.weight")),
-        _matrix(qkv, bias),
+        heads_matrix(qkv, config.head_dim, bias),
         norms,
         _matrix(read("self_attn.o_proj.weight"), output_bias),
         _padded_line(read("post_attention_layernorm.weight")),
@@ -92,16 +92,14 @@ def _load_layer(config: ModelConfig, take: Take, name: str) -> Layer:
     )
 
 
-def tiling_for(width: int, depth: int) -> Tiling:
+def tiling_for(width: int, depth: int, columns: int = TILE) -> Tiling:
     """How to cut a matrix of these padded sides. A function of the shape alone: it decides about bits."""
     step = 128 if depth % 128 == 0 else 64
-    tiles = width // TILE
+    tiles, steps = width // columns, depth // step
     splits = 1
-    while (
-        splits < MOST_SPLITS and 2 * splits * tiles <= PROGRAMS and depth // step >= 2 * splits * LEAST_STEPS
-    ):
+    while splits < MOST_SPLITS and 2 * splits * tiles <= PROGRAMS and steps >= 2 * splits * LEAST_STEPS:
         splits *= 2
-    return Tiling(TILE, step, splits, warps=4, stages=4 if splits == 1 else 6)
+    return Tiling(columns, step, splits, warps=columns // 16)
 
 
 def _matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
@@ -109,6 +107,14 @@ def _matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
     return tile_matrix(
         padded, len(weight), tiling_for(*padded.shape), None if bias is None else _padded_line(bias)
     )
+
+
+def heads_matrix(weight: torch.Tensor, dim: int, bias: torch.Tensor | None) -> Matrix:
+    """A matrix [heads * dim, hidden] whose tiles are heads."""
+    columns = max(TILE, 1 << (dim - 1).bit_length())
+    padded = torch.nn.functional.pad(weight, (0, padded_size(weight.shape[1]) - weight.shape[1]))
+    tiling = tiling_for(len(weight) // dim * columns, padded.shape[1], columns)
+    return tile_heads(padded, dim, tiling, bias)
 
 
 def padded_size(size: int) -> int:

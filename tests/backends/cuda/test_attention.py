@@ -48,7 +48,9 @@ class Case:
         self.query = torch.randn(int(self.offsets[-1]), heads, dim)
         self.keys, self.values = (torch.randn(places, kv_heads, dim) for _ in range(2))
 
-    def run(self, device: torch.device, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
+    def run(
+        self, device: torch.device, dtype: torch.dtype, window: int | None = None, longest: int = 128
+    ) -> torch.Tensor:
         """What the kernel gives: [rows, heads, head_dim]."""
         from paceline.backends.cuda.kernels.attention import attend, attention_scratch, tile_height
         from paceline.backends.cuda.tables import DeviceTables, rows_of
@@ -58,7 +60,7 @@ class Case:
         tables = DeviceTables(rows + 3, self.batch.page_tables.size, device)
         tables.send(self.batch, rows_of(self.batch, PAGE_SIZE, tile_height(heads, kv_heads)))
         output = torch.full((rows, heads * dim), math.nan, dtype=dtype, device=device)
-        scratch = attention_scratch(rows + 3, heads, kv_heads, dim, 128, device)
+        scratch = attention_scratch(rows + 3, heads, kv_heads, dim, longest, device)
         query, keys, values = (x.to(device, dtype) for x in (self.query, self.keys, self.values))
         attend(query, keys, values, tables.tables(rows + 3), window, PAGE_SIZE, output, scratch)
         assert not scratch.counters.any()
@@ -114,3 +116,16 @@ def test_a_drafted_row_has_the_bits_of_its_committed_path(device: torch.device, 
         source = tree.batch.page_tables[0][other // PAGE_SIZE] * PAGE_SIZE + other % PAGE_SIZE
         mine[place] = theirs[source]
     assert torch.equal(decoded.run(device, dtype)[0], drafted)
+
+
+def test_who_shares_the_work_does_not_change_bits(
+    device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context of 9 blocks: of each block another program, or all of them two stretches of one."""
+    from paceline.backends.cuda.kernels import attention
+
+    case = Case([9 * attention.BLOCK - 1], [[-1]], 2, 1, 16)
+    shared = case.run(device, dtype, longest=1024)
+    torch.testing.assert_close(shared.float(), case.expected(dtype), rtol=0, atol=1e-2)
+    monkeypatch.setattr(attention, "PROGRAMS", 4)
+    assert torch.equal(case.run(device, dtype, longest=1024), shared)

@@ -158,8 +158,9 @@ def test_a_workspace_takes_the_memory_that_was_counted_before(folder: Path) -> N
         checkpoint.config, lambda name: torch.from_numpy(checkpoint.tensors[name].float32()).half()
     )
     workspace = make_workspace(weights, 16, 640)
-    tensors = [workspace.hidden, workspace.qkv, workspace.query, workspace.mixed, workspace.activated]
-    tensors += [workspace.logits, *vars(workspace.scratch).values(), *vars(workspace.attention).values()]
+    attention = workspace.attention
+    tensors = [workspace.hidden, workspace.query, workspace.mixed, workspace.activated, workspace.logits]
+    tensors += [*vars(workspace.scratch).values(), attention.mixed, attention.totals, attention.counters]
     for normed in (workspace.attention_input, workspace.feed_forward_input, workspace.selected):
         tensors += [normed.rows, normed.squares]
     assert workspace_bytes(weights, 16, 640) == sum(tensor.nbytes for tensor in tensors)

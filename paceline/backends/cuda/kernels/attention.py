@@ -1,8 +1,15 @@
 """Attention of rows over paged keys and values: decodes, draft trees and prefill chunks in one kernel.
 
 A program has a tile of rows of one request and one key head; the query heads that share it are its lanes. It
-walks over positions in blocks, and over segments of blocks that other programs may take. Segments are cut by
-position, so how a row is summed depends on its own position and on nothing else in the pass.
+walks over positions, cut by position alone, so how a row is summed depends on its own position and on nothing
+else in the pass:
+
+    block      64 positions: one softmax, not yet divided by its sum
+    stretch    8 blocks, merged in order
+    group      8 stretches, merged in order; groups are merged in order, too
+
+Short contexts are shared out by blocks, so that many programs have something to do, long ones by stretches,
+so that there is little to merge. Who comes last merges what the others have left in memory.
 
 A draft's row sees its path from the root, and a path may lie scattered among the rows of its tree:
 
@@ -23,15 +30,26 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.launching import follow, overlaps, prefetch
+from paceline.backends.cuda.kernels.launching import let_next_start, overlaps, prefetch, wait
+from paceline.backends.cuda.kernels.softmax import (
+    crooked_block,
+    gather,
+    leave,
+    merge,
+    nothing,
+    places_of,
+    straight_block,
+    visible_positions,
+)
 
 BLOCK = 64  # positions looked at together
-SEGMENT = 64  # positions summed by one program before they meet those of others
+MERGED = 8  # blocks of a stretch, stretches of a group
 MOST_PATH = 64  # positions of a path that are not straight
 LANES = 16  # rows times query heads of a tile, at least
-WARPS = 2  # part of the result's bits, as BLOCK and SEGMENT are
+WARPS = 4  # part of the result's bits, as BLOCK and MERGED are
+STAGES = 5  # of the loop over blocks: two for pages, as the places of keys follow from them
 PROGRAMS = 264  # worth having at once
-MOST_SEGMENTS_AT_ONCE = 64
+MOST_TAKERS = MERGED * MERGED  # programs that share a tile and a head
 
 
 @dataclass(frozen=True)
@@ -50,11 +68,12 @@ class RowTables:
 
 @dataclass(frozen=True)
 class AttentionScratch:
-    """Where segments meet. One is enough for all layers, which run one after the other."""
+    """Where parts of a softmax meet. One is enough for all layers, which run one after the other."""
 
-    mixed: torch.Tensor  # float32 [rows, heads, segments, head_dim]
-    totals: torch.Tensor  # float32 [rows, heads, segments, 2] largest score and sum of weights
+    mixed: torch.Tensor  # float32 [floats] a line of head_dim for each row, head and part
+    totals: torch.Tensor  # float32 [floats] for each of them the largest score and the sum of weights
     counters: torch.Tensor  # int32 [tiles * key heads] zero between passes
+    blocks: int  # of the longest context
 
 
 def tile_height(heads: int, kv_heads: int) -> int:
@@ -66,58 +85,27 @@ def attention_scratch(
     rows: int, heads: int, kv_heads: int, head_dim: int, longest: int, device: torch.device
 ) -> AttentionScratch:
     """Scratch for passes of at most so many rows over contexts up to `longest`."""
-    segments = -(-longest // SEGMENT)
+    blocks = -(-longest // BLOCK)
+    sizes = [2**power for power in range(rows.bit_length())] + [
+        rows
+    ]  # the most rows of each number of takers
+    lines = max(size * heads * _parts(size, kv_heads, blocks) for size in sizes)
     return AttentionScratch(
-        torch.empty((rows, heads, segments, head_dim), dtype=torch.float32, device=device),
-        torch.empty((rows, heads, segments, 2), dtype=torch.float32, device=device),
+        torch.empty(lines * head_dim, dtype=torch.float32, device=device),
+        torch.empty(lines * 2, dtype=torch.float32, device=device),
         torch.zeros(rows * kv_heads, dtype=torch.int32, device=device),
+        blocks,
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _places(index, seen, pages_at, page_size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The places of KV indices in the pool."""
-    page = tl.load(pages_at + index // page_size, mask=seen, other=0)
-    return page * page_size + index % page_size
+def _takers(tiles: int, kv_heads: int, blocks: int) -> int:
+    """How many programs share a tile and a head."""
+    return max(1, min(PROGRAMS // (tiles * kv_heads), MOST_TAKERS, blocks))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _own_places(column, row, rows_at, pages_at, path_length: tl.constexpr, page_size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The places of a row's positions `column`, along its path, and which of them it has."""
-    positions_at, straight_at, paths_at = rows_at
-    seen = column <= tl.load(positions_at + row)
-    straight = tl.load(straight_at + row)
-    behind = seen & (column >= straight)
-    on_path = tl.load(paths_at + row * path_length + (column - straight), mask=behind, other=0)
-    return _places(tl.where(behind, on_path, column), seen, pages_at, page_size), seen
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _read(pool_at, place, seen, stride, dim: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys or values at these places: [block, wide], zero where nothing is seen."""
-    part = tl.arange(0, wide)
-    mask = seen[:, None] & (part < dim)[None, :]
-    return tl.load(pool_at + place[:, None].to(tl.int64) * stride + part[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _soften(scores, visible, scale):  # type: ignore[no-untyped-def]
-    """The largest visible score of each lane, and the weights of a softmax, not yet divided by their sum."""
-    scores = tl.where(visible, scores * scale, float("-inf"))
-    highest = tl.max(scores, 1)
-    safe = tl.where(highest == float("-inf"), 0.0, highest)  # where nothing is visible
-    return highest, tl.exp2(scores - safe[:, None])
-
-
-@triton.jit
-def _merge(highest, total, mixed, other_highest, other_total, other_mixed):  # type: ignore[no-untyped-def]
-    """Two parts of a softmax as one."""
-    higher = tl.maximum(highest, other_highest)
-    safe = tl.where(higher == float("-inf"), 0.0, higher)  # where neither has seen a key
-    shrink, other_shrink = tl.exp2(highest - safe), tl.exp2(other_highest - safe)
-    total = total * shrink + other_total * other_shrink
-    mixed = mixed * shrink[:, None] + other_mixed * other_shrink[:, None]
-    return higher, total, mixed
+def _parts(tiles: int, kv_heads: int, blocks: int) -> int:
+    """How many parts of one softmax there are at most: blocks of few takers, or stretches."""
+    return max(_takers(tiles, kv_heads, blocks), -(-blocks // MERGED))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -136,7 +124,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     mixed_at,
     totals_at,
     counters_at,
-    most_segments,
+    most_parts,
     output_stride,
     window,  # 0: no window
     earliest,
@@ -150,11 +138,12 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     path_length: tl.constexpr,
     page_size: tl.constexpr,
     block: tl.constexpr,
-    segment: tl.constexpr,
+    merged: tl.constexpr,
+    stages: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    tile, head, first_segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    takers = tl.num_programs(2)
+    tile, head, taker, takers = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    let_next_start(overlap)
     # tables were written before this pass began: no kernel of it has to be waited for
     count = tl.load(tile_counts_at + tile)
     group: tl.constexpr = heads // kv_heads
@@ -164,104 +153,93 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     used = (in_tile < count) & (lane % (lanes // height) < group)
     first = tl.load(tile_rows_at + tile)
     row = first + tl.minimum(in_tile, tl.maximum(count - 1, 0))
-    pages_at += tl.load(tile_pages_at + tile)
-    position = tl.load(positions_at + row)
-    straight = tl.load(straight_at + row)
+    position, straight = tl.load(positions_at + row), tl.load(straight_at + row)
     newest = tl.max(position, 0)
     # the first position that is not where its index says, for any row of the tile
     crooked = tl.min(tl.where(straight > position, 1 << 30, straight), 0)
     lowest = tl.maximum(tl.min(position, 0) - window + 1, 0) if window > 0 else 0
-    segments = tl.where(count > 0, newest // segment + 1, 0)
-    begin = lowest // segment
-    if overlap:  # keys and values of earlier passes
-        early = (begin + first_segment) * segment + tl.arange(0, segment)
-        near = (early <= newest) & (early < crooked)
-        early_place = _places(early, near, pages_at, page_size).to(tl.int64) * (kv_heads * dim) + head * dim
-        lines: tl.constexpr = (wide + 63) // 64
-        wanted = tl.where(near, early_place, 0)[:, None] + tl.arange(0, lines)[None, :] * 64
-        prefetch(keys_at + wanted)
-        prefetch(values_at + wanted)
-    follow(overlap)
-    queries = (row * heads + query_head)[:, None] * dim + part[None, :]
-    query_mask = used[:, None] & (part < dim)[None, :]
-    query = tl.load(query_at + queries, mask=query_mask, other=0.0)
-    stride = kv_heads * dim
+    # what one program sums before it meets others: a block, or a stretch
+    blocks = tl.where(count > 0, newest // block + 1, 0)
+    oldest = lowest // block
+    few = (blocks - oldest <= takers) & (oldest // (merged * merged) == (blocks - 1) // (merged * merged))
+    each = tl.where(few, 1, merged)
+    begin, end = oldest // each, (blocks + each - 1) // each
+    pages_at += tl.load(tile_pages_at + tile)
     keys_at += head * dim
     values_at += head * dim
-    rows_at = (positions_at, straight_at, paths_at)
-    partial = (row * heads + query_head) * most_segments
+    stride = kv_heads * dim
+    if begin + taker >= end:
+        return
+    column = (begin + taker) * each * block + tl.arange(0, block)
+    seen = (column <= newest) & (column < crooked)
+    place = places_of(column, seen, pages_at, page_size)
+    if overlap:  # keys and values of earlier passes
+        lines: tl.constexpr = (wide + 63) // 64
+        wanted = place.to(tl.int64)[:, None] * stride + tl.arange(0, lines)[None, :] * 64
+        prefetch(keys_at + wanted)
+        prefetch(values_at + wanted)
+    wait(overlap)
+    mask = used[:, None] & (part < dim)[None, :]
+    line = row * heads + query_head
+    query = tl.load(query_at + line[:, None] * dim + part[None, :], mask=mask, other=0.0)
+    left = (mixed_at, totals_at)
+    pool, rows_at = (keys_at, values_at, pages_at), (positions_at, straight_at, paths_at)
+    whole = nothing(lanes, wide)
+    if few & ((begin + taker + 1) * block <= crooked):
+        visible = visible_positions(column, position, window, earliest)
+        whole = straight_block(query, place, seen, visible, scale, pool, stride, dim, wide)
+        if end - begin > 1:
+            leave(whole, (line * most_parts + begin + taker).to(tl.int64), left, used, dim, wide)
+    else:
+        for number in range(begin + taker, end, takers):
+            whole = nothing(lanes, wide)
+            behind = tl.minimum((number + 1) * each, blocks)
+            bend = tl.maximum(tl.minimum(behind, crooked // block), number * each)
+            for index in tl.range(number * each, bend, num_stages=stages):
+                column = index * block + tl.arange(0, block)
+                seen = column <= newest
+                visible = visible_positions(column, position, window, earliest)
+                place = places_of(column, seen, pages_at, page_size)
+                other = straight_block(query, place, seen, visible, scale, pool, stride, dim, wide)
+                whole = merge(whole, other)
+            for index in tl.range(bend, behind, num_stages=1):
+                column = index * block + tl.arange(0, block)
+                visible = visible_positions(column, position, window, earliest)
+                other = crooked_block(
+                    query,
+                    column,
+                    first,
+                    count,
+                    in_tile,
+                    visible,
+                    scale,
+                    rows_at,
+                    pool,
+                    stride,
+                    dim,
+                    wide,
+                    height,
+                    lanes,
+                    block,
+                    path_length,
+                    page_size,
+                )
+                whole = merge(whole, other)
+            if end - begin > 1:
+                leave(whole, (line * most_parts + number).to(tl.int64), left, used, dim, wide)
 
-    for number in range(begin + first_segment, segments, takers):
-        highest = tl.full([lanes], float("-inf"), tl.float32)
-        total = tl.zeros([lanes], tl.float32)
-        mixed = tl.zeros([lanes, wide], tl.float32)
-        for start in range(number * segment, tl.minimum((number + 1) * segment, newest + 1), block):
-            column = start + tl.arange(0, block)
-            shared = start + block <= crooked
-            seen = column <= newest
-            place = _places(column, seen, pages_at, page_size)
-            visible = (column[None, :] <= position[:, None]) & (column[None, :] >= earliest)
-            if window > 0:
-                visible &= position[:, None] - column[None, :] < window
-            if shared:
-                key = _read(keys_at, place, seen, stride, dim, wide)
-                value = _read(values_at, place, seen, stride, dim, wide)
-                higher, weights = _soften(tl.dot(query, tl.trans(key)), visible, scale)
-                block_mixed = tl.dot(weights.to(value.dtype), value)
-            else:
-                scores = tl.zeros([lanes, block], tl.float32)
-                for own in range(height):
-                    own_place, has = _own_places(
-                        column, first + tl.minimum(own, count - 1), rows_at, pages_at, path_length, page_size
-                    )
-                    key = _read(keys_at, own_place, has, stride, dim, wide)
-                    scores = tl.where((in_tile == own)[:, None], tl.dot(query, tl.trans(key)), scores)
-                higher, weights = _soften(scores, visible, scale)
-                block_mixed = tl.zeros([lanes, wide], tl.float32)
-                for own in range(height):
-                    own_place, has = _own_places(
-                        column, first + tl.minimum(own, count - 1), rows_at, pages_at, path_length, page_size
-                    )
-                    value = _read(values_at, own_place, has, stride, dim, wide)
-                    own_mixed = tl.dot(weights.to(value.dtype), value)
-                    block_mixed = tl.where((in_tile == own)[:, None], own_mixed, block_mixed)
-            # outside of the branches, so that no product is fused into one of them only
-            highest, total, mixed = _merge(highest, total, mixed, higher, tl.sum(weights, 1), block_mixed)
-        if segments - begin == 1:
-            places = row.to(tl.int64)[:, None] * output_stride + query_head[:, None] * dim + part[None, :]
-            tl.store(
-                output_at + places, (mixed / total[:, None]).to(output_at.dtype.element_ty), mask=query_mask
-            )
-        else:
-            line = (partial + number).to(tl.int64)
-            tl.store(mixed_at + line[:, None] * dim + part[None, :], mixed, mask=query_mask)
-            tl.store(totals_at + line * 2, highest, mask=used)
-            tl.store(totals_at + line * 2 + 1, total, mask=used)
-
-    if (segments - begin > 1) & (begin + first_segment < segments):
+    last = end - begin == 1
+    if end - begin > 1:
         tl.debug_barrier()
         counter_at = counters_at + tile * kv_heads + head
-        arrived = tl.atomic_add(counter_at, 1, sem="acq_rel")
-        if arrived == tl.minimum(takers, segments - begin) - 1:
-            highest = tl.full([lanes], float("-inf"), tl.float32)
-            total = tl.zeros([lanes], tl.float32)
-            mixed = tl.zeros([lanes, wide], tl.float32)
-            for number in range(begin, segments):
-                line = (partial + number).to(tl.int64)
-                other = tl.load(
-                    mixed_at + line[:, None] * dim + part[None, :],
-                    mask=query_mask,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                other_highest = tl.load(totals_at + line * 2, mask=used, other=0.0, cache_modifier=".cg")
-                other_total = tl.load(totals_at + line * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
-                highest, total, mixed = _merge(highest, total, mixed, other_highest, other_total, other)
-            places = row.to(tl.int64)[:, None] * output_stride + query_head[:, None] * dim + part[None, :]
-            tl.store(
-                output_at + places, (mixed / total[:, None]).to(output_at.dtype.element_ty), mask=query_mask
-            )
+        last = tl.atomic_add(counter_at, 1, sem="acq_rel") == tl.minimum(takers, end - begin) - 1
+        if last:
+            whole = gather(line * most_parts, begin, end, left, used, dim, wide, lanes, merged)
             tl.store(counter_at, 0)
+    if last:
+        _, total, mixed = whole
+        places = row.to(tl.int64)[:, None] * output_stride + query_head[:, None] * dim + part[None, :]
+        tl.store(output_at + places, (mixed / total[:, None]).to(output_at.dtype.element_ty), mask=mask)
 
 
 def attend(
@@ -284,9 +262,8 @@ def attend(
     kv_heads = keys.shape[1]
     tiles = len(tables.tile_rows)
     height = tile_height(heads, kv_heads)
-    takers = max(1, min(PROGRAMS // (tiles * kv_heads), scratch.mixed.shape[2], MOST_SEGMENTS_AT_ONCE))
     overlap = overlaps(query.device)
-    _attention_kernel[(tiles, kv_heads, takers)](
+    _attention_kernel[(tiles, kv_heads, _takers(tiles, kv_heads, scratch.blocks))](
         query,
         keys,
         values,
@@ -301,7 +278,7 @@ def attend(
         scratch.mixed,
         scratch.totals,
         scratch.counters,
-        scratch.mixed.shape[2],
+        _parts(tiles, kv_heads, scratch.blocks),
         output.stride(0),
         window or 0,
         earliest,
@@ -315,9 +292,9 @@ def attend(
         MOST_PATH,
         page_size,
         BLOCK,
-        SEGMENT,
+        MERGED,
+        STAGES,
         overlap,
         num_warps=WARPS,
-        num_stages=2,
         launch_pdl=overlap,
     )

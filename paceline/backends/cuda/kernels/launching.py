@@ -22,11 +22,24 @@ def overlaps(device: torch.device) -> bool:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def follow(overlap: tl.constexpr) -> None:
-    """Let the next kernel start, and wait for what the kernels before this one have written."""
+def let_next_start(overlap: tl.constexpr) -> None:
+    """Let the next kernel start."""
     if overlap:
         gdc_launch_dependents()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def wait(overlap: tl.constexpr) -> None:
+    """Wait for what the kernels before this one have written."""
+    if overlap:
         gdc_wait()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def follow(overlap: tl.constexpr) -> None:
+    """Let the next kernel start, and wait for what the kernels before this one have written."""
+    let_next_start(overlap)
+    wait(overlap)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

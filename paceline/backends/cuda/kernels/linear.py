@@ -1,14 +1,4 @@
-"""Matrix products of few rows, at the speed at which the weights come from memory.
-
-    columns of the output    one tile of `columns`, a program each
-    depth (what is summed)   cut into `splits` parts, a program each; the last to end adds them up in order
-    rows                     tiles of `tokens`; one of 16 costs hardly more than one of 1
-
-The weights are the left operand, so that their columns fill the matrix unit's larger side and rows its
-smaller one. They lie in the order in which programs read them, one stream each.
-
-How a number is summed depends on the matrix alone: over the depth in steps of the instruction, then over the
-splits. So a row's results are the same bits in a pass of one row and in one of hundreds.
+"""Products of few rows: of normed rows, of normed rows with SwiGLU, and added to the residual stream.
 
 Norms cost nothing: whoever writes the residual stream also writes it times the next norm's weight, and the
 sums of its squares by tile; the product that follows multiplies its results by the norm's factor instead of
@@ -22,69 +12,8 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.launching import follow, overlaps
-from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, token_tile
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _product(  # type: ignore[no-untyped-def]
-    weight_at,
-    rows_at,
-    depth,
-    begin,
-    end,
-    columns: tl.constexpr,
-    tokens: tl.constexpr,
-    step: tl.constexpr,
-):
-    """Weights [columns, depth] times rows [tokens, depth], `begin` to `end`: float32 [columns, tokens]."""
-    column, token, along = tl.arange(0, columns), tl.arange(0, tokens), tl.arange(0, step)
-    weights = weight_at + column[:, None] * step + along[None, :]
-    rows = rows_at + token[None, :] * depth + along[:, None]
-    total = tl.zeros([columns, tokens], tl.float32)
-    for at in range(begin, end, step):
-        at = tl.multiple_of(at, 64)
-        total = tl.dot(tl.load(weights + at * columns), tl.load(rows + at), total)
-    return total
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _split_range(depth, split, splits: tl.constexpr, step: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a split begins and ends: whole steps, as even as can be."""
-    steps = depth // step
-    return split * steps // splits * step, (split + 1) * steps // splits * step
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _meet(  # type: ignore[no-untyped-def]
-    total, partial_at, counter_at, split, splits: tl.constexpr, columns: tl.constexpr, tokens: tl.constexpr
-):
-    """Whether this program is the last of its tile to get here, and the sum of all splits if it is."""
-    last = True
-    if splits > 1:
-        place = tl.arange(0, columns)[:, None] + tl.arange(0, tokens)[None, :] * columns
-        tl.store(partial_at + split * columns * tokens + place, total)
-        tl.debug_barrier()
-        last = tl.atomic_add(counter_at, 1, sem="acq_rel") == splits - 1
-        if last:
-            total = tl.load(partial_at + place, cache_modifier=".cg")
-            for other in range(1, splits):
-                total += tl.load(partial_at + other * columns * tokens + place, cache_modifier=".cg")
-            tl.store(counter_at, 0)
-    return last, total
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _load_squares(squares_at, token, groups, most_groups: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sums of squares of each token's row: float32 [tokens, most_groups]."""
-    group = tl.arange(0, most_groups)
-    place = token[:, None] * groups + group[None, :]
-    return tl.load(squares_at + place, mask=(group < groups)[None, :], other=0.0)
-
-
-@triton.jit
-def _norm_factor(squares, size, eps):  # type: ignore[no-untyped-def]
-    """One over the root mean square of each token's row: float32 [1, tokens]."""
-    return tl.rsqrt(tl.sum(squares, 1) / size + eps)[None, :]
+from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, stages_for, token_tile
+from paceline.backends.cuda.kernels.product import halves, load_squares, norm_factor, tile_sums
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -110,27 +39,13 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     step: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    token_tile, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    column = tile * columns + tl.arange(0, columns)
-    token = token_tile * tokens + tl.arange(0, tokens)
-    weight_at += (tile * columns).to(tl.int64) * depth
-    begin, end = _split_range(depth, split, splits, step)
     follow(overlap)
-    squares = _load_squares(squares_at, token, groups, most_groups)  # asked for early, used late
-    rows_at += token_tile * tokens * depth
-    total = _product(weight_at, rows_at, depth, begin, end, columns, tokens, step)
-    number = token_tile * tl.num_programs(1) + tile
-    last, total = _meet(
-        total,
-        partial_at + number * splits * columns * tokens,
-        counters_at + number,
-        split,
-        splits,
-        columns,
-        tokens,
-    )
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
+    squares = load_squares(squares_at, token, groups, most_groups)
+    last, total = tile_sums(rows_at, weight_at, partial_at, counters_at, depth, splits, columns, tokens, step)
     if last:
-        total *= _norm_factor(squares, size, eps)
+        total *= norm_factor(squares, size, eps)
         if has_bias:
             total += tl.load(bias_at + column).to(tl.float32)[:, None]
         place = token[None, :].to(tl.int64) * row_stride + column[:, None]
@@ -157,29 +72,15 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     step: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    token_tile, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    half: tl.constexpr = columns // 2
-    column = tile * half + tl.arange(0, half)
-    token = token_tile * tokens + tl.arange(0, tokens)
-    weight_at += (tile * columns).to(tl.int64) * depth
-    begin, end = _split_range(depth, split, splits, step)
     follow(overlap)
-    squares = _load_squares(squares_at, token, groups, most_groups)
-    rows_at += token_tile * tokens * depth
-    total = _product(weight_at, rows_at, depth, begin, end, columns, tokens, step)
-    number = token_tile * tl.num_programs(1) + tile
-    last, total = _meet(
-        total,
-        partial_at + number * splits * columns * tokens,
-        counters_at + number,
-        split,
-        splits,
-        columns,
-        tokens,
-    )
+    half: tl.constexpr = columns // 2
+    column = tl.program_id(1) * half + tl.arange(0, half)
+    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
+    squares = load_squares(squares_at, token, groups, most_groups)
+    last, total = tile_sums(rows_at, weight_at, partial_at, counters_at, depth, splits, columns, tokens, step)
     if last:
-        total *= _norm_factor(squares, size, eps)
-        gate, up = tl.split(tl.permute(tl.reshape(total, (2, half, tokens)), (1, 2, 0)))
+        total *= norm_factor(squares, size, eps)
+        gate, up = halves(total, columns, tokens)
         mixed = gate / (1.0 + tl.exp(-gate)) * up
         place = token[None, :] * padded_width + column[:, None]
         tl.store(output_at + place, mixed.to(output_at.dtype.element_ty))
@@ -205,27 +106,14 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     step: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    token_tile, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile = tl.program_id(1)
     column = tile * columns + tl.arange(0, columns)
-    token = token_tile * tokens + tl.arange(0, tokens)
-    weight_at += (tile * columns).to(tl.int64) * depth
-    begin, end = _split_range(depth, split, splits, step)
+    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
     norm = tl.load(norm_at + column).to(tl.float32)[:, None]
     follow(overlap)
     place = token[None, :] * padded_width + column[:, None]
-    hidden = tl.load(hidden_at + place)  # asked for early, used late
-    rows_at += token_tile * tokens * depth
-    total = _product(weight_at, rows_at, depth, begin, end, columns, tokens, step)
-    number = token_tile * tl.num_programs(1) + tile
-    last, total = _meet(
-        total,
-        partial_at + number * splits * columns * tokens,
-        counters_at + number,
-        split,
-        splits,
-        columns,
-        tokens,
-    )
+    hidden = tl.load(hidden_at + place)
+    last, total = tile_sums(rows_at, weight_at, partial_at, counters_at, depth, splits, columns, tokens, step)
     if last:
         if has_bias:
             total += tl.load(bias_at + column).to(tl.float32)[:, None]
@@ -262,7 +150,7 @@ def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
         tiling.step,
         overlap,
         num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        num_stages=stages_for(matrix, tokens),
         launch_pdl=overlap,
     )
 
@@ -290,7 +178,7 @@ def gate_up(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
         tiling.step,
         overlap,
         num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        num_stages=stages_for(matrix, tokens),
         launch_pdl=overlap,
     )
 
@@ -326,6 +214,6 @@ def add_product(
         tiling.step,
         overlap,
         num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        num_stages=stages_for(matrix, tokens),
         launch_pdl=overlap,
     )

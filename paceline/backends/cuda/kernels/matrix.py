@@ -9,6 +9,8 @@ import triton
 
 LEAST_TOKENS = 16  # rows of a tile
 MOST_TOKENS = 64
+SHARED_BYTES = 208 << 10  # of a multiprocessor, less what the ends of programs need
+MOST_STAGES = 6
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,6 @@ class Tiling:
     step: int = 128  # of the depth at a time
     splits: int = 1
     warps: int = 4
-    stages: int = 4
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,19 @@ def tile_pair(gate: torch.Tensor, up: torch.Tensor, tiling: Tiling) -> Matrix:
     half = tiling.columns // 2
     both = torch.stack((gate.view(-1, half, gate.shape[1]), up.view(-1, half, up.shape[1])), dim=1)
     return tile_matrix(both.view(-1, gate.shape[1]), 2 * len(gate), tiling)
+
+
+def tile_heads(weight: torch.Tensor, dim: int, tiling: Tiling, bias: torch.Tensor | None = None) -> Matrix:
+    """A matrix [heads * dim, padded depth] in which a tile is a head, and half of it is half of the head."""
+    heads, half = len(weight) // dim, tiling.columns // 2
+
+    def spread(lines: torch.Tensor) -> torch.Tensor:
+        """[heads * dim, ...] with the halves of heads filled up with zeros to those of tiles."""
+        spread = lines.new_zeros((heads, 2, half, *lines.shape[1:]))
+        spread[:, :, : dim // 2] = lines.view(heads, 2, dim // 2, *lines.shape[1:])
+        return spread.flatten(0, 2)
+
+    return tile_matrix(spread(weight), len(weight), tiling, None if bias is None else spread(bias))
 
 
 @dataclass(frozen=True)
@@ -99,3 +113,11 @@ def padded_rows(rows: int) -> int:
     """Rows that buffers of so many rows must have: kernels read and write whole tiles."""
     tile = token_tile(rows)
     return -(-rows // tile) * tile
+
+
+def stages_for(matrix: Matrix, tokens: int) -> int:
+    """How many steps are in shared memory at once: as many as two programs of a multiprocessor have room for,
+    or one where the depth is split, because there are fewer programs than multiprocessors then."""
+    size = (matrix.tiling.columns + tokens) * matrix.tiling.step * matrix.weight.itemsize
+    room = SHARED_BYTES if matrix.tiling.splits > 1 else SHARED_BYTES // 2
+    return max(2, min(MOST_STAGES, room // size))

@@ -1,4 +1,4 @@
-"""What happens to one row at a time: its embedding, and its queries, keys and values before attention."""
+"""What happens to one row at a time: its embedding."""
 
 from __future__ import annotations
 
@@ -58,106 +58,6 @@ def embed(
         hidden.shape[1] // groups,
         table.tiling.columns,
         table.tiling.step,
-        overlap,
-        num_warps=1,
-        launch_pdl=overlap,
-    )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _rotate_kernel(  # type: ignore[no-untyped-def]
-    qkv_at,
-    positions_at,
-    places_at,
-    cosines_at,
-    sines_at,
-    query_norm_at,
-    key_norm_at,
-    query_at,
-    keys_at,
-    values_at,
-    qkv_stride,
-    eps,
-    has_norm: tl.constexpr,
-    heads: tl.constexpr,
-    kv_heads: tl.constexpr,
-    dim: tl.constexpr,
-    wide: tl.constexpr,  # half of dim, rounded up to a power of two
-    overlap: tl.constexpr,
-) -> None:
-    row, head = tl.program_id(0), tl.program_id(1)
-    half: tl.constexpr = dim // 2
-    part = tl.arange(0, wide)
-    inside = part < half
-    follow(overlap)
-    position, place = tl.load(positions_at + row), tl.load(places_at + row).to(tl.int64)
-    at = qkv_at + row.to(tl.int64) * qkv_stride + head * dim
-    first = tl.load(at + part, mask=inside, other=0.0)
-    second = tl.load(at + half + part, mask=inside, other=0.0)
-    stored = part < tl.where(place >= 0, half, 0)
-    if head >= heads + kv_heads:
-        to = values_at + (place * kv_heads + head - heads - kv_heads) * dim
-        tl.store(to + part, first, mask=stored)
-        tl.store(to + half + part, second, mask=stored)
-    else:
-        one, two = first.to(tl.float32), second.to(tl.float32)
-        if has_norm:
-            factor = tl.rsqrt((tl.sum(one * one, 0) + tl.sum(two * two, 0)) / dim + eps)
-            norm_at = query_norm_at if head < heads else key_norm_at
-            one *= factor * tl.load(norm_at + part, mask=inside, other=0.0).to(tl.float32)
-            two *= factor * tl.load(norm_at + half + part, mask=inside, other=0.0).to(tl.float32)
-        cosine = tl.load(cosines_at + position * half + part, mask=inside, other=0.0)
-        sine = tl.load(sines_at + position * half + part, mask=inside, other=0.0)
-        first = (one * cosine - two * sine).to(first.dtype)
-        second = (two * cosine + one * sine).to(first.dtype)
-        if head < heads:
-            to = query_at + (row * heads + head) * dim
-            tl.store(to + part, first, mask=inside)
-            tl.store(to + half + part, second, mask=inside)
-        else:
-            to = keys_at + (place * kv_heads + head - heads) * dim
-            tl.store(to + part, first, mask=stored)
-            tl.store(to + half + part, second, mask=stored)
-
-
-def rotate_and_store(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    places: torch.Tensor,
-    rotation: tuple[torch.Tensor, torch.Tensor],
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    eps: float,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> None:
-    """Turn queries and keys of `qkv` [rows, (heads + 2 * key heads) * head_dim] by their positions.
-
-    Queries go to `query` [rows, heads, head_dim], keys and values to their places of one layer's
-    [places, key heads, head_dim]; those with place -1 go nowhere. `rotation` is cosine and sine, each
-    [positions, head_dim // 2]; `norms` are the weights [head_dim] of queries' and keys' norms.
-    """
-    rows, heads, dim = len(positions), query.shape[1], query.shape[2]
-    kv_heads = keys.shape[1]
-    overlap = overlaps(qkv.device)
-    query_norm, key_norm = norms or (None, None)
-    _rotate_kernel[(rows, heads + 2 * kv_heads)](
-        qkv,
-        positions,
-        places,
-        *rotation,
-        query_norm,
-        key_norm,
-        query,
-        keys,
-        values,
-        qkv.stride(0),
-        eps,
-        norms is not None,
-        heads,
-        kv_heads,
-        dim,
-        triton.next_power_of_2(dim // 2),
         overlap,
         num_warps=1,
         launch_pdl=overlap,

@@ -1,0 +1,147 @@
+"""The product that gives queries, keys and values: turned by their positions, written to their places."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from paceline.backends.cuda.kernels.launching import follow, overlaps
+from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, stages_for, token_tile
+from paceline.backends.cuda.kernels.product import halves, load_squares, norm_factor, tile_sums
+
+
+@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
+def _heads_kernel(  # type: ignore[no-untyped-def]
+    rows_at,
+    squares_at,
+    weight_at,
+    bias_at,
+    positions_at,
+    places_at,
+    cosines_at,
+    sines_at,
+    query_norm_at,
+    key_norm_at,
+    query_at,
+    keys_at,
+    values_at,
+    partial_at,
+    counters_at,
+    depth,
+    row_count,
+    groups,
+    size,
+    eps,
+    has_bias: tl.constexpr,
+    has_norm: tl.constexpr,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    dim: tl.constexpr,
+    most_groups: tl.constexpr,
+    splits: tl.constexpr,
+    columns: tl.constexpr,
+    tokens: tl.constexpr,
+    step: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    follow(overlap)
+    head = tl.program_id(1)  # a tile is a head: of queries, then of keys, then of values
+    half: tl.constexpr = dim // 2
+    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
+    part = tl.arange(0, columns // 2)
+    squares = load_squares(squares_at, token, groups, most_groups)
+    real = token < row_count
+    position = tl.load(positions_at + token, mask=real, other=0)
+    place = tl.load(places_at + token, mask=real, other=-1).to(tl.int64)
+    last, total = tile_sums(rows_at, weight_at, partial_at, counters_at, depth, splits, columns, tokens, step)
+    if last:
+        total *= norm_factor(squares, size, eps)
+        if has_bias:
+            total += tl.load(bias_at + head * columns + tl.arange(0, columns)).to(tl.float32)[:, None]
+        length = tl.sum(total * total, 0)
+        one, two = halves(total, columns, tokens)
+        inside = (part < half)[:, None]
+        stored = inside & (place >= 0)[None, :]
+        if head < heads + kv_heads:
+            if has_norm:
+                norm_at = (query_norm_at if head < heads else key_norm_at) + part
+                factor = tl.rsqrt(length / dim + eps)[None, :]
+                one *= factor * tl.load(norm_at, mask=part < half, other=0.0).to(tl.float32)[:, None]
+                two *= factor * tl.load(norm_at + half, mask=part < half, other=0.0).to(tl.float32)[:, None]
+            angle = position[None, :] * half + part[:, None]
+            cosine = tl.load(cosines_at + angle, mask=inside, other=0.0)
+            sine = tl.load(sines_at + angle, mask=inside, other=0.0)
+            one, two = one * cosine - two * sine, two * cosine + one * sine
+        first, second = one.to(query_at.dtype.element_ty), two.to(query_at.dtype.element_ty)
+        if head < heads:
+            to = query_at + (token * heads + head)[None, :] * dim + part[:, None]
+            tl.store(to, first, mask=inside)
+            tl.store(to + half, second, mask=inside)
+        elif head < heads + kv_heads:
+            to = keys_at + (place * kv_heads + head - heads)[None, :] * dim + part[:, None]
+            tl.store(to, first, mask=stored)
+            tl.store(to + half, second, mask=stored)
+        else:
+            to = values_at + (place * kv_heads + head - heads - kv_heads)[None, :] * dim + part[:, None]
+            tl.store(to, first, mask=stored)
+            tl.store(to + half, second, mask=stored)
+
+
+def project_heads(
+    normed: Normed,
+    matrix: Matrix,
+    positions: torch.Tensor,
+    places: torch.Tensor,
+    rotation: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scratch: Scratch,
+) -> None:
+    """Write queries, keys and values of norm(rows), turned by their `positions` [rows], where they belong.
+
+    Queries go to `query` [padded rows, heads, head_dim], keys and values to their `places` [rows] of one
+    layer's [places, key heads, head_dim]; those with place -1 go nowhere. The matrix is one of `tile_heads`,
+    `rotation` is cosine and sine, each [positions, head_dim // 2], and `norms` are the weights [head_dim] of
+    queries' and keys' norms.
+    """
+    rows, tiling, groups = len(positions), matrix.tiling, normed.squares.shape[1]
+    tokens, overlap = token_tile(rows), overlaps(query.device)
+    query_norm, key_norm = norms or (None, None)
+    _heads_kernel[(padded_rows(rows) // tokens, matrix.tiles, tiling.splits)](
+        normed.rows,
+        normed.squares,
+        matrix.weight,
+        matrix.bias,
+        positions,
+        places,
+        *rotation,
+        query_norm,
+        key_norm,
+        query,
+        keys,
+        values,
+        scratch.partial,
+        scratch.counters,
+        matrix.depth,
+        rows,
+        groups,
+        normed.size,
+        normed.eps,
+        matrix.bias is not None,
+        norms is not None,
+        query.shape[1],
+        keys.shape[1],
+        query.shape[2],
+        triton.next_power_of_2(groups),
+        tiling.splits,
+        tiling.columns,
+        tokens,
+        tiling.step,
+        overlap,
+        num_warps=tiling.warps,
+        num_stages=stages_for(matrix, tokens),
+        launch_pdl=overlap,
+    )

@@ -1,0 +1,97 @@
+"""What all matrix products of few rows share: they run at the speed at which the weights come from memory.
+
+    columns of the output    one tile of `columns`, a program each
+    depth (what is summed)   cut into `splits` parts, a program each; the last to end adds them up in order
+    rows                     tiles of `tokens`; one of 16 costs hardly more than one of 1
+
+The weights are the left operand, so that their columns fill the matrix unit's larger side and rows its
+smaller one. They lie in the order in which programs read them, one stream each.
+
+How a number is summed depends on the matrix alone: over the depth in steps of the instruction, then over the
+splits. So a row's results are the same bits in a pass of one row and in one of hundreds.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _product(  # type: ignore[no-untyped-def]
+    weight_at, rows_at, depth, begin, end, columns: tl.constexpr, tokens: tl.constexpr, step: tl.constexpr
+):
+    """Weights [columns, depth] times rows [tokens, depth], `begin` to `end`: float32 [columns, tokens]."""
+    column, token, along = tl.arange(0, columns), tl.arange(0, tokens), tl.arange(0, step)
+    weights = weight_at + column[:, None] * step + along[None, :]
+    rows = rows_at + token[None, :] * depth + along[:, None]
+    total = tl.zeros([columns, tokens], tl.float32)
+    for at in range(begin, end, step):
+        at = tl.multiple_of(at, 64)
+        total = tl.dot(tl.load(weights + at * columns), tl.load(rows + at), total)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _meet(  # type: ignore[no-untyped-def]
+    total, partial_at, counter_at, split, splits: tl.constexpr, columns: tl.constexpr, tokens: tl.constexpr
+):
+    """Whether this program is the last of its tile to get here, and the sum of all splits if it is."""
+    last = True
+    if splits > 1:
+        place = tl.arange(0, columns)[:, None] + tl.arange(0, tokens)[None, :] * columns
+        tl.store(partial_at + split * columns * tokens + place, total)
+        tl.debug_barrier()
+        last = tl.atomic_add(counter_at, 1, sem="acq_rel") == splits - 1
+        if last:
+            total = tl.load(partial_at + place, cache_modifier=".cg")
+            for other in tl.static_range(1, splits):
+                total += tl.load(partial_at + other * columns * tokens + place, cache_modifier=".cg")
+            tl.store(counter_at, 0)
+    return last, total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tile_sums(  # type: ignore[no-untyped-def]
+    rows_at,
+    weight_at,
+    partial_at,
+    counters_at,
+    depth,
+    splits: tl.constexpr,
+    columns: tl.constexpr,
+    tokens: tl.constexpr,
+    step: tl.constexpr,
+):
+    """Whether this program is its tile's last, and the tile's sums if it is: float32 [columns, tokens].
+
+    Program (row tile, column tile, split) takes whole steps, as even as can be.
+    """
+    row_tile, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    steps = depth // step
+    begin, end = split * steps // splits * step, (split + 1) * steps // splits * step
+    weight_at += (tile * columns).to(tl.int64) * depth
+    total = _product(weight_at, rows_at + row_tile * tokens * depth, depth, begin, end, columns, tokens, step)
+    number = row_tile * tl.num_programs(1) + tile
+    partial_at += number * splits * columns * tokens
+    return _meet(total, partial_at, counters_at + number, split, splits, columns, tokens)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_squares(squares_at, token, groups, most_groups: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums of squares of each token's row: float32 [tokens, most_groups]. Asked for early, used late."""
+    group = tl.arange(0, most_groups)
+    place = token[:, None] * groups + group[None, :]
+    return tl.load(squares_at + place, mask=(group < groups)[None, :], other=0.0)
+
+
+@triton.jit
+def norm_factor(squares, size, eps):  # type: ignore[no-untyped-def]
+    """One over the root mean square of each token's row: float32 [1, tokens]."""
+    return tl.rsqrt(tl.sum(squares, 1) / size + eps)[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def halves(total, columns: tl.constexpr, tokens: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first and the second half of a tile's columns, side by side: twice [columns // 2, tokens]."""
+    return tl.split(tl.permute(tl.reshape(total, (2, columns // 2, tokens)), (1, 2, 0)))

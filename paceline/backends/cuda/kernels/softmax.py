@@ -1,0 +1,173 @@
+"""Parts of a softmax over keys in pages: how one is made of a block of positions, and how they are merged.
+
+A part is three numbers of each lane: the largest score, the sum of weights, and the values mixed by them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def places_of(index, seen, pages_at, page_size: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The places of KV indices in the pool."""
+    page = tl.load(pages_at + index // page_size, mask=seen, other=0)
+    return page * page_size + index % page_size
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _own_places(column, row, rows_at, pages_at, path_length: tl.constexpr, page_size: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The places of a row's positions `column`, along its path, and which of them it has."""
+    positions_at, straight_at, paths_at = rows_at
+    seen = column <= tl.load(positions_at + row)
+    straight = tl.load(straight_at + row)
+    behind = seen & (column >= straight)
+    on_path = tl.load(paths_at + row * path_length + (column - straight), mask=behind, other=0)
+    return places_of(tl.where(behind, on_path, column), seen, pages_at, page_size), seen
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _read(pool_at, place, seen, stride, dim: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys or values at these places: [block, wide], zero where nothing is seen."""
+    part = tl.arange(0, wide)
+    mask = seen[:, None] & (part < dim)[None, :]
+    return tl.load(pool_at + place[:, None].to(tl.int64) * stride + part[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def visible_positions(column, position, window, earliest):  # type: ignore[no-untyped-def]
+    """Which positions each lane sees: [lanes, block]."""
+    visible = (column[None, :] <= position[:, None]) & (column[None, :] >= earliest)
+    if window > 0:
+        visible &= position[:, None] - column[None, :] < window
+    return visible
+
+
+@triton.jit
+def _soften(scores, visible, scale):  # type: ignore[no-untyped-def]
+    """The largest visible score of each lane, and the weights of a softmax, not yet divided by their sum."""
+    scores = tl.where(visible, scores * scale, float("-inf"))
+    highest = tl.max(scores, 1)
+    safe = tl.where(highest == float("-inf"), 0.0, highest)  # where nothing is visible
+    return highest, tl.exp2(scores - safe[:, None])
+
+
+@triton.jit
+def merge(part, other):  # type: ignore[no-untyped-def]
+    """Two parts of a softmax as one. To merge into nothing changes no bit.
+
+    What is fused with what is said, not left to the compiler: parts are merged in several places.
+    """
+    highest, total, mixed = part
+    other_highest, other_total, other_mixed = other
+    higher = tl.maximum(highest, other_highest)
+    safe = tl.where(higher == float("-inf"), 0.0, higher)  # where neither has seen a key
+    shrink, other_shrink = tl.exp2(highest - safe), tl.exp2(other_highest - safe)
+    total = tl.fma(total, shrink, other_total * other_shrink)
+    mixed = tl.fma(mixed, tl.broadcast_to(shrink[:, None], mixed.shape), other_mixed * other_shrink[:, None])
+    return higher, total, mixed
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def nothing(lanes: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A softmax that has seen no key: largest score, sum of weights, mixed values."""
+    highest = tl.full([lanes], float("-inf"), tl.float32)
+    return highest, tl.zeros([lanes], tl.float32), tl.zeros([lanes, wide], tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def straight_block(query, place, seen, visible, scale, pool, stride, dim: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The softmax of a block whose keys and values all rows of the tile read at the same places."""
+    keys_at, values_at, _ = pool
+    key = _read(keys_at, place, seen, stride, dim, wide)
+    value = _read(values_at, place, seen, stride, dim, wide)
+    highest, weights = _soften(tl.dot(query, tl.trans(key)), visible, scale)
+    return highest, tl.sum(weights, 1), tl.dot(weights.to(value.dtype), value)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def crooked_block(  # type: ignore[no-untyped-def]
+    query,
+    column,
+    first,
+    count,
+    in_tile,
+    visible,
+    scale,
+    rows_at,
+    pool,
+    stride,
+    dim: tl.constexpr,
+    wide: tl.constexpr,
+    height: tl.constexpr,
+    lanes: tl.constexpr,
+    block: tl.constexpr,
+    path_length: tl.constexpr,
+    page_size: tl.constexpr,
+):
+    """The softmax of a block of which each row reads its own keys."""
+    keys_at, values_at, pages_at = pool
+    scores = tl.zeros([lanes, block], tl.float32)
+    for own in tl.range(height, num_stages=1):
+        row = first + tl.minimum(own, count - 1)
+        place, has = _own_places(column, row, rows_at, pages_at, path_length, page_size)
+        key = _read(keys_at, place, has, stride, dim, wide)
+        scores = tl.where((in_tile == own)[:, None], tl.dot(query, tl.trans(key)), scores)
+    highest, weights = _soften(scores, visible, scale)
+    mixed = tl.zeros([lanes, wide], tl.float32)
+    for own in tl.range(height, num_stages=1):
+        row = first + tl.minimum(own, count - 1)
+        place, has = _own_places(column, row, rows_at, pages_at, path_length, page_size)
+        value = _read(values_at, place, has, stride, dim, wide)
+        own_mixed = tl.dot(weights.to(value.dtype), value)
+        mixed = tl.where((in_tile == own)[:, None], own_mixed, mixed)
+    return highest, tl.sum(weights, 1), mixed
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def leave(part, line, left, used, dim: tl.constexpr, wide: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+    """Write a part to memory for who comes last."""
+    highest, total, mixed = part
+    mixed_at, totals_at = left
+    along = tl.arange(0, wide)
+    tl.store(
+        mixed_at + line[:, None] * dim + along[None, :], mixed, mask=used[:, None] & (along < dim)[None, :]
+    )
+    tl.store(totals_at + line * 2, highest, mask=used)
+    tl.store(totals_at + line * 2 + 1, total, mask=used)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gather(  # type: ignore[no-untyped-def]
+    lines,
+    begin,
+    end,
+    left,
+    used,
+    dim: tl.constexpr,
+    wide: tl.constexpr,
+    lanes: tl.constexpr,
+    merged: tl.constexpr,
+):
+    """All parts from `begin` to `end`, merged in groups; several are on their way at a time."""
+    mixed_at, totals_at = left
+    along = tl.arange(0, wide)
+    whole = nothing(lanes, wide)
+    for group in range(begin // merged, (end + merged - 1) // merged):
+        inner = nothing(lanes, wide)
+        for index in tl.static_range(merged):
+            number = tl.zeros([lanes], tl.int32) + group * merged + index
+            there = used & (number >= begin) & (number < end)
+            line = (lines + number).to(tl.int64)
+            highest = tl.load(totals_at + line * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+            total = tl.load(totals_at + line * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+            mixed = tl.load(
+                mixed_at + line[:, None] * dim + along[None, :],
+                mask=there[:, None] & (along < dim)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            inner = merge(inner, (highest, total, mixed))
+        whole = merge(whole, inner)
+    return whole

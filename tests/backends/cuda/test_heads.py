@@ -1,0 +1,62 @@
+"""Queries, keys and values come out normed and turned, and lie where they belong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+HEADS, KV_HEADS, DIM, HIDDEN, EPS = 4, 2, 24, 128, 1e-5
+POSITIONS, PLACES = [5, 0, 9], [7, -1, 2]
+
+
+@pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "normed heads"])
+def test_queries_stay_and_keys_and_values_go_to_their_places(
+    has_norm: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    from paceline.backends.cuda.kernels import matrix
+    from paceline.backends.cuda.kernels.heads import project_heads
+
+    torch.manual_seed(2)
+    count = HEADS + 2 * KV_HEADS
+    rows = torch.randn(16, HIDDEN).to(dtype)
+    weight, bias = (torch.randn(count * DIM, HIDDEN) / 8).to(dtype), torch.randn(count * DIM).to(dtype)
+    norms = (torch.randn(DIM).to(dtype), torch.randn(DIM).to(dtype)) if has_norm else None
+    angles = torch.arange(16)[:, None] * torch.rand(DIM // 2)
+    squares = rows.float().square().view(16, 2, -1).sum(-1)
+
+    def there(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(value.to(device) for value in values)
+
+    own = matrix.tile_heads(
+        weight.to(device), DIM, matrix.Tiling(columns=64, step=64, splits=2), bias.to(device)
+    )
+    normed = matrix.Normed(*there(rows, squares), HIDDEN, EPS)
+    positions, places = there(torch.tensor(POSITIONS).int(), torch.tensor(PLACES).int())
+    query = torch.zeros(16, HEADS, DIM, dtype=dtype, device=device)
+    keys, values = (torch.zeros(9, KV_HEADS, DIM, dtype=dtype, device=device) for _ in range(2))
+    scratch = matrix.scratch_for([own], 3, device)
+    rotation, weights = there(angles.cos(), angles.sin()), None if norms is None else there(*norms)
+    project_heads(normed, own, positions, places, rotation, weights, query, keys, values, scratch)  # type: ignore[arg-type]
+
+    plain = F.rms_norm(rows[:3].float(), (HIDDEN,), eps=EPS) @ weight.float().T + bias.float()
+    expected_query, expected_keys, expected_values = plain.view(3, count, DIM).split(
+        (HEADS, KV_HEADS, KV_HEADS), 1
+    )
+    cosine, sine = angles[POSITIONS].cos()[:, None], angles[POSITIONS].sin()[:, None]
+
+    def turned(heads: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        if norm is not None:
+            heads = F.rms_norm(heads, (DIM,), eps=EPS) * norm.float()
+        one, two = heads.chunk(2, -1)
+        return torch.cat((one * cosine - two * sine, two * cosine + one * sine), -1)
+
+    query_norm, key_norm = norms or (None, None)
+    bound = {"rtol": 1e-2, "atol": 2e-2}
+    torch.testing.assert_close(query[:3].cpu().float(), turned(expected_query, query_norm), **bound)
+    torch.testing.assert_close(keys[[7, 2]].cpu().float(), turned(expected_keys, key_norm)[[0, 2]], **bound)
+    torch.testing.assert_close(values[[7, 2]].cpu().float(), expected_values[[0, 2]], **bound)
+    untouched = [place for place in range(9) if place not in PLACES]
+    assert not keys[untouched].any()
+    assert not values[untouched].any()
+    assert not scratch.counters.any()
