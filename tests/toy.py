@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.base import (
+    AheadDraft,
+    AheadOutput,
     Choices,
     Float32Array,
     ForwardBatch,
@@ -146,14 +148,23 @@ class ToyBackend:
         bits = _mix(state + np.arange(self.vocab, dtype=np.uint64) * _ODD)
         return ((bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)) ** 8 * np.float32(12)
 
-    def device_memory(self, slots: int, longest: int) -> None:
+    def device_memory(self, rows: int, longest: int) -> None:
         return None
 
     def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
         self.prepared = (longest, feature_layers)
 
-    def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> ToyAhead | None:
-        return ToyAhead(self, pool, slots) if self.ahead else None
+    def decode_ahead(
+        self,
+        pool: KVPool,
+        slots: int,
+        longest: int,
+        feature_layers: tuple[int, ...],
+        draft: AheadDraft | None,
+    ) -> ToyAhead | None:
+        assert isinstance(pool, ToyPool)
+        length = 0 if draft is None else draft.length
+        return ToyAhead(self, pool, slots, len(feature_layers), length) if self.ahead else None
 
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         assert isinstance(pool, ToyPool)
@@ -219,29 +230,57 @@ class ToyBackend:
 
 
 class ToyAhead:
-    """An AheadDecoder whose passes run when they are begun, and are read later."""
+    """An AheadDecoder whose passes run when they are begun, and are read later.
 
-    def __init__(self, backend: ToyBackend, pool: KVPool, slots: int) -> None:
-        self._backend, self._pool = backend, pool
+    If it drafts, chains of `length` are right as far as the position says. Guesses that are wrong are written
+    behind, as a device would, and the places of the next pass are looked up by the one before it.
+    """
+
+    def __init__(self, backend: ToyBackend, pool: ToyPool, slots: int, layers: int, length: int) -> None:
+        self._backend, self._pool, self._layers, self._length = backend, pool, layers, length
         self._tokens = np.zeros(slots, dtype=np.int32)  # [slots]
         self._lengths = np.zeros(slots, dtype=np.int32)  # [slots]
+        self._limits = np.zeros(slots, dtype=np.int32)  # [slots]
         self._seeds = np.zeros(slots, dtype=np.uint64)  # [slots]
         self._temperatures = np.zeros(slots)  # [slots]
-        self._unread: deque[Int32Array] = deque()
-        self._told: dict[int, int] = {}  # where the last pass said that the slots of the next one write
+        self._unread: deque[AheadOutput] = deque()
+        self._told: dict[int, list[int]] = {}  # the pages that the last pass has told the next one of
 
     def join(self, requests: Joining) -> None:
         slots = requests.slots
-        self._tokens[slots], self._lengths[slots] = requests.tokens, requests.lengths
+        assert (requests.features is not None) == (self._length > 0)
+        self._tokens[slots], self._lengths[slots] = requests.tokens[:, 1], requests.lengths
+        self._limits[slots] = requests.limits
         self._seeds[slots], self._temperatures[slots] = requests.seeds, requests.temperatures
         self._told = {}
 
     def launch(self, slots: Sequence[int], page_tables: Int32Array) -> None:
-        own = list(slots)
-        if own == list(self._told):
-            assert [self._place(slot, page_tables) for slot in own] == list(self._told.values())
-        rows = np.arange(len(own), dtype=np.int32)
         self._backend.num_launched += 1
+        if list(slots) == list(self._told):
+            assert {slot: self._next_pages(slot, page_tables) for slot in slots} == self._told
+        starts = self._lengths.copy()
+        tokens = np.full((len(slots), 1 + self._length), -999, dtype=np.int32)
+        counts = np.zeros(len(slots), dtype=np.int32)
+        for level in range(1 + self._length):
+            rows = [row for row, slot in enumerate(slots) if self._goes_on(slot, starts, level, tokens[row])]
+            if rows:
+                tokens[rows, level] = self._pass([slots[row] for row in rows], page_tables)
+                counts[rows] += 1
+        for slot in slots:  # wrong guesses
+            for index in range(self._lengths[slot], min(starts[slot] + 1 + self._length, self._limits[slot])):
+                place = self._page(slot, index, page_tables) * self._backend.page_size
+                self._pool.tokens[place + index % self._backend.page_size] = -999
+        features = np.repeat(tokens.astype(np.float32), self._layers, axis=1) if self._layers else None
+        self._unread.append(AheadOutput(tokens, counts, None if self._length else features))
+        self._told = {slot: self._next_pages(slot, page_tables) for slot in slots}
+
+    def _goes_on(self, slot: int, starts: Int32Array, level: int, tokens: Int32Array) -> bool:
+        """Whether a slot's chain was right down to here."""
+        right = level <= starts[slot] % (1 + self._length)
+        return bool(right and self._lengths[slot] < self._limits[slot] and -1 not in tokens)
+
+    def _pass(self, own: list[int], page_tables: Int32Array) -> Int32Array:
+        rows = np.arange(len(own), dtype=np.int32)
         output = self._backend.forward(
             ForwardBatch(
                 tokens=self._tokens[own],
@@ -258,14 +297,20 @@ class ToyAhead:
         assert output.chosen is not None
         self._tokens[own] = np.maximum(output.chosen, 0)
         self._lengths[own] += 1
-        self._unread.append(output.chosen)
-        self._told = {slot: self._place(slot, page_tables) for slot in own}
+        return output.chosen
 
-    def _place(self, slot: int, page_tables: Int32Array) -> int:
-        """The page that a slot's next token goes to."""
-        return int(page_tables[slot, self._lengths[slot] // self._backend.page_size])
+    def _next_pages(self, slot: int, page_tables: Int32Array) -> list[int]:
+        """The pages that the next pass of a slot writes to."""
+        length = self._lengths[slot]
+        ends = min(length + 1 + self._length, self._limits[slot])
+        return [self._page(slot, index, page_tables) for index in range(length, ends)]
 
-    def read(self) -> Int32Array:
+    def _page(self, slot: int, index: int, page_tables: Int32Array) -> int:
+        page = int(page_tables[slot, index // self._backend.page_size])
+        assert page >= 0, "an index without a page"
+        return page
+
+    def read(self) -> AheadOutput:
         return self._unread.popleft()
 
     def drop(self) -> None:
@@ -334,6 +379,7 @@ class ScriptedDrafter(Drafter):
         self.style = style
         self.seen: dict[Request, int] = {}
         self.forgotten: list[Request] = []
+        self.handed_over: set[Request] = set()
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         trees: list[tuple[list[int], list[int]]] = []
@@ -383,6 +429,20 @@ class ScriptedDrafter(Drafter):
     def forget(self, request: Request) -> None:
         self.forgotten.append(request)
 
+    def ahead(self, plan: DraftPlan) -> AheadDraft | None:
+        if plan.branching > 1:
+            return None
+        return AheadDraft(None, None, self.needs.feature_layers, plan.levels)  # type: ignore[arg-type]
+
+    def hand_over(self, requests: Sequence[Request]) -> Float32Array | None:
+        self.handed_over.update(requests)
+        return np.zeros((len(requests), 1), dtype=np.float32)
+
+    def take_back(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            assert request.slot >= 0, "taken back without its pages"
+            self.handed_over.remove(request)
+
 
 def toy_engine(
     backend: ToyBackend | None = None,
@@ -394,13 +454,14 @@ def toy_engine(
     enable_prefix_caching: bool = True,
     drafter: Drafter | None = None,
     budget: int = 0,
+    branching: int = 2,
     seed: int = 0,
 ) -> Engine:
     """An engine over the toy model, drafting `budget` nodes a step if a drafter is given."""
     backend = backend or ToyBackend(max_rows=max_num_batched_tokens)
     controller: Controller = FixedController()
     if drafter is not None:
-        controller = FixedController(DraftPlan(drafter.name, budget, branching=2))
+        controller = FixedController(DraftPlan(drafter.name, budget, branching))
     ticks = iter(range(10**9))
     return Engine(
         backend,

@@ -92,10 +92,33 @@ class Joining:
     """Requests whose next token is to be computed and which a decoder does not know yet."""
 
     slots: Int32Array  # [requests] their lines of the page table
-    tokens: Int32Array  # [requests] the last token of each, whose key and value are still to be computed
+    tokens: (
+        Int32Array  # [requests, 2] the last but one, if there is one, and the last: its key is not there yet
+    )
     lengths: Int32Array  # [requests] tokens whose keys and values are there
+    limits: Int32Array  # [requests] KV indices from here on are not computed
     seeds: UInt64Array  # [requests]
     temperatures: Float64Array  # [requests]
+    features: Float32Array | None = None  # [requests, width] of the last computed tokens, for who drafts
+
+
+@dataclass(frozen=True)
+class AheadDraft:
+    """What a decoder drafts with at the beginning of every pass: chains of a head's guesses."""
+
+    runner: HeadRunner
+    pool: KVPool  # of the head
+    feature_layers: tuple[int, ...]  # that the head reads
+    length: int  # of the chains, at least 1
+
+
+@dataclass(frozen=True)
+class AheadOutput:
+    """What a pass that ran ahead gave. The arrays are valid until the decoder's next but one."""
+
+    tokens: Int32Array  # [slots, 1 + length of drafts] -1 where logits gave none
+    counts: Int32Array  # [slots] how many of these are tokens
+    features: Float32Array | None = None  # [slots, width] of the computed tokens, if asked
 
 
 @dataclass(frozen=True)
@@ -108,8 +131,9 @@ class DeviceMemory:
 
 
 class AheadDecoder(Protocol):
-    """Passes of plain decoding, each of which reads the tokens where the one before it has chosen them.
+    """Passes of decoding, each of which reads the tokens where the one before it has chosen them.
 
+    A decoder that drafts gives a request up to as many tokens more as its drafts are long.
     Passes and all other work of the backend run in the order in which they were begun.
     """
 
@@ -120,13 +144,13 @@ class AheadDecoder(Protocol):
     def launch(self, slots: Sequence[int], page_tables: Int32Array) -> None:
         """Begin a pass over the known requests in these slots: it gives each of them its next token.
 
-        `page_tables` [all slots, most pages] are those of this pass. They have room for one token more than
-        it computes (if a request may have that), and what they say of it stays: the pass may tell the next.
+        `page_tables` [all slots, most pages] are those of this pass. They have room for what the next one
+        computes too, below the limits, and what they say of it stays: the pass may tell the next.
         """
         ...
 
-    def read(self) -> Int32Array:
-        """Waits for the oldest pass that was not read: its tokens [slots], -1 where logits gave none."""
+    def read(self) -> AheadOutput:
+        """What the oldest pass that was not read gave. Waits for it."""
         ...
 
     def drop(self) -> None:
@@ -156,10 +180,10 @@ class Backend(Protocol):
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput: ...
 
-    def device_memory(self, slots: int, longest: int) -> DeviceMemory | None:
+    def device_memory(self, rows: int, longest: int) -> DeviceMemory | None:
         """The memory that pools are made in, if not the host's.
 
-        Buffers are thought of for requests of at most `longest` tokens in so many slots.
+        Buffers are thought of for contexts of at most `longest` tokens, and passes ahead of so many rows.
         """
         ...
 
@@ -170,8 +194,18 @@ class Backend(Protocol):
         """
         ...
 
-    def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> AheadDecoder | None:
-        """A decoder of requests of at most `longest` tokens in so many slots; None if there is no such."""
+    def decode_ahead(
+        self,
+        pool: KVPool,
+        slots: int,
+        longest: int,
+        feature_layers: tuple[int, ...],
+        draft: AheadDraft | None,
+    ) -> AheadDecoder | None:
+        """A decoder of requests of at most `longest` tokens in so many slots; None if there is no such.
+
+        One that does not draft gives the features of these layers.
+        """
         ...
 
     def first_layers(self, count: int) -> Backend:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.backends.base import ForwardBatch, ForwardOutput, Int32Array, KVPool
+from paceline.backends.base import AheadDraft, ForwardBatch, ForwardOutput, Int32Array, KVPool
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.transformer import KeyValues, Rows, RowView, Take, Transformer
@@ -84,13 +84,20 @@ class TorchBackend:
         features = torch.cat(wanted, dim=-1).float().cpu().numpy() if wanted else None
         return ForwardOutput(logits.float().cpu().numpy(), features)
 
-    def device_memory(self, slots: int, longest: int) -> None:
+    def device_memory(self, rows: int, longest: int) -> None:
         return None  # the host's
 
     def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
         return  # there is nothing to wait for
 
-    def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> None:
+    def decode_ahead(
+        self,
+        pool: KVPool,
+        slots: int,
+        longest: int,
+        feature_layers: tuple[int, ...],
+        draft: AheadDraft | None,
+    ) -> None:
         return None  # every pass waits for the host
 
     def first_layers(self, count: int) -> TorchBackend:

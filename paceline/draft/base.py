@@ -13,7 +13,7 @@ import numpy.typing as npt
 from paceline.draft.trees import DraftPlan, DraftTrees
 
 if TYPE_CHECKING:
-    from paceline.backends.base import Backend
+    from paceline.backends.base import AheadDraft, Backend
     from paceline.config import BackendOptions
     from paceline.engine.request import Request
     from paceline.kv.cache import KVCache
@@ -149,6 +149,21 @@ class Drafter(Protocol):
 
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request that has ended."""
+        return  # not abstract
+
+    def ahead(self, plan: DraftPlan) -> AheadDraft | None:
+        """What a decoder needs to draft by this plan where it runs; None if none could."""
+        return None
+
+    def hand_over(self, requests: Sequence[Request]) -> Float32Array | None:
+        """Features [requests, width] of the last computed tokens, after catching up with all but the last.
+
+        From now on a decoder drafts for these requests. None: it cannot.
+        """
+        return None
+
+    def take_back(self, requests: Sequence[Request]) -> None:
+        """A decoder has drafted for these requests, up to the tokens that they have now."""
         return  # not abstract
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner
+from paceline.backends.base import AheadDraft, ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner
 from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Features, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part, Passes
@@ -191,6 +191,26 @@ class HeadDrafter(Drafter):
                 proposed[number] = own = _up_to_end(context.request, tokens[:length])
                 chances[number] = line[: len(own)]
         return DraftTrees.chains(proposed, chances)
+
+    def ahead(self, plan: DraftPlan) -> AheadDraft | None:
+        if plan.branching != 1 or self._sampling is DraftSampling.INDEPENDENT:
+            return None
+        return AheadDraft(self._runner, self._pages.pool, self._shape.feature_layers, plan.levels)
+
+    def hand_over(self, requests: Sequence[Request]) -> Float32Array | None:
+        ends = [len(request.prompt_token_ids) + request.max_output for request in requests]
+        contexts = self._pages.open(requests, [1] * len(requests))
+        known = [context for context in contexts if context is not None]
+        if len(known) < len(requests) or max(ends) > self._shape.longest:
+            return None
+        self._passes.compute(known)
+        spans = [(context.pages, len(context.tokens) - 2, len(context.tokens) - 1) for context in known]
+        return np.concatenate([self._pages.features(*span) for span in spans])
+
+    def take_back(self, requests: Sequence[Request]) -> None:
+        for context in self._pages.open(requests, [1] * len(requests)):
+            if context is not None:  # the slots of accepted guesses are there; some read states of the head's
+                self._pages.keep(context, self._pages.computed(context), len(context.tokens) - 1)
 
     def backlog(self, request: Request) -> int:
         return self._pages.backlog(request)

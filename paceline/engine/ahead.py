@@ -1,39 +1,73 @@
-"""Plain decoding whose passes begin before the ones before them were read.
+"""Decoding whose passes begin before the ones before them were read.
 
     device   | pass 1    | pass 2    | pass 3    | pass 4
     host     launch 1, 2 | read 1, launch 3      | ...        its work hides behind a pass
 
 While all requests merely go on, a pass needs nothing from the host but room for its keys and values: the
-tokens of the pass before it are where it runs. A request that ends leaves a row behind in the pass in flight,
-which nobody reads. What that row writes lies behind the request's committed tokens, in a page of its own, and
-whoever gets that page writes to it in a later pass.
+tokens of the pass before it are where it runs, and so is what it drafts with, if it does. A request that ends
+leaves rows behind in the pass in flight, which nobody reads. What these write lies behind the request's
+committed tokens, in pages of its own, and whoever gets such a page writes to it in a later pass.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.backends.base import AheadDecoder, Joining
+from paceline.backends.base import AheadDecoder, AheadDraft, AheadOutput, Float32Array, Joining
+from paceline.draft.base import Features
+from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
+from paceline.engine.drafting import Drafting
 from paceline.engine.request import Request
+from paceline.engine.scheduler import Scheduled
+from paceline.engine.verification import chosen_verdict
 from paceline.kv.cache import KVCache
+from paceline.verify.verdict import Verdict
+
+logger = logging.getLogger(__name__)
 
 DEPTH = 2  # passes in flight when the first of them is read
-FURTHER = (
-    1  # tokens behind those of a pass that have their place before it begins, since it says where they go
-)
+MOST_DECODERS = 3  # each has buffers of its own; other plans go step by step
+
+
+@dataclass(frozen=True)
+class PassAhead:
+    """A pass that ran ahead, when it is read."""
+
+    parts: list[Scheduled]
+    verdicts: list[Verdict]
+    trees: DraftTrees | None  # the shapes of the drafts; their tokens stayed where they were made
+    features: Features | None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.parts) + (0 if self.trees is None else self.trees.num_nodes)
+
+    @property
+    def attended(self) -> int:
+        """Keys of committed tokens that its rows read, summed over the rows. Before requests advance."""
+        each = self.num_rows // max(1, len(self.parts))
+        return each * sum([part.request.num_computed for part in self.parts])
 
 
 class RunAhead:
-    """The passes in flight. Without a decoder there are never any."""
+    """The passes in flight, all by one plan."""
 
-    def __init__(self, decoder: AheadDecoder | None, kv: KVCache) -> None:
-        self._decoder = decoder
+    def __init__(
+        self, make: Callable[[AheadDraft | None], AheadDecoder | None], drafting: Drafting, kv: KVCache
+    ) -> None:
+        """`make` gives a decoder that drafts, or one that does not, if there is such."""
+        self._make = make
+        self._drafting = drafting
         self._kv = kv
+        self._decoders: dict[DraftPlan, AheadDecoder | None] = {}
+        self._plan = PLAIN
         self._flight: deque[list[Request]] = deque()
-        self._known: set[Request] = set()  # to the decoder, in its present state
+        self._known: dict[Request, None] = {}  # to the decoder, in its present state
         self._error: Exception | None = None  # that a pass was lost by when it was to begin
 
     def holds(self, requests: Sequence[Request]) -> bool:
@@ -47,78 +81,137 @@ class RunAhead:
         return bool(self._flight)
 
     @property
+    def _each(self) -> int:
+        """Rows of a request in a pass, which is the most tokens that it gives."""
+        return 1 + self._plan.levels
+
+    @property
     def room(self) -> int:
         """Tokens behind those that are known whose places passes in flight write to or tell of."""
-        return len(self._flight) - 1 + FURTHER if self._flight else 0
+        return self._room_behind(len(self._flight) - 1) if self._flight else 0
 
-    def launch(self, requests: Sequence[Request]) -> None:
-        """Begin passes over these requests, which all decode and race, as far as there is room for them."""
+    def _room_behind(self, ahead: int) -> int:
+        """The same of a pass behind so many others: its own rows, and those that it tells the next one of."""
+        return (ahead + 2) * self._each - 1
+
+    def launch(self, requests: Sequence[Request], plan: DraftPlan) -> bool:
+        """Begin passes over these requests, which all decode and race, as far as there is room for them.
+
+        False if passes by this plan cannot begin now, or never.
+        """
+        if plan != self._plan:
+            if self._flight:
+                return False
+            self.leave()
+            self._plan = plan
+        decoder = self._decoder(plan)
+        if decoder is None:
+            return False
         try:
-            while len(self._flight) < DEPTH and self._launch_one(requests):
+            while len(self._flight) < DEPTH and self._launch_one(decoder, requests):
                 pass
         except Exception as error:  # whoever reads the pass is told
             self._error = error
+        return True
 
-    def _launch_one(self, requests: Sequence[Request]) -> bool:
+    def _decoder(self, plan: DraftPlan) -> AheadDecoder | None:
+        if plan not in self._decoders and sum(map(bool, self._decoders.values())) < MOST_DECODERS:
+            draft = self._drafting.ahead(plan)
+            can = plan.budget == 0 or draft is not None
+            try:
+                self._decoders[plan] = self._make(draft) if can else None
+            except Exception as error:  # such as no memory: it only makes steps quicker
+                logger.warning("decoding goes step by step, because it cannot run ahead: %s", error)
+                self._decoders[plan] = None
+        return self._decoders.get(plan)
+
+    def _launch_one(self, decoder: AheadDecoder, requests: Sequence[Request]) -> bool:
         """Whether one more pass was begun."""
         ahead = len(self._flight)
         going = [request for request in requests if request.num_output + ahead < request.max_output]
-        if self._decoder is None or not going:
-            return False
-        if not all(self._has_room(request, ahead) for request in going):
+        if not going or not all(self._has_room(request, ahead) for request in going):
             return False  # what was reserved in vain is let go by the next commit
         new = [request for request in going if request not in self._known]
         if new:
             assert not self._flight, "who joins is known to the host alone"
-            self._decoder.join(_joining(new))
-            self._known.update(new)
+            features = None
+            if self._plan.budget:
+                features = self._drafting.hand_over(self._plan, new)
+                if features is None:
+                    return False
+            decoder.join(_joining(new, features))
+            self._known.update(dict.fromkeys(new))
         self._flight.append(going)
-        self._decoder.launch([request.slot for request in going], self._kv.page_tables)
+        decoder.launch([request.slot for request in going], self._kv.page_tables)
         return True
 
     def _has_room(self, request: Request, ahead: int) -> bool:
         """Whether there are pages for a pass behind so many others."""
-        length = len(request.token_ids) + ahead + FURTHER
-        most = len(request.prompt_token_ids) + request.max_output
-        return self._kv.reserve(request.slot, min(length, most))
+        length = len(request.token_ids) + self._room_behind(ahead)
+        return self._kv.reserve(request.slot, min(length, _most_tokens(request)))
 
-    def read(self) -> list[tuple[Request, int]]:
-        """The tokens of the oldest pass, for requests that have not ended. -1: its logits were unusable.
-
-        Raises what the passes in flight were lost by.
-        """
-        assert self._decoder is not None
+    def read(self) -> PassAhead:
+        """The oldest pass, without those who have ended. Raises what passes in flight were lost by."""
         if self._error is not None:
             raise self._error
-        tokens = self._decoder.read().tolist()
-        pairs = zip(self._flight.popleft(), tokens, strict=True)
-        return [(request, token) for request, token in pairs if not request.finished]
+        decoder = self._decoders[self._plan]
+        assert decoder is not None
+        output = decoder.read()
+        requests = self._flight.popleft()
+        rows = [row for row, request in enumerate(requests) if not request.finished]
+        parts = [Scheduled(requests[row], 1, self._plan) for row in rows]
+        tokens, counts = output.tokens.tolist(), output.counts.tolist()
+        verdicts = [chosen_verdict(tokens[row][: counts[row]], len(requests[row].token_ids)) for row in rows]
+        trees = DraftTrees.chains([(0,) * self._plan.levels] * len(parts)) if self._plan.budget else None
+        return PassAhead(parts, verdicts, trees, self._features(parts, rows, output))
 
-    def prepare(self) -> None:
-        """Have ready what the first passes would wait for."""
-        if self._decoder is not None:
-            self._decoder.prepare()
+    def _features(
+        self, parts: Sequence[Scheduled], rows: Sequence[int], output: AheadOutput
+    ) -> Features | None:
+        """Those of the parts, which are these rows of a pass."""
+        if output.features is None:
+            return None
+        contexts = np.array([part.request.num_computed for part in parts], dtype=np.int32)
+        offsets = np.arange(len(parts) + 1, dtype=np.int32)
+        layers = self._drafting.feature_layers
+        return Features(output.features[rows], layers, offsets, contexts, [1] * len(parts))
+
+    def prepare(self, plan: DraftPlan) -> None:
+        """Have ready what the first passes by this plan would wait for."""
+        decoder = self._decoder(plan)
+        if decoder is not None:
+            decoder.prepare()
 
     def leave(self) -> None:
         """Other passes follow: what the decoder knows of requests will be out of date."""
+        if self._plan.budget and self._known:
+            self._drafting.take_back(self._plan, [request for request in self._known if not request.finished])
         self._known.clear()
 
     def drop(self) -> list[Request]:
         """Forget the passes in flight; the requests that wait for them."""
-        assert self._decoder is not None
         lost = [request for request in self._flight[0] if not request.finished]
-        self._decoder.drop()
+        decoder = self._decoders[self._plan]
+        assert decoder is not None
+        decoder.drop()
         self._flight.clear()
         self._known.clear()
         self._error = None
         return lost
 
 
-def _joining(requests: Sequence[Request]) -> Joining:
+def _most_tokens(request: Request) -> int:
+    """How many tokens it may have in all."""
+    return len(request.prompt_token_ids) + request.max_output
+
+
+def _joining(requests: Sequence[Request], features: Float32Array | None) -> Joining:
     return Joining(
         slots=np.array([request.slot for request in requests], dtype=np.int32),
-        tokens=np.array([request.token_ids[-1] for request in requests], dtype=np.int32),
+        tokens=np.array([[0, *request.token_ids][-2:] for request in requests], dtype=np.int32),
         lengths=np.array([request.num_computed for request in requests], dtype=np.int32),
+        limits=np.array([_most_tokens(request) - 1 for request in requests], dtype=np.int32),
         seeds=np.array([request.seed for request in requests], dtype=np.uint64),
         temperatures=np.array([request.params.temperature for request in requests], dtype=np.float64),
+        features=features,
     )

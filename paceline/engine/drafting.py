@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.backends.base import ForwardBatch, ForwardOutput
+from paceline.backends.base import AheadDraft, Float32Array, ForwardBatch, ForwardOutput
 from paceline.constrain.constraint import MOST_FORCED
 from paceline.constrain.drafter import GrammarDrafter
 from paceline.constrain.pruning import Draft, fit_draft
@@ -189,8 +189,29 @@ class Drafting:
             return
         requests = [part.request for part in parts]
         for name, drafter in self._observers.items():
+            if features is None and drafter.needs.feature_layers:
+                continue  # a decoder has drafted: features are where it runs
             with self._guard(name, requests):
                 drafter.observe(requests, verdicts, features)
+
+    def ahead(self, plan: DraftPlan) -> AheadDraft | None:
+        """What a decoder needs to draft by this plan; None if none could, or if the plan asks for more."""
+        chain = plan.drafter is not None and plan.branching == 1 and plan.otherwise is None
+        if not chain or plan.forced or plan.least_chance:  # by chances the host decides
+            return None
+        return self._drafters[plan.drafter or ""].ahead(plan)
+
+    def hand_over(self, plan: DraftPlan, requests: Sequence[Request]) -> Float32Array | None:
+        """The features that a decoder begins with when it drafts for these requests; None: it cannot."""
+        name = plan.drafter or ""
+        with self._guard(name, requests):
+            return self._drafters[name].hand_over(requests)
+        return None
+
+    def take_back(self, plan: DraftPlan, requests: Sequence[Request]) -> None:
+        """A decoder drafts for these requests no longer."""
+        with self._guard(plan.drafter or "", requests):
+            self._drafters[plan.drafter or ""].take_back(requests)
 
     def forget(self, requests: Sequence[Request]) -> None:
         """Let drafters drop what they keep for requests that have ended."""

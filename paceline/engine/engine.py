@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.backends.base import Backend
+from paceline.backends.base import AheadDecoder, AheadDraft, Backend
 from paceline.constrain.compiler import GrammarCompiler, GrammarTokenizer
 from paceline.constrain.drafter import GrammarDrafter
 from paceline.control.controller import Controller, FixedController, Load
 from paceline.draft.base import Drafter, Features
-from paceline.draft.trees import DraftPlan, DraftTrees
+from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.engine.admission import Limits, make_requests
 from paceline.engine.ahead import RunAhead
 from paceline.engine.batch import BatchBuilder
@@ -22,7 +22,7 @@ from paceline.engine.facts import add_facts
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduled, Scheduler
 from paceline.engine.stats import StepStats
-from paceline.engine.verification import Verification, plain_verdict
+from paceline.engine.verification import Verification
 from paceline.errors import RequestError
 from paceline.kv.cache import KVCache
 from paceline.verify.params import SamplingParams
@@ -76,8 +76,7 @@ class Engine:
         self._plans = {**(plans or {}), GrammarDrafter.name: FORCED_ONLY}
         self._choosing = backend.chooses and rule is verify_pathwise  # other rules need whole distributions
         self._builder = BatchBuilder(limits.max_num_batched_tokens, limits.max_num_seqs, self._choosing)
-        decoder = backend.decode_ahead(self._pool, limits.max_num_seqs, limits.max_model_len)
-        self._ahead = RunAhead(decoder, self.kv)
+        self._ahead = RunAhead(self._make_decoder, self._drafting, self.kv)
         self._kept_plans: dict[Request, DraftPlan] = {}  # that passes in flight have delayed
         self._verification = Verification(rule, limits.vocab_size)
         self._clock = clock
@@ -139,7 +138,7 @@ class Engine:
     def prepare(self) -> None:
         """Have ready what the first passes would wait for. Nothing has been added yet."""
         self.backend.prepare(self._pool, self.limits.max_model_len, self._drafting.feature_layers)
-        self._ahead.prepare()
+        self._ahead.prepare(PLAIN)
 
     def close(self) -> None:
         """End: what drafters and the controller keep on disk is written."""
@@ -189,6 +188,10 @@ class Engine:
         self.stats.control = self._controller.facts()
         return deltas
 
+    def _make_decoder(self, draft: AheadDraft | None) -> AheadDecoder | None:
+        limits, layers = self.limits, self._drafting.feature_layers
+        return self.backend.decode_ahead(self._pool, limits.max_num_seqs, limits.max_model_len, layers, draft)
+
     def _plan(self) -> list[DraftPlan]:
         """The plans of the running requests: new ones, or those that passes in flight have delayed."""
         running, kept = self.scheduler.running, self._kept_plans
@@ -199,9 +202,9 @@ class Engine:
         return self._drafting.settled(running, plans)
 
     def _is_steady(self) -> bool:
-        """Whether all requests merely go on, and nobody needs the host or the features of the pass for it."""
+        """Whether all requests merely go on, and none of them needs the host for it."""
         running = self.scheduler.running
-        if self.scheduler.waiting or self._drafting.feature_layers or not self._choosing:
+        if self.scheduler.waiting or not running or not self._choosing:
             return False
         return self._ahead.holds(running) or all(
             request.num_pending == 1 and request.races for request in running
@@ -209,31 +212,30 @@ class Engine:
 
     def _runs_ahead(self, plans: Sequence[DraftPlan]) -> bool:
         """Whether a pass is in flight; more are begun if this goes on as it is."""
-        if self._is_steady() and not any(plan.budget for plan in plans):
-            self._ahead.launch(self.scheduler.running)
-        elif self._ahead.has_pass():
-            self._kept_plans = dict(zip(self.scheduler.running, plans, strict=True))
+        running = self.scheduler.running
+        alike = self._is_steady() and all(plan == plans[0] for plan in plans)
+        goes_on = alike and self._ahead.launch(running, plans[0])
         if self._ahead.has_pass():
+            if not goes_on:
+                self._kept_plans = dict(zip(running, plans, strict=True))
             return True
         self._ahead.leave()
         return False
 
     def _step_ahead(self, times: list[float]) -> list[Delta]:
         """What the oldest pass in flight adds to the requests in it."""
-        times += [self._clock()] * 4  # launching was all that there is to plan, and nothing is drafted
+        times += [self._clock()] * 4  # launching was all that there is to plan, and drafting is in the pass
         try:
-            pairs = self._ahead.read()
+            done = self._ahead.read()
         except Exception as error:  # the passes in flight are lost, the engine is not
             return self._fail(self._ahead.drop(), error)
         times += [self._clock()] * 2
-        parts = [Scheduled(request, 1) for request, _ in pairs]
-        verdicts = [plain_verdict(token, len(request.token_ids)) for request, token in pairs]
-        attended = sum([request.num_computed for request, _ in pairs])
-        deltas = self._take(parts, verdicts, None)
+        attended = done.attended
+        deltas = self._take(done.parts, done.verdicts, done.features)
         times.append(self._clock())
         self.stats = self.state()
         gained = [len(delta.token_ids) for delta in deltas]
-        add_facts(self.stats, parts, None, verdicts, gained, len(parts), attended, times)
+        add_facts(self.stats, done.parts, done.trees, done.verdicts, gained, done.num_rows, attended, times)
         if not self._kept_plans:  # else the controller has planned another step already
             self._controller.observe(self.stats)
         self.stats.control = self._controller.facts()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -89,9 +90,11 @@ class Request:
     num_preemptions: int = 0
     speculative: SpeculativeCounts = field(default_factory=SpeculativeCounts)
     failed_drafters: set[str] = field(default_factory=set)  # raised for this request: not asked again
+    _races_from: float = math.inf  # tokens of output from which on it races
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self._races_from = self._first_race()
 
     @property
     def num_output(self) -> int:
@@ -119,9 +122,14 @@ class Request:
     @property
     def races(self) -> bool:
         """Whether its next tokens are argmax(logits / temperature + noise), and nothing else is asked for."""
+        return self.num_output >= self._races_from
+
+    def _first_race(self) -> float:
         params = self.params
         keeps_all = params.greedy or (params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0)
-        return keeps_all and params.logprobs is None and self.sampler.leaves_logits(self.num_output)
+        if not keeps_all or params.logprobs is not None or not self.sampler.leaves_logits(params.min_tokens):
+            return math.inf
+        return 0 if self.sampler.leaves_logits(0) else params.min_tokens
 
     def ends_by(self, token: int, num_output: int) -> bool:
         """Whether the output ends with this token, by itself, when `num_output` tokens precede it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.backends.base import Float32Array, ForwardBatch, ForwardOutput, KVPool
+from paceline.backends.base import AheadDraft, Float32Array, ForwardBatch, ForwardOutput, KVPool
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.compiled_model import CompiledModel
 from paceline.backends.cpu.isa import ISA
@@ -73,13 +73,20 @@ class CpuBackend(CompiledModel):
         workspace = Workspace(checkpoint, quantization, threads or default_threads(), max_rows)
         return cls(workspace, quantization, beside)
 
-    def device_memory(self, slots: int, longest: int) -> None:
+    def device_memory(self, rows: int, longest: int) -> None:
         return None  # the host's
 
     def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
         return  # there is nothing to wait for
 
-    def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> None:
+    def decode_ahead(
+        self,
+        pool: KVPool,
+        slots: int,
+        longest: int,
+        feature_layers: tuple[int, ...],
+        draft: AheadDraft | None,
+    ) -> None:
         return None  # the passes run where the host does
 
     def first_layers(self, count: int) -> CpuBackend:

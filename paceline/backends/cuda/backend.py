@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from paceline.backends.base import (
+    AheadDraft,
     Choices,
     DeviceMemory,
     Float32Array,
@@ -18,6 +19,8 @@ from paceline.backends.base import (
     KVPool,
 )
 from paceline.backends.cuda.ahead import CudaAhead
+from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork
+from paceline.backends.cuda.draft_shape import chain_shape
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.sampling import candidates_for, race, take_best
@@ -133,13 +136,13 @@ class CudaBackend:
         known = None if features is None else self._to_host(features[: batch.num_rows])
         return ForwardOutput(logits, known, chosen)
 
-    def device_memory(self, slots: int, longest: int) -> DeviceMemory:
+    def device_memory(self, rows: int, longest: int) -> DeviceMemory:
         """The GPU's memory, and what workspaces for `longest` tokens take, beyond those that are there."""
         free, total = torch.cuda.mem_get_info(self.device)
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         here = workspace_bytes(self.weights, bucket(self.max_rows), longest)
         now = workspace_bytes(self.weights, bucket(self.max_rows), self._longest)
-        ahead = workspace_bytes(self.weights, bucket(slots), longest)
+        ahead = workspace_bytes(self.weights, rows, longest)
         return DeviceMemory(total, free, max(0, here - now) + ahead)
 
     def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
@@ -156,9 +159,23 @@ class CudaBackend:
                 "Lower gpu_memory_utilization, max_model_len or max_num_batched_tokens."
             ) from error
 
-    def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> CudaAhead:
+    def decode_ahead(
+        self,
+        pool: KVPool,
+        slots: int,
+        longest: int,
+        feature_layers: tuple[int, ...],
+        draft: AheadDraft | None,
+    ) -> CudaAhead:
         """A decoder of requests of at most `longest` tokens in so many slots."""
-        return CudaAhead(self.weights, cast(Pool, pool), slots, longest, PAGE_SIZE)
+        network = None
+        if draft is not None:
+            runner, shape, rows = cast(Any, draft.runner), chain_shape(draft.length), bucket(slots)
+            head_pool = cast(Pool, draft.pool)
+            layers = draft.feature_layers
+            network = HeadNetwork(runner.weights, head_pool, layers, shape, rows, longest, PAGE_SIZE)
+        own, drafting = cast(Pool, pool), cast(DraftNetwork | None, network)
+        return CudaAhead(self.weights, own, slots, longest, PAGE_SIZE, drafting, feature_layers)
 
     def first_layers(self, count: int) -> CudaBackend:
         """The same model without its later layers, over the same pools."""
@@ -194,6 +211,8 @@ class CudaBackend:
         return self._features
 
     def _to_host(self, values: torch.Tensor) -> Float32Array:
+        if not len(values):  # nothing to wait for
+            return np.empty(tuple(values.shape), dtype=np.float32)
         return cast(Float32Array, values.cpu().numpy())
 
 

@@ -61,15 +61,22 @@ class DecodeLoop:
         page_size: int,
         draft: DraftNetwork | None = None,
         given: DraftShape | None = None,
+        feature_layers: tuple[int, ...] = (),
     ) -> None:
         """Steps of at most `max_rows` requests, plain if nothing drafts.
 
-        With `given` the host writes drafts of this shape to `drafted` before each step.
+        With `given` the host writes drafts of this shape to `drafted` before each step. If nothing drafts
+        here, `features` [rows of a pass, width] has the hidden states of its rows at `feature_layers`.
         """
         device, config = weights.device, weights.config
         self.weights, self.pool, self.requests, self.page_size = weights, pool, requests, page_size
         self.draft = draft
         shape = draft.shape if draft is not None else given or chain_shape(0)
+        self.feature_layers = feature_layers if draft is None else draft.feature_layers
+        self.features = None if draft is None else draft.features
+        if draft is None and feature_layers:
+            width = len(feature_layers) * config.hidden_size
+            self.features = torch.zeros((max_rows * len(shape), width), device=device)
         catch_up_rows, always, height = (
             (0, 0, 1) if draft is None else (draft.catch_up_rows, draft.always, draft.tile_height)
         )
@@ -183,7 +190,7 @@ class DecodeLoop:
         """The target's pass over all nodes, and the token of each."""
         weights, workspace = self.weights, self._workspace
         inputs, count = self._pass(0, rows), rows * self._nodes
-        features = () if self.draft is None else (self.draft.features, self.draft.feature_layers)
+        features = self.features, self.feature_layers
         run_layers(weights, workspace, inputs.tokens, inputs.tables, self.pool, self.page_size, *features)
         run_head(weights, workspace, workspace.attention_input, count)
         race(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.base import Backend, ForwardBatch, ForwardOutput, Int32Array, KVPool
+from paceline.backends.base import AheadDraft, Backend, ForwardBatch, ForwardOutput, Int32Array, KVPool
 from paceline.bench.simulate.prices import Call, PassSize, Prices
 from paceline.draft.base import Drafter
 from paceline.draft.trees import DraftPlan, DraftTrees
@@ -91,13 +91,20 @@ class SimulatedBackend:
         self._clock.advance(self._prices.pass_seconds(size) + self._prices.overhead_seconds(size))
         return ForwardOutput(self._logits[batch.tokens[batch.logit_rows]])
 
-    def device_memory(self, slots: int, longest: int) -> None:
+    def device_memory(self, rows: int, longest: int) -> None:
         return None  # the host's
 
     def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
         return  # there is nothing to wait for
 
-    def decode_ahead(self, pool: KVPool, slots: int, longest: int) -> None:
+    def decode_ahead(
+        self,
+        pool: KVPool,
+        slots: int,
+        longest: int,
+        feature_layers: tuple[int, ...],
+        draft: AheadDraft | None,
+    ) -> None:
         return None  # every pass waits for the host
 
     def first_layers(self, count: int) -> Backend:

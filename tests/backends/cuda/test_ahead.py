@@ -21,37 +21,54 @@ PAGE, SLOTS, LONGEST = 4, 6, 32
 class Recording:
     """In place of the decode loop: a step's token is the page that its row writes to."""
 
-    def __init__(self, requests: object, rows: int) -> None:
-        self.requests, self.output = requests, torch.full((rows,), -7, dtype=torch.int32)
+    def __init__(self, requests: object, rows: int, drafts: bool) -> None:
+        self.requests, self.output = requests, torch.full((rows, 1 + 2 * drafts), -7, dtype=torch.int32)
+        self.counts, self.features = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, 3)
         self.begun: list[list[int]] = []
+        self.given: list[object] = []  # features
 
-    def begin(self, slots: Sequence[int], rows: int) -> None:
+    def begin(self, slots: Sequence[int], rows: int, features: torch.Tensor | None) -> None:
         assert rows >= len(slots)
         self.begun.append(list(slots))
+        self.given.append(None if features is None else features[:, 0].tolist())
+
+    def last_features(self, rows: int) -> torch.Tensor:
+        return torch.arange(rows, dtype=torch.float32)[:, None].repeat(1, 3) + 100
 
     def step(self, rows: int) -> None:
         state = self.requests
         for row, slot in enumerate(self.begun[-1]):
-            self.output[row] = state.pages[slot, state.lengths[slot] // PAGE]  # type: ignore[attr-defined]
+            self.output[row, 0] = state.pages[slot, state.lengths[slot] // PAGE]  # type: ignore[attr-defined]
             state.lengths[slot] += 1  # type: ignore[attr-defined]
+            self.counts[row] = 1
+            self.features[row] = slot
+
+
+def make_decoder(monkeypatch: pytest.MonkeyPatch, draft: object):  # type: ignore[no-untyped-def]
+    from paceline.backends.cuda import ahead
+
+    def loop(weights, pool, state, rows, size, network, feature_layers):  # type: ignore[no-untyped-def]
+        return Recording(state, rows, network is not None)
+
+    monkeypatch.setattr(ahead, "DecodeLoop", loop)
+    weights = type("Weights", (), {"device": torch.device("cpu")})
+    return ahead.CudaAhead(weights, None, SLOTS, LONGEST, PAGE, draft, (1,))  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def decoder(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    from paceline.backends.cuda import ahead
-
-    monkeypatch.setattr(ahead, "DecodeLoop", lambda weights, pool, state, rows, size: Recording(state, rows))
-    weights = type("Weights", (), {"device": torch.device("cpu")})
-    return ahead.CudaAhead(weights, None, SLOTS, LONGEST, PAGE)  # type: ignore[arg-type]
+    return make_decoder(monkeypatch, None)
 
 
 def joining(slots: Sequence[int], lengths: Sequence[int]) -> Joining:
     return Joining(
         slots=np.array(slots, dtype=np.int32),
-        tokens=np.array(slots, dtype=np.int32) + 50,
+        tokens=np.array([[slot + 40, slot + 50] for slot in slots], dtype=np.int32),
         lengths=np.array(lengths, dtype=np.int32),
+        limits=np.array(lengths, dtype=np.int32) + 20,
         seeds=np.array(slots, dtype=np.uint64) + np.uint64(2**63),
         temperatures=np.array(slots) / 10,
+        features=np.array(slots, dtype=np.float32)[:, None].repeat(3, axis=1),
     )
 
 
@@ -68,8 +85,8 @@ def test_pages_that_change_are_there_for_the_next_pass(decoder) -> None:  # type
         decoder.launch([1, 4], tables)
         expected.append([int(tables[1, (2 + step) // PAGE]), int(tables[4, (6 + step) // PAGE])])
         if step:
-            assert decoder.read().tolist() == expected[step - 1]  # the one before the last
-    assert decoder.read().tolist() == expected[-1]
+            assert decoder.read().tokens[:, 0].tolist() == expected[step - 1]  # the one before the last
+    assert decoder.read().tokens[:, 0].tolist() == expected[-1]
     assert decoder._loop.begun == [[1, 4]]
 
 
@@ -81,12 +98,28 @@ def test_a_request_that_leaves_and_one_that_joins_begin_the_rows_anew(decoder) -
     decoder.join(joining([5], [7]))
     decoder.launch([0, 2, 5], tables)
     assert decoder._loop.begun == [[0, 1, 2], [0, 2], [0, 2, 5]]
-    assert [len(decoder.read()) for _ in range(3)] == [3, 2, 3]
+    assert [decoder.read().features[:, 0].tolist() for _ in range(3)] == [[0, 1, 2], [0, 2], [0, 2, 5]]
     state = decoder._requests
-    assert state.tokens[5, 7] == 55
+    assert state.tokens[5, 6:8].tolist() == [45, 55]
+    assert state.limits[5] == 27
     assert state.lengths.tolist() == [6, 4, 6, 0, 0, 8]
     assert state.seeds[5].item() == 5 - 2**63
     assert state.temperatures[5] == 0.5
+
+
+def test_drafts_begin_with_the_features_of_the_host_and_go_on_with_those_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder = make_decoder(monkeypatch, object())
+    tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
+    decoder.join(joining([4, 2, 5], [3, 3, 3]))
+    decoder.launch([4, 2, 5], tables)
+    decoder.launch([4, 5], tables)
+    assert decoder._loop.given == [[4.0, 2.0, 5.0], [100.0, 102.0]]
+    output = decoder.read()
+    assert output.tokens.shape == (3, 3)
+    assert output.counts.tolist() == [1, 1, 1]
+    assert output.features is None
 
 
 def test_passes_that_are_dropped_are_not_read(decoder) -> None:  # type: ignore[no-untyped-def]
@@ -97,7 +130,7 @@ def test_passes_that_are_dropped_are_not_read(decoder) -> None:  # type: ignore[
         decoder.launch([3], tables)
         if number < 8:
             decoder.drop()
-    assert decoder.read().tolist() == [8]
+    assert decoder.read().tokens[:, 0].tolist() == [8]
 
 
 @needs_gpu
