@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -62,12 +62,14 @@ class AutoController(Controller):
         log: Callable[[Decision], None] | None = None,
         backlogs: Mapping[str, Callable[[Request], int]] | None = None,
         memory: Memory | None = None,
+        beginning: Mapping[str, Any] | None = None,
     ) -> None:
         """`plans` are those of the drafters that may be chosen, each with the most it may draft; `backlogs`
-        say how many tokens a drafter would have to catch up with. What is learned is kept in the memory."""
+        say how many tokens a drafter would have to catch up with. What is learned is kept in the memory;
+        `beginning` is what is thought before, in the same form."""
         assert plans, "there must be something to choose from"
         self.plans = dict(plans)
-        self.known = Knowledge(self.plans, steps, backlogs or {}, memory)
+        self.known = Knowledge(self.plans, steps, backlogs or {}, memory, beginning or {})
         self._max_rows = max_rows
         self._floors: dict[int, Floor] = {}  # by the number of running requests, in powers of two
         self._probes = Probes(list(plans), CREDIT * float(steps.seconds(1, 0)))

@@ -33,8 +33,12 @@ class Knowledge:
         steps: StepCosts,
         backlogs: Mapping[str, Callable[[Request], int]],
         memory: Memory | None,
+        beginning: Mapping[str, Any],
     ) -> None:
-        """Of these drafters, whose backlogs say how many tokens they would have to catch up with."""
+        """Of these drafters, whose backlogs say how many tokens they would have to catch up with.
+
+        `beginning` is what is thought of them where the memory knows nothing.
+        """
         self.plans = plans
         self.steps = steps
         self.drafts = DraftCosts(plans, float(steps.seconds(1, 0)))
@@ -46,6 +50,7 @@ class Knowledge:
         }
         self._backlogs = backlogs
         self._memory = memory
+        self._begin_with(beginning)
         if memory is not None:
             self._begin_with(memory.read())
 
@@ -104,9 +109,9 @@ class Knowledge:
     def _begin_with(self, facts: Mapping[str, Any]) -> None:
         """Take in what was learned before, as far as it makes sense."""
         with suppress(KeyError, TypeError, ValueError, AttributeError):
-            self.drafts.begin_with(facts["calls"])
+            self.drafts.begin_with(facts.get("calls", {}))
             for (name, greedy), model in self.models.items():
-                own = facts["models"].get(_name(name, greedy))
+                own = facts.get("models", {}).get(_name(name, greedy))
                 if own is not None:
                     model.begin_with(own)
 

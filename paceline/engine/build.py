@@ -16,7 +16,7 @@ from paceline.control.measure import step_costs
 from paceline.control.memory import Memory
 from paceline.draft.base import Drafter, Target
 from paceline.draft.heads.fingerprint import target_fingerprint
-from paceline.draft.heads.shipped import default_method
+from paceline.draft.heads.shipped import default_method, known_drafts
 from paceline.draft.methods import Speculation, load_drafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
@@ -141,7 +141,7 @@ def _controller(
     plans = {name: own.plan for name, own in speculation.drafters.items() if own.plan.budget}
     if not (speculation.auto and plans):
         return FixedController(speculation.default_plan)
-    log = config.speculative.log_decisions
+    log, asked = config.speculative.log_decisions, config.speculative.speculation()
     memory = Memory.of(f"{model.fingerprint} {config.backend} {model.backend.name}")
     return AutoController(
         plans,
@@ -150,4 +150,5 @@ def _controller(
         log=None if log is None else DecisionLog(Path(log)),
         backlogs={name: drafters[name].backlog for name in plans},
         memory=memory,
+        beginning=None if asked.drafters else known_drafts(model.fingerprint),  # of others nothing is known
     )

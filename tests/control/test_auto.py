@@ -193,6 +193,23 @@ def test_what_was_learned_is_there_after_a_restart_and_a_damaged_file_is_nothing
     assert controller(world, memory=memory).known.models["d", True].drafts == 0
 
 
+def test_what_is_thought_beforehand_counts_until_there_is_a_memory(tmp_path):
+    known = World({"d": SimulatedDrafter(lambda step: 0.0, says=lambda step: 0.9)}, max_output=10**6)
+    first = controller(known)
+    known.run(first, 200)
+    beginning = {"models": {"d greedy": first.known.models["d", True].facts()}}
+    assert drafted(known.run(controller(known, beginning=beginning), 1)) < drafted(
+        known.run(controller(known), 1)
+    )
+    memory = Memory(tmp_path / "memory.json")
+    good = World({"d": SimulatedDrafter(lambda step: 0.9)}, max_output=10**6)
+    other = controller(good, memory=memory)
+    good.run(other, 200)
+    other.close()
+    again = controller(good, memory=memory, beginning=beginning)
+    assert again.known.models["d", True].drafts == other.known.models["d", True].drafts
+
+
 def test_a_drafter_that_has_no_opinion_is_judged_by_depth():
     silent = {"d": SimulatedDrafter(lambda step: 0.8, says=lambda step: math.nan)}
     world = World(silent, max_output=10**6)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from paceline.draft.heads.checkpoint import FINGERPRINT, WEIGHTS
 from paceline.models.safetensors_files import read_metadata
 
+DRAFTS = "drafts.json"  # in a head's folder: what a controller begins with, see examples/known_drafts.py
 SHIPPED = Path(__file__).parent / "shipped"
 DEFAULT_METHOD = "eagle3"  # of a target that has a head, where the user names none
 
@@ -22,3 +26,12 @@ def shipped_head(method: str, fingerprint: str) -> Path | None:
 def default_method(fingerprint: str) -> str | None:
     """What drafts for the target of this fingerprint if the user says nothing; None if no head is shipped."""
     return None if shipped_head(DEFAULT_METHOD, fingerprint) is None else DEFAULT_METHOD
+
+
+def known_drafts(fingerprint: str) -> Mapping[str, Any]:
+    """What drafts for the target of this fingerprint were worth on our own workloads; empty if unknown."""
+    head = shipped_head(DEFAULT_METHOD, fingerprint)
+    if head is None or not (head / DRAFTS).exists():
+        return {}
+    known: dict[str, Any] = json.loads((head / DRAFTS).read_text())
+    return known

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.config import EngineConfig
-from paceline.draft.heads.shipped import shipped_head
+from paceline.control.acceptance import AcceptanceModel
+from paceline.draft.heads.shipped import known_drafts, shipped_head
 from paceline.engine.build import LoadedModel, build_engine, load_model
 from paceline.engine.request import Request
 from paceline.verify.params import SamplingParams
@@ -28,6 +29,16 @@ def test_it_is_small_and_has_a_card(model: LoadedModel) -> None:
     assert folder is not None, "no head is shipped for the default model"
     assert sum(file.stat().st_size for file in folder.iterdir()) < 20_000_000
     assert "acceptance" in (folder / "README.md").read_text()
+
+
+def test_what_its_drafts_are_worth_is_known_from_the_start(model: LoadedModel) -> None:
+    models = known_drafts(model.fingerprint)["models"]
+    assert models.keys() == {"suffix", "suffix greedy", "eagle3", "eagle3 greedy"}
+    for facts in models.values():
+        known = AcceptanceModel(7)
+        known.begin_with(facts)
+        assert 0.2 < known.scenes([(("1", 0), "")], 16).sum(axis=2).mean() < 3
+    assert known_drafts("of another model") == {}
 
 
 def test_it_drafts_well_and_changes_nothing(model: LoadedModel) -> None:
