@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any, cast
 
@@ -28,11 +29,12 @@ from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_lay
 from paceline.backends.cuda.tables import DeviceTables, rows_of
 from paceline.backends.cuda.weights import Weights, load_weights
 from paceline.errors import BackendError
-from paceline.models.checkpoint import Checkpoint
+from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import ModelConfig
 
 PAGE_SIZE = 16
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 MAX_PAGES = 1 << 17  # of all requests of a pass together
 FIRST_LONGEST = 4096  # tokens of a context that buffers are made for at first
 
@@ -71,7 +73,7 @@ class CudaBackend:
         place, kind = _find_device(device), DTYPES[dtype]
 
         def take(name: str) -> torch.Tensor:
-            return torch.from_numpy(checkpoint.tensors[name].float32()).to(device=place, dtype=kind)
+            return _stored(checkpoint.tensors[name]).to(place).to(kind)
 
         try:
             return cls(load_weights(checkpoint.config, take), max_rows)
@@ -231,6 +233,17 @@ def _chain(pool: KVPool, rows: int, feature_layers: tuple[int, ...]) -> ForwardB
         feature_layers=feature_layers,
         choices=Choices(count, np.zeros(rows, dtype=np.uint64), np.zeros(rows)),
     )
+
+
+def _stored(tensor: Tensor) -> torch.Tensor:
+    """A tensor's values in the type that its file has them in, or as float32 if that is a block format."""
+    kind = STORED.get(tensor.kind)
+    if kind is None:
+        return torch.from_numpy(tensor.float32())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the file is mapped to be read, and nobody writes
+        stored = torch.from_numpy(np.ascontiguousarray(tensor.blocks()))
+    return stored.reshape(-1).view(kind).reshape(tensor.shape)
 
 
 def _check_model(config: ModelConfig) -> None:

@@ -166,6 +166,14 @@ def test_a_workspace_takes_the_memory_that_was_counted_before(folder: Path) -> N
     assert workspace_bytes(weights, 16, 640) == sum(tensor.nbytes for tensor in tensors)
 
 
+def test_weights_are_read_as_they_are_stored(folder: Path) -> None:
+    from paceline.backends.cuda.backend import _stored
+
+    checkpoint = load_checkpoint(save_checkpoint("qwen2", folder / "stored"))
+    for name, tensor in checkpoint.tensors.items():
+        assert np.array_equal(_stored(tensor).float().numpy(), tensor.float32()), name
+
+
 def test_every_pass_has_its_bucket() -> None:
     from paceline.backends.cuda.graphs import bucket, buckets
 
