@@ -19,7 +19,7 @@ CONFIG = ModelConfig("llama", 60, 32, 1, 2, 1, 16, 64, 1e-5, RopeConfig(500.0), 
 HEAD = HeadConfig("eagle3", 60, 40, 32, 32, 2, 1, 16, 64, 1e-5, RopeConfig(500.0), 64, feature_layers=(0, 1))
 LENGTH, SEED = 14, 2**40 + 3  # its second page is soon needed
 on_gpu = torch.cuda.is_available()
-KINDS = [("model", 1.0), ("tree", 0.0)]  # interpreted, a step takes a second
+KINDS = [("tree", 1.0)]  # interpreted, a step takes a second
 if on_gpu:
     KINDS = [
         (kind, temperature) for kind in ("model", "tree", "head", "head tree") for temperature in (0.0, 1.0)
@@ -73,12 +73,14 @@ class Case:
             return HeadNetwork(head, self.pool(), (0, 1), *room)
         return ModelNetwork(random_weights(self.device, self.dtype, 0.02), self.pool(), *room, 60)
 
-    def run(self, draft: Any, least: int) -> tuple[list[int], int]:
+    def run(self, draft: Any, least: int, given: Any = None, guess: int = 0) -> tuple[list[int], int]:
         """At least so many tokens of the request if it does not end before, and the number of steps."""
         from paceline.backends.cuda.decode_loop import DecodeLoop
 
-        loop = DecodeLoop(self.weights, self.pool(), self.state, ROWS, PAGE_SIZE, draft)
+        loop = DecodeLoop(self.weights, self.pool(), self.state, ROWS, PAGE_SIZE, draft, given)
         loop.begin([1], ROWS, torch.ones(1, 64, device=self.device))
+        if given is not None:
+            loop.drafted(ROWS)[0, 1:] = guess
         output: list[int] = []
         steps = 0
         while steps < least:
@@ -96,13 +98,13 @@ class Case:
 def test_drafting_on_the_device_leaves_the_tokens_as_they_are(
     kind: str, temperature: float, device: torch.device, dtype: torch.dtype
 ) -> None:
-    plain, _ = Case(temperature, device, dtype).run(None, 4)
+    plain, _ = Case(temperature, device, dtype).run(None, 3)
     case = Case(temperature, device, dtype)
-    drafted, steps = case.run(case.draft(kind), 4)
-    assert drafted[:4] == plain
-    assert steps < 4 or "head" in kind  # drafts were accepted; a random head guesses nothing
+    drafted, steps = case.run(case.draft(kind), 3)
+    assert drafted[:3] == plain
+    assert steps < 3 or "head" in kind  # drafts were accepted; a random head guesses nothing
     assert case.state.lengths.tolist() == [0, LENGTH + len(drafted)]
-    assert case.state.tokens[1, LENGTH + 1 : LENGTH + 5].tolist() == plain
+    assert case.state.tokens[1, LENGTH + 1 : LENGTH + 4].tolist() == plain
 
 
 def test_a_head_catches_up_with_the_features_of_accepted_tokens(
@@ -146,13 +148,15 @@ def test_a_head_catches_up_with_the_features_of_accepted_tokens(
 
 
 def test_nothing_is_computed_at_a_limit(device: torch.device, dtype: torch.dtype) -> None:
-    """Two indices are left: the root and one guess give at most two tokens, then none come."""
+    """One index is left: the root gives a token, which the host had drafted, and no more come."""
+    from paceline.backends.cuda.draft_shape import chain_shape
+
+    plain, _ = Case(0.0, device, dtype).run(None, 1)
     case = Case(0.0, device, dtype)
-    case.state.limits[1] = LENGTH + 2
-    tokens, _ = case.run(case.draft("model"), 3)
-    plain, _ = Case(0.0, device, dtype).run(None, 2)
-    assert tokens == plain
-    assert case.state.lengths.tolist() == [0, LENGTH + 2]
+    case.state.limits[1] = LENGTH + 1
+    tokens, steps = case.run(None, 2, chain_shape(1), plain[0])
+    assert (tokens, steps) == (plain, 2)
+    assert case.state.lengths.tolist() == [0, LENGTH + 1]
 
 
 def test_shapes_of_drafts() -> None:
