@@ -30,6 +30,9 @@ class Context:
     room: int  # rows that can be written after its tokens
 
 
+Span = tuple[Context, int, int]  # tokens start to end - 1 of a context
+
+
 class DraftCache(Protocol):
     """The keys and values of a draft model. Token i of a context lies at KV index i of its pages."""
 
@@ -39,16 +42,16 @@ class DraftCache(Protocol):
         """One context for each request, with room for at most `budget` rows; None if it can have none."""
         ...
 
-    def computed(self, context: Context) -> int:
-        """How many leading tokens of a context have keys and values."""
+    def computed(self, contexts: Sequence[Context]) -> list[int]:
+        """How many leading tokens of each context have keys and values."""
         ...
 
     def backlog(self, request: Request) -> int:
         """How many tokens of a request, the last left out, have no keys and values yet. At once."""
         ...
 
-    def keep(self, context: Context, start: int, end: int) -> None:
-        """Take note that tokens start to end - 1 were computed, and all before them."""
+    def keep(self, spans: Sequence[Span]) -> None:
+        """Take note that tokens start to end - 1 of contexts were computed, and all before them."""
         ...
 
     def keep_drafted(self, context: Context, tokens: Sequence[int]) -> None:
@@ -100,18 +103,24 @@ class SharedPages:
             contexts.append(Context(request, request.token_ids, pages, room) if room > 0 else None)
         return contexts
 
-    def computed(self, context: Context) -> int:
-        counts = self._counts, self._generations, self._kv.pages.generations
-        return _count_leading(context.pages, len(context.tokens), self._kv.page_size, *counts)
+    def computed(self, contexts: Sequence[Context]) -> list[int]:
+        asked = [(context.request.slot, len(context.tokens)) for context in contexts]
+        lines, counts = self._kv.page_tables, (self._counts, self._generations, self._kv.pages.generations)
+        wanted = np.array(asked, dtype=np.int64).reshape(-1, 2)
+        known: list[int] = _count_leading(lines, wanted, self._kv.page_size, *counts).tolist()
+        return known
 
     def backlog(self, request: Request) -> int:
         known = 0
         if request.slot >= 0:
-            known = self.computed(Context(request, request.token_ids, self._kv.page_tables[request.slot], 0))
+            pages = self._kv.page_tables[request.slot]
+            (known,) = self.computed([Context(request, request.token_ids, pages, 0)])
         return max(len(request.token_ids) - 1 - known, 0)
 
-    def keep(self, context: Context, start: int, end: int) -> None:
-        self._mark(context.pages, start, end)
+    def keep(self, spans: Sequence[Span]) -> None:
+        computed = [(context.request.slot, start, end) for context, start, end in spans]
+        lines, counts = self._kv.page_tables, (self._counts, self._generations, self._kv.pages.generations)
+        _count_spans_in(lines, np.array(computed, dtype=np.int64), self._kv.page_size, *counts)
 
     def keep_drafted(self, context: Context, tokens: Sequence[int]) -> None:
         self._drafted[context.request] = _Drafted(context.pages.copy(), len(context.tokens), tokens)
@@ -134,22 +143,44 @@ class SharedPages:
 
 @compiled
 def _count_leading(
-    line: Int32Array,
-    length: int,
+    lines: Int32Array,
+    asked: Int64Array,
     page_size: int,
     counts: Int64Array,
     generations: Int64Array,
     current: Int64Array,
-) -> int:
-    """How many of the first `length` tokens of a line of pages count, up to the first that does not."""
-    known = 0
-    while known < length:
-        page = line[known // page_size]
-        count = counts[page] if generations[page] == current[page] else 0
-        known += count
-        if count < page_size:
-            break
-    return min(known, length)
+) -> Int64Array:
+    """How many of the first tokens of lines of pages count, up to the first that does not: [asked].
+
+    What is asked for: the number of a line, and how many tokens it has.
+    """
+    found = np.zeros(len(asked), np.int64)
+    for number in range(len(asked)):
+        slot, length = asked[number]
+        known = 0
+        while known < length:
+            page = lines[slot, known // page_size]
+            count = counts[page] if generations[page] == current[page] else 0
+            known += count
+            if count < page_size:
+                break
+        found[number] = min(known, length)
+    return found
+
+
+@compiled
+def _count_spans_in(
+    lines: Int32Array,
+    spans: Int64Array,
+    page_size: int,
+    counts: Int64Array,
+    generations: Int64Array,
+    current: Int64Array,
+) -> None:
+    """Count tokens start to end - 1 of some lines; a span is the number of a line, start and end."""
+    for number in range(len(spans)):
+        slot, start, end = spans[number]
+        _count_in(lines[slot], start, end, page_size, counts, generations, current)
 
 
 @compiled
@@ -192,13 +223,13 @@ class TargetPages:
             for request, budget in zip(requests, budgets, strict=True)
         ]
 
-    def computed(self, context: Context) -> int:
-        return context.request.num_computed
+    def computed(self, contexts: Sequence[Context]) -> list[int]:
+        return [context.request.num_computed for context in contexts]
 
     def backlog(self, request: Request) -> int:
         return 0
 
-    def keep(self, context: Context, start: int, end: int) -> None:
+    def keep(self, spans: Sequence[Span]) -> None:
         return
 
     def keep_drafted(self, context: Context, tokens: Sequence[int]) -> None:

@@ -57,9 +57,12 @@ class Passes(ABC, Generic[Output]):
             tokens += part.tokens
             parents += part.parents
             outputs += [first + row for row in part.outputs]
-            for parent in part.parents:
-                before = positions[first + parent] if parent >= 0 else part.start - 1 + self.first_position
-                positions.append(before + 1)
+            root = part.start + self.first_position
+            if part.nodes:
+                for parent in part.parents:
+                    positions.append(positions[first + parent] + 1 if parent >= 0 else root)
+            else:  # tokens of a context are a chain
+                positions += range(root, root + len(part.tokens))
             offsets.append(len(tokens))
         return ForwardBatch(
             tokens=np.array(tokens, dtype=np.int32),
@@ -82,21 +85,27 @@ class Passes(ABC, Generic[Output]):
     def _last_parts(self, contexts: Sequence[Context]) -> list[Part]:
         """What one pass can compute of the contexts up to their last tokens, after passes over the rest."""
         while True:
-            starts = [min(self._cache.computed(context), len(context.tokens) - 1) for context in contexts]
-            missing = sum([len(context.tokens) for context in contexts]) - sum(starts)
-            if len(contexts) == 1 and missing <= self._max_rows:  # there is none to share pages with
+            lasts = [len(context.tokens) - 1 for context in contexts]
+            starts = [*map(min, self._cache.computed(contexts), lasts)]
+            missing = sum(lasts) + len(lasts) - sum(starts)
+            if missing <= self._max_rows and self._are_apart(contexts, starts, lasts):
                 break
-            chunks = self._chunks(contexts, starts)
-            nothing_waits = sum(len(chunk.tokens) for chunk in chunks) + len(contexts) == missing
-            if nothing_waits and missing <= self._max_rows:
-                break
-            self._compute(chunks)
+            self._compute(self._chunks(contexts, starts))
         rest = zip(contexts, starts, strict=True)
         return [_chain(context, start, len(context.tokens), True) for context, start in rest]
 
+    def _are_apart(self, contexts: Sequence[Context], starts: Sequence[int], lasts: Sequence[int]) -> bool:
+        """Whether no two contexts have a page to compute in common: not the last one, which is not full."""
+        pages: list[int] = []
+        for context, start, last in zip(contexts, starts, lasts, strict=True):
+            first, end = start // self._page_size, last // self._page_size
+            if first < end:
+                pages += context.pages[first:end].tolist()
+        return len(set(pages)) == len(pages)
+
     def compute(self, contexts: Sequence[Context]) -> None:
         """Compute all tokens of the contexts but the last of each, in passes of which nothing is asked."""
-        while chunks := self._chunks(contexts, [self._cache.computed(context) for context in contexts]):
+        while chunks := self._chunks(contexts, self._cache.computed(contexts)):
             self._compute(chunks)
 
     def _chunks(self, contexts: Sequence[Context], starts: Sequence[int]) -> list[Part]:
@@ -125,8 +134,7 @@ class Passes(ABC, Generic[Output]):
 
     def _keep(self, parts: Sequence[Part]) -> None:
         """Take note that parts of contexts are computed."""
-        for part in parts:
-            self._cache.keep(part.context, part.start, part.start + len(part.tokens))
+        self._cache.keep([(part.context, part.start, part.start + len(part.tokens)) for part in parts])
 
     def _page_tables(self, parts: Sequence[Part], room: int) -> Int32Array:
         """The lines of the parts, as far as they are used: int32 [parts, pages]."""

@@ -80,10 +80,8 @@ class HeadPasses(Passes[HeadOutput]):
     def _known(self, parts: Sequence[Part], room: int = 0) -> HeadBatch:
         """A pass over known tokens, with pages for `room` guesses behind them."""
         # the slot of token j reads the feature of token j - 1
-        spans = [(part.context.pages, part.start - 1, part.start - 1 + len(part.tokens)) for part in parts]
-        states = [self._pages.features(*span) for span in spans]
-        joined = states[0] if len(states) == 1 else np.concatenate(states)
-        return HeadBatch(self.batch(parts, room), joined, from_target=True)
+        spans = [(part.context, part.start - 1, part.start - 1 + len(part.tokens)) for part in parts]
+        return HeadBatch(self.batch(parts, room), self._pages.features(spans), from_target=True)
 
     def run_guesses(self, parts: Sequence[Part], states: Float32Array) -> HeadOutput:
         """A pass over nodes of trees, which reads states of the head's own: [rows, hidden]."""
@@ -183,11 +181,12 @@ class HeadDrafter(Drafter):
             most = [plans[number].shrunk(context.room).levels for number, context in known.items()]
             least = [plans[number].least_chance or self._scales.least_chance for number in known]
             chains = self._passes.chains(list(known.values()), most, min(least))
-            kept = np.arange(max(most)) < chains.lengths[:, None]
-            kept &= chains.chances >= np.array(least, dtype=np.float32)[:, None]  # a chain's only fall
-            lengths = kept.sum(axis=1).tolist()
-            lines = zip(known.items(), chains.tokens.tolist(), chains.chances.tolist(), lengths, strict=True)
-            for (number, context), tokens, line, length in lines:
+            lines = zip(chains.tokens.tolist(), chains.chances.tolist(), chains.lengths.tolist(), strict=True)
+            for (number, context), lowest, (tokens, line, length) in zip(
+                known.items(), least, lines, strict=True
+            ):
+                while lowest > min(least) and length and line[length - 1] < lowest:  # a chain's only fall
+                    length -= 1
                 proposed[number] = own = _up_to_end(context.request, tokens[:length])
                 chances[number] = line[: len(own)]
         return DraftTrees.chains(proposed, chances)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.compiling import compiled
-from paceline.draft.draft_cache import Context, SharedPages
+from paceline.draft.draft_cache import Context, SharedPages, Span
 from paceline.kv.cache import KVCache
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class HeadPages(SharedPages):
         self._known = np.full(places, -1, dtype=np.int64)  # [places] the generation of the page then
         nothing = np.empty((0, width), dtype=np.float32)
         self.put(np.empty((0, 4), dtype=np.int64), nothing, np.zeros(1, dtype=np.int64))  # compiles it,
-        self.features(kv.page_tables[0], 0, 0)  # and this
+        self.features([])  # and this
 
     @staticmethod
     def feature_bytes_per_page(page_size: int, width: int) -> int:
@@ -66,11 +66,12 @@ class HeadPages(SharedPages):
         contexts = super().open(requests, budgets)
         return [context if _can_draft(context) else None for context in contexts]
 
-    def computed(self, context: Context) -> int:
-        return max(super().computed(context), 1)  # index 0 has no slot
+    def computed(self, contexts: Sequence[Context]) -> list[int]:
+        return [max(known, 1) for known in super().computed(contexts)]  # index 0 has no slot
 
-    def keep(self, context: Context, start: int, end: int) -> None:
-        super().keep(context, 0 if start == 1 else start, end)  # index 0 has no slot to wait for
+    def keep(self, spans: Sequence[Span]) -> None:
+        # index 0 has no slot to wait for
+        super().keep([(context, 0 if start == 1 else start, end) for context, start, end in spans])
 
     def put(self, spans: Int64Array, values: Float32Array, parts: Int64Array) -> None:
         """Keep features of a pass: see Features.committed_spans. Each has these parts of its row."""
@@ -86,10 +87,17 @@ class HeadPages(SharedPages):
             self._known,
         )
 
-    def features(self, line: Int32Array, start: int, end: int) -> Float32Array:
-        """The features of tokens start to end - 1 in a line of pages: [tokens, width]."""
-        generations = self._kv.pages.generations
-        return _take(start, end, line, generations, self._kv.page_size, self._features, self._known)
+    def features(self, spans: Sequence[Span]) -> Float32Array:
+        """The features of tokens of contexts, one span behind the other: [tokens, width]."""
+        asked = [(context.request.slot, start, end) for context, start, end in spans]
+        return _take(
+            np.array(asked, dtype=np.int64).reshape(-1, 3),
+            self._kv.page_tables,
+            self._kv.pages.generations,
+            self._kv.page_size,
+            self._features,
+            self._known,
+        )
 
 
 @compiled
@@ -122,23 +130,29 @@ def _put(
 
 @compiled
 def _take(
-    start: int,
-    end: int,
-    line: Int32Array,
+    spans: Int64Array,
+    page_tables: Int32Array,
     generations: Int64Array,
     page_size: int,
     features: UInt16Array,
     known: Int64Array,
 ) -> Float32Array:
-    """The numbers whose upper halves were put at the places of these tokens, zero where none were."""
-    values = np.zeros((end - start, features.shape[1]), np.float32)
+    """The numbers whose upper halves were put at the places of these tokens, zero where none were.
+
+    A span is a slot, and where its tokens start and end.
+    """
+    values = np.zeros(((spans[:, 2] - spans[:, 1]).sum(), features.shape[1]), np.float32)
     bits = values.view(np.uint32)
-    for position in range(start, end):
-        page = line[position // page_size]
-        place = page * page_size + position % page_size
-        if known[place] == generations[page]:
-            for column in range(features.shape[1]):
-                bits[position - start, column] = np.uint32(features[place, column]) << np.uint32(16)
+    row = 0
+    for span in range(len(spans)):
+        slot, start, end = spans[span]
+        for position in range(start, end):
+            page = page_tables[slot, position // page_size]
+            place = page * page_size + position % page_size
+            if known[place] == generations[page]:
+                for column in range(features.shape[1]):
+                    bits[row, column] = np.uint32(features[place, column]) << np.uint32(16)
+            row += 1
     return values
 
 

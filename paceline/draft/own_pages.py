@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from paceline.draft.draft_cache import Context, equal_prefix
+from paceline.draft.draft_cache import Context, Span, equal_prefix
 from paceline.draft.vocabulary import Intersection
 from paceline.kv.cache import KVCache
 
@@ -62,16 +62,17 @@ class OwnPages:
                 return None
         return Context(request, reading.tokens, self._kv.page_tables[reading.slot], room)
 
-    def computed(self, context: Context) -> int:
-        return self._readings[context.request].computed
+    def computed(self, contexts: Sequence[Context]) -> list[int]:
+        return [self._readings[context.request].computed for context in contexts]
 
     def backlog(self, request: Request) -> int:
         reading = self._readings.get(request)
         known = 0 if reading is None or reading.slot < 0 else reading.computed
         return max(len(request.token_ids) - 1 - known, 0)  # about: what is new is not spelled yet
 
-    def keep(self, context: Context, start: int, end: int) -> None:
-        self._readings[context.request].computed = end
+    def keep(self, spans: Sequence[Span]) -> None:
+        for context, _, end in spans:
+            self._readings[context.request].computed = end
 
     def keep_drafted(self, context: Context, tokens: Sequence[int]) -> None:
         self._readings[context.request].drafted = tokens

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -109,6 +109,11 @@ class DraftTrees:
     @property
     def num_nodes(self) -> int:
         return len(self.tokens)
+
+    def sizes(self) -> list[int]:
+        """How many nodes each tree has."""
+        ends = self.offsets.tolist()
+        return [end - start for start, end in pairwise(ends)]
 
     def tree(self, request: int) -> tuple[Int32Array, Int32Array]:
         """Tokens and parents of one request's nodes."""

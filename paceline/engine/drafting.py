@@ -112,12 +112,11 @@ class Drafting:
             requests, plans = [parts[index].request for index in by_part], list(by_part.values())
             start = self._clock()
             with self._guard(name, requests):
-                trees = self._drafters[name].propose(requests, plans)
-                trees.check(plans, self._vocab_size)
+                trees, levels = self._drafters[name].propose(requests, plans), 0
                 if trees.num_nodes:
+                    trees.check(plans, self._vocab_size)
                     groups.append((list(by_part), trees))
-                largest = int(np.diff(trees.offsets).max())
-                levels = min(largest, max([plan.levels for plan in plans]))
+                    levels = min(max(trees.sizes()), max([plan.levels for plan in plans]))
                 seconds = self._clock() - start
                 self.calls.append(DraftCall(name, len(plans), levels, trees.num_nodes, seconds))
         return groups

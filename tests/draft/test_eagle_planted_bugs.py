@@ -15,7 +15,11 @@ from tests.engine.test_exactness import requests
 def shifted_features(monkeypatch):
     """A slot reads the feature of its own token."""
     features = HeadPages.features
-    monkeypatch.setattr(HeadPages, "features", lambda self, line, a, b: features(self, line, a + 1, b + 1))
+
+    def one_later(self, spans):
+        return features(self, [(context, start + 1, end + 1) for context, start, end in spans])
+
+    monkeypatch.setattr(HeadPages, "features", one_later)
 
 
 def forgotten_last_features(monkeypatch):
@@ -32,9 +36,9 @@ def forgotten_last_features(monkeypatch):
 def trusted_stale_pages(monkeypatch):
     """Slots of a page's former life count as computed."""
 
-    def without_generations(self, context):
+    def without_generations(self, contexts):
         self._generations[:] = self._kv.pages.generations
-        return max(super(HeadPages, self).computed(context), 1)
+        return [max(known, 1) for known in super(HeadPages, self).computed(contexts)]
 
     monkeypatch.setattr(HeadPages, "computed", without_generations)
 

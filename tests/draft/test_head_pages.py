@@ -39,53 +39,61 @@ def put(pages: HeadPages, slot: int, start: int, end: int) -> None:
 def opened(kv: KVCache, count: int) -> tuple[int, Context]:
     tokens = list(range(count))
     slot, _ = kv.open(tokens)
-    return slot, Context(SimpleNamespace(), tokens, kv.page_tables[slot], room=0)
+    return slot, Context(SimpleNamespace(slot=slot), tokens, kv.page_tables[slot], room=0)
 
 
 def test_what_was_put_is_read_across_pages_and_the_rest_is_zero(kv, pages):
     slot, context = opened(kv, 14)
     put(pages, slot, 2, 5)
     put(pages, slot, 5, 11)
-    np.testing.assert_array_equal(pages.features(context.pages, 2, 11), features(2, 11))
-    np.testing.assert_array_equal(pages.features(context.pages, 3, 7), features(3, 7))
-    assert not pages.features(context.pages, 0, 2).any()
-    assert not pages.features(context.pages, 11, 14).any()
+    np.testing.assert_array_equal(pages.features([(context, 2, 11)]), features(2, 11))
+    np.testing.assert_array_equal(pages.features([(context, 3, 7)]), features(3, 7))
+    assert not pages.features([(context, 0, 2)]).any()
+    assert not pages.features([(context, 11, 14)]).any()
 
 
 def test_runs_of_several_sequences_are_put_at_once(kv, pages):
     (first, one), (second, other) = opened(kv, 14), opened(kv, 9)
     spans = np.array([[first, 3, 5, 2], [first, 5, 0, 1], [second, 0, 1, 4]])  # slot, position, row, count
     pages.put(spans, features(50, 57), ONE_PART)
-    np.testing.assert_array_equal(pages.features(one.pages, 3, 6), features(50, 57)[[5, 6, 0]])
-    np.testing.assert_array_equal(pages.features(other.pages, 0, 5)[:4], features(50, 57)[1:5])
+    np.testing.assert_array_equal(pages.features([(one, 3, 6)]), features(50, 57)[[5, 6, 0]])
+    np.testing.assert_array_equal(pages.features([(other, 0, 5)])[:4], features(50, 57)[1:5])
+
+
+def test_features_of_several_sequences_are_read_at_once(kv, pages):
+    (first, one), (second, other) = opened(kv, 14), opened(kv, 9)
+    put(pages, first, 0, 14)
+    put(pages, second, 2, 9)
+    read = pages.features([(other, 1, 4), (one, 3, 6)])
+    np.testing.assert_array_equal(read, [np.zeros(WIDTH), *features(2, 4), *features(3, 6)])
 
 
 def test_a_feature_is_the_parts_of_a_row_that_are_asked_for(kv, pages):
     slot, context = opened(kv, 2)
     row = np.arange(1, 7, dtype=np.float32)[None]  # of six layers
     pages.put(np.array([[slot, 0, 0, 1]]), row, np.array([4, 0, 2]))
-    assert pages.features(context.pages, 0, 1).tolist() == [[5.0, 1.0, 3.0]]
+    assert pages.features([(context, 0, 1)]).tolist() == [[5.0, 1.0, 3.0]]
 
 
 def test_slots_can_be_computed_at_any_time_and_their_features_stay(kv, pages):
     slot, context = opened(kv, 14)
     put(pages, slot, 0, 14)
-    assert pages.computed(context) == 1
-    pages.keep(context, 1, 10)
-    assert pages.computed(context) == 10
-    np.testing.assert_array_equal(pages.features(context.pages, 0, 14), features(0, 14))
+    assert pages.computed([context]) == [1]
+    pages.keep([(context, 1, 10)])
+    assert pages.computed([context]) == [10]
+    np.testing.assert_array_equal(pages.features([(context, 0, 14)]), features(0, 14))
 
 
 def test_a_page_that_was_taken_again_has_forgotten_all(kv, pages):
     slot, context = opened(kv, 14)
     put(pages, slot, 0, 14)
-    pages.keep(context, 1, 5)
+    pages.keep([(context, 1, 5)])
     used = context.pages[:4].tolist()
     kv.release(slot, forget=True)
     _, again = opened(kv, 14)
     assert sorted(again.pages[:4].tolist()) == sorted(used)
-    assert pages.computed(again) == 1
-    assert not pages.features(again.pages, 0, 14).any()
+    assert pages.computed([again]) == [1]
+    assert not pages.features([(again, 0, 14)]).any()
 
 
 def test_nothing_is_kept_beyond_the_heads_context(kv):
@@ -93,8 +101,8 @@ def test_nothing_is_kept_beyond_the_heads_context(kv):
     slot, context = opened(kv, 14)
     for start in range(0, 14, 7):
         put(pages, slot, start, start + 7)
-    np.testing.assert_array_equal(pages.features(context.pages, 0, 6), features(0, 6))
-    assert not pages.features(context.pages, 6, 14).any()
+    np.testing.assert_array_equal(pages.features([(context, 0, 6)]), features(0, 6))
+    assert not pages.features([(context, 6, 14)]).any()
 
 
 def test_features_of_any_size_are_rounded_to_eight_bits(kv):
@@ -102,6 +110,6 @@ def test_features_of_any_size_are_rounded_to_eight_bits(kv):
     pages = HeadPages(kv, ToyHeadRunner(ToyBackend(), np.arange(5)), longest=6, width=7)
     slot, context = opened(kv, 2)
     pages.put(np.array([[slot, 0, 0, 1]]), values, ONE_PART)
-    (rounded,) = pages.features(context.pages, 0, 1)
+    (rounded,) = pages.features([(context, 0, 1)])
     assert rounded[:4].tolist() == [0.0, -1.0, 1 + 2**-7, 1 + 2**-7]
     np.testing.assert_allclose(rounded, values[0], rtol=2**-8)
