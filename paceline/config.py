@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "smollm2-135m"
 BACKENDS = ("auto", "cpu", "torch", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+CUDA_QUANTIZATIONS = ("auto", "none", "native", "fp8", "int8", "int4")
 
 
 @refuse_unknown(ConfigError)
@@ -40,7 +41,7 @@ class BackendOptions:
 
     backend: str = "auto"  # auto: cpu where it can run the model, else torch
     dtype: str = "auto"  # of the torch backend, where auto is float32, and of cuda, where it is bfloat16
-    quantization: str = "auto"  # of the cpu backend: auto | native | int8 | none (float32)
+    quantization: str = "auto"  # of cpu: auto | native | int8 | none (float32); of cuda: CUDA_QUANTIZATIONS
     device: str = "cpu"
     threads: int | None = None  # None: one for each core
 
@@ -61,11 +62,12 @@ class BackendOptions:
             raise ConfigError(
                 f"dtype {self.dtype!r} is for the torch backend; the cpu backend takes quantization instead."
             )
-        if self.name != "cpu" and self.quantization not in ("auto", "none"):
+        if self.name == "torch" and self.quantization not in ("auto", "none"):
             raise ConfigError(
-                f"quantization {self.quantization!r} is for the cpu backend; the {self.name} backend takes "
-                "dtype."
+                f"quantization {self.quantization!r} is for the backends cpu and cuda; torch takes dtype."
             )
+        if self.name == "cuda":
+            _check_choice("quantization of the cuda backend", self.quantization, CUDA_QUANTIZATIONS)
 
     @property
     def name(self) -> str:

@@ -50,6 +50,7 @@ def test_auto_takes_torch_where_the_cpu_backend_cannot_run():
         ({"backend": "cpu", "device": "cuda"}, "backend='torch'"),
         ({"backend": "cpu", "dtype": "bfloat16"}, "quantization instead"),
         ({"backend": "torch", "quantization": "int8"}, "takes dtype"),
+        ({"backend": "cuda", "device": "cuda", "quantization": "q2"}, "one of auto, none, native, fp8"),
         ({"backend": "cuda"}, "use device='cuda'"),
         ({"dtype": "float16"}, "backend='cuda'"),
         ({"threads": 0}, "threads"),

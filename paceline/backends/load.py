@@ -77,7 +77,10 @@ def _load_cuda(
             f"the cuda backend needs the module {error.name}: run `pip install 'paceline[gpu]'`."
         ) from error
     dtype = "bfloat16" if options.dtype == "auto" else options.dtype
-    return CudaBackend.load(checkpoint, device=options.device, dtype=dtype, max_rows=max_rows)
+    quantization = "none" if options.quantization == "auto" else options.quantization
+    return CudaBackend.load(
+        checkpoint, device=options.device, dtype=dtype, quantization=quantization, max_rows=max_rows
+    )
 
 
 _LOADERS: dict[str, Callable[[Checkpoint, BackendOptions, int, Backend | None], Backend]] = {

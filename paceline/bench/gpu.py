@@ -19,7 +19,7 @@ from paceline.backends.base import ForwardBatch, chain_parents
 from paceline.backends.cuda.backend import PAGE_SIZE, CudaBackend
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
 from paceline.backends.cuda.draft_shape import chain_shape
-from paceline.backends.cuda.weights import Weights, load_weights
+from paceline.backends.cuda.weights import Weights, load_weights, packing_for
 from paceline.bench.gpu_drafting import (
     Drafting,
     by_host,
@@ -130,15 +130,17 @@ def measure_gpu(
     speed = bandwidth(device)
     lines: list[Measured] = []
     for shape, of_shape in groupby(plan, key=lambda line: line[0]):
-        weights = load_weights(SHAPES[shape], random_weights(SHAPES[shape], device))
+        packing = packing_for(setting.quantization, lambda name: "random")
+        weights = load_weights(SHAPES[shape], random_weights(SHAPES[shape], device), packing)
+        as_trained = setting.quantization == "none"
         for method, of_method in groupby(of_shape, key=lambda line: line[1]):
             drafting = _DRAFTS[method](weights)
             floor = 1e3 * (weight_bytes(weights) + drafting.bytes_read) / speed
             for _, _, count in of_method:
                 step = measure_ours(weights, count, setting, drafting)
-                plain = measure_torch(shape, count, setting) if method == "plain" else None
-                vllm = VLLM.get((shape, method), {}).get(count)
-                bar = bar_of(shape, method, count, lines)
+                plain = measure_torch(shape, count, setting) if method == "plain" and as_trained else None
+                vllm = VLLM.get((shape, method), {}).get(count) if as_trained else None
+                bar = bar_of(shape, method, count, lines) if as_trained else None
                 lines.append(Measured(shape, method, count, step, floor, plain, vllm, bar))
                 on_line(lines[-1])
     return lines
@@ -180,19 +182,20 @@ _DRAFTS: dict[str, Callable[[Weights], Drafting]] = {
 def weight_bytes(weights: Weights) -> int:
     """Bytes of weights that a step reads."""
     layers = [
-        matrix.weight.nbytes
-        for layer in weights.layers
-        for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        matrix for layer in weights.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)
     ]
-    return sum(layers) + weights.head.weight.nbytes
+    read = [matrix.weight for matrix in (*layers, weights.head)]
+    read += [matrix.scales for matrix in layers if matrix.scales is not None]
+    return sum(tensor.nbytes for tensor in read)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How long requests are."""
+    """How long requests are, and how weights are packed."""
 
     prompt_tokens: int = 128
     output_tokens: int = 256
+    quantization: str = "none"  # or fp8, int8, int4
 
     @property
     def longest(self) -> int:

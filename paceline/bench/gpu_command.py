@@ -10,12 +10,14 @@ import typer
 from rich.table import Table
 
 from paceline.bench.reporting import JsonFile, Report, integers
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.bench.gpu import Measured
 
 DEFAULT_SHAPES = "llama-3.2-1b,qwen2.5-1.5b,llama-3.1-8b"
 DEFAULT_METHODS = "plain,eagle3,tree,model,ngram"
+QUANTIZATIONS = ("none", "fp8", "int8", "int4")
 WORDS = {
     "plain": "plain",
     "eagle3": "EAGLE-3 head, chain of 5",
@@ -35,6 +37,7 @@ def gpu_command(
     ] = None,
     input_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
     output_tokens: Annotated[int, typer.Option(help="Steps, which are tokens of plain answers.")] = 256,
+    quantization: Annotated[str, typer.Option(help="Of the weights: none, fp8, int8 or int4.")] = "none",
     json_file: JsonFile = None,
 ) -> None:
     """Greedy decoding on a CUDA device, plain and speculative, beside plain torch and the figures of vLLM."""
@@ -43,11 +46,13 @@ def gpu_command(
 
     report = Report(json_file)
     names, ways = ([name.strip() for name in given.split(",")] for given in (shapes, methods))
+    if quantization not in QUANTIZATIONS:
+        raise ConfigError(f"--quantization is one of {', '.join(QUANTIZATIONS)}, not {quantization!r}.")
     plan = planned(names, ways, None if requests is None else integers("--requests", requests))
     with progress(len(plan)) as on_turn:
         lines = measure_gpu(
             plan,
-            Setting(input_tokens, output_tokens),
+            Setting(input_tokens, output_tokens, quantization),
             lambda line: on_turn(f"{line.shape}, {line.method}, {line.requests}: {line.milliseconds:.2f} ms"),
         )
     report.show([gpu_table(lines)], NOTES, {"lines": [asdict(line) for line in lines]})

@@ -50,7 +50,10 @@ ENGINE: Group = (
     Flag("backend", str, "auto", "auto, cpu (compiled), torch (the reference; also CUDA) or cuda (kernels)."),
     Flag("dtype", str, "auto", "Of torch: auto, float32 or bfloat16; of cuda: auto, bfloat16 or float16."),
     Flag(
-        "quantization", str, "auto", "Of the cpu backend: auto, native (a file's own blocks), int8 or none."
+        "quantization",
+        str,
+        "auto",
+        "native (a file's own blocks), int8 or none; of cuda fp8 and int4 too. auto: what suits the backend.",
     ),
     Flag("device", str, "cpu", "cpu, or cuda for the backends torch and cuda."),
     Flag("threads", int | None, None, "How many cores to use; all, if left out."),

@@ -27,7 +27,7 @@ from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.sampling import candidates_for, race, take_best
 from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers, select, workspace_bytes
 from paceline.backends.cuda.tables import DeviceTables, rows_of
-from paceline.backends.cuda.weights import Weights, load_weights
+from paceline.backends.cuda.weights import Weights, load_weights, packing_for
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import ModelConfig
@@ -64,19 +64,27 @@ class CudaBackend:
 
     @classmethod
     def load(
-        cls, checkpoint: Checkpoint, *, device: str = "cuda", dtype: str = "bfloat16", max_rows: int = 512
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        device: str = "cuda",
+        dtype: str = "bfloat16",
+        quantization: str = "none",
+        max_rows: int = 512,
     ) -> CudaBackend:
-        """A backend with the checkpoint's weights on `device`, held in `dtype`."""
+        """A backend with the checkpoint's weights on `device`, held in `dtype` or packed."""
         _check_model(checkpoint.config)
         if dtype not in DTYPES:
             raise BackendError(f"The cuda backend has no dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
         place, kind = _find_device(device), DTYPES[dtype]
+        packing = packing_for(quantization, lambda name: checkpoint.tensors[name].kind)
 
         def take(name: str) -> torch.Tensor:
-            return _stored(checkpoint.tensors[name]).to(place).to(kind)
+            is_packed = name.endswith("_proj.weight") and packing(name) != "none"
+            return _stored(checkpoint.tensors[name]).to(place).to(torch.float32 if is_packed else kind)
 
         try:
-            return cls(load_weights(checkpoint.config, take), max_rows)
+            return cls(load_weights(checkpoint.config, take, packing), max_rows)
         except torch.OutOfMemoryError as error:
             values = sum(int(np.prod(tensor.shape)) for tensor in checkpoint.tensors.values())
             free, total = torch.cuda.mem_get_info(place)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from paceline.backends.cuda.kernels.matrix import Matrix, Tiling, tile_heads, tile_matrix, tile_pair
+from paceline.backends.cuda.kernels.packing import step_of
 from paceline.models.config import ModelConfig
 from paceline.models.rope import rope_frequencies
 from paceline.models.transformer import Take
@@ -15,6 +17,7 @@ TILE = 64  # sides of matrices are padded to multiples of it
 PROGRAMS = 132  # one on each multiprocessor of a Hopper; a number of its own, because it decides about bits
 MOST_SPLITS = 4
 LEAST_STEPS = 3  # of a split, or it ends before it has begun
+PACKINGS = ("int4", "fp8", "int8", "none")  # from small to large
 
 
 @dataclass(frozen=True)
@@ -61,59 +64,94 @@ class Weights:
         return [first.qkv, first.output, first.gate_up, first.down, self.head]
 
 
-def load_weights(config: ModelConfig, take: Take) -> Weights:
-    """The weights that `take` gives by name, ready for the kernels."""
+def unpacked(name: str) -> str:
+    """All matrices as they are."""
+    return "none"
+
+
+def packing_for(quantization: str, kind_of: Callable[[str], str]) -> Callable[[str], str]:
+    """How a quantization packs matrices, by name; `kind_of` tells how the file has them.
+
+    `native` keeps the blocks of Q4_0 and Q8_0 as they are, and rounds everything else to int8.
+    """
+    if quantization == "native":
+        return lambda name: "int4" if kind_of(name) == "Q4_0" else "int8"
+    return lambda name: quantization
+
+
+def load_weights(config: ModelConfig, take: Take, packing: Callable[[str], str] = unpacked) -> Weights:
+    """The weights that `take` gives by name, ready for the kernels.
+
+    `packing` tells how a layer's matrix is packed, by name; `take` gives those in float32. The embedding and
+    the head stay as they are.
+    """
     table = _matrix(take("model.embed_tokens.weight"), None)
-    layers = tuple(_load_layer(config, take, f"model.layers.{index}") for index in range(config.num_layers))
     norm = _padded_line(take("model.norm.weight"))
+    layers = tuple(
+        _load_layer(config, take, packing, norm.dtype, f"model.layers.{index}")
+        for index in range(config.num_layers)
+    )
     frequencies = torch.from_numpy(rope_frequencies(config.rope, config.head_dim)).to(norm.device)
     angles = torch.arange(config.max_position, device=norm.device)[:, None].float() * frequencies
     head = table if config.tie_embeddings else _matrix(take("lm_head.weight"), None)
     return Weights(config, table, layers, norm, head, (angles.cos(), angles.sin()))
 
 
-def _load_layer(config: ModelConfig, take: Take, name: str) -> Layer:
+def _load_layer(
+    config: ModelConfig, take: Take, packing: Callable[[str], str], dtype: torch.dtype, name: str
+) -> Layer:
     def read(part: str) -> torch.Tensor:
         return take(f"{name}.{part}")
 
-    qkv = torch.cat([read(f"self_attn.{part}_proj.weight") for part in "qkv"])
+    def matrices(*parts: str) -> tuple[list[torch.Tensor], str]:
+        """Matrices that become one, and how they are packed: alike, the largest of them decides."""
+        names = [f"{name}.{part}.weight" for part in parts]
+        kind = max((packing(own) for own in names), key=PACKINGS.index)
+        weights = [take(own) for own in names]
+        if kind != "none" and weights[0].shape[1] % step_of(kind) == 0:
+            return weights, kind
+        return [weight.to(dtype) for weight in weights], "none"
+
+    heads, heads_packing = matrices(*(f"self_attn.{part}_proj" for part in "qkv"))
     bias = torch.cat([read(f"self_attn.{part}_proj.bias") for part in "qkv"]) if config.qkv_bias else None
+    (output,), output_packing = matrices("self_attn.o_proj")
     output_bias = read("self_attn.o_proj.bias") if config.output_bias else None
-    gate, up = (_padded(read(f"mlp.{part}_proj.weight")) for part in ("gate", "up"))
+    pair, pair_packing = matrices("mlp.gate_proj", "mlp.up_proj")
+    gate, up = (_padded(weight) for weight in pair)
+    (down,), down_packing = matrices("mlp.down_proj")
     norms = (read("self_attn.q_norm.weight"), read("self_attn.k_norm.weight")) if config.qk_norm else None
     return Layer(
         _padded_line(read("input_layernorm.weight")),
-        heads_matrix(qkv, config.head_dim, bias),
+        heads_matrix(torch.cat(heads), config.head_dim, bias, heads_packing),
         norms,
-        _matrix(read("self_attn.o_proj.weight"), output_bias),
+        _matrix(output, output_bias, output_packing),
         _padded_line(read("post_attention_layernorm.weight")),
-        tile_pair(gate, up, tiling_for(2 * len(gate), gate.shape[1])),
-        _matrix(read("mlp.down_proj.weight"), None),
+        tile_pair(gate, up, tiling_for(2 * len(gate), gate.shape[1], TILE, pair_packing)),
+        _matrix(down, None, down_packing),
     )
 
 
-def tiling_for(width: int, depth: int, columns: int = TILE) -> Tiling:
+def tiling_for(width: int, depth: int, columns: int = TILE, packing: str = "none") -> Tiling:
     """How to cut a matrix of these padded sides. A function of the shape alone: it decides about bits."""
-    step = 128 if depth % 128 == 0 else 64
+    step = step_of(packing) if packing != "none" else 128 if depth % 128 == 0 else 64
     tiles, steps = width // columns, depth // step
     splits = 1
     while splits < MOST_SPLITS and 2 * splits * tiles <= PROGRAMS and steps >= 2 * splits * LEAST_STEPS:
         splits *= 2
-    return Tiling(columns, step, splits, warps=columns // 16)
+    return Tiling(columns, step, splits, warps=columns // 16, packing=packing)
 
 
-def _matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+def _matrix(weight: torch.Tensor, bias: torch.Tensor | None, packing: str = "none") -> Matrix:
     padded = _padded(weight)
-    return tile_matrix(
-        padded, len(weight), tiling_for(*padded.shape), None if bias is None else _padded_line(bias)
-    )
+    tiling = tiling_for(len(padded), padded.shape[1], TILE, packing)
+    return tile_matrix(padded, len(weight), tiling, None if bias is None else _padded_line(bias))
 
 
-def heads_matrix(weight: torch.Tensor, dim: int, bias: torch.Tensor | None) -> Matrix:
+def heads_matrix(weight: torch.Tensor, dim: int, bias: torch.Tensor | None, packing: str = "none") -> Matrix:
     """A matrix [heads * dim, hidden] whose tiles are heads."""
     columns = max(TILE, 1 << (dim - 1).bit_length())
     padded = torch.nn.functional.pad(weight, (0, padded_size(weight.shape[1]) - weight.shape[1]))
-    tiling = tiling_for(len(weight) // dim * columns, padded.shape[1], columns)
+    tiling = tiling_for(len(weight) // dim * columns, padded.shape[1], columns, packing)
     return tile_heads(padded, dim, tiling, bias)
 
 

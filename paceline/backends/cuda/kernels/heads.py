@@ -16,6 +16,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     rows_at,
     squares_at,
     weight_at,
+    scales_at,
     bias_at,
     positions_at,
     places_at,
@@ -43,6 +44,8 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
+    packing: tl.constexpr,
+    stages: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     follow(overlap)
@@ -54,7 +57,20 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     real = token < row_count
     position = tl.load(positions_at + token, mask=real, other=0)
     place = tl.load(places_at + token, mask=real, other=-1).to(tl.int64)
-    last, total = tile_sums(rows_at, weight_at, partial_at, counters_at, depth, splits, columns, tokens, step)
+    last, total = tile_sums(
+        rows_at,
+        weight_at,
+        scales_at,
+        partial_at,
+        counters_at,
+        depth,
+        splits,
+        columns,
+        tokens,
+        step,
+        packing,
+        stages,
+    )
     if last:
         total *= norm_factor(squares, size, eps)
         if has_bias:
@@ -114,6 +130,7 @@ def project_heads(
         normed.rows,
         normed.squares,
         matrix.weight,
+        matrix.scales,
         matrix.bias,
         positions,
         places,
@@ -140,8 +157,9 @@ def project_heads(
         tiling.columns,
         tokens,
         tiling.step,
+        tiling.packing,
+        stages_for(matrix, tokens),
         overlap,
         num_warps=tiling.warps,
-        num_stages=stages_for(matrix, tokens),
         launch_pdl=overlap,
     )

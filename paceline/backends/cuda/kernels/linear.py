@@ -21,6 +21,7 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     rows_at,
     squares_at,
     weight_at,
+    scales_at,
     bias_at,
     output_at,
     partial_at,
@@ -37,13 +38,28 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
+    packing: tl.constexpr,
+    stages: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     follow(overlap)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     token = tl.program_id(0) * tokens + tl.arange(0, tokens)
     squares = load_squares(squares_at, token, groups, most_groups)
-    last, total = tile_sums(rows_at, weight_at, partial_at, counters_at, depth, splits, columns, tokens, step)
+    last, total = tile_sums(
+        rows_at,
+        weight_at,
+        scales_at,
+        partial_at,
+        counters_at,
+        depth,
+        splits,
+        columns,
+        tokens,
+        step,
+        packing,
+        stages,
+    )
     if last:
         total *= norm_factor(squares, size, eps)
         if has_bias:
@@ -57,6 +73,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     rows_at,
     squares_at,
     weight_at,
+    scales_at,
     output_at,
     partial_at,
     counters_at,
@@ -70,6 +87,8 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
+    packing: tl.constexpr,
+    stages: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     follow(overlap)
@@ -77,7 +96,20 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     column = tl.program_id(1) * half + tl.arange(0, half)
     token = tl.program_id(0) * tokens + tl.arange(0, tokens)
     squares = load_squares(squares_at, token, groups, most_groups)
-    last, total = tile_sums(rows_at, weight_at, partial_at, counters_at, depth, splits, columns, tokens, step)
+    last, total = tile_sums(
+        rows_at,
+        weight_at,
+        scales_at,
+        partial_at,
+        counters_at,
+        depth,
+        splits,
+        columns,
+        tokens,
+        step,
+        packing,
+        stages,
+    )
     if last:
         total *= norm_factor(squares, size, eps)
         gate, up = halves(total, columns, tokens)
@@ -90,6 +122,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
 def _add_kernel(  # type: ignore[no-untyped-def]
     rows_at,
     weight_at,
+    scales_at,
     bias_at,
     hidden_at,
     norm_at,
@@ -104,6 +137,8 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
+    packing: tl.constexpr,
+    stages: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     tile = tl.program_id(1)
@@ -113,7 +148,20 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     follow(overlap)
     place = token[None, :] * padded_width + column[:, None]
     hidden = tl.load(hidden_at + place)
-    last, total = tile_sums(rows_at, weight_at, partial_at, counters_at, depth, splits, columns, tokens, step)
+    last, total = tile_sums(
+        rows_at,
+        weight_at,
+        scales_at,
+        partial_at,
+        counters_at,
+        depth,
+        splits,
+        columns,
+        tokens,
+        step,
+        packing,
+        stages,
+    )
     if last:
         if has_bias:
             total += tl.load(bias_at + column).to(tl.float32)[:, None]
@@ -132,6 +180,7 @@ def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
         normed.rows,
         normed.squares,
         matrix.weight,
+        matrix.scales,
         matrix.bias,
         output,
         scratch.partial,
@@ -148,9 +197,10 @@ def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
         tiling.columns,
         tokens,
         tiling.step,
+        tiling.packing,
+        stages_for(matrix, tokens),
         overlap,
         num_warps=tiling.warps,
-        num_stages=stages_for(matrix, tokens),
         launch_pdl=overlap,
     )
 
@@ -163,6 +213,7 @@ def gate_up(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
         normed.rows,
         normed.squares,
         matrix.weight,
+        matrix.scales,
         output,
         scratch.partial,
         scratch.counters,
@@ -176,9 +227,10 @@ def gate_up(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
         tiling.columns,
         tokens,
         tiling.step,
+        tiling.packing,
+        stages_for(matrix, tokens),
         overlap,
         num_warps=tiling.warps,
-        num_stages=stages_for(matrix, tokens),
         launch_pdl=overlap,
     )
 
@@ -198,6 +250,7 @@ def add_product(
     _add_kernel[(padded_rows(rows) // tokens, matrix.tiles, tiling.splits)](
         inputs,
         matrix.weight,
+        matrix.scales,
         matrix.bias,
         hidden,
         norm,
@@ -212,8 +265,9 @@ def add_product(
         tiling.columns,
         tokens,
         tiling.step,
+        tiling.packing,
+        stages_for(matrix, tokens),
         overlap,
         num_warps=tiling.warps,
-        num_stages=stages_for(matrix, tokens),
         launch_pdl=overlap,
     )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from paceline.backends.cuda.kernels.packing import pack
+
 LEAST_TOKENS = 16  # rows of a tile
 MOST_TOKENS = 64
 SHARED_BYTES = 208 << 10  # of a multiprocessor, less what the ends of programs need
@@ -21,16 +23,18 @@ class Tiling:
     step: int = 128  # of the depth at a time
     splits: int = 1
     warps: int = 4
+    packing: str = "none"  # or one of kernels/packing.py
 
 
 @dataclass(frozen=True)
 class Matrix:
     """Weights in the order in which programs read them, both sides padded with zeros to whole tiles."""
 
-    weight: torch.Tensor  # [tiles, steps, columns, step]
+    weight: torch.Tensor  # [tiles, steps, columns, step], or words: int32 [tiles, steps, columns, GROUP]
     width: int  # columns of the output, without padding
     tiling: Tiling
     bias: torch.Tensor | None = None  # [padded width]
+    scales: torch.Tensor | None = None  # int32 [tiles, steps, pairs, columns], or float32 [padded width]
 
     @property
     def tiles(self) -> int:
@@ -48,8 +52,14 @@ class Matrix:
 def tile_matrix(weight: torch.Tensor, width: int, tiling: Tiling, bias: torch.Tensor | None = None) -> Matrix:
     """A matrix [padded width, padded depth] in the order in which programs read it."""
     padded, depth = weight.shape
-    shape = (padded // tiling.columns, tiling.columns, depth // tiling.step, tiling.step)
-    return Matrix(weight.view(shape).transpose(1, 2).contiguous(), width, tiling, bias)
+    tiles, steps = padded // tiling.columns, depth // tiling.step
+    scales = None
+    if tiling.packing != "none":
+        weight, scales = pack(weight, tiling.packing)
+        if scales.ndim > 1:
+            scales = scales.view(tiles, tiling.columns, steps, -1).permute(0, 2, 3, 1).contiguous()
+    tiled = weight.view(tiles, tiling.columns, steps, -1).transpose(1, 2).contiguous()
+    return Matrix(tiled, width, tiling, bias, scales)
 
 
 def tile_pair(gate: torch.Tensor, up: torch.Tensor, tiling: Tiling) -> Matrix:
@@ -118,6 +128,6 @@ def padded_rows(rows: int) -> int:
 def stages_for(matrix: Matrix, tokens: int) -> int:
     """How many steps are in shared memory at once: as many as two programs of a multiprocessor have room for,
     or one where the depth is split, because there are fewer programs than multiprocessors then."""
-    size = (matrix.tiling.columns + tokens) * matrix.tiling.step * matrix.weight.itemsize
+    size = matrix.weight[0, 0].nbytes + tokens * matrix.tiling.step * 2
     room = SHARED_BYTES if matrix.tiling.splits > 1 else SHARED_BYTES // 2
     return max(2, min(MOST_STAGES, room // size))

@@ -19,16 +19,71 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
-    weight_at, rows_at, depth, begin, end, columns: tl.constexpr, tokens: tl.constexpr, step: tl.constexpr
+    weight_at,
+    rows_at,
+    depth,
+    begin,
+    end,
+    columns: tl.constexpr,
+    tokens: tl.constexpr,
+    step: tl.constexpr,
+    stages: tl.constexpr,
 ):
     """Weights [columns, depth] times rows [tokens, depth], `begin` to `end`: float32 [columns, tokens]."""
     column, token, along = tl.arange(0, columns), tl.arange(0, tokens), tl.arange(0, step)
     weights = weight_at + column[:, None] * step + along[None, :]
     rows = rows_at + token[None, :] * depth + along[:, None]
     total = tl.zeros([columns, tokens], tl.float32)
-    for at in range(begin, end, step):
+    for at in tl.range(begin, end, step, num_stages=stages):
         at = tl.multiple_of(at, 64)
         total = tl.dot(tl.load(weights + at * columns), tl.load(rows + at), total)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _numbers(words, index: tl.constexpr, packing: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What place `index` of each word holds, without its scale."""
+    if packing == "fp8":
+        numbers = ((words >> 8 * index) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        bits: tl.constexpr = 8 if packing == "int8" else 4
+        numbers = ((words << (32 - bits * (index + 1))) >> (32 - bits)).to(tl.float32)
+    return numbers.to(dtype)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _packed_product(  # type: ignore[no-untyped-def]
+    words_at,
+    scales_at,
+    rows_at,
+    depth,
+    begin,
+    end,
+    columns: tl.constexpr,
+    tokens: tl.constexpr,
+    step: tl.constexpr,
+    packing: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """The same of packed weights (packing.py): groups are multiplied as whole numbers, then scaled."""
+    group: tl.constexpr = 32
+    column, token, along = tl.arange(0, columns), tl.arange(0, tokens), tl.arange(0, group)
+    dtype: tl.constexpr = rows_at.dtype.element_ty
+    total = tl.zeros([columns, tokens], tl.float32)
+    for at in tl.range(begin, end, step, num_stages=stages):
+        at = tl.multiple_of(at, 64)
+        number = at // step
+        words = tl.load(words_at + number * (columns * group) + column[:, None] * group + along[None, :])
+        for index in tl.static_range(step // group):
+            rows = tl.load(rows_at + at + index * group + token[None, :] * depth + along[:, None])
+            numbers = _numbers(words, index, packing, dtype)
+            if packing == "fp8":
+                total = tl.dot(numbers, rows, total)
+            else:
+                pair_at = scales_at + (number * (step // group // 2) + index // 2) * columns + column
+                scale = (tl.load(pair_at) >> 16 * (index % 2)).to(tl.int16).to(tl.float16, bitcast=True)
+                scale = tl.broadcast_to(scale.to(tl.float32)[:, None], [columns, tokens])
+                total = tl.fma(tl.dot(numbers, rows), scale, total)
     return total
 
 
@@ -55,6 +110,7 @@ def _meet(  # type: ignore[no-untyped-def]
 def tile_sums(  # type: ignore[no-untyped-def]
     rows_at,
     weight_at,
+    scales_at,
     partial_at,
     counters_at,
     depth,
@@ -62,6 +118,8 @@ def tile_sums(  # type: ignore[no-untyped-def]
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
+    packing: tl.constexpr,
+    stages: tl.constexpr,
 ):
     """Whether this program is its tile's last, and the tile's sums if it is: float32 [columns, tokens].
 
@@ -70,11 +128,24 @@ def tile_sums(  # type: ignore[no-untyped-def]
     row_tile, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     steps = depth // step
     begin, end = split * steps // splits * step, (split + 1) * steps // splits * step
-    weight_at += (tile * columns).to(tl.int64) * depth
-    total = _product(weight_at, rows_at + row_tile * tokens * depth, depth, begin, end, columns, tokens, step)
+    rows_at += row_tile * tokens * depth
+    first = (tile * columns).to(tl.int64)
+    if packing == "none":
+        total = _product(weight_at + first * depth, rows_at, depth, begin, end, columns, tokens, step, stages)
+    else:
+        words_at = weight_at + first * (steps * 32)
+        tile_scales_at = scales_at
+        if packing != "fp8":
+            tile_scales_at += first * (steps * (step // 64))
+        total = _packed_product(
+            words_at, tile_scales_at, rows_at, depth, begin, end, columns, tokens, step, packing, stages
+        )
     number = row_tile * tl.num_programs(1) + tile
     partial_at += number * splits * columns * tokens
-    return _meet(total, partial_at, counters_at + number, split, splits, columns, tokens)
+    last, total = _meet(total, partial_at, counters_at + number, split, splits, columns, tokens)
+    if packing == "fp8":
+        total *= tl.load(scales_at + first + tl.arange(0, columns))[:, None]
+    return last, total
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,0 +1,62 @@
+"""Packed weights are the rounded ones, and products of them are those of plain torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.models.gguf_blocks import dequantize
+
+WIDTH, DEPTH = 64, 512
+PACKINGS = ("int8", "int4", "fp8")
+
+
+def rounded(weight: torch.Tensor, packing: str) -> torch.Tensor:
+    """What the packed weights stand for: float32 [rows, depth]."""
+    from paceline.backends.cuda.kernels import packing as room
+
+    if packing == "fp8":
+        codes, scales = room.round_to_fp8(weight)
+        return codes.view(torch.float8_e4m3fn).float() * scales[:, None]
+    codes, scales = (room.round_to_int8 if packing == "int8" else room.round_to_int4)(weight)
+    return (codes.view(len(weight), -1, room.GROUP).float() * scales.float()[..., None]).flatten(1)
+
+
+@pytest.mark.parametrize(("packing", "bound"), [("int8", 0.01), ("int4", 0.1), ("fp8", 0.04)])
+def test_a_product_of_packed_weights(
+    packing: str, bound: float, device: torch.device, dtype: torch.dtype
+) -> None:
+    from paceline.backends.cuda.kernels import matrix
+    from paceline.backends.cuda.kernels.linear import add_product
+    from paceline.backends.cuda.kernels.packing import step_of
+
+    torch.manual_seed(6)
+    weight, rows = torch.randn(WIDTH, DEPTH) / 20, torch.randn(16, DEPTH).to(dtype)
+    tiling = matrix.Tiling(columns=64, step=step_of(packing), splits=2, packing=packing)
+    packed = matrix.tile_matrix(weight.to(device), WIDTH, tiling)
+    hidden, norm = torch.zeros(16, WIDTH, device=device), torch.ones(WIDTH, device=device, dtype=dtype)
+    prepared = torch.empty(16, WIDTH, device=device, dtype=dtype)
+    normed = matrix.Normed(prepared, torch.empty(16, 1, device=device), WIDTH, 1e-5)
+    add_product(rows.to(device), packed, hidden, norm, normed, 3, matrix.scratch_for([packed], 3, device))
+    expected = rows[:3].float() @ rounded(weight, packing).T
+    torch.testing.assert_close(hidden[:3].cpu(), expected, rtol=1e-3, atol=2e-3)
+    whole = rows[:3].float() @ weight.T
+    assert float((expected - whole).norm() / whole.norm()) < bound
+
+
+@pytest.mark.parametrize(("kind", "packing", "size"), [("Q8_0", "int8", 34), ("Q4_0", "int4", 18)])
+def test_blocks_of_a_file_stay_what_they_are(kind: str, packing: str, size: int) -> None:
+    """A block is a scale and 32 numbers, one of them the largest there is: so converters write it."""
+    generator = np.random.default_rng(5)
+    blocks = generator.integers(0, 256, (8, 4, size), dtype=np.uint8)
+    blocks[:, :, :2] = (generator.random((8, 4, 1)) / 100).astype(np.float16).view(np.uint8)
+    blocks[:, :, 2:] = np.where(blocks[:, :, 2:] == 128, 7, blocks[:, :, 2:])  # -128 is no number of Q8_0
+    blocks[:, :, 2] = 127 if kind == "Q8_0" else 0  # of Q4_0: two times -8
+    values = torch.from_numpy(dequantize(kind, blocks.reshape(8, -1))).view(8, -1)
+    assert torch.equal(rounded(values, packing), values)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_nothing_is_packed_as_nothing(packing: str) -> None:
+    assert not rounded(torch.zeros(2, 64), packing).any()
