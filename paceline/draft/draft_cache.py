@@ -120,7 +120,8 @@ class SharedPages:
     def keep(self, spans: Sequence[Span]) -> None:
         computed = [(context.request.slot, start, end) for context, start, end in spans]
         lines, counts = self._kv.page_tables, (self._counts, self._generations, self._kv.pages.generations)
-        _count_spans_in(lines, np.array(computed, dtype=np.int64), self._kv.page_size, *counts)
+        kept = np.array(computed, dtype=np.int64).reshape(-1, 3)
+        _count_spans_in(lines, kept, self._kv.page_size, *counts)
 
     def keep_drafted(self, context: Context, tokens: Sequence[int]) -> None:
         self._drafted[context.request] = _Drafted(context.pages.copy(), len(context.tokens), tokens)

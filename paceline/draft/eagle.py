@@ -203,13 +203,16 @@ class HeadDrafter(Drafter):
         if len(known) < len(requests) or max(ends) > self._shape.longest:
             return None
         self._passes.compute(known)
-        spans = [(context.pages, len(context.tokens) - 2, len(context.tokens) - 1) for context in known]
-        return np.concatenate([self._pages.features(*span) for span in spans])
+        return self._pages.features(
+            [(context, len(context.tokens) - 2, len(context.tokens) - 1) for context in known]
+        )
 
     def take_back(self, requests: Sequence[Request]) -> None:
-        for context in self._pages.open(requests, [1] * len(requests)):
-            if context is not None:  # the slots of accepted guesses are there; some read states of the head's
-                self._pages.keep(context, self._pages.computed(context), len(context.tokens) - 1)
+        opened = self._pages.open(requests, [1] * len(requests))
+        known = [context for context in opened if context is not None]
+        starts = zip(known, self._pages.computed(known), strict=True)
+        # the slots of accepted guesses are there; some read states of the head's
+        self._pages.keep([(context, start, len(context.tokens) - 1) for context, start in starts])
 
     def backlog(self, request: Request) -> int:
         return self._pages.backlog(request)
