@@ -26,6 +26,7 @@ from paceline.control.knowledge import Knowledge, key_of
 from paceline.control.memory import Memory
 from paceline.control.planned import Asked, Planned, Wish
 from paceline.control.probes import Probe, Probes
+from paceline.control.routine import Judge, Routine
 from paceline.control.segments import SegmentGains
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.engine.stats import ControlFacts
@@ -79,10 +80,7 @@ class AutoController(Controller):
         self._hold = HOLDS  # steps that the next choice holds
         self._names: set[str] = set()  # who drafts by the last choice
         self._wishes: dict[Request, Wish] = {}  # what was chosen
-        self._routine = 0  # steps that may be as the last one was, if the same requests run
-        self._same: list[Request] = []  # those that ran then
-        self._plans: list[DraftPlan] = []  # and their plans
-        self._as_before: Planned | None = None  # what such a step is
+        self._routine: Routine | None = None  # what follows the last step that was looked at
         self._gained: Counter[str] = Counter()  # accepted tokens since the last choice, by segment
         self._planned: Planned | None = None
         self.reasons: Counter[str] = Counter()  # steps, by why they were planned as they were
@@ -108,11 +106,12 @@ class AutoController(Controller):
 
     def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
         self._step += 1
-        if self._routine and self._step < self._holds_until and running == self._same:
-            self._routine -= 1
-            self._planned = self._as_before
+        routine = self._routine
+        if routine is not None and self._step < self._holds_until and routine.goes_on(running):
+            routine.left -= 1
+            self._planned = routine.planned
             self.reasons[self._facts.reason if self._facts else NO_GAIN] += 1
-            return self._plans
+            return routine.plans
         self._planned = None
         plans = [PLAIN if request.plan is None else request.plan for request in running]
         places = [place for place, request in enumerate(running) if _is_open(request)]
@@ -135,20 +134,32 @@ class AutoController(Controller):
         self.reasons[reason] += 1
         self._facts = ControlFacts(reason, self.regret, math.exp(floor.gain.mean), self.poor_segments)
         if self._log is not None:
-            self._log(self._decision(reason, load, by_key))
-        self._routine = self._steps_alike(reason, requests) if rows == len(running) else 0
-        self._same, self._plans = list(running), plans
-        self._as_before = Planned({}, self._best, floor, None)
+            drafts = tuple(
+                (f"{key[0]}#{key[1]}", "+".join(one.names), one.length) for key, one in by_key.items()
+            )
+            self._log(Decision(self._step, reason, load, drafts, self._best, self._market.plain))
+        self._routine = None
+        if rows == len(running):
+            self._routine = Routine(list(running), plans, Planned({}, self._best, floor, None), 0)
+            self._let_follow(self._routine, reason, running)
         return plans
 
-    def _steps_alike(self, reason: str, requests: Sequence[Request]) -> int:
-        """How many steps can be as this one is, with the same requests, without being looked at."""
+    def _let_follow(self, routine: Routine, reason: str, running: Sequence[Request]) -> None:
+        """Say how many steps can be as this one, and how their drafts are judged."""
         if reason == NO_GAIN:
-            return HOLDS
-        if reason != GAIN or len(requests) > 1:  # several compete for rows, which is decided in each step
-            return 0
-        known = (self.known.model(name, requests[0]).drafts >= WELL_KNOWN for name in self._names)
-        return ROUTINE if all(known) else 0
+            routine.left = HOLDS
+        if reason != GAIN:
+            return
+        models = {self.known.model(name, request) for name in self._names for request in running}
+        if any(model.drafts < WELL_KNOWN for model in models):
+            return
+        if len(models) == 1:
+            (model,) = models
+            lucks = np.array([model.luck(key_of(request), request.segment) for request in running])
+            line, rate = model.calibration.line, self._best.rate
+            routine.left, routine.judge = ROUTINE, Judge(line, lucks, self._market.prices, rate)
+        elif len(running) == 1:
+            routine.left = ROUTINE
 
     def _is_due(self, requests: Sequence[Request], rows: int) -> bool:
         """Whether something is to be chosen now: from time to time, and at once if other requests run."""
@@ -290,8 +301,10 @@ class AutoController(Controller):
 
     def trim(self, parts: Sequence[Scheduled], trees: DraftTrees) -> DraftTrees:
         planned = self._planned
-        if planned is None or not planned.asked:
+        if planned is None:
             return trees
+        if self._routine is not None and planned is self._routine.planned:
+            return trees if self._routine.judge is None else self._routine.judge.trim(trees)
         candidates: list[tuple[float, int]] = []  # (-chance, node) of those that may be left out
         for index, part in enumerate(parts):
             drafter = part.plan.drafter
@@ -336,7 +349,7 @@ class AutoController(Controller):
         if stats.failed or stats.rows == 0:
             return
         self._probes.earn(stats.total_time)
-        is_quiet = planned is not None and planned is self._as_before and planned.choice.offer is None
+        is_quiet = planned is not None and not planned.asked and planned.choice.offer is None
         if stats.prefill_tokens == 0 and not (is_quiet and self._step % SELDOM):
             self.known.observe_pass(stats)
         if planned is None:
@@ -349,7 +362,7 @@ class AutoController(Controller):
             worth = stats.new_tokens / stats.requests * self._market.plain.seconds
             planned.floor.observe(worth, stats.total_time)
             if planned.floor.reason is not None:
-                self._routine = 0
+                self._routine = None
 
     def _observe_drafts(self, planned: Planned, stats: StepStats) -> None:
         """Take in what drafts cost, and what became of them."""
@@ -380,22 +393,6 @@ class AutoController(Controller):
         said, right = [asked.said[node] for node in tried], [node in path for node in tried]
         self.known.model(asked.drafter, asked.request).observe(key, asked.request.segment, said, right)
         return draft.accepted
-
-    def _decision(self, reason: str, load: Load, asked: Mapping[Key, Asked]) -> Decision:
-        step = self._best if reason in ("gain", "probe") else self._market.plain
-        return Decision(
-            step=self._step,
-            reason=reason,
-            running=load.running,
-            waiting=load.waiting,
-            drafts=tuple(
-                (f"{key[0]}#{key[1]}", "+".join(one.names), one.length) for key, one in asked.items()
-            ),
-            tokens=step.tokens,
-            seconds=step.seconds,
-            plain_tokens=self._market.plain.tokens,
-            plain_seconds=self._market.plain.seconds,
-        )
 
 
 def _is_open(request: Request) -> bool:

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from paceline.control.choice import Choice
+from paceline.control.controller import Load
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A step's plan. Seconds and tokens are what was expected of it."""
+    """A step's plan."""
 
     step: int
     reason: str  # gain | no gain | pair | stopped | probe: see docs/control.md
-    running: int
-    waiting: int
+    load: Load
     drafts: tuple[tuple[str, str, int], ...]  # (request, drafter, most nodes) of those that draft
-    tokens: float  # of the step
-    seconds: float
-    plain_tokens: float  # of the same step without drafts
-    plain_seconds: float
+    best: Choice  # what is expected of the best choice
+    plain: Choice  # and of the same step without drafts
 
-    @property
-    def gain(self) -> float:
-        """Expected tokens per second, as many times those of plain decoding."""
-        return self.tokens / self.seconds / (self.plain_tokens / self.plain_seconds)
+    def facts(self) -> dict[str, Any]:
+        """What is written down. Seconds and tokens are what was expected of the step."""
+        step = self.best if self.reason in ("gain", "probe") else self.plain
+        return {
+            "step": self.step,
+            "reason": self.reason,
+            "running": self.load.running,
+            "waiting": self.load.waiting,
+            "drafts": self.drafts,
+            "tokens": step.tokens,
+            "seconds": step.seconds,
+            "plain_tokens": self.plain.tokens,
+            "plain_seconds": self.plain.seconds,
+            "gain": round(step.rate / self.plain.rate, 3),
+        }
 
 
 class DecisionLog:
@@ -35,7 +47,7 @@ class DecisionLog:
         self._last: tuple[object, ...] = ()
 
     def __call__(self, decision: Decision) -> None:
-        said = (decision.reason, decision.running, decision.drafts)
+        said = (decision.reason, decision.load.running, decision.drafts)
         if said != self._last:
             self._last = said
-            self._file.write(json.dumps(asdict(decision) | {"gain": round(decision.gain, 3)}) + "\n")
+            self._file.write(json.dumps(decision.facts()) + "\n")

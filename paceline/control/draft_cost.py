@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 TERMS = 5  # of a call's price: the call, each request, each level, each node, each token to catch up with
 # How readily each of them is changed. What could be a price of levels is taken for one: if it is not, short
 # drafts are tried once too often, and not once too seldom.
-READY = (0.09, 0.01, 0.25, 0.0025, 0.004)
+READY = (0.09, 0.01, 0.25, 0.0025, 0.001)
 FASTER, SLOWER = 0.5, 0.2  # of what a call took less or more than thought: who is slow may have been held up
-SURPRISE = (
-    0.1  # of a plain pass: a call is believed to take so much more than was thought, the next twice that
-)
+SURPRISE, HELD_UP = 0.1, 0.5  # of a plain pass, and of what was thought: so much more is believed of a call
 WARM_UP = 2  # calls of a drafter of which the quickest counts: the first ones fill its caches
 LATE = 0.004  # of a plain pass: what a token to catch up with is thought to cost
 FADE = 0.998  # what is left of the price of what is not called, after a while
@@ -49,14 +47,15 @@ class CallPrices:
 
     def observe(self, sizes: Sequence[float], seconds: float) -> None:
         """Take in a call of these sizes, one for each of the TERMS."""
-        missing = seconds - sum(map(mul, self.prices, sizes))
+        thought = sum(map(mul, self.prices, sizes))
+        missing, most = seconds - thought, self._believed + HELD_UP * thought
         if len(self._first) < WARM_UP:
             if seconds < min(self._first, default=math.inf):
                 self.prices = self._unknown  # what was thought before is forgotten
                 self._move(sizes, seconds - sum(map(mul, self.prices, sizes)))
             self._first.append(seconds)
-        elif missing > self._believed and not sizes[-1]:  # what is to catch up with is seldom, and much
-            self._move(sizes, SLOWER * self._believed)
+        elif missing > most:
+            self._move(sizes, SLOWER * most)
             self._believed *= 2.0
         else:
             self._move(sizes, missing * (SLOWER if missing > 0.0 else FASTER))

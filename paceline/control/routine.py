@@ -1,0 +1,61 @@
+"""Steps that are as the one before: the same requests, the same plans, and nothing to be learned.
+
+Planning and learning take as long as a drafted row. Where drafters are well known, a few steps in which only
+what is drafted is new can do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.control.calibration import POINTS
+from paceline.control.choice import PassPrices, worth_verifying
+from paceline.control.cost import Float64Array
+from paceline.control.planned import Planned
+from paceline.draft.trees import DraftPlan, DraftTrees
+
+if TYPE_CHECKING:
+    from paceline.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """What is to be believed of the drafts of one drafter, and what they must be worth."""
+
+    line: Sequence[float]  # of its calibration
+    lucks: Float64Array  # [requests]
+    prices: PassPrices
+    rate: float  # tokens that a second is worth
+
+    def trim(self, trees: DraftTrees) -> DraftTrees:
+        """What is worth verifying; what was drawn, or nothing was said of, stays."""
+        if trees.chances is None or trees.draws is not None:
+            return trees
+        sizes = np.diff(trees.offsets)
+        chances = np.interp(trees.chances, POINTS, self.line) * np.repeat(self.lucks, sizes)
+        order = np.argsort(-chances, kind="stable")
+        count = worth_verifying(chances[order].tolist(), self.prices, self.rate)
+        if count == len(order) or np.isnan(chances).any():
+            return trees
+        keep = np.zeros(len(order), dtype=np.bool_)
+        keep[order[:count]] = True
+        return trees.kept(keep)
+
+
+@dataclass(slots=True)
+class Routine:
+    """What such a step is."""
+
+    running: Sequence[Request]
+    plans: list[DraftPlan]  # [running]
+    planned: Planned
+    left: int  # how many of them may follow
+    judge: Judge | None = None  # None: all that is drafted is verified
+
+    def goes_on(self, running: Sequence[Request]) -> bool:
+        """Whether the next step is one of them."""
+        return self.left > 0 and running == self.running
