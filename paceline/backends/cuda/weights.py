@@ -15,6 +15,7 @@ from paceline.models.transformer import Take
 
 TILE = 64  # sides of matrices are padded to multiples of it
 PROGRAMS = 132  # one on each multiprocessor of a Hopper; a number of its own, because it decides about bits
+PACKED_PROGRAMS = 528  # unpacking takes time in which others can read
 MOST_SPLITS = 4
 LEAST_STEPS = 3  # of a split, or it ends before it has begun
 PACKINGS = ("int4", "fp8", "int8", "none")  # from small to large
@@ -135,8 +136,9 @@ def tiling_for(width: int, depth: int, columns: int = TILE, packing: str = "none
     """How to cut a matrix of these padded sides. A function of the shape alone: it decides about bits."""
     step = step_of(packing) if packing != "none" else 128 if depth % 128 == 0 else 64
     tiles, steps = width // columns, depth // step
+    programs, most = (PROGRAMS, MOST_SPLITS) if packing == "none" else (PACKED_PROGRAMS, 4 * MOST_SPLITS)
     splits = 1
-    while splits < MOST_SPLITS and 2 * splits * tiles <= PROGRAMS and steps >= 2 * splits * LEAST_STEPS:
+    while splits < most and 2 * splits * tiles <= programs and steps >= 2 * splits * LEAST_STEPS:
         splits *= 2
     return Tiling(columns, step, splits, warps=columns // 16, packing=packing)
 

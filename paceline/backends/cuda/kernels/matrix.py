@@ -12,6 +12,7 @@ from paceline.backends.cuda.kernels.packing import pack
 LEAST_TOKENS = 16  # rows of a tile
 MOST_TOKENS = 64
 SHARED_BYTES = 208 << 10  # of a multiprocessor, less what the ends of programs need
+PACKED_TOGETHER = 4  # programs of a multiprocessor, where weights are packed
 MOST_STAGES = 6
 
 
@@ -130,4 +131,6 @@ def stages_for(matrix: Matrix, tokens: int) -> int:
     or one where the depth is split, because there are fewer programs than multiprocessors then."""
     size = matrix.weight[0, 0].nbytes + tokens * matrix.tiling.step * 2
     room = SHARED_BYTES if matrix.tiling.splits > 1 else SHARED_BYTES // 2
+    if matrix.tiling.packing != "none":
+        room = SHARED_BYTES // PACKED_TOGETHER
     return max(2, min(MOST_STAGES, room // size))

@@ -14,6 +14,7 @@ import torch
 
 GROUP = 32  # numbers of a row that have one scale, and words of a row and step
 BITS = {"int8": 8, "int4": 4, "fp8": 8}
+BIASES = {"int8": 128, "int4": 8, "fp8": 0}  # added to whole numbers, so that none is below zero
 LARGEST_FP8 = 448.0
 
 
@@ -27,9 +28,10 @@ def pack(weight: torch.Tensor, packing: str) -> tuple[torch.Tensor, torch.Tensor
 
     Those of groups are pairs in one word: int32 [rows, steps, pairs]; those of rows are float32 [rows].
     """
-    codes, scales = _ROUND[packing](weight.float())
+    numbers, scales = _ROUND[packing](weight.float())
     bits, steps = BITS[packing], weight.shape[1] // step_of(packing)
-    parts = codes.view(len(weight), steps, 32 // bits, GROUP).to(torch.int64) & ((1 << bits) - 1)
+    codes = numbers.to(torch.int64) + BIASES[packing]
+    parts = codes.view(len(weight), steps, 32 // bits, GROUP) & ((1 << bits) - 1)
     shifts = torch.arange(32 // bits, device=weight.device)[:, None] * bits
     words = (parts << shifts).sum(2).to(torch.int32)  # the upper bit of a word is its sign: it wraps around
     if packing == "fp8":
