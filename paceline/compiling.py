@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numba
+from numba import types
+from numba.extending import intrinsic
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -13,6 +15,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def compiled(function: Function) -> Function:
     """A numba function, kept on disk, that runs without the GIL. No fast-math: bits are promised."""
     return cast(Function, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pointer_to(typing: Any, address: Any) -> Any:
+    """In compiled code: an address as numba.carray wants it."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), code
 
 
 def inlined(function: Function) -> Function:

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from numba import carray
 
-from paceline.compiling import compiled
+from paceline.compiling import compiled, pointer_to
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -35,6 +36,7 @@ OWN_DOUBT = 3.0  # occurrences that the shorter match counts for: in the request
 PAST_DOUBT = 8.0  # and in past responses, which say less about this request
 _ODD = -7046029254386353131  # 2^64 / golden ratio
 _ROOT = -1
+COLUMNS = 9  # of a request, see draft_trees
 
 
 @compiled
@@ -301,6 +303,53 @@ def _grow(
                 deeper = depths[node] < continuations.shape[1]
                 nexts[candidate] = continuations[candidate, depths[node]] if deeper else GAP
     return budget
+
+
+@compiled
+def draft_trees(
+    requests: Int64Array,
+    new: Int32Array,
+    leasts: Float64Array,
+    past: Int32Array,
+    past_oldest: int,
+    past_end: int,
+    levels: Int64Array,
+    longest: int,
+    factor: float,
+) -> tuple[Int32Array, Int32Array, Int32Array, Float32Array]:
+    """Tokens, parents, offsets and chances of the trees of all requests, as `draft_tree` drafts each.
+
+    A line of `requests` is what its index says of itself (`Occurrences.described`), how many of the `new`
+    tokens are to be appended to that, and the budget, branching and levels of its tree.
+    """
+    most = requests[:, 6].sum()
+    tokens, parents = np.empty(most, np.int32), np.empty(most, np.int32)
+    chances, offsets = np.empty(most, np.float32), np.zeros(len(requests) + 1, np.int32)
+    read = 0
+    for request in range(len(requests)):
+        address, columns, capacity, oldest, end, unread, budget, branching, depth = requests[request]
+        own = carray(pointer_to(address), (1 + 2 * len(levels), columns), np.int32)
+        append_tokens(own, levels, oldest, end, new[read : read + unread])
+        read, end, first = read + unread, end + unread, offsets[request]
+        room = slice(first, first + budget)
+        offsets[request + 1] = first + draft_tree(
+            own,
+            max(oldest, end - capacity),
+            end,
+            past,
+            past_oldest,
+            past_end,
+            levels,
+            longest,
+            factor,
+            leasts[request],
+            branching,
+            depth,
+            tokens[room],
+            parents[room],
+            chances[room],
+        )
+    return tokens[: offsets[-1]], parents[: offsets[-1]], offsets, chances[: offsets[-1]]
 
 
 @compiled

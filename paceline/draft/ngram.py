@@ -32,16 +32,18 @@ class RequestIndexes:
 
     def of(self, request: Request, prefix: Sequence[int] = ()) -> Occurrences:
         """The index of all tokens that the request has now, and of those that are sure to come next."""
+        index, new = self.unread(request, prefix)
+        index.append(new)
+        return index
+
+    def unread(self, request: Request, prefix: Sequence[int] = ()) -> tuple[Occurrences, list[int]]:
+        """The index of a request, and which of these tokens are still to be appended to it."""
         index = self._indexes.get(request)
         if index is None:
             most = len(request.prompt_token_ids) + request.max_output
             index = self._indexes[request] = Occurrences(self._levels, max(most, len(request.token_ids)))
-        known = len(index)
-        if known < len(request.token_ids):
-            index.append(request.token_ids[known:])
-            known = len(request.token_ids)
-        index.append(prefix[known - len(request.token_ids) :])
-        return index
+        known, own = len(index), request.token_ids
+        return index, [*own[known:], *prefix[max(known - len(own), 0) :]]
 
     def drop(self, request: Request) -> None:
         self._indexes.pop(request, None)

@@ -31,6 +31,7 @@ class Occurrences:
         self.table = _zeros(1 + 2 * len(self.levels), size)  # [tokens, links, heads][position or hash]
         self.oldest = 1  # the first position that is kept
         self.end = 1  # the position of the next token
+        self._address = int(self.table.ctypes.data)
 
     def __len__(self) -> int:
         return self.end - self.oldest
@@ -48,6 +49,15 @@ class Occurrences:
             self._start_afresh()
         append_tokens(self.table, self.levels, self.oldest, self.end, new)
         self.end += len(new)
+        self.keep_newest(self._capacity)
+
+    def described(self) -> tuple[int, int, int, int, int]:
+        """What `draft_trees` must know of it: where its table is, its size, its first and next position."""
+        return self._address, self.table.shape[1], self._capacity, self.oldest, self.end
+
+    def note_appended(self, count: int) -> None:
+        """Take note that `draft_trees` has appended so many tokens."""
+        self.end += count
         self.keep_newest(self._capacity)
 
     def keep_newest(self, count: int) -> None:

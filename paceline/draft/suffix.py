@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.draft.base import Drafter, Target
-from paceline.draft.matching import Float32Array, Int32Array, draft_tree
+from paceline.draft.matching import COLUMNS, draft_trees
 from paceline.draft.ngram import RequestIndexes
-from paceline.draft.occurrences import Occurrences
 from paceline.draft.suffix_store import ResponseCache, fingerprint_of
 from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.errors import ConfigError
@@ -88,53 +87,32 @@ class SuffixDrafter(Drafter):
             drafter = cls(options)
         else:
             drafter = cls(options, fingerprint_of(target.tokenizer), target.config.vocab_size)
-        one, chance = np.empty(1, dtype=np.int32), np.empty(1, dtype=np.float32)
-        drafter._draft(
-            Occurrences(drafter._levels, 1), DraftPlan(cls.name, 1), one, one, chance
-        )  # compiles it
+        drafter.propose([], [])  # compiles it
         return drafter
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         """One chain or tree per request; smaller than the plan where more would not be accepted."""
-        most = sum([plan.budget for plan in plans])
-        tokens, parents = np.empty(most, dtype=np.int32), np.empty(most, dtype=np.int32)
-        chances = np.empty(most, dtype=np.float32)
-        offsets = [0]
+        options, past = self._options, self._past.occurrences
+        usual = float(options.suffix_decoding_min_token_prob)
+        lines: list[tuple[int, ...]] = []
+        new: list[int] = []
         for request, plan in zip(requests, plans, strict=True):
-            room = slice(offsets[-1], offsets[-1] + plan.budget)
-            index = self._indexes.of(request, plan.prefix)
-            size = self._draft(index, plan, tokens[room], parents[room], chances[room])
-            offsets.append(offsets[-1] + size)
-        end, ends = offsets[-1], np.array(offsets, dtype=np.int32)
-        return DraftTrees(tokens[:end], parents[:end], ends, chances=chances[:end])
-
-    def _draft(
-        self,
-        own: Occurrences,
-        plan: DraftPlan,
-        tokens: Int32Array,
-        parents: Int32Array,
-        chances: Float32Array,
-    ) -> int:
-        """How many nodes were written."""
-        past = self._past.occurrences
-        return draft_tree(
-            own.table,
-            own.oldest,
-            own.end,
+            index, unread = self._indexes.unread(request, plan.prefix)
+            lines.append((*index.described(), len(unread), plan.budget, plan.branching, plan.levels))
+            new += unread
+            index.note_appended(len(unread))
+        drafted = draft_trees(
+            np.array(lines, dtype=np.int64).reshape(-1, COLUMNS),
+            np.array(new, dtype=np.int32),
+            np.array([plan.least_chance or usual for plan in plans], dtype=np.float64),
             past.table,
             past.oldest,
             past.end,
             past.levels,
-            self._options.suffix_decoding_max_tree_depth,
-            float(self._options.suffix_decoding_max_spec_factor),
-            plan.least_chance or float(self._options.suffix_decoding_min_token_prob),
-            plan.branching,
-            plan.levels,
-            tokens,
-            parents,
-            chances,
+            options.suffix_decoding_max_tree_depth,
+            float(options.suffix_decoding_max_spec_factor),
         )
+        return DraftTrees(*drafted[:3], chances=drafted[3])
 
     def forget(self, request: Request) -> None:
         """Keep the response for later requests, unless it failed."""

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from paceline.engine.request import Request
 from paceline.verify.params import SamplingParams
+from paceline.verify.sampling import Sampler
 
 
 def make_request(prompt, output=(), max_output=100) -> Request:
@@ -19,7 +20,7 @@ def make_request(prompt, output=(), max_output=100) -> Request:
         seed=0,
         max_output=max_output,
         ending_ids=frozenset(),
-        sampler=cast(Any, None),
+        sampler=Sampler(SamplingParams(), 0, prompt, ()),
         detokenizer=cast(Any, None),
         arrival_time=0.0,
     )
