@@ -151,15 +151,15 @@ class AutoController(Controller):
         if reason != GAIN:
             return
         models = {self.known.model(name, request) for name in self._names for request in running}
-        if any(model.drafts < WELL_KNOWN for model in models):
+        if max(model.drafts for model in models) < WELL_KNOWN:
             return
-        if len(models) == 1:
+        if len(running) == 1:  # what its drafter leaves out is what would not pay
+            routine.left = ROUTINE
+        elif len(models) == 1:
             (model,) = models
             lucks = np.array([model.luck(key_of(request), request.segment) for request in running])
             line, rate = model.calibration.line, self._best.rate
             routine.left, routine.judge = ROUTINE, Judge(line, lucks, self._market.prices, rate)
-        elif len(running) == 1:
-            routine.left = ROUTINE
 
     def _is_due(self, requests: Sequence[Request], rows: int) -> bool:
         """Whether something is to be chosen now: from time to time, and at once if other requests run."""
