@@ -32,6 +32,7 @@ class Passes(ABC, Generic[Output]):
     """Runs a network over contexts and the trees behind them."""
 
     first_position = 0  # of the row at KV index 0
+    most_before = 2**31  # tokens that a pass takes before the last ones; of more, keys and values come first
 
     def __init__(self, cache: DraftCache, page_size: int, max_rows: int) -> None:
         self._cache = cache
@@ -88,7 +89,8 @@ class Passes(ABC, Generic[Output]):
             lasts = [len(context.tokens) - 1 for context in contexts]
             starts = [*map(min, self._cache.computed(contexts), lasts)]
             missing = sum(lasts) + len(lasts) - sum(starts)
-            if missing <= self._max_rows and self._are_apart(contexts, starts, lasts):
+            most = min(self._max_rows, len(contexts) + self.most_before)
+            if missing <= most and self._are_apart(contexts, starts, lasts):
                 break
             self._compute(self._chunks(contexts, starts))
         rest = zip(contexts, starts, strict=True)

@@ -56,6 +56,7 @@ class HeadPasses(Passes[HeadOutput]):
     """Passes of a head."""
 
     first_position = -1  # a slot has the position of the token whose feature it reads
+    most_before = 24  # a head has one layer: all behind the keys and values of these tokens is for nobody
 
     def __init__(self, runner: HeadRunner, pages: HeadPages) -> None:
         super().__init__(pages, runner.page_size, runner.max_rows)
