@@ -81,20 +81,39 @@ class RunAhead:
         return bool(self._flight)
 
     @property
+    def plan(self) -> DraftPlan:
+        """By which passes draft."""
+        return self._plan
+
+    @property
     def _each(self) -> int:
         """Rows of a request in a pass, which is the most tokens that it gives."""
         return 1 + self._plan.levels
 
     @property
     def room(self) -> int:
-        """Tokens behind those that are known whose places passes in flight write to or tell of."""
-        return self._room_behind(len(self._flight) - 1) if self._flight else 0
+        """Tokens behind those that are known whose places passes write to or have told the next one of."""
+        return self._room_behind(len(self._flight) - 1) if self._known else 0
 
     def _room_behind(self, ahead: int) -> int:
         """The same of a pass behind so many others: its own rows, and those that it tells the next one of."""
         return (ahead + 2) * self._each - 1
 
-    def launch(self, requests: Sequence[Request], plan: DraftPlan) -> bool:
+    def resting(self, running: Sequence[Request], plans: Sequence[DraftPlan]) -> list[Request]:
+        """Those that stay with the decoder while the others, who have just come, compute their prompts.
+
+        None if somebody decodes who is not with it, or if plans have changed.
+        """
+        known = [
+            (request, plan) for request, plan in zip(running, plans, strict=True) if request in self._known
+        ]
+        others = [request for request in running if request not in self._known]
+        decodes = any(request.num_pending == 1 for request in others)
+        if self._flight or decodes or any(plan != self._plan for _, plan in known):
+            return []
+        return [request for request, _ in known]
+
+    def launch(self, requests: Sequence[Request], plan: DraftPlan, depth: int = DEPTH) -> bool:
         """Begin passes over these requests, which all decode and race, as far as there is room for them.
 
         False if passes by this plan cannot begin now, or never.
@@ -108,7 +127,7 @@ class RunAhead:
         if decoder is None:
             return False
         try:
-            while len(self._flight) < DEPTH and self._launch_one(decoder, requests):
+            while len(self._flight) < depth and self._launch_one(decoder, requests):
                 pass
         except Exception as error:  # whoever reads the pass is told
             self._error = error
@@ -127,13 +146,15 @@ class RunAhead:
 
     def _launch_one(self, decoder: AheadDecoder, requests: Sequence[Request]) -> bool:
         """Whether one more pass was begun."""
-        ahead = len(self._flight)
-        going = [request for request in requests if request.num_output + ahead < request.max_output]
-        if not going or not all(self._has_room(request, ahead) for request in going):
+        going = [
+            request
+            for request in requests
+            if request.num_output + self._ahead_of(request) < request.max_output
+        ]
+        if not going or not all(map(self._has_room, going)):
             return False  # what was reserved in vain is let go by the next commit
         new = [request for request in going if request not in self._known]
         if new:
-            assert not self._flight, "who joins is known to the host alone"
             features = None
             if self._plan.budget:
                 features = self._drafting.hand_over(self._plan, new)
@@ -145,9 +166,13 @@ class RunAhead:
         decoder.launch([request.slot for request in going], self._kv.page_tables)
         return True
 
-    def _has_room(self, request: Request, ahead: int) -> bool:
-        """Whether there are pages for a pass behind so many others."""
-        length = len(request.token_ids) + self._room_behind(ahead)
+    def _ahead_of(self, request: Request) -> int:
+        """In how many passes in flight a request is that goes on."""
+        return len(self._flight) if request in self._known else 0
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether there are pages for another pass."""
+        length = len(request.token_ids) + self._room_behind(self._ahead_of(request))
         return self._kv.reserve(request.slot, min(length, _most_tokens(request)))
 
     def read(self) -> PassAhead:

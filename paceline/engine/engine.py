@@ -155,7 +155,7 @@ class Engine:
         if self._runs_ahead(plans):
             return self._step_ahead(times)
         before = (self.scheduler.num_preemptions, self._drafting.failures)
-        parts = self.scheduler.schedule(plans)
+        parts = self.scheduler.schedule(plans, self._resting(plans))
         if not parts:
             self.stats = self.state()
             return []
@@ -204,7 +204,7 @@ class Engine:
     def _is_steady(self) -> bool:
         """Whether all requests merely go on, and none of them needs the host for it."""
         running = self.scheduler.running
-        if self.scheduler.waiting or not running or not self._choosing:
+        if self.scheduler.may_admit or not running or not self._choosing:
             return False
         return self._ahead.holds(running) or all(
             request.num_pending == 1 and request.races for request in running
@@ -219,8 +219,15 @@ class Engine:
             if not goes_on:
                 self._kept_plans = dict(zip(running, plans, strict=True))
             return True
-        self._ahead.leave()
         return False
+
+    def _resting(self, plans: Sequence[DraftPlan]) -> set[Request]:
+        """Those who take no part in the pass to come: they run ahead while others compute prompts."""
+        resting = self._ahead.resting(self.scheduler.running, plans)
+        if not resting or not self._ahead.launch(resting, self._ahead.plan, depth=1):
+            self._ahead.leave()
+            return set()
+        return set(resting)
 
     def _step_ahead(self, times: list[float]) -> list[Delta]:
         """What the oldest pass in flight adds to the requests in it."""

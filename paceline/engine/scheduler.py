@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.draft.trees import PLAIN, DraftPlan
@@ -62,17 +62,26 @@ class Scheduler:
         request.slot = -1
         request.status = Status.FINISHED
 
-    def schedule(self, plans: Sequence[DraftPlan]) -> list[Scheduled]:
+    @property
+    def may_admit(self) -> bool:
+        """Whether somebody waits and a slot is free; there may be no pages."""
+        return bool(self.waiting) and len(self.running) < self._max_num_seqs
+
+    def schedule(
+        self, plans: Sequence[DraftPlan], resting: Collection[Request] = frozenset()
+    ) -> list[Scheduled]:
         """The parts of the next pass, KV reserved. `plans` belong to the running requests.
 
-        A plan's budget may be shrunk, never raised.
+        A plan's budget may be shrunk, never raised. Who is resting takes no part.
         """
         allowed = dict(zip(self.running, plans, strict=True))
-        decoding = sum(request.num_pending == 1 for request in self.running)
+        decoding = sum(request.num_pending == 1 and request not in resting for request in self.running)
         prefill_rows = self._max_rows - decoding
         parts: list[Scheduled] = []
         for request in list(self.running):
             if request.status is not Status.RUNNING:  # preempted for an older one
+                continue
+            if request in resting:
                 continue
             tokens = 1 if request.num_pending == 1 else self._chunk(request, prefill_rows)
             if tokens == 0:

@@ -101,9 +101,11 @@ def steady_engine(count: int = 3, **options: object) -> tuple[Engine, ToyBackend
     """An engine whose requests decode, all ahead, the first steps behind it."""
     backend = ToyBackend(ahead=True)
     engine = toy_engine(backend, **options)
-    for number in range(count):
-        engine.add_request(prompt(number, 5), params(number, max_tokens=30, ignore_eos=True))
-    for _ in range(3):
+    added = [
+        engine.add_request(prompt(number, 5), params(number, max_tokens=60, ignore_eos=True))[0]
+        for number in range(count)
+    ]
+    while any(request.num_output < 2 for request in added):
         engine.step()
     return engine, backend
 
@@ -137,14 +139,39 @@ def test_the_facts_of_a_step_are_those_of_the_pass_that_was_read():
     assert stats.total_time > 0
 
 
-def test_a_request_that_comes_is_prefilled_after_the_pass_in_flight():
-    engine, backend = steady_engine()
+@pytest.mark.parametrize("drafting", [False, True])
+def test_while_a_request_that_comes_is_prefilled_the_others_go_on(drafting):
+    drafter = ScriptedDrafter({tuple(prompt(number, 5)): [] for number in range(3)}, "right")
+    options = {"drafter": drafter, "budget": 2, "branching": 1} if drafting else {}
+    engine, _ = steady_engine(max_num_batched_tokens=8, max_num_seqs=8, **options)
+    others = list(engine.scheduler.running)
+    drafter.truth[tuple(prompt(9, 20))] = []
+    (late,) = engine.add_request(prompt(9, 20), params(9))
+    tokens = []  # of each step: of the others, and of the late one
+    while late.num_output == 0:
+        deltas = {delta.request: len(delta.token_ids) for delta in engine.step()}
+        tokens.append([deltas.get(others[0], 0) > 0, late in deltas])
+    # what was in flight is read, then chunks of 8 rows and passes of the others take turns
+    assert tokens == [
+        [True, False],
+        [False, True],
+        [True, False],
+        [False, True],
+        [True, False],
+        [False, True],
+    ]
+    assert drafter.handed_over == (set(others) if drafting else set())  # they have not been taken back
+    drain(engine)
+    assert late.output_token_ids == alone(prompt(9, 20), params(9))[0]
+
+
+def test_who_waits_for_a_slot_disturbs_nobody():
+    engine, backend = steady_engine(max_num_seqs=3)
     engine.add_request(prompt(9, 6), params(9))
-    before = len(backend.batches)
-    assert [len(delta.token_ids) for delta in engine.step()] == [1, 1, 1]  # what was in flight
-    assert len(backend.batches) == before
+    before = backend.num_launched
     engine.step()
-    assert backend.batches[-1] == (4, 3 + 6)
+    engine.step()
+    assert backend.num_launched == before + 2
 
 
 def test_a_pass_that_fails_ends_its_requests_and_the_engine_goes_on():

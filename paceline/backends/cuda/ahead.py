@@ -59,6 +59,7 @@ class CudaAhead:
             slots, dtype=np.int32
         )  # [slots] tokens computed before the next pass, at most
         self._slots: list[int] = []  # of the last pass
+        self._begun = False  # whether another pass over the same slots needs nothing new
         self._joined: dict[int, Float32Array] = {}  # features [width] of slots that no pass has seen
         self._free = deque(self._buffer() for _ in range(BUFFERS))
         self._unread: deque[tuple[Buffer, list[int]]] = deque()
@@ -76,9 +77,9 @@ class CudaAhead:
         state.seeds[slots] = self._to_device(requests.seeds.view(np.int64))
         state.temperatures[slots] = self._to_device(requests.temperatures)
         self._lengths[requests.slots] = requests.lengths
-        self._slots = []
+        self._begun = False
         if requests.features is not None:
-            self._joined = dict(zip(requests.slots.tolist(), requests.features, strict=True))
+            self._joined.update(zip(requests.slots.tolist(), requests.features, strict=True))
 
     @torch.inference_mode()
     def launch(self, slots: Sequence[int], page_tables: Int32Array) -> None:
@@ -88,9 +89,9 @@ class CudaAhead:
         if buffer.done is not None:
             buffer.done.synchronize()  # of a pass that nobody has read; else it was waited for
         self._send_pages(own, page_tables, buffer)
-        if own != self._slots:
+        if own != self._slots or not self._begun:
             loop.begin(own, rows, self._features_of(own) if self._drafts else None)
-            self._slots, self._joined = own, {}
+            self._slots, self._joined, self._begun = own, {}, True
         loop.step(rows)
         buffer.tokens[:rows].copy_(loop.output[:rows], non_blocking=True)
         buffer.counts[:rows].copy_(loop.counts[:rows], non_blocking=True)
@@ -124,14 +125,21 @@ class CudaAhead:
         for rows in buckets(self._rows):
             self._loop.begin([], rows)
             self._loop.step(rows)
-        self._slots = []
+        self._begun = False
 
     def _features_of(self, slots: Sequence[int]) -> torch.Tensor:
         """The features [slots, width] of the last computed tokens, with which drafting begins."""
-        if self._joined:
-            return self._to_device(np.stack([self._joined[slot] for slot in slots]))
-        last = self._loop.last_features(bucket(len(self._slots)))
-        return last[[self._slots.index(slot) for slot in slots]]
+        assert self._loop.features is not None
+        features = np.zeros((len(slots), self._loop.features.shape[1]), dtype=np.float32)
+        for row, slot in enumerate(slots):
+            if slot in self._joined:
+                features[row] = self._joined[slot]
+        sent = self._to_device(features)
+        old = [row for row, slot in enumerate(slots) if slot not in self._joined]
+        if old:
+            last = self._loop.last_features(bucket(len(self._slots)))
+            sent[old] = last[[self._slots.index(slots[row]) for row in old]]
+        return sent
 
     def _send_pages(self, slots: list[int], page_tables: Int32Array, buffer: Buffer) -> None:
         """Tell the device which entries of these slots' page tables have changed."""

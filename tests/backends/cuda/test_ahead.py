@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from paceline.backends.base import Joining
+from paceline.control.controller import FixedController
+from paceline.draft.base import DraftSampling
+from paceline.draft.heads.config import HeadConfig
+from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.draft.vocabulary import trimmed_vocabulary
+from paceline.models.config import RopeConfig
 from paceline.verify.params import SamplingParams
 from tests.backends.cuda.test_backend import make, needs_gpu
+from tests.draft.heads.driver import random_checkpoint
 from tests.tiny import VOCAB_SIZE, save_checkpoint
 from tests.toy import ToyTokenizer, drain
 
@@ -115,7 +122,9 @@ def test_drafts_begin_with_the_features_of_the_host_and_go_on_with_those_of_the_
     decoder.join(joining([4, 2, 5], [3, 3, 3]))
     decoder.launch([4, 2, 5], tables)
     decoder.launch([4, 5], tables)
-    assert decoder._loop.given == [[4.0, 2.0, 5.0], [100.0, 102.0]]
+    decoder.join(joining([1], [3]))
+    decoder.launch([5, 1, 4], tables)
+    assert decoder._loop.given == [[4.0, 2.0, 5.0], [100.0, 102.0], [101.0, 1.0, 100.0]]
     output = decoder.read()
     assert output.tokens.shape == (3, 3)
     assert output.counts.tolist() == [1, 1, 1]
@@ -138,7 +147,7 @@ def test_passes_that_are_dropped_are_not_read(decoder) -> None:  # type: ignore[
 def test_an_engine_that_runs_ahead_gives_the_tokens_of_one_that_does_not(
     temperature: float, tmp_path: Path, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Requests of several lengths, more than there are slots; and each alone, with its logits on the host."""
+    """More requests than slots, plain and with a head on the device; and each alone, sampled on the host."""
     from paceline.engine.admission import Limits
     from paceline.engine.engine import Engine
     from paceline.models.registry import load_checkpoint
@@ -146,8 +155,13 @@ def test_an_engine_that_runs_ahead_gives_the_tokens_of_one_that_does_not(
     checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
     limits = Limits(VOCAB_SIZE, 96, 4, 32)
 
-    def outputs(together: bool, logprobs: int | None) -> list[list[int]]:
-        engine = Engine(make(checkpoint, device, dtype), ToyTokenizer(), limits, num_pages=60)
+    def outputs(together: bool, logprobs: int | None, length: int = 0) -> list[list[int]]:
+        backend = make(checkpoint, device, dtype)
+        drafters = {"eagle3": random_head(backend)} if length else {}
+        controller = FixedController(DraftPlan("eagle3", length) if length else PLAIN)
+        engine = Engine(
+            backend, ToyTokenizer(), limits, num_pages=60, drafters=drafters, controller=controller
+        )
         results = []
         for number in range(7):
             prompt = np.random.default_rng(number).integers(2, VOCAB_SIZE, 3 + 5 * number).tolist()
@@ -162,6 +176,27 @@ def test_an_engine_that_runs_ahead_gives_the_tokens_of_one_that_does_not(
             if not together:
                 drain(engine, scribble=False)
         drain(engine, scribble=False)
+        for request in results:
+            assert request.error is None
+            assert not request.failed_drafters
+            assert bool(request.speculative.num_spec_steps) == bool(length)
         return [request.output_token_ids for request in results]
 
-    assert outputs(True, None) == outputs(False, 0)
+    expected = outputs(False, 0)
+    assert outputs(True, None) == expected
+    assert outputs(True, None, length=3) == expected
+
+
+def random_head(backend):  # type: ignore[no-untyped-def]
+    """A drafter with a random head for a tiny model."""
+    from paceline.backends.cuda.head_runner import CudaHeadRunner
+    from paceline.backends.cuda.head_weights import load_head_weights
+    from paceline.draft.eagle import Eagle3Drafter, HeadShape
+
+    size = backend.config.hidden_size
+    rope = RopeConfig(500.0)
+    config = HeadConfig("eagle3", VOCAB_SIZE, 90, size, size, 6, 2, 16, 80, 1e-5, rope, 128, (0, 1, 2))
+    head = random_checkpoint(config)
+    runner = CudaHeadRunner(load_head_weights(head, backend.weights), max_rows=32)
+    shape = HeadShape((0, 1, 2), 3 * size, trimmed_vocabulary(head.draft_ids, VOCAB_SIZE), 128)
+    return Eagle3Drafter(runner, shape, DraftSampling.COUPLED)
