@@ -224,7 +224,9 @@ class Engine:
     def _resting(self, plans: Sequence[DraftPlan]) -> set[Request]:
         """Those who take no part in the pass to come: they run ahead while others compute prompts."""
         resting = self._ahead.resting(self.scheduler.running, plans)
-        if not resting or not self._ahead.launch(resting, self._ahead.plan, depth=1):
+        if resting:
+            self._ahead.launch(resting, self._ahead.plan, depth=1)
+        if not self._ahead.has_pass():  # also if there was no room for one
             self._ahead.leave()
             return set()
         return set(resting)

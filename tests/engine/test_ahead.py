@@ -165,6 +165,16 @@ def test_while_a_request_that_comes_is_prefilled_the_others_go_on(drafting):
     assert late.output_token_ids == alone(prompt(9, 20), params(9))[0]
 
 
+def test_where_pages_are_short_someone_is_preempted_and_all_end():
+    backend = ToyBackend(ahead=True)
+    engine = toy_engine(backend, num_pages=9, max_model_len=32)
+    added = [engine.add_request(prompt(number, 4), params(number, max_tokens=20))[0] for number in range(3)]
+    drain(engine)
+    assert engine.scheduler.num_preemptions > 0
+    for number, request in enumerate(added):
+        assert request.output_token_ids == alone(prompt(number, 4), params(number, max_tokens=20))[0]
+
+
 def test_who_waits_for_a_slot_disturbs_nobody():
     engine, backend = steady_engine(max_num_seqs=3)
     engine.add_request(prompt(9, 6), params(9))
