@@ -69,6 +69,7 @@ class RunAhead:
         self._flight: deque[list[Request]] = deque()
         self._known: dict[Request, None] = {}  # to the decoder, in its present state
         self._error: Exception | None = None  # that a pass was lost by when it was to begin
+        self.is_offered = True  # until there is not even a decoder that does not draft: steps should not pay
 
     def holds(self, requests: Sequence[Request]) -> bool:
         """Whether the last pass in flight is of these requests."""
@@ -142,6 +143,7 @@ class RunAhead:
             except Exception as error:  # such as no memory: it only makes steps quicker
                 logger.warning("decoding goes step by step, because it cannot run ahead: %s", error)
                 self._decoders[plan] = None
+            self.is_offered &= bool(self._decoders[plan]) or plan.budget > 0
         return self._decoders.get(plan)
 
     def _launch_one(self, decoder: AheadDecoder, requests: Sequence[Request]) -> bool:

@@ -152,7 +152,7 @@ class Engine:
             return self._step_ahead(times)  # what came up waits until the passes in flight are read
 
         plans = self._plan()
-        if self._runs_ahead(plans):
+        if self._ahead.is_offered and self._runs_ahead(plans):
             return self._step_ahead(times)
         before = (self.scheduler.num_preemptions, self._drafting.failures)
         parts = self.scheduler.schedule(plans, self._resting(plans))
@@ -223,6 +223,8 @@ class Engine:
 
     def _resting(self, plans: Sequence[DraftPlan]) -> set[Request]:
         """Those who take no part in the pass to come: they run ahead while others compute prompts."""
+        if not self._ahead.is_offered:
+            return set()
         resting = self._ahead.resting(self.scheduler.running, plans)
         if resting:
             self._ahead.launch(resting, self._ahead.plan, depth=1)
