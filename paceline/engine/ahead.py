@@ -135,6 +135,8 @@ class RunAhead:
         return True
 
     def _decoder(self, plan: DraftPlan) -> AheadDecoder | None:
+        if plan.budget and self._decoder(PLAIN) is None:  # who cannot decode cannot draft
+            return None
         if plan not in self._decoders and sum(map(bool, self._decoders.values())) < MOST_DECODERS:
             draft = self._drafting.ahead(plan)
             can = plan.budget == 0 or draft is not None
@@ -143,7 +145,7 @@ class RunAhead:
             except Exception as error:  # such as no memory: it only makes steps quicker
                 logger.warning("decoding goes step by step, because it cannot run ahead: %s", error)
                 self._decoders[plan] = None
-            self.is_offered &= bool(self._decoders[plan]) or plan.budget > 0
+            self.is_offered = self._decoders[PLAIN] is not None
         return self._decoders.get(plan)
 
     def _launch_one(self, decoder: AheadDecoder, requests: Sequence[Request]) -> bool:
