@@ -13,7 +13,13 @@ import triton.language as tl
 
 from paceline.backends.cuda.kernels.launching import follow, overlaps
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, stages_for, token_tile
-from paceline.backends.cuda.kernels.product import halves, load_squares, norm_factor, tile_sums
+from paceline.backends.cuda.kernels.product import (
+    halves,
+    load_squares,
+    norm_factor,
+    sum_of_squares,
+    tile_sums,
+)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -169,7 +175,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
         tl.store(hidden_at + place, hidden)
         weighted = hidden * norm
         tl.store(normed_at + place, weighted.to(normed_at.dtype.element_ty))
-        tl.store(squares_at + token * tl.num_programs(1) + tile, tl.sum(hidden * hidden, 0))
+        tl.store(squares_at + token * tl.num_programs(1) + tile, sum_of_squares(hidden))
 
 
 def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scratch: Scratch) -> None:

@@ -169,6 +169,13 @@ def norm_factor(squares, size, eps):  # type: ignore[no-untyped-def]
     return tl.rsqrt(tl.sum(squares, 1) / size + eps)[None, :]
 
 
+@triton.jit
+def sum_of_squares(values):  # type: ignore[no-untyped-def]
+    """Of each column of values [columns, tokens]: float32 [tokens]."""
+    # fused with a zero, so that no square is fused with the sum: which one would be up to the compiler
+    return tl.sum(tl.fma(values, values, tl.zeros_like(values)), 0)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def halves(total, columns: tl.constexpr, tokens: tl.constexpr):  # type: ignore[no-untyped-def]
     """The first and the second half of a tile's columns, side by side: twice [columns // 2, tokens]."""
