@@ -8,7 +8,13 @@ import triton.language as tl
 
 from paceline.backends.cuda.kernels.launching import follow, overlaps
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, stages_for, token_tile
-from paceline.backends.cuda.kernels.product import halves, load_squares, norm_factor, tile_sums
+from paceline.backends.cuda.kernels.product import (
+    halves,
+    load_squares,
+    norm_factor,
+    sum_of_squares,
+    tile_sums,
+)
 
 
 @triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
@@ -75,7 +81,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
         total *= norm_factor(squares, size, eps)
         if has_bias:
             total += tl.load(bias_at + head * columns + tl.arange(0, columns)).to(tl.float32)[:, None]
-        length = tl.sum(total * total, 0)
+        length = sum_of_squares(total)
         one, two = halves(total, columns, tokens)
         inside = (part < half)[:, None]
         stored = inside & (place >= 0)[None, :]
@@ -88,7 +94,8 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
             angle = position[None, :] * half + part[:, None]
             cosine = tl.load(cosines_at + angle, mask=inside, other=0.0)
             sine = tl.load(sines_at + angle, mask=inside, other=0.0)
-            one, two = one * cosine - two * sine, two * cosine + one * sine
+            # which product is fused with the sum is said: the compiler chose by the number of rows
+            one, two = tl.fma(one, cosine, -(two * sine)), tl.fma(two, cosine, one * sine)
         first, second = one.to(query_at.dtype.element_ty), two.to(query_at.dtype.element_ty)
         if head < heads:
             to = query_at + (token * heads + head)[None, :] * dim + part[:, None]
