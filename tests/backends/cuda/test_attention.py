@@ -129,3 +129,13 @@ def test_who_shares_the_work_does_not_change_bits(
     torch.testing.assert_close(shared.float(), case.expected(dtype), rtol=0, atol=1e-2)
     monkeypatch.setattr(attention, "PROGRAMS", 4)
     assert torch.equal(case.run(device, dtype, longest=1024), shared)
+
+
+def test_parts_of_few_tiles_with_many_rows_have_room() -> None:
+    """Six rows of a request are two tiles, which more programs share than six tiles of a row each."""
+    from paceline.backends.cuda.kernels import attention
+
+    scratch = attention.attention_scratch(6, 32, 8, 128, 400, torch.device("meta"))
+    parts = attention._parts(2, 8, scratch.blocks)
+    assert parts == scratch.blocks == 7
+    assert scratch.mixed.numel() >= 6 * 32 * parts * 128

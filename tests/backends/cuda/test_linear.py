@@ -57,6 +57,23 @@ def test_gate_and_up(device: torch.device, dtype: torch.dtype) -> None:
     near(output[:rows], F.silu(gate) * up)
 
 
+def test_of_many_rows_a_program_may_have_two_tiles(
+    device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.backends.cuda.kernels import linear, matrix
+
+    monkeypatch.setattr(matrix, "MANY_TILES", 2)
+    case, rows = Case(device, dtype, splits=1), 70
+    assert matrix.tiles_at_once(case.pair, matrix.token_tile(rows)) == 2
+    product = torch.full((128, WIDTH), torch.nan, device=device)
+    linear.project(case.normed, case.matrix, product, rows, case.scratch)
+    near(product[:rows], case.plain(rows) @ case.weight[:WIDTH].float().T + case.bias.float())
+    mixed = torch.full((128, WIDTH), torch.nan, device=device, dtype=dtype)
+    linear.gate_up(case.normed, case.pair, mixed, rows, case.scratch)
+    gate, up = (case.plain(rows) @ case.weight.float().T).chunk(2, -1)
+    near(mixed[:rows], F.silu(gate) * up)
+
+
 def test_a_product_added_to_the_residual_stream_prepares_the_next_norm(
     device: torch.device, dtype: torch.dtype
 ) -> None:

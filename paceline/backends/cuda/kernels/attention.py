@@ -86,10 +86,9 @@ def attention_scratch(
 ) -> AttentionScratch:
     """Scratch for passes of at most so many rows over contexts up to `longest`."""
     blocks = -(-longest // BLOCK)
-    sizes = [2**power for power in range(rows.bit_length())] + [
-        rows
-    ]  # the most rows of each number of takers
-    lines = max(size * heads * _parts(size, kv_heads, blocks) for size in sizes)
+    height = tile_height(heads, kv_heads)
+    # the fewer tiles there are, the more programs share each, and every one leaves a part
+    lines = max(count * heads * _parts(-(-count // height), kv_heads, blocks) for count in range(1, rows + 1))
     return AttentionScratch(
         torch.empty(lines * head_dim, dtype=torch.float32, device=device),
         torch.empty(lines * 2, dtype=torch.float32, device=device),

@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.launching import follow, overlaps
-from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, stages_for, token_tile
+from paceline.backends.cuda.kernels.matrix import (
+    Matrix,
+    Normed,
+    Scratch,
+    padded_rows,
+    stages_for,
+    tiles_at_once,
+    token_tile,
+)
 from paceline.backends.cuda.kernels.product import (
     halves,
     load_squares,
@@ -46,10 +54,11 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     step: tl.constexpr,
     packing: tl.constexpr,
     stages: tl.constexpr,
+    tiles: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     follow(overlap)
-    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    column = tl.program_id(1) * tiles * columns + tl.arange(0, tiles * columns)
     token = tl.program_id(0) * tokens + tl.arange(0, tokens)
     squares = load_squares(squares_at, token, groups, most_groups)
     last, total = tile_sums(
@@ -65,6 +74,7 @@ def _project_kernel(  # type: ignore[no-untyped-def]
         step,
         packing,
         stages,
+        tiles,
     )
     if last:
         total *= norm_factor(squares, size, eps)
@@ -95,10 +105,11 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     step: tl.constexpr,
     packing: tl.constexpr,
     stages: tl.constexpr,
+    tiles: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     follow(overlap)
-    half: tl.constexpr = columns // 2
+    half: tl.constexpr = tiles * columns // 2
     column = tl.program_id(1) * half + tl.arange(0, half)
     token = tl.program_id(0) * tokens + tl.arange(0, tokens)
     squares = load_squares(squares_at, token, groups, most_groups)
@@ -115,10 +126,11 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         step,
         packing,
         stages,
+        tiles,
     )
     if last:
         total *= norm_factor(squares, size, eps)
-        gate, up = halves(total, columns, tokens)
+        gate, up = halves(total, columns, tokens, tiles)
         mixed = gate / (1.0 + tl.exp(-gate)) * up
         place = token[None, :] * padded_width + column[:, None]
         tl.store(output_at + place, mixed.to(output_at.dtype.element_ty))
@@ -181,8 +193,8 @@ def _add_kernel(  # type: ignore[no-untyped-def]
 def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scratch: Scratch) -> None:
     """Write norm(rows) @ weight.T + bias to `output` [rows, at least width]."""
     tokens, tiling, groups = token_tile(rows), matrix.tiling, normed.squares.shape[1]
-    overlap = overlaps(output.device)
-    _project_kernel[(padded_rows(rows) // tokens, matrix.tiles, tiling.splits)](
+    tiles, overlap = tiles_at_once(matrix, tokens), overlaps(output.device)
+    _project_kernel[(padded_rows(rows) // tokens, matrix.tiles // tiles, tiling.splits)](
         normed.rows,
         normed.squares,
         matrix.weight,
@@ -204,9 +216,10 @@ def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
         tokens,
         tiling.step,
         tiling.packing,
-        stages_for(matrix, tokens),
+        stages_for(matrix, tokens, tiles),
+        tiles,
         overlap,
-        num_warps=tiling.warps,
+        num_warps=tiling.warps * tiles,
         launch_pdl=overlap,
     )
 
@@ -214,8 +227,8 @@ def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
 def gate_up(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scratch: Scratch) -> None:
     """Write silu(gate) * up of norm(rows), a `tile_pair`, to `output` [rows, half of the padded width]."""
     tokens, tiling, groups = token_tile(rows), matrix.tiling, normed.squares.shape[1]
-    overlap = overlaps(output.device)
-    _gate_up_kernel[(padded_rows(rows) // tokens, matrix.tiles, tiling.splits)](
+    tiles, overlap = tiles_at_once(matrix, tokens), overlaps(output.device)
+    _gate_up_kernel[(padded_rows(rows) // tokens, matrix.tiles // tiles, tiling.splits)](
         normed.rows,
         normed.squares,
         matrix.weight,
@@ -234,9 +247,10 @@ def gate_up(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
         tokens,
         tiling.step,
         tiling.packing,
-        stages_for(matrix, tokens),
+        stages_for(matrix, tokens, tiles),
+        tiles,
         overlap,
-        num_warps=tiling.warps,
+        num_warps=tiling.warps * tiles,
         launch_pdl=overlap,
     )
 

@@ -10,7 +10,8 @@ import triton
 from paceline.backends.cuda.kernels.packing import pack
 
 LEAST_TOKENS = 16  # rows of a tile
-MOST_TOKENS = 64
+MOST_TOKENS = 128
+MANY_TILES = 264  # of columns: then programs with the most rows take two
 SHARED_BYTES = 208 << 10  # of a multiprocessor, less what the ends of programs need
 PACKED_TOGETHER = 4  # programs of a multiprocessor, where weights are packed
 MOST_STAGES = 6
@@ -126,11 +127,19 @@ def padded_rows(rows: int) -> int:
     return -(-rows // tile) * tile
 
 
-def stages_for(matrix: Matrix, tokens: int) -> int:
+def tiles_at_once(matrix: Matrix, tokens: int) -> int:
+    """How many tiles of columns a program has: two where rows are many, or they are read too often."""
+    tiling = matrix.tiling
+    many = matrix.tiles >= MANY_TILES and matrix.tiles % 2 == 0
+    return 2 if tokens == MOST_TOKENS and many and tiling.splits == 1 and tiling.packing == "none" else 1
+
+
+def stages_for(matrix: Matrix, tokens: int, tiles: int = 1) -> int:
     """How many steps are in shared memory at once: as many as two programs of a multiprocessor have room for,
-    or one where the depth is split, because there are fewer programs than multiprocessors then."""
-    size = matrix.weight[0, 0].nbytes + tokens * matrix.tiling.step * 2
-    room = SHARED_BYTES if matrix.tiling.splits > 1 else SHARED_BYTES // 2
+    or one where rows are many or the depth is split: there are fewer programs than multiprocessors then."""
+    size = tiles * matrix.weight[0, 0].nbytes + tokens * matrix.tiling.step * 2
+    alone = matrix.tiling.splits > 1 or tokens == MOST_TOKENS
+    room = SHARED_BYTES if alone else SHARED_BYTES // 2
     if matrix.tiling.packing != "none":
         room = SHARED_BYTES // PACKED_TOGETHER
     return max(2, min(MOST_STAGES, room // size))

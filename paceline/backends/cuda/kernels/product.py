@@ -27,13 +27,15 @@ def _product(  # type: ignore[no-untyped-def]
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
+    tiles: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Weights [columns, depth] times rows [tokens, depth], `begin` to `end`: float32 [columns, tokens]."""
-    column, token, along = tl.arange(0, columns), tl.arange(0, tokens), tl.arange(0, step)
-    weights = weight_at + column[:, None] * step + along[None, :]
+    """Weights of tiles times rows [tokens, depth], `begin` to `end`: float32 [tiles * columns, tokens]."""
+    column, token, along = tl.arange(0, tiles * columns), tl.arange(0, tokens), tl.arange(0, step)
+    line = column // columns * (columns * depth) + column % columns * step
+    weights = weight_at + line[:, None] + along[None, :]
     rows = rows_at + token[None, :] * depth + along[:, None]
-    total = tl.zeros([columns, tokens], tl.float32)
+    total = tl.zeros([tiles * columns, tokens], tl.float32)
     for at in tl.range(begin, end, step, num_stages=stages):
         at = tl.multiple_of(at, 64)
         total = tl.dot(tl.load(weights + at * columns), tl.load(rows + at), total)
@@ -127,18 +129,21 @@ def tile_sums(  # type: ignore[no-untyped-def]
     step: tl.constexpr,
     packing: tl.constexpr,
     stages: tl.constexpr,
+    tiles: tl.constexpr = 1,
 ):
-    """Whether this program is its tile's last, and the tile's sums if it is: float32 [columns, tokens].
+    """Whether this program is its tiles' last, and their sums if it is: float32 [tiles * columns, tokens].
 
-    Program (row tile, column tile, split) takes whole steps, as even as can be.
+    Program (row tile, column tiles, split) takes whole steps, as even as can be. Packed tiles go one by one.
     """
     row_tile, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     steps = depth // step
     begin, end = split * steps // splits * step, (split + 1) * steps // splits * step
     rows_at += row_tile * tokens * depth
-    first = (tile * columns).to(tl.int64)
+    wide: tl.constexpr = tiles * columns
+    first = (tile * wide).to(tl.int64)
     if packing == "none":
-        total = _product(weight_at + first * depth, rows_at, depth, begin, end, columns, tokens, step, stages)
+        tiles_at = weight_at + first * depth
+        total = _product(tiles_at, rows_at, depth, begin, end, columns, tokens, step, tiles, stages)
     else:
         words_at = weight_at + first * (steps * 32)
         tile_scales_at = scales_at
@@ -148,8 +153,8 @@ def tile_sums(  # type: ignore[no-untyped-def]
             words_at, tile_scales_at, rows_at, depth, begin, end, columns, tokens, step, packing, stages
         )
     number = row_tile * tl.num_programs(1) + tile
-    partial_at += number * splits * columns * tokens
-    last, total = _meet(total, partial_at, counters_at + number, split, splits, columns, tokens)
+    partial_at += number * splits * wide * tokens
+    last, total = _meet(total, partial_at, counters_at + number, split, splits, wide, tokens)
     if packing == "fp8":
         total *= tl.load(scales_at + first + tl.arange(0, columns))[:, None]
     return last, total
@@ -177,6 +182,8 @@ def sum_of_squares(values):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def halves(total, columns: tl.constexpr, tokens: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first and the second half of a tile's columns, side by side: twice [columns // 2, tokens]."""
-    return tl.split(tl.permute(tl.reshape(total, (2, columns // 2, tokens)), (1, 2, 0)))
+def halves(total, columns: tl.constexpr, tokens: tl.constexpr, tiles: tl.constexpr = 1):  # type: ignore[no-untyped-def]
+    """The first and the second halves of tiles' columns, each [tiles * columns // 2, tokens]."""
+    half: tl.constexpr = columns // 2
+    both = tl.permute(tl.reshape(total, (tiles, 2, half, tokens)), (0, 2, 3, 1))
+    return tl.split(tl.reshape(both, (tiles * half, tokens, 2)))
