@@ -93,12 +93,15 @@ class Features:
         many tokens follow each other in both.
         """
         spans: list[tuple[int, int, int, int]] = []
-        before = zip(self.context_lengths.tolist(), self.row_offsets.tolist(), self.num_tokens, strict=False)
-        for request, verdict, (start, row, own) in zip(requests, verdicts, before, strict=True):
-            count, nodes = request.num_computed - start, verdict.accepted
-            if len(nodes) == 0 or nodes == tuple(range(len(nodes))):  # nothing lies between them
-                spans.append((request.slot, start, row, count))
+        starts, rows = self.context_lengths.tolist(), self.row_offsets.tolist()
+        for request, verdict, start, row, own in zip(
+            requests, verdicts, starts, rows, self.num_tokens, strict=False
+        ):
+            nodes = verdict.accepted
+            if not nodes or nodes == tuple(range(len(nodes))):  # nothing lies between them
+                spans.append((request.slot, start, row, request.num_computed - start))
                 continue
+            count = request.num_computed - start
             spans.append((request.slot, start, row, own))
             for place, node in enumerate(nodes[: count - own], own):
                 spans.append((request.slot, start + place, row + own + node, 1))

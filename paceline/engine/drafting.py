@@ -190,8 +190,10 @@ class Drafting:
         for name, drafter in self._observers.items():
             if features is None and drafter.needs.feature_layers:
                 continue  # a decoder has drafted: features are where it runs
-            with self._guard(name, requests):
+            try:  # not a guard: this is part of every step, also of those without drafts
                 drafter.observe(requests, verdicts, features)
+            except Exception as error:
+                self.note_failure(name, requests, error)
 
     def ahead(self, plan: DraftPlan) -> AheadDraft | None:
         """What a decoder needs to draft by this plan; None if none could, or if the plan asks for more."""
