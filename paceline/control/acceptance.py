@@ -53,8 +53,8 @@ class Luck:
         self.promised *= IDLE_FADE
 
     def ratio(self, above: float) -> float:
-        luck = (self.brought + self.doubt * above) / (self.promised + self.doubt)
-        return min(max(luck, LEAST_LUCK), MOST_LUCK)
+        """Of what was promised; `above` is what is thought if nothing is known."""
+        return max(LEAST_LUCK, (self.brought + self.doubt * above) / (self.promised + self.doubt))
 
 
 @dataclass(slots=True)
@@ -76,6 +76,7 @@ class AcceptanceModel:
         self.calibration = Calibration()
         self.said: deque[list[float]] = deque(maxlen=KEPT)  # of all requests, newest first
         self._goes_on = GOES_ON  # what is said of a node over what was said of the one before it
+        self._all = Luck(fade=0.97, doubt=15.0)
         self._segments: dict[str, Level] = {}
         self._requests: dict[Key, Level] = {}
 
@@ -110,6 +111,7 @@ class AcceptanceModel:
         self.drafts += 1
         promised = sum(self.calibration.chances(said))
         self.calibration.add(said, right)
+        self._all.add(sum(right), promised)
         for level in self._levels(key, segment):
             level.luck.add(sum(right), promised)
 
@@ -123,10 +125,14 @@ class AcceptanceModel:
         yield self._requests[key]
 
     def luck(self, key: Key, segment: str) -> float:
-        """How much more than others this request gets of what is promised."""
-        above, own = self._segments.get(segment), self._requests.get(key)
-        ratio = 1.0 if above is None else above.luck.ratio(1.0)
-        return ratio if own is None else own.luck.ratio(ratio)
+        """How much more than others this request gets of what is promised.
+
+        What all of them get less is the calibration's to correct, and must not count twice.
+        """
+        above, own, usual = self._segments.get(segment), self._requests.get(key), self._all.ratio(1.0)
+        ratio = usual if above is None else above.luck.ratio(usual)
+        luck = (ratio if own is None else own.luck.ratio(ratio)) / usual
+        return min(max(luck, LEAST_LUCK), MOST_LUCK)
 
     def chances(self, key: Key, segment: str, said: Said) -> list[float]:
         """What is to be believed of the nodes of one draft."""
@@ -139,6 +145,7 @@ class AcceptanceModel:
         From now on all that was observed counts.
         """
         self.calibration.fit()
+        self._all.fade_away()
         for level in (*self._segments.values(), *self._requests.values()):
             level.luck.fade_away()
             level.idle += 1

@@ -24,7 +24,7 @@ from paceline.control.decision import Decision
 from paceline.control.floor import Floor
 from paceline.control.knowledge import Knowledge, key_of
 from paceline.control.memory import Memory
-from paceline.control.planned import Asked, Planned, Wish
+from paceline.control.planned import Asked, Planned, Wish, is_open
 from paceline.control.probes import Probe, Probes
 from paceline.control.routine import Judge, Routine
 from paceline.control.segments import SegmentGains
@@ -45,7 +45,6 @@ CREDIT = 2.0  # plain passes that may be spent on trying at the start
 UNKNOWN, YOUNG, WELL_KNOWN = 4, 40, 100  # drafts until a drafter is known a little, more, and well
 ROUTINE = 3  # steps that are not looked at after one that is, with drafters that are well known
 SELDOM = 4  # steps of which one teaches what a pass costs, while nothing is drafted
-SHORT = 3  # tokens that a request may still have: below, a draft has nothing to save
 PROMISING = 0.5  # tokens that a cheap draft must promise to be tried instead of what was chosen
 PROBED = 4  # nodes that a drafter which was not chosen is asked for
 LOWEST, MOST_ASKED = 0.05, 0.63  # the chances that a node must have to be drafted lie between them
@@ -79,6 +78,7 @@ class AutoController(Controller):
         self._step = self._chosen_at = self._holds_until = self._probe_at = 0
         self._hold = HOLDS  # steps that the next choice holds
         self._names: set[str] = set()  # who drafts by the last choice
+        self._length = 0  # and how much
         self._wishes: dict[Request, Wish] = {}  # what was chosen
         self._routine: Routine | None = None  # what follows the last step that was looked at
         self._gained: Counter[str] = Counter()  # accepted tokens since the last choice, by segment
@@ -114,7 +114,7 @@ class AutoController(Controller):
             return routine.plans
         self._planned = None
         plans = [PLAIN if request.plan is None else request.plan for request in running]
-        places = [place for place, request in enumerate(running) if _is_open(request)]
+        places = [place for place, request in enumerate(running) if is_open(request)]
         if not places:
             return plans
         requests = [running[place] for place in places]
@@ -195,8 +195,9 @@ class AutoController(Controller):
         offer = self._best.offer
         names = [()] * len(requests) if offer is None else offer.names
         enough = [0.0] * len(requests) if offer is None or not offer.enough else offer.enough
-        before, self._names = self._names, {name for own in names for name in own}
-        self._hold = min(2 * self._hold, LONGEST) if before == self._names else HOLDS
+        self._names, before = {name for own in names for name in own}, (self._names, self._length)
+        self._length = 0 if offer is None else offer.length
+        self._hold = min(2 * self._hold, LONGEST) if before == (self._names, self._length) else HOLDS
         self._wishes = {
             request: Wish(own, tokens) for request, own, tokens in zip(requests, names, enough, strict=True)
         }
@@ -212,7 +213,10 @@ class AutoController(Controller):
         drafts = min(self.known.model(name, request).drafts for name in self.plans)
         if drafts < UNKNOWN and self._step < WARM_UP:
             return 1
-        return HOLDS // 2 if drafts < YOUNG and self._step < YOUNG * UNKNOWN else self._hold
+        if drafts < YOUNG and self._step < YOUNG * UNKNOWN:
+            return HOLDS // 2
+        known = (self.known.model(name, request).drafts for name in self._names)
+        return self._hold if max(known, default=WELL_KNOWN) >= WELL_KNOWN else HOLDS
 
     def _decide(
         self, floor: Floor, requests: Sequence[Request]
@@ -274,7 +278,7 @@ class AutoController(Controller):
 
     def _drafting(self, name: str, request: Request, most: int) -> DraftPlan:
         """The plan of one drafter: it leaves out what will not pay for its row."""
-        asked = min(MOST_ASKED, self._market.least(name))
+        asked = min(MOST_ASKED, self._market.least(name, self._best))
         least = self.known.model(name, request).calibration.said_for(asked)
         return replace(self.plans[name], least_chance=max(least, LOWEST)).shrunk(most)
 
@@ -393,10 +397,3 @@ class AutoController(Controller):
         said, right = [asked.said[node] for node in tried], [node in path for node in tried]
         self.known.model(asked.drafter, asked.request).observe(key, asked.request.segment, said, right)
         return draft.accepted
-
-
-def _is_open(request: Request) -> bool:
-    """Whether it is for the controller to say what a request drafts in this step."""
-    if request.plan is not None or request.num_pending != 1:
-        return False
-    return request.max_output - request.num_output >= SHORT

@@ -15,8 +15,8 @@ import numpy as np
 from paceline.control.cost import Float64Array
 
 POINTS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 1.0)
-DOUBT = 1.5  # nodes that "as was said" counts for, at each point
-FADE = 0.995  # what is left of the counts after another draft
+DOUBT = 3.0  # nodes that "as was said" counts for, at each point
+FADE = 0.99  # what is left of the counts after another draft
 MOST = 0.995  # nothing is surer than this
 
 

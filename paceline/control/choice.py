@@ -169,15 +169,17 @@ class Market:
         offer = Offer(((name,),) * self.count, int(lengths[best]), ())
         return Choice(offer, float(tokens[best]), float(seconds[best]), float(rows[best]))
 
-    def least(self, name: str) -> float:
-        """The chance that a node must have to be drafted by this drafter: that of a first row."""
+    def least(self, name: str, beside: Choice) -> float:
+        """The chance that a node must have to be drafted by this drafter, at what rows cost in a choice."""
         _, _, level, node, _ = self._drafts.prices(name)
-        return LEAST * self.plain.rate * (self.prices.row(0) + node + level / self.count)
+        rows = max(1, min(round(beside.rows), len(self.prices.listed) - 1))
+        row = (self.prices.listed[rows] - self.prices.listed[0]) / rows
+        return LEAST * beside.rate * (row + node + level / self.count)
 
     def _drafted(self, name: str) -> Float64Array:
         """[scenes, requests, nodes] chances of the nodes that are likely enough to be drafted."""
         chances = self.prospects[name].chances
-        return chances * (chances >= self.least(name))
+        return chances * (chances >= self.least(name, self.plain))
 
     def _lengths(self, name: str) -> Int64Array:
         """[lengths] of drafts that are looked at: the longest, and shorter ones where levels cost much."""

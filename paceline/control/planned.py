@@ -16,6 +16,7 @@ from paceline.draft.trees import PLAIN, DraftPlan
 if TYPE_CHECKING:
     from paceline.engine.request import Request
 
+SHORT = 3  # tokens that a request may still have: below, a draft has nothing to save
 NO_OPINION = 0.7  # what is said of each token for a drafter that says nothing
 
 
@@ -80,3 +81,10 @@ class Planned:
     def late(self, drafter: str) -> int:
         """Tokens that a drafter has to catch up with, if it is asked."""
         return sum(asked.late for asked in self.asked.values() if asked.names[-1] == drafter)
+
+
+def is_open(request: Request) -> bool:
+    """Whether it is for the controller to say what a request drafts in this step."""
+    if request.plan is not None or request.num_pending != 1:
+        return False
+    return request.max_output - request.num_output >= SHORT
