@@ -60,3 +60,31 @@ def test_queries_stay_and_keys_and_values_go_to_their_places(
     assert not keys[untouched].any()
     assert not values[untouched].any()
     assert not scratch.counters.any()
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="the interpreter multiplies by numpy, which sums as it likes"
+)
+def test_a_head_has_the_same_bits_among_any_number_of_rows(device: torch.device, dtype: torch.dtype) -> None:
+    from paceline.backends.cuda.kernels import matrix
+    from paceline.backends.cuda.kernels.heads import project_heads
+
+    torch.manual_seed(3)
+    count, most = HEADS + 2 * KV_HEADS, 128
+    rows = torch.randn(most, HIDDEN, device=device).to(dtype)
+    weight = (torch.randn(count * DIM, HIDDEN, device=device) / 8).to(dtype)
+    norms = (torch.randn(DIM, device=device).to(dtype), torch.randn(DIM, device=device).to(dtype))
+    angles = torch.arange(most + 5, device=device)[:, None] * torch.rand(DIM // 2, device=device)
+    own = matrix.tile_heads(weight, DIM, matrix.Tiling(columns=64, step=64, splits=2))
+    normed = matrix.Normed(rows, rows.float().square().view(most, 2, -1).sum(-1), HIDDEN, EPS)
+    places, rotation = torch.arange(most, device=device).int(), (angles.cos(), angles.sin())
+    found = []
+    for number in (1, 20, 64, most):
+        query = torch.zeros(most, HEADS, DIM, dtype=dtype, device=device)
+        keys, values = (torch.zeros(most, KV_HEADS, DIM, dtype=dtype, device=device) for _ in range(2))
+        scratch = matrix.scratch_for([own], number, device)
+        positions = places[:number] + 5
+        project_heads(normed, own, positions, places[:number], rotation, norms, query, keys, values, scratch)
+        found.append((query[0], keys[0], values[0]))
+    for other in found[1:]:
+        assert all(torch.equal(mine, its) for mine, its in zip(found[0], other, strict=True))

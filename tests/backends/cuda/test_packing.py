@@ -60,3 +60,28 @@ def test_blocks_of_a_file_stay_what_they_are(kind: str, packing: str, size: int)
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_nothing_is_packed_as_nothing(packing: str) -> None:
     assert not rounded(torch.zeros(2, 64), packing).any()
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="the interpreter multiplies by numpy, which sums as it likes"
+)
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_row_has_the_same_bits_among_any_number_of_rows(
+    packing: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    from paceline.backends.cuda.kernels import matrix
+    from paceline.backends.cuda.kernels.linear import project
+    from paceline.backends.cuda.kernels.packing import step_of
+
+    torch.manual_seed(6)
+    weight, rows = torch.randn(WIDTH, DEPTH, device=device) / 20, torch.randn(128, DEPTH, device=device)
+    tiling = matrix.Tiling(columns=64, step=step_of(packing), splits=2, packing=packing)
+    packed = matrix.tile_matrix(weight, WIDTH, tiling)
+    normed = matrix.Normed(rows.to(dtype), torch.ones(128, 1, device=device), 1, 0.0)
+    found = []
+    for number in (1, 20, 64, 128):
+        output = torch.zeros(128, WIDTH, device=device)
+        project(normed, packed, output, number, matrix.scratch_for([packed], number, device))
+        found.append(output[0])
+    assert all(torch.equal(found[0], other) for other in found)
+    assert found[0].any()

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.launching import follow, overlaps
-from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, stages_for, token_tile
+from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, row_tile, stages_for
 from paceline.backends.cuda.kernels.product import (
     halves,
     load_squares,
@@ -131,7 +131,7 @@ def project_heads(
     queries' and keys' norms.
     """
     rows, tiling, groups = len(positions), matrix.tiling, normed.squares.shape[1]
-    tokens, overlap = token_tile(rows), overlaps(query.device)
+    tokens, overlap = row_tile(matrix, rows), overlaps(query.device)
     query_norm, key_norm = norms or (None, None)
     _heads_kernel[(padded_rows(rows) // tokens, matrix.tiles, tiling.splits)](
         normed.rows,

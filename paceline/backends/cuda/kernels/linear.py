@@ -17,9 +17,9 @@ from paceline.backends.cuda.kernels.matrix import (
     Normed,
     Scratch,
     padded_rows,
+    row_tile,
     stages_for,
     tiles_at_once,
-    token_tile,
 )
 from paceline.backends.cuda.kernels.product import (
     halves,
@@ -192,7 +192,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
 
 def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scratch: Scratch) -> None:
     """Write norm(rows) @ weight.T + bias to `output` [rows, at least width]."""
-    tokens, tiling, groups = token_tile(rows), matrix.tiling, normed.squares.shape[1]
+    tokens, tiling, groups = row_tile(matrix, rows), matrix.tiling, normed.squares.shape[1]
     tiles, overlap = tiles_at_once(matrix, tokens), overlaps(output.device)
     _project_kernel[(padded_rows(rows) // tokens, matrix.tiles // tiles, tiling.splits)](
         normed.rows,
@@ -226,7 +226,7 @@ def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
 
 def gate_up(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scratch: Scratch) -> None:
     """Write silu(gate) * up of norm(rows), a `tile_pair`, to `output` [rows, half of the padded width]."""
-    tokens, tiling, groups = token_tile(rows), matrix.tiling, normed.squares.shape[1]
+    tokens, tiling, groups = row_tile(matrix, rows), matrix.tiling, normed.squares.shape[1]
     tiles, overlap = tiles_at_once(matrix, tokens), overlaps(output.device)
     _gate_up_kernel[(padded_rows(rows) // tokens, matrix.tiles // tiles, tiling.splits)](
         normed.rows,
@@ -265,7 +265,7 @@ def add_product(
     scratch: Scratch,
 ) -> None:
     """Add inputs @ weight.T + bias to `hidden`, and prepare `normed` for the norm of this weight [hidden]."""
-    tokens, tiling = token_tile(rows), matrix.tiling
+    tokens, tiling = row_tile(matrix, rows), matrix.tiling
     overlap = overlaps(hidden.device)
     _add_kernel[(padded_rows(rows) // tokens, matrix.tiles, tiling.splits)](
         inputs,

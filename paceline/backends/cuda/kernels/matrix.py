@@ -13,7 +13,8 @@ LEAST_TOKENS = 16  # rows of a tile
 MOST_TOKENS = 128
 MANY_TILES = 264  # of columns: then programs with the most rows take two
 SHARED_BYTES = 208 << 10  # of a multiprocessor, less what the ends of programs need
-PACKED_TOGETHER = 4  # programs of a multiprocessor, where weights are packed
+PACKED_TOGETHER = 3  # programs of a multiprocessor, where weights are packed
+MOST_PACKED_TOKENS = 64  # registers are needed to unpack
 MOST_STAGES = 6
 
 
@@ -109,7 +110,7 @@ def scratch_for(matrices: list[Matrix], rows: int, device: torch.device) -> Scra
     split = [matrix for matrix in matrices if matrix.tiling.splits > 1]
     padded = padded_rows(rows)
     floats = max((m.tiling.splits * m.padded_width * padded for m in split), default=1)
-    tiles = max((m.tiles * padded // token_tile(rows) for m in split), default=1)
+    tiles = max((m.tiles * padded // row_tile(m, rows) for m in split), default=1)
     return Scratch(
         torch.empty(floats, dtype=torch.float32, device=device),
         torch.zeros(tiles, dtype=torch.int32, device=device),
@@ -125,6 +126,12 @@ def padded_rows(rows: int) -> int:
     """Rows that buffers of so many rows must have: kernels read and write whole tiles."""
     tile = token_tile(rows)
     return -(-rows // tile) * tile
+
+
+def row_tile(matrix: Matrix, rows: int) -> int:
+    """How many rows a program of this matrix has."""
+    most = MOST_TOKENS if matrix.tiling.packing == "none" else MOST_PACKED_TOKENS
+    return min(token_tile(rows), most)
 
 
 def tiles_at_once(matrix: Matrix, tokens: int) -> int:
