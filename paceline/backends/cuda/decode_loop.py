@@ -184,7 +184,7 @@ class DecodeLoop:
             count = rows * len(children)
             ids, size = draft.target_ids, draft.vocab_size
             guess(logits, size, ids, temperatures, seeds, lengths, number, self._guesses, count)
-            choose(self._guesses, children, lines[TOKENS], self._chances, count, rows)
+            choose(self._guesses, children, lines[TOKENS], self._chances, temperatures, count, rows)
 
     def _verify(self, rows: int) -> None:
         """The target's pass over all nodes, and the token of each."""

@@ -33,7 +33,7 @@ from paceline.backends.cuda.kernels.draft import pick_rows
 from paceline.backends.cuda.kernels.guess import choose, guess, guesses_for
 from paceline.backends.cuda.model import Pool
 from paceline.backends.cuda.tables import DeviceTables, rows_of
-from paceline.backends.head_chains import TO_GO_ON, chains_by_passes
+from paceline.backends.head_chains import RIVALS, TO_GO_ON
 from paceline.draft.heads.checkpoint import HeadCheckpoint
 from paceline.errors import BackendError
 
@@ -55,15 +55,15 @@ class CudaHeadRunner:
         self._tables = DeviceTables(most, MAX_PAGES, device)
         self._features = torch.zeros((most, self.config.feature_width), device=device)
         self._graphs = Graphs(device)
-        self._temperatures = torch.zeros(most, dtype=torch.float64, device=device)  # chains are of likeliest
+        self._temperatures = torch.zeros(most, dtype=torch.float64, device=device)
 
         def integers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._turns = integers(most)
-        self._seeds = torch.zeros(most, dtype=torch.int64, device=device)  # never used: there is no noise
+        self._seeds = torch.zeros(most, dtype=torch.int64, device=device)
         self._row_numbers = torch.arange(most, dtype=torch.int32, device=device)
-        self._chains = _Chains(0, most, weights)
+        self._chains = _Chains(1, most, weights)
 
     @classmethod
     def load(cls, checkpoint: HeadCheckpoint, beside: CudaBackend, max_rows: int) -> CudaHeadRunner:
@@ -104,14 +104,10 @@ class CudaHeadRunner:
     def run_chains(
         self, batch: HeadBatch, most: Sequence[int], least_chance: float, noise: ChainNoise | None = None
     ) -> HeadChains:
-        """The best guesses behind each request, those of likeliest tokens in one graph behind the first pass.
+        """The best guesses behind each request, all passes behind the first in one graph.
 
-        There every chain is computed to the longest length, which costs less than to ask between the passes.
+        Every chain is computed to the longest length, which costs less than to ask between the passes.
         """
-        if noise is not None and noise.temperatures.any():
-            ids = self.weights.target_ids
-            known = None if ids is None else ids.cpu().numpy()
-            return chains_by_passes(self.run, batch, known, most, least_chance, noise)
         rows, longest = batch.rows, max(most)
         count = rows.num_requests
         requests = bucket(count)
@@ -120,9 +116,10 @@ class CudaHeadRunner:
             self._graphs = Graphs(self.device)  # graphs know addresses
         self._run_rows(batch)
         self._chains.send(rows, requests)
+        rivals = self._set_noise(noise, count)
         pool = cast(Pool, rows.pool)
-        name = ("chains", requests, longest, batch.from_target, _place(pool))
-        self._graphs.run(name, lambda: self._guess_chains(requests, longest, pool))
+        name = ("chains", requests, longest, rivals, batch.from_target, _place(pool))
+        self._graphs.run(name, lambda: self._guess_chains(requests, longest, rivals, pool))
         tokens = self._chains.tokens[: longest * requests].view(longest, requests)[:, :count].cpu().numpy()
         chances = self._chains.chances[:longest, :count].cpu().numpy().cumprod(axis=0).T
         return up_to_least(np.ascontiguousarray(tokens.T), chances, most, least_chance)
@@ -165,13 +162,22 @@ class CudaHeadRunner:
         pick_rows(self._workspace.output, self._tables.output_rows(outputs), self._workspace.picked)
         run_vocabulary(self.weights, self._workspace, self._workspace.picked, outputs)
 
-    def _guess_chains(self, requests: int, longest: int, pool: Pool) -> None:
+    def _set_noise(self, noise: ChainNoise | None, count: int) -> int:
+        """Tell the device the noise of requests: how many rivals a guess's chance is measured against."""
+        if noise is None or not noise.temperatures.any():
+            self._temperatures.zero_()
+            return 0
+        self._temperatures[:count] = torch.from_numpy(noise.temperatures)
+        self._seeds[:count] = torch.from_numpy(noise.seeds.view(np.int64))
+        return RIVALS
+
+    def _guess_chains(self, requests: int, longest: int, rivals: int, pool: Pool) -> None:
         weights, workspace, chains = self.weights, self._workspace, self._chains
         pages = self._tables.tables(1).pages
         self._pick(requests)
         sources: torch.Tensor | None = self._tables.output_rows(requests)
         states = self._last_states
-        self._guess(requests, 0)
+        self._guess(requests, 0, rivals)
         for number in range(longest - 1):
             hidden = workspace.hidden[(number + 1) % 2]
             tokens = chains.tokens[number * requests : (number + 1) * requests]
@@ -191,18 +197,17 @@ class CudaHeadRunner:
             turns.clamp_(min=0)
             run_slots(weights, workspace, tokens, states, sources, tables, turns, pool, PAGE_SIZE, hidden)
             run_vocabulary(weights, workspace, workspace.output, requests)
-            self._guess(requests, number + 1)
+            self._guess(requests, number + 1, rivals)
             states, sources = feed_back(weights, workspace, hidden, requests), None
 
-    def _guess(self, requests: int, number: int) -> None:
+    def _guess(self, requests: int, number: int, rivals: int) -> None:
         """Choose the guess of this number behind each request."""
         weights, chains, vocab = self.weights, self._chains, self.config.draft_vocab_size
-        logits, ids = self._workspace.logits, weights.target_ids
-        lengths = self._row_numbers[:requests]  # no noise, so nobody asks
-        guess(logits, vocab, ids, self._temperatures, self._seeds, lengths, 0, chains.guesses, requests)
-        choose(
-            chains.guesses, chains.children[number], chains.tokens, chains.chances[number], requests, requests
-        )
+        logits, ids, heat = self._workspace.logits, weights.target_ids, self._temperatures
+        found, children = chains.guesses[rivals], chains.children[rivals][number]
+        first = chains.lines[0, 0, :requests]  # KV indices of the first guesses, which are their positions
+        guess(logits, vocab, ids, heat, self._seeds, first, number, found, requests)
+        choose(found, children, chains.tokens, chains.chances[number], heat, requests, requests)
 
     def _make_room(self, length: int) -> None:
         """Have buffers for contexts of this length."""
@@ -221,11 +226,13 @@ class _Chains:
         self.lines = torch.zeros((longest, CHAIN_LINES, max_rows), dtype=torch.int32, device=device)
         self.tokens = torch.zeros(longest * max_rows, dtype=torch.int32, device=device)
         self.chances = torch.zeros((longest, max_rows), device=device)
-        self.guesses = guesses_for(max_rows, weights.config.draft_vocab_size, 1, device)
+        size = weights.config.draft_vocab_size
+        self.guesses = {rivals: guesses_for(max_rows, size, 1 + rivals, device) for rivals in (0, RIVALS)}
         self.paths = torch.zeros((1, MOST_PATH), dtype=torch.int32, device=device)  # never read: all straight
         nowhere = [0, 0, -1]
-        children = [[[[[number, 1, 0], nowhere]]] for number in range(longest)]  # see `choose`
-        self.children = torch.tensor(children, dtype=torch.int32, device=device)
+        lines = [[[[[number, 1, 0], nowhere]] + [[nowhere, nowhere]] * RIVALS] for number in range(longest)]
+        children = torch.tensor(lines, dtype=torch.int32, device=device)  # see `choose`
+        self.children = {rivals: children[:, :, : 1 + rivals].contiguous() for rivals in self.guesses}
 
     def send(self, rows: ForwardBatch, requests: int) -> None:
         """Tell where the guesses of each request of a pass stand."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.backends.base import HeadRunner
+from paceline.backends.base import ChainNoise, HeadRunner
 from paceline.backends.head_chains import chains_by_passes
 from paceline.backends.torch_head_runner import TorchHeadRunner
 from paceline.models.config import ModelConfig, RopeConfig
@@ -71,15 +71,17 @@ def test_slots_are_those_of_torch(name: str, device: torch.device, dtype: torch.
 
 
 def test_chains_in_one_graph_are_those_of_single_passes(device: torch.device, dtype: torch.dtype) -> None:
+    """The first request is greedy; the second guesses with the noise of the target's own choices."""
     name = "all flags"
     runner, ids = make_runner(name, device, dtype), random_checkpoint(CONFIGS[name]).draft_ids
     features = np.random.default_rng(1).standard_normal((4, CONFIGS[name].feature_width), dtype=np.float32)
     first, second = drive_heads(runner, pages_each=2, count=2)
     asked = [first.ask(features[:3], [3, 4, 5]), second.ask(features[3:], [6])]
     batch = batch_of(asked, from_target=True, outputs=[2, 3])
-    expected = chains_by_passes(runner.run, batch, ids, [2, 1], 0.0)
-    found = runner.run_chains(batch, [2, 1], 0.0)
-    assert found.lengths.tolist() == expected.lengths.tolist() == [2, 1]
+    noise = ChainNoise(np.array([3, 2**63 + 5], np.uint64), np.array([0.0, 0.8]))
+    expected = chains_by_passes(runner.run, batch, ids, [1, 2], 0.0, noise)
+    found = runner.run_chains(batch, [1, 2], 0.0, noise)
+    assert found.lengths.tolist() == expected.lengths.tolist() == [1, 2]
     for request, length in enumerate(expected.lengths):
         assert found.tokens[request, :length].tolist() == expected.tokens[request, :length].tolist()
         np.testing.assert_allclose(

@@ -141,6 +141,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     children_at,
     tokens_at,
     chances_at,
+    temperatures_at,
     num_rows,
     blocks,
     rows_each,
@@ -156,9 +157,10 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     follow(overlap)
     scores = tl.load(scores_at + row * blocks * most + number, mask=inside, other=float("-inf"))
     ids = tl.load(ids_at + row * blocks * most + number, mask=inside, other=0x7FFFFFFF)
-    tl.store(chances_at + row, tl.sqrt(_share(weights_at, highest_at, row, blocks, most_blocks)))
+    first_score, rivals = tl.max(scores, 0), 0.0
     for rank in tl.static_range(most):
         best = tl.max(scores, 0)
+        rivals += tl.exp(tl.maximum(best - first_score, -1e3))
         chosen = tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), 0)
         chosen = tl.where(best > float("-inf"), chosen, 0)
         scores = tl.where(ids == chosen, float("-inf"), scores)
@@ -166,6 +168,9 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
             child_at = children_at + ((local * most + rank) * 2 + copy) * 3
             first, each, at = tl.load(child_at), tl.load(child_at + 1), tl.load(child_at + 2)
             tl.store(tokens_at + first * num_rows + request * each + at, chosen, mask=at >= 0)
+    likely = tl.sqrt(_share(weights_at, highest_at, row, blocks, most_blocks))
+    noisy = tl.load(temperatures_at + request) > 0
+    tl.store(chances_at + row, tl.where(noisy, 1.0 / rivals, likely))
 
 
 def choose(
@@ -173,6 +178,7 @@ def choose(
     children: torch.Tensor,
     tokens: torch.Tensor,
     chances: torch.Tensor,
+    temperatures: torch.Tensor,
     rows: int,
     requests: int,
 ) -> None:
@@ -180,7 +186,8 @@ def choose(
 
     `children` int32 [rows of a request, most, 2, 3] says where the children of each row stand in `tokens`, at
     most twice each: the rows before them, by request, the rows of a request among them, and the own one of
-    those; -1: nowhere. `chances` float32 [rows] gets the chance that the best guess is right.
+    those; -1: nowhere. `chances` float32 [rows] gets the chance that the best guess is right, as seen by
+    head_chains.py: where `temperatures` float64 [requests] are above 0, its share among the known guesses.
     """
     overlap = overlaps(tokens.device)
     blocks, most = guesses.ids.shape[1:]
@@ -192,6 +199,7 @@ def choose(
         children,
         tokens,
         chances,
+        temperatures,
         requests,
         blocks,
         rows // requests,
