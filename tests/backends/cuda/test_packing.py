@@ -45,6 +45,22 @@ def test_a_product_of_packed_weights(
     assert float((expected - whole).norm() / whole.norm()) < bound
 
 
+def test_norms_ahead_of_packed_weights(device: torch.device, dtype: torch.dtype) -> None:
+    from paceline.backends.cuda.kernels import matrix
+    from paceline.backends.cuda.kernels.linear import project
+
+    torch.manual_seed(7)
+    weight, rows = torch.randn(WIDTH, DEPTH) / 20, torch.randn(16, DEPTH).to(dtype)
+    packed = matrix.tile_matrix(weight.to(device), WIDTH, matrix.Tiling(columns=64, step=128, packing="int8"))
+    squares = rows.float().square().view(16, 8, -1).sum(-1)[:, :7].contiguous()  # a count to be filled up
+    normed = matrix.Normed(rows.to(device), squares.to(device), DEPTH, 1e-5)
+    output = torch.zeros(16, WIDTH, device=device)
+    project(normed, packed, output, 2, matrix.scratch_for([packed], 2, device))
+    factor = (squares.sum(-1, keepdim=True) / DEPTH + 1e-5).rsqrt()
+    expected = (rows.float() @ rounded(weight, "int8").T * factor)[:2]
+    torch.testing.assert_close(output[:2].cpu(), expected, rtol=1e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize(("kind", "packing", "size"), [("Q8_0", "int8", 34), ("Q4_0", "int4", 18)])
 def test_blocks_of_a_file_stay_what_they_are(kind: str, packing: str, size: int) -> None:
     """A block is a scale and 32 numbers, one of them the largest there is: so converters write it."""

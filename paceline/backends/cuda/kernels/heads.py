@@ -78,7 +78,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
         stages,
     )
     if last:
-        total *= norm_factor(squares, size, eps)
+        total *= norm_factor(squares, size, eps, packing)
         if has_bias:
             total += tl.load(bias_at + head * columns + tl.arange(0, columns)).to(tl.float32)[:, None]
         length = sum_of_squares(total)

@@ -77,7 +77,7 @@ def _project_kernel(  # type: ignore[no-untyped-def]
         tiles,
     )
     if last:
-        total *= norm_factor(squares, size, eps)
+        total *= norm_factor(squares, size, eps, packing)
         if has_bias:
             total += tl.load(bias_at + column).to(tl.float32)[:, None]
         place = token[None, :].to(tl.int64) * row_stride + column[:, None]
@@ -129,7 +129,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         tiles,
     )
     if last:
-        total *= norm_factor(squares, size, eps)
+        total *= norm_factor(squares, size, eps, packing)
         gate, up = halves(total, columns, tokens, tiles)
         mixed = gate / (1.0 + tl.exp(-gate)) * up
         place = token[None, :] * padded_width + column[:, None]

@@ -168,10 +168,23 @@ def load_squares(squares_at, token, groups, most_groups: tl.constexpr):  # type:
     return tl.load(squares_at + place, mask=(group < groups)[None, :], other=0.0)
 
 
-@triton.jit
-def norm_factor(squares, size, eps):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_in_pairs(values, tokens: tl.constexpr, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums of lines [tokens, size], a power of two: always of two halves, which have no order."""
+    for power in tl.static_range(12):
+        if (size >> power) > 1:
+            values = tl.sum(tl.reshape(values, (tokens, 2, (size >> power) // 2)), 1)
+    return tl.reshape(values, (tokens,))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def norm_factor(squares, size, eps, packing: tl.constexpr):  # type: ignore[no-untyped-def]
     """One over the root mean square of each token's row: float32 [1, tokens]."""
-    return tl.rsqrt(tl.sum(squares, 1) / size + eps)[None, :]
+    if packing == "none":
+        total = tl.sum(squares, 1)
+    else:  # beside packed weights the compiler lets threads have other parts of 64 rows than of 16
+        total = _sum_in_pairs(squares, squares.shape[0], squares.shape[1])
+    return tl.rsqrt(total / size + eps)[None, :]
 
 
 @triton.jit
