@@ -182,12 +182,8 @@ _DRAFTS: dict[str, Callable[[Weights], Drafting]] = {
 
 def weight_bytes(weights: Weights) -> int:
     """Bytes of weights that a step reads."""
-    layers = [
-        matrix for layer in weights.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)
-    ]
-    read = [matrix.weight for matrix in (*layers, weights.head)]
-    read += [matrix.scales for matrix in layers if matrix.scales is not None]
-    return sum(tensor.nbytes for tensor in read)
+    read = [tensor for matrix in weights.matrices for tensor in (matrix.weight, matrix.scales)]
+    return sum(tensor.nbytes for tensor in read if tensor is not None)
 
 
 @dataclass(frozen=True)

@@ -60,9 +60,9 @@ class Weights:
 
     @property
     def matrices(self) -> list[Matrix]:
-        """Every matrix of the first layer and the head: all layers are alike."""
-        first = self.layers[0]
-        return [first.qkv, first.output, first.gate_up, first.down, self.head]
+        """Every matrix that a pass multiplies by: those of layers may be packed each in its way."""
+        layers = [(own.qkv, own.output, own.gate_up, own.down) for own in self.layers]
+        return [matrix for layer in layers for matrix in layer] + [self.head]
 
 
 def unpacked(name: str) -> str:

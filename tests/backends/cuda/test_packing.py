@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.gguf_blocks import dequantize
+from paceline.models.layout import expected_tensors
 
 WIDTH, DEPTH = 64, 512
 PACKINGS = ("int8", "int4", "fp8")
@@ -101,3 +103,30 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
         found.append(output[0])
     assert all(torch.equal(found[0], other) for other in found)
     assert found[0].any()
+
+
+def test_layers_keep_a_files_own_blocks_where_their_depth_allows_it() -> None:
+    """Depths: 256 of most matrices, and 192, no multiple of a step, of down."""
+    from paceline.backends.cuda.weights import load_weights, packing_for
+
+    config = ModelConfig("llama", 64, 256, 2, 4, 2, 64, 192, 1e-5, RopeConfig(), 64, tie_embeddings=True)
+    shapes = dict(expected_tensors(config))
+    kinds = {
+        "model.layers.0.self_attn.v_proj.weight": "Q6_K",
+        "model.layers.1.self_attn.o_proj.weight": "Q8_0",
+    }
+
+    def take(name: str) -> torch.Tensor:
+        return torch.zeros(shapes[name], dtype=torch.float32 if "_proj" in name else torch.float16)
+
+    def packings(quantization: str) -> list[str]:
+        packing = packing_for(quantization, lambda name: kinds.get(name, "Q4_0"))
+        weights = load_weights(config, take, packing)
+        assert {matrix.weight.dtype for matrix in weights.matrices} <= {torch.float16, torch.int32}
+        return [matrix.tiling.packing for matrix in weights.matrices]
+
+    # queries, keys and values are one matrix: the largest kind of the three decides
+    first, second = ["int8", "int4", "int4", "none"], ["int4", "int8", "int4", "none"]
+    assert packings("native") == [*first, *second, "none"]
+    assert packings("fp8") == [*["fp8", "fp8", "fp8", "none"] * 2, "none"]
+    assert packings("none") == ["none"] * 9
