@@ -59,6 +59,7 @@ class ToyBackend:
     name = "toy"
     batch_invariant = True
     supports_features = True
+    drafts_ahead = False
 
     def __init__(
         self,

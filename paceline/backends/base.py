@@ -171,6 +171,7 @@ class Backend(Protocol):
     batch_invariant: bool  # a token's logits depend, bit for bit, on its own prefix alone
     supports_features: bool
     chooses: bool  # it takes a batch's choices
+    drafts_ahead: bool  # decode_ahead takes drafts
 
     def make_pool(self, num_pages: int) -> KVPool:
         """Storage for `num_pages` pages of keys and values of this model."""

@@ -40,6 +40,7 @@ class TorchBackend:
     batch_invariant = False  # the matrix products of torch may sum in another order for other row counts
     supports_features = True
     chooses = False
+    drafts_ahead = False
 
     def __init__(self, model: Transformer, max_rows: int) -> None:
         self.model = model

@@ -18,6 +18,7 @@ from paceline.draft.base import Drafter, Target
 from paceline.draft.heads.fingerprint import target_fingerprint
 from paceline.draft.heads.shipped import default_method, known_drafts
 from paceline.draft.methods import Speculation, load_drafter
+from paceline.draft.trees import DraftPlan
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.kv.sizing import available_memory, size_cache
@@ -26,6 +27,8 @@ from paceline.models.config import ModelConfig
 from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer
 from paceline.verify.rules import RULES
+
+LENGTH_AHEAD = 3  # of chains that a head drafts on the device, if nobody says another
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,10 @@ def _controller(
     if not (speculation.auto and plans):
         return FixedController(speculation.default_plan)
     log, asked = config.speculative.log_decisions, config.speculative.speculation()
+    ahead = [name for name in plans if type(drafters[name]).ahead is not Drafter.ahead]
+    if model.backend.drafts_ahead and ahead and not asked.drafters:
+        # a head on the device gained at every load that was tried, and what the host decides on did not
+        return FixedController(DraftPlan(ahead[0], LENGTH_AHEAD))
     memory = Memory.of(f"{model.fingerprint} {config.backend} {model.backend.name}")
     return AutoController(
         plans,

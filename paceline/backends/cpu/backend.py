@@ -27,6 +27,7 @@ class CpuBackend(CompiledModel):
     batch_invariant = True
     supports_features = True
     chooses = True
+    drafts_ahead = False
 
     def __init__(self, workspace: Workspace, quantization: str, beside: CpuBackend | None = None) -> None:
         super().__init__(workspace, beside)

@@ -45,7 +45,7 @@ class CudaBackend:
     name = "cuda"
     page_size = PAGE_SIZE
     batch_invariant = True
-    chooses = True
+    chooses = drafts_ahead = True
     supports_features = True
 
     def __init__(self, weights: Weights, max_rows: int) -> None:

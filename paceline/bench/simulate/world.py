@@ -66,6 +66,7 @@ class SimulatedBackend:
     batch_invariant = True
     supports_features = False
     chooses = False
+    drafts_ahead = False
 
     def __init__(self, prices: Prices, clock: VirtualClock, max_rows: int) -> None:
         self._prices = prices

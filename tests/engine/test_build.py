@@ -1,0 +1,39 @@
+"""Who decides what is drafted, for each backend and what was asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.config import EngineConfig
+from paceline.control.auto import AutoController
+from paceline.control.controller import FixedController, Load
+from paceline.draft.methods import parse_speculative_config
+from paceline.draft.suffix import SuffixDrafter
+from paceline.draft.trees import DraftPlan
+from paceline.engine import build
+from tests.toy import ScriptedDrafter, ToyBackend
+
+
+def controller(drafts_ahead: bool, asked: object):
+    backend = ToyBackend()
+    backend.drafts_ahead = drafts_ahead
+    model = SimpleNamespace(backend=backend, fingerprint="none", config=SimpleNamespace(max_position=64))
+    drafters = {"suffix": SuffixDrafter.__new__(SuffixDrafter), "eagle3": ScriptedDrafter({}, "right")}
+    own = parse_speculative_config(["auto", "suffix", "eagle3"])
+    return build._controller(EngineConfig.from_options(speculative_config=asked), model, own, drafters)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+
+
+def test_auto_leaves_drafting_to_a_device_that_can_and_decides_elsewhere():
+    fixed = controller(True, "auto")
+    assert isinstance(fixed, FixedController)
+    request = SimpleNamespace(plan=None)
+    assert fixed.plan([request], Load(1, 0)) == [DraftPlan("eagle3", build.LENGTH_AHEAD)]
+    assert isinstance(controller(False, "auto"), AutoController)
+    assert isinstance(controller(True, ["auto", "suffix", "eagle3"]), AutoController)  # they were named
