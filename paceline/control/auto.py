@@ -77,8 +77,8 @@ class AutoController(Controller):
         self._log = log
         self._step = self._chosen_at = self._holds_until = self._probe_at = 0
         self._hold = HOLDS  # steps that the next choice holds
-        self._names: set[str] = set()  # who drafts by the last choice
-        self._length = 0  # and how much
+        self._can_gain = True  # whether any drafts could gain under the last choice's load
+        self._names, self._length = set[str](), 0  # who drafts by the last choice, and how much
         self._wishes: dict[Request, Wish] = {}  # what was chosen
         self._routine: Routine | None = None  # what follows the last step that was looked at
         self._gained: Counter[str] = Counter()  # accepted tokens since the last choice, by segment
@@ -177,8 +177,9 @@ class AutoController(Controller):
         """Find the best choice for these requests."""
         self.known.forget_others(running)
         steps = self._step - self._chosen_at
-        for segment, count in Counter(request.segment for request in requests).items():
-            self._segments.observe(segment, steps * count, self._gained[segment])
+        if self._can_gain:  # else it is the load that leaves nothing to gain, whatever the drafter
+            for segment, count in Counter(request.segment for request in requests).items():
+                self._segments.observe(segment, steps * count, self._gained[segment])
         self._gained.clear()
         decoding = sum(request.num_pending == 1 for request in running)
         keys = sum(request.num_computed for request in requests) / len(requests)
