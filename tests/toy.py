@@ -18,6 +18,7 @@ import numpy.typing as npt
 from paceline.backends.base import (
     AheadDraft,
     AheadOutput,
+    Backend,
     Choices,
     Float32Array,
     ForwardBatch,
@@ -53,13 +54,12 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-class ToyBackend:
+class ToyBackend(Backend):
     """Implements Backend. `nan_after` makes logits NaN on paths that contain this token."""
 
     name = "toy"
     batch_invariant = True
     supports_features = True
-    drafts_ahead = False
 
     def __init__(
         self,
@@ -148,9 +148,6 @@ class ToyBackend:
         state = _mix(_mix(items * _ODD) + np.arange(len(items), dtype=np.uint64)).sum(dtype=np.uint64)
         bits = _mix(state + np.arange(self.vocab, dtype=np.uint64) * _ODD)
         return ((bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)) ** 8 * np.float32(12)
-
-    def device_memory(self, rows: int, longest: int) -> None:
-        return None
 
     def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
         self.prepared = (longest, feature_layers)

@@ -163,15 +163,18 @@ class AheadDecoder(Protocol):
 
 
 class Backend(Protocol):
-    """A loaded model that can run forward passes."""
+    """A loaded model that can run forward passes.
+
+    A backend derives from this class. What has a body here need not be offered.
+    """
 
     name: str
     page_size: int  # tokens per KV page
     max_rows: int  # most rows of one ForwardBatch
     batch_invariant: bool  # a token's logits depend, bit for bit, on its own prefix alone
     supports_features: bool
-    chooses: bool  # it takes a batch's choices
-    drafts_ahead: bool  # decode_ahead takes drafts
+    chooses: bool = False  # it takes a batch's choices
+    drafts_ahead: bool = False  # decode_ahead takes drafts
 
     def make_pool(self, num_pages: int) -> KVPool:
         """Storage for `num_pages` pages of keys and values of this model."""
@@ -186,14 +189,14 @@ class Backend(Protocol):
 
         Buffers are thought of for contexts of at most `longest` tokens, and passes ahead of so many rows.
         """
-        ...
+        return None
 
     def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
         """Have ready what the first passes over this pool, with contexts up to `longest`, would wait for.
 
         Nobody holds a page of the pool yet: what it holds afterwards is meaningless.
         """
-        ...
+        return  # not abstract
 
     def decode_ahead(
         self,
@@ -207,7 +210,7 @@ class Backend(Protocol):
 
         One that does not draft gives the features of these layers.
         """
-        ...
+        return None
 
     def first_layers(self, count: int) -> Backend:
         """The same model without its later layers: the final norm and the head follow layer count - 1.

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.backends.base import AheadDraft, ForwardBatch, ForwardOutput, Int32Array, KVPool
+from paceline.backends.base import Backend, ForwardBatch, ForwardOutput, Int32Array, KVPool
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.transformer import KeyValues, Rows, RowView, Take, Transformer
@@ -32,15 +32,13 @@ class TorchPool:
     cache: KeyValues  # keys and values, each [layers, num_pages * PAGE_SIZE, kv_heads, head_dim]
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """A model run by torch. Exact in its algebra, but not bit for bit across batch shapes."""
 
     name = "torch"
     page_size = PAGE_SIZE
     batch_invariant = False  # the matrix products of torch may sum in another order for other row counts
     supports_features = True
-    chooses = False
-    drafts_ahead = False
 
     def __init__(self, model: Transformer, max_rows: int) -> None:
         self.model = model
@@ -84,22 +82,6 @@ class TorchBackend:
         logits = self.model.logits(hidden[self._tensor(batch.logit_rows)])
         features = torch.cat(wanted, dim=-1).float().cpu().numpy() if wanted else None
         return ForwardOutput(logits.float().cpu().numpy(), features)
-
-    def device_memory(self, rows: int, longest: int) -> None:
-        return None  # the host's
-
-    def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
-        return  # there is nothing to wait for
-
-    def decode_ahead(
-        self,
-        pool: KVPool,
-        slots: int,
-        longest: int,
-        feature_layers: tuple[int, ...],
-        draft: AheadDraft | None,
-    ) -> None:
-        return None  # every pass waits for the host
 
     def first_layers(self, count: int) -> TorchBackend:
         """The same model without its later layers, over the same pools."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.backends.base import AheadDraft, Float32Array, ForwardBatch, ForwardOutput, KVPool
+from paceline.backends.base import Backend, Float32Array, ForwardBatch, ForwardOutput
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.compiled_model import CompiledModel
 from paceline.backends.cpu.isa import ISA
@@ -20,14 +20,13 @@ from paceline.models.checkpoint import Checkpoint
 QUANTIZATIONS = ("auto", "native", "int8", "none")
 
 
-class CpuBackend(CompiledModel):
+class CpuBackend(CompiledModel, Backend):
     """A model run by compiled code on `threads` cores."""
 
     name = "cpu"
     batch_invariant = True
     supports_features = True
     chooses = True
-    drafts_ahead = False
 
     def __init__(self, workspace: Workspace, quantization: str, beside: CpuBackend | None = None) -> None:
         super().__init__(workspace, beside)
@@ -73,22 +72,6 @@ class CpuBackend(CompiledModel):
             quantization = "native" if ISA.prefers_4bit else "int8"
         workspace = Workspace(checkpoint, quantization, threads or default_threads(), max_rows)
         return cls(workspace, quantization, beside)
-
-    def device_memory(self, rows: int, longest: int) -> None:
-        return None  # the host's
-
-    def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
-        return  # there is nothing to wait for
-
-    def decode_ahead(
-        self,
-        pool: KVPool,
-        slots: int,
-        longest: int,
-        feature_layers: tuple[int, ...],
-        draft: AheadDraft | None,
-    ) -> None:
-        return None  # the passes run where the host does
 
     def first_layers(self, count: int) -> CpuBackend:
         """The same model without its later layers, over the same pools, with the same threads."""

@@ -11,6 +11,7 @@ import torch
 
 from paceline.backends.base import (
     AheadDraft,
+    Backend,
     Choices,
     DeviceMemory,
     Float32Array,
@@ -39,7 +40,7 @@ MAX_PAGES = 1 << 17  # of all requests of a pass together
 FIRST_LONGEST = 4096  # tokens of a context that buffers are made for at first
 
 
-class CudaBackend:
+class CudaBackend(Backend):
     """A model run by Triton kernels. A row's results do not depend on what else is in the pass."""
 
     name = "cuda"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.base import AheadDraft, Backend, ForwardBatch, ForwardOutput, Int32Array, KVPool
+from paceline.backends.base import Backend, ForwardBatch, ForwardOutput, Int32Array
 from paceline.bench.simulate.prices import Call, PassSize, Prices
 from paceline.draft.base import Drafter
 from paceline.draft.trees import DraftPlan, DraftTrees
@@ -58,15 +58,13 @@ class NoPool:
     bytes_per_page: int = 0
 
 
-class SimulatedBackend:
+class SimulatedBackend(Backend):
     """Passes that take as long as they are priced."""
 
     name = "simulated"
     page_size = PAGE_SIZE
     batch_invariant = True
     supports_features = False
-    chooses = False
-    drafts_ahead = False
 
     def __init__(self, prices: Prices, clock: VirtualClock, max_rows: int) -> None:
         self._prices = prices
@@ -91,22 +89,6 @@ class SimulatedBackend:
         )
         self._clock.advance(self._prices.pass_seconds(size) + self._prices.overhead_seconds(size))
         return ForwardOutput(self._logits[batch.tokens[batch.logit_rows]])
-
-    def device_memory(self, rows: int, longest: int) -> None:
-        return None  # the host's
-
-    def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
-        return  # there is nothing to wait for
-
-    def decode_ahead(
-        self,
-        pool: KVPool,
-        slots: int,
-        longest: int,
-        feature_layers: tuple[int, ...],
-        draft: AheadDraft | None,
-    ) -> None:
-        return None  # every pass waits for the host
 
     def first_layers(self, count: int) -> Backend:
         raise NotImplementedError("a simulated model has no layers")
