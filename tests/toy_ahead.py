@@ -1,0 +1,105 @@
+"""The toy model's passes that run ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.backends.base import AheadOutput, Choices, ForwardBatch, Int32Array, Joining
+
+if TYPE_CHECKING:
+    from tests.toy import ToyBackend, ToyPool
+
+
+class ToyAhead:
+    """An AheadDecoder whose passes run when they are begun, and are read later.
+
+    If it drafts, chains of `length` are right as far as the position says. Guesses that are wrong are written
+    behind, as a device would, and the places of the next pass are looked up by the one before it.
+    """
+
+    def __init__(self, backend: ToyBackend, pool: ToyPool, slots: int, layers: int, length: int) -> None:
+        self._backend, self._pool, self._layers, self._length = backend, pool, layers, length
+        self._tokens = np.zeros(slots, dtype=np.int32)  # [slots]
+        self._lengths = np.zeros(slots, dtype=np.int32)  # [slots]
+        self._limits = np.zeros(slots, dtype=np.int32)  # [slots]
+        self._seeds = np.zeros(slots, dtype=np.uint64)  # [slots]
+        self._temperatures = np.zeros(slots)  # [slots]
+        self._unread: deque[AheadOutput] = deque()
+        self._told: dict[int, list[int]] = {}  # the pages that the last pass has told the next one of
+
+    def join(self, requests: Joining) -> None:
+        slots = requests.slots
+        assert (requests.features is not None) == (self._length > 0)
+        self._tokens[slots], self._lengths[slots] = requests.tokens[:, 1], requests.lengths
+        self._limits[slots] = requests.limits
+        self._seeds[slots], self._temperatures[slots] = requests.seeds, requests.temperatures
+        self._told = {}
+
+    def launch(self, slots: Sequence[int], page_tables: Int32Array) -> None:
+        self._backend.num_launched += 1
+        if list(slots) == list(self._told):
+            assert {slot: self._next_pages(slot, page_tables) for slot in slots} == self._told
+        starts = self._lengths.copy()
+        tokens = np.full((len(slots), 1 + self._length), -999, dtype=np.int32)
+        counts = np.zeros(len(slots), dtype=np.int32)
+        for level in range(1 + self._length):
+            rows = [row for row, slot in enumerate(slots) if self._goes_on(slot, starts, level, tokens[row])]
+            if rows:
+                tokens[rows, level] = self._pass([slots[row] for row in rows], page_tables)
+                counts[rows] += 1
+        for slot in slots:  # wrong guesses
+            for index in range(self._lengths[slot], min(starts[slot] + 1 + self._length, self._limits[slot])):
+                place = self._page(slot, index, page_tables) * self._backend.page_size
+                self._pool.tokens[place + index % self._backend.page_size] = -999
+        features = np.repeat(tokens.astype(np.float32), self._layers, axis=1) if self._layers else None
+        self._unread.append(AheadOutput(tokens, counts, None if self._length else features))
+        self._told = {slot: self._next_pages(slot, page_tables) for slot in slots}
+
+    def _goes_on(self, slot: int, starts: Int32Array, level: int, tokens: Int32Array) -> bool:
+        """Whether a slot's chain was right down to here."""
+        right = level <= starts[slot] % (1 + self._length)
+        return bool(right and self._lengths[slot] < self._limits[slot] and -1 not in tokens)
+
+    def _pass(self, own: list[int], page_tables: Int32Array) -> Int32Array:
+        rows = np.arange(len(own), dtype=np.int32)
+        output = self._backend.forward(
+            ForwardBatch(
+                tokens=self._tokens[own],
+                positions=self._lengths[own],
+                parents=np.full(len(own), -1, dtype=np.int32),
+                row_offsets=np.arange(len(own) + 1, dtype=np.int32),
+                context_lengths=self._lengths[own],
+                page_tables=np.ascontiguousarray(page_tables[own]),
+                logit_rows=rows[:0],
+                pool=self._pool,
+                choices=Choices(rows, self._seeds[own], self._temperatures[own]),
+            )
+        )
+        assert output.chosen is not None
+        self._tokens[own] = np.maximum(output.chosen, 0)
+        self._lengths[own] += 1
+        return output.chosen
+
+    def _next_pages(self, slot: int, page_tables: Int32Array) -> list[int]:
+        """The pages that the next pass of a slot writes to."""
+        length = self._lengths[slot]
+        ends = min(length + 1 + self._length, self._limits[slot])
+        return [self._page(slot, index, page_tables) for index in range(length, ends)]
+
+    def _page(self, slot: int, index: int, page_tables: Int32Array) -> int:
+        page = int(page_tables[slot, index // self._backend.page_size])
+        assert page >= 0, "an index without a page"
+        return page
+
+    def read(self) -> AheadOutput:
+        return self._unread.popleft()
+
+    def drop(self) -> None:
+        self._unread.clear()
+
+    def prepare(self) -> None:
+        pass
