@@ -49,5 +49,5 @@ def _shortened(facts: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
-        sys.exit("Name a model and the file to write: python examples/known_drafts.py smollm2-135m drafts.json")
+        sys.exit("Name a model and a file to write: python examples/known_drafts.py smollm2-135m drafts.json")
     main(*sys.argv[1:])
