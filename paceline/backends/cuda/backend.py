@@ -256,10 +256,6 @@ def _stored(tensor: Tensor) -> torch.Tensor:
 
 
 def _check_model(config: ModelConfig) -> None:
-    if config.moe is not None:
-        raise BackendError(
-            "The cuda backend does not run mixtures of experts yet; use backend='torch' with device='cuda'."
-        )
     if config.head_dim % 2:
         raise BackendError(
             f"The cuda backend needs an even head size, not {config.head_dim}; use backend='torch'."

@@ -8,6 +8,8 @@ A layer is five kernels:
     product, added           hidden += attention, and what the next norm needs
     gate, up, SwiGLU         norm(hidden)
     product, added           hidden += feed-forward, and what the next norm needs
+
+The last two are five in a mixture of experts: see kernels/experts.py.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 import torch
 
 from paceline.backends.cuda.kernels.attention import AttentionScratch, RowTables, attend, attention_scratch
+from paceline.backends.cuda.kernels.experts import add_experts
 from paceline.backends.cuda.kernels.heads import project_heads
 from paceline.backends.cuda.kernels.linear import add_product, gate_up, project
-from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, scratch_for
+from paceline.backends.cuda.kernels.matrix import Normed, Scratch, padded_rows, scratch_for
+from paceline.backends.cuda.kernels.routing import Routing, routing_for
 from paceline.backends.cuda.kernels.rows import embed
-from paceline.backends.cuda.weights import Weights, padded_size
+from paceline.backends.cuda.weights import Layer, Weights, padded_size
 
 
 @dataclass(frozen=True)
@@ -48,33 +52,37 @@ class Workspace:
     logits: torch.Tensor  # float32 [rows, vocab]
     scratch: Scratch
     attention: AttentionScratch
+    routing: Routing | None  # of mixtures of experts
 
 
 def make_workspace(weights: Weights, max_rows: int, longest: int) -> Workspace:
     """Buffers for passes of at most `max_rows` rows over contexts of at most `longest` tokens."""
     config, device, dtype = weights.config, weights.device, weights.dtype
     layer, rows = weights.layers[0], padded_rows(max_rows)
+    dense = [own.gate_up.padded_width // 2 for own in weights.layers if own.mixture is None]
+    mixtures = [own.mixture for own in weights.layers if own.mixture is not None]
 
     def zeros(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=kind, device=device)
 
-    def normed(writer: Matrix) -> Normed:
-        squares = zeros(rows, writer.tiles, kind=torch.float32)
+    def normed() -> Normed:
+        squares = zeros(rows, layer.output.tiles, kind=torch.float32)
         return Normed(zeros(rows, weights.hidden), squares, config.hidden_size, config.rms_norm_eps)
 
     return Workspace(
         hidden=zeros(rows, weights.hidden, kind=torch.float32),
-        attention_input=normed(layer.down),
-        feed_forward_input=normed(layer.output),
+        attention_input=normed(),
+        feed_forward_input=normed(),
         query=zeros(rows, config.num_heads, config.head_dim),
         mixed=zeros(rows, padded_size(config.num_heads * config.head_dim)),
-        activated=zeros(rows, layer.gate_up.padded_width // 2),
-        selected=normed(layer.down),
+        activated=zeros(rows, max(dense, default=0)),
+        selected=normed(),
         logits=zeros(rows, config.vocab_size, kind=torch.float32),
         scratch=scratch_for(weights.matrices, rows, device),
         attention=attention_scratch(
             rows, config.num_heads, config.num_kv_heads, config.head_dim, longest, device
         ),
+        routing=routing_for(mixtures[0], rows, dtype, device) if mixtures else None,
     )
 
 
@@ -143,17 +151,19 @@ def run_layers(
             rows,
             workspace.scratch,
         )
-        gate_up(workspace.feed_forward_input, layer.gate_up, workspace.activated, rows, workspace.scratch)
-        add_product(
-            workspace.activated,
-            layer.down,
-            workspace.hidden,
-            norms[index + 1],
-            workspace.attention_input,
-            rows,
-            workspace.scratch,
-        )
+        _feed_forward(layer, workspace, tables.places, norms[index + 1])
     _keep_features(workspace, rows, size, len(weights.layers), features, feature_layers)
+
+
+def _feed_forward(layer: Layer, workspace: Workspace, places: torch.Tensor, norm: torch.Tensor) -> None:
+    """Add the feed-forward block of rows with these places to `workspace.hidden`; this norm comes next."""
+    read, hidden, written = workspace.feed_forward_input, workspace.hidden, workspace.attention_input
+    scratch, rows = workspace.scratch, len(places)
+    if layer.mixture is None or workspace.routing is None:
+        gate_up(read, layer.gate_up, workspace.activated, rows, scratch)
+        add_product(workspace.activated, layer.down, hidden, norm, written, rows, scratch)
+    else:
+        add_experts(layer.mixture, read, places, hidden, norm, written, workspace.routing, scratch)
 
 
 def _keep_features(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from paceline.backends.cuda.kernels.matrix import Matrix, Tiling, tile_heads, tile_matrix, tile_pair
 from paceline.backends.cuda.kernels.packing import step_of
+from paceline.backends.cuda.kernels.routing import Mixture
 from paceline.models.config import ModelConfig
 from paceline.models.rope import rope_frequencies
 from paceline.models.transformer import Take
@@ -30,8 +31,9 @@ class Layer:
     head_norms: tuple[torch.Tensor, torch.Tensor] | None  # [head_dim] of queries and of keys
     output: Matrix
     feed_forward_norm: torch.Tensor  # [padded hidden]
-    gate_up: Matrix
+    gate_up: Matrix  # of all experts, in a mixture
     down: Matrix
+    mixture: Mixture | None = None  # how rows go through experts, if there are any
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class Weights:
     def matrices(self) -> list[Matrix]:
         """Every matrix that a pass multiplies by: those of layers may be packed each in its way."""
         layers = [(own.qkv, own.output, own.gate_up, own.down) for own in self.layers]
-        return [matrix for layer in layers for matrix in layer] + [self.head]
+        routers = [own.mixture.router for own in self.layers if own.mixture is not None]
+        return [matrix for layer in layers for matrix in layer] + routers + [self.head]
 
 
 def unpacked(name: str) -> str:
@@ -89,8 +92,7 @@ def load_weights(config: ModelConfig, take: Take, packing: Callable[[str], str] 
     table = _matrix(take("model.embed_tokens.weight"), None)
     norm = _padded_line(take("model.norm.weight"))
     layers = tuple(
-        _load_layer(config, take, packing, norm.dtype, f"model.layers.{index}")
-        for index in range(config.num_layers)
+        _load_layer(config, take, packing, norm.dtype, index) for index in range(config.num_layers)
     )
     frequencies = torch.from_numpy(rope_frequencies(config.rope, config.head_dim)).to(norm.device)
     angles = torch.arange(config.max_position, device=norm.device)[:, None].float() * frequencies
@@ -99,8 +101,10 @@ def load_weights(config: ModelConfig, take: Take, packing: Callable[[str], str] 
 
 
 def _load_layer(
-    config: ModelConfig, take: Take, packing: Callable[[str], str], dtype: torch.dtype, name: str
+    config: ModelConfig, take: Take, packing: Callable[[str], str], dtype: torch.dtype, index: int
 ) -> Layer:
+    name = f"model.layers.{index}"
+
     def read(part: str) -> torch.Tensor:
         return take(f"{name}.{part}")
 
@@ -117,19 +121,46 @@ def _load_layer(
     bias = torch.cat([read(f"self_attn.{part}_proj.bias") for part in "qkv"]) if config.qkv_bias else None
     (output,), output_packing = matrices("self_attn.o_proj")
     output_bias = read("self_attn.o_proj.bias") if config.output_bias else None
-    pair, pair_packing = matrices("mlp.gate_proj", "mlp.up_proj")
-    gate, up = (_padded(weight) for weight in pair)
-    (down,), down_packing = matrices("mlp.down_proj")
     norms = (read("self_attn.q_norm.weight"), read("self_attn.k_norm.weight")) if config.qk_norm else None
+    moe = config.moe if config.moe and index in config.moe.layers else None
+    blocks = ["mlp"] if moe is None else [f"mlp.experts.{expert}" for expert in range(moe.num_experts)]
+    gate_up = _pairs(*matrices(*(f"{own}.{part}_proj" for part in ("gate", "up") for own in blocks)))
+    down = _stacked(*matrices(*(f"{own}.down_proj" for own in blocks)))
+    mixture = None
+    if moe is not None:
+        router = _matrix(read("mlp.gate.weight"), None)
+        mixture = Mixture(router, gate_up, down, moe.experts_per_token, moe.normalize_weights)
     return Layer(
         _padded_line(read("input_layernorm.weight")),
         heads_matrix(torch.cat(heads), config.head_dim, bias, heads_packing),
         norms,
         _matrix(output, output_bias, output_packing),
         _padded_line(read("post_attention_layernorm.weight")),
-        tile_pair(gate, up, tiling_for(2 * len(gate), gate.shape[1], TILE, pair_packing)),
-        _matrix(down, None, down_packing),
+        gate_up,
+        down,
+        mixture,
     )
+
+
+def _pairs(weights: list[torch.Tensor], packing: str) -> Matrix:
+    """The gates and ups of experts, or of one block, as one matrix; all gates come first."""
+    padded = [_padded(weight) for weight in weights]
+    experts = len(weights) // 2
+    tiling = _expert_tiling(2 * len(padded[0]), padded[0].shape[1], packing, experts)
+    return tile_pair(torch.cat(padded[:experts]), torch.cat(padded[experts:]), tiling)
+
+
+def _stacked(weights: list[torch.Tensor], packing: str) -> Matrix:
+    """The matrices of experts, or of one block, as one."""
+    padded = [_padded(weight) for weight in weights]
+    tiling = _expert_tiling(len(padded[0]), padded[0].shape[1], packing, len(weights))
+    return tile_matrix(torch.cat(padded), sum(map(len, weights)), tiling)
+
+
+def _expert_tiling(width: int, depth: int, packing: str, experts: int) -> Tiling:
+    """How to cut matrices of this padded shape: not along the depth if a row has several experts."""
+    tiling = tiling_for(width, depth, TILE, packing)
+    return tiling if experts == 1 else replace(tiling, splits=1)
 
 
 def tiling_for(width: int, depth: int, columns: int = TILE, packing: str = "none") -> Tiling:

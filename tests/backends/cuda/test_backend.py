@@ -19,7 +19,6 @@ from tests.tiny import FAMILIES, VOCAB_SIZE, save_checkpoint
 PROMPT = np.random.default_rng(1).integers(0, VOCAB_SIZE, 20).tolist()
 TREE_PARENTS = [-1, 0, 0, 1, 2]
 TREE_TOKENS = [11, 22, 33, 44, 55]
-DENSE = [family for family in FAMILIES if "moe" not in family and family != "mixtral"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="interpreted, whole models take minutes")
 
 
@@ -40,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_gpu
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_prefill_tree_commit_and_decode_are_those_of_torch(
     family: str, folder: Path, device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -61,10 +60,11 @@ def test_prefill_tree_commit_and_decode_are_those_of_torch(
 
 
 @needs_gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
 def test_a_token_has_the_same_bits_in_any_pass(
-    folder: Path, device: torch.device, dtype: torch.dtype
+    family: str, folder: Path, device: torch.device, dtype: torch.dtype
 ) -> None:
-    checkpoint = load_checkpoint(save_checkpoint("llama", folder / "bits"))
+    checkpoint = load_checkpoint(save_checkpoint(family, folder / f"{family}-bits"))
     backend = make(checkpoint, device, dtype)
     whole, pieces, drafting = drive(backend, pages_each=3, count=3)
     expected = whole.extend(PROMPT)
@@ -202,9 +202,6 @@ def test_after_it_is_prepared_passes_of_any_size_wait_for_nothing(
 def test_what_it_cannot_run_is_refused_with_a_way_out(folder: Path) -> None:
     from paceline.backends.cuda.backend import CudaBackend
 
-    mixture = load_checkpoint(save_checkpoint("mixtral", folder / "mixtral"))
-    with pytest.raises(BackendError, match="mixtures of experts yet; use backend='torch'"):
-        CudaBackend.load(mixture)
     dense = load_checkpoint(save_checkpoint("llama", folder / "dense"))
     with pytest.raises(BackendError, match="choose one of bfloat16, float16"):
         CudaBackend.load(dense, dtype="float32")

@@ -21,6 +21,7 @@ import triton.language as tl
 def _product(  # type: ignore[no-untyped-def]
     weight_at,
     rows_at,
+    row,
     depth,
     begin,
     end,
@@ -30,11 +31,11 @@ def _product(  # type: ignore[no-untyped-def]
     tiles: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Weights of tiles times rows [tokens, depth], `begin` to `end`: float32 [tiles * columns, tokens]."""
-    column, token, along = tl.arange(0, tiles * columns), tl.arange(0, tokens), tl.arange(0, step)
+    """Weights of tiles times the rows `row` [tokens], `begin` to `end`: float32 [tiles * columns, tokens]."""
+    column, along = tl.arange(0, tiles * columns), tl.arange(0, step)
     line = column // columns * (columns * depth) + column % columns * step
     weights = weight_at + line[:, None] + along[None, :]
-    rows = rows_at + token[None, :] * depth + along[:, None]
+    rows = rows_at + row[None, :] * depth + along[:, None]
     total = tl.zeros([tiles * columns, tokens], tl.float32)
     for at in tl.range(begin, end, step, num_stages=stages):
         at = tl.multiple_of(at, 64)
@@ -65,6 +66,7 @@ def _packed_product(  # type: ignore[no-untyped-def]
     words_at,
     scales_at,
     rows_at,
+    row,
     depth,
     begin,
     end,
@@ -76,7 +78,7 @@ def _packed_product(  # type: ignore[no-untyped-def]
 ):
     """The same of packed weights (packing.py): groups are multiplied as whole numbers, then scaled."""
     group: tl.constexpr = 32
-    column, token, along = tl.arange(0, columns), tl.arange(0, tokens), tl.arange(0, group)
+    column, along = tl.arange(0, columns), tl.arange(0, group)
     dtype: tl.constexpr = rows_at.dtype.element_ty
     total = tl.zeros([columns, tokens], tl.float32)
     for at in tl.range(begin, end, step, num_stages=stages):
@@ -84,7 +86,7 @@ def _packed_product(  # type: ignore[no-untyped-def]
         number = at // step
         words = tl.load(words_at + number * (columns * group) + column[:, None] * group + along[None, :])
         for index in tl.static_range(step // group):
-            rows = tl.load(rows_at + at + index * group + token[None, :] * depth + along[:, None])
+            rows = tl.load(rows_at + at + index * group + row[None, :] * depth + along[:, None])
             numbers = _numbers(words, index, packing, dtype)
             if packing == "fp8":
                 total = tl.dot(numbers, rows, total)
@@ -116,6 +118,52 @@ def _meet(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def split_sums(  # type: ignore[no-untyped-def]
+    rows_at,
+    row,
+    weight_at,
+    scales_at,
+    depth,
+    tile,
+    split,
+    splits: tl.constexpr,
+    columns: tl.constexpr,
+    tokens: tl.constexpr,
+    step: tl.constexpr,
+    packing: tl.constexpr,
+    stages: tl.constexpr,
+    tiles: tl.constexpr = 1,
+):
+    """One split of tiles times the rows `row` [tokens], yet to `rescale`: float32 [tiles * columns, tokens].
+
+    A split takes whole steps, as even as can be. Packed tiles go one by one.
+    """
+    steps = depth // step
+    begin, end = split * steps // splits * step, (split + 1) * steps // splits * step
+    first = (tile * tiles * columns).to(tl.int64)
+    if packing == "none":
+        tiles_at = weight_at + first * depth
+        total = _product(tiles_at, rows_at, row, depth, begin, end, columns, tokens, step, tiles, stages)
+    else:
+        words_at = weight_at + first * (steps * 32)
+        tile_scales_at = scales_at
+        if packing != "fp8":
+            tile_scales_at += first * (steps * (step // 64))
+        total = _packed_product(
+            words_at, tile_scales_at, rows_at, row, depth, begin, end, columns, tokens, step, packing, stages
+        )
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rescale(total, scales_at, tile, columns: tl.constexpr, packing: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums over all splits of a tile, with the scales of its columns where the packing has such."""
+    if packing == "fp8":
+        total *= tl.load(scales_at + tile.to(tl.int64) * columns + tl.arange(0, columns))[:, None]
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def tile_sums(  # type: ignore[no-untyped-def]
     rows_at,
     weight_at,
@@ -133,31 +181,31 @@ def tile_sums(  # type: ignore[no-untyped-def]
 ):
     """Whether this program is its tiles' last, and their sums if it is: float32 [tiles * columns, tokens].
 
-    Program (row tile, column tiles, split) takes whole steps, as even as can be. Packed tiles go one by one.
+    Programs are (row tile, column tiles, split).
     """
     row_tile, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    steps = depth // step
-    begin, end = split * steps // splits * step, (split + 1) * steps // splits * step
     rows_at += row_tile * tokens * depth
+    total = split_sums(
+        rows_at,
+        tl.arange(0, tokens),
+        weight_at,
+        scales_at,
+        depth,
+        tile,
+        split,
+        splits,
+        columns,
+        tokens,
+        step,
+        packing,
+        stages,
+        tiles,
+    )
     wide: tl.constexpr = tiles * columns
-    first = (tile * wide).to(tl.int64)
-    if packing == "none":
-        tiles_at = weight_at + first * depth
-        total = _product(tiles_at, rows_at, depth, begin, end, columns, tokens, step, tiles, stages)
-    else:
-        words_at = weight_at + first * (steps * 32)
-        tile_scales_at = scales_at
-        if packing != "fp8":
-            tile_scales_at += first * (steps * (step // 64))
-        total = _packed_product(
-            words_at, tile_scales_at, rows_at, depth, begin, end, columns, tokens, step, packing, stages
-        )
     number = row_tile * tl.num_programs(1) + tile
     partial_at += number * splits * wide * tokens
     last, total = _meet(total, partial_at, counters_at + number, split, splits, wide, tokens)
-    if packing == "fp8":
-        total *= tl.load(scales_at + first + tl.arange(0, columns))[:, None]
-    return last, total
+    return last, rescale(total, scales_at, tile, columns, packing)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,0 +1,217 @@
+"""Mixtures of experts: every row goes through its few best experts.
+
+    router       a product like any other: a score of each expert
+    route        a row's experts and their shares; the row joins their lists, and the last program to end cuts
+                 these lists into blocks: an expert and at most `tokens` of its rows
+    gate, up     of every block, with SwiGLU: an expert's weights are read once for all rows of a block
+    down         of every block
+    combine      hidden += the sum over a row's experts, in the order of its choice
+
+A pair is a row and one of its experts. In which order pairs come into a list is left to chance, and shows
+nowhere: a row's results do not depend on its place in a tile, and go to the pair's own place. There are
+always programs for as many blocks as could be needed; those without one end at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from paceline.backends.cuda.kernels.launching import follow, overlaps
+from paceline.backends.cuda.kernels.linear import project
+from paceline.backends.cuda.kernels.matrix import Normed, Scratch, stages_for
+from paceline.backends.cuda.kernels.product import halves, rescale, split_sums, sum_of_squares
+from paceline.backends.cuda.kernels.routing import Mixture, Routing, block_rows, blocks_for, route
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _block_pairs(lists_at, blocks_at, list_line, block_line, block, count, tokens: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A block's expert, its pairs [tokens], the last one again to fill it up, and which are there."""
+    expert, first = tl.load(blocks_at + block), tl.load(blocks_at + block_line + block)
+    token = tl.arange(0, tokens)
+    pair = tl.load(lists_at + expert * list_line + first + tl.minimum(token, count - 1))
+    return expert, pair, token < count
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate_up_kernel(  # type: ignore[no-untyped-def]
+    rows_at,
+    factors_at,
+    weight_at,
+    scales_at,
+    lists_at,
+    blocks_at,
+    output_at,
+    depth,
+    width,
+    list_line,
+    block_line,
+    chosen: tl.constexpr,
+    columns: tl.constexpr,
+    tokens: tl.constexpr,
+    step: tl.constexpr,
+    packing: tl.constexpr,
+    stages: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    follow(overlap)
+    tile, block = tl.program_id(0), tl.program_id(1)
+    count = tl.load(blocks_at + 2 * block_line + block)
+    if count > 0:
+        expert, pair, is_there = _block_pairs(
+            lists_at, blocks_at, list_line, block_line, block, count, tokens
+        )
+        own, row = expert * tl.num_programs(0) + tile, pair // chosen
+        factor = tl.load(factors_at + row)[None, :]
+        total = split_sums(
+            rows_at, row, weight_at, scales_at, depth, own, 0, 1, columns, tokens, step, packing, stages
+        )
+        total = rescale(total, scales_at, own, columns, packing) * factor
+        gate, up = halves(total, columns, tokens)
+        mixed = gate / (1.0 + tl.exp(-gate)) * up
+        place = pair[None, :] * width + tile * (columns // 2) + tl.arange(0, columns // 2)[:, None]
+        tl.store(output_at + place, mixed.to(output_at.dtype.element_ty), mask=is_there[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _down_kernel(  # type: ignore[no-untyped-def]
+    rows_at,
+    weight_at,
+    scales_at,
+    lists_at,
+    blocks_at,
+    output_at,
+    depth,
+    width,
+    list_line,
+    block_line,
+    columns: tl.constexpr,
+    tokens: tl.constexpr,
+    step: tl.constexpr,
+    packing: tl.constexpr,
+    stages: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    follow(overlap)
+    tile, block = tl.program_id(0), tl.program_id(1)
+    count = tl.load(blocks_at + 2 * block_line + block)
+    if count > 0:
+        expert, pair, is_there = _block_pairs(
+            lists_at, blocks_at, list_line, block_line, block, count, tokens
+        )
+        own = expert * tl.num_programs(0) + tile
+        total = split_sums(
+            rows_at, pair, weight_at, scales_at, depth, own, 0, 1, columns, tokens, step, packing, stages
+        )
+        total = rescale(total, scales_at, own, columns, packing)
+        place = pair[None, :] * width + tile * columns + tl.arange(0, columns)[:, None]
+        tl.store(output_at + place, total, mask=is_there[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    outputs_at,
+    shares_at,
+    hidden_at,
+    norm_at,
+    normed_at,
+    squares_at,
+    width,
+    chosen: tl.constexpr,
+    group: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    row, tile = tl.program_id(0), tl.program_id(1)
+    column = tile * group + tl.arange(0, group)
+    norm = tl.load(norm_at + column).to(tl.float32)
+    follow(overlap)
+    hidden = tl.load(hidden_at + row * width + column)
+    total = tl.zeros([group], tl.float32)
+    for rank in tl.static_range(chosen):
+        pair = row * chosen + rank
+        share = tl.broadcast_to(tl.load(shares_at + pair), [group])
+        total = tl.fma(tl.load(outputs_at + pair * width + column), share, total)
+    hidden += total
+    tl.store(hidden_at + row * width + column, hidden)
+    tl.store(normed_at + row * width + column, (hidden * norm).to(normed_at.dtype.element_ty))
+    tl.store(squares_at + row * tl.num_programs(1) + tile, tl.sum(sum_of_squares(hidden[:, None]), 0))
+
+
+def add_experts(
+    mixture: Mixture,
+    read: Normed,
+    places: torch.Tensor,
+    hidden: torch.Tensor,
+    norm: torch.Tensor,
+    normed: Normed,
+    routing: Routing,
+    scratch: Scratch,
+) -> None:
+    """Add what the experts make of norm(rows) to `hidden`, and prepare `normed` for the norm of this weight.
+
+    Rows whose place [rows] is negative are padding, and get anything.
+    """
+    rows, overlap = len(places), overlaps(hidden.device)
+    tokens = block_rows(mixture, rows)
+    blocks = blocks_for(mixture, rows, tokens)
+    project(read, mixture.router, routing.scores, rows, scratch)
+    route(mixture, read, places, routing, tokens)
+    gate_up, down = mixture.gate_up, mixture.down
+    _gate_up_kernel[(gate_up.tiles // mixture.experts, blocks)](
+        read.rows,
+        routing.factors,
+        gate_up.weight,
+        gate_up.scales,
+        routing.lists,
+        routing.blocks,
+        routing.activated,
+        gate_up.depth,
+        routing.activated.shape[1],
+        routing.lists.shape[1],
+        routing.blocks.shape[1],
+        mixture.chosen,
+        gate_up.tiling.columns,
+        tokens,
+        gate_up.tiling.step,
+        gate_up.tiling.packing,
+        stages_for(gate_up, tokens),
+        overlap,
+        num_warps=gate_up.tiling.warps,
+        launch_pdl=overlap,
+    )
+    _down_kernel[(down.tiles // mixture.experts, blocks)](
+        routing.activated,
+        down.weight,
+        down.scales,
+        routing.lists,
+        routing.blocks,
+        routing.outputs,
+        down.depth,
+        routing.outputs.shape[1],
+        routing.lists.shape[1],
+        routing.blocks.shape[1],
+        down.tiling.columns,
+        tokens,
+        down.tiling.step,
+        down.tiling.packing,
+        stages_for(down, tokens),
+        overlap,
+        num_warps=down.tiling.warps,
+        launch_pdl=overlap,
+    )
+    own_groups = normed.squares.shape[1]
+    _combine_kernel[(rows, own_groups)](
+        routing.outputs,
+        routing.shares,
+        hidden,
+        norm,
+        normed.rows,
+        normed.squares,
+        hidden.shape[1],
+        mixture.chosen,
+        hidden.shape[1] // own_groups,
+        overlap,
+        num_warps=1,
+        launch_pdl=overlap,
+    )

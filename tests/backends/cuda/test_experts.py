@@ -1,0 +1,128 @@
+"""A mixture of experts is the torch backend's, and a row's part of it does not depend on the other rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
+from paceline.models.layout import expected_tensors
+from paceline.models.transformer import FeedForward, MixtureOfExperts, Transformer
+
+EPS, EXPERTS, MOST_ROWS = 1e-5, 5, 128
+
+
+class Case:
+    """A random layer of a mixture, and rows of a residual stream that it reads."""
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, chosen: int, normalize: bool, packing: str = "none"
+    ) -> None:
+        from paceline.backends.cuda.kernels import matrix, routing
+        from paceline.backends.cuda.weights import load_weights
+
+        torch.manual_seed(7)
+        size, width = (60, 37) if packing == "none" else (128, 128)
+        moe = MoeConfig(EXPERTS, chosen, width, normalize, frozenset([0]))
+        config = ModelConfig("mixtral", 64, size, 1, 2, 1, 16, 1, EPS, RopeConfig(), 16, True, moe=moe)
+        self.weights = {
+            name: (torch.randn(shape) / 8 if len(shape) > 1 else torch.ones(shape)).to(device, dtype)
+            for name, shape in expected_tensors(config)
+        }
+        reference = Transformer(config, lambda name: self.weights[name].float()).layers[0].feed_forward
+        self.reference = cast(MixtureOfExperts, reference)
+        mixture = load_weights(config, self.weights.__getitem__, lambda name: packing).layers[0].mixture
+        assert mixture is not None
+        self.mixture = mixture
+        self.size, self.padded = size, mixture.gate_up.depth
+        self.hidden = F.pad(torch.randn(MOST_ROWS, size), (0, self.padded - size)).to(device)
+        self.norm = torch.randn(self.padded).to(device, dtype)
+        self.routing = routing.routing_for(mixture, MOST_ROWS, dtype, device)
+        self.scratch = matrix.scratch_for([mixture.router], MOST_ROWS, device)
+
+    def run(self, rows: Sequence[int], padding: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The residual stream of these rows, then what the next norm reads and its sums of squares."""
+        from paceline.backends.cuda.kernels.experts import add_experts
+        from paceline.backends.cuda.kernels.matrix import Normed
+
+        count = len(rows)
+        hidden = self.hidden[[*rows, *[0] * (MOST_ROWS - count)]]
+        squares = hidden.square().view(MOST_ROWS, self.padded // 64, -1).sum(-1)
+        read = Normed(hidden.to(self.norm.dtype), squares, self.size, EPS)
+        written = Normed(torch.zeros_like(read.rows), torch.zeros_like(squares), self.size, EPS)
+        places = torch.tensor([*range(count), *[-1] * padding], dtype=torch.int32, device=hidden.device)
+        add_experts(self.mixture, read, places, hidden, self.norm, written, self.routing, self.scratch)
+        assert not self.routing.counts.any()
+        return hidden[:count], written.rows[:count], written.squares[:count]
+
+    def expected(self, rows: Sequence[int]) -> torch.Tensor:
+        return self.behind(self.reference, rows)
+
+    def behind(self, block: FeedForward, rows: Sequence[int]) -> torch.Tensor:
+        """The residual stream of these rows with what a block of the torch backend adds to it."""
+        own = self.hidden[list(rows), : self.size]
+        rounded = own.to(self.norm.dtype).float()  # or near ties would choose other experts
+        added = block(F.rms_norm(rounded, (self.size,), eps=EPS))
+        return F.pad(own + added, (0, self.padded - self.size))
+
+
+def near(got: torch.Tensor, expected: torch.Tensor, least: float = 5e-3) -> None:
+    assert float((got.float() - expected).norm() / expected.norm()) < least
+
+
+@pytest.mark.parametrize(("chosen", "normalize"), [(2, True), (3, True), (2, False)])
+def test_a_mixture_is_that_of_torch(
+    chosen: int, normalize: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Those of mixtral, of qwen3-moe, and of qwen3-moe with raw weights."""
+    case, rows = Case(device, dtype, chosen, normalize), range(6)
+    hidden, normed, squares = case.run(rows)
+    near(hidden, case.expected(rows))
+    near(normed, case.expected(rows) * case.norm.float())
+    near(squares.sum(-1), case.expected(rows).square().sum(-1))
+
+
+def test_rows_give_the_same_alone_and_among_others(device: torch.device, dtype: torch.dtype) -> None:
+    case = Case(device, dtype, 3, True)
+    together = case.run(range(MOST_ROWS if torch.cuda.is_available() else 5))
+    for row in (0, 4):
+        for got, expected in zip(case.run([row], padding=1), together, strict=True):
+            if torch.cuda.is_available():
+                assert torch.equal(got[0], expected[row])
+            else:  # numpy multiplies, and sums as it likes
+                near(got[0], expected[row].float(), 1e-3)
+
+
+def test_ties_go_to_the_first_experts_whose_rows_fill_several_blocks(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    case, rows = Case(device, dtype, 2, True), range(17)
+    case.mixture.router.weight.zero_()
+    first, second = (case.behind(case.reference.experts[expert], rows) for expert in (0, 1))
+    near(case.run(rows)[0], (first + second) / 2)
+    blocks = [block for block in zip(*case.routing.blocks.tolist(), strict=True) if block[2]]
+    assert blocks == [(0, 0, 16), (0, 16, 1), (1, 0, 16), (1, 16, 1)]
+
+
+def test_padding_and_rows_that_are_no_numbers_disturb_no_other(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    case = Case(device, dtype, 3, True)
+    case.hidden[1] = torch.nan
+    hidden, _, _ = case.run([0, 1, 2], padding=5)
+    near(hidden[[0, 2]], case.expected([0, 2]))
+    assert hidden[1].isnan().all()
+    assert case.routing.blocks[2].sum() == 3 * 3
+
+
+@pytest.mark.parametrize(("packing", "error"), [("int8", 0.02), ("fp8", 0.06)])
+def test_experts_may_be_packed(packing: str, error: float, device: torch.device, dtype: torch.dtype) -> None:
+    case, rows = Case(device, dtype, 2, True, packing), range(3)
+    assert case.mixture.gate_up.tiling.packing == packing
+    assert case.mixture.down.tiling.packing == packing
+    own = case.hidden[:3].clone()
+    near(case.run(rows)[0] - own, case.expected(rows) - own, error)
