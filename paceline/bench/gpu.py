@@ -19,6 +19,7 @@ from paceline.backends.base import ForwardBatch, chain_parents
 from paceline.backends.cuda.backend import PAGE_SIZE, CudaBackend
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
 from paceline.backends.cuda.draft_shape import chain_shape
+from paceline.backends.cuda.kernels.matrix import Matrix
 from paceline.backends.cuda.weights import Weights, load_weights, packing_for
 from paceline.bench.gpu_drafting import (
     Drafting,
@@ -30,7 +31,7 @@ from paceline.bench.gpu_drafting import (
 )
 from paceline.bench.gpu_torch import PlainDecode
 from paceline.errors import BackendError, ConfigError
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
 from paceline.models.layout import expected_tensors
 from paceline.models.transformer import Transformer
 
@@ -43,6 +44,22 @@ SHAPES = {
     ),
     "llama-3.1-8b": ModelConfig(
         "llama", 128256, 4096, 32, 32, 8, 128, 14336, 1e-5, RopeConfig(500000.0), 8192, tie_embeddings=False
+    ),
+    "qwen3-30b-a3b": ModelConfig(
+        "qwen3_moe",
+        151936,
+        2048,
+        48,
+        32,
+        4,
+        128,
+        6144,
+        1e-6,
+        RopeConfig(1e6),
+        8192,
+        tie_embeddings=False,
+        qk_norm=True,
+        moe=MoeConfig(128, 8, 768, True, frozenset(range(48))),
     ),
 }
 
@@ -134,12 +151,14 @@ def measure_gpu(
         packing = packing_for(setting.quantization, lambda name: "random")
         weights = load_weights(SHAPES[shape], random_weights(SHAPES[shape], device), packing)
         as_trained = setting.quantization == "none"
+        in_torch = as_trained and SHAPES[shape].moe is None
         for method, of_method in groupby(of_shape, key=lambda line: line[1]):
             drafting = _DRAFTS[method](weights)
-            floor = 1e3 * (weight_bytes(weights) + drafting.bytes_read) / speed
             for _, _, count in of_method:
+                target_bytes = weight_bytes(weights, count * len(drafting.shape))
+                floor = 1e3 * (target_bytes + drafting.bytes_read) / speed
                 step = measure_ours(weights, count, setting, drafting)
-                plain = measure_torch(shape, count, setting) if method == "plain" and as_trained else None
+                plain = measure_torch(shape, count, setting) if method == "plain" and in_torch else None
                 vllm = VLLM.get((shape, method), {}).get(count) if as_trained else None
                 bar = bar_of(shape, method, count, lines) if as_trained else None
                 lines.append(Measured(shape, method, count, step, floor, plain, vllm, bar))
@@ -180,9 +199,17 @@ _DRAFTS: dict[str, Callable[[Weights], Drafting]] = {
 }
 
 
-def weight_bytes(weights: Weights) -> int:
-    """Bytes of weights that a step reads."""
-    read = [tensor for matrix in weights.matrices for tensor in (matrix.weight, matrix.scales)]
+def weight_bytes(weights: Weights, rows: int = 1) -> int:
+    """Bytes of weights that a step of so many rows reads; experts are taken to be chosen evenly."""
+    total = float(_bytes_of(*weights.matrices))
+    for mixture in (layer.mixture for layer in weights.layers if layer.mixture is not None):
+        unused = (1 - mixture.chosen / mixture.experts) ** rows
+        total -= unused * _bytes_of(mixture.gate_up, mixture.down)
+    return round(total)
+
+
+def _bytes_of(*matrices: Matrix) -> int:
+    read = [tensor for matrix in matrices for tensor in (matrix.weight, matrix.scales)]
     return sum(tensor.nbytes for tensor in read if tensor is not None)
 
 

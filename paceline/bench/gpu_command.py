@@ -28,7 +28,9 @@ WORDS = {
 
 
 def gpu_command(
-    shapes: Annotated[str, typer.Option(help="Shapes of models, whose weights are random.")] = DEFAULT_SHAPES,
+    shapes: Annotated[
+        str, typer.Option(help="Shapes of models, whose weights are random; qwen3-30b-a3b is there too.")
+    ] = DEFAULT_SHAPES,
     methods: Annotated[
         str, typer.Option(help="Ways to decode. All but plain are measured with llama-3.1-8b alone.")
     ] = DEFAULT_METHODS,

@@ -20,7 +20,7 @@ def test_without_a_gpu_it_says_so() -> None:
 def test_the_defaults_are_known_and_others_are_refused() -> None:
     from paceline.bench.gpu import METHODS, SHAPES, planned
 
-    assert set(DEFAULT_SHAPES.split(",")) == set(SHAPES)
+    assert set(SHAPES) - set(DEFAULT_SHAPES.split(",")) == {"qwen3-30b-a3b"}
     assert set(DEFAULT_METHODS.split(",")) == set(METHODS) == set(WORDS)
     with pytest.raises(ConfigError, match=r"no shape 'gpt-9'; choose from llama-3\.2-1b"):
         planned(["gpt-9"], ["plain"], [1])
@@ -36,6 +36,21 @@ def test_every_bar_has_its_line_and_drafts_are_measured_beside_one_shape() -> No
     assert ("qwen2.5-1.5b", "plain", 256) in plan
     assert {shape for shape, method, _ in plan if method != "plain"} == {"llama-3.1-8b"}
     assert planned(["llama-3.2-1b"], ["plain", "eagle3"], [4]) == [("llama-3.2-1b", "plain", 4)]
+
+
+def test_the_more_rows_a_step_has_the_more_experts_it_reads() -> None:
+    from paceline.backends.cuda.weights import load_weights
+    from paceline.bench.gpu import random_weights, weight_bytes
+    from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
+
+    moe = MoeConfig(4, 1, 64, True, frozenset([0]))
+    config = ModelConfig("mixtral", 64, 64, 1, 1, 1, 64, 64, 1e-5, RopeConfig(), 8, True, moe=moe)
+    weights = load_weights(config, random_weights(config, torch.device("cpu")))
+    expert = 3 * 64 * 64 * 2
+    assert weight_bytes(weights, 2) - weight_bytes(weights, 1) == 3 / 4 * expert
+    assert (
+        weight_bytes(weights, 1) == (4 + 1 + 1) * 64 * 64 * 2 + expert
+    )  # attention, head, router, one expert
 
 
 def test_a_line_of_the_table() -> None:
