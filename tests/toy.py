@@ -327,11 +327,11 @@ def toy_engine(
     budget: int = 0,
     branching: int = 2,
     seed: int = 0,
+    controller: Controller | None = None,
 ) -> Engine:
-    """An engine over the toy model, drafting `budget` nodes a step if a drafter is given."""
+    """An engine over the toy model, drafting `budget` nodes a step if a drafter is given alone."""
     backend = backend or ToyBackend(max_rows=max_num_batched_tokens)
-    controller: Controller = FixedController()
-    if drafter is not None:
+    if drafter is not None and controller is None:
         controller = FixedController(DraftPlan(drafter.name, budget, branching))
     ticks = iter(range(10**9))
     return Engine(

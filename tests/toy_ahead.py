@@ -101,5 +101,5 @@ class ToyAhead:
     def drop(self) -> None:
         self._unread.clear()
 
-    def prepare(self) -> None:
-        pass
+    def prepare(self) -> dict[int, float]:
+        return {}

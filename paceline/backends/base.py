@@ -17,7 +17,7 @@ table turns an index into a place. It attends to all committed indices and to it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -157,8 +157,11 @@ class AheadDecoder(Protocol):
         """No pass that was begun until now will be read."""
         ...
 
-    def prepare(self) -> None:
-        """Have ready what the first passes would wait for."""
+    def prepare(self) -> Mapping[int, float]:
+        """Have ready what the first passes would wait for.
+
+        Gives the seconds that passes take by the number of their requests, of some numbers, if that is known.
+        """
         ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,6 +29,14 @@ class Controller(Protocol):
         """One plan for each running request, in order."""
         ...
 
+    def plans_ahead(self) -> Sequence[DraftPlan]:
+        """The plans that it may give to all requests alike: what passes by them need is made ready."""
+        return ()
+
+    def expect(self, plan: DraftPlan, seconds: Mapping[int, float]) -> None:
+        """Take in what passes that run ahead by a plan take, by the number of their requests."""
+        return  # not abstract
+
     def trim(self, parts: Sequence[Scheduled], trees: DraftTrees) -> DraftTrees:
         """What is worth verifying of the trees, by default all. The parts' plans say who drafted each.
 
@@ -54,6 +62,9 @@ class FixedController(Controller):
 
     def __init__(self, plan: DraftPlan = PLAIN) -> None:
         self._plan = plan
+
+    def plans_ahead(self) -> Sequence[DraftPlan]:
+        return (self._plan,)
 
     def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
         return [self._plan if request.plan is None else request.plan for request in running]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -205,11 +205,10 @@ class RunAhead:
         layers = self._drafting.feature_layers
         return Features(output.features[rows], layers, offsets, contexts, [1] * len(parts))
 
-    def prepare(self, plan: DraftPlan) -> None:
-        """Have ready what the first passes by this plan would wait for."""
+    def prepare(self, plan: DraftPlan) -> Mapping[int, float]:
+        """Have ready what the first passes by this plan would wait for; their seconds, by their requests."""
         decoder = self._decoder(plan)
-        if decoder is not None:
-            decoder.prepare()
+        return {} if decoder is None else decoder.prepare()
 
     def leave(self) -> None:
         """Other passes follow: what the decoder knows of requests will be out of date."""

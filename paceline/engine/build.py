@@ -12,13 +12,13 @@ from paceline.config import EngineConfig, SpeculativeOptions
 from paceline.control.auto import AutoController
 from paceline.control.controller import Controller, FixedController
 from paceline.control.decision import DecisionLog
+from paceline.control.lengths import LengthController, chances_of
 from paceline.control.measure import step_costs
 from paceline.control.memory import Memory
 from paceline.draft.base import Drafter, Target
 from paceline.draft.heads.fingerprint import target_fingerprint
 from paceline.draft.heads.shipped import default_method, known_drafts
 from paceline.draft.methods import Speculation, load_drafter
-from paceline.draft.trees import DraftPlan
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.kv.sizing import available_memory, size_cache
@@ -27,8 +27,6 @@ from paceline.models.config import ModelConfig
 from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer
 from paceline.verify.rules import RULES
-
-LENGTH_AHEAD = 3  # of chains that a head drafts on the device, if nobody says another
 
 
 @dataclass(frozen=True)
@@ -145,16 +143,18 @@ def _controller(
     if not (speculation.auto and plans):
         return FixedController(speculation.default_plan)
     log, asked = config.speculative.log_decisions, config.speculative.speculation()
+    decisions = None if log is None else DecisionLog(Path(log))
     ahead = [name for name in plans if type(drafters[name]).ahead is not Drafter.ahead]
-    if model.backend.drafts_ahead and ahead and not asked.drafters:
+    if model.backend.drafts_ahead and ahead and {*asked.drafters} <= {ahead[0]}:
         # a head on the device gained at every load that was tried, and what the host decides on did not
-        return FixedController(DraftPlan(ahead[0], LENGTH_AHEAD))
+        beginning = {} if asked.drafters else known_drafts(model.fingerprint)
+        return LengthController(ahead[0], plans[ahead[0]].levels, chances_of(beginning, ahead[0]), decisions)
     memory = Memory.of(f"{model.fingerprint} {config.backend} {model.backend.name}")
     return AutoController(
         plans,
         step_costs(model.backend, model.config.max_position, memory),
         max_rows=config.scheduler.max_num_batched_tokens,
-        log=None if log is None else DecisionLog(Path(log)),
+        log=decisions,
         backlogs={name: drafters[name].backlog for name in plans},
         memory=memory,
         beginning=None if asked.drafters else known_drafts(model.fingerprint),  # of others nothing is known

@@ -138,7 +138,8 @@ class Engine:
     def prepare(self) -> None:
         """Have ready what the first passes would wait for. Nothing has been added yet."""
         self.backend.prepare(self._pool, self.limits.max_model_len, self._drafting.feature_layers)
-        self._ahead.prepare(PLAIN)
+        for plan in {PLAIN: None, **dict.fromkeys(self._controller.plans_ahead())}:
+            self._controller.expect(plan, self._ahead.prepare(plan))
 
     def close(self) -> None:
         """End: what drafters and the controller keep on disk is written."""
@@ -247,6 +248,7 @@ class Engine:
         self.stats = self.state()
         gained = [len(delta.token_ids) for delta in deltas]
         add_facts(self.stats, done.parts, done.trees, done.verdicts, gained, done.num_rows, attended, times)
+        self.stats.ahead = True
         if not self._kept_plans:  # else the controller has planned another step already
             self._controller.observe(self.stats)
         self.stats.control = self._controller.facts()

@@ -46,6 +46,7 @@ class StepStats:
 
     requests: int = 0  # requests in the pass
     failed: bool = False  # the pass raised: its requests have ended with the error
+    ahead: bool = False  # the pass began before the one before it was read
     rows: int = 0  # rows of the pass
     attended: int = 0  # keys of committed tokens that its rows read, summed over the rows
     prefill_tokens: int = 0  # rows that only compute known tokens, beyond each request's last

@@ -6,12 +6,16 @@ see. Free pages are filled with rubbish between steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.control.controller import Controller, Load
 from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.engine.engine import Engine
+from paceline.engine.request import Request
 from paceline.verify.params import SamplingParams
 from tests.engine.test_exactness import prompt
 from tests.toy import ScriptedDrafter, ToyBackend, drain, scribble_free_pages, toy_engine
@@ -56,15 +60,37 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(EVENTS, st.sampled_from([20, 400]), st.sampled_from([1, 4, 16]), st.booleans(), st.booleans())
+class Changing(Controller):
+    """Gives all requests chains of one length after the other."""
+
+    def __init__(self, lengths: list[int], hold: int) -> None:
+        self.lengths, self.hold, self.step = lengths, hold, 0
+
+    def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
+        self.step += 1
+        length = self.lengths[self.step // self.hold % len(self.lengths)]
+        return [DraftPlan("scripted", length) if length else PLAIN for _ in running]
+
+
+LENGTHS = st.one_of(st.just([]), st.just([3]), st.lists(st.integers(0, 3), min_size=2, max_size=4))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    EVENTS,
+    st.sampled_from([20, 400]),
+    st.sampled_from([1, 4, 16]),
+    st.booleans(),
+    LENGTHS,
+    st.integers(1, 4),
+)
 def test_requests_that_come_end_and_are_aborted_get_the_tokens_of_plain_steps(
-    events, num_pages, page_size, caching, drafting
+    events, num_pages, page_size, caching, lengths, hold
 ):
     backend = ToyBackend(page_size=page_size, ahead=True)
     pages = max(num_pages * 4 // page_size, 3)
     drafter = None
-    if drafting:
+    if lengths:
         truth = {tuple(ids): expected(number)[0] for number, (ids, _) in enumerate(REQUESTS)}
         drafter = ScriptedDrafter(truth, "partly")
     engine = toy_engine(
@@ -74,8 +100,7 @@ def test_requests_that_come_end_and_are_aborted_get_the_tokens_of_plain_steps(
         max_num_seqs=4,
         enable_prefix_caching=caching,
         drafter=drafter,
-        budget=3,
-        branching=1,
+        controller=Changing(lengths, hold) if lengths else None,
     )
     added = []
     for event, number in events:

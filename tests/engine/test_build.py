@@ -8,10 +8,9 @@ import pytest
 
 from paceline.config import EngineConfig
 from paceline.control.auto import AutoController
-from paceline.control.controller import FixedController, Load
+from paceline.control.lengths import LengthController
 from paceline.draft.methods import parse_speculative_config
 from paceline.draft.suffix import SuffixDrafter
-from paceline.draft.trees import DraftPlan
 from paceline.engine import build
 from tests.toy import ScriptedDrafter, ToyBackend
 
@@ -31,9 +30,8 @@ def home(tmp_path, monkeypatch):
 
 
 def test_auto_leaves_drafting_to_a_device_that_can_and_decides_elsewhere():
-    fixed = controller(True, "auto")
-    assert isinstance(fixed, FixedController)
-    request = SimpleNamespace(plan=None)
-    assert fixed.plan([request], Load(1, 0)) == [DraftPlan("eagle3", build.LENGTH_AHEAD)]
+    chosen = controller(True, "auto")
+    assert isinstance(chosen, LengthController)
+    assert {plan.drafter for plan in chosen.plans_ahead()} == {None, "eagle3"}
     assert isinstance(controller(False, "auto"), AutoController)
     assert isinstance(controller(True, ["auto", "suffix", "eagle3"]), AutoController)  # they were named

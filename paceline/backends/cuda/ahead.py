@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from paceline.backends.cuda.graphs import bucket, buckets
 from paceline.backends.cuda.model import Pool
 from paceline.backends.cuda.weights import Weights
 
+TIMED = 5  # steps by which the time of one is measured
 BUFFERS = 4  # more than there are passes in flight, so that none is written before it was read
 
 
@@ -120,12 +122,25 @@ class CudaAhead:
         self._unread.clear()
 
     @torch.inference_mode()
-    def prepare(self) -> None:
-        """Capture a graph of every bucket, over rows that are all padding."""
+    def prepare(self) -> dict[int, float]:
+        """Capture a graph of every bucket, over rows that are all padding, and time it on a GPU."""
+        seconds = {}
         for rows in buckets(self._rows):
             self._loop.begin([], rows)
             self._loop.step(rows)
+            if self.device.type == "cuda":
+                seconds[rows] = self._time(rows)
         self._begun = False
+        return seconds
+
+    def _time(self, rows: int) -> float:
+        """Seconds of a step, of several that follow each other."""
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(TIMED):
+            self._loop.step(rows)
+        torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - start) / TIMED
 
     def _features_of(self, slots: Sequence[int]) -> torch.Tensor:
         """The features [slots, width] of the last computed tokens, with which drafting begins."""
