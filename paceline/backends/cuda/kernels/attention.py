@@ -295,5 +295,6 @@ def attend(
         STAGES,
         overlap,
         num_warps=WARPS,
+        enable_fp_fusion=False,
         launch_pdl=overlap,
     )

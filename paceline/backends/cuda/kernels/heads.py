@@ -78,7 +78,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
         stages,
     )
     if last:
-        total *= norm_factor(squares, size, eps, packing)
+        total *= norm_factor(squares, size, eps)
         if has_bias:
             total += tl.load(bias_at + head * columns + tl.arange(0, columns)).to(tl.float32)[:, None]
         length = sum_of_squares(total)
@@ -94,8 +94,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
             angle = position[None, :] * half + part[:, None]
             cosine = tl.load(cosines_at + angle, mask=inside, other=0.0)
             sine = tl.load(sines_at + angle, mask=inside, other=0.0)
-            # which product is fused with the sum is said: the compiler chose by the number of rows
-            one, two = tl.fma(one, cosine, -(two * sine)), tl.fma(two, cosine, one * sine)
+            one, two = one * cosine - two * sine, two * cosine + one * sine
         first, second = one.to(query_at.dtype.element_ty), two.to(query_at.dtype.element_ty)
         if head < heads:
             to = query_at + (token * heads + head)[None, :] * dim + part[:, None]
@@ -168,5 +167,6 @@ def project_heads(
         stages_for(matrix, tokens),
         overlap,
         num_warps=tiling.warps,
+        enable_fp_fusion=False,
         launch_pdl=overlap,
     )

@@ -4,6 +4,9 @@ On Hopper and newer a kernel may start while the one before it still runs (progr
 it is set up meanwhile, may read what was there before the pass, and waits before it touches what others have
 written. Each kernel calls `follow` in every program, so whoever has waited for its predecessor has waited for
 all before it too.
+
+Kernels whose bits count are compiled with `enable_fp_fusion=False`: of `a * b + c * d` the compiler fuses one
+product with the sum, and which one was seen to change with the number of rows. What is fused says `fma`.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def _project_kernel(  # type: ignore[no-untyped-def]
         tiles,
     )
     if last:
-        total *= norm_factor(squares, size, eps, packing)
+        total *= norm_factor(squares, size, eps)
         if has_bias:
             total += tl.load(bias_at + column).to(tl.float32)[:, None]
         place = token[None, :].to(tl.int64) * row_stride + column[:, None]
@@ -129,7 +129,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         tiles,
     )
     if last:
-        total *= norm_factor(squares, size, eps, packing)
+        total *= norm_factor(squares, size, eps)
         gate, up = halves(total, columns, tokens, tiles)
         mixed = gate / (1.0 + tl.exp(-gate)) * up
         place = token[None, :] * padded_width + column[:, None]
@@ -220,6 +220,7 @@ def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
         tiles,
         overlap,
         num_warps=tiling.warps * tiles,
+        enable_fp_fusion=False,
         launch_pdl=overlap,
     )
 
@@ -251,6 +252,7 @@ def gate_up(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
         tiles,
         overlap,
         num_warps=tiling.warps * tiles,
+        enable_fp_fusion=False,
         launch_pdl=overlap,
     )
 
@@ -289,5 +291,6 @@ def add_product(
         stages_for(matrix, tokens),
         overlap,
         num_warps=tiling.warps,
+        enable_fp_fusion=False,
         launch_pdl=overlap,
     )

@@ -216,30 +216,30 @@ def load_squares(squares_at, token, groups, most_groups: tl.constexpr):  # type:
     return tl.load(squares_at + place, mask=(group < groups)[None, :], other=0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum_in_pairs(values, tokens: tl.constexpr, size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sums of lines [tokens, size], a power of two: always of two halves, which have no order."""
+@triton.jit
+def norm_factor(squares, size, eps):  # type: ignore[no-untyped-def]
+    """One over the root mean square of each token's row: float32 [1, tokens].
+
+    Added up in pairs, which have no order: else threads share the work, and how changes with the rows.
+    """
+    tokens: tl.constexpr = squares.shape[0]
+    groups: tl.constexpr = squares.shape[1]
     for power in tl.static_range(12):
-        if (size >> power) > 1:
-            values = tl.sum(tl.reshape(values, (tokens, 2, (size >> power) // 2)), 1)
-    return tl.reshape(values, (tokens,))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def norm_factor(squares, size, eps, packing: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One over the root mean square of each token's row: float32 [1, tokens]."""
-    if packing == "none":
-        total = tl.sum(squares, 1)
-    else:  # beside packed weights the compiler lets threads have other parts of 64 rows than of 16
-        total = _sum_in_pairs(squares, squares.shape[0], squares.shape[1])
-    return tl.rsqrt(total / size + eps)[None, :]
+        if (groups >> power) > 1:
+            squares = tl.sum(tl.reshape(squares, (tokens, (groups >> power) // 2, 2)), 2)
+    return tl.rsqrt(tl.reshape(squares, (tokens,)) / size + eps)[None, :]
 
 
 @triton.jit
 def sum_of_squares(values):  # type: ignore[no-untyped-def]
-    """Of each column of values [columns, tokens]: float32 [tokens]."""
-    # fused with a zero, so that no square is fused with the sum: which one would be up to the compiler
-    return tl.sum(tl.fma(values, values, tl.zeros_like(values)), 0)
+    """Of each column of values [columns, tokens]: float32 [tokens]. In pairs, too."""
+    columns: tl.constexpr = values.shape[0]
+    tokens: tl.constexpr = values.shape[1]
+    total = values * values
+    for power in tl.static_range(12):
+        if (columns >> power) > 1:
+            total = tl.sum(tl.reshape(total, ((columns >> power) // 2, 2, tokens)), 1)
+    return tl.reshape(total, (tokens,))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -151,7 +151,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     one = row + tl.arange(0, 1)
     expert, rank = tl.arange(0, most_experts), tl.arange(0, most_chosen)
-    factor = norm_factor(load_squares(squares_at, one, groups, most_groups), size, eps, "none")
+    factor = norm_factor(load_squares(squares_at, one, groups, most_groups), size, eps)
     tl.store(factors_at + one[None, :], factor)
     scores = tl.load(scores_at + row * score_line + expert, mask=expert < experts, other=float("-inf"))
     best, best_scores = _choose(scores, experts, chosen, most_chosen, most_experts)
