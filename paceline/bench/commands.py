@@ -21,6 +21,7 @@ from paceline.bench.reporting import (
     Workloads,
     integers,
 )
+from paceline.bench.same_bytes_command import same_bytes_command
 from paceline.config import DEFAULT_MODEL
 
 app = typer.Typer(
@@ -35,6 +36,7 @@ app.command("grid")(grid_command)
 app.command("changes")(changes_command)
 app.command("speculation", help=f"The same as {RUN}.")(run_command)
 app.command("gpu")(gpu_command)
+app.command("same-bytes")(same_bytes_command)
 
 
 @app.command("decode")
