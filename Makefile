@@ -27,7 +27,9 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-test: lint types model
+# `check` compiles kernels for the tests, on a core that types leave free; two test processes would do it twice
+test: model
+	$(MAKE) --jobs 2 lint types check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 check: install
