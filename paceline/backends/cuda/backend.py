@@ -25,6 +25,7 @@ from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork
 from paceline.backends.cuda.draft_shape import chain_shape
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets
 from paceline.backends.cuda.kernels.attention import tile_height
+from paceline.backends.cuda.kernels.packing import block_lines
 from paceline.backends.cuda.kernels.sampling import candidates_for, race, take_best
 from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers, select, workspace_bytes
 from paceline.backends.cuda.tables import DeviceTables, rows_of
@@ -84,8 +85,12 @@ class CudaBackend(Backend):
             is_packed = name.endswith("_proj.weight") and packing(name) != "none"
             return _stored(checkpoint.tensors[name]).to(place).to(torch.float32 if is_packed else kind)
 
+        def blocks(name: str) -> torch.Tensor:
+            tensor = checkpoint.tensors[name]
+            return block_lines(torch.tensor(tensor.blocks(), device=place), tensor.kind)
+
         try:
-            return cls(load_weights(checkpoint.config, take, packing), max_rows)
+            return cls(load_weights(checkpoint.config, take, packing, blocks), max_rows)
         except torch.OutOfMemoryError as error:
             values = sum(int(np.prod(tensor.shape)) for tensor in checkpoint.tensors.values())
             free, total = torch.cuda.mem_get_info(place)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.backends.cuda.kernels.matrix import Matrix, Tiling, tile_heads, tile_matrix, tile_pair
-from paceline.backends.cuda.kernels.packing import step_of
+from paceline.backends.cuda.kernels.packing import BLOCKS, SCALE_WORDS, depth_of, step_of
 from paceline.backends.cuda.kernels.routing import Mixture
 from paceline.models.config import ModelConfig
 from paceline.models.rope import rope_frequencies
@@ -19,7 +19,7 @@ PROGRAMS = 132  # one on each multiprocessor of a Hopper; a number of its own, b
 PACKED_PROGRAMS = 528  # unpacking takes time in which others can read
 MOST_SPLITS = 4
 LEAST_STEPS = 3  # of a split, or it ends before it has begun
-PACKINGS = ("int4", "fp8", "int8", "none")  # from small to large
+PACKINGS = ("int4", "q4k", "q6k", "fp8", "int8", "none")  # from small to large
 
 
 @dataclass(frozen=True)
@@ -76,23 +76,26 @@ def unpacked(name: str) -> str:
 def packing_for(quantization: str, kind_of: Callable[[str], str]) -> Callable[[str], str]:
     """How a quantization packs matrices, by name; `kind_of` tells how the file has them.
 
-    `native` keeps the blocks of Q4_0 and Q8_0 as they are, and rounds everything else to int8.
+    `native` keeps the blocks of Q4_0, Q8_0, Q4_K and Q6_K as they are, and rounds everything else to int8.
     """
     if quantization == "native":
-        return lambda name: "int4" if kind_of(name) == "Q4_0" else "int8"
+        own = {"Q4_0": "int4", **BLOCKS}
+        return lambda name: own.get(kind_of(name), "int8")
     return lambda name: quantization
 
 
-def load_weights(config: ModelConfig, take: Take, packing: Callable[[str], str] = unpacked) -> Weights:
+def load_weights(
+    config: ModelConfig, take: Take, packing: Callable[[str], str] = unpacked, blocks: Take | None = None
+) -> Weights:
     """The weights that `take` gives by name, ready for the kernels.
 
-    `packing` tells how a layer's matrix is packed, by name; `take` gives those in float32. The embedding and
-    the head stay as they are.
+    `packing` tells how a layer's matrix is packed, by name; `take` gives those in float32, `blocks` gives the
+    `block_lines` of those that stay a file's own. The embedding and the head stay as they are.
     """
     table = _matrix(take("model.embed_tokens.weight"), None)
     norm = _padded_line(take("model.norm.weight"))
     layers = tuple(
-        _load_layer(config, take, packing, norm.dtype, index) for index in range(config.num_layers)
+        _load_layer(config, take, packing, blocks, norm.dtype, index) for index in range(config.num_layers)
     )
     frequencies = torch.from_numpy(rope_frequencies(config.rope, config.head_dim)).to(norm.device)
     angles = torch.arange(config.max_position, device=norm.device)[:, None].float() * frequencies
@@ -101,7 +104,12 @@ def load_weights(config: ModelConfig, take: Take, packing: Callable[[str], str] 
 
 
 def _load_layer(
-    config: ModelConfig, take: Take, packing: Callable[[str], str], dtype: torch.dtype, index: int
+    config: ModelConfig,
+    take: Take,
+    packing: Callable[[str], str],
+    blocks: Take | None,
+    dtype: torch.dtype,
+    index: int,
 ) -> Layer:
     name = f"model.layers.{index}"
 
@@ -109,9 +117,16 @@ def _load_layer(
         return take(f"{name}.{part}")
 
     def matrices(*parts: str) -> tuple[list[torch.Tensor], str]:
-        """Matrices that become one, and how they are packed: alike, the largest of them decides."""
+        """Matrices that become one, and how they are packed: alike, the largest of them decides.
+
+        A file's own blocks do not stay such beside others.
+        """
         names = [f"{name}.{part}.weight" for part in parts]
-        kind = max((packing(own) for own in names), key=PACKINGS.index)
+        kinds = {packing(own) for own in names}
+        kind = max(kinds, key=PACKINGS.index)
+        if kind in SCALE_WORDS and len(kinds) == 1 and blocks is not None:
+            return [blocks(own) for own in names], kind
+        kind = "int8" if kind in SCALE_WORDS else kind
         weights = [take(own) for own in names]
         if kind != "none" and weights[0].shape[1] % step_of(kind) == 0:
             return weights, kind
@@ -123,9 +138,9 @@ def _load_layer(
     output_bias = read("self_attn.o_proj.bias") if config.output_bias else None
     norms = (read("self_attn.q_norm.weight"), read("self_attn.k_norm.weight")) if config.qk_norm else None
     moe = config.moe if config.moe and index in config.moe.layers else None
-    blocks = ["mlp"] if moe is None else [f"mlp.experts.{expert}" for expert in range(moe.num_experts)]
-    gate_up = _pairs(*matrices(*(f"{own}.{part}_proj" for part in ("gate", "up") for own in blocks)))
-    down = _stacked(*matrices(*(f"{own}.down_proj" for own in blocks)))
+    mlps = ["mlp"] if moe is None else [f"mlp.experts.{expert}" for expert in range(moe.num_experts)]
+    gate_up = _pairs(*matrices(*(f"{own}.{part}_proj" for part in ("gate", "up") for own in mlps)))
+    down = _stacked(*matrices(*(f"{own}.down_proj" for own in mlps)))
     mixture = None
     if moe is not None:
         router = _matrix(read("mlp.gate.weight"), None)
@@ -144,16 +159,16 @@ def _load_layer(
 
 def _pairs(weights: list[torch.Tensor], packing: str) -> Matrix:
     """The gates and ups of experts, or of one block, as one matrix; all gates come first."""
-    padded = [_padded(weight) for weight in weights]
+    padded = [_padded(weight, packing) for weight in weights]
     experts = len(weights) // 2
-    tiling = _expert_tiling(2 * len(padded[0]), padded[0].shape[1], packing, experts)
+    tiling = _expert_tiling(2 * len(padded[0]), depth_of(padded[0], packing), packing, experts)
     return tile_pair(torch.cat(padded[:experts]), torch.cat(padded[experts:]), tiling)
 
 
 def _stacked(weights: list[torch.Tensor], packing: str) -> Matrix:
     """The matrices of experts, or of one block, as one."""
-    padded = [_padded(weight) for weight in weights]
-    tiling = _expert_tiling(len(padded[0]), padded[0].shape[1], packing, len(weights))
+    padded = [_padded(weight, packing) for weight in weights]
+    tiling = _expert_tiling(len(padded[0]), depth_of(padded[0], packing), packing, len(weights))
     return tile_matrix(torch.cat(padded), sum(map(len, weights)), tiling)
 
 
@@ -175,16 +190,17 @@ def tiling_for(width: int, depth: int, columns: int = TILE, packing: str = "none
 
 
 def _matrix(weight: torch.Tensor, bias: torch.Tensor | None, packing: str = "none") -> Matrix:
-    padded = _padded(weight)
-    tiling = tiling_for(len(padded), padded.shape[1], TILE, packing)
+    padded = _padded(weight, packing)
+    tiling = tiling_for(len(padded), depth_of(padded, packing), TILE, packing)
     return tile_matrix(padded, len(weight), tiling, None if bias is None else _padded_line(bias))
 
 
 def heads_matrix(weight: torch.Tensor, dim: int, bias: torch.Tensor | None, packing: str = "none") -> Matrix:
     """A matrix [heads * dim, hidden] whose tiles are heads."""
     columns = max(TILE, 1 << (dim - 1).bit_length())
-    padded = torch.nn.functional.pad(weight, (0, padded_size(weight.shape[1]) - weight.shape[1]))
-    tiling = tiling_for(len(weight) // dim * columns, padded.shape[1], columns, packing)
+    line = weight.shape[1] if packing in SCALE_WORDS else padded_size(weight.shape[1])
+    padded = torch.nn.functional.pad(weight, (0, line - weight.shape[1]))
+    tiling = tiling_for(len(weight) // dim * columns, depth_of(padded, packing), columns, packing)
     return tile_heads(padded, dim, tiling, bias)
 
 
@@ -193,9 +209,10 @@ def padded_size(size: int) -> int:
     return -(-size // TILE) * TILE
 
 
-def _padded(weight: torch.Tensor) -> torch.Tensor:
-    """The matrix with both sides filled up with zeros to whole tiles."""
+def _padded(weight: torch.Tensor, packing: str) -> torch.Tensor:
+    """The matrix with both sides filled up with zeros to whole tiles; `block_lines` have whole ones."""
     rows, columns = (padded_size(size) for size in weight.shape)
+    columns = weight.shape[1] if packing in SCALE_WORDS else columns
     if (rows, columns) == tuple(weight.shape):
         return weight.contiguous()
     return torch.nn.functional.pad(weight, (0, columns - weight.shape[1], 0, rows - weight.shape[0]))

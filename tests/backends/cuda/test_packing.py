@@ -75,6 +75,38 @@ def test_blocks_of_a_file_stay_what_they_are(kind: str, packing: str, size: int)
     assert torch.equal(rounded(values, packing), values)
 
 
+def k_blocks(kind: str, rows: int, depth: int) -> np.ndarray:
+    """Random blocks of a file, uint8 [rows, bytes], whose scales are numbers."""
+    generator = np.random.default_rng(8)
+    size, halves = (144, slice(0, 4)) if kind == "Q4_K" else (210, slice(208, 210))
+    blocks = generator.integers(0, 256, (rows, depth // 256, size), dtype=np.uint8)
+    count = (halves.stop - halves.start) // 2
+    scales = (generator.random((rows, depth // 256, count)) / 500).astype(np.float16)
+    blocks[..., halves] = scales.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_a_product_of_a_files_own_blocks(kind: str, device: torch.device, dtype: torch.dtype) -> None:
+    """As exact as one of float32 weights: nothing is rounded but what rows are."""
+    from paceline.backends.cuda.kernels import matrix
+    from paceline.backends.cuda.kernels.linear import project
+    from paceline.backends.cuda.kernels.packing import BLOCKS, block_lines, depth_of, step_of
+
+    blocks = k_blocks(kind, WIDTH, DEPTH)
+    weight = torch.from_numpy(dequantize(kind, blocks))
+    packing, lines = BLOCKS[kind], block_lines(torch.from_numpy(blocks).to(device), kind)
+    assert depth_of(lines, packing) == DEPTH
+    tiling = matrix.Tiling(columns=64, step=step_of(packing), splits=2, packing=packing)
+    packed = matrix.tile_matrix(lines, WIDTH, tiling)
+    rows = torch.randn(16, DEPTH, generator=torch.Generator().manual_seed(3)).to(dtype)
+    normed = matrix.Normed(rows.to(device), torch.ones(16, 1, device=device), 1, 0.0)
+    output = torch.zeros(16, WIDTH, device=device)
+    project(normed, packed, output, 3, matrix.scratch_for([packed], 3, device))
+    expected = rows[:3].double() @ weight.double().T
+    assert float((output[:3].cpu() - expected).norm() / expected.norm()) < 2e-6
+
+
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_nothing_is_packed_as_nothing(packing: str) -> None:
     assert not rounded(torch.zeros(2, 64), packing).any()
@@ -130,3 +162,25 @@ def test_layers_keep_a_files_own_blocks_where_their_depth_allows_it() -> None:
     assert packings("native") == [*first, *second, "none"]
     assert packings("fp8") == [*["fp8", "fp8", "fp8", "none"] * 2, "none"]
     assert packings("none") == ["none"] * 9
+
+
+def test_layers_keep_the_blocks_of_k_quants_where_they_are_of_one_kind() -> None:
+    from paceline.backends.cuda.kernels.packing import block_lines
+    from paceline.backends.cuda.weights import load_weights, packing_for
+
+    config = ModelConfig("llama", 64, 256, 1, 4, 2, 64, 256, 1e-5, RopeConfig(), 64, tie_embeddings=True)
+    shapes = dict(expected_tensors(config))
+
+    def kind_of(name: str) -> str:
+        return "Q6_K" if "v_proj" in name or "down_proj" in name else "Q4_K"
+
+    def take(name: str) -> torch.Tensor:
+        return torch.zeros(shapes[name], dtype=torch.float32 if "_proj" in name else torch.float16)
+
+    def blocks(name: str) -> torch.Tensor:
+        return block_lines(torch.from_numpy(k_blocks(kind_of(name), *shapes[name])), kind_of(name))
+
+    weights = load_weights(config, take, packing_for("native", kind_of), blocks)
+    # values are of another kind than queries and keys, with which they are one matrix
+    assert [own.tiling.packing for own in weights.matrices] == ["int8", "q4k", "q4k", "q6k", "none"]
+    assert [own.depth for own in weights.matrices] == [256] * 5

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from paceline.backends.cuda.kernels.packing import pack
+from paceline.backends.cuda.kernels.packing import depth_of, pack
 
 LEAST_TOKENS = 16  # rows of a tile
 MOST_TOKENS = 128
@@ -37,7 +37,7 @@ class Matrix:
     width: int  # columns of the output, without padding
     tiling: Tiling
     bias: torch.Tensor | None = None  # [padded width]
-    scales: torch.Tensor | None = None  # int32 [tiles, steps, pairs, columns], or float32 [padded width]
+    scales: torch.Tensor | None = None  # int32 [tiles, steps, words, columns], or float32 [padded width]
 
     @property
     def tiles(self) -> int:
@@ -53,15 +53,14 @@ class Matrix:
 
 
 def tile_matrix(weight: torch.Tensor, width: int, tiling: Tiling, bias: torch.Tensor | None = None) -> Matrix:
-    """A matrix [padded width, padded depth] in the order in which programs read it."""
-    padded, depth = weight.shape
-    tiles, steps = padded // tiling.columns, depth // tiling.step
-    scales = None
+    """A matrix [padded width, padded depth], or its `block_lines`, in the order in which programs read it."""
+    tiles, columns, scales = len(weight) // tiling.columns, tiling.columns, None
+    steps = depth_of(weight, tiling.packing) // tiling.step
     if tiling.packing != "none":
         weight, scales = pack(weight, tiling.packing)
         if scales.ndim > 1:
-            scales = scales.view(tiles, tiling.columns, steps, -1).permute(0, 2, 3, 1).contiguous()
-    tiled = weight.view(tiles, tiling.columns, steps, -1).transpose(1, 2).contiguous()
+            scales = scales.view(tiles, columns, steps, -1).permute(0, 2, 3, 1).contiguous()
+    tiled = weight.view(tiles, columns, steps, -1).transpose(1, 2).contiguous()
     return Matrix(tiled, width, tiling, bias, scales)
 
 

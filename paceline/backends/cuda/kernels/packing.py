@@ -3,6 +3,10 @@
     int8    whole numbers -127 to 127, a float16 scale for each 32 of a row: the numbers of GGUF's Q8_0
     int4    whole numbers -8 to 7, likewise: those of Q4_0
     fp8     e4m3, a float32 scale for each row
+    q4k     GGUF's Q4_K: whole numbers 0 to 15, for each 32 a scale and what is taken off
+    q6k     GGUF's Q6_K in 8 bits: whole numbers -32 to 31, a scale for each 16
+
+The last two are never rounded: files have such blocks.
 
 A word has the same place of several groups of 32, so that shifting a block of words by `bits` gives the next
 group, ready to be multiplied: with four bits, place 5 of groups 0 to 7 lies in word 5.
@@ -13,8 +17,10 @@ from __future__ import annotations
 import torch
 
 GROUP = 32  # numbers of a row that have one scale, and words of a row and step
-BITS = {"int8": 8, "int4": 4, "fp8": 8}
-BIASES = {"int8": 128, "int4": 8, "fp8": 0}  # added to whole numbers, so that none is below zero
+BITS = {"int8": 8, "int4": 4, "fp8": 8, "q4k": 4, "q6k": 8}
+BIASES = {"int8": 128, "int4": 8, "fp8": 0, "q4k": 0, "q6k": 128}  # added, so that no number is below zero
+BLOCKS = {"Q4_K": "q4k", "Q6_K": "q6k"}  # blocks of files that stay what they are
+SCALE_WORDS = {"q4k": 5, "q6k": 3}  # of a row and step
 LARGEST_FP8 = 448.0
 
 
@@ -26,17 +32,70 @@ def step_of(packing: str) -> int:
 def pack(weight: torch.Tensor, packing: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix [rows, depth] as words: int32 [rows, steps, GROUP], and its scales.
 
-    Those of groups are pairs in one word: int32 [rows, steps, pairs]; those of rows are float32 [rows].
+    Those of groups are pairs in one word: int32 [rows, steps, pairs]; those of rows are float32 [rows]. What
+    `block_lines` gives is only taken apart.
     """
+    if packing in SCALE_WORDS:
+        lines = weight.view(len(weight), -1, GROUP + SCALE_WORDS[packing])
+        return lines[..., :GROUP].contiguous(), lines[..., GROUP:].contiguous()
     numbers, scales = _ROUND[packing](weight.float())
-    bits, steps = BITS[packing], weight.shape[1] // step_of(packing)
-    codes = numbers.to(torch.int64) + BIASES[packing]
-    parts = codes.view(len(weight), steps, 32 // bits, GROUP) & ((1 << bits) - 1)
-    shifts = torch.arange(32 // bits, device=weight.device)[:, None] * bits
-    words = (parts << shifts).sum(2).to(torch.int32)  # the upper bit of a word is its sign: it wraps around
+    words = _words(numbers, packing)
     if packing == "fp8":
         return words, scales
-    return words, scales.view(len(weight), steps, 32 // bits).contiguous().view(torch.int32)
+    return words, scales.view(len(weight), -1, 32 // BITS[packing]).contiguous().view(torch.int32)
+
+
+def _words(numbers: torch.Tensor, packing: str) -> torch.Tensor:
+    """Numbers [rows, depth] as words: int32 [rows, steps, GROUP]."""
+    bits = BITS[packing]
+    codes = numbers.to(torch.int64) + BIASES[packing]
+    parts = codes.view(len(numbers), -1, 32 // bits, GROUP) & ((1 << bits) - 1)
+    shifts = torch.arange(32 // bits, device=numbers.device)[:, None] * bits
+    return (parts << shifts).sum(2).to(torch.int32)  # the upper bit of a word is its sign: it wraps around
+
+
+def depth_of(weight: torch.Tensor, packing: str) -> int:
+    """How many numbers a row has, of a matrix or of `block_lines`."""
+    if packing in SCALE_WORDS:
+        return weight.shape[1] // (GROUP + SCALE_WORDS[packing]) * step_of(packing)
+    return weight.shape[1]
+
+
+def block_lines(blocks: torch.Tensor, kind: str) -> torch.Tensor:
+    """A file's blocks, uint8 [rows, bytes], as int32 [rows, steps * words]: of a step words, then scales.
+
+    They can be put together with other rows; zeros stand for zeros.
+    """
+    numbers, scales = _TAKE_APART[kind](blocks)
+    words = _words(numbers, BLOCKS[kind])
+    return torch.cat((words, scales), -1).flatten(1)
+
+
+def _q4k_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers [rows, depth]; of each 256 two halves, scale and minimum, then bytes that multiply the two."""
+    rows = len(blocks)
+    parts = blocks.view(rows, -1, 144)
+    packed = parts[..., 16:].reshape(rows, -1, 1, 32)
+    numbers = torch.cat((packed & 15, packed >> 4), -2)
+    first, second, rest = parts[..., 4:8], parts[..., 8:12], parts[..., 12:16]
+    scales = torch.cat((first & 63, (rest & 15) | ((first >> 6) << 4)), -1)
+    minimums = torch.cat((second & 63, (rest >> 4) | ((second >> 6) << 4)), -1)
+    words = torch.cat((parts[..., :4], torch.stack((scales, minimums), -1).flatten(-2)), -1)
+    return numbers.flatten(1), words.contiguous().view(torch.int32)
+
+
+def _q6k_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers [rows, depth]; of each 128 a half, the scale, then signed bytes that multiply it."""
+    rows = len(blocks)
+    parts = blocks.view(rows, -1, 210)
+    low = parts[..., :128].reshape(rows, -1, 1, 64)  # of each 128
+    low = torch.cat((low & 15, low >> 4), -2).view(rows, -1, 4, 32)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
+    high = (parts[..., 128:192].reshape(rows, -1, 1, 32) >> shifts) & 3
+    numbers = (low | (high << 4)).to(torch.int8) - 32
+    scales = parts[..., 192:208].reshape(rows, -1, 8)
+    whole = torch.nn.functional.pad(parts[..., 208:], (0, 2)).repeat_interleave(2, 1)
+    return numbers.flatten(1), torch.cat((whole, scales), -1).view(torch.int32)
 
 
 def round_to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,4 +130,5 @@ def _divisor(scales: torch.Tensor) -> torch.Tensor:
     return torch.where(scales == 0, 1.0, scales)
 
 
+_TAKE_APART = {"Q4_K": _q4k_parts, "Q6_K": _q6k_parts}
 _ROUND = {"int8": round_to_int8, "int4": round_to_int4, "fp8": round_to_fp8}

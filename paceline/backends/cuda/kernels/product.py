@@ -54,11 +54,50 @@ def _numbers(words, index: tl.constexpr, packing: tl.constexpr, dtype: tl.conste
         code = words >> 8 * index
         bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
         numbers = bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
-    elif packing == "int8":
+    elif packing == "int8" or packing == "q6k":
         numbers = (((words >> 8 * index) & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
     else:
-        numbers = (((words >> 4 * index) & 0xF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+        least: tl.constexpr = 0.0 if packing == "q4k" else 8.0
+        numbers = (((words >> 4 * index) & 0xF) | 0x4B000000).to(tl.float32, bitcast=True) - (
+            8388608.0 + least
+        )
     return numbers.to(dtype)
+
+
+@triton.jit
+def _half(words):  # type: ignore[no-untyped-def]
+    """The float16 in the lower half of each word: float32."""
+    return words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_scaled(  # type: ignore[no-untyped-def]
+    total, numbers, rows, scales_at, column, index: tl.constexpr, columns: tl.constexpr, packing: tl.constexpr
+):
+    """The total and one more group's product; `scales_at` is where the scales of its step begin."""
+    shape: tl.constexpr = total.shape
+    if packing == "q4k":
+        both = tl.load(scales_at + column)
+        pair = tl.load(scales_at + (1 + index // 2) * columns + column) >> 16 * (index % 2)
+        scale = _half(both) * (pair & 0xFF).to(tl.float32)
+        minimum = _half(both >> 16) * ((pair >> 8) & 0xFF).to(tl.float32)
+        total = tl.fma(tl.dot(numbers, rows), tl.broadcast_to(scale[:, None], shape), total)
+        taken = tl.dot(tl.full(numbers.shape, 1.0, numbers.dtype), rows)
+        total = tl.fma(taken, tl.broadcast_to(-minimum[:, None], shape), total)
+    elif packing == "q6k":
+        whole = _half(tl.load(scales_at + column))
+        pair = tl.load(scales_at + (1 + index // 2) * columns + column) >> 16 * (index % 2)
+        is_first = (tl.arange(0, 32) < 16)[None, :]
+        for part in tl.static_range(2):
+            scale = whole * (pair << (24 - 8 * part) >> 24).to(tl.float32)
+            some = tl.where(is_first, numbers, 0.0) if part == 0 else tl.where(is_first, 0.0, numbers)
+            total = tl.fma(
+                tl.dot(some.to(numbers.dtype), rows), tl.broadcast_to(scale[:, None], shape), total
+            )
+    else:
+        pair = tl.load(scales_at + index // 2 * columns + column) >> 16 * (index % 2)
+        total = tl.fma(tl.dot(numbers, rows), tl.broadcast_to(_half(pair)[:, None], shape), total)
+    return total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -74,6 +113,7 @@ def _packed_product(  # type: ignore[no-untyped-def]
     tokens: tl.constexpr,
     step: tl.constexpr,
     packing: tl.constexpr,
+    scale_words: tl.constexpr,
     stages: tl.constexpr,
 ):
     """The same of packed weights (packing.py): groups are multiplied as whole numbers, then scaled."""
@@ -91,10 +131,8 @@ def _packed_product(  # type: ignore[no-untyped-def]
             if packing == "fp8":
                 total = tl.dot(numbers, rows, total)
             else:
-                pair_at = scales_at + (number * (step // group // 2) + index // 2) * columns + column
-                scale = (tl.load(pair_at) >> 16 * (index % 2)).to(tl.int16).to(tl.float16, bitcast=True)
-                scale = tl.broadcast_to(scale.to(tl.float32)[:, None], [columns, tokens])
-                total = tl.fma(tl.dot(numbers, rows), scale, total)
+                step_scales_at = scales_at + number * (scale_words * columns)
+                total = _add_scaled(total, numbers, rows, step_scales_at, column, index, columns, packing)
     return total
 
 
@@ -147,10 +185,23 @@ def split_sums(  # type: ignore[no-untyped-def]
     else:
         words_at = weight_at + first * (steps * 32)
         tile_scales_at = scales_at
+        scale_words: tl.constexpr = 5 if packing == "q4k" else 3 if packing == "q6k" else step // 64
         if packing != "fp8":
-            tile_scales_at += first * (steps * (step // 64))
+            tile_scales_at += first * (steps * scale_words)
         total = _packed_product(
-            words_at, tile_scales_at, rows_at, row, depth, begin, end, columns, tokens, step, packing, stages
+            words_at,
+            tile_scales_at,
+            rows_at,
+            row,
+            depth,
+            begin,
+            end,
+            columns,
+            tokens,
+            step,
+            packing,
+            scale_words,
+            stages,
         )
     return total
 
