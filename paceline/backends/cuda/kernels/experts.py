@@ -178,6 +178,7 @@ def add_experts(
         stages_for(gate_up, tokens),
         overlap,
         num_warps=gate_up.tiling.warps,
+        enable_fp_fusion=False,
         launch_pdl=overlap,
     )
     _down_kernel[(down.tiles // mixture.experts, blocks)](
@@ -198,6 +199,7 @@ def add_experts(
         stages_for(down, tokens),
         overlap,
         num_warps=down.tiling.warps,
+        enable_fp_fusion=False,
         launch_pdl=overlap,
     )
     own_groups = normed.squares.shape[1]
@@ -213,5 +215,6 @@ def add_experts(
         hidden.shape[1] // own_groups,
         overlap,
         num_warps=1,
+        enable_fp_fusion=False,
         launch_pdl=overlap,
     )

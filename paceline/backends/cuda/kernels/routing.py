@@ -197,5 +197,6 @@ def route(mixture: Mixture, read: Normed, places: torch.Tensor, routing: Routing
         triton.next_power_of_2(groups),
         overlap,
         num_warps=1,
+        enable_fp_fusion=False,
         launch_pdl=overlap,
     )
