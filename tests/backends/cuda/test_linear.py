@@ -13,11 +13,11 @@ COUNTS = (1, 16, 64, 128) if torch.cuda.is_available() else (1, 9)
 class Case:
     """Random rows and weights, and room for results."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, splits: int = 2) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, splits: int = 2, step: int = 64) -> None:
         from paceline.backends.cuda.kernels import matrix
 
         torch.manual_seed(4)
-        tiling = matrix.Tiling(columns=64, step=64, splits=splits)
+        tiling = matrix.Tiling(columns=64, step=step, splits=splits)
         self.rows = torch.randn(128, HIDDEN, device=device).to(dtype)
         self.weight = (torch.randn(2 * WIDTH, HIDDEN, device=device) / 8).to(dtype)
         self.bias = torch.randn(WIDTH, device=device).to(dtype)
@@ -57,14 +57,17 @@ def test_gate_and_up(device: torch.device, dtype: torch.dtype) -> None:
     near(output[:rows], F.silu(gate) * up)
 
 
-def test_of_many_rows_a_program_may_have_two_tiles(
+def test_of_many_rows_a_program_may_have_two_tiles_or_four(
     device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from paceline.backends.cuda.kernels import linear, matrix
 
-    monkeypatch.setattr(matrix, "MANY_TILES", 2)
-    case, rows = Case(device, dtype, splits=1), 70
-    assert matrix.tiles_at_once(case.pair, matrix.token_tile(rows)) == 2
+    monkeypatch.setattr(matrix, "MANY_TILES", {4: 4, 2: 2})
+    case, rows = Case(device, dtype, splits=1, step=128), 70
+    assert [matrix.cut_for(own, rows, wide=True).options["tiles"] for own in (case.matrix, case.pair)] == [
+        2,
+        4,
+    ]
     product = torch.full((128, WIDTH), torch.nan, device=device)
     linear.project(case.normed, case.matrix, product, rows, case.scratch)
     near(product[:rows], case.plain(rows) @ case.weight[:WIDTH].float().T + case.bias.float())

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.launching import follow, overlaps
-from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, row_tile, stages_for
+from paceline.backends.cuda.kernels.launching import follow
+from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, cut_for
 from paceline.backends.cuda.kernels.product import (
     halves,
     load_squares,
@@ -129,10 +129,10 @@ def project_heads(
     `rotation` is cosine and sine, each [positions, head_dim // 2], and `norms` are the weights [head_dim] of
     queries' and keys' norms.
     """
-    rows, tiling, groups = len(positions), matrix.tiling, normed.squares.shape[1]
-    tokens, overlap = row_tile(matrix, rows), overlaps(query.device)
+    rows, groups = len(positions), normed.squares.shape[1]
+    cut = cut_for(matrix, rows)
     query_norm, key_norm = norms or (None, None)
-    _heads_kernel[(padded_rows(rows) // tokens, matrix.tiles, tiling.splits)](
+    _heads_kernel[cut.grid](
         normed.rows,
         normed.squares,
         matrix.weight,
@@ -159,14 +159,5 @@ def project_heads(
         keys.shape[1],
         query.shape[2],
         triton.next_power_of_2(groups),
-        tiling.splits,
-        tiling.columns,
-        tokens,
-        tiling.step,
-        tiling.packing,
-        stages_for(matrix, tokens),
-        overlap,
-        num_warps=tiling.warps,
-        enable_fp_fusion=False,
-        launch_pdl=overlap,
+        **cut.options,
     )

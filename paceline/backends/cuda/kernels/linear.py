@@ -11,16 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.launching import follow, overlaps
-from paceline.backends.cuda.kernels.matrix import (
-    Matrix,
-    Normed,
-    Scratch,
-    padded_rows,
-    row_tile,
-    stages_for,
-    tiles_at_once,
-)
+from paceline.backends.cuda.kernels.launching import follow
+from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, cut_for
 from paceline.backends.cuda.kernels.product import (
     halves,
     load_squares,
@@ -192,9 +184,8 @@ def _add_kernel(  # type: ignore[no-untyped-def]
 
 def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scratch: Scratch) -> None:
     """Write norm(rows) @ weight.T + bias to `output` [rows, at least width]."""
-    tokens, tiling, groups = row_tile(matrix, rows), matrix.tiling, normed.squares.shape[1]
-    tiles, overlap = tiles_at_once(matrix, tokens), overlaps(output.device)
-    _project_kernel[(padded_rows(rows) // tokens, matrix.tiles // tiles, tiling.splits)](
+    cut, groups = cut_for(matrix, rows, wide=True), normed.squares.shape[1]
+    _project_kernel[cut.grid](
         normed.rows,
         normed.squares,
         matrix.weight,
@@ -211,25 +202,14 @@ def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
         normed.eps,
         matrix.bias is not None,
         triton.next_power_of_2(groups),
-        tiling.splits,
-        tiling.columns,
-        tokens,
-        tiling.step,
-        tiling.packing,
-        stages_for(matrix, tokens, tiles),
-        tiles,
-        overlap,
-        num_warps=tiling.warps * tiles,
-        enable_fp_fusion=False,
-        launch_pdl=overlap,
+        **cut.options,
     )
 
 
 def gate_up(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scratch: Scratch) -> None:
     """Write silu(gate) * up of norm(rows), a `tile_pair`, to `output` [rows, half of the padded width]."""
-    tokens, tiling, groups = row_tile(matrix, rows), matrix.tiling, normed.squares.shape[1]
-    tiles, overlap = tiles_at_once(matrix, tokens), overlaps(output.device)
-    _gate_up_kernel[(padded_rows(rows) // tokens, matrix.tiles // tiles, tiling.splits)](
+    cut, groups = cut_for(matrix, rows, wide=True), normed.squares.shape[1]
+    _gate_up_kernel[cut.grid](
         normed.rows,
         normed.squares,
         matrix.weight,
@@ -243,17 +223,7 @@ def gate_up(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
         normed.size,
         normed.eps,
         triton.next_power_of_2(groups),
-        tiling.splits,
-        tiling.columns,
-        tokens,
-        tiling.step,
-        tiling.packing,
-        stages_for(matrix, tokens, tiles),
-        tiles,
-        overlap,
-        num_warps=tiling.warps * tiles,
-        enable_fp_fusion=False,
-        launch_pdl=overlap,
+        **cut.options,
     )
 
 
@@ -267,9 +237,8 @@ def add_product(
     scratch: Scratch,
 ) -> None:
     """Add inputs @ weight.T + bias to `hidden`, and prepare `normed` for the norm of this weight [hidden]."""
-    tokens, tiling = row_tile(matrix, rows), matrix.tiling
-    overlap = overlaps(hidden.device)
-    _add_kernel[(padded_rows(rows) // tokens, matrix.tiles, tiling.splits)](
+    cut = cut_for(matrix, rows)
+    _add_kernel[cut.grid](
         inputs,
         matrix.weight,
         matrix.scales,
@@ -283,14 +252,5 @@ def add_product(
         matrix.depth,
         matrix.padded_width,
         matrix.bias is not None,
-        tiling.splits,
-        tiling.columns,
-        tokens,
-        tiling.step,
-        tiling.packing,
-        stages_for(matrix, tokens),
-        overlap,
-        num_warps=tiling.warps,
-        enable_fp_fusion=False,
-        launch_pdl=overlap,
+        **cut.options,
     )

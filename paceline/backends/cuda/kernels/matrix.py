@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 
+from paceline.backends.cuda.kernels.launching import overlaps
 from paceline.backends.cuda.kernels.packing import depth_of, pack
 
 LEAST_TOKENS = 16  # rows of a tile
 MOST_TOKENS = 128
-MANY_TILES = 264  # of columns: then programs with the most rows take two
+MANY_TILES = {4: 448, 2: 264}  # of columns: then programs with the most rows take so many
 SHARED_BYTES = 208 << 10  # of a multiprocessor, less what the ends of programs need
 PACKED_TOGETHER = 3  # programs of a multiprocessor, where weights are packed
 MOST_PACKED_TOKENS = 64  # registers are needed to unpack
@@ -133,17 +135,49 @@ def row_tile(matrix: Matrix, rows: int) -> int:
     return min(token_tile(rows), most)
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How programs share a product: no part of the result's bits."""
+
+    grid: tuple[int, int, int]  # tiles of rows, of columns, splits
+    options: dict[str, Any]  # what every kernel of products is told, and how it is compiled
+
+
+def cut_for(matrix: Matrix, rows: int, wide: bool = False) -> Cut:
+    """How the product of this matrix with so many rows is cut; if `wide`, programs may have several tiles."""
+    tiling, tokens, overlap = matrix.tiling, row_tile(matrix, rows), overlaps(matrix.weight.device)
+    tiles = tiles_at_once(matrix, tokens) if wide else 1
+    options = {
+        "splits": tiling.splits,
+        "columns": tiling.columns,
+        "tokens": tokens,
+        "step": tiling.step,
+        "packing": tiling.packing,
+        "stages": stages_for(matrix, tokens, tiles),
+        "overlap": overlap,
+        "num_warps": tiling.warps * tiles,
+        "enable_fp_fusion": False,
+        "launch_pdl": overlap,
+    }
+    if wide:
+        options["tiles"] = tiles
+    return Cut((padded_rows(rows) // tokens, matrix.tiles // tiles, tiling.splits), options)
+
+
 def tiles_at_once(matrix: Matrix, tokens: int) -> int:
-    """How many tiles of columns a program has: two where rows are many, or they are read too often."""
-    tiling = matrix.tiling
-    many = matrix.tiles >= MANY_TILES and matrix.tiles % 2 == 0
-    return 2 if tokens == MOST_TOKENS and many and tiling.splits == 1 and tiling.packing == "none" else 1
+    """How many tiles of columns a program has: several where rows are many, or they are read too often."""
+    tiling, tiles = matrix.tiling, matrix.tiles
+    if tokens < MOST_TOKENS or tiling.splits > 1 or tiling.packing != "none":
+        return 1
+    return next((count for count, many in MANY_TILES.items() if tiles >= many and tiles % count == 0), 1)
 
 
 def stages_for(matrix: Matrix, tokens: int, tiles: int = 1) -> int:
     """How many steps are in shared memory at once: as many as two programs of a multiprocessor have room for,
     or one where rows are many or the depth is split: there are fewer programs than multiprocessors then."""
     size = tiles * matrix.weight[0, 0].nbytes + tokens * matrix.tiling.step * 2
+    if tiles == 4:  # there is room for two steps, which is too little: programs read 64 of the depth at once
+        size = size * 64 // matrix.tiling.step
     alone = matrix.tiling.splits > 1 or tokens == MOST_TOKENS
     room = SHARED_BYTES if alone else SHARED_BYTES // 2
     if matrix.tiling.packing != "none":

@@ -32,14 +32,18 @@ def _product(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
 ):
     """Weights of tiles times the rows `row` [tokens], `begin` to `end`: float32 [tiles * columns, tokens]."""
-    column, along = tl.arange(0, tiles * columns), tl.arange(0, step)
+    piece: tl.constexpr = 64 if tiles == 4 else step  # see matrix.stages_for
+    column, along = tl.arange(0, tiles * columns), tl.arange(0, piece)
     line = column // columns * (columns * depth) + column % columns * step
     weights = weight_at + line[:, None] + along[None, :]
     rows = rows_at + row[None, :] * depth + along[:, None]
     total = tl.zeros([tiles * columns, tokens], tl.float32)
-    for at in tl.range(begin, end, step, num_stages=stages):
+    for at in tl.range(begin, end, piece, num_stages=stages):
         at = tl.multiple_of(at, 64)
-        total = tl.dot(tl.load(weights + at * columns), tl.load(rows + at), total)
+        place = at * columns
+        if piece < step:
+            place = tl.multiple_of(at // step * (step * columns) + at % step, 64)
+        total = tl.dot(tl.load(weights + place), tl.load(rows + at), total)
     return total
 
 

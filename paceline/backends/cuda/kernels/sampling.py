@@ -17,6 +17,7 @@ from paceline.backends.cuda.kernels.launching import follow, overlaps
 from paceline.verify.floats import ATANH, LN2_HIGH, LN2_LOW, SQRT_HALF
 
 BLOCK = 2048  # ids that a program looks at
+PART = 256  # of them at once
 UNUSABLE = -1  # instead of a token: the logits hold NaN or infinity
 LN2_HIGH = tl.constexpr(LN2_HIGH)
 LN2_LOW = tl.constexpr(LN2_LOW)
@@ -95,28 +96,33 @@ def _race_kernel(  # type: ignore[no-untyped-def]
     vocab_size,
     logits_stride,
     block: tl.constexpr,
+    part: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     row, number = tl.program_id(0), tl.program_id(1)
     follow(overlap)
-    token = number * block + tl.arange(0, block)
-    inside = token < vocab_size
     at = logits_at + row.to(tl.int64) * logits_stride
-    logits = tl.load(at + token, mask=inside, other=float("-inf"))
     temperature = tl.load(temperatures_at + row)
-    if temperature > 0:
-        noise = gumbel(token, tl.load(seeds_at + row), tl.load(positions_at + row) + 1)
-        scores = tl.where(logits > float("-inf"), logits.to(tl.float64) / temperature + noise, float("-inf"))
-        best = tl.max(scores, 0)
-        chosen = tl.min(tl.where(scores == best, token, 0x7FFFFFFF), 0)
-    else:
-        highest = tl.max(logits, 0)
-        best = highest.to(tl.float64)
-        chosen = tl.min(tl.where(logits == highest, token, 0x7FFFFFFF), 0)
-    unusable = tl.max(((logits != logits) | (logits == float("inf"))).to(tl.int32), 0)
+    seed, position = tl.load(seeds_at + row), tl.load(positions_at + row) + 1
+    best = tl.full([part], float("-inf"), tl.float64)
+    chosen = tl.full([part], 0x7FFFFFFF, tl.int32)
+    unusable = tl.zeros([part], tl.int32)
+    # in parts, because noise takes so many registers that of a whole block few programs would run at once
+    for first in range(number * block, (number + 1) * block, part):
+        token = first + tl.arange(0, part)
+        logits = tl.load(at + token, mask=token < vocab_size, other=float("-inf"))
+        unusable |= ((logits != logits) | (logits == float("inf"))).to(tl.int32)
+        scores = logits.to(tl.float64)
+        if temperature > 0:
+            noise = gumbel(token, seed, position)
+            scores = tl.where(logits > float("-inf"), scores / temperature + noise, float("-inf"))
+        chosen = tl.where(scores > best, token, chosen)
+        best = tl.maximum(scores, best)
+    highest = tl.max(best, 0)
+    first_best = tl.min(tl.where(best == highest, chosen, 0x7FFFFFFF), 0)
     place = row * tl.num_programs(1) + number
-    tl.store(scores_at + place, best)
-    tl.store(ids_at + place, tl.where(unusable > 0, -1, chosen))
+    tl.store(scores_at + place, highest)
+    tl.store(ids_at + place, tl.where(tl.max(unusable, 0) > 0, -1, first_best))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -182,6 +188,7 @@ def race(
         vocab_size,
         logits.stride(0),
         BLOCK,
+        PART,
         overlap,
         num_warps=4,
         enable_fp_fusion=False,
