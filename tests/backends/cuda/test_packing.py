@@ -104,7 +104,7 @@ def test_a_product_of_a_files_own_blocks(kind: str, device: torch.device, dtype:
     output = torch.zeros(16, WIDTH, device=device)
     project(normed, packed, output, 3, matrix.scratch_for([packed], 3, device))
     expected = rows[:3].double() @ weight.double().T
-    assert float((output[:3].cpu() - expected).norm() / expected.norm()) < 2e-6
+    assert float((output[:3].cpu() - expected).norm() / expected.norm()) < 2e-5
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -115,16 +115,19 @@ def test_nothing_is_packed_as_nothing(packing: str) -> None:
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="the interpreter multiplies by numpy, which sums as it likes"
 )
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", [*PACKINGS, "q4k", "q6k"])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(
     packing: str, device: torch.device, dtype: torch.dtype
 ) -> None:
     from paceline.backends.cuda.kernels import matrix
     from paceline.backends.cuda.kernels.linear import project
-    from paceline.backends.cuda.kernels.packing import step_of
+    from paceline.backends.cuda.kernels.packing import BLOCKS, block_lines, step_of
 
     torch.manual_seed(6)
     weight, rows = torch.randn(WIDTH, DEPTH, device=device) / 20, torch.randn(128, DEPTH, device=device)
+    for kind, own in BLOCKS.items():
+        if packing == own:
+            weight = block_lines(torch.from_numpy(k_blocks(kind, WIDTH, DEPTH)).to(device), kind)
     tiling = matrix.Tiling(columns=64, step=step_of(packing), splits=2, packing=packing)
     packed = matrix.tile_matrix(weight, WIDTH, tiling)
     normed = matrix.Normed(rows.to(dtype), torch.ones(128, 1, device=device), 1, 0.0)
