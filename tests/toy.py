@@ -22,6 +22,7 @@ from paceline.backends.base import (
     ForwardBatch,
     ForwardOutput,
     Int32Array,
+    KeptFeatures,
     KVPool,
 )
 from paceline.control.controller import Controller, FixedController
@@ -147,7 +148,13 @@ class ToyBackend(Backend):
         bits = _mix(state + np.arange(self.vocab, dtype=np.uint64) * _ODD)
         return ((bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)) ** 8 * np.float32(12)
 
-    def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
+    def prepare(
+        self,
+        pool: KVPool,
+        longest: int,
+        feature_layers: tuple[int, ...],
+        kept: tuple[KeptFeatures, ...] = (),
+    ) -> None:
         self.prepared = (longest, feature_layers)
 
     def decode_ahead(
@@ -156,11 +163,10 @@ class ToyBackend(Backend):
         slots: int,
         longest: int,
         feature_layers: tuple[int, ...],
-        draft: AheadDraft | None,
+        kept: tuple[KeptFeatures, ...] = (),
     ) -> ToyAhead | None:
         assert isinstance(pool, ToyPool)
-        length = 0 if draft is None else draft.length
-        return ToyAhead(self, pool, slots, len(feature_layers), length) if self.ahead else None
+        return ToyAhead(self, pool, slots, len(feature_layers)) if self.ahead else None
 
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         assert isinstance(pool, ToyPool)
@@ -305,11 +311,11 @@ class ScriptedDrafter(Drafter):
             return None
         return AheadDraft(None, None, self.needs.feature_layers, plan.levels)  # type: ignore[arg-type]
 
-    def hand_over(self, requests: Sequence[Request]) -> Float32Array | None:
+    def hand_over(self, requests: Sequence[Request]) -> bool:
         self.handed_over.update(requests)
-        return np.zeros((len(requests), 1), dtype=np.float32)
+        return True
 
-    def take_back(self, requests: Sequence[Request]) -> None:
+    def take_back(self, requests: Sequence[Request], unsure: int) -> None:
         for request in requests:
             assert request.slot >= 0, "taken back without its pages"
             self.handed_over.remove(request)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backends.base import AheadOutput, Choices, ForwardBatch, Int32Array, Joining
+from paceline.backends.base import AheadDraft, AheadOutput, Choices, ForwardBatch, Int32Array, Joining
 
 if TYPE_CHECKING:
     from tests.toy import ToyBackend, ToyPool
@@ -21,8 +21,8 @@ class ToyAhead:
     behind, as a device would, and the places of the next pass are looked up by the one before it.
     """
 
-    def __init__(self, backend: ToyBackend, pool: ToyPool, slots: int, layers: int, length: int) -> None:
-        self._backend, self._pool, self._layers, self._length = backend, pool, layers, length
+    def __init__(self, backend: ToyBackend, pool: ToyPool, slots: int, layers: int) -> None:
+        self._backend, self._pool, self._layers, self._length = backend, pool, layers, 0
         self._tokens = np.zeros(slots, dtype=np.int32)  # [slots]
         self._lengths = np.zeros(slots, dtype=np.int32)  # [slots]
         self._limits = np.zeros(slots, dtype=np.int32)  # [slots]
@@ -33,15 +33,15 @@ class ToyAhead:
 
     def join(self, requests: Joining) -> None:
         slots = requests.slots
-        assert (requests.features is not None) == (self._length > 0)
         self._tokens[slots], self._lengths[slots] = requests.tokens[:, 1], requests.lengths
         self._limits[slots] = requests.limits
         self._seeds[slots], self._temperatures[slots] = requests.seeds, requests.temperatures
         self._told = {}
 
-    def launch(self, slots: Sequence[int], page_tables: Int32Array) -> None:
+    def launch(self, slots: Sequence[int], page_tables: Int32Array, draft: AheadDraft | None) -> None:
         self._backend.num_launched += 1
-        if list(slots) == list(self._told):
+        before, self._length = self._length, 0 if draft is None else draft.length
+        if list(slots) == list(self._told) and self._length == before:
             assert {slot: self._next_pages(slot, page_tables) for slot in slots} == self._told
         starts = self._lengths.copy()
         tokens = np.full((len(slots), 1 + self._length), -999, dtype=np.int32)
@@ -98,8 +98,11 @@ class ToyAhead:
     def read(self) -> AheadOutput:
         return self._unread.popleft()
 
+    def skip(self) -> None:
+        self._unread.popleft()
+
     def drop(self) -> None:
         self._unread.clear()
 
-    def prepare(self) -> dict[int, float]:
+    def prepare(self, draft: AheadDraft | None) -> dict[int, float]:
         return {}

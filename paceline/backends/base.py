@@ -17,7 +17,7 @@ table turns an index into a place. It attends to all committed indices and to it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,6 +54,14 @@ class Choices:
 
 
 @dataclass(frozen=True)
+class KeptFeatures:
+    """Features that a head's pool keeps, at the places of their rows: they stay where the passes run."""
+
+    pool: KVPool  # of the head
+    layers: tuple[int, ...]  # that it reads, in this order
+
+
+@dataclass(frozen=True)
 class ForwardBatch:
     """Everything one forward pass needs."""
 
@@ -68,6 +76,7 @@ class ForwardBatch:
     # hidden_states indices to return: 0 is the embedding, i is after layer i - 1
     feature_layers: tuple[int, ...] = ()
     choices: Choices | None = None  # only for a backend that chooses; none of its rows is among logit_rows
+    kept: tuple[KeptFeatures, ...] = ()  # what heads' pools keep of the pass
 
     @property
     def num_requests(self) -> int:
@@ -99,15 +108,14 @@ class Joining:
     limits: Int32Array  # [requests] KV indices from here on are not computed
     seeds: UInt64Array  # [requests]
     temperatures: Float64Array  # [requests]
-    features: Float32Array | None = None  # [requests, width] of the last computed tokens, for who drafts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AheadDraft:
-    """What a decoder drafts with at the beginning of every pass: chains of a head's guesses."""
+    """What a decoder drafts with at the beginning of a pass: chains of a head's guesses."""
 
     runner: HeadRunner
-    pool: KVPool  # of the head
+    pool: KVPool  # of the head, which keeps features
     feature_layers: tuple[int, ...]  # that the head reads
     length: int  # of the chains, at least 1
 
@@ -133,7 +141,7 @@ class DeviceMemory:
 class AheadDecoder(Protocol):
     """Passes of decoding, each of which reads the tokens where the one before it has chosen them.
 
-    A decoder that drafts gives a request up to as many tokens more as its drafts are long.
+    A pass that drafts gives a request up to as many tokens more as its drafts are long.
     Passes and all other work of the backend run in the order in which they were begun.
     """
 
@@ -141,11 +149,13 @@ class AheadDecoder(Protocol):
         """Learn to know requests, or the present state of known ones."""
         ...
 
-    def launch(self, slots: Sequence[int], page_tables: Int32Array) -> None:
+    def launch(self, slots: Sequence[int], page_tables: Int32Array, draft: AheadDraft | None) -> None:
         """Begin a pass over the known requests in these slots: it gives each of them its next token.
 
-        `page_tables` [all slots, most pages] are those of this pass. They have room for what the next one
-        computes too, below the limits, and what they say of it stays: the pass may tell the next.
+        `page_tables` [all slots, most pages] are those of this pass. They have room for what another one of
+        its kind computes too, below the limits, and what they say of it stays: the pass may tell the next.
+        A head that drafts has computed all of the requests' tokens but the last, and those of passes that
+        it has not drafted in, and features of all computed tokens are in its pool.
         """
         ...
 
@@ -153,11 +163,15 @@ class AheadDecoder(Protocol):
         """What the oldest pass that was not read gave. Waits for it."""
         ...
 
+    def skip(self) -> None:
+        """Nobody will read the oldest pass that was not read."""
+        ...
+
     def drop(self) -> None:
         """No pass that was begun until now will be read."""
         ...
 
-    def prepare(self) -> Mapping[int, float]:
+    def prepare(self, draft: AheadDraft | None) -> Mapping[int, float]:
         """Have ready what the first passes would wait for.
 
         Gives the seconds that passes take by the number of their requests, of some numbers, if that is known.
@@ -187,6 +201,11 @@ class Backend(Protocol):
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput: ...
 
+    def begin(self, batch: ForwardBatch) -> Callable[[], ForwardOutput]:
+        """Begin a pass; what is returned waits for it and gives its output, before the next one begins."""
+        output = self.forward(batch)
+        return lambda: output
+
     def device_memory(self, rows: int, longest: int) -> DeviceMemory | None:
         """The memory that pools are made in, if not the host's.
 
@@ -194,7 +213,13 @@ class Backend(Protocol):
         """
         return None
 
-    def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
+    def prepare(
+        self,
+        pool: KVPool,
+        longest: int,
+        feature_layers: tuple[int, ...],
+        kept: tuple[KeptFeatures, ...] = (),
+    ) -> None:
         """Have ready what the first passes over this pool, with contexts up to `longest`, would wait for.
 
         Nobody holds a page of the pool yet: what it holds afterwards is meaningless.
@@ -207,11 +232,11 @@ class Backend(Protocol):
         slots: int,
         longest: int,
         feature_layers: tuple[int, ...],
-        draft: AheadDraft | None,
+        kept: tuple[KeptFeatures, ...] = (),
     ) -> AheadDecoder | None:
         """A decoder of requests of at most `longest` tokens in so many slots; None if there is no such.
 
-        One that does not draft gives the features of these layers.
+        Passes that do not draft give the features of these layers, and leave to heads' pools what they keep.
         """
         return None
 
@@ -243,8 +268,9 @@ class HeadBatch:
     """
 
     rows: ForwardBatch
-    states: Float32Array  # [rows, width] what the slots read beside their tokens
+    states: Float32Array  # [rows, width] what the slots read beside their tokens; empty if `places` says it
     from_target: bool  # whether the states are the target's features side by side, or such as the head gave
+    places: Int32Array | None = None  # [rows] where the pool keeps the target's features that the slots read
 
 
 @dataclass(frozen=True)
@@ -273,15 +299,23 @@ class HeadChains:
 
 
 class HeadRunner(Protocol):
-    """A loaded draft head that can run passes beside its target."""
+    """A loaded draft head that can run passes beside its target. Runners derive from this class."""
 
     page_size: int  # the target's
     max_rows: int
     least_chance: float  # of a chain of guesses that is worth its rows here, if nobody says another
+    keeps_features: bool = False  # its pools keep the target's features: see KeptFeatures
 
     def make_pool(self, num_pages: int) -> KVPool:
         """Storage for `num_pages` pages of keys and values of the head."""
         ...
+
+    def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
+        """Copy the features that a pool keeps from places to others, as the target's keys and values are.
+
+        Guesses need not be: they are computed again when the target's features of them are known.
+        """
+        return  # not abstract
 
     def bytes_per_page(self) -> int: ...
 

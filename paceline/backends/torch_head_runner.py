@@ -9,7 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.backends.base import ChainNoise, ForwardBatch, HeadBatch, HeadChains, HeadOutput, Int32Array
+from paceline.backends.base import (
+    ChainNoise,
+    ForwardBatch,
+    HeadBatch,
+    HeadChains,
+    HeadOutput,
+    HeadRunner,
+    Int32Array,
+)
 from paceline.backends.head_chains import chains_by_passes
 from paceline.backends.torch_backend import (
     PAGE_SIZE,
@@ -24,7 +32,7 @@ from paceline.draft.heads.torch_head import Head, Shared, make_head
 from paceline.models.transformer import KeyValues, RowView, attend
 
 
-class TorchHeadRunner:
+class TorchHeadRunner(HeadRunner):
     """Implements HeadRunner with the network of torch_head.py."""
 
     page_size = PAGE_SIZE

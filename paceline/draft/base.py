@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from paceline.draft.trees import DraftPlan, DraftTrees
 
 if TYPE_CHECKING:
-    from paceline.backends.base import AheadDraft, Backend
+    from paceline.backends.base import AheadDraft, Backend, KeptFeatures
     from paceline.config import BackendOptions
     from paceline.engine.request import Request
     from paceline.kv.cache import KVCache
@@ -64,9 +64,19 @@ class Features:
 
     values: Float32Array  # [rows, len(layers) * hidden]
     layers: tuple[int, ...]  # what all drafters need, ascending
-    row_offsets: Int32Array  # [requests + 1] rows of request i are row_offsets[i]:row_offsets[i + 1]
+    row_offsets: Int32Array  # [at least requests] where the rows of each begin
     context_lengths: Int32Array  # [requests] tokens that were committed before the pass
     num_tokens: Sequence[int]  # [requests] rows that are its own tokens
+
+    def of_requests(self, chosen: Sequence[int]) -> Features:
+        """Those of some of the requests."""
+        own = [self.num_tokens[index] for index in chosen]
+        return replace(
+            self,
+            row_offsets=self.row_offsets[chosen],
+            context_lengths=self.context_lengths[chosen],
+            num_tokens=own,
+        )
 
     def committed(
         self, index: int, request: Request, verdict: Verdict, layers: tuple[int, ...]
@@ -158,15 +168,20 @@ class Drafter(Protocol):
         """What a decoder needs to draft by this plan where it runs; None if none could."""
         return None
 
-    def hand_over(self, requests: Sequence[Request]) -> Float32Array | None:
-        """Features [requests, width] of the last computed tokens, after catching up with all but the last.
-
-        From now on a decoder drafts for these requests. None: it cannot.
-        """
+    def kept(self) -> KeptFeatures | None:
+        """What passes leave in its pool by themselves, instead of features that it is shown."""
         return None
 
-    def take_back(self, requests: Sequence[Request]) -> None:
-        """A decoder has drafted for these requests, up to the tokens that they have now."""
+    def hand_over(self, requests: Sequence[Request]) -> bool:
+        """Whether a decoder can draft for these requests from now on: all their tokens but the last are
+        computed."""
+        return False
+
+    def take_back(self, requests: Sequence[Request], unsure: int) -> None:
+        """A decoder has drafted for these requests, up to the tokens that they have now.
+
+        Of the last `unsure` it may have computed guesses only.
+        """
         return  # not abstract
 
     def close(self) -> None:

@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.base import AheadDraft, ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner
+from paceline.backends.base import (
+    AheadDraft,
+    ChainNoise,
+    HeadBatch,
+    HeadChains,
+    HeadOutput,
+    HeadRunner,
+    KeptFeatures,
+)
 from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Features, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part, Passes
@@ -82,7 +90,10 @@ class HeadPasses(Passes[HeadOutput]):
         """A pass over known tokens, with pages for `room` guesses behind them."""
         # the slot of token j reads the feature of token j - 1
         spans = [(part.context, part.start - 1, part.start - 1 + len(part.tokens)) for part in parts]
-        return HeadBatch(self.batch(parts, room), self._pages.features(spans), from_target=True)
+        rows = self.batch(parts, room)
+        if self._runner.keeps_features:
+            return HeadBatch(rows, np.empty((0, 0), np.float32), True, self._pages.places(spans))
+        return HeadBatch(rows, self._pages.features(spans), from_target=True)
 
     def run_guesses(self, parts: Sequence[Part], states: Float32Array) -> HeadOutput:
         """A pass over nodes of trees, which reads states of the head's own: [rows, hidden]."""
@@ -113,8 +124,10 @@ class HeadDrafter(Drafter):
         self, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling, least_chance: float = 0.0
     ) -> None:
         """A chain ends where it has not at least this chance to be right, by the head."""
-        kept = HeadPages.feature_bytes_per_page(runner.page_size, shape.feature_width)
-        self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + kept)
+        self.needs = DrafterNeeds(bytes_per_page=runner.bytes_per_page())
+        if not runner.keeps_features:
+            kept = HeadPages.feature_bytes_per_page(runner.page_size, shape.feature_width)
+            self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + kept)
         self._runner = runner
         self._shape = shape
         self._sampling = sampling
@@ -192,28 +205,31 @@ class HeadDrafter(Drafter):
                 chances[number] = line[: len(own)]
         return DraftTrees.chains(proposed, chances)
 
+    def kept(self) -> KeptFeatures | None:
+        keeps = self._runner.keeps_features
+        return KeptFeatures(self._pages.pool, self._shape.feature_layers) if keeps else None
+
     def ahead(self, plan: DraftPlan) -> AheadDraft | None:
-        if plan.branching != 1 or self._sampling is DraftSampling.INDEPENDENT:
+        independent = self._sampling is DraftSampling.INDEPENDENT
+        if plan.branching != 1 or independent or not self._runner.keeps_features:
             return None
         return AheadDraft(self._runner, self._pages.pool, self._shape.feature_layers, plan.levels)
 
-    def hand_over(self, requests: Sequence[Request]) -> Float32Array | None:
+    def hand_over(self, requests: Sequence[Request]) -> bool:
         ends = [len(request.prompt_token_ids) + request.max_output for request in requests]
         contexts = self._pages.open(requests, [1] * len(requests))
         known = [context for context in contexts if context is not None]
         if len(known) < len(requests) or max(ends) > self._shape.longest:
-            return None
+            return False
         self._passes.compute(known)
-        return self._pages.features(
-            [(context, len(context.tokens) - 2, len(context.tokens) - 1) for context in known]
-        )
+        return True
 
-    def take_back(self, requests: Sequence[Request]) -> None:
+    def take_back(self, requests: Sequence[Request], unsure: int) -> None:
         opened = self._pages.open(requests, [1] * len(requests))
         known = [context for context in opened if context is not None]
         starts = zip(known, self._pages.computed(known), strict=True)
-        # the slots of accepted guesses are there; some read states of the head's
-        self._pages.keep([(context, start, len(context.tokens) - 1) for context, start in starts])
+        ends = [(context, start, len(context.tokens) - unsure) for context, start in starts]
+        self._pages.keep([span for span in ends if span[1] < span[2]])
 
     def backlog(self, request: Request) -> int:
         return self._pages.backlog(request)
@@ -221,6 +237,8 @@ class HeadDrafter(Drafter):
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:
+        if self._runner.keeps_features:
+            return
         assert features is not None, "the engine gives what the needs ask for"
         if features.layers != self._seen_layers:
             self._seen_layers = features.layers

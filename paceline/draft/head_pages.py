@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +13,7 @@ from paceline.draft.draft_cache import Context, SharedPages, Span
 from paceline.kv.cache import KVCache
 
 if TYPE_CHECKING:
-    from paceline.backends.base import HeadRunner, KVPool
+    from paceline.backends.base import HeadRunner
     from paceline.engine.request import Request
 
 Int32Array = npt.NDArray[np.int32]
@@ -23,32 +22,19 @@ UInt16Array = npt.NDArray[np.uint16]
 Float32Array = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class _Unmoved:
-    """Makes the head's pool. Guesses are computed again when the target's features of them are known, so
-    where the engine moves them to does not matter."""
-
-    runner: HeadRunner
-
-    def make_pool(self, num_pages: int) -> KVPool:
-        return self.runner.make_pool(num_pages)
-
-    def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
-        return
-
-
 class HeadPages(SharedPages):
     """The slots of a head on the target's pages: the one that reads token j lies at KV index j.
 
     It also reads the feature of token j - 1. Features of all tokens are kept beside their keys and values,
     so slots can wait until somebody drafts, and whoever shares a page can compute them. An unknown feature
-    reads as zeros, which makes guesses poorer and nothing wrong.
+    reads as zeros, which makes guesses poorer and nothing wrong. A runner whose pools keep features is told
+    their places instead.
     """
 
     def __init__(self, kv: KVCache, runner: HeadRunner, longest: int, width: int) -> None:
         """`longest` is the context of the head, `width` that of a feature."""
-        super().__init__(kv, _Unmoved(runner), longest)
-        places = kv.pages.num_pages * kv.page_size
+        super().__init__(kv, runner, longest)
+        places = 0 if runner.keeps_features else kv.pages.num_pages * kv.page_size
         # [places, width] the upper halves of float32: bfloat16. Memory is taken when it is used.
         self._features = np.empty((places, width), dtype=np.uint16)
         self._known = np.full(places, -1, dtype=np.int64)  # [places] the generation of the page then
@@ -86,6 +72,13 @@ class HeadPages(SharedPages):
             self._features,
             self._known,
         )
+
+    def places(self, spans: Sequence[Span]) -> Int32Array:
+        """Where the features of tokens of contexts are kept, one span behind the other: [tokens]."""
+        size = self._kv.page_size
+        every = [np.arange(start, end) for _, start, end in spans]
+        owners = [context.pages[index // size] for (context, *_), index in zip(spans, every, strict=True)]
+        return (np.concatenate(owners) * size + np.concatenate(every) % size).astype(np.int32)
 
     def features(self, spans: Sequence[Span]) -> Float32Array:
         """The features of tokens of contexts, one span behind the other: [tokens, width]."""

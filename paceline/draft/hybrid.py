@@ -21,6 +21,7 @@ from paceline.errors import ConfigError
 from paceline.options import check_number, refuse_unknown
 
 if TYPE_CHECKING:
+    from paceline.backends.base import KeptFeatures
     from paceline.engine.request import Request
     from paceline.kv.cache import KVCache
     from paceline.verify.verdict import Verdict
@@ -114,6 +115,9 @@ class HybridDrafter(Drafter):
         name, most = self._other.name, self._most
         own = [replace(plan, drafter=name, budget=min(plan.budget, most)) for plan in plans]
         return self._other.propose(requests, own)
+
+    def kept(self) -> KeptFeatures | None:
+        return self._other.kept()
 
     def backlog(self, request: Request) -> int:
         return max(part.backlog(request) for part in self._parts)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.backends.base import Choices, ForwardBatch, Int32Array, KVPool
+from paceline.backends.base import Choices, ForwardBatch, Int32Array, KeptFeatures, KVPool
 from paceline.draft.trees import DraftTrees
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduled
@@ -42,6 +42,7 @@ class BatchBuilder:
         kv: KVCache,
         pool: KVPool,
         feature_layers: tuple[int, ...] = (),
+        kept: tuple[KeptFeatures, ...] = (),
     ) -> ForwardBatch:
         """The batch of one pass. Its arrays are valid until the next call. No trees: nothing is drafted."""
         row = outputs = choices = pages = 0
@@ -85,6 +86,7 @@ class BatchBuilder:
             pool=pool,
             feature_layers=feature_layers,
             choices=self._choices(choices),
+            kept=kept,
         )
 
     def _choose(self, request: Request, first: int, end: int, choices: int) -> int:

@@ -8,6 +8,7 @@ a stop string is held back too.
 from __future__ import annotations
 
 import codecs
+from collections.abc import Iterable
 from typing import Protocol
 
 from paceline.verify.params import SamplingParams
@@ -46,6 +47,17 @@ class Detokenizer:
         if self._skip_special and self._tokenizer.is_special(token):
             return None
         return self._grow(self._decoder.decode(self._tokenizer.token_bytes(token)), num_output)
+
+    @property
+    def has_stops(self) -> bool:
+        """Whether stop strings are looked for."""
+        return bool(self._stops)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Take tokens of an output without stop strings."""
+        bytes_of, is_special = self._tokenizer.token_bytes, self._tokenizer.is_special
+        shown = [token for token in tokens if not is_special(token)] if self._skip_special else tokens
+        self._text += self._decoder.decode(b"".join([bytes_of(token) for token in shown]))
 
     def finish(self) -> None:
         """End the text: held-back characters are released, half a character becomes U+FFFD."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.backends.base import AheadDraft, Float32Array, ForwardBatch, ForwardOutput
+from paceline.backends.base import AheadDraft, Float32Array, ForwardBatch
 from paceline.constrain.constraint import MOST_FORCED
 from paceline.constrain.drafter import GrammarDrafter
 from paceline.constrain.pruning import Draft, fit_draft
@@ -21,7 +21,7 @@ from paceline.draft.base import Drafter, Features
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees, Draws
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduled
-from paceline.engine.stats import DraftCall, DraftFacts
+from paceline.engine.stats import DraftCall
 from paceline.kv.cache import KVCache
 from paceline.verify.verdict import Verdict
 
@@ -60,6 +60,8 @@ class Drafting:
         }
         for drafter in self._drafters.values():
             drafter.bind(kv)
+        kept = [drafter.kept() for drafter in self._drafters.values()]
+        self.kept = tuple(own for own in kept if own is not None)  # what passes leave to heads by themselves
         nothing = DraftTrees.merged(1, [([0], DraftTrees.chains([()]))]).kept(np.empty(0, dtype=bool))
         nothing.check([PLAIN], vocab_size)  # so that all of it is compiled before the first step
 
@@ -202,17 +204,17 @@ class Drafting:
             return None
         return self._drafters[plan.drafter or ""].ahead(plan)
 
-    def hand_over(self, plan: DraftPlan, requests: Sequence[Request]) -> Float32Array | None:
-        """The features that a decoder begins with when it drafts for these requests; None: it cannot."""
+    def hand_over(self, plan: DraftPlan, requests: Sequence[Request]) -> bool:
+        """Whether a decoder can draft for these requests now."""
         name = plan.drafter or ""
         with self._guard(name, requests):
             return self._drafters[name].hand_over(requests)
-        return None
+        return False
 
     def take_back(self, plan: DraftPlan, requests: Sequence[Request]) -> None:
         """A decoder drafts for these requests no longer."""
         with self._guard(plan.drafter or "", requests):
-            self._drafters[plan.drafter or ""].take_back(requests)
+            self._drafters[plan.drafter or ""].take_back(requests, unsure=1 + plan.levels)
 
     def forget(self, requests: Sequence[Request]) -> None:
         """Let drafters drop what they keep for requests that have ended."""
@@ -257,42 +259,12 @@ class _Guard:
         return False
 
 
-def features_of(parts: Sequence[Scheduled], batch: ForwardBatch, output: ForwardOutput) -> Features | None:
-    """The hidden states that a pass gave, if it was asked for some."""
-    if output.features is None:
-        return None
-    return Features(
-        output.features,
-        batch.feature_layers,
-        batch.row_offsets,
-        batch.context_lengths,
-        [part.num_tokens for part in parts],
-    )
+def features_of(parts: Sequence[Scheduled], batch: ForwardBatch, values: Float32Array) -> Features:
+    """The hidden states that a pass gave."""
+    num_tokens = [part.num_tokens for part in parts]
+    return Features(values, batch.feature_layers, batch.row_offsets, batch.context_lengths, num_tokens)
 
 
 def _without_failed(request: Request, plan: DraftPlan) -> DraftPlan:
     """The plan, or what is left of it without a drafter that failed for the request."""
     return _without_failed(request, plan.second()) if plan.drafter in request.failed_drafters else plan
-
-
-def draft_facts(
-    part: Scheduled, parents: Sequence[int], accepted: Sequence[int], num_tokens: int
-) -> DraftFacts:
-    """What became of the draft of one part that gained `num_tokens` tokens."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(depths[parent] + 1 if parent >= 0 else 1)
-    depth = max(depths)
-    if part.request.finished:  # nothing below its last token was tried
-        depth = min(depth, num_tokens)
-    path = tuple(accepted[:num_tokens])
-    return DraftFacts(
-        request_id=part.request.request_id,
-        segment=part.request.segment,
-        drafter=part.plan.drafter or "",
-        nodes=len(parents),
-        depth=depth,
-        accepted=len(path),
-        child=part.request.child,
-        path=path,
-    )

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from paceline.backends.base import AheadDecoder, AheadDraft, Backend
+from paceline.backends.base import AheadDecoder, Backend, ForwardBatch, ForwardOutput
 from paceline.constrain.compiler import GrammarCompiler, GrammarTokenizer
 from paceline.constrain.drafter import GrammarDrafter
 from paceline.control.controller import Controller, FixedController, Load
 from paceline.draft.base import Drafter, Features
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.engine.admission import Limits, make_requests
-from paceline.engine.ahead import RunAhead
+from paceline.engine.advancing import Advancing, Delta
+from paceline.engine.ahead import PromptPass, RunAhead
 from paceline.engine.batch import BatchBuilder
 from paceline.engine.drafting import FORCED_ONLY, Drafting, features_of
-from paceline.engine.facts import add_facts
+from paceline.engine.facts import add_facts, shapes_of
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduled, Scheduler
 from paceline.engine.stats import StepStats
@@ -29,14 +30,7 @@ from paceline.verify.params import SamplingParams
 from paceline.verify.pathwise import verify_pathwise
 from paceline.verify.verdict import Rule, Verdict
 
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one step added to one request."""
-
-    request: Request
-    text: str  # may be empty while characters or stop strings are incomplete
-    token_ids: tuple[int, ...]
+__all__ = ["Delta", "Engine"]
 
 
 class Engine:
@@ -79,6 +73,7 @@ class Engine:
         self._ahead = RunAhead(self._make_decoder, self._drafting, self.kv)
         self._kept_plans: dict[Request, DraftPlan] = {}  # that passes in flight have delayed
         self._verification = Verification(rule, limits.vocab_size)
+        self._advancing = Advancing(self.kv, clock)
         self._clock = clock
         self._live: dict[str, list[Request]] = {}
         self._num_arrived = 0
@@ -130,15 +125,16 @@ class Engine:
         """The requests of this id that were still unfinished and are now ended with reason "abort"."""
         aborted = self._live.get(request_id, [])
         for request in list(aborted):
-            self._end(request, "abort")
+            self._advancing.end(request, "abort")
             self._remove(request)
         self._drafting.forget(aborted)
         return aborted
 
     def prepare(self) -> None:
         """Have ready what the first passes would wait for. Nothing has been added yet."""
-        self.backend.prepare(self._pool, self.limits.max_model_len, self._drafting.feature_layers)
-        for plan in {PLAIN: None, **dict.fromkeys(self._controller.plans_ahead())}:
+        layers, kept = self._drafting.feature_layers, self._drafting.kept
+        self.backend.prepare(self._pool, self.limits.max_model_len, layers, kept)
+        for plan in dict.fromkeys([PLAIN, *self._controller.plans_ahead()]):
             self._controller.expect(plan, self._ahead.prepare(plan))
 
     def close(self) -> None:
@@ -149,14 +145,12 @@ class Engine:
     def step(self) -> list[Delta]:
         """What one pass over the model adds to the requests in it."""
         times = [self._clock()]
-        if self._ahead.has_pass() and not self._is_steady():
-            return self._step_ahead(times)  # what came up waits until the passes in flight are read
-
-        plans = self._plan()
-        if self._ahead.is_offered and self._runs_ahead(plans):
+        if self._ahead.is_offered and self._runs_ahead():
             return self._step_ahead(times)
+        plans = self._plan()
+        self._ahead.leave()
         before = (self.scheduler.num_preemptions, self._drafting.failures)
-        parts = self.scheduler.schedule(plans, self._resting(plans))
+        parts = self.scheduler.schedule(plans)
         if not parts:
             self.stats = self.state()
             return []
@@ -167,31 +161,56 @@ class Engine:
             times.append(self._clock())
             trees = self._trimmed(parts, trees)
             times.append(self._clock())
-            batch = self._builder.build(parts, trees, self.kv, self._pool, self._drafting.feature_layers)
+            batch = self._build(parts, trees)
             times.append(self._clock())
             output = self.backend.forward(batch)
-            times.append(self._clock())
-            verdicts = self._verification.verdicts(parts, trees, output)
-            times.append(self._clock())
         except Exception as error:  # the pass is lost, the engine is not
             return self._fail([part.request for part in parts], error)
-        attended = int(np.diff(batch.row_offsets) @ batch.context_lengths)
-        deltas = self._take(parts, verdicts, features_of(parts, batch, output))
-        times.append(self._clock())
-
-        self.stats = self.state()
-        gained = [len(delta.token_ids) for delta in deltas]
-        add_facts(self.stats, parts, trees, verdicts, gained, batch.num_rows, attended, times)
+        deltas = self._finish(parts, trees, batch, output, times)
         self.stats.preemptions = self.scheduler.num_preemptions - before[0]
         self.stats.draft_calls = tuple(self._drafting.calls)
         self.stats.draft_failures = self._drafting.failures - before[1]
-        self._controller.observe(self.stats)
-        self.stats.control = self._controller.facts()
+        if not self.stats.failed:
+            self._controller.observe(self.stats)
+            self.stats.control = self._controller.facts()
         return deltas
 
-    def _make_decoder(self, draft: AheadDraft | None) -> AheadDecoder | None:
-        limits, layers = self.limits, self._drafting.feature_layers
-        return self.backend.decode_ahead(self._pool, limits.max_num_seqs, limits.max_model_len, layers, draft)
+    def _finish(
+        self,
+        parts: list[Scheduled],
+        trees: DraftTrees | None,
+        batch: ForwardBatch,
+        output: ForwardOutput,
+        times: list[float],
+    ) -> list[Delta]:
+        """What a pass that was just waited for adds to its requests. `stats` has its facts then."""
+        times.append(self._clock())
+        try:
+            verdicts = self._verification.verdicts(parts, trees, output)
+        except Exception as error:
+            return self._fail([part.request for part in parts], error)
+        times.append(self._clock())
+        attended, features = int(np.diff(batch.row_offsets) @ batch.context_lengths), None
+        if output.features is not None:
+            features = features_of(parts, batch, output.features)
+        left = [index for index, part in enumerate(parts) if not part.request.finished]
+        if len(left) < len(parts):  # some were aborted meanwhile
+            parts, verdicts = [parts[index] for index in left], [verdicts[index] for index in left]
+            features = None if features is None else features.of_requests(left)
+        deltas = self._take(parts, verdicts, features)
+        times.append(self._clock())
+        self.stats = self.state()
+        gained = [len(delta.token_ids) for delta in deltas]
+        add_facts(self.stats, parts, shapes_of(trees), verdicts, gained, batch.num_rows, attended, times)
+        return deltas
+
+    def _build(self, parts: Sequence[Scheduled], trees: DraftTrees | None) -> ForwardBatch:
+        layers, kept = self._drafting.feature_layers, self._drafting.kept
+        return self._builder.build(parts, trees, self.kv, self._pool, layers, kept)
+
+    def _make_decoder(self) -> AheadDecoder | None:
+        limits, layers, kept = self.limits, self._drafting.feature_layers, self._drafting.kept
+        return self.backend.decode_ahead(self._pool, limits.max_num_seqs, limits.max_model_len, layers, kept)
 
     def _plan(self) -> list[DraftPlan]:
         """The plans of the running requests: new ones, or those that passes in flight have delayed."""
@@ -202,41 +221,53 @@ class Engine:
         plans = self._controller.plan(running, Load(len(running), len(self.scheduler.waiting)))
         return self._drafting.settled(running, plans)
 
-    def _is_steady(self) -> bool:
-        """Whether all requests merely go on, and none of them needs the host for it."""
-        running = self.scheduler.running
-        if self.scheduler.may_admit or not running or not self._choosing:
-            return False
-        return self._ahead.holds(running) or all(
-            request.num_pending == 1 and request.races for request in running
-        )
+    def _runs_ahead(self) -> bool:
+        """Begin what can begin behind the passes in flight; whether there is one to read."""
+        has_pass, running = self._ahead.has_pass(), self.scheduler.running
+        if not self._choosing or not running:
+            return has_pass
+        comes, decoding = self.scheduler.may_admit, running
+        if comes or not self._ahead.holds(running):
+            computing = self._ahead.computing
+            decoding = [
+                request for request in running if request.num_pending == 1 and request not in computing
+            ]
+            comes = not computing and (comes or len(decoding) < len(running))
+            if not decoding or not all(request.races for request in decoding):
+                return has_pass
+        plans = self._plan()
+        planned = dict(zip(running, plans, strict=True))
+        plan = planned[decoding[0]]
+        alike = all(own is plan or own == plan for own in map(planned.__getitem__, decoding))
+        goes_on = alike and self._ahead.offers(plan)
+        if comes and goes_on:
+            self._begin_prompts(decoding)
+        goes_on = goes_on and self._ahead.launch(decoding, plan)
+        has_pass = self._ahead.has_pass()
+        if not (has_pass and goes_on):
+            self._kept_plans = planned
+        return has_pass
 
-    def _runs_ahead(self, plans: Sequence[DraftPlan]) -> bool:
-        """Whether a pass is in flight; more are begun if this goes on as it is."""
-        running = self.scheduler.running
-        alike = self._is_steady() and all(plan == plans[0] for plan in plans)
-        goes_on = alike and self._ahead.launch(running, plans[0])
-        if self._ahead.has_pass():
-            if not goes_on:
-                self._kept_plans = dict(zip(running, plans, strict=True))
-            return True
-        return False
-
-    def _resting(self, plans: Sequence[DraftPlan]) -> set[Request]:
-        """Those who take no part in the pass to come: they run ahead while others compute prompts."""
-        if not self._ahead.is_offered:
-            return set()
-        resting = self._ahead.resting(self.scheduler.running, plans)
-        if resting:
-            self._ahead.launch(resting, self._ahead.plan, depth=1)
-        if not self._ahead.has_pass():  # also if there was no room for one
-            self._ahead.leave()
-            return set()
-        return set(resting)
+    def _begin_prompts(self, decoding: Sequence[Request]) -> None:
+        """Begin a pass over the prompts of those who have come, behind the passes in flight."""
+        plans = [PLAIN] * len(self.scheduler.running)
+        parts = self.scheduler.schedule(plans, set(decoding))
+        if not parts:
+            return
+        self._note_start(parts)
+        batch = self._build(parts, None)
+        try:
+            output = self.backend.begin(batch)
+        except Exception as error:
+            output = _raising(error)  # whoever waits for the pass is told
+        self._ahead.add_prompts(PromptPass(parts, batch, output))
 
     def _step_ahead(self, times: list[float]) -> list[Delta]:
         """What the oldest pass in flight adds to the requests in it."""
         times += [self._clock()] * 4  # launching was all that there is to plan, and drafting is in the pass
+        prompts = self._ahead.take_prompts()
+        if prompts is not None:
+            return self._end_prompts(prompts, times)
         try:
             done = self._ahead.read()
         except Exception as error:  # the passes in flight are lost, the engine is not
@@ -247,10 +278,21 @@ class Engine:
         times.append(self._clock())
         self.stats = self.state()
         gained = [len(delta.token_ids) for delta in deltas]
-        add_facts(self.stats, done.parts, done.trees, done.verdicts, gained, done.num_rows, attended, times)
+        add_facts(self.stats, done.parts, done.shapes, done.verdicts, gained, done.num_rows, attended, times)
         self.stats.ahead = True
         if not self._kept_plans:  # else the controller has planned another step already
             self._controller.observe(self.stats)
+        self.stats.control = self._controller.facts()
+        return deltas
+
+    def _end_prompts(self, prompts: PromptPass, times: list[float]) -> list[Delta]:
+        """What a pass over prompts adds to those of them that are still there."""
+        parts = [part for part in prompts.parts if not part.request.finished]
+        try:
+            output = prompts.output()
+        except Exception as error:  # the pass is lost, those behind it are not
+            return self._fail([part.request for part in parts], error)
+        deltas = self._finish(prompts.parts, None, prompts.batch, output, times)
         self.stats.control = self._controller.facts()
         return deltas
 
@@ -258,7 +300,8 @@ class Engine:
         self, parts: Sequence[Scheduled], verdicts: Sequence[Verdict], features: Features | None
     ) -> list[Delta]:
         """Give the requests of a pass their tokens, show it to the drafters, and let go of who has ended."""
-        deltas = [self._advance(part, verdict) for part, verdict in zip(parts, verdicts, strict=True)]
+        room, advance = self._ahead.room, self._advancing.advance
+        deltas = [advance(part, verdict, room) for part, verdict in zip(parts, verdicts, strict=True)]
         self._drafting.observe(parts, verdicts, features)
         ended = [part.request for part in parts if part.request.finish_reason is not None]
         for request in ended:  # only now: drafters observe requests that still hold their pages
@@ -273,58 +316,11 @@ class Engine:
         trimmed = self._controller.trim(parts, trees)
         return trimmed if trimmed.num_nodes else None
 
-    def _advance(self, part: Scheduled, verdict: Verdict) -> Delta:
-        """Give a request its tokens, keep their keys and values, and end it where it must end."""
-        request = part.request
-        if verdict.error is not None:
-            self._end(request, "error", error=verdict.error)
-            return Delta(request, request.detokenizer.take(), ())
-        reason: str | None = None
-        taken = 0
-        for token in verdict.tokens:
-            taken += 1
-            reason = self._take_token(request, token)
-            if reason is not None:
-                break
-        if verdict.logprobs:
-            request.logprobs.extend(verdict.logprobs[:taken])
-        kept = [part.num_tokens + node for node in verdict.accepted[:taken]]
-        self.kv.commit(request.slot, request.token_ids, part.num_tokens, kept, self._ahead.room)
-        request.num_computed += part.num_tokens + len(kept)
-        if reason is not None:
-            self._end(request, reason)
-        return Delta(request, request.detokenizer.take(), verdict.tokens[:taken])
-
     def _note_start(self, parts: Sequence[Scheduled]) -> None:
         """Write down when requests take part in their first pass."""
         for part in parts:
             if part.request.scheduled_time is None:
                 part.request.scheduled_time = self._clock()
-
-    def _take_token(self, request: Request, token: int) -> str | None:
-        """Append one token; why the request ends with it, if it does."""
-        request.token_ids.append(token)
-        num_output = request.num_output
-        if num_output == 1:
-            request.first_token_time = self._clock()
-        if token in request.ending_ids:
-            if request.params.include_stop_str_in_output:
-                request.detokenizer.append(token, num_output)
-            if token in request.params.stop_ids:
-                request.stop_reason = token
-            return "stop"
-        stop = request.detokenizer.append(token, num_output)
-        if stop is not None:
-            request.stop_reason = stop
-            return "stop"
-        return "length" if num_output >= request.max_output else None
-
-    def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
-        """Decide that a request goes on no longer. `_remove` follows in the same step."""
-        request.finish_reason = reason
-        request.error = error
-        request.finished_time = self._clock()
-        request.detokenizer.finish()
 
     def _remove(self, request: Request) -> None:
         """Take out a request that ended. After an error its keys and values are not offered to others."""
@@ -337,7 +333,7 @@ class Engine:
     def _fail(self, requests: Sequence[Request], error: Exception) -> list[Delta]:
         """End the requests of a pass that raised."""
         for request in requests:
-            self._end(request, "error", error=error)
+            self._advancing.end(request, "error", error=error)
             self._remove(request)
         self._drafting.forget(requests)
         self.stats = replace(self.state(), requests=len(requests), failed=True)
@@ -352,3 +348,12 @@ class Engine:
             prefix_queries=self.kv.prefix_queries,
             prefix_hits=self.kv.prefix_hits,
         )
+
+
+def _raising(error: Exception) -> Callable[[], ForwardOutput]:
+    """A pass that was lost when it was to begin."""
+
+    def output() -> ForwardOutput:
+        raise error
+
+    return output

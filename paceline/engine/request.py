@@ -37,9 +37,10 @@ class SpeculativeCounts:
         self.num_spec_steps += 1
         self.num_draft_tokens += draft.nodes
         self.num_accepted_draft_tokens += draft.accepted
-        _count_at(self.acceptance_histogram, draft.accepted)
+        _grow(self.acceptance_histogram, draft.accepted + 1)[draft.accepted] += 1
+        positions = _grow(self.drafts_per_position, draft.depth)
         for depth in range(draft.depth):
-            _count_at(self.drafts_per_position, depth)
+            positions[depth] += 1
 
     @property
     def accepted_per_position(self) -> list[int]:
@@ -48,10 +49,11 @@ class SpeculativeCounts:
         return [sum(steps[depth + 1 :]) for depth in range(len(self.drafts_per_position))]
 
 
-def _count_at(counts: list[int], place: int) -> None:
-    """Add one to a count, in a list that grows as needed."""
-    counts.extend([0] * (place + 1 - len(counts)))
-    counts[place] += 1
+def _grow(counts: list[int], length: int) -> list[int]:
+    """The counts, which have at least so many places now."""
+    if len(counts) < length:
+        counts.extend([0] * (length - len(counts)))
+    return counts
 
 
 @dataclass(eq=False, slots=True)
@@ -99,6 +101,11 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens it may have in all."""
+        return len(self.prompt_token_ids) + self.max_output
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -50,7 +50,7 @@ class Verification:
             if output.chosen is not None and part.request.races:
                 own = chosen[first_chosen : first_chosen + count]
                 if count == 1 and verdicts[index].error is None:  # there is nothing to walk
-                    verdicts[index] = chosen_verdict(own, len(part.request.token_ids))
+                    verdicts[index] = chosen_verdict(own, part.request)
                     first_chosen += 1
                     continue
                 case = _case(part.request, tree, draws, logits[:0], own)
@@ -95,11 +95,12 @@ def _take_prompt_logprobs(request: Request, start: int, logits: Float32Array) ->
         request.prompt_logprobs.append(token_logprobs(line, token, request.params.prompt_logprobs or 0))
 
 
-def chosen_verdict(tokens: Sequence[int], position: int) -> Verdict:
-    """The verdict by the tokens that a backend has chosen from this position on; -1: it could not.
+def chosen_verdict(tokens: Sequence[int], request: Request) -> Verdict:
+    """The verdict by the tokens that a backend has chosen behind those of a request; -1: it could not.
 
     All but the last were drafted, as a chain.
     """
     if tokens[-1] < 0:
-        return Verdict((), (), error=unusable_logits(f"at position {position + len(tokens) - 1}"))
+        position = len(request.token_ids) + len(tokens) - 1
+        return Verdict((), (), error=unusable_logits(f"at position {position}"))
     return Verdict(tuple(range(len(tokens) - 1)), tuple(tokens))

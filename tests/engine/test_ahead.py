@@ -176,15 +176,10 @@ def test_while_a_request_that_comes_is_prefilled_the_others_go_on(drafting):
     while late.num_output == 0:
         deltas = {delta.request: len(delta.token_ids) for delta in engine.step()}
         tokens.append([deltas.get(others[0], 0) > 0, late in deltas])
-    # what was in flight is read, then chunks of 8 rows and passes of the others take turns
-    assert tokens == [
-        [True, False],
-        [False, True],
-        [True, False],
-        [False, True],
-        [True, False],
-        [False, True],
-    ]
+    # what was in flight is read, and behind each chunk of 8 rows the two passes that follow it
+    chunk, others_go_on = [False, True], [True, False]
+    turns = [chunk, others_go_on, others_go_on]
+    assert tokens == [others_go_on, *turns, *turns, chunk]
     assert drafter.handed_over == (set(others) if drafting else set())  # they have not been taken back
     drain(engine)
     assert late.output_token_ids == alone(prompt(9, 20), params(9))[0]

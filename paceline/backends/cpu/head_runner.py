@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.backends.base import ChainNoise, Float32Array, HeadBatch, HeadChains, HeadOutput
+from paceline.backends.base import ChainNoise, Float32Array, HeadBatch, HeadChains, HeadOutput, HeadRunner
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.backend import CpuBackend
 from paceline.backends.cpu.compiled_model import CompiledModel
@@ -24,7 +24,7 @@ from paceline.draft.heads.checkpoint import HeadCheckpoint
 from paceline.errors import BackendError, ConfigError
 
 
-class CpuHeadRunner(CompiledModel):
+class CpuHeadRunner(CompiledModel, HeadRunner):
     """Implements HeadRunner with the threads of a CpuBackend, and with weights that it shares."""
 
     least_chance = 0.35  # of tokens per second on chat, math and code: docs/measurements.md

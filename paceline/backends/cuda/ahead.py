@@ -1,4 +1,8 @@
-"""The decode loop as an engine drives it: requests join, passes begin, tokens are read later."""
+"""The decode loop as an engine drives it: requests join, passes begin, tokens are read later.
+
+There is one loop for each length of drafts, and all of them step over the same state of requests. A pass by
+another loop than the last, or over other requests, begins with rows that are written anew.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,16 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from paceline.backends.base import AheadOutput, Float32Array, Int32Array, Joining
+from paceline.backends.base import AheadDraft, AheadOutput, Float32Array, Int32Array, Joining, KeptFeatures
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
-from paceline.backends.cuda.draft_networks import DraftNetwork
+from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork
+from paceline.backends.cuda.draft_shape import chain_shape
 from paceline.backends.cuda.graphs import bucket, buckets
+from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.model import Pool
+from paceline.backends.cuda.tables import sent
 from paceline.backends.cuda.weights import Weights
 
 TIMED = 5  # steps by which the time of one is measured
@@ -34,6 +40,16 @@ class Buffer:
     done: torch.cuda.Event | None  # None where there is no GPU: then everything is done at once
 
 
+@dataclass(frozen=True)
+class Loop:
+    """The passes of one length of drafts."""
+
+    steps: DecodeLoop
+    kept: HeadPool | None  # of the head that drafts
+    buffers: deque[Buffer]  # the next one first
+    width: int  # most tokens that a pass gives a request
+
+
 class CudaAhead:
     """An AheadDecoder: see backends/base.py."""
 
@@ -44,66 +60,71 @@ class CudaAhead:
         slots: int,
         longest: int,
         page_size: int,
-        draft: DraftNetwork | None = None,
         feature_layers: tuple[int, ...] = (),
+        kept: tuple[KeptFeatures, ...] = (),
     ) -> None:
-        """Without a draft it gives the features of these layers."""
+        """Passes that do not draft give the features of these layers, or leave them to a head's pool."""
         self.device = weights.device
-        self._page_size = page_size
-        self._drafts = draft is not None
+        self._weights, self._pool, self._longest, self._page_size = weights, pool, longest, page_size
+        self._feature_layers, self._kept = feature_layers, kept
         self._rows = bucket(slots)
         self._requests = make_requests(slots, longest, page_size, self.device)
-        self._loop = DecodeLoop(
-            weights, pool, self._requests, self._rows, page_size, draft, feature_layers=feature_layers
-        )
         self._pages = np.zeros(tuple(self._requests.pages.shape), dtype=np.int32)  # as the device has them
-        self._lengths = np.zeros(
-            slots, dtype=np.int32
-        )  # [slots] tokens computed before the next pass, at most
+        # [slots] tokens computed before the next pass, at most
+        self._lengths = np.zeros(slots, dtype=np.int32)
+        self._loops: dict[AheadDraft | None, Loop] = {}
+        self._last: Loop | None = (
+            None  # of the last pass, if another one over the same slots needs nothing new
+        )
         self._slots: list[int] = []  # of the last pass
-        self._begun = False  # whether another pass over the same slots needs nothing new
-        self._joined: dict[int, Float32Array] = {}  # features [width] of slots that no pass has seen
-        self._free = deque(self._buffer() for _ in range(BUFFERS))
         self._unread: deque[tuple[Buffer, list[int]]] = deque()
 
     @torch.inference_mode()
     def join(self, requests: Joining) -> None:
         """Learn to know requests, or the present state of known ones."""
-        state, slots = self._requests, self._to_device(requests.slots.astype(np.int64))
-        lengths = self._to_device(requests.lengths)
-        tokens = self._to_device(requests.tokens)
-        state.lengths[slots] = lengths
-        state.limits[slots] = self._to_device(requests.limits)
-        state.tokens[slots, (lengths.long() - 1).clamp(min=0)] = tokens[:, 0]
-        state.tokens[slots, lengths.long()] = tokens[:, 1]
-        state.seeds[slots] = self._to_device(requests.seeds.view(np.int64))
-        state.temperatures[slots] = self._to_device(requests.temperatures)
+        state = self._requests
+        told = np.stack(
+            (
+                requests.slots.astype(np.int64),
+                requests.lengths,
+                requests.limits,
+                requests.tokens[:, 0],
+                requests.tokens[:, 1],
+                requests.seeds.view(np.int64),
+                requests.temperatures.view(np.int64),
+            )
+        )
+        slots, lengths, limits, before, last, seeds, temperatures = sent(told, self.device)
+        state.lengths[slots] = lengths.int()
+        state.limits[slots] = limits.int()
+        state.tokens[slots, (lengths - 1).clamp(min=0)] = before.int()
+        state.tokens[slots, lengths] = last.int()
+        state.seeds[slots] = seeds
+        state.temperatures[slots] = temperatures.view(torch.float64)
         self._lengths[requests.slots] = requests.lengths
-        self._begun = False
-        if requests.features is not None:
-            self._joined.update(zip(requests.slots.tolist(), requests.features, strict=True))
+        self._last = None
 
     @torch.inference_mode()
-    def launch(self, slots: Sequence[int], page_tables: Int32Array) -> None:
+    def launch(self, slots: Sequence[int], page_tables: Int32Array, draft: AheadDraft | None) -> None:
         """Begin a pass over the known requests in these slots."""
-        own, rows, loop = list(slots), bucket(len(slots)), self._loop
-        buffer = self._free[0]
+        own, rows, loop = list(slots), bucket(len(slots)), self._loop(draft)
+        steps, buffer = loop.steps, loop.buffers[0]
         if buffer.done is not None:
             buffer.done.synchronize()  # of a pass that nobody has read; else it was waited for
         self._send_pages(own, page_tables, buffer)
-        if own != self._slots or not self._begun:
-            loop.begin(own, rows, self._features_of(own) if self._drafts else None)
-            self._slots, self._joined, self._begun = own, {}, True
-        loop.step(rows)
-        buffer.tokens[:rows].copy_(loop.output[:rows], non_blocking=True)
-        buffer.counts[:rows].copy_(loop.counts[:rows], non_blocking=True)
+        if own != self._slots or loop is not self._last:
+            steps.begin(own, rows, None if loop.kept is None else self._last_features(own, loop.kept))
+            self._slots, self._last = own, loop
+        steps.step(rows)
+        buffer.tokens[:rows].copy_(steps.output[:rows], non_blocking=True)
+        buffer.counts[:rows].copy_(steps.counts[:rows], non_blocking=True)
         if buffer.features is not None:
-            assert loop.features is not None
-            buffer.features[:rows].copy_(loop.features[:rows], non_blocking=True)
+            assert steps.features is not None
+            buffer.features[:rows].copy_(steps.features[:rows], non_blocking=True)
         if buffer.done is not None:
             buffer.done.record()
-        self._lengths[own] += buffer.tokens.shape[1]
-        self._free.rotate(-1)
+        self._lengths[own] += loop.width
+        loop.buffers.rotate(-1)
         self._unread.append((buffer, own))
 
     def read(self) -> AheadOutput:
@@ -117,44 +138,68 @@ class CudaAhead:
         features = None if buffer.features is None else cast(Float32Array, buffer.features[:count].numpy())
         return AheadOutput(cast(Int32Array, buffer.tokens[:count].numpy()), counts, features)
 
+    def skip(self) -> None:
+        """Nobody will read the oldest pass that was not read."""
+        self._unread.popleft()
+
     def drop(self) -> None:
         """No pass that was begun until now will be read."""
         self._unread.clear()
 
     @torch.inference_mode()
-    def prepare(self) -> dict[int, float]:
+    def prepare(self, draft: AheadDraft | None) -> dict[int, float]:
         """Capture a graph of every bucket, over rows that are all padding, and time it on a GPU."""
-        seconds = {}
+        steps, seconds = self._loop(draft).steps, {}
         for rows in buckets(self._rows):
-            self._loop.begin([], rows)
-            self._loop.step(rows)
+            steps.begin([], rows)
+            steps.step(rows)
             if self.device.type == "cuda":
-                seconds[rows] = self._time(rows)
-        self._begun = False
+                seconds[rows] = self._time(steps, rows)
+        self._last = None
         return seconds
 
-    def _time(self, rows: int) -> float:
+    def _time(self, steps: DecodeLoop, rows: int) -> float:
         """Seconds of a step, of several that follow each other."""
         torch.cuda.synchronize(self.device)
         start = time.perf_counter()
         for _ in range(TIMED):
-            self._loop.step(rows)
+            steps.step(rows)
         torch.cuda.synchronize(self.device)
         return (time.perf_counter() - start) / TIMED
 
-    def _features_of(self, slots: Sequence[int]) -> torch.Tensor:
-        """The features [slots, width] of the last computed tokens, with which drafting begins."""
-        assert self._loop.features is not None
-        features = np.zeros((len(slots), self._loop.features.shape[1]), dtype=np.float32)
-        for row, slot in enumerate(slots):
-            if slot in self._joined:
-                features[row] = self._joined[slot]
-        sent = self._to_device(features)
-        old = [row for row, slot in enumerate(slots) if slot not in self._joined]
-        if old:
-            last = self._loop.last_features(bucket(len(self._slots)))
-            sent[old] = last[[self._slots.index(slots[row]) for row in old]]
-        return sent
+    def _loop(self, draft: AheadDraft | None) -> Loop:
+        """The loop of these drafts, which is made when it is first asked for."""
+        if draft in self._loops:
+            return self._loops[draft]
+        network, kept, layers = None, None, self._feature_layers
+        if draft is not None:
+            runner, shape = cast(Any, draft.runner), chain_shape(draft.length)
+            kept, layers = cast(HeadPool, draft.pool), draft.feature_layers
+            places = (self._longest, self._page_size)
+            network = HeadNetwork(runner.weights, kept, layers, shape, self._rows, *places)
+        keeps = kept
+        if draft is None and self._kept:
+            keeps, layers = cast(HeadPool, self._kept[0].pool), self._kept[0].layers
+        steps = DecodeLoop(
+            self._weights,
+            self._pool,
+            self._requests,
+            self._rows,
+            self._page_size,
+            cast(DraftNetwork | None, network),
+            feature_layers=layers,
+            kept=keeps,
+        )
+        buffers = deque(self._buffer(steps, gives_features=keeps is None) for _ in range(BUFFERS))
+        self._loops[draft] = Loop(steps, kept, buffers, steps.output.shape[1])
+        return self._loops[draft]
+
+    def _last_features(self, slots: Sequence[int], kept: HeadPool) -> torch.Tensor:
+        """The features float32 [slots, width] of the last computed tokens, with which drafting begins."""
+        state, own = self._requests, sent(np.array(slots, dtype=np.int64), self.device)
+        index = state.lengths[own].long() - 1
+        pages = state.pages[own, index.clamp(min=0) // self._page_size].long()
+        return kept.features[pages * self._page_size + index % self._page_size].float()
 
     def _send_pages(self, slots: list[int], page_tables: Int32Array, buffer: Buffer) -> None:
         """Tell the device which entries of these slots' page tables have changed."""
@@ -168,25 +213,24 @@ class CudaAhead:
         slots_of = np.array(slots)[lines]
         self._pages[slots_of, columns] = values
         places = slots_of * self._pages.shape[1] + columns
-        changes = torch.from_numpy(np.concatenate((places, np.maximum(values, 0))))  # -1: nobody looks there
-        if len(changes) <= len(buffer.pages):  # else many have joined, and no pass is in flight to wait for
-            changes = buffer.pages[: len(changes)].copy_(changes)
-        sent = changes.to(self.device, non_blocking=True)
-        self._requests.pages.view(-1)[sent[: len(places)]] = sent[len(places) :].int()
+        changes = np.concatenate((places, np.maximum(values, 0)))  # -1: nobody looks there
+        if len(changes) <= len(buffer.pages):
+            buffer.pages[: len(changes)] = torch.from_numpy(changes)
+            there = buffer.pages[: len(changes)].to(self.device, non_blocking=True)
+        else:  # many have joined
+            there = sent(changes, self.device)
+        self._requests.pages.view(-1)[there[: len(places)]] = there[len(places) :].int()
 
-    def _buffer(self) -> Buffer:
-        pinned, loop = self.device.type == "cuda", self._loop
+    def _buffer(self, steps: DecodeLoop, gives_features: bool) -> Buffer:
+        pinned = self.device.type == "cuda"
 
         def like(values: torch.Tensor) -> torch.Tensor:
             return torch.zeros(values.shape, dtype=values.dtype, pin_memory=pinned)
 
         return Buffer(
-            like(loop.output),
-            like(loop.counts),
-            None if self._drafts or loop.features is None else like(loop.features),
-            torch.zeros(8 * self._rows * loop.output.shape[1], dtype=torch.int64, pin_memory=pinned),
+            like(steps.output),
+            like(steps.counts),
+            like(steps.features) if gives_features and steps.features is not None else None,
+            torch.zeros(8 * self._rows * steps.output.shape[1], dtype=torch.int64, pin_memory=pinned),
             torch.cuda.Event() if pinned else None,  # type: ignore[no-untyped-call]
         )
-
-    def _to_device(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.device)

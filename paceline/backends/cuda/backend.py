@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -10,21 +11,20 @@ import numpy as np
 import torch
 
 from paceline.backends.base import (
-    AheadDraft,
     Backend,
     Choices,
     DeviceMemory,
-    Float32Array,
     ForwardBatch,
     ForwardOutput,
     Int32Array,
+    KeptFeatures,
     KVPool,
 )
 from paceline.backends.cuda.ahead import CudaAhead
-from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork
-from paceline.backends.cuda.draft_shape import chain_shape
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets
+from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.attention import tile_height
+from paceline.backends.cuda.kernels.features import keep_features
 from paceline.backends.cuda.kernels.packing import block_lines
 from paceline.backends.cuda.kernels.sampling import candidates_for, race, take_best
 from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers, select, workspace_bytes
@@ -61,6 +61,7 @@ class CudaBackend(Backend):
         self._tables = DeviceTables(bucket(max_rows), MAX_PAGES, self.device)
         self._graphs = Graphs(self.device)
         self._features = torch.empty(0)
+        self._known_parts: dict[tuple[tuple[int, ...], ...], torch.Tensor] = {}
         self._candidates = candidates_for(bucket(max_rows), weights.config.vocab_size, self.device)
         self._chosen = torch.zeros(bucket(max_rows), dtype=torch.int32, device=self.device)
 
@@ -119,21 +120,31 @@ class CudaBackend(Backend):
             ) from error
         return Pool(num_pages, self.bytes_per_page(), keys, values)
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Logits of the wanted rows and, if asked, tokens of others and features of all."""
+        return self.begin(batch)()
+
+    @torch.inference_mode()
+    def begin(self, batch: ForwardBatch) -> Callable[[], ForwardOutput]:
+        """Begin a pass; what is returned waits for its output."""
         assert batch.num_rows <= self.max_rows, f"{batch.num_rows} rows, but max_rows is {self.max_rows}"
-        pool, layers = cast(Pool, batch.pool), batch.feature_layers
+        pool = cast(Pool, batch.pool)
         rows, wanted = bucket(batch.num_rows), len(batch.logit_rows)
+        layers = batch.feature_layers + tuple(layer for kept in batch.kept for layer in kept.layers)
+        layers = tuple(dict.fromkeys(layers))  # those that are given back come first
         outputs = wanted + (0 if batch.choices is None else len(batch.choices.rows))
         self._make_room(int(batch.positions.max()) + 1)
         height = tile_height(self.config.num_heads, self.config.num_kv_heads)
         self._tables.send(batch, rows_of(batch, PAGE_SIZE, height))
         features = self._feature_room(len(layers)) if layers else None
+        keeps = [(cast(HeadPool, kept.pool), self._parts(layers, kept.layers)) for kept in batch.kept]
 
         def body() -> None:
             tokens, tables = self._tables.tokens(rows), self._tables.tables(rows)
             run_layers(self.weights, self._workspace, tokens, tables, pool, PAGE_SIZE, features, layers)
+            for kept, parts in keeps:
+                assert features is not None
+                keep_features(features, tables.places, parts, kept.features)
 
         def head() -> None:
             count = bucket(outputs)
@@ -144,13 +155,15 @@ class CudaBackend(Backend):
             take_best(self._candidates, self._chosen[:count])
 
         place = (pool.keys.data_ptr(), pool.values.data_ptr(), pool.num_pages)
-        self._graphs.run(("body", rows, layers, place), body)
+        heads = tuple((kept.features.data_ptr(), len(kept.features)) for kept, _ in keeps)
+        self._graphs.run(("body", rows, layers, place, heads), body)
         if outputs:
             self._graphs.run(("head", bucket(outputs)), head)
-        chosen = None if batch.choices is None else self._chosen[wanted:outputs].cpu().numpy()
-        logits = self._to_host(self._workspace.logits[:wanted])
-        known = None if features is None else self._to_host(features[: batch.num_rows])
-        return ForwardOutput(logits, known, chosen)
+        width = len(batch.feature_layers) * self.config.hidden_size
+        logits = self._workspace.logits[:wanted]
+        chosen = None if batch.choices is None else self._chosen[wanted:outputs]
+        known = None if features is None or not width else features[: batch.num_rows, :width]
+        return _on_its_way(logits, known, chosen)
 
     def device_memory(self, rows: int, longest: int) -> DeviceMemory:
         """The GPU's memory, and what workspaces for `longest` tokens take, beyond those that are there."""
@@ -161,13 +174,19 @@ class CudaBackend(Backend):
         ahead = workspace_bytes(self.weights, rows, longest)
         return DeviceMemory(total, free, max(0, here - now) + ahead)
 
-    def prepare(self, pool: KVPool, longest: int, feature_layers: tuple[int, ...]) -> None:
+    def prepare(
+        self,
+        pool: KVPool,
+        longest: int,
+        feature_layers: tuple[int, ...],
+        kept: tuple[KeptFeatures, ...] = (),
+    ) -> None:
         """Make buffers for contexts of `longest` tokens, compile kernels, capture a graph of every bucket."""
         try:
             if longest > self._longest:
                 self._set_longest(longest)
             for rows in buckets(min(self.max_rows, longest, pool.num_pages * PAGE_SIZE)):
-                self.forward(_chain(pool, rows, feature_layers))
+                self.forward(_chain(pool, rows, feature_layers, kept))
         except torch.OutOfMemoryError as error:
             raise BackendError(
                 f"The buffers for contexts of {longest} tokens do not fit into the memory of {self.device} "
@@ -181,17 +200,15 @@ class CudaBackend(Backend):
         slots: int,
         longest: int,
         feature_layers: tuple[int, ...],
-        draft: AheadDraft | None,
-    ) -> CudaAhead:
-        """A decoder of requests of at most `longest` tokens in so many slots."""
-        network = None
-        if draft is not None:
-            runner, shape, rows = cast(Any, draft.runner), chain_shape(draft.length), bucket(slots)
-            head_pool = cast(Pool, draft.pool)
-            layers = draft.feature_layers
-            network = HeadNetwork(runner.weights, head_pool, layers, shape, rows, longest, PAGE_SIZE)
-        own, drafting = cast(Pool, pool), cast(DraftNetwork | None, network)
-        return CudaAhead(self.weights, own, slots, longest, PAGE_SIZE, drafting, feature_layers)
+        kept: tuple[KeptFeatures, ...] = (),
+    ) -> CudaAhead | None:
+        """A decoder of requests of at most `longest` tokens in so many slots.
+
+        None if features are asked for in two ways at once: a step can do that.
+        """
+        if len(kept) + bool(feature_layers) > 1:
+            return None
+        return CudaAhead(self.weights, cast(Pool, pool), slots, longest, PAGE_SIZE, feature_layers, kept)
 
     def first_layers(self, count: int) -> CudaBackend:
         """The same model without its later layers, over the same pools."""
@@ -226,13 +243,44 @@ class CudaBackend(Backend):
             self._graphs = Graphs(self.device)  # graphs know addresses
         return self._features
 
-    def _to_host(self, values: torch.Tensor) -> Float32Array:
-        if not len(values):  # nothing to wait for
-            return np.empty(tuple(values.shape), dtype=np.float32)
-        return cast(Float32Array, values.cpu().numpy())
+    def _parts(self, layers: tuple[int, ...], wanted: tuple[int, ...]) -> torch.Tensor:
+        """Which parts of features of `layers` those of the wanted ones are: int32 [wanted], made once."""
+        name = (layers, wanted)
+        if name not in self._known_parts:
+            parts = np.array([layers.index(layer) for layer in wanted], dtype=np.int32)
+            self._known_parts[name] = torch.from_numpy(parts).to(self.device)
+        return self._known_parts[name]
 
 
-def _chain(pool: KVPool, rows: int, feature_layers: tuple[int, ...]) -> ForwardBatch:
+def _on_its_way(
+    logits: torch.Tensor, features: torch.Tensor | None, chosen: torch.Tensor | None
+) -> Callable[[], ForwardOutput]:
+    """Copies of these on the host, for who waits until they are there."""
+    if logits.device.type != "cuda":
+        return lambda: ForwardOutput(*map(_numbers, (logits, features, chosen)))
+    copies = [
+        None
+        if values is None
+        else torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+        for values in (logits, features, chosen)
+    ]
+    there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    there.record()
+
+    def wait() -> ForwardOutput:
+        there.synchronize()
+        return ForwardOutput(*map(_numbers, copies))
+
+    return wait
+
+
+def _numbers(values: torch.Tensor | None) -> Any:
+    return None if values is None else values.numpy()
+
+
+def _chain(
+    pool: KVPool, rows: int, feature_layers: tuple[int, ...], kept: tuple[KeptFeatures, ...]
+) -> ForwardBatch:
     """A pass over one request's first rows, with a token to choose behind each."""
     count = np.arange(rows, dtype=np.int32)
     return ForwardBatch(
@@ -246,6 +294,7 @@ def _chain(pool: KVPool, rows: int, feature_layers: tuple[int, ...]) -> ForwardB
         pool=pool,
         feature_layers=feature_layers,
         choices=Choices(count, np.zeros(rows, dtype=np.uint64), np.zeros(rows)),
+        kept=kept,
     )
 
 

@@ -12,12 +12,15 @@ token is taken only where the target, with the request's own noise, has chosen i
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from paceline.backends.cuda.draft_networks import DraftNetwork, DraftRows
 from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, plan_step
 from paceline.backends.cuda.graphs import Graphs
+from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.attention import MOST_PATH, RowTables, tile_height
+from paceline.backends.cuda.kernels.features import keep_features
 from paceline.backends.cuda.kernels.guess import choose, guess, guesses_for
 from paceline.backends.cuda.kernels.sampling import candidates_for, race
 from paceline.backends.cuda.kernels.step_rows import (
@@ -40,6 +43,7 @@ from paceline.backends.cuda.kernels.step_rows import (
 )
 from paceline.backends.cuda.kernels.walk import move_accepted, walk
 from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers
+from paceline.backends.cuda.tables import sent
 from paceline.backends.cuda.weights import Weights
 
 __all__ = ["DecodeLoop", "DeviceRequests", "make_requests"]
@@ -62,15 +66,17 @@ class DecodeLoop:
         draft: DraftNetwork | None = None,
         given: DraftShape | None = None,
         feature_layers: tuple[int, ...] = (),
+        kept: HeadPool | None = None,
     ) -> None:
         """Steps of at most `max_rows` requests, plain if nothing drafts.
 
         With `given` the host writes drafts of this shape to `drafted` before each step. If nothing drafts
-        here, `features` [rows of a pass, width] has the hidden states of its rows at `feature_layers`.
+        here, `features` [rows of a pass, width] has the hidden states of its rows at `feature_layers`. They
+        are also left in a head's pool, if one is to keep them.
         """
         device, config = weights.device, weights.config
         self.weights, self.pool, self.requests, self.page_size = weights, pool, requests, page_size
-        self.draft = draft
+        self.draft, self._kept = draft, kept
         shape = draft.shape if draft is not None else given or chain_shape(0)
         self.feature_layers = feature_layers if draft is None else draft.feature_layers
         self.features = None if draft is None else draft.features
@@ -127,7 +133,7 @@ class DecodeLoop:
         float32 [slots, width], the target's of each request's last computed token.
         """
         state, chosen = self.requests, self._slots[:rows]
-        chosen.copy_(torch.tensor(slots + [-1] * (rows - len(slots)), dtype=torch.int32))
+        chosen.copy_(sent(np.array(slots + [-1] * (rows - len(slots)), np.int32), chosen.device))
         own = chosen.clamp(min=0).long()
         self._request_seeds[:rows] = state.seeds[own]
         self._request_temperatures[:rows] = state.temperatures[own]
@@ -158,6 +164,9 @@ class DecodeLoop:
         if self.draft is not None:
             self._propose(self.draft, rows)
         self._verify(rows)
+        if self._kept is not None and self.features is not None:
+            places = self._rows.lines[PLACES, : rows * self._nodes]
+            keep_features(self.features, places, self._kept.parts, self._kept.features)
         shape, state, slots = self._shape, self.requests, self._slots[:rows]
         walk(
             self._candidates,

@@ -24,6 +24,14 @@ from paceline.backends.cuda.weights import padded_size
 
 
 @dataclass(frozen=True)
+class HeadPool(Pool):
+    """Keys and values of a head, and the target's features that its slots read."""
+
+    features: torch.Tensor  # [places, width]
+    parts: torch.Tensor  # int32 [layers] 0, 1, ...: see keep_features
+
+
+@dataclass(frozen=True)
 class HeadWorkspace:
     """Buffers of a head's passes. Captured graphs know their addresses, so they are made once."""
 

@@ -16,11 +16,14 @@ from paceline.backends.base import (
     HeadBatch,
     HeadChains,
     HeadOutput,
+    HeadRunner,
     Int32Array,
+    KVPool,
 )
 from paceline.backends.cuda.backend import FIRST_LONGEST, MAX_PAGES, PAGE_SIZE, CudaBackend
 from paceline.backends.cuda.graphs import Graphs, bucket
 from paceline.backends.cuda.head import (
+    HeadPool,
     feed_back,
     fuse,
     make_head_workspace,
@@ -32,7 +35,7 @@ from paceline.backends.cuda.kernels.attention import MOST_PATH, RowTables, tile_
 from paceline.backends.cuda.kernels.draft import pick_rows
 from paceline.backends.cuda.kernels.guess import choose, guess, guesses_for
 from paceline.backends.cuda.model import Pool
-from paceline.backends.cuda.tables import DeviceTables, rows_of
+from paceline.backends.cuda.tables import DeviceTables, rows_of, sent
 from paceline.backends.head_chains import RIVALS, TO_GO_ON
 from paceline.draft.heads.checkpoint import HeadCheckpoint
 from paceline.errors import BackendError
@@ -40,11 +43,12 @@ from paceline.errors import BackendError
 CHAIN_LINES = 5  # positions, places, straight, counts and pages of the rows of a pass
 
 
-class CudaHeadRunner:
-    """Implements HeadRunner with Triton kernels, and with weights that it shares with its target."""
+class CudaHeadRunner(HeadRunner):
+    """A HeadRunner with Triton kernels, and with weights that it shares with its target."""
 
     page_size = PAGE_SIZE
     least_chance = 0.0  # rows cost next to nothing
+    keeps_features = True
 
     def __init__(self, weights: HeadWeights, max_rows: int) -> None:
         device = weights.norm.device
@@ -80,20 +84,32 @@ class CudaHeadRunner:
         shape = (1, num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
         dtype = self.weights.norm.dtype
         keys, values = (torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2))
-        return Pool(num_pages, self.bytes_per_page(), keys, values)
+        width = config.feature_width
+        features = torch.zeros((num_pages * PAGE_SIZE, width), dtype=dtype, device=self.device)
+        parts = torch.arange(width // config.target_hidden_size, dtype=torch.int32, device=self.device)
+        return HeadPool(num_pages, self.bytes_per_page(), keys, values, features, parts)
 
     def bytes_per_page(self) -> int:
         config = self.config
-        return 2 * PAGE_SIZE * config.num_kv_heads * config.head_dim * self.weights.norm.dtype.itemsize
+        numbers = 2 * config.num_kv_heads * config.head_dim + config.feature_width
+        return PAGE_SIZE * numbers * self.weights.norm.dtype.itemsize
+
+    @torch.inference_mode()
+    def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
+        """Copy features from places to others; all sources are read first."""
+        features, places = cast(HeadPool, pool).features, sent(np.stack((source, destination)), self.device)
+        features[places[1].long()] = features[places[0].long()]
 
     @torch.inference_mode()
     def run(self, batch: HeadBatch) -> HeadOutput:
         """Logits of the wanted rows, and the states that their children read."""
         outputs = len(batch.rows.logit_rows)
         self._run_rows(batch)
-        if outputs:
-            wanted = bucket(outputs)
-            self._graphs.run(("vocabulary", wanted), lambda: self._pick(wanted))
+        if not outputs:  # nothing to wait for
+            nothing = np.empty((0, self.config.hidden_size), dtype=np.float32)
+            return HeadOutput(nothing[:, : self.config.draft_vocab_size], nothing)
+        wanted = bucket(outputs)
+        self._graphs.run(("vocabulary", wanted), lambda: self._pick(wanted))
         chosen = torch.from_numpy(batch.rows.logit_rows.astype(np.int64)).to(self.device)
         logits = self._workspace.logits[:outputs]
         return HeadOutput(
@@ -135,23 +151,27 @@ class CudaHeadRunner:
         self._make_room(int(rows.positions.max()) + 2 + self._chains.longest)
         height = tile_height(self.config.num_heads, self.config.num_kv_heads)
         by_index = replace(rows, positions=rows.positions + 1)  # what a row sees is told by KV indices
-        self._tables.send(by_index, rows_of(by_index, PAGE_SIZE, height))
-        states = torch.from_numpy(batch.states).to(self.device)
-        to = self._features if batch.from_target else self._workspace.states
-        to[: len(states), : states.shape[1]] = states
-        padded, pool = bucket(rows.num_rows), cast(Pool, rows.pool)
+        self._tables.send(by_index, rows_of(by_index, PAGE_SIZE, height), batch.places)
+        keeps = batch.places is not None
+        if not keeps:
+            states = torch.from_numpy(batch.states).to(self.device)
+            to = self._features if batch.from_target else self._workspace.states
+            to[: len(states), : states.shape[1]] = states
+        padded, pool = bucket(rows.num_rows), cast(HeadPool, rows.pool)
         self._graphs.run(
-            ("rows", padded, batch.from_target, _place(pool)),
-            lambda: self._slots(padded, batch.from_target, pool),
+            ("rows", padded, batch.from_target, keeps, _place(pool)),
+            lambda: self._slots(padded, batch.from_target, keeps, pool),
         )
 
-    def _slots(self, rows: int, from_target: bool, pool: Pool) -> None:
+    def _slots(self, rows: int, from_target: bool, keeps: bool, pool: HeadPool) -> None:
         weights, workspace, tables = self.weights, self._workspace, self._tables.tables(rows)
         turns = self._turns[:rows]
         torch.sub(tables.positions, 1, out=turns)
         turns.clamp_(min=0)
         states = workspace.states
-        if from_target:
+        if keeps:
+            states = fuse(weights, workspace, pool.features, self._tables.sources(rows), rows)
+        elif from_target:
             states = fuse(weights, workspace, self._features, None, rows)
         tokens, hidden = self._tables.tokens(rows), workspace.hidden[0]
         run_slots(weights, workspace, tokens, states, None, tables, turns, pool, PAGE_SIZE, hidden)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.backends.base import Choices, ForwardBatch, Int32Array
 from paceline.backends.cuda.kernels.attention import MOST_PATH, RowTables
 from paceline.errors import BackendError
 
-LINES = 13  # of max_rows numbers each, before the pages: eight about rows, five about outputs
+LINES = 14  # of max_rows numbers each, before the pages: eight about rows, five about outputs, and sources
 SEEDS, TEMPERATURES, POSITIONS = 8, 10, 12  # where those of outputs begin; the first two have two lines each
+SOURCES = 13
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,12 @@ class Rows:
     paths: Int32Array | None  # [rows, MOST_PATH] KV indices from `straight` on; None: all rows are straight
     tiles: Int32Array  # [3, tiles] first row, how many, where its request's pages begin
     pages: Int32Array  # [pages of all requests]
+
+
+def sent(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """An array on the device when the work that was given to it comes there: nobody waits."""
+    there = torch.from_numpy(values)
+    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.clone()
 
 
 def rows_of(batch: ForwardBatch, page_size: int, height: int) -> Rows:
@@ -90,8 +99,11 @@ class DeviceTables:
         self._paths = torch.zeros((max_rows, MOST_PATH), dtype=torch.int32, device=device)
         self._sent = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
-    def send(self, batch: ForwardBatch, rows: Rows) -> None:
-        """Copy a batch to the device; rows and tiles behind its last are padding."""
+    def send(self, batch: ForwardBatch, rows: Rows, sources: Int32Array | None = None) -> None:
+        """Copy a batch to the device; rows and tiles behind its last are padding.
+
+        `sources` [rows] are for who asks for them.
+        """
         if len(rows.pages) > self.max_pages:
             raise BackendError(
                 f"a pass has {len(rows.pages)} pages in its page tables, but the cuda backend has room for "
@@ -105,6 +117,8 @@ class DeviceTables:
         values = (batch.tokens, batch.positions, rows.places, rows.straight, *rows.tiles, batch.logit_rows)
         for line, value in zip(lines, values, strict=False):
             line[: len(value)] = value
+        if sources is not None:
+            lines[SOURCES, : len(sources)] = sources
         if batch.choices is not None:
             self._add_choices(lines, batch, batch.choices)
         used = LINES * self.max_rows + len(rows.pages)
@@ -126,6 +140,10 @@ class DeviceTables:
     def tokens(self, rows: int) -> torch.Tensor:
         """The tokens of the first rows: int32 [rows]."""
         return self._line(0, rows)
+
+    def sources(self, rows: int) -> torch.Tensor:
+        """What was said of the first rows: int32 [rows]."""
+        return self._line(SOURCES, rows)
 
     def output_rows(self, outputs: int) -> torch.Tensor:
         """The rows whose logits are wanted, then those whose tokens are: int32 [outputs]."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from paceline.backends.base import Joining
+from paceline.backends.base import AheadDraft, Joining
 from paceline.control.controller import FixedController
 from paceline.draft.base import DraftSampling
 from paceline.draft.heads.config import HeadConfig
@@ -28,8 +29,8 @@ PAGE, SLOTS, LONGEST = 4, 6, 32
 class Recording:
     """In place of the decode loop: a step's token is the page that its row writes to."""
 
-    def __init__(self, requests: object, rows: int, drafts: bool) -> None:
-        self.requests, self.output = requests, torch.full((rows, 1 + 2 * drafts), -7, dtype=torch.int32)
+    def __init__(self, requests: object, rows: int, width: int) -> None:
+        self.requests, self.output = requests, torch.full((rows, width), -7, dtype=torch.int32)
         self.counts, self.features = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, 3)
         self.begun: list[list[int]] = []
         self.given: list[object] = []  # features
@@ -38,9 +39,6 @@ class Recording:
         assert rows >= len(slots)
         self.begun.append(list(slots))
         self.given.append(None if features is None else features[:, 0].tolist())
-
-    def last_features(self, rows: int) -> torch.Tensor:
-        return torch.arange(rows, dtype=torch.float32)[:, None].repeat(1, 3) + 100
 
     def step(self, rows: int) -> None:
         state = self.requests
@@ -51,20 +49,38 @@ class Recording:
             self.features[row] = slot
 
 
-def make_decoder(monkeypatch: pytest.MonkeyPatch, draft: object):  # type: ignore[no-untyped-def]
+@pytest.fixture
+def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
+    """The decode loops, as they are made."""
     from paceline.backends.cuda import ahead
 
-    def loop(weights, pool, state, rows, size, network, feature_layers):  # type: ignore[no-untyped-def]
-        return Recording(state, rows, network is not None)
+    made: list[Recording] = []
+
+    def loop(weights, pool, state, rows, size, network, feature_layers, kept):  # type: ignore[no-untyped-def]
+        made.append(Recording(state, rows, 1 if network is None else 1 + network.levels))
+        return made[-1]
+
+    def network(weights, pool, layers, shape, rows, longest, size):  # type: ignore[no-untyped-def]
+        return shape
 
     monkeypatch.setattr(ahead, "DecodeLoop", loop)
-    weights = type("Weights", (), {"device": torch.device("cpu")})
-    return ahead.CudaAhead(weights, None, SLOTS, LONGEST, PAGE, draft, (1,))  # type: ignore[arg-type]
+    monkeypatch.setattr(ahead, "HeadNetwork", network)
+    return made
 
 
 @pytest.fixture
-def decoder(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    return make_decoder(monkeypatch, None)
+def decoder(loops):  # type: ignore[no-untyped-def]
+    from paceline.backends.cuda.ahead import CudaAhead
+
+    weights = type("Weights", (), {"device": torch.device("cpu")})
+    return CudaAhead(weights, None, SLOTS, LONGEST, PAGE, (1,))  # type: ignore[arg-type]
+
+
+def head_draft(length: int) -> AheadDraft:
+    """A head whose pool keeps, at every place, its number."""
+    places = torch.arange(SLOTS * LONGEST, dtype=torch.float32)[:, None].repeat(1, 3)
+    pool = SimpleNamespace(features=places)
+    return AheadDraft(SimpleNamespace(weights=None), pool, (0, 1, 2), length)  # type: ignore[arg-type]
 
 
 def joining(slots: Sequence[int], lengths: Sequence[int]) -> Joining:
@@ -75,11 +91,10 @@ def joining(slots: Sequence[int], lengths: Sequence[int]) -> Joining:
         limits=np.array(lengths, dtype=np.int32) + 20,
         seeds=np.array(slots, dtype=np.uint64) + np.uint64(2**63),
         temperatures=np.array(slots) / 10,
-        features=np.array(slots, dtype=np.float32)[:, None].repeat(3, axis=1),
     )
 
 
-def test_pages_that_change_are_there_for_the_next_pass(decoder) -> None:  # type: ignore[no-untyped-def]
+def test_pages_that_change_are_there_for_the_next_pass(decoder, loops) -> None:  # type: ignore[no-untyped-def]
     tables = np.full((SLOTS, LONGEST // PAGE), -1, dtype=np.int32)
     tables[[1, 4], :2] = [[10, 11], [20, 21]]
     decoder.join(joining([1, 4], [2, 6]))
@@ -89,22 +104,22 @@ def test_pages_that_change_are_there_for_the_next_pass(decoder) -> None:  # type
             tables[slot, length // PAGE] = (
                 30 + 10 * slot + step // 3
             )  # as good as any: also pages in use change
-        decoder.launch([1, 4], tables)
+        decoder.launch([1, 4], tables, None)
         expected.append([int(tables[1, (2 + step) // PAGE]), int(tables[4, (6 + step) // PAGE])])
         if step:
             assert decoder.read().tokens[:, 0].tolist() == expected[step - 1]  # the one before the last
     assert decoder.read().tokens[:, 0].tolist() == expected[-1]
-    assert decoder._loop.begun == [[1, 4]]
+    assert loops[0].begun == [[1, 4]]
 
 
-def test_a_request_that_leaves_and_one_that_joins_begin_the_rows_anew(decoder) -> None:  # type: ignore[no-untyped-def]
+def test_a_request_that_leaves_and_one_that_joins_begin_the_rows_anew(decoder, loops) -> None:  # type: ignore[no-untyped-def]
     tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
     decoder.join(joining([0, 1, 2], [3, 3, 3]))
-    decoder.launch([0, 1, 2], tables)
-    decoder.launch([0, 2], tables)
+    decoder.launch([0, 1, 2], tables, None)
+    decoder.launch([0, 2], tables, None)
     decoder.join(joining([5], [7]))
-    decoder.launch([0, 2, 5], tables)
-    assert decoder._loop.begun == [[0, 1, 2], [0, 2], [0, 2, 5]]
+    decoder.launch([0, 2, 5], tables, None)
+    assert loops[0].begun == [[0, 1, 2], [0, 2], [0, 2, 5]]
     assert [decoder.read().features[:, 0].tolist() for _ in range(3)] == [[0, 1, 2], [0, 2], [0, 2, 5]]
     state = decoder._requests
     assert state.tokens[5, 6:8].tolist() == [45, 55]
@@ -114,21 +129,21 @@ def test_a_request_that_leaves_and_one_that_joins_begin_the_rows_anew(decoder) -
     assert state.temperatures[5] == 0.5
 
 
-def test_drafts_begin_with_the_features_of_the_host_and_go_on_with_those_of_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    decoder = make_decoder(monkeypatch, object())
-    tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
-    decoder.join(joining([4, 2, 5], [3, 3, 3]))
-    decoder.launch([4, 2, 5], tables)
-    decoder.launch([4, 5], tables)
-    decoder.join(joining([1], [3]))
-    decoder.launch([5, 1, 4], tables)
-    assert decoder._loop.given == [[4.0, 2.0, 5.0], [100.0, 102.0], [101.0, 1.0, 100.0]]
-    output = decoder.read()
-    assert output.tokens.shape == (3, 3)
-    assert output.counts.tolist() == [1, 1, 1]
-    assert output.features is None
+def test_drafts_begin_with_the_features_that_the_heads_pool_keeps(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    """One loop for each length, over the same requests: rows are written anew when another takes its turn."""
+    tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
+    short, long = head_draft(2), head_draft(3)
+    decoder.join(joining([4, 2], [3, 5]))
+    for draft in (None, short, short, long, short):
+        decoder.launch([4, 2], tables, draft)
+    plain, by_two, by_three = loops
+    first = [float(4 * LONGEST + 3), float(2 * LONGEST + 5)]  # what the plain pass has computed
+    assert plain.given == [None]
+    assert by_two.given == [first, [first[0] + 3, first[1] + 3]]
+    assert by_three.given == [[first[0] + 2, first[1] + 2]]
+    outputs = [decoder.read() for _ in range(5)]
+    assert [output.tokens.shape[1] for output in outputs] == [1, 3, 3, 4, 3]
+    assert [output.features is None for output in outputs] == [False, True, True, True, True]
 
 
 def test_passes_that_are_dropped_are_not_read(decoder) -> None:  # type: ignore[no-untyped-def]
@@ -136,7 +151,7 @@ def test_passes_that_are_dropped_are_not_read(decoder) -> None:  # type: ignore[
     decoder.join(joining([3], [1]))
     for number in range(9):  # more than there are buffers
         tables[:] = number
-        decoder.launch([3], tables)
+        decoder.launch([3], tables, None)
         if number < 8:
             decoder.drop()
     assert decoder.read().tokens[:, 0].tolist() == [8]

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput
+from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner
 from paceline.backends.head_chains import chains_by_passes
 from paceline.draft.base import DraftSampling
 from paceline.draft.eagle import Eagle3Drafter, EagleDrafter, HeadShape
@@ -31,8 +31,8 @@ class ToyHeadPool:
         self.slots = np.full((num_pages * page_size, 3), -7.0)  # [places] token, position, state
 
 
-class ToyHeadRunner:
-    """Implements HeadRunner. `strict`: an unknown feature is an error and not a poor guess."""
+class ToyHeadRunner(HeadRunner):
+    """A HeadRunner. `strict`: an unknown feature is an error and not a poor guess."""
 
     least_chance = 0.0
 

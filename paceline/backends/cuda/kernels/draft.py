@@ -41,7 +41,7 @@ def _norm_rows_kernel(  # type: ignore[no-untyped-def]
     source = tl.load(sources_at + row) if has_sources else row
     values = tl.load(
         values_at + source.to(tl.int64) * values_stride + group * size + part, mask=inside, other=0.0
-    )
+    ).to(tl.float32)
     if has_norm:
         values = _normed(values, norm_at + group * size, part, inside, size, eps)
     to = output_at + row.to(tl.int64) * output_stride + group * size + part
@@ -58,7 +58,7 @@ def norm_rows(
     rows: int,
     groups: int = 1,
 ) -> None:
-    """Write rows of `values` float32 [any, groups * size] to `output` [rows, at least groups * size].
+    """Write rows of `values` [any, groups * size] to `output` [rows, at least groups * size].
 
     Row r is row sources[r], or r itself without `sources`. Each of its groups is normed by itself with
     `norm` [groups * size], if there is one.

@@ -1,0 +1,93 @@
+"""What a pass gives its requests: tokens, text, their keys and values, and an end where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.engine.request import Request
+from paceline.engine.scheduler import Scheduled
+from paceline.kv.cache import KVCache
+from paceline.verify.verdict import Verdict
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one step added to one request."""
+
+    request: Request
+    text: str  # may be empty while characters or stop strings are incomplete
+    token_ids: tuple[int, ...]
+
+
+class Advancing:
+    """Gives requests their tokens, between two passes."""
+
+    def __init__(self, kv: KVCache, clock: Callable[[], float]) -> None:
+        self._kv = kv
+        self._clock = clock
+
+    def advance(self, part: Scheduled, verdict: Verdict, room: int) -> Delta:
+        """Give a request its tokens, keep their keys and values and room behind, and end it where it must."""
+        request, tokens = part.request, verdict.tokens
+        if verdict.error is not None:
+            self.end(request, "error", error=verdict.error)
+            return Delta(request, request.detokenizer.take(), ())
+        before, reason = request.num_output, None
+        if before == 0 and tokens:
+            request.first_token_time = self._clock()
+        may_end = before + len(tokens) >= request.max_output or not request.ending_ids.isdisjoint(tokens)
+        if may_end or request.detokenizer.has_stops:
+            tokens, reason = self._take_one_by_one(request, tokens)
+        else:
+            request.token_ids.extend(tokens)
+            request.detokenizer.extend(tokens)
+        if verdict.logprobs:
+            request.logprobs.extend(verdict.logprobs[: len(tokens)])
+        self._commit(part, verdict.accepted[: len(tokens)], room)
+        if reason is not None:
+            self.end(request, reason)
+        return Delta(request, request.detokenizer.take(), tokens)
+
+    def end(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        """Decide that a request goes on no longer."""
+        request.finish_reason = reason
+        request.error = error
+        request.finished_time = self._clock()
+        request.detokenizer.finish()
+
+    def _commit(self, part: Scheduled, accepted: Sequence[int], room: int) -> None:
+        """Keep the keys and values of a part's tokens and of the accepted nodes behind them."""
+        request, count = part.request, part.num_tokens + len(accepted)
+        if not accepted or accepted[-1] == len(accepted) - 1:  # nothing lies between them: paths ascend
+            self._kv.commit(request.slot, request.token_ids, count, (), room)
+        else:
+            rows = [part.num_tokens + node for node in accepted]
+            self._kv.commit(request.slot, request.token_ids, part.num_tokens, rows, room)
+        request.num_computed += count
+
+    def _take_one_by_one(
+        self, request: Request, tokens: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], str | None]:
+        """The tokens up to the one that the request ends with, and why it does, if it does."""
+        for taken, token in enumerate(tokens, start=1):
+            reason = self._take_token(request, token)
+            if reason is not None:
+                return tokens[:taken], reason
+        return tokens, None
+
+    def _take_token(self, request: Request, token: int) -> str | None:
+        """Append one token; why the request ends with it, if it does."""
+        request.token_ids.append(token)
+        num_output = request.num_output
+        if token in request.ending_ids:
+            if request.params.include_stop_str_in_output:
+                request.detokenizer.append(token, num_output)
+            if token in request.params.stop_ids:
+                request.stop_reason = token
+            return "stop"
+        stop = request.detokenizer.append(token, num_output)
+        if stop is not None:
+            request.stop_reason = stop
+            return "stop"
+        return "length" if num_output >= request.max_output else None
