@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from paceline.engine.request import Request
     from paceline.engine.stats import DraftFacts, StepStats
 
-LENGTHS = (2, 5)  # of chains that are offered beside plain decoding
+LENGTHS = (2, 3, 5)  # of chains that are offered beside plain decoding
 USUAL_CHANCE = 0.7  # of a guess whose like was never seen, given those before it
 BELIEVED = 12.0  # drafts that count for what is thought before the first
 MEMORY = 0.97  # of counts, from step to step
@@ -113,6 +113,8 @@ class LengthController(Controller):
             if not self._times.knows((self._ahead, length, self._load)):
                 return length
         others = [length for length in self._plans if length != best]
+        if best == 0:
+            others = others[:1]  # what becomes of short chains tells enough
         oldest = min(others, key=self._tried.__getitem__)
         token = self._seconds(best) / self._tokens(best)
         lost = TRIED * max(0.0, self._seconds(oldest) - token) + SWITCH * self._seconds(

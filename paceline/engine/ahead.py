@@ -34,6 +34,7 @@ from paceline.verify.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 
+SPARE = 64  # tokens of room that are reserved together
 DEPTH = 2  # passes of decoding in flight when the first of them is read
 
 
@@ -116,7 +117,7 @@ class RunAhead:
     @property
     def room(self) -> int:
         """Tokens behind those that are known whose places passes write to or have told the next one of."""
-        return self._in_flight() + self._plan.levels if self._known else 0
+        return self._in_flight() + self._plan.levels + self._spare if self._known else 0
 
     def _in_flight(self) -> int:
         """Rows of a request that is in all passes in flight."""
@@ -191,13 +192,27 @@ class RunAhead:
 
     def _have_room(self, requests: Sequence[Request]) -> bool:
         """Whether there are pages for another pass, and for what it tells the next one of."""
-        known, reserve = self._known, self._kv.reserve
+        kv, known = self._kv, self._known
         ahead, more = self._in_flight(), 2 * (1 + self._plan.levels) - 1
-        for request in requests:
-            length = len(request.token_ids) + more + (ahead if known.get(request) else 0)
-            if not reserve(request.slot, min(length, request.most_tokens)):
+        lengths = [
+            min(len(request.token_ids) + more + (ahead if known.get(request) else 0), request.most_tokens)
+            for request in requests
+        ]
+        if all(length <= kv.room(own.slot) for own, length in zip(requests, lengths, strict=True)):
+            return True
+        # some for all, so that the device need not be told of a page in every pass
+        spare = self._spare
+        for request, length in zip(requests, lengths, strict=True):
+            more_room = spare and kv.reserve(request.slot, min(length + spare, request.most_tokens))
+            if not more_room and not kv.reserve(request.slot, length):
                 return False
         return True
+
+    @property
+    def _spare(self) -> int:
+        """Tokens that requests have room for beyond what passes need, while pages are plenty."""
+        pages = self._kv.pages
+        return SPARE if 2 * pages.num_available > pages.num_pages else 0
 
     def _forget_finished(self) -> None:
         self._known = {request: count for request, count in self._known.items() if not request.finished}

@@ -126,11 +126,15 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
 
 
 def _speculation(config: EngineConfig, model: LoadedModel) -> Speculation:
-    """What was asked for. "auto" by itself chooses between copies and the head shipped for the model."""
+    """What was asked for. "auto" by itself chooses between copies and the head shipped for the model.
+
+    Where the head drafts on the device there are no copies: they would be looked up beside every pass.
+    """
     asked = config.speculative.speculation()
     if asked.auto and not asked.drafters:
         head = default_method(model.fingerprint) if model.backend.supports_features else None
-        there = SpeculativeOptions(["suffix"] if head is None else ["suffix", head]).speculation()
+        methods = [] if head is not None and model.backend.drafts_ahead else ["suffix"]
+        there = SpeculativeOptions(methods if head is None else [*methods, head]).speculation()
         return replace(asked, drafters=there.drafters)
     return asked
 

@@ -86,6 +86,10 @@ class KVCache:
         """How many pages a slot holds."""
         return len(self._sequences[slot].pages)
 
+    def room(self, slot: int) -> int:
+        """How many tokens the pages of a slot hold."""
+        return len(self._sequences[slot].pages) * self.page_size
+
     def open(self, token_ids: Sequence[int], salt: str = "", reuse: bool = True) -> tuple[int, int] | None:
         """A slot with room for all the tokens, and how many of them were found; None if there is no room.
 

@@ -33,8 +33,9 @@ BUFFERS = 4  # more than there are passes in flight, so that none is written bef
 class Buffer:
     """Memory of the host through which a pass is spoken to and answers. On a GPU it is pinned."""
 
-    tokens: torch.Tensor  # int32 [rows, 1 + length of drafts] what the pass chose
-    counts: torch.Tensor  # int32 [rows]
+    said: torch.Tensor  # int32 [rows * (2 + length of drafts)] counts, then tokens: see DecodeLoop
+    counts: Int32Array  # [rows] the same memory
+    tokens: Int32Array  # [rows, 1 + length of drafts] the same memory: what the pass chose
     features: torch.Tensor | None  # float32 [rows, width]
     pages: torch.Tensor  # int64 [changes] where in the page table, then as often which page
     done: torch.cuda.Event | None  # None where there is no GPU: then everything is done at once
@@ -116,8 +117,8 @@ class CudaAhead:
             steps.begin(own, rows, None if loop.kept is None else self._last_features(own, loop.kept))
             self._slots, self._last = own, loop
         steps.step(rows)
-        buffer.tokens[:rows].copy_(steps.output[:rows], non_blocking=True)
-        buffer.counts[:rows].copy_(steps.counts[:rows], non_blocking=True)
+        used = self._rows + rows * loop.width
+        buffer.said[:used].copy_(steps.said[:used], non_blocking=True)
         if buffer.features is not None:
             assert steps.features is not None
             buffer.features[:rows].copy_(steps.features[:rows], non_blocking=True)
@@ -133,10 +134,10 @@ class CudaAhead:
         if buffer.done is not None:
             buffer.done.synchronize()
         count = len(slots)
-        counts = cast(Int32Array, buffer.counts[:count].numpy())
+        counts = buffer.counts[:count]
         self._lengths[slots] -= buffer.tokens.shape[1] - counts
         features = None if buffer.features is None else cast(Float32Array, buffer.features[:count].numpy())
-        return AheadOutput(cast(Int32Array, buffer.tokens[:count].numpy()), counts, features)
+        return AheadOutput(buffer.tokens[:count], counts, features)
 
     def skip(self) -> None:
         """Nobody will read the oldest pass that was not read."""
@@ -227,9 +228,12 @@ class CudaAhead:
         def like(values: torch.Tensor) -> torch.Tensor:
             return torch.zeros(values.shape, dtype=values.dtype, pin_memory=pinned)
 
+        said = like(steps.said)
+        numbers = cast(Int32Array, said.numpy())
         return Buffer(
-            like(steps.output),
-            like(steps.counts),
+            said,
+            numbers[: self._rows],
+            numbers[self._rows :].reshape(self._rows, -1),
             like(steps.features) if gives_features and steps.features is not None else None,
             torch.zeros(8 * self._rows * steps.output.shape[1], dtype=torch.int64, pin_memory=pinned),
             torch.cuda.Event() if pinned else None,  # type: ignore[no-untyped-call]

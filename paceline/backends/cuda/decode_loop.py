@@ -53,7 +53,8 @@ class DecodeLoop:
     """Steps over requests that the device knows.
 
     `output` int32 [max_rows, levels + 1] and `counts` int32 [max_rows] have the tokens of the last step and
-    how many they are: none of padding or beyond a limit. A token of -1 means unusable logits.
+    how many they are: none of padding or beyond a limit. A token of -1 means unusable logits. Both lie in
+    `said`, counts first.
     """
 
     def __init__(
@@ -106,7 +107,8 @@ class DecodeLoop:
         most = plan.first_row(len(plan.passes)) * max_rows
         self._rows = StepRows(integers(LINES, most), integers(1 if shape.is_chain else most, MOST_PATH))
         self._children = [torch.from_numpy(table).to(device) for table in plan.children]
-        self.output, self.counts = integers(max_rows, shape.levels + 1), integers(max_rows)
+        self.said = integers(max_rows * (shape.levels + 2))
+        self.counts, self.output = self.said[:max_rows], self.said[max_rows:].view(max_rows, -1)
         self._accepted, self._slots = integers(max_rows, shape.levels + 1), integers(max_rows)
         self._seeds = torch.zeros((max_rows, self._nodes), dtype=torch.int64, device=device)
         self._temperatures = torch.zeros((max_rows, self._nodes), dtype=torch.float64, device=device)

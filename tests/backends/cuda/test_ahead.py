@@ -30,8 +30,9 @@ class Recording:
     """In place of the decode loop: a step's token is the page that its row writes to."""
 
     def __init__(self, requests: object, rows: int, width: int) -> None:
-        self.requests, self.output = requests, torch.full((rows, width), -7, dtype=torch.int32)
-        self.counts, self.features = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, 3)
+        self.requests, self.features = requests, torch.zeros(rows, 3)
+        self.said = torch.full((rows * (1 + width),), -7, dtype=torch.int32)
+        self.counts, self.output = self.said[:rows], self.said[rows:].view(rows, width)
         self.begun: list[list[int]] = []
         self.given: list[object] = []  # features
 
