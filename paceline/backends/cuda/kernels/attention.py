@@ -30,7 +30,8 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.launching import let_next_start, overlaps, prefetch, wait
+from paceline.backends.cuda.kernels.launching import let_next_start, overlaps, wait
+from paceline.backends.cuda.kernels.softmax import MOST_PATH as MOST_PATH
 from paceline.backends.cuda.kernels.softmax import (
     crooked_block,
     gather,
@@ -38,18 +39,19 @@ from paceline.backends.cuda.kernels.softmax import (
     merge,
     nothing,
     places_of,
+    prefetch_lines,
     straight_block,
     visible_positions,
 )
 
 BLOCK = 64  # positions looked at together
 MERGED = 8  # blocks of a stretch, stretches of a group
-MOST_PATH = 64  # positions of a path that are not straight
 LANES = 16  # rows times query heads of a tile, at least
 WARPS = 4  # part of the result's bits, as BLOCK and MERGED are
 STAGES = 5  # of the loop over blocks: two for pages, as the places of keys follow from them
 PROGRAMS = 264  # worth having at once
 MOST_TAKERS = MERGED * MERGED  # programs that share a tile and a head
+_BLOCK, _MERGED = tl.constexpr(BLOCK), tl.constexpr(MERGED)
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,68 @@ def _parts(tiles: int, kv_heads: int, blocks: int) -> int:
     return max(_takers(tiles, kv_heads, blocks), -(-blocks // MERGED))
 
 
+@triton.jit
+def _share(position, straight, newest, count, window, takers):  # type: ignore[no-untyped-def]
+    """What programs of a tile sum before they meet: `each` blocks, one or a stretch, from which to which.
+
+    Then the number of blocks, and the first position that is not where its index says, for any row.
+    """
+    crooked = tl.min(tl.where(straight > position, 1 << 30, straight), 0)
+    lowest = tl.maximum(tl.min(position, 0) - window + 1, 0) if window > 0 else 0
+    blocks, oldest = tl.where(count > 0, newest // _BLOCK + 1, 0), lowest // _BLOCK
+    in_group: tl.constexpr = _MERGED * _MERGED
+    few = (blocks - oldest <= takers) & (oldest // in_group == (blocks - 1) // in_group)
+    each = tl.where(few, 1, _MERGED)
+    return each, oldest // each, (blocks + each - 1) // each, blocks, crooked
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _stretch(  # type: ignore[no-untyped-def]
+    query,
+    begin,
+    end,
+    tile,
+    sight,
+    scale,
+    tables,
+    pool,
+    dim: tl.constexpr,
+    height: tl.constexpr,
+    page_size: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """Blocks `begin` to `end`, merged in order: those that are straight, then those that are not."""
+    whole = nothing(query.shape[0], query.shape[1])
+    newest = tl.max(sight[0], 0)
+    bend = tl.maximum(tl.minimum(end, tile[3] // _BLOCK), begin)  # where the first crooked one begins
+    for index in tl.range(begin, bend, num_stages=stages):
+        column = index * _BLOCK + tl.arange(0, _BLOCK)
+        seen, visible = column <= newest, visible_positions(column, sight)
+        place = places_of(column, seen, pool[2], page_size)
+        whole = merge(whole, straight_block(query, place, seen, visible, scale, pool, dim))
+    for index in tl.range(bend, end, num_stages=1):
+        column = index * _BLOCK + tl.arange(0, _BLOCK)
+        visible = visible_positions(column, sight)
+        other = crooked_block(query, column, tile, visible, scale, tables, pool, dim, height, page_size)
+        whole = merge(whole, other)
+    return whole
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _meet(whole, meeting, lines, left, used, dim: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether this program is its tile's last to get here, and if it is, all that was left, merged."""
+    counter_at, begin, end, takers = meeting
+    last = end - begin == 1
+    if end - begin > 1:
+        tl.debug_barrier()
+        last = tl.atomic_add(counter_at, 1, sem="acq_rel") == tl.minimum(takers, end - begin) - 1
+        if last:
+            _, _, mixed = whole
+            whole = gather(lines, begin, end, left, used, dim, mixed.shape[1], mixed.shape[0], _MERGED)
+            tl.store(counter_at, 0)
+    return last, whole
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _attention_kernel(  # type: ignore[no-untyped-def]
     query_at,
@@ -134,107 +198,52 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     wide: tl.constexpr,  # dim, rounded up to a power of two
     height: tl.constexpr,  # rows of a tile
     lanes: tl.constexpr,
-    path_length: tl.constexpr,
     page_size: tl.constexpr,
-    block: tl.constexpr,
-    merged: tl.constexpr,
     stages: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    tile, head, taker, takers = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    number, head, taker, takers = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     let_next_start(overlap)
     # tables were written before this pass began: no kernel of it has to be waited for
-    count = tl.load(tile_counts_at + tile)
-    group: tl.constexpr = heads // kv_heads
+    first, count = tl.load(tile_rows_at + number), tl.load(tile_counts_at + number)
     lane, part = tl.arange(0, lanes), tl.arange(0, wide)
-    in_tile = lane // (lanes // height)
-    query_head = head * group + lane % (lanes // height)
-    used = (in_tile < count) & (lane % (lanes // height) < group)
-    first = tl.load(tile_rows_at + tile)
+    in_tile, in_group = lane // (lanes // height), lane % (lanes // height)
+    group: tl.constexpr = heads // kv_heads
+    query_head, used = head * group + in_group, (in_tile < count) & (in_group < group)
     row = first + tl.minimum(in_tile, tl.maximum(count - 1, 0))
     position, straight = tl.load(positions_at + row), tl.load(straight_at + row)
-    newest = tl.max(position, 0)
-    # the first position that is not where its index says, for any row of the tile
-    crooked = tl.min(tl.where(straight > position, 1 << 30, straight), 0)
-    lowest = tl.maximum(tl.min(position, 0) - window + 1, 0) if window > 0 else 0
-    # what one program sums before it meets others: a block, or a stretch
-    blocks = tl.where(count > 0, newest // block + 1, 0)
-    oldest = lowest // block
-    few = (blocks - oldest <= takers) & (oldest // (merged * merged) == (blocks - 1) // (merged * merged))
-    each = tl.where(few, 1, merged)
-    begin, end = oldest // each, (blocks + each - 1) // each
-    pages_at += tl.load(tile_pages_at + tile)
-    keys_at += head * dim
-    values_at += head * dim
-    stride = kv_heads * dim
+    newest, sight = tl.max(position, 0), (position, window, earliest)
+    each, begin, end, blocks, crooked = _share(position, straight, newest, count, window, takers)
+    pages_at += tl.load(tile_pages_at + number)
+    pool = (keys_at + head * dim, values_at + head * dim, pages_at, kv_heads * dim)
     if begin + taker >= end:
         return
-    column = (begin + taker) * each * block + tl.arange(0, block)
+    column = (begin + taker) * each * _BLOCK + tl.arange(0, _BLOCK)
     seen = (column <= newest) & (column < crooked)
     place = places_of(column, seen, pages_at, page_size)
-    if overlap:  # keys and values of earlier passes
-        lines: tl.constexpr = (wide + 63) // 64
-        wanted = place.to(tl.int64)[:, None] * stride + tl.arange(0, lines)[None, :] * 64
-        prefetch(keys_at + wanted)
-        prefetch(values_at + wanted)
+    prefetch_lines(pool, place, wide, overlap)  # of earlier passes
     wait(overlap)
     mask = used[:, None] & (part < dim)[None, :]
     line = row * heads + query_head
     query = tl.load(query_at + line[:, None] * dim + part[None, :], mask=mask, other=0.0)
-    left = (mixed_at, totals_at)
-    pool, rows_at = (keys_at, values_at, pages_at), (positions_at, straight_at, paths_at)
+    left, tables = (mixed_at, totals_at), (positions_at, straight_at, paths_at)
+    tile = (first, count, in_tile, crooked)
     whole = nothing(lanes, wide)
-    if few & ((begin + taker + 1) * block <= crooked):
-        visible = visible_positions(column, position, window, earliest)
-        whole = straight_block(query, place, seen, visible, scale, pool, stride, dim, wide)
+    if (each == 1) & ((begin + taker + 1) * _BLOCK <= crooked):
+        visible = visible_positions(column, sight)
+        whole = straight_block(query, place, seen, visible, scale, pool, dim)
         if end - begin > 1:
-            leave(whole, (line * most_parts + begin + taker).to(tl.int64), left, used, dim, wide)
+            leave(whole, (line * most_parts + begin + taker).to(tl.int64), left, used, dim)
     else:
-        for number in range(begin + taker, end, takers):
-            whole = nothing(lanes, wide)
-            behind = tl.minimum((number + 1) * each, blocks)
-            bend = tl.maximum(tl.minimum(behind, crooked // block), number * each)
-            for index in tl.range(number * each, bend, num_stages=stages):
-                column = index * block + tl.arange(0, block)
-                seen = column <= newest
-                visible = visible_positions(column, position, window, earliest)
-                place = places_of(column, seen, pages_at, page_size)
-                other = straight_block(query, place, seen, visible, scale, pool, stride, dim, wide)
-                whole = merge(whole, other)
-            for index in tl.range(bend, behind, num_stages=1):
-                column = index * block + tl.arange(0, block)
-                visible = visible_positions(column, position, window, earliest)
-                other = crooked_block(
-                    query,
-                    column,
-                    first,
-                    count,
-                    in_tile,
-                    visible,
-                    scale,
-                    rows_at,
-                    pool,
-                    stride,
-                    dim,
-                    wide,
-                    height,
-                    lanes,
-                    block,
-                    path_length,
-                    page_size,
-                )
-                whole = merge(whole, other)
+        for own in range(begin + taker, end, takers):
+            behind = tl.minimum((own + 1) * each, blocks)
+            whole = _stretch(
+                query, own * each, behind, tile, sight, scale, tables, pool, dim, height, page_size, stages
+            )
             if end - begin > 1:
-                leave(whole, (line * most_parts + number).to(tl.int64), left, used, dim, wide)
-
-    last = end - begin == 1
-    if end - begin > 1:
-        tl.debug_barrier()
-        counter_at = counters_at + tile * kv_heads + head
-        last = tl.atomic_add(counter_at, 1, sem="acq_rel") == tl.minimum(takers, end - begin) - 1
-        if last:
-            whole = gather(line * most_parts, begin, end, left, used, dim, wide, lanes, merged)
-            tl.store(counter_at, 0)
+                leave(whole, (line * most_parts + own).to(tl.int64), left, used, dim)
+    meeting = (counters_at + number * kv_heads + head, begin, end, takers)
+    last, whole = _meet(whole, meeting, line * most_parts, left, used, dim)
     if last:
         _, total, mixed = whole
         places = row.to(tl.int64)[:, None] * output_stride + query_head[:, None] * dim + part[None, :]
@@ -288,10 +297,7 @@ def attend(
         max(16, triton.next_power_of_2(dim)),
         height,
         height * triton.next_power_of_2(heads // kv_heads),
-        MOST_PATH,
         page_size,
-        BLOCK,
-        MERGED,
         STAGES,
         overlap,
         num_warps=WARPS,

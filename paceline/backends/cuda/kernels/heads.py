@@ -17,6 +17,31 @@ from paceline.backends.cuda.kernels.product import (
 )
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _normed(one, two, factor, norm_at, half: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The halves of heads [columns // 2, tokens], times a factor of each token and the norm's weights."""
+    part = tl.arange(0, one.shape[0])
+    first = tl.load(norm_at + part, mask=part < half, other=0.0).to(tl.float32)[:, None]
+    second = tl.load(norm_at + half + part, mask=part < half, other=0.0).to(tl.float32)[:, None]
+    return one * (factor * first), two * (factor * second)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turned(one, two, position, cosines_at, sines_at, half: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The halves of heads, turned by each token's position."""
+    part = tl.arange(0, one.shape[0])
+    inside, angle = (part < half)[:, None], position[None, :] * half + part[:, None]
+    cosine = tl.load(cosines_at + angle, mask=inside, other=0.0)
+    sine = tl.load(sines_at + angle, mask=inside, other=0.0)
+    return one * cosine - two * sine, two * cosine + one * sine
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_halves(to, one, two, mask, half: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+    tl.store(to, one.to(to.dtype.element_ty), mask=mask)
+    tl.store(to + half, two.to(to.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
 def _heads_kernel(  # type: ignore[no-untyped-def]
     rows_at,
@@ -57,8 +82,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     follow(overlap)
     head = tl.program_id(1)  # a tile is a head: of queries, then of keys, then of values
     half: tl.constexpr = dim // 2
-    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
-    part = tl.arange(0, columns // 2)
+    token, part = tl.program_id(0) * tokens + tl.arange(0, tokens), tl.arange(0, columns // 2)
     squares = load_squares(squares_at, token, groups, most_groups)
     real = token < row_count
     position = tl.load(positions_at + token, mask=real, other=0)
@@ -81,33 +105,23 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
         total *= norm_factor(squares, size, eps)
         if has_bias:
             total += tl.load(bias_at + head * columns + tl.arange(0, columns)).to(tl.float32)[:, None]
-        length = sum_of_squares(total)
         one, two = halves(total, columns, tokens)
-        inside = (part < half)[:, None]
-        stored = inside & (place >= 0)[None, :]
         if head < heads + kv_heads:
             if has_norm:
-                norm_at = (query_norm_at if head < heads else key_norm_at) + part
-                factor = tl.rsqrt(length / dim + eps)[None, :]
-                one *= factor * tl.load(norm_at, mask=part < half, other=0.0).to(tl.float32)[:, None]
-                two *= factor * tl.load(norm_at + half, mask=part < half, other=0.0).to(tl.float32)[:, None]
-            angle = position[None, :] * half + part[:, None]
-            cosine = tl.load(cosines_at + angle, mask=inside, other=0.0)
-            sine = tl.load(sines_at + angle, mask=inside, other=0.0)
-            one, two = one * cosine - two * sine, two * cosine + one * sine
-        first, second = one.to(query_at.dtype.element_ty), two.to(query_at.dtype.element_ty)
+                factor = tl.rsqrt(sum_of_squares(total) / dim + eps)[None, :]
+                one, two = _normed(one, two, factor, query_norm_at if head < heads else key_norm_at, half)
+            one, two = _turned(one, two, position, cosines_at, sines_at, half)
+        inside = (part < half)[:, None]
+        stored = inside & (place >= 0)[None, :]
         if head < heads:
             to = query_at + (token * heads + head)[None, :] * dim + part[:, None]
-            tl.store(to, first, mask=inside)
-            tl.store(to + half, second, mask=inside)
+            _store_halves(to, one, two, inside, half)
         elif head < heads + kv_heads:
             to = keys_at + (place * kv_heads + head - heads)[None, :] * dim + part[:, None]
-            tl.store(to, first, mask=stored)
-            tl.store(to + half, second, mask=stored)
+            _store_halves(to, one, two, stored, half)
         else:
             to = values_at + (place * kv_heads + head - heads - kv_heads)[None, :] * dim + part[:, None]
-            tl.store(to, first, mask=stored)
-            tl.store(to + half, second, mask=stored)
+            _store_halves(to, one, two, stored, half)
 
 
 def project_heads(

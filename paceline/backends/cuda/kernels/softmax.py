@@ -1,12 +1,18 @@
 """Parts of a softmax over keys in pages: how one is made of a block of positions, and how they are merged.
 
-A part is three numbers of each lane: the largest score, the sum of weights, and the values mixed by them.
+A part is three numbers of each lane: the largest score, the sum of weights, and the values mixed by them. A
+pool is where keys, values and page numbers begin, and how far apart the keys of positions are.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from paceline.backends.cuda.kernels.launching import prefetch
+
+MOST_PATH = 64  # positions of a path that are not straight
+_PATH_LENGTH = tl.constexpr(MOST_PATH)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -17,13 +23,24 @@ def places_of(index, seen, pages_at, page_size: tl.constexpr):  # type: ignore[n
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _own_places(column, row, rows_at, pages_at, path_length: tl.constexpr, page_size: tl.constexpr):  # type: ignore[no-untyped-def]
+def prefetch_lines(pool, place, wide: tl.constexpr, overlap: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+    """Fetch keys and values at these places into the cache, where there is time for it."""
+    if overlap:
+        keys_at, values_at, _, stride = pool
+        lines: tl.constexpr = (wide + 63) // 64
+        wanted = place.to(tl.int64)[:, None] * stride + tl.arange(0, lines)[None, :] * 64
+        prefetch(keys_at + wanted)
+        prefetch(values_at + wanted)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _own_places(column, row, tables, pages_at, page_size: tl.constexpr):  # type: ignore[no-untyped-def]
     """The places of a row's positions `column`, along its path, and which of them it has."""
-    positions_at, straight_at, paths_at = rows_at
+    positions_at, straight_at, paths_at = tables
     seen = column <= tl.load(positions_at + row)
     straight = tl.load(straight_at + row)
     behind = seen & (column >= straight)
-    on_path = tl.load(paths_at + row * path_length + (column - straight), mask=behind, other=0)
+    on_path = tl.load(paths_at + row * _PATH_LENGTH + (column - straight), mask=behind, other=0)
     return places_of(tl.where(behind, on_path, column), seen, pages_at, page_size), seen
 
 
@@ -36,8 +53,9 @@ def _read(pool_at, place, seen, stride, dim: tl.constexpr, wide: tl.constexpr): 
 
 
 @triton.jit
-def visible_positions(column, position, window, earliest):  # type: ignore[no-untyped-def]
-    """Which positions each lane sees: [lanes, block]."""
+def visible_positions(column, sight):  # type: ignore[no-untyped-def]
+    """Which positions each lane sees: [lanes, block]; `sight` is its own, the window, and the earliest."""
+    position, window, earliest = sight
     visible = (column[None, :] <= position[:, None]) & (column[None, :] >= earliest)
     if window > 0:
         visible &= position[:, None] - column[None, :] < window
@@ -77,9 +95,10 @@ def nothing(lanes: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def straight_block(query, place, seen, visible, scale, pool, stride, dim: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
+def straight_block(query, place, seen, visible, scale, pool, dim: tl.constexpr):  # type: ignore[no-untyped-def]
     """The softmax of a block whose keys and values all rows of the tile read at the same places."""
-    keys_at, values_at, _ = pool
+    keys_at, values_at, _, stride = pool
+    wide: tl.constexpr = query.shape[1]
     key = _read(keys_at, place, seen, stride, dim, wide)
     value = _read(values_at, place, seen, stride, dim, wide)
     highest, weights = _soften(tl.dot(query, tl.trans(key)), visible, scale)
@@ -90,35 +109,34 @@ def straight_block(query, place, seen, visible, scale, pool, stride, dim: tl.con
 def crooked_block(  # type: ignore[no-untyped-def]
     query,
     column,
-    first,
-    count,
-    in_tile,
+    tile,
     visible,
     scale,
-    rows_at,
+    tables,
     pool,
-    stride,
     dim: tl.constexpr,
-    wide: tl.constexpr,
     height: tl.constexpr,
-    lanes: tl.constexpr,
-    block: tl.constexpr,
-    path_length: tl.constexpr,
     page_size: tl.constexpr,
 ):
-    """The softmax of a block of which each row reads its own keys."""
-    keys_at, values_at, pages_at = pool
-    scores = tl.zeros([lanes, block], tl.float32)
+    """The softmax of a block of which each row reads its own keys.
+
+    `tile` is its first row, the number of its rows, which of them each lane has, and where it gets crooked.
+    """
+    keys_at, values_at, pages_at, stride = pool
+    first, count, in_tile, _ = tile
+    lanes: tl.constexpr = query.shape[0]
+    wide: tl.constexpr = query.shape[1]
+    scores = tl.zeros([lanes, column.shape[0]], tl.float32)
     for own in tl.range(height, num_stages=1):
         row = first + tl.minimum(own, count - 1)
-        place, has = _own_places(column, row, rows_at, pages_at, path_length, page_size)
+        place, has = _own_places(column, row, tables, pages_at, page_size)
         key = _read(keys_at, place, has, stride, dim, wide)
         scores = tl.where((in_tile == own)[:, None], tl.dot(query, tl.trans(key)), scores)
     highest, weights = _soften(scores, visible, scale)
     mixed = tl.zeros([lanes, wide], tl.float32)
     for own in tl.range(height, num_stages=1):
         row = first + tl.minimum(own, count - 1)
-        place, has = _own_places(column, row, rows_at, pages_at, path_length, page_size)
+        place, has = _own_places(column, row, tables, pages_at, page_size)
         value = _read(values_at, place, has, stride, dim, wide)
         own_mixed = tl.dot(weights.to(value.dtype), value)
         mixed = tl.where((in_tile == own)[:, None], own_mixed, mixed)
@@ -126,11 +144,11 @@ def crooked_block(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def leave(part, line, left, used, dim: tl.constexpr, wide: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+def leave(part, line, left, used, dim: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
     """Write a part to memory for who comes last."""
     highest, total, mixed = part
     mixed_at, totals_at = left
-    along = tl.arange(0, wide)
+    along = tl.arange(0, mixed.shape[1])
     tl.store(
         mixed_at + line[:, None] * dim + along[None, :], mixed, mask=used[:, None] & (along < dim)[None, :]
     )

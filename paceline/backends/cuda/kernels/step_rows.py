@@ -10,6 +10,7 @@ import triton.language as tl
 
 from paceline.backends.cuda.kernels.attention import MOST_PATH
 
+_PATH_LENGTH = tl.constexpr(MOST_PATH)
 LINES = 10
 TOKENS, POSITIONS, TURNS, PLACES, STRAIGHT, SOURCES, TILE_ROWS, TILE_COUNTS, TILE_PAGES, LAST = range(LINES)
 
@@ -85,7 +86,6 @@ class ShapeTables:
             "wide_rows": triton.next_power_of_2(self.rows.shape[1]),
             "wide_tiles": triton.next_power_of_2(self.tiles.shape[1]),
             "page_size": page_size,
-            "path_length": MOST_PATH,
         }
 
 
@@ -96,10 +96,10 @@ def _field(at, field: tl.constexpr, number, count, missing: tl.constexpr):  # ty
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _write_tiles(  # type: ignore[no-untyped-def]
-    request, pages_begin, tile, valid, lines_at, stride, tiles_at, num_tiles, requests, wide: tl.constexpr
-) -> None:
+def _write_tiles(request, requests, pages_begin, tile, valid, rows, plan, wide: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
     """Write the tiles of a request, of whose rows these are `valid` and lie in these tiles."""
+    lines_at, _, stride = rows
+    _, tiles_at, _, _, num_tiles = plan
     block = tl.arange(0, wide)
     inside = block < num_tiles
     counts = tl.sum(((tile[None, :] == block[:, None]) & valid[None, :]).to(tl.int32), 1)
@@ -114,23 +114,14 @@ def _write_tiles(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def write_rows(  # type: ignore[no-untyped-def]
     request,
+    requests,
     slot,
     length,
     limit,
     fresh,
-    requests,
-    known_at,
-    pages_at,
-    lines_at,
-    paths_at,
-    plan_at,
-    tiles_at,
-    rest_at,
-    stride,
-    longest,
-    most_pages,
-    num_rows,
-    num_tiles,
+    state,
+    rows,
+    plan,
     catch_up_rows: tl.constexpr,
     levels: tl.constexpr,
     deep: tl.constexpr,
@@ -138,9 +129,15 @@ def write_rows(  # type: ignore[no-untyped-def]
     wide_rows: tl.constexpr,
     wide_tiles: tl.constexpr,
     page_size: tl.constexpr,
-    path_length: tl.constexpr,
 ) -> None:
-    """Write all rows of a request of this length, whose last `fresh` tokens the draft has to compute."""
+    """Write all rows of a request of this length, whose last `fresh` tokens the draft has to compute.
+
+    `state` is where tokens and pages of slots lie, and how many a slot has room for; `rows` a StepRows, with
+    its stride; `plan` a StepPlan: rows, tiles and paths, and how many of the first two there are.
+    """
+    known_at, pages_at, longest, most_pages = state
+    lines_at, paths_at, stride = rows
+    plan_at, _, rest_at, num_rows, _ = plan
     number = tl.arange(0, wide_rows)
     inside = number < num_rows
     first = _field(plan_at, 0, number, num_rows, 0)
@@ -170,11 +167,9 @@ def write_rows(  # type: ignore[no-untyped-def]
         along = tl.arange(0, deep)
         mask = inside[:, None] & (along < levels)[None, :]
         rest = tl.load(rest_at + number[:, None] * levels + along[None, :], mask=mask, other=0)
-        tl.store(paths_at + row[:, None] * path_length + along[None, :], length + rest, mask=mask)
+        tl.store(paths_at + row[:, None] * _PATH_LENGTH + along[None, :], length + rest, mask=mask)
     tile = _field(plan_at, 9, number, num_rows, -1)
-    _write_tiles(
-        request, own * most_pages, tile, valid, lines_at, stride, tiles_at, num_tiles, requests, wide_tiles
-    )
+    _write_tiles(request, requests, own * most_pages, tile, valid, rows, plan, wide_tiles)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -203,7 +198,6 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
     wide_rows: tl.constexpr,
     wide_tiles: tl.constexpr,
     page_size: tl.constexpr,
-    path_length: tl.constexpr,
 ) -> None:
     request, requests = tl.program_id(0), tl.num_programs(0)
     slot = tl.load(slots_at + request)
@@ -215,23 +209,14 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
         tl.store(lines_at + 5 * stride + source, request * nodes)
     write_rows(
         request,
+        requests,
         slot,
         length,
         limit,
         fresh,
-        requests,
-        known_at,
-        pages_at,
-        lines_at,
-        paths_at,
-        plan_at,
-        tiles_at,
-        rest_at,
-        stride,
-        longest,
-        most_pages,
-        num_rows,
-        num_tiles,
+        (known_at, pages_at, longest, most_pages),
+        (lines_at, paths_at, stride),
+        (plan_at, tiles_at, rest_at, num_rows, num_tiles),
         catch_up_rows,
         levels,
         deep,
@@ -239,7 +224,6 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
         wide_rows,
         wide_tiles,
         page_size,
-        path_length,
     )
 
 

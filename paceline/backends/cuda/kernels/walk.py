@@ -34,6 +34,34 @@ def _best_of_nodes(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _accept(  # type: ignore[no-untyped-def]
+    request, requests, length, limit, tree, to, levels: tl.constexpr, catch_up_rows: tl.constexpr
+):
+    """How many tokens a request of this length gets; they are written, and the nodes that they come from.
+
+    They go to the output, to the tokens of the slot and, as sources, to the rows that catch up.
+    """
+    chosen, drafted, parents, nodes = tree
+    output_at, accepted_at, slot_at, longest, sources_at = to
+    number = tl.arange(0, chosen.shape[0])
+    node, count, goes_on = 0, 0, length < limit
+    for step in tl.static_range(levels + 1):
+        token = tl.sum(tl.where(number == node, chosen, 0), 0)
+        place, at = request * (levels + 1) + step, length + 1 + step
+        tl.store(output_at + place, token, mask=goes_on)
+        tl.store(accepted_at + place, node, mask=goes_on)
+        tl.store(slot_at + at, tl.maximum(token, 0), mask=goes_on & (at < longest))
+        if step < catch_up_rows:
+            source = nodes * requests + request * catch_up_rows + step
+            tl.store(sources_at + source, request * nodes + node, mask=goes_on)
+        count += goes_on.to(tl.int32)
+        fits = (parents == node) & (drafted == token) & (length + number < limit)
+        node = tl.min(tl.where(fits, number, NOTHING), 0)
+        goes_on = goes_on & (node < NOTHING)
+    return count
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _walk_kernel(  # type: ignore[no-untyped-def]
     scores_at,
     ids_at,
@@ -68,7 +96,6 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     wide_rows: tl.constexpr,
     wide_tiles: tl.constexpr,
     page_size: tl.constexpr,
-    path_length: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     request, requests = tl.program_id(0), tl.num_programs(0)
@@ -80,21 +107,9 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     length, limit = tl.load(lengths_at + own), tl.load(limits_at + own)
     drafted = tl.load(lines_at + request * nodes + number, mask=number < nodes, other=-2)
     chosen = _best_of_nodes(scores_at, ids_at, request * nodes, nodes, blocks, wide_nodes, most_blocks)
-    goes_on = (slot >= 0) & (length < limit)
-    node, count = 0, 0
-    for step in tl.static_range(levels + 1):
-        token = tl.sum(tl.where(number == node, chosen, 0), 0)
-        place, at = request * (levels + 1) + step, length + 1 + step
-        tl.store(output_at + place, token, mask=goes_on)
-        tl.store(accepted_at + place, node, mask=goes_on)
-        tl.store(known_at + own * longest + at, tl.maximum(token, 0), mask=goes_on & (at < longest))
-        if step < catch_up_rows:
-            source = nodes * requests + request * catch_up_rows + step
-            tl.store(lines_at + 5 * stride + source, request * nodes + node, mask=goes_on)
-        count += goes_on.to(tl.int32)
-        fits = (parents == node) & (drafted == token) & (length + number < limit)
-        node = tl.min(tl.where(fits, number, NOTHING), 0)
-        goes_on = goes_on & (node < NOTHING)
+    to = (output_at, accepted_at, known_at + own * longest, longest, lines_at + 5 * stride)
+    tree = (chosen, drafted, parents, nodes)
+    count = _accept(request, requests, length, tl.where(slot >= 0, limit, 0), tree, to, levels, catch_up_rows)
     tl.store(counts_at + request, count)
     length += count
     tl.store(lengths_at + own, length, mask=count > 0)
@@ -102,23 +117,14 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     fresh = tl.minimum(length + 1, always) if always > 0 else count
     write_rows(
         request,
+        requests,
         slot,
         length,
         limit,
         fresh,
-        requests,
-        known_at,
-        pages_at,
-        lines_at,
-        paths_at,
-        plan_at,
-        tiles_at,
-        rest_at,
-        stride,
-        longest,
-        most_pages,
-        num_rows,
-        num_tiles,
+        (known_at, pages_at, longest, most_pages),
+        (lines_at, paths_at, stride),
+        (plan_at, tiles_at, rest_at, num_rows, num_tiles),
         catch_up_rows,
         levels,
         deep,
@@ -126,7 +132,6 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
         wide_rows,
         wide_tiles,
         page_size,
-        path_length,
     )
 
 
