@@ -18,7 +18,7 @@ from paceline.bench.speculation import COLD, OFF, ONE_BY_ONE, WARM, group_size, 
 from paceline.bench.speculation_rows import Row, rows
 from paceline.bench.timing import OnTurn
 from paceline.bench.workloads import Prompt, Workload
-from paceline.config import DEFAULT_MODEL, SchedulerOptions
+from paceline.config import DEFAULT_MODEL, EngineConfig, SchedulerOptions
 from paceline.draft.heads.shipped import default_method
 from paceline.draft.methods import AUTO, parse_speculative_config
 from paceline.engine.build import LoadedModel, build_engine, load_model
@@ -45,6 +45,8 @@ class SpeculationOptions:
     constrain: bool = True  # answers to what a workload's response_format says
     threads: int | None = None  # None: one for each core
     quantization: str = "auto"
+    backend: str = "cpu"
+    device: str = ""  # empty: the backend's own
     peers: tuple[PeerOptions, ...] = ()
     objective: Objective | None = None
 
@@ -98,6 +100,7 @@ class Contest:
         options = self.options
         return {
             "model": options.model,
+            "backend": options.backend,
             "threads": self.threads,
             "quantization": self.quantization,
             "endpoints": dict(self.endpoints),
@@ -124,7 +127,11 @@ def run_contest(
     if options.peers and options.constrain and structured:
         raise ConfigError("peers are run without a response_format: add --no-constrain, or leave them out.")
     most = max(profile.concurrency or SchedulerOptions().max_num_seqs for profile in options.profiles)
-    config_of = partial(bench_config, options.model, options.quantization, options.threads, most)
+
+    def config_of(draft: Any) -> EngineConfig:
+        how = (options.quantization, options.threads, most)
+        return bench_config(options.model, *how, draft, options.backend, options.device)
+
     model = model or load_model(config_of(OFF))
     options = replace(options, methods=options.methods or usual_methods(model))
     configs = {label: config_of(config) for label, config in options.methods.items()}
@@ -134,7 +141,9 @@ def run_contest(
     disturbances = Disturbances()
 
     def make(label: str) -> EngineRunner:
-        return EngineRunner(build_engine(configs[label], model).engine, disturbances)
+        engine = build_engine(configs[label], model).engine
+        engine.prepare()
+        return EngineRunner(engine, disturbances)
 
     makers = {label: partial(make, label) for label in options.methods}
     tasks = {workload.name: _tasks(workload, model, options) for workload in options.workloads}

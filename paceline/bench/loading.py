@@ -12,6 +12,7 @@ from paceline.engine.build import Loaded, build_engine
 from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer
 
+DEVICE_KV_BYTES = 6 << 30  # of a GPU, for each of the engines that are compared
 TORCH = "torch"  # named like a quantization: the reference backend in float32
 
 
@@ -60,12 +61,16 @@ def bench_config(
     threads: int | None,
     max_num_seqs: int,
     speculative_config: Any = "off",
+    backend: str = "cpu",
+    device: str = "",
 ) -> EngineConfig:
     """A configuration without prefix reuse, so that every round computes its prompts again."""
     defaults = SchedulerOptions()
+    on_device = {"device": device or "cuda", "kv_cache_memory_bytes": DEVICE_KV_BYTES}
     return EngineConfig.from_options(
         model=model,
-        backend="cpu",
+        backend=backend,
+        **(on_device if "cuda" in (backend, device) else {}),
         quantization=quantization,
         threads=threads,
         enable_prefix_caching=False,

@@ -61,8 +61,10 @@ SERVERS: Group = (
     Flag("api_key", str | None, None, "The key that servers want."),
 )
 HERE: Group = (
+    Flag("backend", str, "cpu", "What runs the model here: cpu, torch, cuda."),
+    Flag("device", str, "", "Where, such as cuda; the backend's own if left out."),
     Flag("threads", int | None, None, "Threads; one for each core if not given."),
-    Flag("quantization", str, "auto", "How the cpu backend keeps weights: auto, native, int8, none."),
+    Flag("quantization", str, "auto", "How weights are kept: auto, native, int8, none; on cuda fp8, int4."),
     Flag("warm", bool, False, "Also measure a second pass, caches full.", "--warm"),
     Flag("against", str, "", "Peers with prompt lookup of their own: transformers, llama.cpp, vllm."),
     Flag(
@@ -141,6 +143,8 @@ def run_command(
         constrain=load["constrain"],
         threads=here["threads"],
         quantization=here["quantization"],
+        backend=here["backend"],
+        device=here["device"],
         peers=parse_peers([name for name in here["against"].split(",") if name], here["peer_python"] or []),
         objective=None if slo is None else parse_objective(slo),
     )

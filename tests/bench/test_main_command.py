@@ -157,3 +157,11 @@ def test_ticks_are_round_and_reach_beyond_the_highest_value() -> None:
         ticks = nice_ticks(high)
         assert high <= ticks[-1] <= 1.5 * high
         assert 4 <= len(ticks) <= 8
+
+
+def test_engines_on_a_gpu_leave_room_for_each_other():
+    here = bench_config("model", "auto", None, 1)
+    there = bench_config("model", "auto", None, 1, backend="cuda")
+    assert (here.backend.name, here.cache.kv_cache_memory_bytes) == ("cpu", None)
+    assert (there.backend.name, there.backend.device) == ("cuda", "cuda")
+    assert there.cache.kv_cache_memory_bytes is not None
