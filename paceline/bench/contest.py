@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -141,9 +142,11 @@ def run_contest(
     disturbances = Disturbances()
 
     def make(label: str) -> EngineRunner:
+        gc.collect()  # pools of engines that are done
         engine = build_engine(configs[label], model).engine
         engine.prepare()
-        return EngineRunner(engine, disturbances)
+        ahead = model.backend.drafts_ahead  # its steps do not tell what a pass takes
+        return EngineRunner(engine, None if ahead else disturbances, whole=ahead)
 
     makers = {label: partial(make, label) for label in options.methods}
     tasks = {workload.name: _tasks(workload, model, options) for workload in options.workloads}

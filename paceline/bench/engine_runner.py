@@ -37,11 +37,16 @@ class EngineRunner:
         engine: Engine,
         disturbances: Disturbances | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        whole: bool = False,
     ) -> None:
-        """`disturbances` are left out, the same for all who are compared; None: every second counts."""
+        """`disturbances` are left out, the same for all who are compared; None: every second counts.
+
+        `whole`: turns are not cut into slices, since passes in flight would run in those of others.
+        """
         self._engine = engine
         self._disturbances = disturbances
         self._clock = clock
+        self._whole = whole
 
     def slices(self, group: Sequence[Task], profile: Profile) -> Slices:
         """All answers, with times by a clock that counts only this engine's work. That work delays arrivals,
@@ -53,7 +58,7 @@ class EngineRunner:
         running, lost_seconds = 0, 0.0
         clock = OwnClock(self._clock)
         while waiting or engine.has_unfinished:
-            if clock.slice_is_over:
+            if clock.slice_is_over and not self._whole:
                 clock.pause()
                 yield
                 clock.go_on()

@@ -25,10 +25,11 @@ class Settings:
 
 
 def settings(backend: Any) -> Settings:
-    """The quantization and threads of a backend; the reference backend has neither of its own."""
+    """The quantization and threads of a backend; those that have none of their own give their name."""
     from paceline.backends.cpu.team import default_threads
 
-    return Settings(getattr(backend, "quantization", TORCH), getattr(backend, "threads", default_threads()))
+    quantization = getattr(backend, "quantization", backend.name)
+    return Settings(quantization, getattr(backend, "threads", default_threads()))
 
 
 @dataclass(frozen=True)
