@@ -35,6 +35,7 @@ from paceline.verify.verdict import Verdict
 logger = logging.getLogger(__name__)
 
 SPARE = 64  # tokens of room that are reserved together
+MOST_DRAFTS = 4  # lengths of chains: each has buffers of its own; others go step by step
 DEPTH = 2  # passes of decoding in flight when the first of them is read
 
 
@@ -88,7 +89,7 @@ class RunAhead:
         self._drafting = drafting
         self._kv = kv
         self._made: AheadDecoder | None = None
-        self._drafts: dict[DraftPlan, AheadDraft | None] = {}
+        self._drafts: dict[DraftPlan, AheadDraft] = {}
         self._plan = PLAIN  # of the last pass
         self._flight: deque[Flying] = deque()
         self._known: dict[Request, int] = {}  # to the decoder: in how many passes in flight each is
@@ -161,8 +162,11 @@ class RunAhead:
         return self._made
 
     def _draft(self, plan: DraftPlan) -> AheadDraft | None:
-        if plan.budget and plan not in self._drafts:
-            self._drafts[plan] = self._drafting.ahead(plan)
+        if plan.budget and plan not in self._drafts and len(self._drafts) < MOST_DRAFTS:
+            draft = self._drafting.ahead(plan)
+            if draft is None:
+                return None
+            self._drafts[plan] = draft
         return self._drafts.get(plan)
 
     def _launch_one(

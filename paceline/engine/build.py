@@ -97,7 +97,7 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         memory_bytes=config.cache.kv_cache_memory_bytes,
         available_bytes=available_memory(),
         device=backend.device_memory(
-            config.scheduler.max_num_seqs * (2 + most_drafted),
+            config.scheduler.max_num_seqs * 2 * (2 + most_drafted),  # several lengths have buffers
             config.model.max_model_len or model.config.max_position,
         ),
         utilization=config.cache.gpu_memory_utilization,

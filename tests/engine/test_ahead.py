@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.control.controller import Controller, Load
+from paceline.control.controller import Controller, FixedController, Load
 from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.engine.ahead import MOST_DRAFTS
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
 from paceline.verify.params import SamplingParams
@@ -268,3 +269,17 @@ def test_a_controller_that_drafts_now_and_then_is_heard_at_every_change(branchin
     if branching > 1:
         assert drafted in (sum(planned), sum(planned[:-1]))  # the last may have been made too late
         assert drafter.seen[request] == request.num_output  # it has observed every pass
+
+
+def test_requests_cannot_make_the_decoder_have_buffers_for_every_length():
+    drafter = ScriptedDrafter({tuple(prompt(number, 5)): [] for number in range(9)}, "right")
+    backend = ToyBackend(ahead=True)
+    engine = toy_engine(backend, drafter=drafter, budget=3)
+    launched = []
+    for length in range(1, 8):
+        before = backend.num_launched
+        engine._controller = FixedController(DraftPlan("scripted", length))
+        engine.add_request(prompt(length, 5), params(length, max_tokens=9, ignore_eos=True))
+        drain(engine)
+        launched.append(backend.num_launched > before)
+    assert launched == [True] * MOST_DRAFTS + [False] * (7 - MOST_DRAFTS)
