@@ -152,11 +152,17 @@ def add_experts(
 
     Rows whose place [rows] is negative are padding, and get anything.
     """
-    rows, overlap = len(places), overlaps(hidden.device)
+    rows = len(places)
     tokens = block_rows(mixture, rows)
-    blocks = blocks_for(mixture, rows, tokens)
     project(read, mixture.router, routing.scores, rows, scratch)
     route(mixture, read, places, routing, tokens)
+    _run_blocks(mixture, read, routing, blocks_for(mixture, rows, tokens), tokens)
+    _combine(mixture, routing, hidden, norm, normed, rows)
+
+
+def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, blocks: int, tokens: int) -> None:
+    """Write what every expert makes of its rows to `routing.outputs`."""
+    overlap = overlaps(read.rows.device)
     gate_up, down = mixture.gate_up, mixture.down
     _gate_up_kernel[(gate_up.tiles // mixture.experts, blocks)](
         read.rows,
@@ -202,8 +208,15 @@ def add_experts(
         enable_fp_fusion=False,
         launch_pdl=overlap,
     )
-    own_groups = normed.squares.shape[1]
-    _combine_kernel[(rows, own_groups)](
+
+
+def _combine(
+    mixture: Mixture, routing: Routing, hidden: torch.Tensor, norm: torch.Tensor, normed: Normed, rows: int
+) -> None:
+    """Add up the experts of each row."""
+    overlap = overlaps(hidden.device)
+    groups = normed.squares.shape[1]
+    _combine_kernel[(rows, groups)](
         routing.outputs,
         routing.shares,
         hidden,
@@ -212,7 +225,7 @@ def add_experts(
         normed.squares,
         hidden.shape[1],
         mixture.chosen,
-        hidden.shape[1] // own_groups,
+        hidden.shape[1] // groups,
         overlap,
         num_warps=1,
         enable_fp_fusion=False,
