@@ -31,8 +31,9 @@ def _keep_kernel(  # type: ignore[no-untyped-def]
     read = features_at + row.to(tl.int64) * features_stride + source + column
     values = tl.load(read, mask=inside, other=0.0)
     values = tl.minimum(tl.maximum(values, -largest), largest)  # float16 has no larger ones
-    to = kept_at + place.to(tl.int64) * kept_stride + part * size + column
-    tl.store(to, values.to(kept_at.dtype.element_ty), mask=inside & (place >= 0))
+    if place >= 0:
+        to = kept_at + place.to(tl.int64) * kept_stride + part * size + column
+        tl.store(to, values.to(kept_at.dtype.element_ty), mask=inside)
 
 
 def keep_features(
