@@ -1,0 +1,256 @@
+"""The layers of a pass over few rows, as one kernel that stays on the device's multiprocessors.
+
+With few rows the kernels of a layer do not keep memory busy: each waits for the one before it, begins to
+read, and ends with its slowest program. In one kernel for all layers the weights of the next phases are on
+their way while programs wait for each other.
+
+It is CUDA C++ (source/), which torch compiles when it is first needed: Triton has no ring of shared memory
+that outlives a loop, and no way to wait for other programs. Its bits are those of the kernels in kernels/:
+the same numbers, summed in the same order. Where it cannot be had, those kernels run the layers.
+
+Programs wait for each other, so all must be on the device at once: there may be one such kernel at a time.
+The backend works on one stream, so there is.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.backends.cuda.kernels.attention import BLOCK, LANES, MERGED, RowTables, tile_height
+from paceline.backends.cuda.kernels.launching import HOPPER
+from paceline.backends.cuda.kernels.matrix import Matrix
+from paceline.backends.cuda.kernels.rows import embed
+from paceline.backends.cuda.model import Pool, Workspace
+from paceline.backends.cuda.weights import Layer, Weights
+
+logger = logging.getLogger(__name__)
+
+SOURCES = ("memory", "shapes", "products", "ends", "attention", "layers")  # in this order they are one source
+WARPS = 8  # of a program that compute
+THREADS = WARPS * 32 + 128  # that compute, that fetch
+STEP = 128  # of the depth: weights must lie in such steps
+PIECE = 64  # of the depth: slots of the ring hold multiples of it
+MOST_ROWS = 2  # with more the separate kernels are as fast
+HEAD_SIZES = (64, 128)  # with others it was not tried, or has too many registers
+MOST_HIDDEN = 2048  # larger models keep memory busy without it
+MOST_SLOTS, LEAST_SLOTS = 16, 6  # of the ring
+OTHER_BYTES = 2048  # of shared memory, beside the ring and the room
+POWERS_OF_TWO = 1.4426950408889634  # of e: attention's weights are powers of two
+
+
+class PersistentLayers:
+    """What `run_layers` does, for passes of few rows at addresses that stay, and where this kernel can."""
+
+    def __init__(self, weights: Weights, workspace: Workspace, pool: Pool, page_size: int) -> None:
+        self._known = weights, workspace, pool, page_size
+        self._passes: dict[int, _Pass | None] = {}  # by the number of rows
+
+    def run(self, tokens: torch.Tensor, tables: RowTables) -> bool:
+        """Run `tokens` [rows], each at its own KV index, through all layers; False if this kernel cannot."""
+        weights, workspace, _, _ = self._known
+        rows = len(tokens)
+        if rows not in self._passes:
+            self._passes[rows] = self._prepare(tables)
+        own = self._passes[rows]
+        if own is None:
+            return False
+        norm = weights.layers[0].attention_norm
+        embed(tokens, weights.embedding, workspace.hidden, norm, workspace.attention_input)
+        own.run()
+        return True
+
+    def _prepare(self, tables: RowTables) -> _Pass | None:
+        """The pass of as many rows as `tables` has, if this device, model and torch can have it."""
+        weights, workspace, pool, page_size = self._known
+        sizes = _sizes(weights, tables, page_size, workspace.attention.blocks)
+        if sizes is None or _compiler() is None:
+            return None
+        try:
+            own = _Pass(sizes, weights, workspace, tables, pool)
+            own.run()  # a trial: the pass itself writes the same places anew
+        except Exception as error:  # whatever a private function raises on another torch or driver
+            logger.warning("layers run as separate kernels, since the one for few rows failed: %s", error)
+            return None
+        return own
+
+
+class _Pass:
+    """The kernel, and the addresses that it reads: source/shapes.cu has them in the same order."""
+
+    def __init__(
+        self, sizes: dict[str, int], weights: Weights, workspace: Workspace, tables: RowTables, pool: Pool
+    ) -> None:
+        device, hidden = weights.device, sizes["ROWS"] * sizes["HIDDEN"]
+        heads = sizes["ATTENTION_TILES"] * sizes["KV_HEADS"]
+        lanes = heads * sizes["PARTS"] * LANES
+
+        def zeros(count: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(count, dtype=kind, device=device)
+
+        used: list[torch.Tensor | None] = [
+            workspace.hidden,
+            workspace.attention_input.rows,
+            workspace.attention_input.squares,
+            workspace.feed_forward_input.rows,
+            zeros(hidden // 4),  # sums of squares of four columns
+            zeros(hidden // 4),
+            workspace.query,
+            workspace.mixed,
+            workspace.activated,
+            tables.positions,
+            tables.places,
+            tables.tile_rows,
+            tables.tile_counts,
+            tables.tile_pages,
+            tables.pages,
+            *weights.rotation,
+            zeros(lanes * sizes["DIM"]),  # parts of attention
+            zeros(lanes * 2),
+            zeros(2 + heads, torch.int32),  # counters
+        ]
+        norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.norm]
+        for layer, norm, keys, values in zip(weights.layers, norms, pool.keys, pool.values, strict=True):
+            used += [layer.qkv.weight, layer.qkv.bias, layer.output.weight, layer.feed_forward_norm]
+            used += [layer.gate_up.weight, layer.down.weight, norm, keys, values]
+        self._used = used  # they must live as long as their addresses are known
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in used]
+        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._programs, self._shared = sizes["PROGRAMS"], _shared_bytes(sizes)
+        self._kernel = _compile(tuple(sizes.items()), self._shared, device)
+
+    def run(self) -> None:
+        """Run all layers; `workspace.attention_input` is then what the head reads."""
+        self._kernel((self._programs, 1, 1), (THREADS, 1, 1), [self._addresses], self._shared)
+
+
+@lru_cache
+def _compiler() -> Callable[..., Any] | None:
+    """What makes a kernel of CUDA C++, or None, which the log tells once.
+
+    It is private to torch, and named nowhere else: nothing public compiles without a toolkit on the machine.
+    This one uses the compiler that comes with torch (NVRTC).
+    """
+    found: Callable[..., Any] | None = getattr(torch.cuda, "_compile_kernel", None)
+    if found is None:
+        logger.info("layers run as separate kernels: this torch has no torch.cuda._compile_kernel")
+    return found
+
+
+@lru_cache
+def _compile(sizes: tuple[tuple[str, int], ...], shared: int, device: torch.device) -> Any:
+    """The kernel for these sizes: it is called with grid, block, arguments and bytes of shared memory."""
+    compiler = _compiler()
+    assert compiler is not None, "asked before"
+    folder = Path(__file__).with_name("source")
+    source = "".join((folder / f"{name}.cu").read_text() for name in SOURCES)
+    defined = "".join(f"#define {name} {value}\n" for name, value in sizes)
+    with torch.cuda.device(device):
+        kernel = compiler(defined + source, "persistent_pass")
+        kernel.set_shared_memory_config(shared)
+    return kernel
+
+
+def _sizes(weights: Weights, tables: RowTables, page_size: int, blocks: int) -> dict[str, int] | None:
+    """What the source is compiled for; None if it is not made for this device, model or number of rows."""
+    config, layer, rows, device = weights.config, weights.layers[0], len(tables.positions), weights.device
+    if device.type != "cuda" or rows > MOST_ROWS or not _is_plain(weights):
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    programs, hidden = properties.multi_processor_count, config.hidden_size
+    tiles = len(tables.tile_rows)
+    if properties.major != HOPPER or tiles * config.num_kv_heads > programs:
+        return None
+
+    def columns(units: int, each: int) -> int:
+        """Of a program, at most."""
+        return -(-units // programs) * each
+
+    heads = columns((config.num_heads + 2 * config.num_kv_heads) * config.head_dim // 16, 16)
+    stream = columns(hidden // 4, 4)
+    gate = -(-columns(config.intermediate_size // 4, 8) // 16) * 16
+    slot = gate * PIECE * 2
+
+    def slab(count: int, matrix: Matrix) -> int:
+        """How much of the depth of each split fits a slot."""
+        return slot // (count * matrix.tiling.splits * 2) // PIECE * PIECE
+
+    slabs = slab(heads, layer.qkv), slab(stream, layer.output), slab(stream, layer.down)
+    if not all(slabs) or heads > 64 or stream > 128:
+        return None
+    pairs = (heads, layer.qkv), (stream, layer.output), (stream, layer.down)
+    jobs = max(-(-count // 16) * matrix.tiling.splits for count, matrix in pairs)
+    sizes = {
+        "LAYERS": config.num_layers,
+        "HIDDEN": hidden,
+        "INTERMEDIATE": config.intermediate_size,
+        "HEADS": config.num_heads,
+        "KV_HEADS": config.num_kv_heads,
+        "DIM": config.head_dim,
+        "HEADS_BIAS": int(layer.qkv.bias is not None),
+        "HEADS_SPLITS": layer.qkv.tiling.splits,
+        "OUTPUT_SPLITS": layer.output.tiling.splits,
+        "DOWN_SPLITS": layer.down.tiling.splits,
+        "HEADS_SLAB": slabs[0],
+        "OUTPUT_SLAB": slabs[1],
+        "DOWN_SLAB": slabs[2],
+        "GATE_SLAB": PIECE,
+        "SLOT": slot,
+        "ROWS": rows,
+        "JOBS": max(-(-jobs // WARPS), -(-gate // 16 // WARPS)),
+        "SPLIT_JOBS": jobs,
+        "PROGRAMS": programs,
+        "EPS_BITS": _bits(config.rms_norm_eps),
+        "ATTENTION_TILES": tiles,
+        "HEIGHT": tile_height(config.num_heads, config.num_kv_heads),
+        "PARTS": max(programs // (tiles * config.num_kv_heads), -(-blocks // MERGED)),
+        "PAGE": page_size,
+        "SCALE_BITS": _bits(config.head_dim**-0.5 * POWERS_OF_TWO),
+    }
+    shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    room = shared - OTHER_BYTES - _room(sizes)
+    sizes["SLOTS"] = min(MOST_SLOTS, room // slot)
+    return sizes if sizes["SLOTS"] >= LEAST_SLOTS else None
+
+
+def _is_plain(weights: Weights) -> bool:
+    """Whether all layers are of the kind that the kernel knows."""
+    config = weights.config
+
+    def plain(layer: Layer) -> bool:
+        matrices = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        return (
+            all(own.tiling.packing == "none" and own.tiling.step == STEP for own in matrices)
+            and layer.head_norms is None
+            and layer.output.bias is None
+            and layer.gate_up.tiling.splits == 1
+            and layer.qkv.tiling.columns == config.head_dim in HEAD_SIZES
+        )
+
+    windows = any(config.window(index) is not None for index in range(config.num_layers))
+    whole = config.hidden_size % 128 == 0 and config.hidden_size <= MOST_HIDDEN
+    whole = whole and config.intermediate_size % 64 == 0 and config.num_heads * config.head_dim % 128 == 0
+    dtype = weights.dtype == torch.bfloat16
+    return whole and dtype and not windows and config.moe is None and all(map(plain, weights.layers))
+
+
+def _room(sizes: dict[str, int]) -> int:
+    """Bytes of shared memory that products and attention use by turns."""
+    products = sizes["ROWS"] * max(sizes["HIDDEN"], sizes["INTERMEDIATE"]) * 2 + sizes["SPLIT_JOBS"] * 512
+    attention = (2 * BLOCK + LANES) * sizes["DIM"] * 2 + LANES * (BLOCK + 8) * 4
+    return max(products, attention)
+
+
+def _shared_bytes(sizes: dict[str, int]) -> int:
+    return sizes["SLOTS"] * sizes["SLOT"] + _room(sizes) + OTHER_BYTES
+
+
+def _bits(number: float) -> int:
+    """A float32 as the source spells it: those bits as an integer."""
+    return int(struct.unpack("<i", struct.pack("<f", number))[0])

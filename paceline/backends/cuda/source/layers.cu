@@ -1,0 +1,110 @@
+// The pass: its phases in order.
+
+// What attention reads of pages and positions, once for all layers.
+__device__ inline void prepare_attention(Shared& s, const Pass& pass) {
+    const Look& look = s.look;
+    if (thread() == 0) s.look.find(pass, blockIdx.x / (Look::takers * KV_HEADS));
+    if (thread() < ROWS) s.row_parts[thread()] = 0;
+    sync();
+    if (look.active() && thread() < BLOCK) {
+        int position = look.taker * look.each * BLOCK + thread();
+        s.places[thread()] = position <= look.newest ? look.place(position) : 0;
+    }
+    for (int tile = thread(); tile < ATTENTION_TILES; tile += THREADS) {
+        Look own;
+        own.find(pass, tile);
+        for (int row = 0; row < own.count; row++) {
+            s.row_line[own.first + row] = tile * (KV_HEADS * PARTS * LANES) + row * Look::wide;
+            s.row_parts[own.first + row] = own.end;
+        }
+    }
+}
+
+__device__ inline void compute_all(Shared& s, const Pass& pass) {
+    Place place;
+    Barrier barrier{pass.counters};
+    Stream stream(pass);
+    Turner turner(pass);
+    const Look& look = s.look;
+    float sums[JOBS][4];
+    prepare_attention(s, pass);
+    for (int number = 0; number < LAYERS; number++) {
+        const Layer layer = pass.layers[number];
+        float2 bias = turner.bias(layer);
+        uint2 feed_forward_norm = stream.weights(layer.feed_forward_norm);
+        uint2 next_norm = stream.weights(layer.next_norm);
+        if (number) barrier.wait();
+        take_rows<HIDDEN>(s, pass.attention_input);
+        take_factors(s, pass.quads[0], number ? nullptr : pass.squares);
+        sync();
+        product<Heads>(s, place, sums);
+        leave_parts<Heads>(s, sums);
+        turner.end(s, pass, layer, bias);
+        barrier.arrive();
+        // what this pass does not make itself: older positions, and zeros
+        if (look.active()) take_block(s, layer, look, look.taker * look.each, 0, look.fresh);
+        if (look.active()) take_block(s, layer, look, look.taker * look.each, look.newest + 1, 1 << 30);
+        barrier.wait();
+        attention(s, pass, layer, look);
+        barrier.arrive();
+        barrier.wait();
+        take_mixed(s, pass);
+        sync();
+        product<Output>(s, place, sums);
+        leave_parts<Output>(s, sums);
+        stream.add<Output>(s, feed_forward_norm, pass.feed_forward_input, pass.quads[1]);
+        barrier.arrive();
+        barrier.wait();
+        take_rows<HIDDEN>(s, pass.feed_forward_input);
+        take_factors(s, pass.quads[1], nullptr);
+        sync();
+        product<GateUp>(s, place, sums);
+        end_gate_up(s, pass, sums);
+        barrier.arrive();
+        barrier.wait();
+        take_rows<INTERMEDIATE>(s, pass.activated);
+        sync();
+        product<Down>(s, place, sums);
+        leave_parts<Down>(s, sums);
+        stream.add<Down>(s, next_norm, pass.attention_input, pass.quads[0]);
+        barrier.arrive();
+    }
+    if (stream.mine) *(float4*)(pass.hidden + stream.column()) = stream.hidden;
+    barrier.wait();
+    // The head reads sums of squares by tile.
+    int line = thread() + blockIdx.x * THREADS;
+    if (line < ROWS * TILES) pass.squares[line] = tile_squares(pass.quads[0], line / TILES, line % TILES);
+    if (thread() == 0) {
+        u32 before = atomicAdd(pass.counters + 1, 1);
+        if (before == PROGRAMS - 1) pass.counters[0] = 0, pass.counters[1] = 0;  // nobody waits any more
+    }
+}
+
+// The same products in the same order: each side counts the slots of the ring for itself.
+__device__ inline void fetch_all(Shared& s, const Pass& pass) {
+    Place place;
+    for (int number = 0; number < LAYERS; number++) {
+        const Layer& layer = pass.layers[number];
+        const u16 *heads = layer.heads, *output = layer.output, *gate_up = layer.gate_up, *down = layer.down;
+        fetch<Heads>(s, place, heads);
+        fetch<Output>(s, place, output);
+        fetch<GateUp>(s, place, gate_up);
+        fetch<Down>(s, place, down);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + FETCHERS, 1) persistent_pass(const Pass* given) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    Shared& s = *(Shared*)memory;
+    const Pass& pass = *given;
+    if (thread() == 0) {
+        for (int i = 0; i < LARGEST_SLAB / 8; i++) s.zeros[i] = make_uint4(0, 0, 0, 0);
+        for (int i = 0; i < SLOTS; i++) {
+            make_flag(shared_address(&s.full[i]), FETCHERS);
+            make_flag(shared_address(&s.empty[i]), WARPS);
+        }
+    }
+    __syncthreads();
+    if (thread() < THREADS) compute_all(s, pass);
+    else fetch_all(s, pass);
+}
