@@ -43,6 +43,7 @@ from paceline.backends.cuda.kernels.step_rows import (
 )
 from paceline.backends.cuda.kernels.walk import move_accepted, walk
 from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers
+from paceline.backends.cuda.persistent import PersistentLayers
 from paceline.backends.cuda.tables import sent
 from paceline.backends.cuda.weights import Weights
 
@@ -116,6 +117,7 @@ class DecodeLoop:
         self._request_temperatures = torch.zeros(max_rows, dtype=torch.float64, device=device)
         self._candidates = candidates_for(max_rows * self._nodes, config.vocab_size, device)
         self._workspace = make_workspace(weights, max_rows * self._nodes, requests.tokens.shape[1])
+        self._few_rows = PersistentLayers(weights, self._workspace, pool, page_size)
         if draft is not None:
             rows = max_rows * max(len(table) for table in plan.children)
             self._guesses = guesses_for(rows, draft.vocab_size, shape.most_children, device)
@@ -202,7 +204,9 @@ class DecodeLoop:
         weights, workspace = self.weights, self._workspace
         inputs, count = self._pass(0, rows), rows * self._nodes
         features = self.features, self.feature_layers
-        run_layers(weights, workspace, inputs.tokens, inputs.tables, self.pool, self.page_size, *features)
+        plain = self._shape.is_straight and self.features is None
+        if not plain or not self._few_rows.run(inputs.tokens, inputs.tables):
+            run_layers(weights, workspace, inputs.tokens, inputs.tables, self.pool, self.page_size, *features)
         run_head(weights, workspace, workspace.attention_input, count)
         race(
             workspace.logits,
