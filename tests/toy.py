@@ -309,7 +309,7 @@ class ScriptedDrafter(Drafter):
     def ahead(self, plan: DraftPlan) -> AheadDraft | None:
         if plan.branching > 1:
             return None
-        return AheadDraft(None, None, self.needs.feature_layers, plan.levels)  # type: ignore[arg-type]
+        return AheadDraft(plan.levels, self, None, self.needs.feature_layers)  # type: ignore[arg-type]
 
     def hand_over(self, requests: Sequence[Request]) -> bool:
         self.handed_over.update(requests)

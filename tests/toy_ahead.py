@@ -29,6 +29,7 @@ class ToyAhead:
         self._seeds = np.zeros(slots, dtype=np.uint64)  # [slots]
         self._temperatures = np.zeros(slots)  # [slots]
         self._unread: deque[AheadOutput] = deque()
+        self._by_host = False  # whether the host drafts
         self._told: dict[int, list[int]] = {}  # the pages that the last pass has told the next one of
 
     def join(self, requests: Joining) -> None:
@@ -38,9 +39,16 @@ class ToyAhead:
         self._seeds[slots], self._temperatures[slots] = requests.seeds, requests.temperatures
         self._told = {}
 
-    def launch(self, slots: Sequence[int], page_tables: Int32Array, draft: AheadDraft | None) -> None:
+    def launch(
+        self,
+        slots: Sequence[int],
+        page_tables: Int32Array,
+        draft: AheadDraft | None,
+        given: Int32Array | None = None,
+    ) -> None:
         self._backend.num_launched += 1
         before, self._length = self._length, 0 if draft is None else draft.length
+        self._by_host = given is not None
         if list(slots) == list(self._told) and self._length == before:
             assert {slot: self._next_pages(slot, page_tables) for slot in slots} == self._told
         starts = self._lengths.copy()
@@ -48,6 +56,8 @@ class ToyAhead:
         counts = np.zeros(len(slots), dtype=np.int32)
         for level in range(1 + self._length):
             rows = [row for row, slot in enumerate(slots) if self._goes_on(slot, starts, level, tokens[row])]
+            if given is not None and level:
+                rows = [row for row in rows if (given[row, :level] == tokens[row, :level]).all()]
             if rows:
                 tokens[rows, level] = self._pass([slots[row] for row in rows], page_tables)
                 counts[rows] += 1
@@ -61,7 +71,7 @@ class ToyAhead:
 
     def _goes_on(self, slot: int, starts: Int32Array, level: int, tokens: Int32Array) -> bool:
         """Whether a slot's chain was right down to here."""
-        right = level <= starts[slot] % (1 + self._length)
+        right = self._by_host or level <= starts[slot] % (1 + self._length)
         return bool(right and self._lengths[slot] < self._limits[slot] and -1 not in tokens)
 
     def _pass(self, own: list[int], page_tables: Int32Array) -> Int32Array:

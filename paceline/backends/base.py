@@ -112,12 +112,13 @@ class Joining:
 
 @dataclass(frozen=True, eq=False)
 class AheadDraft:
-    """What a decoder drafts with at the beginning of a pass: chains of a head's guesses."""
+    """What a pass drafts with at its beginning: chains of a head's guesses, or such as the host gives it."""
 
-    runner: HeadRunner
-    pool: KVPool  # of the head, which keeps features
-    feature_layers: tuple[int, ...]  # that the head reads
     length: int  # of the chains, at least 1
+    runner: HeadRunner | None = None  # None: the host drafts
+    pool: KVPool | None = None  # of the head, which keeps features
+    feature_layers: tuple[int, ...] = ()  # that the head reads
+    most_requests: int | None = None  # of a pass; None: as many as there are slots
 
 
 @dataclass(frozen=True)
@@ -149,13 +150,20 @@ class AheadDecoder(Protocol):
         """Learn to know requests, or the present state of known ones."""
         ...
 
-    def launch(self, slots: Sequence[int], page_tables: Int32Array, draft: AheadDraft | None) -> None:
+    def launch(
+        self,
+        slots: Sequence[int],
+        page_tables: Int32Array,
+        draft: AheadDraft | None,
+        given: Int32Array | None = None,
+    ) -> None:
         """Begin a pass over the known requests in these slots: it gives each of them its next token.
 
         `page_tables` [all slots, most pages] are those of this pass. They have room for what another one of
         its kind computes too, below the limits, and what they say of it stays: the pass may tell the next.
         A head that drafts has computed all of the requests' tokens but the last, and those of passes that
-        it has not drafted in, and features of all computed tokens are in its pool.
+        it has not drafted in, and features of all computed tokens are in its pool. If the host drafts,
+        `given` [slots, length] are its tokens, anything where it has none.
         """
         ...
 

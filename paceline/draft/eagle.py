@@ -213,7 +213,7 @@ class HeadDrafter(Drafter):
         independent = self._sampling is DraftSampling.INDEPENDENT
         if plan.branching != 1 or independent or not self._runner.keeps_features:
             return None
-        return AheadDraft(self._runner, self._pages.pool, self._shape.feature_layers, plan.levels)
+        return AheadDraft(plan.levels, self._runner, self._pages.pool, self._shape.feature_layers)
 
     def hand_over(self, requests: Sequence[Request]) -> bool:
         ends = [len(request.prompt_token_ids) + request.max_output for request in requests]

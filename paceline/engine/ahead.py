@@ -21,7 +21,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.backends.base import AheadDecoder, AheadDraft, AheadOutput, ForwardBatch, ForwardOutput, Joining
+from paceline.backends.base import (
+    AheadDecoder,
+    AheadDraft,
+    AheadOutput,
+    ForwardBatch,
+    ForwardOutput,
+    Int32Array,
+    Joining,
+)
 from paceline.draft.base import Features
 from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.engine.drafting import Drafting
@@ -54,6 +62,7 @@ class Flying:
 
     requests: list[Request]
     plan: DraftPlan = PLAIN
+    given: list[Sequence[int]] | None = None  # the chains that the host drafted, if it did
     prompts: PromptPass | None = None  # None: they decode
 
 
@@ -63,12 +72,9 @@ class PassAhead:
 
     parts: list[Scheduled]
     verdicts: list[Verdict]
-    levels: int  # of the drafts, which are chains; their tokens stayed where they were made
+    levels: int  # of the rows behind each part's own, which are chains
+    shapes: list[Shape]  # of the drafts; their tokens stayed where they were made
     features: Features | None
-
-    @property
-    def shapes(self) -> list[Shape]:
-        return [(self.levels, self.levels)] * len(self.parts) if self.levels else []
 
     @property
     def num_rows(self) -> int:
@@ -83,11 +89,14 @@ class PassAhead:
 class RunAhead:
     """The passes in flight, oldest first."""
 
-    def __init__(self, make: Callable[[], AheadDecoder | None], drafting: Drafting, kv: KVCache) -> None:
-        """`make` gives a decoder, if there is one."""
+    def __init__(
+        self, make: Callable[[], AheadDecoder | None], drafting: Drafting, kv: KVCache, trims: bool = False
+    ) -> None:
+        """`make` gives a decoder, if there is one. `trims`: drafts of the host are looked at once more."""
         self._make = make
         self._drafting = drafting
         self._kv = kv
+        self._trims = trims
         self._made: AheadDecoder | None = None
         self._drafts: dict[DraftPlan, AheadDraft] = {}
         self._plan = PLAIN  # of the last pass
@@ -128,9 +137,14 @@ class RunAhead:
         """Take a pass over prompts, which has begun behind those in flight."""
         self._flight.append(Flying([part.request for part in prompts.parts], prompts=prompts))
 
-    def offers(self, plan: DraftPlan) -> bool:
-        """Whether passes by this plan can run ahead at all."""
-        return self._decoder() is not None and (plan.budget == 0 or self._draft(plan) is not None)
+    def offers(self, plan: DraftPlan, count: int = 1) -> bool:
+        """Whether passes by this plan can run ahead, over so many requests."""
+        if self._decoder() is None:
+            return False
+        draft = self._draft(plan)
+        if plan.budget == 0 or draft is None:
+            return plan.budget == 0
+        return draft.most_requests is None or count <= draft.most_requests
 
     def launch(self, requests: Sequence[Request], plan: DraftPlan) -> bool:
         """Begin passes over these requests, which all decode and race, as far as there is room for them.
@@ -145,7 +159,9 @@ class RunAhead:
             self._take_back()
         self._plan = plan
         try:
-            while sum([flying.prompts is None for flying in self._flight]) < DEPTH:
+            # what the host drafts stands behind tokens that it has read
+            depth = 1 if draft is not None and draft.runner is None else DEPTH
+            while sum([flying.prompts is None for flying in self._flight]) < depth:
                 if not self._launch_one(decoder, requests, draft):
                     break
         except Exception as error:  # whoever reads the pass is told
@@ -164,7 +180,7 @@ class RunAhead:
     def _draft(self, plan: DraftPlan) -> AheadDraft | None:
         if plan.budget and plan not in self._drafts and len(self._drafts) < MOST_DRAFTS:
             draft = self._drafting.ahead(plan)
-            if draft is None:
+            if draft is None or (draft.runner is None and self._trims):
                 return None
             self._drafts[plan] = draft
         return self._drafts.get(plan)
@@ -179,19 +195,26 @@ class RunAhead:
         ]
         if not going or not self._have_room(going):
             return False  # what was reserved in vain is let go by the next commit
-        fresh = [request for request in going if request not in self._handed] if self._plan.budget else []
+        plan, given = self._plan, None
+        if draft is not None and draft.runner is None:
+            given = self._drafting.chains(plan, going)
+            if not any(given):
+                plan, draft, given = PLAIN, None, None
+        by_head = draft is not None and draft.runner is not None
+        fresh = [request for request in going if request not in self._handed] if by_head else []
         if fresh:
             if not self._drafting.hand_over(self._plan, fresh):
                 return False
             self._handed.update(dict.fromkeys(fresh))
         new = [request for request in going if request not in known]
-        self._flight.append(Flying(going, self._plan))
+        self._flight.append(Flying(going, plan, given))
         if new:
             self._forget_finished()
             decoder.join(_joining(new))
         for request in going:
             self._known[request] = self._known.get(request, 0) + 1
-        decoder.launch([request.slot for request in going], self._kv.page_tables, draft)
+        slots, tables = [request.slot for request in going], self._kv.page_tables
+        decoder.launch(slots, tables, draft, None if given is None else _padded(given, plan.levels))
         return True
 
     def _have_room(self, requests: Sequence[Request]) -> bool:
@@ -238,7 +261,10 @@ class RunAhead:
         parts = [Scheduled(requests[row], 1, plan) for row in rows]
         tokens, counts = output.tokens.tolist(), output.counts.tolist()
         verdicts = [chosen_verdict(tokens[row][: counts[row]], requests[row]) for row in rows]
-        return PassAhead(parts, verdicts, plan.levels, self._features(parts, rows, output))
+        shapes = [(plan.levels, plan.levels)] * len(rows) if plan.budget else []
+        if flying.given is not None:
+            shapes = [(len(flying.given[row]),) * 2 for row in rows]
+        return PassAhead(parts, verdicts, plan.levels, shapes, self._features(parts, rows, output))
 
     def _pop(self, was_read: bool = False) -> Flying:
         """Take the oldest pass out of the flight."""
@@ -303,3 +329,11 @@ def _joining(requests: Sequence[Request]) -> Joining:
         seeds=np.array([request.seed for request in requests], dtype=np.uint64),
         temperatures=np.array([request.params.temperature for request in requests], dtype=np.float64),
     )
+
+
+def _padded(chains: Sequence[Sequence[int]], length: int) -> Int32Array:
+    """The chains as lines of this length: [chains, length]. What is behind them may be anything."""
+    lines = np.zeros((len(chains), length), dtype=np.int32)
+    for line, chain in zip(lines, chains, strict=True):
+        line[: len(chain)] = chain
+    return lines

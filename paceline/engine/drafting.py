@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from paceline.backends.base import AheadDraft, Float32Array, ForwardBatch
 from paceline.constrain.constraint import MOST_FORCED
 from paceline.constrain.drafter import GrammarDrafter
 from paceline.constrain.pruning import Draft, fit_draft
-from paceline.draft.base import Drafter, Features
+from paceline.draft.base import Drafter, DrafterNeeds, Features
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees, Draws
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduled
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 Group = tuple[list[int], DraftTrees]  # parts, and what one drafter proposes for them
 
 FORCED_ONLY = DraftPlan(GrammarDrafter.name, MOST_FORCED)
+MOST_GIVEN_ROWS = 64  # of a pass that is given drafts where it runs: as many as hardly cost
 ROOM_AT_ENDS = 8  # nodes for what is forced at the ends of a draft
 
 
@@ -202,7 +204,22 @@ class Drafting:
         chain = plan.drafter is not None and plan.branching == 1 and plan.otherwise is None
         if not chain or plan.forced or plan.least_chance:  # by chances the host decides
             return None
-        return self._drafters[plan.drafter or ""].ahead(plan)
+        drafter = self._drafters[plan.drafter or ""]
+        if type(drafter).ahead is not Drafter.ahead:
+            return drafter.ahead(plan)
+        if drafter.needs != DrafterNeeds() or self.feature_layers:
+            return None
+        # it is asked between two passes; what it drafts is often short, and all chains of a pass are alike
+        return AheadDraft(plan.levels, most_requests=max(1, MOST_GIVEN_ROWS // (1 + plan.levels)))
+
+    def chains(self, plan: DraftPlan, requests: Sequence[Request]) -> list[Sequence[int]]:
+        """The chain that a drafter proposes for each request by this plan, which can be empty."""
+        useful = [request.max_output - request.num_output - 1 for request in requests]  # one comes anyway
+        plans = [plan.shrunk(max(most, 0)) for most in useful]
+        trees, _ = self.propose([Scheduled(*part) for part in zip(requests, repeat(1), plans, strict=False)])
+        if trees is None:
+            return [()] * len(requests)
+        return [trees.tree_lists(index)[0] for index in range(len(requests))]
 
     def hand_over(self, plan: DraftPlan, requests: Sequence[Request]) -> bool:
         """Whether a decoder can draft for these requests now."""

@@ -70,7 +70,8 @@ class Engine:
         self._plans = {**(plans or {}), GrammarDrafter.name: FORCED_ONLY}
         self._choosing = backend.chooses and rule is verify_pathwise  # other rules need whole distributions
         self._builder = BatchBuilder(limits.max_num_batched_tokens, limits.max_num_seqs, self._choosing)
-        self._ahead = RunAhead(self._make_decoder, self._drafting, self.kv)
+        trims = type(self._controller).trim is not Controller.trim
+        self._ahead = RunAhead(self._make_decoder, self._drafting, self.kv, trims)
         self._kept_plans: dict[Request, DraftPlan] = {}  # that passes in flight have delayed
         self._verification = Verification(rule, limits.vocab_size)
         self._advancing = Advancing(self.kv, clock)
@@ -239,7 +240,7 @@ class Engine:
         planned = dict(zip(running, plans, strict=True))
         plan = planned[decoding[0]]
         alike = all(own is plan or own == plan for own in map(planned.__getitem__, decoding))
-        goes_on = alike and self._ahead.offers(plan)
+        goes_on = alike and self._ahead.offers(plan, len(decoding))
         if comes and goes_on:
             self._begin_prompts(decoding)
         goes_on = goes_on and self._ahead.launch(decoding, plan)

@@ -69,7 +69,7 @@ def _count_drafts(
     drafts: list[DraftFacts] = []
     for part, (nodes, depth), verdict, count in zip(parts, shapes, verdicts, gained, strict=False):
         if nodes:
-            drafts.append(_draft_facts(part, nodes, depth, verdict.accepted[:count], count))
+            drafts.append(_draft_facts(part, nodes, depth, verdict.accepted[: min(count, nodes)], count))
             part.request.speculative.add(drafts[-1])
     return drafts
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.control.controller import Controller, FixedController, Load
+from paceline.draft.base import Drafter, DrafterNeeds
 from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.engine.ahead import MOST_DRAFTS
 from paceline.engine.engine import Engine
@@ -73,6 +74,16 @@ class Changing(Controller):
         return [DraftPlan("scripted", length) if length else PLAIN for _ in running]
 
 
+class Hosted(ScriptedDrafter):
+    """A drafter that is asked between two passes, and looks at no features."""
+
+    needs = DrafterNeeds()
+    ahead = Drafter.ahead
+
+    def observe(self, requests, verdicts, features):
+        assert features is None
+
+
 LENGTHS = st.one_of(st.just([]), st.just([3]), st.lists(st.integers(0, 3), min_size=2, max_size=4))
 
 
@@ -84,16 +95,17 @@ LENGTHS = st.one_of(st.just([]), st.just([3]), st.lists(st.integers(0, 3), min_s
     st.booleans(),
     LENGTHS,
     st.integers(1, 4),
+    st.sampled_from([ScriptedDrafter, Hosted]),
 )
 def test_requests_that_come_end_and_are_aborted_get_the_tokens_of_plain_steps(
-    events, num_pages, page_size, caching, lengths, hold
+    events, num_pages, page_size, caching, lengths, hold, kind
 ):
     backend = ToyBackend(page_size=page_size, ahead=True)
     pages = max(num_pages * 4 // page_size, 3)
     drafter = None
     if lengths:
         truth = {tuple(ids): expected(number)[0] for number, (ids, _) in enumerate(REQUESTS)}
-        drafter = ScriptedDrafter(truth, "partly")
+        drafter = kind(truth, "partly")
     engine = toy_engine(
         backend,
         num_pages=pages,
@@ -283,3 +295,16 @@ def test_requests_cannot_make_the_decoder_have_buffers_for_every_length():
         drain(engine)
         launched.append(backend.num_launched > before)
     assert launched == [True] * MOST_DRAFTS + [False] * (7 - MOST_DRAFTS)
+
+
+def test_a_drafter_of_the_host_gives_the_next_pass_what_it_makes_of_the_last():
+    number = 2
+    drafter = Hosted({tuple(REQUESTS[number][0]): expected(number)[0]}, "right")
+    backend = ToyBackend(ahead=True)
+    engine = toy_engine(backend, drafter=drafter, budget=3, branching=1)
+    (request,) = engine.add_request(*REQUESTS[number])
+    drain(engine)
+    assert outcome(request) == expected(number)
+    counts = request.speculative
+    assert counts.num_accepted_draft_tokens == counts.num_draft_tokens > 0  # it is always right
+    assert backend.num_launched == -(-(request.num_output - 1) // 4)

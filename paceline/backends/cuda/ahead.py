@@ -48,6 +48,7 @@ class Loop:
     steps: DecodeLoop
     kept: HeadPool | None  # of the head that drafts
     buffers: deque[Buffer]  # the next one first
+    most: int  # requests of a pass
     width: int  # most tokens that a pass gives a request
 
 
@@ -106,7 +107,13 @@ class CudaAhead:
         self._last = None
 
     @torch.inference_mode()
-    def launch(self, slots: Sequence[int], page_tables: Int32Array, draft: AheadDraft | None) -> None:
+    def launch(
+        self,
+        slots: Sequence[int],
+        page_tables: Int32Array,
+        draft: AheadDraft | None,
+        given: Int32Array | None = None,
+    ) -> None:
         """Begin a pass over the known requests in these slots."""
         own, rows, loop = list(slots), bucket(len(slots)), self._loop(draft)
         steps, buffer = loop.steps, loop.buffers[0]
@@ -116,8 +123,10 @@ class CudaAhead:
         if own != self._slots or loop is not self._last:
             steps.begin(own, rows, None if loop.kept is None else self._last_features(own, loop.kept))
             self._slots, self._last = own, loop
+        if given is not None:
+            steps.drafted(rows)[: len(own), 1:] = sent(given, self.device)
         steps.step(rows)
-        used = self._rows + rows * loop.width
+        used = loop.most + rows * loop.width
         buffer.said[:used].copy_(steps.said[:used], non_blocking=True)
         if buffer.features is not None:
             assert steps.features is not None
@@ -150,8 +159,9 @@ class CudaAhead:
     @torch.inference_mode()
     def prepare(self, draft: AheadDraft | None) -> dict[int, float]:
         """Capture a graph of every bucket, over rows that are all padding, and time it on a GPU."""
-        steps, seconds = self._loop(draft).steps, {}
-        for rows in buckets(self._rows):
+        loop, seconds = self._loop(draft), {}
+        steps = loop.steps
+        for rows in buckets(loop.most):
             steps.begin([], rows)
             steps.step(rows)
             if self.device.type == "cuda":
@@ -173,26 +183,30 @@ class CudaAhead:
         if draft in self._loops:
             return self._loops[draft]
         network, kept, layers = None, None, self._feature_layers
-        if draft is not None:
-            runner, shape = cast(Any, draft.runner), chain_shape(draft.length)
+        shape, most = chain_shape(0 if draft is None else draft.length), self._rows
+        if draft is not None and draft.most_requests is not None:
+            most = min(most, bucket(draft.most_requests))
+        if draft is not None and draft.runner is not None:
+            runner = cast(Any, draft.runner)
             kept, layers = cast(HeadPool, draft.pool), draft.feature_layers
             places = (self._longest, self._page_size)
-            network = HeadNetwork(runner.weights, kept, layers, shape, self._rows, *places)
+            network = HeadNetwork(runner.weights, kept, layers, shape, most, *places)
         keeps = kept
-        if draft is None and self._kept:
+        if kept is None and self._kept:
             keeps, layers = cast(HeadPool, self._kept[0].pool), self._kept[0].layers
         steps = DecodeLoop(
             self._weights,
             self._pool,
             self._requests,
-            self._rows,
+            most,
             self._page_size,
             cast(DraftNetwork | None, network),
+            given=shape,
             feature_layers=layers,
             kept=keeps,
         )
-        buffers = deque(self._buffer(steps, gives_features=keeps is None) for _ in range(BUFFERS))
-        self._loops[draft] = Loop(steps, kept, buffers, steps.output.shape[1])
+        buffers = deque(self._buffer(steps, most, gives_features=keeps is None) for _ in range(BUFFERS))
+        self._loops[draft] = Loop(steps, kept, buffers, most, steps.output.shape[1])
         return self._loops[draft]
 
     def _last_features(self, slots: Sequence[int], kept: HeadPool) -> torch.Tensor:
@@ -222,7 +236,7 @@ class CudaAhead:
             there = sent(changes, self.device)
         self._requests.pages.view(-1)[there[: len(places)]] = there[len(places) :].int()
 
-    def _buffer(self, steps: DecodeLoop, gives_features: bool) -> Buffer:
+    def _buffer(self, steps: DecodeLoop, most: int, gives_features: bool) -> Buffer:
         pinned = self.device.type == "cuda"
 
         def like(values: torch.Tensor) -> torch.Tensor:
@@ -232,9 +246,9 @@ class CudaAhead:
         numbers = cast(Int32Array, said.numpy())
         return Buffer(
             said,
-            numbers[: self._rows],
-            numbers[self._rows :].reshape(self._rows, -1),
+            numbers[:most],
+            numbers[most:].reshape(most, -1),
             like(steps.features) if gives_features and steps.features is not None else None,
-            torch.zeros(8 * self._rows * steps.output.shape[1], dtype=torch.int64, pin_memory=pinned),
+            torch.zeros(8 * most * steps.output.shape[1], dtype=torch.int64, pin_memory=pinned),
             torch.cuda.Event() if pinned else None,  # type: ignore[no-untyped-call]
         )

@@ -12,10 +12,11 @@ import torch
 
 from paceline.backends.base import AheadDraft, Joining
 from paceline.control.controller import FixedController
-from paceline.draft.base import DraftSampling
+from paceline.draft.base import Drafter, DraftSampling
 from paceline.draft.heads.config import HeadConfig
-from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.vocabulary import trimmed_vocabulary
+from paceline.engine.request import Request
 from paceline.models.config import RopeConfig
 from paceline.verify.params import SamplingParams
 from tests.backends.cuda.test_backend import make, needs_gpu
@@ -33,6 +34,7 @@ class Recording:
         self.requests, self.features = requests, torch.zeros(rows, 3)
         self.said = torch.full((rows * (1 + width),), -7, dtype=torch.int32)
         self.counts, self.output = self.said[:rows], self.said[rows:].view(rows, width)
+        self.nodes = torch.zeros((rows, width), dtype=torch.int32)
         self.begun: list[list[int]] = []
         self.given: list[object] = []  # features
 
@@ -40,6 +42,9 @@ class Recording:
         assert rows >= len(slots)
         self.begun.append(list(slots))
         self.given.append(None if features is None else features[:, 0].tolist())
+
+    def drafted(self, rows: int) -> torch.Tensor:
+        return self.nodes[:rows]
 
     def step(self, rows: int) -> None:
         state = self.requests
@@ -57,8 +62,8 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
 
     made: list[Recording] = []
 
-    def loop(weights, pool, state, rows, size, network, feature_layers, kept):  # type: ignore[no-untyped-def]
-        made.append(Recording(state, rows, 1 if network is None else 1 + network.levels))
+    def loop(weights, pool, state, rows, size, network, given, feature_layers, kept):  # type: ignore[no-untyped-def]
+        made.append(Recording(state, rows, 1 + given.levels))
         return made[-1]
 
     def network(weights, pool, layers, shape, rows, longest, size):  # type: ignore[no-untyped-def]
@@ -81,7 +86,7 @@ def head_draft(length: int) -> AheadDraft:
     """A head whose pool keeps, at every place, its number."""
     places = torch.arange(SLOTS * LONGEST, dtype=torch.float32)[:, None].repeat(1, 3)
     pool = SimpleNamespace(features=places)
-    return AheadDraft(SimpleNamespace(weights=None), pool, (0, 1, 2), length)  # type: ignore[arg-type]
+    return AheadDraft(length, SimpleNamespace(weights=None), pool, (0, 1, 2))  # type: ignore[arg-type]
 
 
 def joining(slots: Sequence[int], lengths: Sequence[int]) -> Joining:
@@ -147,6 +152,16 @@ def test_drafts_begin_with_the_features_that_the_heads_pool_keeps(decoder, loops
     assert [output.features is None for output in outputs] == [False, True, True, True, True]
 
 
+def test_what_the_host_drafts_is_there_before_its_pass(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
+    decoder.join(joining([4, 2], [3, 5]))
+    by_host = AheadDraft(2)
+    decoder.launch([4, 2], tables, by_host, np.array([[7, 8], [9, 0]], dtype=np.int32))
+    assert loops[0].nodes[:2, 1:].tolist() == [[7, 8], [9, 0]]
+    assert loops[0].given == [None]
+    assert decoder.read().tokens.shape == (2, 3)
+
+
 def test_passes_that_are_dropped_are_not_read(decoder) -> None:  # type: ignore[no-untyped-def]
     tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
     decoder.join(joining([3], [1]))
@@ -171,9 +186,13 @@ def test_an_engine_that_runs_ahead_gives_the_tokens_of_one_that_does_not(
     checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
     limits = Limits(VOCAB_SIZE, 96, 4, 32)
 
-    def outputs(together: bool, logprobs: int | None, length: int = 0) -> list[list[int]]:
+    def outputs(
+        together: bool, logprobs: int | None, length: int = 0, copies: bool = False
+    ) -> list[list[int]]:
         backend = make(checkpoint, device, dtype)
-        drafters = {"eagle3": random_head(backend)} if length else {}
+        drafters: dict[str, Drafter] = {}
+        if length:
+            drafters = {"eagle3": Copies() if copies else random_head(backend)}
         controller = FixedController(DraftPlan("eagle3", length) if length else PLAIN)
         engine = Engine(
             backend, ToyTokenizer(), limits, num_pages=60, drafters=drafters, controller=controller
@@ -201,6 +220,18 @@ def test_an_engine_that_runs_ahead_gives_the_tokens_of_one_that_does_not(
     expected = outputs(False, 0)
     assert outputs(True, None) == expected
     assert outputs(True, None, length=3) == expected
+    assert outputs(True, None, length=3, copies=True) == expected
+
+
+class Copies(Drafter):
+    """Drafts what came three tokens ago, by the host."""
+
+    name = "eagle3"
+
+    def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
+        return DraftTrees.chains(
+            [request.token_ids[-3:][: plan.budget] for request, plan in zip(requests, plans, strict=True)]
+        )
 
 
 def random_head(backend):  # type: ignore[no-untyped-def]
