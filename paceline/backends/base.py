@@ -327,6 +327,10 @@ class HeadRunner(Protocol):
 
     def bytes_per_page(self) -> int: ...
 
+    def prepare(self, pool: KVPool) -> None:
+        """Have ready what the first passes over this pool would wait for. Nobody holds a page of it yet."""
+        return  # not abstract
+
     def run(self, batch: HeadBatch) -> HeadOutput: ...
 
     def run_chains(

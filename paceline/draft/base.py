@@ -140,6 +140,10 @@ class Drafter(Protocol):
         """Called once, before the first request: the place to take a KV pool on the engine's pages."""
         return  # not abstract
 
+    def prepare(self) -> None:
+        """Have ready what the first drafts would wait for. Nothing has been added yet."""
+        return  # not abstract
+
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         """One tree per request, within its plan: budget, branching, depth. May be empty.
 

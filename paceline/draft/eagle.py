@@ -160,6 +160,9 @@ class HeadDrafter(Drafter):
         self._pages = HeadPages(kv, self._runner, self._shape.longest, self._shape.feature_width)
         self._passes = HeadPasses(self._runner, self._pages)
 
+    def prepare(self) -> None:
+        self._runner.prepare(self._pages.pool)
+
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         contexts = self._pages.open(requests, [plan.budget for plan in plans])
         if all(map(self._is_one_call, requests, plans)):

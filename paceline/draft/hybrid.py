@@ -95,6 +95,10 @@ class HybridDrafter(Drafter):
         for part in self._parts:
             part.bind(kv)
 
+    def prepare(self) -> None:
+        for part in self._parts:
+            part.prepare()
+
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         """One tree per request: of the suffix drafter, of the other, or of both."""
         trees = self._suffix.propose(requests, plans)

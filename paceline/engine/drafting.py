@@ -67,6 +67,11 @@ class Drafting:
         nothing = DraftTrees.merged(1, [([0], DraftTrees.chains([()]))]).kept(np.empty(0, dtype=bool))
         nothing.check([PLAIN], vocab_size)  # so that all of it is compiled before the first step
 
+    def prepare(self) -> None:
+        """Let drafters have ready what their first drafts would wait for."""
+        for drafter in self._drafters.values():
+            drafter.prepare()
+
     def settled(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> list[DraftPlan]:
         """The plans, without those of drafters that failed for their request, with room for forced tokens."""
         return [

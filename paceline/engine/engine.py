@@ -135,6 +135,7 @@ class Engine:
         """Have ready what the first passes would wait for. Nothing has been added yet."""
         layers, kept = self._drafting.feature_layers, self._drafting.kept
         self.backend.prepare(self._pool, self.limits.max_model_len, layers, kept)
+        self._drafting.prepare()
         for plan in dict.fromkeys([PLAIN, *self._controller.plans_ahead()]):
             self._controller.expect(plan, self._ahead.prepare(plan))
 

@@ -21,7 +21,7 @@ from paceline.backends.base import (
     KVPool,
 )
 from paceline.backends.cuda.backend import FIRST_LONGEST, MAX_PAGES, PAGE_SIZE, CudaBackend
-from paceline.backends.cuda.graphs import Graphs, bucket
+from paceline.backends.cuda.graphs import Graphs, bucket, buckets
 from paceline.backends.cuda.head import (
     HeadPool,
     feed_back,
@@ -99,6 +99,22 @@ class CudaHeadRunner(HeadRunner):
         """Copy features from places to others; all sources are read first."""
         features, places = cast(HeadPool, pool).features, sent(np.stack((source, destination)), self.device)
         features[places[1].long()] = features[places[0].long()]
+
+    def prepare(self, pool: KVPool) -> None:
+        """Compile kernels and capture a graph of every bucket of known tokens, with which drafting begins."""
+        for rows in buckets(min(self.max_rows, pool.num_pages * PAGE_SIZE - 1, self.config.max_position - 2)):
+            count = np.arange(rows, dtype=np.int32)
+            known = ForwardBatch(
+                tokens=np.zeros(rows, dtype=np.int32),
+                positions=count,
+                parents=count - 1,
+                row_offsets=np.array([0, rows], dtype=np.int32),
+                context_lengths=np.ones(1, dtype=np.int32),
+                page_tables=np.arange(-(-(rows + 1) // PAGE_SIZE), dtype=np.int32)[None],
+                logit_rows=count[:0],
+                pool=pool,
+            )
+            self.run(HeadBatch(known, np.empty((0, 0), dtype=np.float32), True, places=count))
 
     @torch.inference_mode()
     def run(self, batch: HeadBatch) -> HeadOutput:

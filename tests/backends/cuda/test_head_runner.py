@@ -89,6 +89,23 @@ def test_chains_in_one_graph_are_those_of_single_passes(device: torch.device, dt
         )
 
 
+def test_features_that_a_pool_keeps_are_read_by_their_places(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    name = "all flags"
+    runner = make_runner(name, device, dtype)
+    runner.max_rows = 1  # of what is made ready
+    features = torch.randn((1, CONFIGS[name].feature_width), generator=torch.Generator().manual_seed(1))
+    features = features.to(dtype).float()  # as the pool has them
+    (request,) = drive_heads(runner, pages_each=2)
+    given = batch_of([request.ask(features.numpy(), [3])], from_target=True, outputs=[0])
+    runner.prepare(given.rows.pool)
+    expected = runner.run(given).logits.copy()
+    given.rows.pool.features[5] = features[0].to(device)
+    kept = replace(given, states=np.empty((0, 0), np.float32), places=np.array([5], np.int32))
+    assert np.array_equal(runner.run(kept).logits, expected)
+
+
 def test_a_chain_ends_where_it_is_unlikely() -> None:
     """Chances of 0.5 are kept; only those of 0.7 are followed by another guess. NaN is no guess."""
     from paceline.backends.cuda.head_runner import up_to_least
