@@ -24,7 +24,7 @@ from paceline.control.decision import Decision
 from paceline.control.floor import Floor
 from paceline.control.knowledge import Knowledge, key_of
 from paceline.control.memory import Memory
-from paceline.control.planned import Asked, Planned, Wish, is_open
+from paceline.control.planned import Asked, Planned, Shortfall, Wish, is_open
 from paceline.control.probes import Probe, Probes
 from paceline.control.routine import Judge, Routine
 from paceline.control.segments import SegmentGains
@@ -38,10 +38,9 @@ if TYPE_CHECKING:
 
 GAIN, NO_GAIN = "gain", "no gain"
 HOLDS, LONGEST = 32, 128  # steps that a choice holds while about the same requests run: at first, and at most
-SURPRISE = 10.0  # tokens that drafts brought less than was expected, for another choice at once
 SOON = 6  # steps that a few new requests wait for theirs
 WARM_UP = 16  # steps in which every one teaches much, if nothing is known
-CREDIT = 2.0  # plain passes that may be spent on trying at the start
+CREDIT = 1.0  # plain passes that may be spent on trying at the start
 UNKNOWN, YOUNG, WELL_KNOWN = 4, 40, 100  # drafts until a drafter is known a little, more, and well
 ROUTINE = 3  # steps that are not looked at after one that is, with drafters that are well known
 SELDOM = 4  # steps of which one teaches what a pass costs, while nothing is drafted
@@ -148,18 +147,13 @@ class AutoController(Controller):
         """Say how many steps can be as this one, and how their drafts are judged."""
         if reason == NO_GAIN:
             routine.left = HOLDS
-        if reason != GAIN:
-            return
         models = {self.known.model(name, request) for name in self._names for request in running}
-        if max(model.drafts for model in models) < WELL_KNOWN:
+        if reason != GAIN or max(model.drafts for model in models) < WELL_KNOWN:
             return
-        if len(running) == 1:  # what its drafter leaves out is what would not pay
-            routine.left = ROUTINE
-        elif len(models) == 1:
-            (model,) = models
-            lucks = np.array([model.luck(key_of(request), request.segment) for request in running])
-            line, rate = model.calibration.line, self._best.rate
-            routine.left, routine.judge = ROUTINE, Judge(line, lucks, self._market.prices, rate)
+        routine.left = ROUTINE
+        if len(running) > 1:  # of one, what its drafter leaves out is what would not pay
+            judged = [self.known.judged(request, self._names) for request in running]
+            routine.judge = Judge(judged, self._market.prices, self._best.rate)
 
     def _is_due(self, requests: Sequence[Request], rows: int) -> bool:
         """Whether something is to be chosen now: from time to time, and at once if other requests run."""
@@ -187,7 +181,8 @@ class AutoController(Controller):
         rows = min(rows, self._max_rows)
         batch = Batch(float(decoding), rows, keys, self.known.per_token, min(prompts, rows - decoding))
         most = max(plan.budget for plan in self.plans.values())
-        self._market = Market(batch, len(requests), most, self.known.steps, self.known.drafts)
+        known, is_drafting = self.known, bool(self._names)
+        self._market = Market(batch, len(requests), most, known.steps, known.drafts, is_drafting)
         self._can_gain = self._market.can_gain()
         self._best = self._market.plain
         if self._can_gain:
@@ -205,7 +200,7 @@ class AutoController(Controller):
         self.known.drafts.fade(self.plans.keys() - self._names)
         self._usual = Counter(self._wishes.values()).most_common(1)[0][0]  # for those that come until then
         self._plans_made: dict[tuple[Request, tuple[str, ...], int, float, bool], DraftPlan] = {}
-        self._missing = 0.0  # tokens that were expected since then, and did not come
+        self._missing = Shortfall()
         self._chosen_at = self._probe_at = self._step
         self._holds_until = self._step + self._holds(requests[0])
 
@@ -309,7 +304,8 @@ class AutoController(Controller):
         if planned is None:
             return trees
         if self._routine is not None and planned is self._routine.planned:
-            return trees if self._routine.judge is None else self._routine.judge.trim(trees)
+            drafters = [part.plan.drafter for part in parts]
+            return trees if self._routine.judge is None else self._routine.judge.trim(drafters, trees)
         candidates: list[tuple[float, int]] = []  # (-chance, node) of those that may be left out
         for index, part in enumerate(parts):
             drafter = part.plan.drafter
@@ -361,6 +357,10 @@ class AutoController(Controller):
             return
         for draft in stats.drafts:
             self._gained[draft.segment] += draft.accepted
+        if planned.asked or (self._routine is not None and planned is self._routine.planned):
+            expected = planned.choice.tokens - self._market.plain.tokens
+            if self._missing.add(expected, sum([draft.accepted for draft in stats.drafts]), stats.requests):
+                self._holds_until = self._step
         if planned.asked:
             self._observe_drafts(planned, stats)
         if planned.choice.offer is not None and stats.prefill_tokens == 0:
@@ -372,10 +372,6 @@ class AutoController(Controller):
     def _observe_drafts(self, planned: Planned, stats: StepStats) -> None:
         """Take in what drafts cost, and what became of them."""
         drafts = {(draft.request_id, draft.child): draft for draft in stats.drafts}
-        expected = planned.choice.tokens - self._market.plain.tokens
-        self._missing += expected - sum(draft.accepted for draft in stats.drafts)
-        if self._missing > SURPRISE * math.sqrt(len(planned.asked)):  # what was chosen does not hold
-            self._holds_until = self._step
         for key, asked in planned.asked.items():
             accepted = self._learn(key, asked, drafts.get(key))
             if planned.probe is not None and planned.probe.request == key:
@@ -393,6 +389,10 @@ class AutoController(Controller):
             model.offer(key, asked.request.segment, (), asked.length, asked.least_chance(name))
         if draft is None or not asked.said:
             return 0
+        for name in asked.names[asked.names.index(asked.drafter) + 1 :]:  # would have had as good a one
+            model = self.known.model(name, asked.request)
+            said = sorted(map(model.calibration.said_for, asked.believed), reverse=True)
+            model.offer(key, asked.request.segment, said, asked.length, asked.least_chance(name))
         tried = [node for node, depth in enumerate(asked.depths) if depth <= draft.depth]
         path = set(draft.path)
         said, right = [asked.said[node] for node in tried], [node in path for node in tried]

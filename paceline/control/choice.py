@@ -26,12 +26,11 @@ Int64Array = npt.NDArray[np.int64]
 Names = tuple[str, ...]  # drafters in the order in which they are asked: the second if the first has little
 
 POSSIBLE = 1.08  # times plain decoding that perfect drafts must give: real ones give much less
-MARGIN = 1.05  # times plain decoding: of several guesses the best is likely to be too high
-LEAST = 1.0  # times what a node must be worth to be drafted
-LONGER = 0.99  # times the best: a longer draft may give less by so much, since it ends by itself
-ALIKE = (
-    3.0  # times: a cheap draft must promise so much more than a dear one, for where it does, so would that
-)
+MARGIN = 1.05  # times plain decoding, to begin: of several guesses the best is likely to be too high
+STAYS = 1.0  # the same for who drafts already: a few bad drafts in a row mean little
+CROWD = 1.05  # times these for several requests: there is less to gain, and more to be wrong about
+LONGER = 0.98  # times the best: a longer draft may give less by so much, since it ends by itself
+ALIKE = 2.0  # times: so much more than a dear draft a cheap one must promise: where it does, so would that
 CHEAPER = 3.0  # times: a drafter that is so much cheaper than another may be asked before it
 
 
@@ -118,14 +117,24 @@ class Part:
 
     asked: BoolArray  # [..., scenes, requests]
     sizes: Int64Array  # [..., scenes, requests] nodes that it drafts
+    most: Int64Array | int  # [..., 1] that it may draft: where a draft is shorter, one more was looked at
 
 
 class Market:
     """A batch, the drafters that may draft for it, and prices: all that a choice depends on."""
 
-    def __init__(self, batch: Batch, count: int, nodes: int, steps: StepCosts, drafts: DraftCosts) -> None:
-        """`count` requests may be drafted for, with at most so many nodes each."""
+    def __init__(
+        self,
+        batch: Batch,
+        count: int,
+        nodes: int,
+        steps: StepCosts,
+        drafts: DraftCosts,
+        is_drafting: bool = False,
+    ) -> None:
+        """`count` requests may be drafted for, with at most so many nodes each, and are now or are not."""
         self.batch = batch
+        self._margin = (STAYS if is_drafting else MARGIN) * (CROWD if count > 1 else 1.0)
         self.count = count
         self.prices = PassPrices(batch, steps, count * nodes)
         self.plain = Choice(None, batch.tokens, self.prices.listed[0] + batch.per_token * batch.tokens)
@@ -162,7 +171,7 @@ class Market:
         lengths = self._lengths(name)
         counted = np.arange(chances.shape[2]) < lengths[:, None]  # [lengths, nodes]
         sizes = np.minimum(np.count_nonzero(chances, axis=2), lengths[:, None, None])
-        part = Part(np.ones_like(sizes, dtype=np.bool_), sizes)
+        part = Part(np.ones_like(sizes, dtype=np.bool_), sizes, lengths[:, None])
         tokens, seconds, rows = self._outcome(chances * counted[:, None, None], {name: part})
         rates = tokens / seconds
         best = int(np.flatnonzero(rates >= LONGER * rates.max())[-1])
@@ -171,10 +180,10 @@ class Market:
 
     def least(self, name: str, beside: Choice) -> float:
         """The chance that a node must have to be drafted by this drafter, at what rows cost in a choice."""
-        _, _, level, node, _ = self._drafts.prices(name)
+        level = self._drafts.prices(name)[2]  # behind a node another one is looked at
         rows = max(1, min(round(beside.rows), len(self.prices.listed) - 1))
         row = (self.prices.listed[rows] - self.prices.listed[0]) / rows
-        return LEAST * beside.rate * (row + node + level / self.count)
+        return beside.rate * (row + level / self.count)
 
     def _drafted(self, name: str) -> Float64Array:
         """[scenes, requests, nodes] chances of the nodes that are likely enough to be drafted."""
@@ -203,7 +212,7 @@ class Market:
         one, other = self.prospects[first].chances, self._drafted(second)[:, :, :length]
         sizes = np.count_nonzero(other, axis=2)
         call, request, level, node, _ = self._drafts.prices(second)
-        price = (call + level * sizes.mean()) / self.count + request + node * sizes.mean()
+        price = (call + level * (sizes.mean() + 1)) / self.count + request + node * sizes.mean()
         row = best.rate * self.prices.row(best.rows)
         enough = self._kept(other, row) - best.rate * (price + self.prospects[second].late)  # [requests]
         enough = np.maximum(enough, 0.0) * ALIKE
@@ -212,8 +221,8 @@ class Market:
         chances[:, :, : one.shape[2]] = one * ~asked[:, :, None]
         chances[:, :, : other.shape[2]] += other * asked[:, :, None]
         parts = {
-            first: Part(np.ones_like(asked), np.count_nonzero(one, axis=2)),
-            second: Part(asked, sizes * asked),
+            first: Part(np.ones_like(asked), np.count_nonzero(one, axis=2), one.shape[2]),
+            second: Part(asked, sizes * asked, length),
         }
         offer = Offer(((first, second),) * self.count, length, tuple(enough.tolist()))
         return Choice(offer, *map(float, self._outcome(chances, parts)))
@@ -240,7 +249,8 @@ class Market:
             own = np.array([drafter == name for drafter in chosen])
             drafted = self._drafted(name)[:, :, :length] * own[:, None]
             chances[:, :, : drafted.shape[2]] += drafted
-            parts[name] = Part(np.broadcast_to(own, (scenes, self.count)), np.count_nonzero(drafted, axis=2))
+            asked = np.broadcast_to(own, (scenes, self.count))
+            parts[name] = Part(asked, np.count_nonzero(drafted, axis=2), length)
         offer = Offer(tuple((name,) if name else () for name in chosen), length, ())
         return Choice(offer, *map(float, self._outcome(chances, parts)))
 
@@ -262,7 +272,10 @@ class Market:
         tokens = self.batch.tokens + brought.mean(axis=-1)
         seconds = spent[stops].mean(axis=-1) + self.batch.per_token * tokens
         for name, part in parts.items():
-            levels = np.minimum(part.sizes.max(axis=-1), self.prospects[name].levels)
+            levels = np.minimum(
+                part.sizes.max(axis=-1) + 1, np.minimum(part.most, self.prospects[name].levels)
+            )
+            levels *= part.asked.any(axis=-1)
             drafting = self._drafts.seconds(name, part.asked.sum(axis=-1), levels, part.sizes.sum(axis=-1))
             late = (part.asked * self.prospects[name].late).sum(axis=-1)
             seconds = seconds + (drafting + late).mean(axis=-1)
@@ -270,7 +283,7 @@ class Market:
 
     def _best_of(self, choices: Iterable[Choice]) -> Choice:
         best = max(choices, key=lambda choice: choice.rate)
-        if best.rate < MARGIN * self.plain.rate:
+        if best.rate < self._margin * self.plain.rate:
             best = self.plain
         self._rate = best.rate
         return best

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,12 @@ class Knowledge:
         """What is known of a drafter's drafts for requests like this one."""
         return self.models[drafter, request.sampler.greedy]
 
+    def judged(self, request: Request, drafters: Iterable[str]) -> dict[str, tuple[Sequence[float], float]]:
+        """By drafter, the line of its calibration and the luck that this request has with it."""
+        models = {name: self.model(name, request) for name in drafters}
+        key, segment = key_of(request), request.segment
+        return {name: (model.calibration.line, model.luck(key, segment)) for name, model in models.items()}
+
     def backlog(self, drafter: str, request: Request) -> int:
         """Tokens that a drafter would have to catch up with."""
         return self._backlogs[drafter](request) if drafter in self._backlogs else 0
@@ -101,7 +107,7 @@ class Knowledge:
         self._memory.write(
             {
                 "steps": self.steps.facts(),
-                "calls": {**before.get("calls", {}), **self.drafts.facts()},
+                "draft_calls": {**before.get("draft_calls", {}), **self.drafts.facts()},
                 "models": {**before.get("models", {}), **models},
             }
         )
@@ -109,7 +115,7 @@ class Knowledge:
     def _begin_with(self, facts: Mapping[str, Any]) -> None:
         """Take in what was learned before, as far as it makes sense."""
         with suppress(KeyError, TypeError, ValueError, AttributeError):
-            self.drafts.begin_with(facts.get("calls", {}))
+            self.drafts.begin_with(facts.get("draft_calls", {}))
             for (name, greedy), model in self.models.items():
                 own = facts.get("models", {}).get(_name(name, greedy))
                 if own is not None:

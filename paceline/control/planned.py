@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 SHORT = 3  # tokens that a request may still have: below, a draft has nothing to save
 NO_OPINION = 0.7  # what is said of each token for a drafter that says nothing
+SURPRISE = 10.0  # tokens that drafts brought less than was expected: what was chosen does not hold
+FORGIVEN = 0.97  # what is left of them after another step
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,18 @@ class Asked:
         self.said = [said for said, stays in zip(self.said, own, strict=True) if stays]
         self.believed = [chance for chance, stays in zip(self.believed, own, strict=True) if stays]
         self.depths = [depth for depth, stays in zip(self.depths, own, strict=True) if stays]
+
+
+@dataclass(slots=True)
+class Shortfall:
+    """Tokens that were expected since a choice was made, and did not come; older ones count less."""
+
+    tokens: float = 0.0
+
+    def add(self, expected: float, accepted: int, requests: int) -> bool:
+        """Take in a step. Whether another choice is to be made."""
+        self.tokens = FORGIVEN * (self.tokens + expected - accepted)
+        return self.tokens > SURPRISE * math.sqrt(requests)
 
 
 @dataclass(frozen=True, slots=True)

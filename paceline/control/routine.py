@@ -6,7 +6,7 @@ what is drafted is new can do without.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ import numpy as np
 
 from paceline.control.calibration import POINTS
 from paceline.control.choice import PassPrices, worth_verifying
-from paceline.control.cost import Float64Array
 from paceline.control.planned import Planned
 from paceline.draft.trees import DraftPlan, DraftTrees
 
@@ -24,19 +23,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """What is to be believed of the drafts of one drafter, and what they must be worth."""
+    """What is to be believed of drafts, and what they must be worth."""
 
-    line: Sequence[float]  # of its calibration
-    lucks: Float64Array  # [requests]
+    models: Sequence[Mapping[str, tuple[Sequence[float], float]]]  # [requests] by drafter: calibration, luck
     prices: PassPrices
     rate: float  # tokens that a second is worth
 
-    def trim(self, trees: DraftTrees) -> DraftTrees:
-        """What is worth verifying; what was drawn, or nothing was said of, stays."""
+    def trim(self, drafters: Sequence[str | None], trees: DraftTrees) -> DraftTrees:
+        """What is worth verifying of the drafts of these, one a request; what was drawn, or nothing was said
+        of, stays."""
         if trees.chances is None or trees.draws is not None:
             return trees
-        sizes = np.diff(trees.offsets)
-        chances = np.interp(trees.chances, POINTS, self.line) * np.repeat(self.lucks, sizes)
+        chances = np.empty(trees.num_nodes)
+        ends = trees.offsets.tolist()
+        for index, drafter in enumerate(drafters):
+            first, end = ends[index], ends[index + 1]
+            if drafter is not None and first < end:
+                line, luck = self.models[index][drafter]
+                chances[first:end] = luck * np.interp(trees.chances[first:end], POINTS, line)
         order = np.argsort(-chances, kind="stable")
         count = worth_verifying(chances[order].tolist(), self.prices, self.rate)
         if count == len(order) or np.isnan(chances).any():

@@ -121,11 +121,12 @@ class Drafting:
             requests, plans = [parts[index].request for index in by_part], list(by_part.values())
             start = self._clock()
             with self._guard(name, requests):
-                trees, levels = self._drafters[name].propose(requests, plans), 0
+                trees, deepest = self._drafters[name].propose(requests, plans), 0
                 if trees.num_nodes:
                     trees.check(plans, self._vocab_size)
                     groups.append((list(by_part), trees))
-                    levels = min(max(trees.sizes()), max([plan.levels for plan in plans]))
+                    deepest = max(trees.sizes())
+                levels = min(deepest + 1, max([plan.levels for plan in plans]))
                 seconds = self._clock() - start
                 self.calls.append(DraftCall(name, len(plans), levels, trees.num_nodes, seconds))
         return groups

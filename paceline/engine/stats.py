@@ -25,7 +25,7 @@ class DraftCall:
 
     drafter: str
     requests: int  # that it was asked for
-    levels: int  # of the deepest of its drafts
+    levels: int  # that were looked at: those of the deepest of its drafts, and where it ended one more
     nodes: int  # of all of them, also of those that others were preferred to
     seconds: float
 

@@ -122,6 +122,7 @@ class World:
         rng: np.random.Generator,
     ) -> tuple[StepStats, list[int], list[str]]:
         sizes: dict[str, list[int]] = {}  # of drafts, by who was asked for them
+        levels: dict[str, int] = {}  # that were looked at
         said: list[list[float]] = []
         names: list[str] = []
         for request, plan in zip(running, plans, strict=True):
@@ -134,6 +135,7 @@ class World:
                 finds = rng.random() < drafter.finds(step)
                 own = drafter.said(step, most, asked.least_chance) if finds else []
                 sizes.setdefault(name, []).append(len(own))
+                levels[name] = max(levels.get(name, 0), min(len(own) + 1, most))
                 asked = asked.otherwise if sum(own) < asked.enough else None
             said.append(own)
             names.append(name if own else "")
@@ -156,9 +158,9 @@ class World:
             DraftCall(
                 name,
                 len(own),
-                max(own),
+                levels[name],
                 sum(own),
-                (self.drafters[name].seconds_per_call + max(own) * self.drafters[name].seconds_per_level)
+                (self.drafters[name].seconds_per_call + levels[name] * self.drafters[name].seconds_per_level)
                 * float(rng.lognormal(0.0, self.noise)),
             )
             for name, own in sizes.items()

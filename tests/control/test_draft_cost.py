@@ -42,6 +42,14 @@ def test_one_call_says_what_the_next_will_cost_and_what_is_not_known_is_thought_
     assert price(costs) < 3e-3
 
 
+def test_a_few_calls_of_different_lengths_tell_the_price_of_a_call_from_that_of_a_level():
+    costs = costs_of("head")
+    rng = np.random.default_rng(0)
+    for levels in (1, 0, 1, 2, 1, 1, 0, 3, 1, 2, 1, 0):
+        costs.observe(call((4e-4 + 1.2e-4 * levels) * float(rng.uniform(0.9, 1.3)), levels=levels), 0)
+    assert price(costs, levels=7) == pytest.approx(1.1 * (4e-4 + 7 * 1.2e-4), rel=0.35)
+
+
 def test_what_calls_do_not_tell_apart_stays_as_it_was():
     costs = costs_of("head")
     for levels in (1, 4, 2, 7) * 20:
@@ -114,6 +122,6 @@ def test_prices_survive_a_restart_each_by_its_name_and_nonsense_does_not():
     again.begin_with(json.loads(json.dumps(costs.facts())))
     assert price(again, levels=4) == pytest.approx(price(costs, levels=4))
     assert float(again.seconds("other", 1, 4, 4)) == 0.0
-    for nonsense in ([1.0], [7.0] * 5, [float("nan")] * 5, [-1.0] * 5):
+    for nonsense in ([1.0], [700.0] * 5, [float("nan")] * 5, [-1.0] * 5):
         with pytest.raises(ValueError, match="not"):
             again.begin_with({"head": nonsense})
