@@ -225,7 +225,7 @@ class DecodeLoop:
         row = slice(first, first + count)
         first_tile = self._plan.first_tile(number) * rows
         tile = slice(first_tile, first_tile + own.tiles * rows)
-        paths = self._rows.paths if self._shape.is_straight else self._rows.paths[row]
+        paths = None if self._shape.is_straight else self._rows.paths[row]
         tables = RowTables(
             lines[POSITIONS, row],
             lines[PLACES, row],

@@ -31,7 +31,7 @@ from paceline.backends.cuda.head import (
     run_vocabulary,
 )
 from paceline.backends.cuda.head_weights import HeadWeights, load_head_weights
-from paceline.backends.cuda.kernels.attention import MOST_PATH, RowTables, tile_height
+from paceline.backends.cuda.kernels.attention import RowTables, tile_height
 from paceline.backends.cuda.kernels.draft import pick_rows
 from paceline.backends.cuda.kernels.guess import choose, guess, guesses_for
 from paceline.backends.cuda.model import Pool
@@ -222,7 +222,7 @@ class CudaHeadRunner(HeadRunner):
                 positions,
                 places,
                 straight,
-                chains.paths,
+                None,
                 self._row_numbers[:requests],
                 counts,
                 tile_pages,
@@ -264,7 +264,6 @@ class _Chains:
         self.chances = torch.zeros((longest, max_rows), device=device)
         size = weights.config.draft_vocab_size
         self.guesses = {rivals: guesses_for(max_rows, size, 1 + rivals, device) for rivals in (0, RIVALS)}
-        self.paths = torch.zeros((1, MOST_PATH), dtype=torch.int32, device=device)  # never read: all straight
         nowhere = [0, 0, -1]
         lines = [[[[[number, 1, 0], nowhere]] + [[nowhere, nowhere]] * RIVALS] for number in range(longest)]
         children = torch.tensor(lines, dtype=torch.int32, device=device)  # see `choose`

@@ -61,7 +61,7 @@ class RowTables:
     positions: torch.Tensor  # [rows]
     places: torch.Tensor  # [rows] where its key and value go; -1: nowhere, the row is padding
     straight: torch.Tensor  # [rows] positions below it lie at their own index
-    paths: torch.Tensor  # [rows, MOST_PATH] KV indices of the positions from `straight` on
+    paths: torch.Tensor | None  # [rows, MOST_PATH] KV indices from `straight` on; None: all are straight
     tile_rows: torch.Tensor  # [tiles] the first row of each tile
     tile_counts: torch.Tensor  # [tiles] how many rows it has; 0: the tile is padding
     tile_pages: torch.Tensor  # [tiles] where the page table of its request begins in `pages`
@@ -127,8 +127,7 @@ def _share(position, straight, newest, count, window, takers):  # type: ignore[n
 @triton.jit  # type: ignore[untyped-decorator]
 def _stretch(  # type: ignore[no-untyped-def]
     query,
-    begin,
-    end,
+    span,
     tile,
     sight,
     scale,
@@ -138,8 +137,10 @@ def _stretch(  # type: ignore[no-untyped-def]
     height: tl.constexpr,
     page_size: tl.constexpr,
     stages: tl.constexpr,
+    crooks: tl.constexpr,
 ):
-    """Blocks `begin` to `end`, merged in order: those that are straight, then those that are not."""
+    """Blocks of a span, merged in order: those that are straight, then those that are not."""
+    begin, end = span
     whole = nothing(query.shape[0], query.shape[1])
     newest = tl.max(sight[0], 0)
     bend = tl.maximum(tl.minimum(end, tile[3] // _BLOCK), begin)  # where the first crooked one begins
@@ -148,11 +149,12 @@ def _stretch(  # type: ignore[no-untyped-def]
         seen, visible = column <= newest, visible_positions(column, sight)
         place = places_of(column, seen, pool[2], page_size)
         whole = merge(whole, straight_block(query, place, seen, visible, scale, pool, dim))
-    for index in tl.range(bend, end, num_stages=1):
-        column = index * _BLOCK + tl.arange(0, _BLOCK)
-        visible = visible_positions(column, sight)
-        other = crooked_block(query, column, tile, visible, scale, tables, pool, dim, height, page_size)
-        whole = merge(whole, other)
+    if crooks:
+        for index in tl.range(bend, end, num_stages=1):
+            column = index * _BLOCK + tl.arange(0, _BLOCK)
+            visible = visible_positions(column, sight)
+            other = crooked_block(query, column, tile, visible, scale, tables, pool, dim, height, page_size)
+            whole = merge(whole, other)
     return whole
 
 
@@ -200,6 +202,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     lanes: tl.constexpr,
     page_size: tl.constexpr,
     stages: tl.constexpr,
+    crooks: tl.constexpr,  # whether a row's path may lie scattered
     overlap: tl.constexpr,
 ) -> None:
     number, head, taker, takers = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
@@ -236,9 +239,9 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             leave(whole, (line * most_parts + begin + taker).to(tl.int64), left, used, dim)
     else:
         for own in range(begin + taker, end, takers):
-            behind = tl.minimum((own + 1) * each, blocks)
+            span = (own * each, tl.minimum((own + 1) * each, blocks))
             whole = _stretch(
-                query, own * each, behind, tile, sight, scale, tables, pool, dim, height, page_size, stages
+                query, span, tile, sight, scale, tables, pool, dim, height, page_size, stages, crooks
             )
             if end - begin > 1:
                 leave(whole, (line * most_parts + own).to(tl.int64), left, used, dim)
@@ -299,6 +302,7 @@ def attend(
         height * triton.next_power_of_2(heads // kv_heads),
         page_size,
         STAGES,
+        tables.paths is not None,
         overlap,
         num_warps=WARPS,
         enable_fp_fusion=False,

@@ -34,14 +34,23 @@ def prefetch_lines(pool, place, wide: tl.constexpr, overlap: tl.constexpr) -> No
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _own_places(column, row, tables, pages_at, page_size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The places of a row's positions `column`, along its path, and which of them it has."""
+def _own_places(column, tile, tables, pages_at, height: tl.constexpr, page_size: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The places of positions `column` on the path of each row of a tile: [height, block]; -1: not seen."""
     positions_at, straight_at, paths_at = tables
-    seen = column <= tl.load(positions_at + row)
-    straight = tl.load(straight_at + row)
-    behind = seen & (column >= straight)
-    on_path = tl.load(paths_at + row * _PATH_LENGTH + (column - straight), mask=behind, other=0)
-    return places_of(tl.where(behind, on_path, column), seen, pages_at, page_size), seen
+    first, count, _, _ = tile
+    row = (first + tl.minimum(tl.arange(0, height), count - 1))[:, None]
+    at = tl.zeros_like(row) + column[None, :]
+    seen, straight = at <= tl.load(positions_at + row), tl.load(straight_at + row)
+    behind = seen & (at >= straight)
+    on_path = tl.load(paths_at + row * _PATH_LENGTH + (at - straight), mask=behind, other=0)
+    return tl.where(seen, places_of(tl.where(behind, on_path, at), seen, pages_at, page_size), -1)
+
+
+@triton.jit
+def _of_row(places, row):  # type: ignore[no-untyped-def]
+    """A row of places [height, block]."""
+    number = tl.arange(0, places.shape[0])[:, None]
+    return tl.max(tl.where(number == row, places, -1), 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -123,21 +132,20 @@ def crooked_block(  # type: ignore[no-untyped-def]
     `tile` is its first row, the number of its rows, which of them each lane has, and where it gets crooked.
     """
     keys_at, values_at, pages_at, stride = pool
-    first, count, in_tile, _ = tile
+    _, _, in_tile, _ = tile
     lanes: tl.constexpr = query.shape[0]
     wide: tl.constexpr = query.shape[1]
+    places = _own_places(column, tile, tables, pages_at, height, page_size)
     scores = tl.zeros([lanes, column.shape[0]], tl.float32)
-    for own in tl.range(height, num_stages=1):
-        row = first + tl.minimum(own, count - 1)
-        place, has = _own_places(column, row, tables, pages_at, page_size)
-        key = _read(keys_at, place, has, stride, dim, wide)
+    for own in tl.range(height, num_stages=2):
+        place = _of_row(places, own)
+        key = _read(keys_at, place, place >= 0, stride, dim, wide)
         scores = tl.where((in_tile == own)[:, None], tl.dot(query, tl.trans(key)), scores)
     highest, weights = _soften(scores, visible, scale)
     mixed = tl.zeros([lanes, wide], tl.float32)
-    for own in tl.range(height, num_stages=1):
-        row = first + tl.minimum(own, count - 1)
-        place, has = _own_places(column, row, tables, pages_at, page_size)
-        value = _read(values_at, place, has, stride, dim, wide)
+    for own in tl.range(height, num_stages=2):
+        place = _of_row(places, own)
+        value = _read(values_at, place, place >= 0, stride, dim, wide)
         own_mixed = tl.dot(weights.to(value.dtype), value)
         mixed = tl.where((in_tile == own)[:, None], own_mixed, mixed)
     return highest, tl.sum(weights, 1), mixed
