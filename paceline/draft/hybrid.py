@@ -102,7 +102,8 @@ class HybridDrafter(Drafter):
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         """One tree per request: of the suffix drafter, of the other, or of both."""
         trees = self._suffix.propose(requests, plans)
-        unsure = np.flatnonzero(trees.expected() < self._options.confidence).tolist()
+        least = self._options.confidence
+        unsure = [index for index, tokens in enumerate(trees.expected()) if tokens < least]
         if not unsure:
             return trees
         others = self._ask_other([requests[index] for index in unsure], [plans[index] for index in unsure])

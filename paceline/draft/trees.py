@@ -137,15 +137,10 @@ class DraftTrees:
         start, end = self.offsets[request], self.offsets[request + 1]
         return [math.nan] * int(end - start) if self.chances is None else self.chances[start:end].tolist()
 
-    def expected(self) -> Float64Array:
-        """How many nodes of each tree should be accepted: [requests]. NaN where there is no opinion."""
-        known = np.full(self.num_nodes, np.nan) if self.chances is None else self.chances
-        sums = np.bincount(self._owners(), weights=known, minlength=self.num_requests)
-        return np.asarray(sums, dtype=np.float64)
-
-    def _owners(self) -> Int32Array:
-        """The request that each node belongs to: [nodes]."""
-        return np.repeat(np.arange(self.num_requests, dtype=np.int32), np.diff(self.offsets))
+    def expected(self) -> list[float]:
+        """How many nodes of each tree should be accepted. NaN where there is no opinion."""
+        known = [math.nan] * self.num_nodes if self.chances is None else self.chances.tolist()
+        return [sum(known[start:end]) for start, end in pairwise(self.offsets.tolist())]
 
     @staticmethod
     def from_lists(

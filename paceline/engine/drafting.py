@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import repeat
+from itertools import compress, repeat
 
 import numpy as np
 
@@ -133,7 +133,10 @@ class Drafting:
 
     def _ask_others(self, parts: list[Scheduled], groups: list[Group]) -> None:
         """Ask again for parts whose draft is not enough: add the surer drafts, and write down their plans."""
-        promised = DraftTrees.merged(len(parts), groups).expected()
+        promised = [0.0] * len(parts)
+        for members, trees in groups:
+            for index, tokens in zip(members, trees.expected(), strict=True):
+                promised[index] = tokens
         second = {
             index: replace(part, plan=_without_failed(part.request, part.plan.second()))
             for index, part in enumerate(parts)
@@ -141,11 +144,17 @@ class Drafting:
         }
         asked = [second.get(index, part) for index, part in enumerate(parts)]
         for members, trees in self._ask(asked, second):
-            sizes = np.diff(trees.offsets)
-            surer = (sizes > 0) & ~(trees.expected() < promised[members])
-            groups.append((members, trees.kept(np.repeat(surer, sizes))))
-            for index in np.array(members)[surer].tolist():
+            sizes, expected = trees.sizes(), trees.expected()
+            surer = [
+                size > 0 and not tokens < promised[index]
+                for index, size, tokens in zip(members, sizes, expected, strict=True)
+            ]
+            for index in compress(members, surer):
                 parts[index] = second[index]
+            if all(surer) and len(members) == len(parts):
+                groups[:] = [(members, trees)]
+            else:
+                groups.append((members, trees.kept(np.repeat(surer, sizes))))
 
     def _own_plan(self, part: Scheduled) -> DraftPlan:
         """What the drafter of a part is asked for: what the forced tokens leave of the plan, behind them."""
