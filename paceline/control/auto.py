@@ -38,10 +38,11 @@ if TYPE_CHECKING:
 
 GAIN, NO_GAIN = "gain", "no gain"
 HOLDS, LONGEST = 32, 128  # steps that a choice holds while about the same requests run: at first, and at most
-SOON = 6  # steps that a few new requests wait for theirs
+SOON = 6  # steps that a few new requests wait for theirs, and what a probe has won for its effect
 WARM_UP = 16  # steps in which every one teaches much, if nothing is known
 CREDIT = 1.0  # plain passes that may be spent on trying at the start
 UNKNOWN, YOUNG, WELL_KNOWN = 4, 40, 100  # drafts until a drafter is known a little, more, and well
+SAMPLED = 4  # steps that are looked at, of which one shows what the second of two drafters has by itself
 ROUTINE = 3  # steps that are not looked at after one that is, with drafters that are well known
 SELDOM = 4  # steps of which one teaches what a pass costs, while nothing is drafted
 PROMISING = 0.5  # tokens that a cheap draft must promise to be tried instead of what was chosen
@@ -74,7 +75,7 @@ class AutoController(Controller):
         self._probes = Probes(list(plans), CREDIT * float(steps.seconds(1, 0)))
         self._segments = SegmentGains()
         self._log = log
-        self._step = self._chosen_at = self._holds_until = self._probe_at = 0
+        self._step = self._chosen_at = self._holds_until = self._probe_at = self._looked = 0
         self._hold = HOLDS  # steps that the next choice holds
         self._can_gain = True  # whether any drafts could gain under the last choice's load
         self._names, self._length = set[str](), 0  # who drafts by the last choice, and how much
@@ -122,6 +123,7 @@ class AutoController(Controller):
         if self._is_due(requests, rows):
             self._choose(requests, running, rows)
         floor.expect(self._best.rate / self._market.plain.rate)
+        self._looked += 1
         reason, asked, probe = self._decide(floor, requests)
         for place, request in zip(places, requests, strict=True):
             one = asked.get(request)
@@ -133,9 +135,7 @@ class AutoController(Controller):
         self.reasons[reason] += 1
         self._facts = ControlFacts(reason, self.regret, math.exp(floor.gain.mean), self.poor_segments)
         if self._log is not None:
-            drafts = tuple(
-                (f"{key[0]}#{key[1]}", "+".join(one.names), one.length) for key, one in by_key.items()
-            )
+            drafts = tuple(one.told() for one in asked.values())
             self._log(Decision(self._step, reason, load, drafts, self._best, self._market.plain))
         self._routine = None
         if rows == len(running):
@@ -148,7 +148,7 @@ class AutoController(Controller):
         if reason == NO_GAIN:
             routine.left = HOLDS
         models = {self.known.model(name, request) for name in self._names for request in running}
-        if reason != GAIN or max(model.drafts for model in models) < WELL_KNOWN:
+        if reason != GAIN or max(model.drafts for model in models) < WELL_KNOWN or self._samples():
             return
         routine.left = ROUTINE
         if len(running) > 1:  # of one, what its drafter leaves out is what would not pay
@@ -157,7 +157,7 @@ class AutoController(Controller):
 
     def _is_due(self, requests: Sequence[Request], rows: int) -> bool:
         """Whether something is to be chosen now: from time to time, and at once if other requests run."""
-        if self._step >= self._holds_until or self._probes.won:
+        if self._step >= self._holds_until or (self._probes.won and self._step > self._chosen_at + SOON):
             return True
         then, known = self._market.batch.rows, sum(request in self._wishes for request in requests)
         if known < len(requests):
@@ -181,8 +181,8 @@ class AutoController(Controller):
         rows = min(rows, self._max_rows)
         batch = Batch(float(decoding), rows, keys, self.known.per_token, min(prompts, rows - decoding))
         most = max(plan.budget for plan in self.plans.values())
-        known, is_drafting = self.known, bool(self._names)
-        self._market = Market(batch, len(requests), most, known.steps, known.drafts, is_drafting)
+        prices = self.known.steps, self.known.drafts
+        self._market = Market(batch, len(requests), most, *prices, bool(self._names))
         self._can_gain = self._market.can_gain()
         self._best = self._market.plain
         if self._can_gain:
@@ -253,9 +253,14 @@ class AutoController(Controller):
                 continue
             new = {name for name in wish.names if self.known.model(name, request).drafts < UNKNOWN}
             if not new & unknown:
-                asked[request] = Asked(request, wish.names, left, wish.enough, tried=bool(new))
+                names = wish.names[-1:] if self._samples() else wish.names
+                asked[request] = Asked(request, names, left, wish.enough, tried=bool(new))
                 unknown |= new
         return asked
+
+    def _samples(self) -> bool:
+        """Whether this step asks second drafters alone: where first ones have nothing, they have less."""
+        return self._looked % SAMPLED == 0
 
     def _plan_of(self, asked: Asked) -> DraftPlan:
         """The plan of one request, which holds as long as the choice."""
@@ -316,8 +321,9 @@ class AutoController(Controller):
                 continue
             asked.drafted(drafter, first, trees.chances_of(index), trees.tree_lists(index)[1])
             model = self.known.model(drafter, part.request)
-            said = sorted(asked.said, reverse=True)
-            model.offer(key, part.request.segment, said, asked.length, part.plan.least_chance)
+            if drafter == asked.names[0]:  # where another one had too little, it is not what it is elsewhere
+                said = sorted(asked.said, reverse=True)
+                model.offer(key, part.request.segment, said, asked.length, part.plan.least_chance)
             asked.believed = model.chances(key, part.request.segment, asked.said)
             if trees.draws_of(index) is None:  # what was drawn must not decide what is verified of it
                 candidates += zip([-chance for chance in asked.believed], range(first, end), strict=True)
@@ -382,17 +388,11 @@ class AutoController(Controller):
 
     def _learn(self, key: Key, asked: Asked, draft: DraftFacts | None) -> int:
         """Take in what became of a request's draft: its accepted tokens."""
-        for name in asked.names:  # those that had nothing, or too little
-            if name == asked.drafter:
-                break
-            model = self.known.model(name, asked.request)
-            model.offer(key, asked.request.segment, (), asked.length, asked.least_chance(name))
+        if (first := asked.names[0]) != asked.drafter:  # it had nothing, or too little
+            model = self.known.model(first, asked.request)
+            model.offer(key, asked.request.segment, (), asked.length, asked.least_chance(first))
         if draft is None or not asked.said:
             return 0
-        for name in asked.names[asked.names.index(asked.drafter) + 1 :]:  # would have had as good a one
-            model = self.known.model(name, asked.request)
-            said = sorted(map(model.calibration.said_for, asked.believed), reverse=True)
-            model.offer(key, asked.request.segment, said, asked.length, asked.least_chance(name))
         tried = [node for node, depth in enumerate(asked.depths) if depth <= draft.depth]
         path = set(draft.path)
         said, right = [asked.said[node] for node in tried], [node in path for node in tried]

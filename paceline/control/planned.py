@@ -56,6 +56,10 @@ class Asked:
         for chance, depth in zip(chances, self.depths, strict=True):
             self.said.append(NO_OPINION**depth if math.isnan(chance) else chance)
 
+    def told(self) -> tuple[str, str, int]:
+        """For the log: the request, who is asked, and for how many nodes."""
+        return f"{self.request.request_id}#{self.request.child}", "+".join(self.names), self.length
+
     def least_chance(self, drafter: str) -> float:
         """What a drafter must have said of a node for it to be drafted."""
         plan: DraftPlan | None = self.plan
