@@ -244,3 +244,15 @@ def test_what_it_did_can_be_told():
     assert facts.reason in auto.reasons
     assert facts.gain > 1.2
     assert facts.poor_segments == frozenset()
+
+
+def test_a_drafter_that_is_asked_where_another_has_nothing_is_not_thought_to_be_so_poor_elsewhere():
+    easy = [True, False, False]  # steps: in easy ones both drafters are good, in the others one has nothing
+    copies = SimulatedDrafter(lambda step: 0.9, finds=lambda step: float(easy[step % 3]))
+    head = SimulatedDrafter(lambda step: 0.9 if easy[step % 3] else 0.5, seconds_per_call=0.001)
+    world = World({"copies": copies, "head": head}, max_output=10**6)
+    auto = controller(world)
+    world.run(auto, 600)
+    firsts = [said[0] for said in auto.known.models["head", True].said]
+    assert any(len(wish.names) == 2 for wish in auto._wishes.values()), "one is asked after the other"
+    assert max(firsts) > 0.8, "it was asked in easy steps too"
