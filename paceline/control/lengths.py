@@ -117,9 +117,8 @@ class LengthController(Controller):
             others = others[:1]  # what becomes of short chains tells enough
         oldest = min(others, key=self._tried.__getitem__)
         token = self._seconds(best) / self._tokens(best)
-        lost = TRIED * max(0.0, self._seconds(oldest) - token) + SWITCH * self._seconds(
-            0
-        )  # if it brings nothing
+        lost = TRIED * max(0.0, self._seconds(oldest) - token)  # if it brings nothing
+        lost += SWITCH * self._seconds(0)
         if self._account < lost:
             return best
         self._account -= lost

@@ -78,7 +78,7 @@ def test_trying_costs_no_more_than_its_share():
     world = World({"d": SimulatedDrafter(lambda step: 0.1, seconds_per_level=0.001)})
     auto = controller(world)
     steps = world.run(auto, 1000)
-    assert auto.reasons["probe"] > 3
+    assert auto.reasons["probe"] > 5
     assert 0 < auto.regret < 0.01 * sum(step.seconds for step in steps)
 
 
@@ -153,8 +153,7 @@ def test_a_draft_is_never_longer_than_what_a_request_may_still_have():
 
 
 def test_every_change_of_mind_is_written_down_with_its_reason(tmp_path):
-    right = SimulatedDrafter(lambda step: 0.9 if step < 100 else 0.0, seconds_per_level=0.0008)
-    world = World({"d": right}, max_output=10**6)
+    world = World({"d": SimulatedDrafter(lambda step: 0.9 if step < 100 else 0.0)}, max_output=10**6)
     path = tmp_path / "decisions.jsonl"
     auto = controller(world, log=DecisionLog(path))
     world.run(auto, 300)

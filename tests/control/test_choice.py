@@ -76,7 +76,7 @@ def test_a_level_that_costs_a_pass_of_the_drafter_makes_drafts_short():
         drafts.observe(DraftCall("d", requests, levels, requests * levels, 0.0015 * levels), 0)
     _, best = market(FLAT, drafts, d=prospect(0.6))
     assert best.offer is not None
-    assert best.rows == 1
+    assert best.offer.length == 1
 
 
 def test_requests_compete_for_rows_and_each_has_the_drafter_that_is_good_for_it():
