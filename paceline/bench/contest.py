@@ -140,12 +140,13 @@ def run_contest(
     contest = Contest(options, chosen.threads, chosen.quantization, inexact=_inexact(options))
 
     disturbances = Disturbances()
+    ahead = model.backend.drafts_ahead
 
     def make(label: str) -> EngineRunner:
         gc.collect()  # pools of engines that are done
         engine = build_engine(configs[label], model).engine
         engine.prepare()
-        ahead = model.backend.drafts_ahead  # its steps do not tell what a pass takes
+        # steps that run ahead do not tell what a pass takes
         return EngineRunner(engine, None if ahead else disturbances, whole=ahead)
 
     makers = {label: partial(make, label) for label in options.methods}
@@ -153,8 +154,16 @@ def run_contest(
     passes = (COLD, WARM) if options.warm else (COLD,)
     for name, own in tasks.items():
         for profile in options.profiles:
+            # new engines on a GPU take seconds to capture their graphs, so they warm up once
+            cold = not (ahead and contest.rows)
             runs = measure_workload(
-                makers, own, rounds=options.rounds, profile=profile, passes=passes, on_turn=on_turn
+                makers,
+                own,
+                rounds=options.rounds,
+                profile=profile,
+                passes=passes,
+                warm_up=cold,
+                on_turn=on_turn,
             )
             contest.rows.extend(rows(name, runs, options.objective))
     path = resolve(options.model) if options.peers else None

@@ -52,11 +52,13 @@ def gpu_command(
         raise ConfigError(f"--quantization is one of {', '.join(QUANTIZATIONS)}, not {quantization!r}.")
     plan = planned(names, ways, None if requests is None else integers("--requests", requests))
     with progress(len(plan)) as on_turn:
-        lines = measure_gpu(
-            plan,
-            Setting(input_tokens, output_tokens, quantization),
-            lambda line: on_turn(f"{line.shape}, {line.method}, {line.requests}: {line.milliseconds:.2f} ms"),
-        )
+
+        def tell(line: Measured) -> None:
+            text = f"{line.shape}, {line.method}, {line.requests}: {line.milliseconds:.2f} ms"
+            on_turn(text)
+            typer.echo(text, err=True)  # what was measured stays, whatever becomes of the next line
+
+        lines = measure_gpu(plan, Setting(input_tokens, output_tokens, quantization), tell)
     report.show([gpu_table(lines)], NOTES, {"lines": [asdict(line) for line in lines]})
 
 

@@ -83,17 +83,20 @@ def measure_workload(
     rounds: int,
     profile: Profile = ONE_BY_ONE,
     passes: Sequence[str] = (COLD,),
+    warm_up: bool = True,
     on_turn: OnTurn = lambda _: None,
 ) -> Runs:
     """All contestants' turns on a workload.
 
     A turn is one prompt, or some waves of as many as come at once, or, where requests come when they are
     due, all. All contestants have their turn on a group at once, in slices, before anyone sees the next. A
-    round is so many passes over the workload by the same runners, new ones.
+    round is so many passes over the workload by the same runners, new ones. Others warm up before them,
+    unless the code of all contestants is known to be compiled.
     """
     groups = list(_groups(tasks, profile))
     chance = random.Random(0)
-    _warm_up(makers, groups[0], profile)
+    if warm_up:
+        _warm_up(makers, groups[0], profile)
     turns: dict[Key, list[list[Turn]]] = {(name, label): [] for name in passes for label in makers}
     for number in range(rounds):
         runners = {label: make() for label, make in makers.items()}

@@ -86,6 +86,18 @@ def test_all_methods_answer_a_prompt_before_anyone_sees_the_next() -> None:
     assert [set(order[start : start + 2]) for start in range(0, 8, 2)] == [{OFF, "memory"}] * 4
 
 
+@pytest.mark.parametrize(("warm_up", "engines"), [(True, 4), (False, 3)])
+def test_engines_are_new_in_every_round_and_others_warm_up(warm_up: bool, engines: int) -> None:
+    made: list[EngineRunner] = []
+
+    def make() -> EngineRunner:
+        made.append(off_engine())
+        return made[-1]
+
+    measure_workload({OFF: make}, tasks(1), rounds=3, warm_up=warm_up)
+    assert len(made) == engines
+
+
 def test_requests_at_once_share_a_turn_within_their_segment() -> None:
     runs = measure_workload(MAKERS, tasks(3, "aab"), rounds=1, profile=closed(2))
     assert [[task.id for task in group] for group in runs.groups] == [["task 0", "task 1"], ["task 2"]]
