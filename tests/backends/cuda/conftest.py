@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -13,5 +15,6 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session")
 def dtype() -> torch.dtype:
-    """The interpreter knows no bfloat16."""
-    return torch.bfloat16 if torch.cuda.is_available() else torch.float16
+    """bfloat16 on a GPU, unless PACELINE_TEST_DTYPE says float16; the interpreter knows no bfloat16."""
+    usual = "bfloat16" if torch.cuda.is_available() else "float16"
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}[os.getenv("PACELINE_TEST_DTYPE", usual)]
