@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 SPARE = 64  # tokens of room that are reserved together
 MOST_DRAFTS = 4  # lengths of chains: each has buffers of its own; others go step by step
 DEPTH = 2  # passes of decoding in flight when the first of them is read
+# Passes that those who come wait, together, for each one that decodes, and at most: a pass over prompts costs
+# all who decode about one of their own, whether it is over one prompt or over three.
+WAITED_EACH, MOST_WAITED = 0.25, 4
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class RunAhead:
         self._flight: deque[Flying] = deque()
         self._known: dict[Request, int] = {}  # to the decoder: in how many passes in flight each is
         self._handed: dict[Request, None] = {}  # those that the decoder drafts for
+        self._waited = 0  # passes, by those who have come and whose prompts have not begun, together
         self._error: Exception | None = None  # that a pass was lost by when it was to begin
         self.is_offered = True  # until there is no decoder: steps should not pay
 
@@ -132,6 +136,14 @@ class RunAhead:
     def _in_flight(self) -> int:
         """Rows of a request that is in all passes in flight."""
         return sum([1 + flying.plan.levels for flying in self._flight if flying.prompts is None])
+
+    def are_enough(self, coming: int, decoding: int) -> bool:
+        """Whether it is time to compute the prompts of so many who have come. Asked once a pass."""
+        self._waited = self._waited + coming if coming else 0
+        if not coming or self._waited < min(WAITED_EACH * decoding, MOST_WAITED):
+            return False
+        self._waited = 0
+        return True
 
     def add_prompts(self, prompts: PromptPass) -> None:
         """Take a pass over prompts, which has begun behind those in flight."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -138,9 +139,13 @@ class Engine:
         self._drafting.prepare()
         for plan in dict.fromkeys([PLAIN, *self._controller.plans_ahead()]):
             self._controller.expect(plan, self._ahead.prepare(plan))
+        gc.unfreeze()  # engines that are gone
+        gc.collect()
+        gc.freeze()  # to look through all that was loaded takes a quarter of a second, between any two steps
 
     def close(self) -> None:
         """End: what drafters and the controller keep on disk is written."""
+        gc.unfreeze()
         self._drafting.close()
         self._controller.close()
 
@@ -228,7 +233,8 @@ class Engine:
         has_pass, running = self._ahead.has_pass(), self.scheduler.running
         if not self._choosing or not running:
             return has_pass
-        comes, decoding = self.scheduler.may_admit, running
+        coming, decoding = self.scheduler.num_admissible, running
+        comes = self._ahead.are_enough(coming, len(running))
         if comes or not self._ahead.holds(running):
             computing = self._ahead.computing
             decoding = [

@@ -63,9 +63,9 @@ class Scheduler:
         request.status = Status.FINISHED
 
     @property
-    def may_admit(self) -> bool:
-        """Whether somebody waits and a slot is free; there may be no pages."""
-        return bool(self.waiting) and len(self.running) < self._max_num_seqs
+    def num_admissible(self) -> int:
+        """How many of those who wait there are slots for; there may be no pages."""
+        return min(len(self.waiting), self._max_num_seqs - len(self.running))
 
     def schedule(
         self, plans: Sequence[DraftPlan], resting: Collection[Request] = frozenset()

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +20,7 @@ from paceline.backends.base import AheadDraft, AheadOutput, Float32Array, Int32A
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
 from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork
 from paceline.backends.cuda.draft_shape import chain_shape
-from paceline.backends.cuda.graphs import bucket, buckets
+from paceline.backends.cuda.graphs import Graphs, bucket, buckets
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.model import Pool
 from paceline.backends.cuda.tables import sent
@@ -46,7 +47,6 @@ class Loop:
     """The passes of one length of drafts."""
 
     steps: DecodeLoop
-    kept: HeadPool | None  # of the head that drafts
     buffers: deque[Buffer]  # the next one first
     most: int  # requests of a pass
     width: int  # most tokens that a pass gives a request
@@ -71,6 +71,9 @@ class CudaAhead:
         self._feature_layers, self._kept = feature_layers, kept
         self._rows = bucket(slots)
         self._requests = make_requests(slots, longest, page_size, self.device)
+        # int64 [facts of a joining request, requests]
+        self._told = torch.zeros((7, self._rows), dtype=torch.int64, device=self.device)
+        self._graphs = Graphs(self.device)
         self._pages = np.zeros(tuple(self._requests.pages.shape), dtype=np.int32)  # as the device has them
         # [slots] tokens computed before the next pass, at most
         self._lengths = np.zeros(slots, dtype=np.int32)
@@ -84,7 +87,6 @@ class CudaAhead:
     @torch.inference_mode()
     def join(self, requests: Joining) -> None:
         """Learn to know requests, or the present state of known ones."""
-        state = self._requests
         told = np.stack(
             (
                 requests.slots.astype(np.int64),
@@ -96,15 +98,23 @@ class CudaAhead:
                 requests.temperatures.view(np.int64),
             )
         )
-        slots, lengths, limits, before, last, seeds, temperatures = sent(told, self.device)
+        count = bucket(len(requests.slots))
+        told = told[:, np.arange(count) % len(requests.slots)]  # to say a thing twice does no harm
+        self._told[:, :count].copy_(sent(told, self.device))
+        self._graphs.run(count, lambda: self._take_over(count))
+        self._lengths[requests.slots] = requests.lengths
+        self._last = None
+
+    def _take_over(self, count: int) -> None:
+        """Write to the state what was told of so many requests."""
+        state = self._requests
+        slots, lengths, limits, before, last, seeds, temperatures = self._told[:, :count]
         state.lengths[slots] = lengths.int()
         state.limits[slots] = limits.int()
         state.tokens[slots, (lengths - 1).clamp(min=0)] = before.int()
         state.tokens[slots, lengths] = last.int()
         state.seeds[slots] = seeds
         state.temperatures[slots] = temperatures.view(torch.float64)
-        self._lengths[requests.slots] = requests.lengths
-        self._last = None
 
     @torch.inference_mode()
     def launch(
@@ -121,7 +131,7 @@ class CudaAhead:
             buffer.done.synchronize()  # of a pass that nobody has read; else it was waited for
         self._send_pages(own, page_tables, buffer)
         if own != self._slots or loop is not self._last:
-            steps.begin(own, rows, None if loop.kept is None else self._last_features(own, loop.kept))
+            steps.begin(own, rows)
             self._slots, self._last = own, loop
         if given is not None:
             steps.drafted(rows)[: len(own), 1:] = sent(given, self.device)
@@ -159,6 +169,8 @@ class CudaAhead:
     @torch.inference_mode()
     def prepare(self, draft: AheadDraft | None) -> dict[int, float]:
         """Capture a graph of every bucket, over rows that are all padding, and time it on a GPU."""
+        for count in buckets(self._rows):  # of requests that join; nobody has yet
+            self._graphs.run(count, partial(self._take_over, count))
         loop, seconds = self._loop(draft), {}
         steps = loop.steps
         for rows in buckets(loop.most):
@@ -182,17 +194,16 @@ class CudaAhead:
         """The loop of these drafts, which is made when it is first asked for."""
         if draft in self._loops:
             return self._loops[draft]
-        network, kept, layers = None, None, self._feature_layers
+        network, keeps, layers = None, None, self._feature_layers
         shape, most = chain_shape(0 if draft is None else draft.length), self._rows
         if draft is not None and draft.most_requests is not None:
             most = min(most, bucket(draft.most_requests))
         if draft is not None and draft.runner is not None:
             runner = cast(Any, draft.runner)
-            kept, layers = cast(HeadPool, draft.pool), draft.feature_layers
+            keeps, layers = cast(HeadPool, draft.pool), draft.feature_layers
             places = (self._longest, self._page_size)
-            network = HeadNetwork(runner.weights, kept, layers, shape, most, *places)
-        keeps = kept
-        if kept is None and self._kept:
+            network = HeadNetwork(runner.weights, keeps, layers, shape, most, *places)
+        elif self._kept:
             keeps, layers = cast(HeadPool, self._kept[0].pool), self._kept[0].layers
         steps = DecodeLoop(
             self._weights,
@@ -206,15 +217,8 @@ class CudaAhead:
             kept=keeps,
         )
         buffers = deque(self._buffer(steps, most, gives_features=keeps is None) for _ in range(BUFFERS))
-        self._loops[draft] = Loop(steps, kept, buffers, most, steps.output.shape[1])
+        self._loops[draft] = Loop(steps, buffers, most, steps.output.shape[1])
         return self._loops[draft]
-
-    def _last_features(self, slots: Sequence[int], kept: HeadPool) -> torch.Tensor:
-        """The features float32 [slots, width] of the last computed tokens, with which drafting begins."""
-        state, own = self._requests, sent(np.array(slots, dtype=np.int64), self.device)
-        index = state.lengths[own].long() - 1
-        pages = state.pages[own, index.clamp(min=0) // self._page_size].long()
-        return kept.features[pages * self._page_size + index % self._page_size].float()
 
     def _send_pages(self, slots: list[int], page_tables: Int32Array, buffer: Buffer) -> None:
         """Tell the device which entries of these slots' page tables have changed."""

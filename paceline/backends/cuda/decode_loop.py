@@ -133,19 +133,34 @@ class DecodeLoop:
 
         Before it the state of the slots must be written: all tokens, of which the last is not computed, pages
         for the KV indices below the limit, and at least one computed token. A draft model must have computed
-        all but the last two tokens, a head the slots of all but the last one; a head also reads `features`
-        float32 [slots, width], the target's of each request's last computed token.
+        all but the last two tokens, a head the slots of all but the last one; a head also reads the target's
+        features of each request's last computed token: `features` float32 [slots, width], or those that its
+        pool keeps.
         """
-        state, chosen = self.requests, self._slots[:rows]
+        chosen = self._slots[:rows]
         chosen.copy_(sent(np.array(slots + [-1] * (rows - len(slots)), np.int32), chosen.device))
+        self._graphs.run(("begin", rows), lambda: self._begin(rows))
+        if features is not None and self.draft is not None and self.draft.features is not None:
+            self._first_features(self.draft.features)[: len(slots)] = features
+
+    def _begin(self, rows: int) -> None:
+        """Take over what the state says of the chosen slots."""
+        state, chosen = self.requests, self._slots[:rows]
         own = chosen.clamp(min=0).long()
         self._request_seeds[:rows] = state.seeds[own]
         self._request_temperatures[:rows] = state.temperatures[own]
         self._seeds[:rows] = state.seeds[own][:, None]
         self._temperatures[:rows] = state.temperatures[own][:, None]
-        if features is not None and self.draft is not None and self.draft.features is not None:
-            self.draft.features.view(-1, self._nodes, features.shape[1])[: len(slots), 0] = features
+        if self.draft is not None and self.draft.features is not None and self._kept is not None:
+            index = (state.lengths[own].long() - 1).clamp(min=0)
+            pages = state.pages[own, index // self.page_size].long()
+            places = pages * self.page_size + index % self.page_size
+            self._first_features(self.draft.features)[:rows] = self._kept.features[places].float()
         begin_rows(chosen, state, self._shape, self._rows, self.page_size)
+
+    def _first_features(self, features: torch.Tensor) -> torch.Tensor:
+        """Those of roots, where a head looks for what it begins with: float32 [requests, width]."""
+        return features.view(-1, self._nodes, features.shape[1])[:, 0]
 
     @torch.inference_mode()
     def last_features(self, rows: int) -> torch.Tensor:

@@ -36,12 +36,10 @@ class Recording:
         self.counts, self.output = self.said[:rows], self.said[rows:].view(rows, width)
         self.nodes = torch.zeros((rows, width), dtype=torch.int32)
         self.begun: list[list[int]] = []
-        self.given: list[object] = []  # features
 
-    def begin(self, slots: Sequence[int], rows: int, features: torch.Tensor | None) -> None:
+    def begin(self, slots: Sequence[int], rows: int) -> None:
         assert rows >= len(slots)
         self.begun.append(list(slots))
-        self.given.append(None if features is None else features[:, 0].tolist())
 
     def drafted(self, rows: int) -> torch.Tensor:
         return self.nodes[:rows]
@@ -83,10 +81,7 @@ def decoder(loops):  # type: ignore[no-untyped-def]
 
 
 def head_draft(length: int) -> AheadDraft:
-    """A head whose pool keeps, at every place, its number."""
-    places = torch.arange(SLOTS * LONGEST, dtype=torch.float32)[:, None].repeat(1, 3)
-    pool = SimpleNamespace(features=places)
-    return AheadDraft(length, SimpleNamespace(weights=None), pool, (0, 1, 2))  # type: ignore[arg-type]
+    return AheadDraft(length, SimpleNamespace(weights=None), SimpleNamespace(), (0, 1, 2))  # type: ignore[arg-type]
 
 
 def joining(slots: Sequence[int], lengths: Sequence[int]) -> Joining:
@@ -135,18 +130,14 @@ def test_a_request_that_leaves_and_one_that_joins_begin_the_rows_anew(decoder, l
     assert state.temperatures[5] == 0.5
 
 
-def test_drafts_begin_with_the_features_that_the_heads_pool_keeps(decoder, loops) -> None:  # type: ignore[no-untyped-def]
-    """One loop for each length, over the same requests: rows are written anew when another takes its turn."""
+def test_each_length_has_a_loop_that_begins_anew_when_it_takes_its_turn(decoder, loops) -> None:  # type: ignore[no-untyped-def]
     tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
     short, long = head_draft(2), head_draft(3)
     decoder.join(joining([4, 2], [3, 5]))
     for draft in (None, short, short, long, short):
         decoder.launch([4, 2], tables, draft)
     plain, by_two, by_three = loops
-    first = [float(4 * LONGEST + 3), float(2 * LONGEST + 5)]  # what the plain pass has computed
-    assert plain.given == [None]
-    assert by_two.given == [first, [first[0] + 3, first[1] + 3]]
-    assert by_three.given == [[first[0] + 2, first[1] + 2]]
+    assert [len(loop.begun) for loop in (plain, by_two, by_three)] == [1, 2, 1]
     outputs = [decoder.read() for _ in range(5)]
     assert [output.tokens.shape[1] for output in outputs] == [1, 3, 3, 4, 3]
     assert [output.features is None for output in outputs] == [False, True, True, True, True]
@@ -158,7 +149,6 @@ def test_what_the_host_drafts_is_there_before_its_pass(decoder, loops) -> None: 
     by_host = AheadDraft(2)
     decoder.launch([4, 2], tables, by_host, np.array([[7, 8], [9, 0]], dtype=np.int32))
     assert loops[0].nodes[:2, 1:].tolist() == [[7, 8], [9, 0]]
-    assert loops[0].given == [None]
     assert decoder.read().tokens.shape == (2, 3)
 
 

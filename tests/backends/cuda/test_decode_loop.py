@@ -107,6 +107,23 @@ def test_drafting_on_the_device_leaves_the_tokens_as_they_are(
     assert case.state.tokens[1, LENGTH + 1 : LENGTH + 4].tolist() == plain
 
 
+def test_a_head_begins_with_the_features_that_its_pool_keeps(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    from paceline.backends.cuda.decode_loop import DecodeLoop
+    from paceline.backends.cuda.head import HeadPool
+
+    case = Case(0.0, device, dtype)
+    draft, pool = case.draft("head"), case.pool()
+    places = torch.arange(PAGES * PAGE_SIZE, device=device)[:, None].repeat(1, 64).to(dtype)
+    parts = torch.arange(2, dtype=torch.int32, device=device)
+    kept = HeadPool(PAGES, 0, draft.pool.keys, draft.pool.values, places, parts)
+    loop = DecodeLoop(case.weights, pool, case.state, ROWS, PAGE_SIZE, draft, kept=kept)
+    loop.begin([1], ROWS)
+    page = int(case.state.pages[1, (LENGTH - 1) // PAGE_SIZE])
+    assert draft.features[0].unique().tolist() == [page * PAGE_SIZE + (LENGTH - 1) % PAGE_SIZE]
+
+
 def test_a_head_catches_up_with_the_features_of_accepted_tokens(
     device: torch.device, dtype: torch.dtype
 ) -> None:
