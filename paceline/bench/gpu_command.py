@@ -75,10 +75,10 @@ def gpu_table(lines: Sequence[Measured]) -> Table:
     table = Table(title="Decoding on the GPU, random weights, greedy", title_justify="left")
     for heading in ("shape", "method"):
         table.add_column(heading)
-    for heading in ("requests", "ms/step", "steps x requests/s", "torch", "vLLM", "bar", "floor"):
+    for heading in ("requests", "ms/step", "steps x requests/s", "torch", "vLLM", "floor", "bar", ""):
         table.add_column(heading, justify="right")
     for line in lines:
-        others = (line.torch, line.vllm, line.bar, line.floor)
+        others = (line.torch, line.vllm, line.floor, line.bar)
         table.add_row(
             line.shape,
             WORDS[line.method],
@@ -86,5 +86,6 @@ def gpu_table(lines: Sequence[Measured]) -> Table:
             f"{line.milliseconds:.3f}",
             f"{1e3 * line.requests / line.milliseconds:,.0f}",
             *("" if value is None else f"{value:.2f}" for value in others),
+            line.verdict,
         )
     return table

@@ -65,9 +65,19 @@ def test_a_line_of_the_table() -> None:
         ["2,800"],
         [""],
         ["6.88"],
-        ["5.80"],
         ["4.21"],
+        ["5.80"],
+        ["met"],
     ]
+
+
+def test_a_bar_is_met_up_to_it_and_who_has_none_is_not_judged() -> None:
+    from paceline.bench.gpu import Measured
+
+    def verdict(milliseconds: float, bar: float | None) -> str:
+        return Measured("qwen2.5-1.5b", "plain", 1, milliseconds, 0.7, bar=bar).verdict
+
+    assert [verdict(1.0, 1.0), verdict(1.01, 1.0), verdict(1.0, None)] == ["met", "missed", ""]
 
 
 def test_a_tree_is_measured_against_the_chain_beside_it() -> None:
