@@ -9,7 +9,8 @@ contract of ForwardBatch as strictly as it can.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -31,9 +32,8 @@ from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
-from paceline.verify.reference import choose_token_reference
 from paceline.verify.verdict import Verdict
-from tests.toy_ahead import ToyAhead
+from tests.toy_ahead import ToyAhead, reference_token
 from tests.toy_tokenizer import VOCAB, ToyTokenizer
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -70,6 +70,7 @@ class ToyBackend(Backend):
         ahead: bool = False,
     ) -> None:
         self.chooses = chooses or ahead
+        self.keeps_ahead = ahead
         self.ahead = ahead
         self.num_launched = 0  # passes that were begun ahead
         self.page_size = page_size
@@ -108,6 +109,12 @@ class ToyBackend(Backend):
         chosen = None if batch.choices is None else self._choose(batch, pool, places, batch.choices)
         return ForwardOutput(self._logits[: len(batch.logit_rows)], features, chosen)
 
+    def begin(self, batch: ForwardBatch) -> Callable[[], ForwardOutput]:
+        """Passes of the decoder may come between: they do not disturb the output."""
+        output = self.forward(batch)
+        own = replace(output, logits=output.logits.copy())
+        return lambda: own
+
     def _row_logits(
         self, batch: ForwardBatch, pool: ToyPool, places: Sequence[npt.NDArray[np.int64]], row: int
     ) -> Float32Array:
@@ -131,13 +138,8 @@ class ToyBackend(Backend):
         chosen = []
         for row, seed, temperature in zip(choices.rows, choices.seeds, choices.temperatures, strict=True):
             logits = self._row_logits(batch, pool, places, int(row))
-            if temperature == 0:
-                chosen.append(-1 if np.isnan(logits).any() else int(logits.argmax()))
-            else:
-                position = int(batch.positions[row]) + 1
-                chosen.append(
-                    choose_token_reference(logits, float(temperature), 0, 1.0, 0.0, int(seed), position)
-                )
+            position = int(batch.positions[row]) + 1
+            chosen.append(reference_token(logits, float(temperature), (0, 1, 0), int(seed), position))
         self.num_chosen += len(chosen)
         return np.array(chosen, dtype=np.int32)
 

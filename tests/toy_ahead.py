@@ -8,10 +8,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backends.base import AheadDraft, AheadOutput, Choices, ForwardBatch, Int32Array, Joining
+from paceline.backends.base import AheadDraft, AheadOutput, Float32Array, ForwardBatch, Int32Array, Joining
+from paceline.verify.reference import choose_token_reference
 
 if TYPE_CHECKING:
     from tests.toy import ToyBackend, ToyPool
+
+
+def reference_token(
+    logits: Float32Array, temperature: float, kept: Sequence[float], seed: int, position: int
+) -> int:
+    """The token by the readable reference, or -1: there is none. `kept` are top_k, top_p and min_p."""
+    if temperature == 0:
+        return -1 if np.isnan(logits).any() else int(logits.argmax())
+    top_k, top_p, min_p = kept
+    return choose_token_reference(logits, temperature, int(top_k), top_p, min_p, seed, position)
 
 
 class ToyAhead:
@@ -28,6 +39,7 @@ class ToyAhead:
         self._limits = np.zeros(slots, dtype=np.int32)  # [slots]
         self._seeds = np.zeros(slots, dtype=np.uint64)  # [slots]
         self._temperatures = np.zeros(slots)  # [slots]
+        self._kept = np.zeros((slots, 3))  # [slots, 3]
         self._unread: deque[AheadOutput] = deque()
         self._by_host = False  # whether the host drafts
         self._told: dict[int, list[int]] = {}  # the pages that the last pass has told the next one of
@@ -37,6 +49,7 @@ class ToyAhead:
         self._tokens[slots], self._lengths[slots] = requests.tokens[:, 1], requests.lengths
         self._limits[slots] = requests.limits
         self._seeds[slots], self._temperatures[slots] = requests.seeds, requests.temperatures
+        self._kept[slots] = requests.kept
         self._told = {}
 
     def launch(
@@ -84,15 +97,18 @@ class ToyAhead:
                 row_offsets=np.arange(len(own) + 1, dtype=np.int32),
                 context_lengths=self._lengths[own],
                 page_tables=np.ascontiguousarray(page_tables[own]),
-                logit_rows=rows[:0],
+                logit_rows=rows,
                 pool=self._pool,
-                choices=Choices(rows, self._seeds[own], self._temperatures[own]),
             )
         )
-        assert output.chosen is not None
-        self._tokens[own] = np.maximum(output.chosen, 0)
         self._lengths[own] += 1
-        return output.chosen
+        options = self._temperatures, self._kept, self._seeds, self._lengths
+        chosen = [
+            reference_token(logits, *(of_slots[slot].tolist() for of_slots in options))
+            for logits, slot in zip(output.logits, own, strict=True)
+        ]
+        self._tokens[own] = np.maximum(chosen, 0)
+        return np.array(chosen, dtype=np.int32)
 
     def _next_pages(self, slot: int, page_tables: Int32Array) -> list[int]:
         """The pages that the next pass of a slot writes to."""

@@ -108,6 +108,7 @@ class Joining:
     limits: Int32Array  # [requests] KV indices from here on are not computed
     seeds: UInt64Array  # [requests]
     temperatures: Float64Array  # [requests]
+    kept: Float64Array  # [requests, 3] top_k, top_p and min_p: of a decoder of a backend that keeps some
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,6 +201,7 @@ class Backend(Protocol):
     supports_features: bool
     chooses: bool = False  # it takes a batch's choices
     drafts_ahead: bool = False  # decode_ahead takes drafts
+    keeps_ahead: bool = False  # decode_ahead takes top_k, top_p and min_p
 
     def make_pool(self, num_pages: int) -> KVPool:
         """Storage for `num_pages` pages of keys and values of this model."""

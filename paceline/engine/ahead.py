@@ -333,13 +333,15 @@ class RunAhead:
 
 
 def _joining(requests: Sequence[Request]) -> Joining:
+    params = [request.params for request in requests]
     return Joining(
         slots=np.array([request.slot for request in requests], dtype=np.int32),
         tokens=np.array([[0, *request.token_ids[-2:]][-2:] for request in requests], dtype=np.int32),
         lengths=np.array([request.num_computed for request in requests], dtype=np.int32),
         limits=np.array([request.most_tokens - 1 for request in requests], dtype=np.int32),
         seeds=np.array([request.seed for request in requests], dtype=np.uint64),
-        temperatures=np.array([request.params.temperature for request in requests], dtype=np.float64),
+        temperatures=np.array([own.temperature for own in params], dtype=np.float64),
+        kept=np.array([(own.top_k, own.top_p, own.min_p) for own in params], dtype=np.float64),
     )
 
 

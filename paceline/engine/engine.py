@@ -241,7 +241,8 @@ class Engine:
                 request for request in running if request.num_pending == 1 and request not in computing
             ]
             comes = not computing and (comes or len(decoding) < len(running))
-            if not decoding or not all(request.races for request in decoding):
+            keeps = self.backend.keeps_ahead
+            if not decoding or not all(own.races or (keeps and own.races_among_kept) for own in decoding):
                 return has_pass
         plans = self._plan()
         planned = dict(zip(running, plans, strict=True))

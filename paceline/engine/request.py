@@ -92,7 +92,7 @@ class Request:
     num_preemptions: int = 0
     speculative: SpeculativeCounts = field(default_factory=SpeculativeCounts)
     failed_drafters: set[str] = field(default_factory=set)  # raised for this request: not asked again
-    _races_from: float = math.inf  # tokens of output from which on it races
+    _races_from: float = math.inf  # tokens of output from which on it races among what is kept
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -129,12 +129,16 @@ class Request:
     @property
     def races(self) -> bool:
         """Whether its next tokens are argmax(logits / temperature + noise), and nothing else is asked for."""
+        return self.races_among_kept and (self.sampler.greedy or self.sampler.keeps_all)
+
+    @property
+    def races_among_kept(self) -> bool:
+        """Whether that is so among the tokens that top_k, top_p and min_p keep."""
         return self.num_output >= self._races_from
 
     def _first_race(self) -> float:
         params = self.params
-        keeps_all = params.greedy or (params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0)
-        if not keeps_all or params.logprobs is not None or not self.sampler.leaves_logits(params.min_tokens):
+        if params.logprobs is not None or not self.sampler.leaves_logits(params.min_tokens):
             return math.inf
         return 0 if self.sampler.leaves_logits(0) else params.min_tokens
 

@@ -23,7 +23,7 @@ Options = tuple[float, int, float, float]  # temperature (not 0), top_k, top_p, 
 Scratch = tuple[Float64Array, Int64Array, Int64Array]  # scaled, ids, weights: [vocab] each
 
 MASS_ONE = 2.0**40  # the mass of the likeliest token; what is 2^-40 of it or less counts as nothing
-_MASSLESS = 28.0  # exp(-28) * MASS_ONE is less than 1
+MASSLESS = 28.0  # exp(-28) * MASS_ONE is less than 1
 _BUCKETS = 2048
 _BUCKET_RANGE = 64.0
 
@@ -41,7 +41,7 @@ def keep(logits: Float32Array, span: Span, options: Options, scratch: Scratch) -
     peak, low = span[0] / temperature, span[1] / temperature
     floor = peak + log(min_p) if min_p > 0.0 else -np.inf
     if top_p < 1.0:
-        floor = max(floor, peak - _MASSLESS)  # top_p keeps nothing that has no mass
+        floor = max(floor, peak - MASSLESS)  # top_p keeps nothing that has no mass
     count = 0
     for token in range(len(logits)):
         ids[count] = token

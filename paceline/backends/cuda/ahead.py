@@ -27,6 +27,7 @@ from paceline.backends.cuda.tables import sent
 from paceline.backends.cuda.weights import Weights
 
 TIMED = 5  # steps by which the time of one is measured
+KEEP_ALL = (0.0, 1.0, 0.0)  # top_k, top_p, min_p
 BUFFERS = 4  # more than there are passes in flight, so that none is written before it was read
 
 
@@ -72,11 +73,12 @@ class CudaAhead:
         self._rows = bucket(slots)
         self._requests = make_requests(slots, longest, page_size, self.device)
         # int64 [facts of a joining request, requests]
-        self._told = torch.zeros((7, self._rows), dtype=torch.int64, device=self.device)
+        self._told = torch.zeros((10, self._rows), dtype=torch.int64, device=self.device)
         self._graphs = Graphs(self.device)
         self._pages = np.zeros(tuple(self._requests.pages.shape), dtype=np.int32)  # as the device has them
         # [slots] tokens computed before the next pass, at most
         self._lengths = np.zeros(slots, dtype=np.int32)
+        self._keeps_all = np.ones(slots, dtype=np.bool_)  # [slots] whether every token may be chosen
         self._loops: dict[AheadDraft | None, Loop] = {}
         self._last: Loop | None = (
             None  # of the last pass, if another one over the same slots needs nothing new
@@ -96,25 +98,28 @@ class CudaAhead:
                 requests.tokens[:, 1],
                 requests.seeds.view(np.int64),
                 requests.temperatures.view(np.int64),
+                *requests.kept.T.copy().view(np.int64),
             )
         )
         count = bucket(len(requests.slots))
         told = told[:, np.arange(count) % len(requests.slots)]  # to say a thing twice does no harm
         self._told[:, :count].copy_(sent(told, self.device))
         self._graphs.run(count, lambda: self._take_over(count))
+        self._keeps_all[requests.slots] = (requests.temperatures == 0) | (requests.kept == KEEP_ALL).all(1)
         self._lengths[requests.slots] = requests.lengths
         self._last = None
 
     def _take_over(self, count: int) -> None:
         """Write to the state what was told of so many requests."""
         state = self._requests
-        slots, lengths, limits, before, last, seeds, temperatures = self._told[:, :count]
+        slots, lengths, limits, before, last, seeds, temperatures, *kept = self._told[:, :count]
         state.lengths[slots] = lengths.int()
         state.limits[slots] = limits.int()
         state.tokens[slots, (lengths - 1).clamp(min=0)] = before.int()
         state.tokens[slots, lengths] = last.int()
         state.seeds[slots] = seeds
         state.temperatures[slots] = temperatures.view(torch.float64)
+        state.kept[slots] = torch.stack(kept, 1).view(torch.float64)
 
     @torch.inference_mode()
     def launch(
@@ -135,7 +140,7 @@ class CudaAhead:
             self._slots, self._last = own, loop
         if given is not None:
             steps.drafted(rows)[: len(own), 1:] = sent(given, self.device)
-        steps.step(rows)
+        steps.step(rows, bool(self._keeps_all[own].all()))
         used = loop.most + rows * loop.width
         buffer.said[:used].copy_(steps.said[:used], non_blocking=True)
         if buffer.features is not None:
@@ -178,6 +183,7 @@ class CudaAhead:
             steps.step(rows)
             if self.device.type == "cuda":
                 seconds[rows] = self._time(steps, rows)
+        steps.step(rows, keeps_all=False)  # compiles what all sizes use
         self._last = None
         return seconds
 

@@ -47,7 +47,7 @@ class CudaBackend(Backend):
     name = "cuda"
     page_size = PAGE_SIZE
     batch_invariant = True
-    chooses = drafts_ahead = True
+    chooses = drafts_ahead = keeps_ahead = True
     supports_features = True
 
     def __init__(self, weights: Weights, max_rows: int) -> None:

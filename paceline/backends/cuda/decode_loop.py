@@ -22,6 +22,7 @@ from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.attention import MOST_PATH, RowTables, tile_height
 from paceline.backends.cuda.kernels.features import keep_features
 from paceline.backends.cuda.kernels.guess import choose, guess, guesses_for
+from paceline.backends.cuda.kernels.keeping import find_cuts, kept_for
 from paceline.backends.cuda.kernels.sampling import candidates_for, race
 from paceline.backends.cuda.kernels.step_rows import (
     LAST,
@@ -113,9 +114,11 @@ class DecodeLoop:
         self._accepted, self._slots = integers(max_rows, shape.levels + 1), integers(max_rows)
         self._seeds = torch.zeros((max_rows, self._nodes), dtype=torch.int64, device=device)
         self._temperatures = torch.zeros((max_rows, self._nodes), dtype=torch.float64, device=device)
+        self._options = torch.zeros((max_rows, self._nodes, 3), dtype=torch.float64, device=device)
         self._request_seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._request_temperatures = torch.zeros(max_rows, dtype=torch.float64, device=device)
         self._candidates = candidates_for(max_rows * self._nodes, config.vocab_size, device)
+        self._kept_ids = kept_for(max_rows * self._nodes, config.vocab_size, device)
         self._workspace = make_workspace(weights, max_rows * self._nodes, requests.tokens.shape[1])
         self._few_rows = PersistentLayers(weights, self._workspace, pool, page_size)
         if draft is not None:
@@ -151,6 +154,7 @@ class DecodeLoop:
         self._request_temperatures[:rows] = state.temperatures[own]
         self._seeds[:rows] = state.seeds[own][:, None]
         self._temperatures[:rows] = state.temperatures[own][:, None]
+        self._options[:rows] = state.kept[own][:, None]
         if self.draft is not None and self.draft.features is not None and self._kept is not None:
             index = (state.lengths[own].long() - 1).clamp(min=0)
             pages = state.pages[own, index // self.page_size].long()
@@ -175,14 +179,17 @@ class DecodeLoop:
         return self._rows.lines[TOKENS, : rows * self._nodes].view(rows, self._nodes)
 
     @torch.inference_mode()
-    def step(self, rows: int) -> None:
-        """A step of all requests. `output` and `counts` have its tokens when the device is done."""
-        self._graphs.run(rows, lambda: self._step(rows))
+    def step(self, rows: int, keeps_all: bool = True) -> None:
+        """A step of all requests. `output` and `counts` have its tokens when the device is done.
 
-    def _step(self, rows: int) -> None:
+        `keeps_all`: no request has top_k, top_p or min_p, and nobody looks for what they keep.
+        """
+        self._graphs.run((rows, keeps_all), lambda: self._step(rows, keeps_all))
+
+    def _step(self, rows: int, keeps_all: bool) -> None:
         if self.draft is not None:
             self._propose(self.draft, rows)
-        self._verify(rows)
+        self._verify(rows, keeps_all)
         if self._kept is not None and self.features is not None:
             places = self._rows.lines[PLACES, : rows * self._nodes]
             keep_features(self.features, places, self._kept.parts, self._kept.features)
@@ -214,7 +221,7 @@ class DecodeLoop:
             guess(logits, size, ids, temperatures, seeds, lengths, number, self._guesses, count)
             choose(self._guesses, children, lines[TOKENS], self._chances, temperatures, count, rows)
 
-    def _verify(self, rows: int) -> None:
+    def _verify(self, rows: int, keeps_all: bool) -> None:
         """The target's pass over all nodes, and the token of each."""
         weights, workspace = self.weights, self._workspace
         inputs, count = self._pass(0, rows), rows * self._nodes
@@ -223,14 +230,19 @@ class DecodeLoop:
         if not plain or not self._few_rows.run(inputs.tokens, inputs.tables):
             run_layers(weights, workspace, inputs.tokens, inputs.tables, self.pool, self.page_size, *features)
         run_head(weights, workspace, workspace.attention_input, count)
+        vocab_size, temperatures = weights.config.vocab_size, self._temperatures[:rows].view(-1)
+        if not keeps_all:
+            options = self._options[:rows].view(-1, 3)
+            find_cuts(workspace.logits, vocab_size, temperatures, options, self._kept_ids, count)
         race(
             workspace.logits,
-            weights.config.vocab_size,
-            self._temperatures[:rows].view(-1),
+            vocab_size,
+            temperatures,
             self._seeds[:rows].view(-1),
             inputs.tables.positions,
             self._candidates,
             count,
+            None if keeps_all else self._kept_ids.cuts,
         )
 
     def _pass(self, number: int, rows: int) -> DraftRows:

@@ -36,6 +36,7 @@ class Recording:
         self.counts, self.output = self.said[:rows], self.said[rows:].view(rows, width)
         self.nodes = torch.zeros((rows, width), dtype=torch.int32)
         self.begun: list[list[int]] = []
+        self.kept_all: list[bool] = []
 
     def begin(self, slots: Sequence[int], rows: int) -> None:
         assert rows >= len(slots)
@@ -44,7 +45,8 @@ class Recording:
     def drafted(self, rows: int) -> torch.Tensor:
         return self.nodes[:rows]
 
-    def step(self, rows: int) -> None:
+    def step(self, rows: int, keeps_all: bool) -> None:
+        self.kept_all.append(keeps_all)
         state = self.requests
         for row, slot in enumerate(self.begun[-1]):
             self.output[row, 0] = state.pages[slot, state.lengths[slot] // PAGE]  # type: ignore[attr-defined]
@@ -92,6 +94,7 @@ def joining(slots: Sequence[int], lengths: Sequence[int]) -> Joining:
         limits=np.array(lengths, dtype=np.int32) + 20,
         seeds=np.array(slots, dtype=np.uint64) + np.uint64(2**63),
         temperatures=np.array(slots) / 10,
+        kept=np.array([(5 if slot == 3 else 0, 1, 0) for slot in slots], dtype=np.float64),
     )
 
 
@@ -163,6 +166,15 @@ def test_passes_that_are_dropped_are_not_read(decoder) -> None:  # type: ignore[
     assert decoder.read().tokens[:, 0].tolist() == [8]
 
 
+def test_passes_look_for_what_is_kept_while_a_request_has_such_options(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
+    decoder.join(joining([2, 3], [1, 1]))
+    for slots in ([2, 3], [2]):
+        decoder.launch(slots, tables, None)
+    assert loops[0].kept_all == [False, True]
+    assert decoder._requests.kept[[2, 3]].tolist() == [[0, 1, 0], [5, 1, 0]]
+
+
 @needs_gpu
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_engine_that_runs_ahead_gives_the_tokens_of_one_that_does_not(
@@ -192,6 +204,8 @@ def test_an_engine_that_runs_ahead_gives_the_tokens_of_one_that_does_not(
             prompt = np.random.default_rng(number).integers(2, VOCAB_SIZE, 3 + 5 * number).tolist()
             options = SamplingParams(
                 temperature=temperature,
+                top_k=5 * (number % 3),
+                top_p=1.0 if number % 2 else 0.9,
                 seed=number,
                 max_tokens=20 + number,
                 ignore_eos=True,

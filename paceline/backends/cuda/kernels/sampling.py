@@ -14,7 +14,16 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.launching import follow, overlaps
-from paceline.verify.floats import ATANH, LN2_HIGH, LN2_LOW, SQRT_HALF
+from paceline.verify.floats import (
+    ATANH,
+    EXP_LOWEST,
+    LN2_HIGH,
+    LN2_LOW,
+    LOG2_E,
+    ROUNDER,
+    SQRT_HALF,
+    TAYLOR,
+)
 
 BLOCK = 2048  # ids that a program looks at
 PART = 256  # of them at once
@@ -22,7 +31,11 @@ UNUSABLE = -1  # instead of a token: the logits hold NaN or infinity
 LN2_HIGH = tl.constexpr(LN2_HIGH)
 LN2_LOW = tl.constexpr(LN2_LOW)
 SQRT_HALF = tl.constexpr(SQRT_HALF)
+EXP_LOWEST = tl.constexpr(EXP_LOWEST)
+LOG2_E = tl.constexpr(LOG2_E)
+ROUNDER = tl.constexpr(ROUNDER)
 TERMS = tl.constexpr(tuple(float(term) for term in ATANH))
+EXP_TERMS = tl.constexpr(tuple(float(term) for term in TAYLOR))
 
 
 @dataclass(frozen=True)
@@ -42,8 +55,16 @@ def candidates_for(rows: int, vocab_size: int, device: torch.device) -> Candidat
     )
 
 
+@dataclass(frozen=True)
+class Cuts:
+    """What is kept of rows: logits / temperature above a value, and at it the ids up to one."""
+
+    values: torch.Tensor  # float64 [rows]
+    lasts: torch.Tensor  # int32 [rows]
+
+
 @triton.jit
-def _log(x):  # type: ignore[no-untyped-def]
+def logarithm(x):  # type: ignore[no-untyped-def]
     """The natural logarithm of positive doubles, the bits of verify/floats.py."""
     bits = x.to(tl.int64, bitcast=True)
     exponent = ((bits >> 52) & 0x7FF) - 1022
@@ -58,6 +79,18 @@ def _log(x):  # type: ignore[no-untyped-def]
     for term in tl.static_range(1, 12):
         series = series * square + TERMS[11 - term]
     return power * LN2_HIGH + (power * LN2_LOW + 2.0 * ratio * series)
+
+
+@triton.jit
+def exponential(x):  # type: ignore[no-untyped-def]
+    """The exponential of doubles that are not positive, the bits of verify/floats.py."""
+    x = tl.maximum(x, EXP_LOWEST)
+    power = (x * LOG2_E + ROUNDER) - ROUNDER
+    rest = (x - power * LN2_HIGH) - power * LN2_LOW
+    series = tl.zeros_like(rest) + EXP_TERMS[13]
+    for term in tl.static_range(1, 14):
+        series = series * rest + EXP_TERMS[13 - term]
+    return series * ((power.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit
@@ -82,7 +115,7 @@ def gumbel(token, seed, position):  # type: ignore[no-untyped-def]
     low, high = tl.where(odd, word_2, word_0), tl.where(odd, word_3, word_1)
     bits = (low.to(tl.int64) >> 12) | (high.to(tl.int64) << 20)  # the upper 52 of 64
     uniform = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
-    return -_log(-_log(uniform))
+    return -logarithm(-logarithm(uniform))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -91,10 +124,13 @@ def _race_kernel(  # type: ignore[no-untyped-def]
     temperatures_at,
     seeds_at,
     positions_at,
+    cuts_at,
+    lasts_at,
     scores_at,
     ids_at,
     vocab_size,
     logits_stride,
+    has_cuts: tl.constexpr,
     block: tl.constexpr,
     part: tl.constexpr,
     overlap: tl.constexpr,
@@ -114,8 +150,12 @@ def _race_kernel(  # type: ignore[no-untyped-def]
         unusable |= ((logits != logits) | (logits == float("inf"))).to(tl.int32)
         scores = logits.to(tl.float64)
         if temperature > 0:
-            noise = gumbel(token, seed, position)
-            scores = tl.where(logits > float("-inf"), scores / temperature + noise, float("-inf"))
+            scaled = scores / temperature
+            is_kept = logits > float("-inf")
+            if has_cuts:
+                cut, last = tl.load(cuts_at + row), tl.load(lasts_at + row)
+                is_kept = is_kept & ((scaled > cut) | ((scaled == cut) & (token <= last)))
+            scores = tl.where(is_kept, scaled + gumbel(token, seed, position), float("-inf"))
         chosen = tl.where(scores > best, token, chosen)
         best = tl.maximum(scores, best)
     highest = tl.max(best, 0)
@@ -171,11 +211,12 @@ def race(
     positions: torch.Tensor,
     candidates: Candidates,
     rows: int,
+    cuts: Cuts | None = None,
 ) -> None:
     """Write the best ids of each block of `logits` [rows, at least vocab_size] to `candidates`.
 
     `temperatures` [rows] float64, `seeds` [rows] int64 and `positions` [rows] int32 are those of the rows;
-    the token that a row gives stands one position behind it.
+    the token that a row gives stands one position behind it. With `cuts` only what they keep takes part.
     """
     overlap = overlaps(logits.device)
     _race_kernel[(rows, candidates.ids.shape[1])](
@@ -183,10 +224,13 @@ def race(
         temperatures,
         seeds,
         positions,
+        None if cuts is None else cuts.values,
+        None if cuts is None else cuts.lasts,
         candidates.scores,
         candidates.ids,
         vocab_size,
         logits.stride(0),
+        cuts is not None,
         BLOCK,
         PART,
         overlap,

@@ -25,6 +25,7 @@ class DeviceRequests:
     pages: torch.Tensor  # int32 [slots, most pages]
     seeds: torch.Tensor  # int64 [slots]
     temperatures: torch.Tensor  # float64 [slots] 0: greedy
+    kept: torch.Tensor  # float64 [slots, 3] top_k, top_p and min_p
 
 
 def make_requests(slots: int, longest: int, page_size: int, device: torch.device) -> DeviceRequests:
@@ -40,6 +41,7 @@ def make_requests(slots: int, longest: int, page_size: int, device: torch.device
         integers(slots, -(-longest // page_size)),
         torch.zeros(slots, dtype=torch.int64, device=device),
         torch.zeros(slots, dtype=torch.float64, device=device),
+        torch.zeros((slots, 3), dtype=torch.float64, device=device),
     )
 
 
