@@ -14,7 +14,7 @@ from paceline.backends.cuda.kernels.packing import depth_of, pack
 LEAST_TOKENS = 16  # rows of a tile
 MOST_TOKENS = 128
 MANY_TILES = {4: 448, 2: 264}  # of columns: then programs with the most rows take so many
-SHARED_BYTES = 208 << 10  # of a multiprocessor, less what the ends of programs need
+SHARED_BYTES = 208 << 10  # of a multiprocessor of Hopper, less what the ends of programs need
 PACKED_TOGETHER = 3  # programs of a multiprocessor, where weights are packed
 MOST_PACKED_TOKENS = 64  # registers are needed to unpack
 MOST_STAGES = 6
@@ -179,7 +179,13 @@ def stages_for(matrix: Matrix, tokens: int, tiles: int = 1) -> int:
     if tiles == 4:  # there is room for two steps, which is too little: programs read 64 of the depth at once
         size = size * 64 // matrix.tiling.step
     alone = matrix.tiling.splits > 1 or tokens == MOST_TOKENS
-    room = SHARED_BYTES if alone else SHARED_BYTES // 2
-    if matrix.tiling.packing != "none":
-        room = SHARED_BYTES // PACKED_TOGETHER
-    return max(2, min(MOST_STAGES, room // size))
+    together = PACKED_TOGETHER if matrix.tiling.packing != "none" else 1 if alone else 2
+    return max(2, min(MOST_STAGES, shared_bytes(matrix.weight.device) // together // size))
+
+
+def shared_bytes(device: torch.device) -> int:
+    """What programs of a multiprocessor may take of its shared memory; Hopper has more than others."""
+    if device.type != "cuda":
+        return SHARED_BYTES
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's types lack this one
+    return min(SHARED_BYTES, int(properties.shared_memory_per_block_optin))
