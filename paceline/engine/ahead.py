@@ -149,14 +149,11 @@ class RunAhead:
         """Take a pass over prompts, which has begun behind those in flight."""
         self._flight.append(Flying([part.request for part in prompts.parts], prompts=prompts))
 
-    def offers(self, plan: DraftPlan, count: int = 1) -> bool:
-        """Whether passes by this plan can run ahead, over so many requests."""
+    def offers(self, plan: DraftPlan) -> bool:
+        """Whether passes by this plan can run ahead."""
         if self._decoder() is None:
             return False
-        draft = self._draft(plan)
-        if plan.budget == 0 or draft is None:
-            return plan.budget == 0
-        return draft.most_requests is None or count <= draft.most_requests
+        return plan.budget == 0 or self._draft(plan) is not None
 
     def launch(self, requests: Sequence[Request], plan: DraftPlan) -> bool:
         """Begin passes over these requests, which all decode and race, as far as there is room for them.
@@ -171,14 +168,35 @@ class RunAhead:
             self._take_back()
         self._plan = plan
         try:
-            # what the host drafts stands behind tokens that it has read
-            depth = 1 if draft is not None and draft.runner is None else DEPTH
-            while sum([flying.prompts is None for flying in self._flight]) < depth:
-                if not self._launch_one(decoder, requests, draft):
-                    break
+            if draft is not None and draft.runner is None:
+                return self._launch_by_host(decoder, requests, draft)
+            while self._num_decoding < DEPTH and self._launch_one(decoder, requests, draft):
+                pass
         except Exception as error:  # whoever reads the pass is told
             self._error = error
         return True
+
+    def _launch_by_host(self, decoder: AheadDecoder, requests: Sequence[Request], draft: AheadDraft) -> bool:
+        """The same where the host drafts, behind tokens that it has read; False if a step should draft.
+
+        While it finds little, passes are plain, and begin before it was asked what follows them.
+        """
+        if any(flying.given is not None for flying in self._flight):
+            return True
+        chains = self._drafting.chains(self._plan, requests)
+        if sum(map(len, chains)) < len(requests):  # not worth a pass that everybody waits for
+            while self._num_decoding < DEPTH and self._launch_one(decoder, requests, None):
+                pass
+        elif len(requests) > (draft.most_requests or len(requests)):
+            return False
+        elif not self._num_decoding:  # else it is asked again when all is read
+            self._launch_one(decoder, requests, draft, chains)
+        return True
+
+    @property
+    def _num_decoding(self) -> int:
+        """Passes in flight, but those over prompts."""
+        return sum([flying.prompts is None for flying in self._flight])
 
     def _decoder(self) -> AheadDecoder | None:
         if self._made is None and self.is_offered:
@@ -198,20 +216,19 @@ class RunAhead:
         return self._drafts.get(plan)
 
     def _launch_one(
-        self, decoder: AheadDecoder, requests: Sequence[Request], draft: AheadDraft | None
+        self,
+        decoder: AheadDecoder,
+        requests: Sequence[Request],
+        draft: AheadDraft | None,
+        given: list[Sequence[int]] | None = None,
     ) -> bool:
         """Whether one more pass was begun."""
         known = self._known
         going = [
             request for request in requests if request.num_output + known.get(request, 0) < request.max_output
         ]
-        if not going or not self._have_room(going):
+        if self._are_ending(going) or not self._have_room(going):
             return False  # what was reserved in vain is let go by the next commit
-        plan, given = self._plan, None
-        if draft is not None and draft.runner is None:
-            given = self._drafting.chains(plan, going)
-            if not any(given):
-                plan, draft, given = PLAIN, None, None
         by_head = draft is not None and draft.runner is not None
         fresh = [request for request in going if request not in self._handed] if by_head else []
         if fresh:
@@ -219,6 +236,7 @@ class RunAhead:
                 return False
             self._handed.update(dict.fromkeys(fresh))
         new = [request for request in going if request not in known]
+        plan = PLAIN if draft is None else self._plan
         self._flight.append(Flying(going, plan, given))
         if new:
             self._forget_finished()
@@ -228,6 +246,14 @@ class RunAhead:
         slots, tables = [request.slot for request in going], self._kv.page_tables
         decoder.launch(slots, tables, draft, None if given is None else _padded(given, plan.levels))
         return True
+
+    def _are_ending(self, requests: Sequence[Request]) -> bool:
+        """Whether passes in flight will probably end all of these: another one would be for nobody."""
+        each = 1 + self._plan.levels // 2
+        return all(
+            request.num_output + each * self._known.get(request, 0) >= request.max_output
+            for request in requests
+        )
 
     def _have_room(self, requests: Sequence[Request]) -> bool:
         """Whether there are pages for another pass, and for what it tells the next one of."""

@@ -248,7 +248,7 @@ class Engine:
         planned = dict(zip(running, plans, strict=True))
         plan = planned[decoding[0]]
         alike = all(own is plan or own == plan for own in map(planned.__getitem__, decoding))
-        goes_on = alike and self._ahead.offers(plan, len(decoding))
+        goes_on = alike and self._ahead.offers(plan)
         if comes and goes_on:
             self._begin_prompts(decoding)
         goes_on = goes_on and self._ahead.launch(decoding, plan)

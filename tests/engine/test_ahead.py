@@ -167,6 +167,19 @@ def test_no_pass_is_begun_for_tokens_that_nobody_may_have():
     assert sum(rows for _, rows in backend.batches) == 5 + 9
 
 
+def test_no_pass_is_begun_when_those_in_flight_will_probably_end_all():
+    """Chains of 3 are right for 0 to 3 tokens, so two passes are thought to give four."""
+    drafter = ScriptedDrafter({tuple(prompt(1, 5)): []}, "right")
+    backend = ToyBackend(ahead=True)
+    engine = toy_engine(backend, drafter=drafter, budget=3, branching=1)
+    (request,) = engine.add_request(prompt(1, 5), params(1, max_tokens=40, ignore_eos=True))
+    while engine.has_unfinished:
+        engine.step()
+        flying = sum(request in flying.requests for flying in engine._ahead._flight)
+        assert request.finished or flying < 2 or request.num_output + 2 < 40
+    assert request.num_output == 40
+
+
 def test_the_facts_of_a_step_are_those_of_the_pass_that_was_read():
     engine, _ = steady_engine()
     contexts = sum(request.num_computed for request in engine.scheduler.running)
@@ -308,3 +321,29 @@ def test_a_drafter_of_the_host_gives_the_next_pass_what_it_makes_of_the_last():
     counts = request.speculative
     assert counts.num_accepted_draft_tokens == counts.num_draft_tokens > 0  # it is always right
     assert backend.num_launched == -(-(request.num_output - 1) // 4)
+
+
+class Silent(Hosted):
+    """Finds something to draft behind some tokens only."""
+
+    def propose(self, requests, plans):
+        silent = [
+            plan if len(request.token_ids) % 8 > 4 else PLAIN
+            for request, plan in zip(requests, plans, strict=True)
+        ]
+        return super().propose(requests, silent)
+
+
+def test_while_a_drafter_of_the_host_finds_nothing_passes_are_plain_and_run_ahead():
+    number = 2
+    drafter = Silent({tuple(REQUESTS[number][0]): expected(number)[0]}, "right")
+    backend = ToyBackend(ahead=True)
+    engine = toy_engine(backend, drafter=drafter, budget=3, branching=1)
+    (request,) = engine.add_request(*REQUESTS[number])
+    in_flight = []
+    while engine.has_unfinished:
+        engine.step()
+        in_flight.append(len(engine._ahead._flight))
+    assert outcome(request) == expected(number)
+    assert request.speculative.num_accepted_draft_tokens > 0
+    assert {0, 1} <= set(in_flight)  # behind plain passes there is another one
