@@ -63,6 +63,7 @@ def test_of_many_rows_a_program_may_have_two_tiles_or_four(
     from paceline.backends.cuda.kernels import linear, matrix
 
     monkeypatch.setattr(matrix, "MANY_TILES", {4: 4, 2: 2})
+    monkeypatch.setattr(matrix, "FEW_PROGRAMS", 0)
     case, rows = Case(device, dtype, splits=1, step=128), 70
     assert [matrix.cut_for(own, rows, wide=True).options["tiles"] for own in (case.matrix, case.pair)] == [
         2,
@@ -75,6 +76,23 @@ def test_of_many_rows_a_program_may_have_two_tiles_or_four(
     linear.gate_up(case.normed, case.pair, mixed, rows, case.scratch)
     gate, up = (case.plain(rows) @ case.weight.float().T).chunk(2, -1)
     near(mixed[:rows], F.silu(gate) * up)
+
+
+def test_programs_of_a_small_matrix_share_the_rows_as_long_as_they_are_few(
+    device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.backends.cuda.kernels import matrix
+
+    case, rows = Case(device, dtype), 70
+    programs = case.matrix.tiles * case.matrix.tiling.splits
+
+    def tokens(few: int) -> int:
+        monkeypatch.setattr(matrix, "FEW_PROGRAMS", few)
+        cut = matrix.cut_for(case.matrix, rows)
+        assert cut.grid[0] == -(-rows // cut.options["tokens"])
+        return int(cut.options["tokens"])
+
+    assert [tokens(few) for few in (programs, 2 * programs, 3 * programs, 5 * programs)] == [128, 64, 32, 16]
 
 
 def test_a_product_added_to_the_residual_stream_prepares_the_next_norm(

@@ -18,6 +18,8 @@ SHARED_BYTES = 208 << 10  # of a multiprocessor of Hopper, less what the ends of
 PACKED_TOGETHER = 3  # programs of a multiprocessor, where weights are packed
 MOST_PACKED_TOKENS = 64  # registers are needed to unpack
 MOST_STAGES = 6
+FEW_PROGRAMS = 264  # two for each multiprocessor
+SMALL_BYTES = 4 << 20  # of a matrix that may be read again for every tile of rows: it is in the cache
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def scratch_for(matrices: list[Matrix], rows: int, device: torch.device) -> Scra
     split = [matrix for matrix in matrices if matrix.tiling.splits > 1]
     padded = padded_rows(rows)
     floats = max((m.tiling.splits * m.padded_width * padded for m in split), default=1)
-    tiles = max((m.tiles * padded // row_tile(m, rows) for m in split), default=1)
+    tiles = max((m.tiles * padded // LEAST_TOKENS for m in split), default=1)
     return Scratch(
         torch.empty(floats, dtype=torch.float32, device=device),
         torch.zeros(tiles, dtype=torch.int32, device=device),
@@ -130,9 +132,13 @@ def padded_rows(rows: int) -> int:
 
 
 def row_tile(matrix: Matrix, rows: int) -> int:
-    """How many rows a program of this matrix has."""
+    """How many rows a program of this matrix has: as many as there are, unless programs are few then."""
     most = MOST_TOKENS if matrix.tiling.packing == "none" else MOST_PACKED_TOKENS
-    return min(token_tile(rows), most)
+    tokens, programs = min(token_tile(rows), most), matrix.tiles * matrix.tiling.splits
+    if matrix.weight.nbytes <= SMALL_BYTES:
+        while tokens > LEAST_TOKENS and programs * -(-2 * rows // tokens) <= FEW_PROGRAMS:
+            tokens //= 2
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,7 @@ def cut_for(matrix: Matrix, rows: int, wide: bool = False) -> Cut:
     }
     if wide:
         options["tiles"] = tiles
-    return Cut((padded_rows(rows) // tokens, matrix.tiles // tiles, tiling.splits), options)
+    return Cut((-(-rows // tokens), matrix.tiles // tiles, tiling.splits), options)
 
 
 def tiles_at_once(matrix: Matrix, tokens: int) -> int:
