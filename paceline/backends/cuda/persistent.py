@@ -41,7 +41,7 @@ MOST_ROWS = 2  # with more the separate kernels are as fast
 HEAD_SIZES = (64, 128)  # with others it was not tried, or has too many registers
 MOST_HIDDEN = 2048  # larger models keep memory busy without it
 MOST_SLOTS, LEAST_SLOTS = 16, 6  # of the ring
-OTHER_BYTES = 2048  # of shared memory, beside the ring and the room
+OTHER_BYTES, LAYER_BYTES = 2048, 72  # of shared memory, for what is small, and for each layer's addresses
 POWERS_OF_TWO = 1.4426950408889634  # of e: attention's weights are powers of two
 
 
@@ -214,7 +214,7 @@ def _sizes(weights: Weights, tables: RowTables, page_size: int, blocks: int) -> 
         "SCALE_BITS": _bits(config.head_dim**-0.5 * POWERS_OF_TWO),
     }
     shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    room = shared - OTHER_BYTES - _room(sizes)
+    room = shared - _room(sizes)
     sizes["SLOTS"] = min(MOST_SLOTS, room // slot)
     return sizes if sizes["SLOTS"] >= LEAST_SLOTS else None
 
@@ -241,14 +241,14 @@ def _is_plain(weights: Weights) -> bool:
 
 
 def _room(sizes: dict[str, int]) -> int:
-    """Bytes of shared memory that products and attention use by turns."""
+    """Bytes of shared memory beside the ring: of these, products and attention use the most by turns."""
     products = sizes["ROWS"] * max(sizes["HIDDEN"], sizes["INTERMEDIATE"]) * 2 + sizes["SPLIT_JOBS"] * 512
     attention = (2 * BLOCK + LANES) * sizes["DIM"] * 2 + LANES * (BLOCK + 8) * 4
-    return max(products, attention)
+    return max(products, attention) + OTHER_BYTES + sizes["LAYERS"] * LAYER_BYTES
 
 
 def _shared_bytes(sizes: dict[str, int]) -> int:
-    return sizes["SLOTS"] * sizes["SLOT"] + _room(sizes) + OTHER_BYTES
+    return sizes["SLOTS"] * sizes["SLOT"] + _room(sizes)
 
 
 def _bits(number: float) -> int:

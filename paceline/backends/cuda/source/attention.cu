@@ -36,24 +36,35 @@ __device__ inline void merge(Softmax& whole, const Softmax& other) {
     }
 }
 
-// Copies keys and values of positions [from, to) of a block to shared memory, zeros where nothing is seen.
-__device__ inline void take_block(Shared& s, const Layer& layer, const Look& look, int block, int from,
-                                  int to) {
+// Copies 16 bytes of a key and of a value to row `row` of a block, or zeros if nothing is seen there.
+__device__ inline void take_place(Shared& s, const Layer& layer, const Look& look, int row, int chunk, int place,
+                                  bool seen) {
+    long at = ((long)place * KV_HEADS + look.head) * DIM + chunk * 8;
+    u32 to = row * (DIM * 2) + (chunk ^ row % 8) * 16;
+    copy_16_or_zero(shared_address(s.attention.keys) + to, layer.keys + at, seen);
+    copy_16_or_zero(shared_address(s.attention.values) + to, layer.values + at, seen);
+}
+
+// Copies keys and values of a block to shared memory: those of this pass are left to `take_fresh` in the
+// block that this program reads first.
+__device__ inline void take_block(Shared& s, const Layer& layer, const Look& look, int block) {
     constexpr int chunks = DIM / 8;
-    u32 keys = shared_address(s.attention.keys), values = shared_address(s.attention.values);
+    bool first = block == look.taker * look.each;
 #pragma unroll
     for (int i = 0; i < BLOCK * chunks / THREADS; i++) {
         int number = i * THREADS + thread(), row = number / chunks, chunk = number % chunks;
         int position = block * BLOCK + row;
-        if (position >= from && position < to) {
-            bool seen = position <= look.newest;
-            int place = !seen ? 0 : block == look.taker * look.each ? s.places[row] : look.place(position);
-            long at = ((long)place * KV_HEADS + look.head) * DIM + chunk * 8;
-            u32 to_row = row * (DIM * 2) + (chunk ^ row % 8) * 16;
-            copy_16_or_zero(keys + to_row, layer.keys + at, seen);
-            copy_16_or_zero(values + to_row, layer.values + at, seen);
-        }
+        bool seen = position <= look.newest;
+        if (first && seen && position >= look.fresh) continue;
+        take_place(s, layer, look, row, chunk, !seen ? 0 : first ? s.places[row] : look.place(position), seen);
     }
+}
+__device__ inline void take_fresh(Shared& s, const Layer& layer, const Look& look) {
+    constexpr int chunks = DIM / 8;
+    static_assert(ROWS * chunks <= THREADS, "");
+    int begin = look.taker * look.each * BLOCK, row = max(look.fresh - begin, 0) + thread() / chunks;
+    if (row < BLOCK && begin + row <= look.newest)
+        take_place(s, layer, look, row, thread() % chunks, s.places[row], true);
 }
 
 // Copies the queries of a tile to shared memory: lanes are its rows' heads that share the key head.
@@ -70,7 +81,7 @@ __device__ inline void take_query(Shared& s, const Pass& pass, const Look& look)
 
 // The softmax of the block that lies in shared memory: a warp has eight positions of the scores, then all
 // weights, then an eighth of the columns of values.
-__device__ inline Softmax look_at_block(Shared& s, const Pass& pass, const Look& look, int block) {
+__device__ inline Softmax look_at_block(Shared& s, const Look& look, int block) {
     int warp = thread() / 32, lane = thread() % 32, g = lane / 4, q = lane % 4;
     u32 keys = shared_address(s.attention.keys), values = shared_address(s.attention.values);
     u32 query = shared_address(s.attention.query);
@@ -93,7 +104,7 @@ __device__ inline Softmax look_at_block(Shared& s, const Pass& pass, const Look&
     float weights[2][BLOCK / 8][2];  // of two lanes, two positions of each eight
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        int position = pass.positions[look.first + min((g + i * 8) / Look::wide, look.count - 1)];
+        int position = s.row_position[look.first + min((g + i * 8) / Look::wide, look.count - 1)];
 #pragma unroll
         for (int j = 0; j < BLOCK / 8; j++) {
             float2 two = *(float2*)&s.attention.scores[g + i * 8][j * 8 + q * 2];
@@ -184,8 +195,8 @@ __device__ inline void take_8(float (&to)[8], const float* from) {
 __device__ inline uint4 merge_parts(const float* values, const float* totals, int parts) {
     float highest = nothing(), total = 0.0f, mixed[8] = {};
     for (int first = 0; first < parts; first += 4) {
-        float v[4][8];  // that are on their way at once
-        float2 t[4];
+        float v[4][8] = {};  // that are on their way at once
+        float2 t[4] = {};
 #pragma unroll
         for (int p = 0; p < 4; p++)
             if (first + p < parts) {
@@ -270,19 +281,19 @@ __device__ inline void leave_mixed(const Pass& pass, const Look& look, const Sof
 __device__ inline void attention(Shared& s, const Pass& pass, const Layer& layer, const Look& look) {
     if (!look.active()) return;
     take_query(s, pass, look);
-    take_block(s, layer, look, look.taker * look.each, look.fresh, look.newest + 1);
+    take_fresh(s, layer, look);
     Softmax whole;
     for (int number = look.taker; number < look.end; number += Look::takers) {
         whole = Softmax();
         for (int block = number * look.each; block < min((number + 1) * look.each, look.blocks); block++) {
             if (block != look.taker * look.each) {
                 sync();  // everybody has read the block before
-                take_block(s, layer, look, block, 0, 1 << 30);
+                take_block(s, layer, look, block);
             }
             end_copies();
-            await_copies();
+            await_copies<0>();
             sync();
-            merge(whole, look_at_block(s, pass, look, block));
+            merge(whole, look_at_block(s, look, block));
         }
         PartPlace(pass, look, number).leave(whole);
     }

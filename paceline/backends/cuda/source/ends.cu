@@ -9,11 +9,13 @@ struct Barrier {
         target += PROGRAMS;
         if (thread() == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals) : "memory");
     }
+    // Not by ld.acquire: all it adds is to empty the multiprocessor's own cache, at every try, and what others
+    // have written is loaded past that cache anyway.
     __device__ void wait() {
         if (thread() == 0) {
             u32 seen = 0;
             for (int tries = 0; seen < target; tries++) {
-                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrivals) : "memory");
+                asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrivals) : "memory");
                 if (tries == 1 << 22) __trap();  // seconds: rather an error than a device that hangs
             }
         }
@@ -33,24 +35,23 @@ struct Turner {
         static_assert(Cut<Heads>::groups <= WARPS / 2, "");
         mine = row < ROWS && number < own;
         head = (unit + number) / (DIM / 16), part = (unit + number) % (DIM / 16) * 8 + thread() % 8;
-        if (!mine) return;
-        place = pass.places[row];
-        int angle = pass.positions[row] * HALF + part;
+        place = mine ? pass.places[row] : -1;
+        int angle = mine ? pass.positions[row] * HALF + part : 0;
         cosine = pass.cosines[angle], sine = pass.sines[angle];
     }
-    __device__ float2 bias(const Layer& layer) const {
-        if (!HEADS_BIAS || !mine) return make_float2(0.0f, 0.0f);
+    __device__ ushort2 bias(const Layer& layer) const {
+        if (!HEADS_BIAS || !mine) return make_ushort2(0, 0);
         const u16* at = layer.heads_bias + head * DIM + part;
-        return make_float2(unpack(at[0]), unpack(at[HALF]));
+        return make_ushort2(at[0], at[HALF]);
     }
-    __device__ void end(Shared& s, const Pass& pass, const Layer& layer, float2 bias) const {
+    __device__ void end(Shared& s, const Pass& pass, const Layer& layer, ushort2 bias) const {
         if (!mine) return;
         int lane = thread() % 8;
         float one = total<Heads>(s, number * 16 + lane, row);
         float two = total<Heads>(s, number * 16 + lane + 8, row);
         float factor = s.factors[row];
         one = __fmul_rn(one, factor), two = __fmul_rn(two, factor);
-        if (HEADS_BIAS) one = __fadd_rn(one, bias.x), two = __fadd_rn(two, bias.y);
+        if (HEADS_BIAS) one = __fadd_rn(one, unpack(bias.x)), two = __fadd_rn(two, unpack(bias.y));
         if (head < HEADS + KV_HEADS) {
             float turned = __fsub_rn(__fmul_rn(one, cosine), __fmul_rn(two, sine));
             two = __fadd_rn(__fmul_rn(two, cosine), __fmul_rn(one, sine));
@@ -109,7 +110,7 @@ struct Stream {
         row = thread() % 8, quad = thread() / 8;
         static_assert(Cut<Down>::columns / 4 <= THREADS / 8, "");
         mine = row < ROWS && quad < own;
-        if (mine) hidden = *(const float4*)(pass.hidden + column());
+        hidden = mine ? *(const float4*)(pass.hidden + column()) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
     __device__ int column() const { return row * HIDDEN + (unit + quad) * 4; }
     __device__ uint2 weights(const u16* norm) const {

@@ -4,7 +4,7 @@
 __device__ inline void prepare_attention(Shared& s, const Pass& pass) {
     const Look& look = s.look;
     if (thread() == 0) s.look.find(pass, blockIdx.x / (Look::takers * KV_HEADS));
-    if (thread() < ROWS) s.row_parts[thread()] = 0;
+    if (thread() < ROWS) s.row_parts[thread()] = 0, s.row_position[thread()] = pass.positions[thread()];
     sync();
     if (look.active() && thread() < BLOCK) {
         int position = look.taker * look.each * BLOCK + thread();
@@ -29,21 +29,22 @@ __device__ inline void compute_all(Shared& s, const Pass& pass) {
     float sums[JOBS][4];
     prepare_attention(s, pass);
     for (int number = 0; number < LAYERS; number++) {
-        const Layer layer = pass.layers[number];
-        float2 bias = turner.bias(layer);
+        const Layer& layer = s.layers[number];
+        ushort2 bias = turner.bias(layer);
         uint2 feed_forward_norm = stream.weights(layer.feed_forward_norm);
         uint2 next_norm = stream.weights(layer.next_norm);
         if (number) barrier.wait();
-        take_rows<HIDDEN>(s, pass.attention_input);
-        take_factors(s, pass.quads[0], number ? nullptr : pass.squares);
-        sync();
+        {
+            Factors factors(pass.quads[0]);
+            take_rows<HIDDEN>(s, pass.attention_input);
+            sync();
+            factors.leave(s, number ? nullptr : pass.squares);
+        }
         product<Heads>(s, place, sums);
         leave_parts<Heads>(s, sums);
         turner.end(s, pass, layer, bias);
         barrier.arrive();
-        // what this pass does not make itself: older positions, and zeros
-        if (look.active()) take_block(s, layer, look, look.taker * look.each, 0, look.fresh);
-        if (look.active()) take_block(s, layer, look, look.taker * look.each, look.newest + 1, 1 << 30);
+        if (look.active()) take_block(s, layer, look, look.taker * look.each);
         barrier.wait();
         attention(s, pass, layer, look);
         barrier.arrive();
@@ -55,10 +56,14 @@ __device__ inline void compute_all(Shared& s, const Pass& pass) {
         stream.add<Output>(s, feed_forward_norm, pass.feed_forward_input, pass.quads[1]);
         barrier.arrive();
         barrier.wait();
-        take_rows<HIDDEN>(s, pass.feed_forward_input);
-        take_factors(s, pass.quads[1], nullptr);
-        sync();
+        {
+            Factors factors(pass.quads[1]);
+            take_rows<HIDDEN>(s, pass.feed_forward_input);
+            sync();
+            factors.leave(s, nullptr);
+        }
         product<GateUp>(s, place, sums);
+        sync();
         end_gate_up(s, pass, sums);
         barrier.arrive();
         barrier.wait();
@@ -73,7 +78,11 @@ __device__ inline void compute_all(Shared& s, const Pass& pass) {
     barrier.wait();
     // The head reads sums of squares by tile.
     int line = thread() + blockIdx.x * THREADS;
-    if (line < ROWS * TILES) pass.squares[line] = tile_squares(pass.quads[0], line / TILES, line % TILES);
+    if (line < ROWS * TILES) {
+        uint4 quads[4];
+        take_quads(quads, pass.quads[0], line / TILES, line % TILES);
+        pass.squares[line] = tile_squares(quads);
+    }
     if (thread() == 0) {
         u32 before = atomicAdd(pass.counters + 1, 1);
         if (before == PROGRAMS - 1) pass.counters[0] = 0, pass.counters[1] = 0;  // nobody waits any more
@@ -81,30 +90,30 @@ __device__ inline void compute_all(Shared& s, const Pass& pass) {
 }
 
 // The same products in the same order: each side counts the slots of the ring for itself.
-__device__ inline void fetch_all(Shared& s, const Pass& pass) {
+__device__ inline void fetch_all(Shared& s) {
     Place place;
     for (int number = 0; number < LAYERS; number++) {
-        const Layer& layer = pass.layers[number];
-        const u16 *heads = layer.heads, *output = layer.output, *gate_up = layer.gate_up, *down = layer.down;
-        fetch<Heads>(s, place, heads);
-        fetch<Output>(s, place, output);
-        fetch<GateUp>(s, place, gate_up);
-        fetch<Down>(s, place, down);
+        const Layer& layer = s.layers[number];
+        fetch<Heads>(s, place, layer.heads);
+        fetch<Output>(s, place, layer.output);
+        fetch<GateUp>(s, place, layer.gate_up);
+        fetch<Down>(s, place, layer.down);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + FETCHERS, 1) persistent_pass(const Pass* given) {
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& s = *(Shared*)memory;
-    const Pass& pass = *given;
+    for (int i = thread(); i < (sizeof(Pass) + sizeof(s.layers)) / 8; i += THREADS + FETCHERS)
+        ((u64*)&s.pass)[i] = ((const u64*)given)[i];
+    if (thread() < PIECE / 8) s.zeros[thread()] = make_uint4(0, 0, 0, 0);
     if (thread() == 0) {
-        for (int i = 0; i < LARGEST_SLAB / 8; i++) s.zeros[i] = make_uint4(0, 0, 0, 0);
         for (int i = 0; i < SLOTS; i++) {
             make_flag(shared_address(&s.full[i]), FETCHERS);
             make_flag(shared_address(&s.empty[i]), WARPS);
         }
     }
     __syncthreads();
-    if (thread() < THREADS) compute_all(s, pass);
-    else fetch_all(s, pass);
+    if (thread() < THREADS) compute_all(s, s.pass);
+    else fetch_all(s);
 }

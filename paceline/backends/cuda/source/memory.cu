@@ -19,6 +19,8 @@ typedef unsigned long long u64;
 
 constexpr int WARPS = 8, THREADS = WARPS * 32;  // that compute
 constexpr int FETCHERS = 128;  // threads that fetch
+constexpr int IN_FLIGHT = 2;   // stages: with more on their way everything else waits behind them
+constexpr int PIECE = 64;      // of the depth: what a warp multiplies at a time
 constexpr int STEP = 128;  // of the depth, as weights lie in memory
 constexpr int HALF = DIM / 2;
 constexpr int BLOCK = 64, MERGED = 8, LANES = 16;  // of attention, as in attention.py
@@ -32,7 +34,6 @@ __device__ inline int thread() {
     return number;
 }
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
-constexpr int LARGEST_SLAB = most(most(HEADS_SLAB, OUTPUT_SLAB), most(DOWN_SLAB, GATE_SLAB));
 __device__ constexpr int upwards(int a, int b) { return (a + b - 1) / b; }
 
 __device__ inline u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
@@ -45,7 +46,10 @@ __device__ inline void copy_16_or_zero(u32 to, const void* from, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ inline void await_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+// Until at most so many of the groups that this thread has ended are on their way.
+template <int GROUPS> __device__ inline void await_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
 
 // Of the threads that compute: those that fetch never wait here.
 __device__ inline void sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
@@ -64,7 +68,8 @@ __device__ inline void await_flag(u32 flag, int parity) {
                  "@!done bra again%=; }" ::"r"(flag), "r"(parity) : "memory");
 }
 
-// Loads of what other blocks have written in this kernel: the multiprocessor's own cache may be behind.
+// Loads of what other blocks have written in this kernel: the multiprocessor's own cache may be behind. So
+// everything of that kind is loaded past it, here, by __ldcg, and by copies.
 __device__ inline uint4 fresh_16(const void* from) {
     uint4 v;
     asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"

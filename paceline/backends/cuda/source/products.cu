@@ -1,8 +1,9 @@
 // The ring of weights, and the products of what comes through it.
 
 struct Place {  // in the ring
-    int slot = 0, round = 0;
+    int stage = 0, slot = 0, round = 0;
     __device__ void advance() {
+        stage++;
         if (++slot == SLOTS) slot = 0, round ^= 1;
     }
 };
@@ -41,77 +42,103 @@ template <class P> __device__ inline void fetch(Shared& s, Place& place, const u
                 }
             }
         raise_flag_after_copies(shared_address(&s.full[place.slot]));
+        end_copies();
+        await_copies<IN_FLIGHT - 1>();
         place.advance();
     }
 }
 
-struct Operands {  // of one lane
-    u32 left[JOBS], right;          // addresses in shared memory
-    int turn[JOBS], right_turn;     // how their chunks are exchanged
+// What a warp multiplies at a time, in registers: N groups of 16 columns by all rows.
+template <int N> struct Piece {
+    u32 left[N][PIECE / 16][4], right[PIECE / 32][4];
 };
 
-// N jobs of a warp, which have the same split: all weights are in registers before it multiplies.
-template <int N, int CHUNKS>
-__device__ inline void multiply_chunks(float (&sums)[JOBS][4], const Operands& of) {
-    u32 a[N][CHUNKS / 2][4], b[CHUNKS / 4][4];
-    int lane = thread() % 32;
+// N jobs of a warp, which have the same split: where it reads, and what it has in registers. There are no
+// branches between pieces of a round, or they would wait for what is on its way.
+template <class P, int N> struct Multiplier {
+    using C = Cut<P>;
+    static constexpr int round = most(C::pieces, 2);  // pieces: those of a stage, or of two stages
+    Shared& s;
+    Place& place;
+    Piece<N> held[round];
+    u32 left[N], right, right_chunk, right_step;  // addresses in shared memory; of weights, in the slot
+    bool speaks;  // for its warp
+    __device__ Multiplier(Shared& s, Place& place) : s(s), place(place) {
+        int warp = thread() / 32, lane = thread() % 32, split = warp % P::splits, row = lane % 8;
+        speaks = lane == 0;
 #pragma unroll
-    for (int c = 0; c < CHUNKS / 4; c++)
-        load_fragments(b[c], of.right + ((c * 4 + lane / 8) ^ of.right_turn) * 16);
-#pragma unroll
-    for (int c = 0; c < CHUNKS / 2; c++)
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            load_fragments(a[j][c], of.left[j] + ((c * 2 + lane / 16) ^ of.turn[j]) * 16);
-#pragma unroll
-    for (int c = 0; c < CHUNKS / 2; c++)
-#pragma unroll
-        for (int j = 0; j < N; j++) multiply(sums[j], a[j][c], b[c / 2][c % 2 * 2], b[c / 2][c % 2 * 2 + 1]);
-}
-
-// One stage, of which `rest` chunks of 8 numbers are left in the split: the last stage may be shorter.
-template <int N, class C>
-__device__ inline void multiply_stage(float (&sums)[JOBS][4], Operands of, int rest) {
-    if (C::even || rest >= C::chunks) return multiply_chunks<N, C::chunks>(sums, of);
-    for (; rest > 0; rest -= 8) {
-        multiply_chunks<N, 8>(sums, of);
-        of.right += 128;
-#pragma unroll
-        for (int j = 0; j < N; j++) of.left[j] += 128;
+        for (int j = 0; j < N; j++) {
+            int line = min((warp + j * WARPS) / P::splits * 16 + lane % 16, C::columns - 1);
+            left[j] = (split * C::columns + line) * (P::slab * 2) + (lane / 16 ^ row) * 16;
+        }
+        bool there = row < ROWS;  // the other rows of an instruction are zeros
+        right = there ? shared_address(s.product.rows) + (row * P::depth + C::begin(split)) * 2
+                      : shared_address(s.zeros);
+        right_chunk = (there ? lane / 8 ^ row : lane / 8) * 16;
+        right_step = there ? PIECE * 2 : 0;
     }
-}
+    // The next piece, which is number `piece` of the stage at `from`.
+    __device__ void take(Piece<N>& to, const Place& from, int piece) {
+        u32 slot = shared_address(s.ring[from.slot]) + piece * (PIECE * 2);
+#pragma unroll
+        for (int c = 0; c < PIECE / 32; c++) load_fragments(to.right[c], right + (right_chunk ^ c * 64));
+#pragma unroll
+        for (int c = 0; c < PIECE / 16; c++)
+#pragma unroll
+            for (int j = 0; j < N; j++) load_fragments(to.left[j][c], slot + (left[j] ^ c * 32));
+        right += right_step;
+    }
+    __device__ void await_stage(const Place& at) { await_flag(shared_address(&s.full[at.slot]), at.round); }
+    __device__ void leave_stage() {
+        __syncwarp();
+        if (speaks) raise_flag(shared_address(&s.empty[place.slot]));
+        place.advance();
+    }
+    // Multiplies the pieces that are left of a round. Each is on its way while the one before is multiplied,
+    // and the first of the next round, if this is not the last, while the last one is.
+    template <bool LAST> __device__ void multiply_round(float (&sums)[JOBS][4], int rest) {
+#pragma unroll
+        for (int i = 0; i < round; i++) {
+            if (LAST && i >= rest) break;
+            if (!LAST || i + 1 < rest) {
+                Place next = place;
+                if ((i + 1) % C::pieces == 0) next.advance(), await_stage(next);
+                take(held[(i + 1) % round], next, (i + 1) % C::pieces);
+            }
+#pragma unroll
+            for (int c = 0; c < PIECE / 16; c++)
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    multiply(sums[j], held[i].left[j][c], held[i].right[c / 2][c % 2 * 2],
+                             held[i].right[c / 2][c % 2 * 2 + 1]);
+            if ((i + 1) % C::pieces == 0 || (LAST && i + 1 == rest)) leave_stage();
+        }
+    }
+    __device__ void run(float (&sums)[JOBS][4], int pieces) {
+        await_stage(place);
+        take(held[0], place, 0);
+#pragma unroll 1
+        for (; pieces > round; pieces -= round) multiply_round<false>(sums, round);
+        multiply_round<true>(sums, pieces);
+    }
+};
 
 // All sums of a block: jobs (group of 16 columns, split) by warp.
 template <class P> __device__ inline void product(Shared& s, Place& place, float (&sums)[JOBS][4]) {
     using C = Cut<P>;
     constexpr int N = C::jobs_of_warp;
     static_assert(WARPS % P::splits == 0, "jobs of a warp have the same split");
-    int warp = thread() / 32, lane = thread() % 32, split = warp % P::splits;
+    int warp = thread() / 32, end = place.stage + C::stages;
     int own = (first_unit<P::units>(blockIdx.x + 1) - first_unit<P::units>(blockIdx.x)) * P::each;
     int count = (upwards(own, 16) * P::splits - warp + WARPS - 1) / WARPS;  // jobs of this warp: N, or N - 1
-    int right_row = lane % 8, offsets[N];
-    bool there = right_row < ROWS;  // the other rows of an instruction are zeros
-    Operands of;
-    of.right = there ? shared_address(s.product.rows) + (right_row * P::depth + C::begin(split)) * 2
-                     : shared_address(s.zeros);
-    of.right_turn = there ? right_row : 0;
 #pragma unroll
-    for (int j = 0; j < N; j++) {
-        int row = min((warp + j * WARPS) / P::splits * 16 + lane % 16, C::columns - 1);
-        offsets[j] = (split * C::columns + row) * (P::slab * 2);
-        of.turn[j] = row % 8;
-        sums[j][0] = sums[j][1] = sums[j][2] = sums[j][3] = 0.0f;
-    }
-    for (int stage = 0; stage < C::stages; stage++) {
-#pragma unroll
-        for (int j = 0; j < N; j++) of.left[j] = shared_address(s.ring[place.slot]) + offsets[j];
+    for (int j = 0; j < N; j++) sums[j][0] = sums[j][1] = sums[j][2] = sums[j][3] = 0.0f;
+    int split = warp % P::splits, pieces = (C::begin(split + 1) - C::begin(split)) / PIECE;
+    if (count >= N) Multiplier<P, N>(s, place).run(sums, pieces);
+    else if (N > 1) Multiplier<P, most(N - 1, 1)>(s, place).run(sums, pieces);
+    while (place.stage < end) {  // of which this warp needs nothing
         await_flag(shared_address(&s.full[place.slot]), place.round);
-        int rest = (C::begin(split + 1) - C::begin(split) - stage * P::slab) / 8;
-        if (count >= N) multiply_stage<N, C>(sums, of, rest);
-        else if (N > 1) multiply_stage<most(N - 1, 1), C>(sums, of, rest);
-        of.right += there ? P::slab * 2 : 0;
-        __syncwarp();
-        if (lane == 0) raise_flag(shared_address(&s.empty[place.slot]));
+        if (thread() % 32 == 0) raise_flag(shared_address(&s.empty[place.slot]));
         place.advance();
     }
 }
@@ -139,48 +166,71 @@ template <class P> __device__ inline void leave_parts(Shared& s, const float (&s
     sync();
 }
 
-// Rows [ROWS, depth] to shared memory.
+// Rows [ROWS, depth] to shared memory: all of it is on its way at once.
 template <int depth> __device__ inline void take_rows(Shared& s, const u16* from) {
-    constexpr int chunks = depth / 8;
+    constexpr int chunks = ROWS * depth / 8, each = upwards(chunks, THREADS);
+    uint4 taken[each];
 #pragma unroll
-    for (int i = 0; i < upwards(ROWS * chunks, THREADS); i++) {
-        int number = i * THREADS + thread(), row = number / chunks, chunk = number % chunks;
-        if (number < ROWS * chunks) {
-            uint4* to = (uint4*)&s.product.rows[row * depth + (chunk ^ row % 8) * 8];
-            *to = fresh_16(from + (long)row * depth + chunk * 8);
-        }
+    for (int i = 0; i < each; i++) {
+        int number = i * THREADS + thread();
+        taken[i] = number < chunks ? fresh_16(from + number * 8) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < each; i++) {
+        int number = i * THREADS + thread(), row = number / (depth / 8), chunk = number % (depth / 8);
+        if (number < chunks) *(uint4*)&s.product.rows[row * depth + (chunk ^ row % 8) * 8] = taken[i];
     }
 }
 
-// The sum of squares of a tile of 64 columns: of pairs, of pairs of pairs, and so on.
-__device__ inline float tile_squares(const float* quads, int row, int tile) {
+// The sum of squares of a tile of 64 columns, of its 16 sums of four: of pairs, of pairs of pairs, and so on.
+__device__ inline float tile_squares(const uint4 (&quads)[4]) {
     float sums[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        uint4 v = fresh_16(quads + row * (HIDDEN / 4) + tile * 16 + i * 4);
-        sums[i] = __fadd_rn(__fadd_rn(__uint_as_float(v.x), __uint_as_float(v.y)),
-                            __fadd_rn(__uint_as_float(v.z), __uint_as_float(v.w)));
-    }
+    for (int i = 0; i < 4; i++)
+        sums[i] = __fadd_rn(__fadd_rn(__uint_as_float(quads[i].x), __uint_as_float(quads[i].y)),
+                            __fadd_rn(__uint_as_float(quads[i].z), __uint_as_float(quads[i].w)));
     return __fadd_rn(__fadd_rn(sums[0], sums[1]), __fadd_rn(sums[2], sums[3]));
 }
-
-// One over the root mean square of every row: warp w has row w. Tiles are added up in pairs, too; in the
-// first layer their squares are `given`.
-__device__ inline void take_factors(Shared& s, const float* quads, const float* given) {
-    int row = thread() / 32, lane = thread() % 32;
-    if (row >= ROWS) return;
-    static_assert(TILES <= 64, "");
-    float sums[2] = {0.0f, 0.0f}, root;
+__device__ inline void take_quads(uint4 (&to)[4], const float* quads, int row, int tile) {
 #pragma unroll
-    for (int t = 0; t < upwards(TILES, 32); t++) {
-        int tile = lane + t * 32;
-        if (tile < TILES) sums[t] = given ? given[row * TILES + tile] : tile_squares(quads, row, tile);
-#pragma unroll
-        for (int offset = 1; offset < 32; offset *= 2)
-            sums[t] = __fadd_rn(sums[t], __shfl_xor_sync(0xffffffff, sums[t], offset));
-    }
-    float sum = TILES > 32 ? __fadd_rn(sums[0], sums[1]) : sums[0];
-    float mean = __fadd_rn(divide(sum, (float)HIDDEN), __int_as_float(EPS_BITS));
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(mean));
-    if (lane == 0) s.factors[row] = root;
+    for (int i = 0; i < 4; i++) to[i] = fresh_16(quads + row * (HIDDEN / 4) + tile * 16 + i * 4);
 }
+
+// One over the root mean square of every row, by a warp each, the last ones: the first have more to do.
+// Nobody waits for it but the ends of products: what it is made of is taken along with the rows.
+struct Factors {
+    static constexpr int each = upwards(TILES, 32);  // tiles of a lane
+    static_assert(each <= 2, "");
+    uint4 quads[each][4];
+    int row;
+    __device__ Factors(const float* from) {
+        row = WARPS - 1 - thread() / 32;
+#pragma unroll
+        for (int t = 0; t < each; t++) {
+            int tile = thread() % 32 + t * 32;
+            bool mine = row < ROWS && tile < TILES;
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                quads[t][i] = mine ? fresh_16(from + row * (HIDDEN / 4) + tile * 16 + i * 4)
+                                   : make_uint4(0, 0, 0, 0);
+        }
+    }
+    // Tiles are added up in pairs, too; in the first layer their squares are `given`.
+    __device__ void leave(Shared& s, const float* given) const {
+        if (row >= ROWS) return;
+        int lane = thread() % 32;
+        float sums[2] = {0.0f, 0.0f}, root;
+#pragma unroll
+        for (int t = 0; t < each; t++) {
+            int tile = lane + t * 32;
+            if (tile < TILES) sums[t] = given ? given[row * TILES + tile] : tile_squares(quads[t]);
+#pragma unroll
+            for (int offset = 1; offset < 32; offset *= 2)
+                sums[t] = __fadd_rn(sums[t], __shfl_xor_sync(0xffffffff, sums[t], offset));
+        }
+        float sum = TILES > 32 ? __fadd_rn(sums[0], sums[1]) : sums[0];
+        float mean = __fadd_rn(divide(sum, (float)HIDDEN), __int_as_float(EPS_BITS));
+        asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(mean));
+        if (lane == 0) s.factors[row] = root;
+    }
+};

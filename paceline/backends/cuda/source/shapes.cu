@@ -8,7 +8,7 @@ struct Layer {
     u16 *keys, *values;    // [places, KV_HEADS, DIM]
 };
 
-struct Pass {
+struct Pass {  // LAYERS of Layer follow it
     float* hidden;            // [ROWS, HIDDEN] the residual stream
     u16* attention_input;     // [ROWS, HIDDEN] times the norm's weights; its factor comes after the product
     float* squares;           // [ROWS, TILES] of the residual stream: given, and left for the head
@@ -23,7 +23,6 @@ struct Pass {
     float* part_values;            // [ATTENTION_TILES, KV_HEADS, PARTS, LANES, DIM] of attention
     float* part_totals;            // [ATTENTION_TILES, KV_HEADS, PARTS, LANES, 2] highest, total
     u32* counters;                 // arrivals, ends, then of each tile and key head: zero between passes
-    Layer layers[1];               // LAYERS of them
 };
 
 // What attention of this block looks at: the same in all layers. A tile's positions are cut into parts, which
@@ -75,11 +74,14 @@ struct Shared {
         ProductRoom product;
         AttentionRoom attention;
     };
-    uint4 zeros[LARGEST_SLAB / 8];  // a stage of a row that is not there
+    Pass pass;             // here since in memory it leaves the caches while weights pass through them
+    Layer layers[LAYERS];
+    uint4 zeros[PIECE / 8];         // a piece of a row that is not there
     u64 full[SLOTS], empty[SLOTS];  // flags of the ring: weights are there, weights were read
     float factors[8];               // of each row: one over the root mean square
     int places[BLOCK];  // of the first block that attention reads here
     int row_line[8], row_parts[8];  // where the parts of each row's attention begin, and how many they are
+    int row_position[8];
     Look look;
     bool last;
 };
@@ -127,10 +129,10 @@ template <class P> struct Cut {
     __device__ static constexpr int begin(int split) { return split * steps / P::splits * STEP; }
     static constexpr int longest = upwards(steps, P::splits) * STEP;
     static constexpr int stages = upwards(longest, P::slab);
-    static constexpr int chunks = P::slab / 8;  // of 16 bytes
+    static constexpr int pieces = P::slab / PIECE;  // of a stage
     static constexpr bool even = steps % P::splits == 0 && longest % P::slab == 0;  // all stages are full
     static_assert(columns * P::splits * P::slab * 2 <= SLOT, "a stage does not fit its slot");
-    static_assert(P::slab % 64 == 0, "");
+    static_assert(P::slab % PIECE == 0 && STEP % (2 * PIECE) == 0, "a split has pairs of pieces");
     static_assert(jobs_of_warp <= JOBS, "");
     static_assert((long)P::units * P::each * P::depth < (1l << 31), "offsets are of 32 bits");
 };
