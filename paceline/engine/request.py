@@ -28,7 +28,7 @@ class SpeculativeCounts:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)  # [i] steps that accepted i tokens
-    drafts_per_position: list[int] = field(default_factory=list)  # [d] drafts that reached depth d + 1
+    depth_histogram: list[int] = field(default_factory=list)  # [d] drafts that reached depth d, not d + 1
     draft_time: float = 0.0  # seconds; those of a step are shared evenly by the requests it drafted for
     verify_time: float = 0.0
 
@@ -37,23 +37,26 @@ class SpeculativeCounts:
         self.num_spec_steps += 1
         self.num_draft_tokens += draft.nodes
         self.num_accepted_draft_tokens += draft.accepted
-        _grow(self.acceptance_histogram, draft.accepted + 1)[draft.accepted] += 1
-        positions = _grow(self.drafts_per_position, draft.depth)
-        for depth in range(draft.depth):
-            positions[depth] += 1
+        _count(self.acceptance_histogram, draft.accepted)
+        _count(self.depth_histogram, draft.depth)
+
+    @property
+    def drafts_per_position(self) -> list[int]:
+        """[d] drafts that reached depth d + 1."""
+        return [sum(self.depth_histogram[depth:]) for depth in range(1, len(self.depth_histogram))]
 
     @property
     def accepted_per_position(self) -> list[int]:
         """[d] drafts whose token at depth d + 1 was accepted."""
         steps = self.acceptance_histogram
-        return [sum(steps[depth + 1 :]) for depth in range(len(self.drafts_per_position))]
+        return [sum(steps[depth + 1 :]) for depth in range(len(self.depth_histogram) - 1)]
 
 
-def _grow(counts: list[int], length: int) -> list[int]:
-    """The counts, which have at least so many places now."""
-    if len(counts) < length:
-        counts.extend([0] * (length - len(counts)))
-    return counts
+def _count(histogram: list[int], place: int) -> None:
+    """Count one more at a place, which may be beyond the end."""
+    if place >= len(histogram):
+        histogram.extend([0] * (place + 1 - len(histogram)))
+    histogram[place] += 1
 
 
 @dataclass(eq=False, slots=True)

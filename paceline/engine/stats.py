@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one for each draft of every step
 class DraftFacts:
-    """What became of one request's draft in one step."""
+    """What became of one request's draft in one step. Nobody changes it."""
 
     request_id: str
     segment: str

@@ -30,9 +30,9 @@ class Case:
     chosen: Sequence[int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one for each request of every pass
 class Verdict:
-    """What a pass decided for one request."""
+    """What a pass decided for one request. Nobody changes it."""
 
     accepted: tuple[int, ...]  # nodes of the draft on the target's path, from the root down
     # their tokens and the bonus token, or without it if the last of them ends the request; empty for a

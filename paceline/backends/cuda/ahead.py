@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.backends.base import AheadDraft, AheadOutput, Float32Array, Int32Array, Joining, KeptFeatures
@@ -25,6 +26,8 @@ from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.model import Pool
 from paceline.backends.cuda.tables import sent
 from paceline.backends.cuda.weights import Weights
+
+Int64Array = npt.NDArray[np.int64]
 
 TIMED = 5  # steps by which the time of one is measured
 KEEP_ALL = (0.0, 1.0, 0.0)  # top_k, top_p, min_p
@@ -84,7 +87,7 @@ class CudaAhead:
             None  # of the last pass, if another one over the same slots needs nothing new
         )
         self._slots: list[int] = []  # of the last pass
-        self._unread: deque[tuple[Buffer, list[int]]] = deque()
+        self._unread: deque[tuple[Buffer, Int64Array]] = deque()  # with their slots
 
     @torch.inference_mode()
     def join(self, requests: Joining) -> None:
@@ -134,13 +137,14 @@ class CudaAhead:
         steps, buffer = loop.steps, loop.buffers[0]
         if buffer.done is not None:
             buffer.done.synchronize()  # of a pass that nobody has read; else it was waited for
-        self._send_pages(own, page_tables, buffer)
+        index = np.array(own)
+        self._send_pages(index, page_tables, buffer)
         if own != self._slots or loop is not self._last:
             steps.begin(own, rows)
             self._slots, self._last = own, loop
         if given is not None:
             steps.drafted(rows)[: len(own), 1:] = sent(given, self.device)
-        steps.step(rows, bool(self._keeps_all[own].all()))
+        steps.step(rows, bool(self._keeps_all[index].all()))
         used = loop.most + rows * loop.width
         buffer.said[:used].copy_(steps.said[:used], non_blocking=True)
         if buffer.features is not None:
@@ -148,9 +152,9 @@ class CudaAhead:
             buffer.features[:rows].copy_(steps.features[:rows], non_blocking=True)
         if buffer.done is not None:
             buffer.done.record()
-        self._lengths[own] += loop.width
+        self._lengths[index] += loop.width
         loop.buffers.rotate(-1)
-        self._unread.append((buffer, own))
+        self._unread.append((buffer, index))
 
     def read(self) -> AheadOutput:
         """What the oldest pass that was not read gave. Waits for it."""
@@ -226,7 +230,7 @@ class CudaAhead:
         self._loops[draft] = Loop(steps, buffers, most, steps.output.shape[1])
         return self._loops[draft]
 
-    def _send_pages(self, slots: list[int], page_tables: Int32Array, buffer: Buffer) -> None:
+    def _send_pages(self, slots: Int64Array, page_tables: Int32Array, buffer: Buffer) -> None:
         """Tell the device which entries of these slots' page tables have changed."""
         reach = 2 * buffer.tokens.shape[1]  # what this pass and the next write
         used = (int(self._lengths[slots].max()) + reach) // self._page_size + 1
@@ -235,7 +239,7 @@ class CudaAhead:
         if not len(lines):
             return
         values = wanted[lines, columns]
-        slots_of = np.array(slots)[lines]
+        slots_of = slots[lines]
         self._pages[slots_of, columns] = values
         places = slots_of * self._pages.shape[1] + columns
         changes = np.concatenate((places, np.maximum(values, 0)))  # -1: nobody looks there
