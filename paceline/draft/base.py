@@ -181,6 +181,13 @@ class Drafter(Protocol):
         computed."""
         return False
 
+    def foresee(self, requests: Sequence[Request]) -> None:
+        """A pass over all tokens of these requests has begun, and a decoder will probably draft for them.
+
+        What `hand_over` would compute then can be computed behind that pass, while others wait for it.
+        """
+        return  # not abstract
+
     def take_back(self, requests: Sequence[Request], unsure: int) -> None:
         """A decoder has drafted for these requests, up to the tokens that they have now.
 

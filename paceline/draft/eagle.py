@@ -227,6 +227,11 @@ class HeadDrafter(Drafter):
         self._passes.compute(known)
         return True
 
+    def foresee(self, requests: Sequence[Request]) -> None:
+        # their last tokens have successors then, so that their slots are computed too: which ones is all one
+        opened = self._pages.open_computing(requests)
+        self._passes.compute([replace(context, tokens=[*context.tokens, 0]) for context in opened])
+
     def take_back(self, requests: Sequence[Request], unsure: int) -> None:
         opened = self._pages.open(requests, [1] * len(requests))
         known = [context for context in opened if context is not None]

@@ -52,6 +52,11 @@ class HeadPages(SharedPages):
         contexts = super().open(requests, budgets)
         return [context if _can_draft(context) else None for context in contexts]
 
+    def open_computing(self, requests: Sequence[Request]) -> list[Context]:
+        """The contexts of requests all of whose tokens the target is just computing, if they have some."""
+        contexts = super().open(requests, [1] * len(requests))
+        return [context for context in contexts if context is not None and len(context.tokens) > 1]
+
     def computed(self, contexts: Sequence[Context]) -> list[int]:
         return [max(known, 1) for known in super().computed(contexts)]  # index 0 has no slot
 

@@ -149,6 +149,13 @@ class RunAhead:
         """Take a pass over prompts, which has begun behind those in flight."""
         self._flight.append(Flying([part.request for part in prompts.parts], prompts=prompts))
 
+    def foresee(self, parts: Sequence[Scheduled]) -> None:
+        """Let the drafter of the last pass see prompts that are being computed: it may go on behind them."""
+        draft = self._drafts.get(self._plan)
+        coming = [part.request for part in parts if part.num_tokens > 1 and part.reaches_end]
+        if coming and draft is not None and draft.runner is not None:
+            self._drafting.foresee(self._plan, coming)
+
     def offers(self, plan: DraftPlan) -> bool:
         """Whether passes by this plan can run ahead."""
         if self._decoder() is None:

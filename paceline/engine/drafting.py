@@ -243,6 +243,11 @@ class Drafting:
             return self._drafters[name].hand_over(requests)
         return False
 
+    def foresee(self, plan: DraftPlan, requests: Sequence[Request]) -> None:
+        """A decoder will probably draft for these requests, all of whose tokens a pass is computing."""
+        with self._guard(plan.drafter or "", requests):
+            self._drafters[plan.drafter or ""].foresee(requests)
+
     def take_back(self, plan: DraftPlan, requests: Sequence[Request]) -> None:
         """A decoder drafts for these requests no longer."""
         with self._guard(plan.drafter or "", requests):

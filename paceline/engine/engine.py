@@ -170,7 +170,9 @@ class Engine:
             times.append(self._clock())
             batch = self._build(parts, trees)
             times.append(self._clock())
-            output = self.backend.forward(batch)
+            begun = self.backend.begin(batch)
+            self._ahead.foresee(parts)
+            output = begun()
         except Exception as error:  # the pass is lost, the engine is not
             return self._fail([part.request for part in parts], error)
         deltas = self._finish(parts, trees, batch, output, times)
@@ -270,6 +272,7 @@ class Engine:
         except Exception as error:
             output = _raising(error)  # whoever waits for the pass is told
         self._ahead.add_prompts(PromptPass(parts, batch, output))
+        self._ahead.foresee(parts)
 
     def _step_ahead(self, times: list[float]) -> list[Delta]:
         """What the oldest pass in flight adds to the requests in it."""

@@ -255,3 +255,17 @@ def test_a_request_that_outgrows_the_heads_context_goes_on_without_drafts():
     assert not short.failed_drafters
     assert 15 < short.speculative.num_accepted_draft_tokens <= 30
     assert long.speculative.num_draft_tokens == 0
+
+
+def test_what_was_foreseen_is_not_computed_again_when_it_is_handed_over():
+    drafter = toy_eagle()
+    engine = eagle_engine(drafter, PLAIN)
+    lengths = (1, 5, 16, 33)
+    added = [engine.add_request(prompt(number, length), LONG)[0] for number, length in enumerate(lengths)]
+    while any(request.num_output == 0 for request in added):
+        engine.step()
+    drafter.foresee(added)
+    passes = list(drafter._runner.passes)
+    assert sum(rows for rows, _ in passes) == sum(len(request.token_ids) - 1 for request in added)
+    assert drafter.hand_over(added)
+    assert drafter._runner.passes == passes

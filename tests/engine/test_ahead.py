@@ -211,6 +211,24 @@ def test_while_a_request_that_comes_is_prefilled_the_others_go_on(drafting):
     assert late.output_token_ids == alone(prompt(9, 20), params(9))[0]
 
 
+def test_a_drafter_sees_prompts_whose_ends_are_being_computed():
+    foreseen = []
+
+    class Foreseeing(ScriptedDrafter):
+        def foresee(self, requests):
+            foreseen.extend((request, request.num_output) for request in requests)
+
+    drafter = Foreseeing({tuple(prompt(number, 5)): [] for number in range(3)}, "right")
+    engine, _ = steady_engine(max_num_batched_tokens=8, drafter=drafter, budget=2, branching=1)
+    assert not foreseen  # nobody knew yet that it would draft
+    drafter.truth |= {tuple(prompt(9, 20)): [], tuple(prompt(8, 6)): []}
+    (late,) = engine.add_request(prompt(9, 20), params(9))
+    drain(engine)
+    (early,) = engine.add_request(prompt(8, 6), params(9))  # nobody decodes
+    drain(engine)
+    assert foreseen == [(late, 0), (early, 0)]
+
+
 def test_where_pages_are_short_someone_is_preempted_and_all_end():
     backend = ToyBackend(ahead=True)
     engine = toy_engine(backend, num_pages=9, max_model_len=32)
