@@ -47,7 +47,7 @@ MOST_DRAFTS = 4  # lengths of chains: each has buffers of its own; others go ste
 DEPTH = 2  # passes of decoding in flight when the first of them is read
 # Passes that those who come wait, together, for each one that decodes, and at most: a pass over prompts costs
 # all who decode about one of their own, whether it is over one prompt or over three.
-WAITED_EACH, MOST_WAITED = 0.25, 4
+WAITED_EACH, MOST_WAITED = 0.25, 8
 
 
 @dataclass(frozen=True)
