@@ -21,7 +21,6 @@ from paceline.home import paceline_home
 PROMPTS, TOKENS = 8, 96  # of each workload
 DRAFTS = 60  # that all of it counts for
 SCENES = 48  # drafts that stand for those to come
-SURE = 2  # workloads that they are taken from, those with least: who expects little soon learns of more
 
 
 def main(model: str, file: str) -> None:
@@ -31,8 +30,8 @@ def main(model: str, file: str) -> None:
         for name in BUILT_IN:
             facts = learned_from(model, name)
             for drafter, own in facts["models"].items():
-                said.setdefault(drafter, []).append(own["said"][: SCENES // SURE])
-    models = {name: _shortened(own, _least(said[name])) for name, own in facts["models"].items()}
+                said.setdefault(drafter, []).append(own["said"][: SCENES // len(BUILT_IN)])
+    models = {name: _shortened(own, _in_turn(said[name])) for name, own in facts["models"].items()}
     calls = {name: [round(price, 5) for price in prices] for name, prices in facts["draft_calls"].items()}
     Path(file).write_text(json.dumps({"draft_calls": calls, "models": models}))
 
@@ -50,10 +49,9 @@ def learned_from(model: str, workload: str) -> Any:
     return json.loads(memory.read_text())
 
 
-def _least(said: list[list[list[float]]]) -> list[list[float]]:
-    """The drafts of the workloads in which they promise least."""
-    poorest = sorted(said, key=lambda drafts: sum(map(sum, drafts)) / len(drafts))
-    return [draft for together in zip(*poorest[:SURE], strict=False) for draft in together]
+def _in_turn(said: list[list[list[float]]]) -> list[list[float]]:
+    """The drafts of all workloads, one of each after the other: newer ones count for more."""
+    return [draft for together in zip(*said, strict=False) for draft in together]
 
 
 def _shortened(facts: dict[str, Any], said: list[list[float]]) -> dict[str, Any]:

@@ -7,10 +7,9 @@ they can be expected to say next. A request that is new is thought to be as its 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -57,12 +56,37 @@ class Luck:
         return max(LEAST_LUCK, (self.brought + self.doubt * above) / (self.promised + self.doubt))
 
 
+class Lately:
+    """What was said of the last drafts."""
+
+    def __init__(self, kept: int, depth: int) -> None:
+        """Of so many drafts, of so many nodes each."""
+        self._said = np.zeros((kept, depth))  # a ring
+        self._newest = 0
+        self.count = 0
+
+    def add(self, said: Sequence[float]) -> None:
+        """The newest draft: as many nodes as it may have."""
+        self._newest = (self._newest or len(self._said)) - 1
+        self._said[self._newest] = said
+        self.count = min(self.count + 1, len(self._said))
+
+    def some(self, count: int, newest: int = KEPT) -> Float64Array:
+        """[count, nodes] so many of these drafts, half of them of the newest quarter of the newest ones."""
+        ages = self._newest + (_moments(count) * min(self.count, newest)).astype(np.int64)
+        return self._said[ages % len(self._said)]
+
+    def listed(self) -> list[list[float]]:
+        """All of them, newest first."""
+        return [self._said[(self._newest + age) % len(self._said)].tolist() for age in range(self.count)]
+
+
 @dataclass(slots=True)
 class Level:
     """What is known of a request or of a segment."""
 
     luck: Luck
-    said: deque[list[float]]  # newest first
+    said: Lately
     idle: int = 0  # choices since the newest
 
 
@@ -74,7 +98,7 @@ class AcceptanceModel:
         self.depth = depth
         self.drafts = 0  # that were observed
         self.calibration = Calibration()
-        self.said: deque[list[float]] = deque(maxlen=KEPT)  # of all requests, newest first
+        self.said = Lately(KEPT, depth)  # of all requests
         self._goes_on = GOES_ON  # what is said of a node over what was said of the one before it
         self._all = Luck(fade=0.97, doubt=15.0)
         self._segments: dict[str, Level] = {}
@@ -83,9 +107,9 @@ class AcceptanceModel:
     def offer(self, key: Key, segment: str, said: Said, asked: int, least: float = 0.0) -> None:
         """Take in what the drafter said when it was asked for so many nodes of at least such a chance."""
         kept = self._prolonged(said, asked, least)
-        self.said.appendleft(kept)
+        self.said.add(kept)
         for level in self._levels(key, segment):
-            level.said.appendleft(kept)
+            level.said.add(kept)
             level.idle = 0
 
     def _prolonged(self, said: Said, asked: int, least: float) -> list[float]:
@@ -117,11 +141,11 @@ class AcceptanceModel:
 
     def _levels(self, key: Key, segment: str) -> Iterable[Level]:
         if segment not in self._segments and len(self._segments) < MOST_SEGMENTS:
-            self._segments[segment] = Level(Luck(fade=0.98, doubt=40.0), deque(maxlen=KEPT))
+            self._segments[segment] = Level(Luck(fade=0.98, doubt=40.0), Lately(KEPT, self.depth))
         if segment in self._segments:
             yield self._segments[segment]
         if key not in self._requests:
-            self._requests[key] = Level(Luck(fade=0.97, doubt=15.0), deque(maxlen=OWN))
+            self._requests[key] = Level(Luck(fade=0.97, doubt=15.0), Lately(OWN, self.depth))
         yield self._requests[key]
 
     def luck(self, key: Key, segment: str) -> float:
@@ -139,9 +163,10 @@ class AcceptanceModel:
         luck = self.luck(key, segment)
         return [min(MOST, luck * chance) for chance in self.calibration.chances(said)]
 
-    def scenes(self, requests: Sequence[tuple[Key, str]], count: int) -> Float64Array:
+    def scenes(self, requests: Sequence[tuple[Key, str]], count: int, least: float = 0.0) -> Float64Array:
         """[count, requests, nodes] chances of the drafts that requests may get, as they were lately.
 
+        Nodes of which less was said than `least` are not drafted.
         From now on all that was observed counts.
         """
         self.calibration.fit()
@@ -149,26 +174,31 @@ class AcceptanceModel:
         for level in (*self._segments.values(), *self._requests.values()):
             level.luck.fade_away()
             level.idle += 1
-        said = [self._alike(key, segment, count) for key, segment in requests]
+        said = [drafts for key, segment in requests for drafts in self._alike(key, segment, count)]
         lucks = np.array([self.luck(key, segment) for key, segment in requests])
-        values = np.array(said)  # [requests, scenes, nodes]
-        believed = self.calibration.of_array(values) * (lucks[:, None, None] * (values > 0.0))
+        values = np.concatenate(said).reshape(len(requests), count, self.depth)
+        believed = self.calibration.of_array(values) * (lucks[:, None, None] * (values > max(0.0, least)))
         scenes: Float64Array = np.minimum(believed, MOST).swapaxes(0, 1)
         return scenes
 
-    def _alike(self, key: Key, segment: str, count: int) -> list[list[float]]:
-        """[count] drafts that stand for a request's next: a few of its own, others of its segment or of all.
+    def _alike(self, key: Key, segment: str, count: int) -> list[Float64Array]:
+        """[count, nodes] drafts that stand for a request's next: a few of its own, others of its segment or
+        of all.
 
         Its own soon say nothing if no more are made: where they were poor, it would never get any again.
         """
+        if not self.said.count:
+            return [np.broadcast_to(FIRST_GUESS ** np.arange(1, self.depth + 1), (count, self.depth))]
         own, above = self._requests.get(key), self._segments.get(segment)
-        alike = [] if own is None else [*islice(own.said, OWN >> (own.idle - 1))]
-        others = [] if above is None else [*above.said]
-        if not self.said:
-            return [[FIRST_GUESS ** (node + 1) for node in range(self.depth)]] * count
-        mine = count * len(alike) // (len(alike) + OTHERS)
-        ours = (count - mine) * min(len(others), ENOUGH) // ENOUGH
-        return _lately(alike, mine) + _lately(others, ours) + _lately([*self.said], count - mine - ours)
+        known = 0 if own is None else min(own.said.count, OWN >> (own.idle - 1))
+        mine = count * known // (known + OTHERS)
+        ours = 0 if above is None else (count - mine) * min(above.said.count, ENOUGH) // ENOUGH
+        alike = [self.said.some(count - mine - ours)]
+        if own is not None and mine:
+            alike.append(own.said.some(mine, known))
+        if above is not None and ours:
+            alike.append(above.said.some(ours))
+        return alike
 
     def keep_only(self, requests: set[Key]) -> None:
         """Forget the other requests."""
@@ -176,7 +206,7 @@ class AcceptanceModel:
 
     def facts(self) -> dict[str, Any]:
         """What another model can begin with, as JSON has it."""
-        said = [[round(chance, 4) for chance in own] for own in self.said]
+        said = [[round(chance, 4) for chance in own] for own in self.said.listed()]
         return {"drafts": self.drafts, "counts": self.calibration.counts(), "said": said}
 
     def begin_with(self, facts: Mapping[str, Any]) -> None:
@@ -184,10 +214,15 @@ class AcceptanceModel:
         calibration, drafts = Calibration.of_counts(facts["counts"]), int(facts["drafts"])
         said = [[min(max(float(chance), 0.0), 1.0) for chance in own[: self.depth]] for own in facts["said"]]
         self.calibration, self.drafts = calibration, drafts
-        self.said.extend(own + [0.0] * (self.depth - len(own)) for own in said[:KEPT])
+        for own in reversed(said[:KEPT]):
+            self.said.add(own + [0.0] * (self.depth - len(own)))
 
 
-def _lately(drafts: Sequence[list[float]], count: int) -> list[list[float]]:
-    """So many of the drafts, half of them of the newest quarter; not at even distances: they take turns."""
-    moments = ((part + part * GOLDEN % 1.0) / count for part in range(count))
-    return [drafts[int(len(drafts) * moment * moment)] for moment in moments]
+@cache
+def _moments(count: int) -> Float64Array:
+    """[count] places of the drafts that are taken, 0 is the newest and 1 behind the oldest.
+
+    Not at even distances: drafts take turns.
+    """
+    parts = np.arange(float(count))
+    return ((parts + parts * GOLDEN % 1.0) / count) ** 2

@@ -24,6 +24,7 @@ from paceline.control.decision import Decision
 from paceline.control.floor import Floor
 from paceline.control.knowledge import Knowledge, key_of
 from paceline.control.memory import Memory
+from paceline.control.outcome import prepare
 from paceline.control.planned import Asked, Planned, Shortfall, Wish, is_open
 from paceline.control.probes import Probe, Probes
 from paceline.control.routine import Judge, Routine
@@ -68,6 +69,7 @@ class AutoController(Controller):
         say how many tokens a drafter would have to catch up with. What is learned is kept in the memory;
         `beginning` is what is thought before, in the same form."""
         assert plans, "there must be something to choose from"
+        prepare()
         self.plans = dict(plans)
         self.known = Knowledge(self.plans, steps, backlogs or {}, memory, beginning or {})
         self._max_rows = max_rows
@@ -162,10 +164,8 @@ class AutoController(Controller):
         then, known = self._market.batch.rows, sum(request in self._wishes for request in requests)
         if known < len(requests):
             self._holds_until = min(self._holds_until, self._step + SOON)
-        count = len(self._wishes)
-        return (
-            4 * known < 3 * len(requests) or 4 * known < 3 * count or not then / 2 - 4 < rows < 2 * then + 4
-        )
+        others_run = 4 * known < 3 * max(len(requests), len(self._wishes))
+        return others_run or not then / 2 - 4 < rows < 2 * then + 4
 
     def _choose(self, requests: Sequence[Request], running: Sequence[Request], rows: int) -> None:
         """Find the best choice for these requests."""
@@ -279,9 +279,9 @@ class AutoController(Controller):
 
     def _drafting(self, name: str, request: Request, most: int) -> DraftPlan:
         """The plan of one drafter: it leaves out what will not pay for its row."""
-        asked = min(MOST_ASKED, self._market.least(name, self._best))
-        least = self.known.model(name, request).calibration.said_for(asked)
-        return replace(self.plans[name], least_chance=max(least, LOWEST)).shrunk(most)
+        least, plan = min(MOST_ASKED, self._market.least(name, self._best)), self.plans[name]
+        said = self.known.model(name, request).calibration.said_for(least)
+        return replace(plan, least_chance=max(said, plan.least_chance, LOWEST)).shrunk(most)
 
     def _probe(self, requests: Sequence[Request], asked: Mapping[Request, Asked]) -> Probe | None:
         """A drafter that was not chosen for a request, if there is time to spare for it."""
@@ -363,7 +363,7 @@ class AutoController(Controller):
             return
         for draft in stats.drafts:
             self._gained[draft.segment] += draft.accepted
-        if planned.asked or (self._routine is not None and planned is self._routine.planned):
+        if planned.asked or (not is_quiet and self._routine and planned is self._routine.planned):
             expected = planned.choice.tokens - self._market.plain.tokens
             if self._missing.add(expected, sum([draft.accepted for draft in stats.drafts]), stats.requests):
                 self._holds_until = self._step

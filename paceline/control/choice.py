@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.control.cost import Float64Array, StepCosts
-from paceline.control.draft_cost import DraftCosts
+from paceline.control.draft_cost import TERMS, DraftCosts
+from paceline.control.outcome import outcome
 
 BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
@@ -115,9 +116,8 @@ class Choice:
 class Part:
     """What one drafter does in an offer."""
 
-    asked: BoolArray  # [..., scenes, requests]
-    sizes: Int64Array  # [..., scenes, requests] nodes that it drafts
-    most: Int64Array | int  # [..., 1] that it may draft: where a draft is shorter, one more was looked at
+    sizes: Int64Array  # [scenes, requests] nodes that it drafts; -1: it is not asked
+    most: int  # that it may draft
 
 
 class Market:
@@ -169,14 +169,18 @@ class Market:
         """One drafter for all requests, with the best length."""
         chances = self._drafted(name)
         lengths = self._lengths(name)
-        counted = np.arange(chances.shape[2]) < lengths[:, None]  # [lengths, nodes]
-        sizes = np.minimum(np.count_nonzero(chances, axis=2), lengths[:, None, None])
-        part = Part(np.ones_like(sizes, dtype=np.bool_), sizes, lengths[:, None])
-        tokens, seconds, rows = self._outcome(chances * counted[:, None, None], {name: part})
-        rates = tokens / seconds
-        best = int(np.flatnonzero(rates >= LONGER * rates.max())[-1])
-        offer = Offer(((name,),) * self.count, int(lengths[best]), ())
-        return Choice(offer, float(tokens[best]), float(seconds[best]), float(rows[best]))
+        sizes = np.count_nonzero(chances, axis=2)
+        names = ((name,),) * self.count
+        choices = [
+            self._expected(
+                Offer(names, length, ()),
+                chances[:, :, :length],
+                {name: Part(np.minimum(sizes, length), length)},
+            )
+            for length in lengths
+        ]
+        least = LONGER * max(choice.rate for choice in choices)
+        return [choice for choice in choices if choice.rate >= least][-1]
 
     def least(self, name: str, beside: Choice) -> float:
         """The chance that a node must have to be drafted by this drafter, at what rows cost in a choice."""
@@ -190,12 +194,12 @@ class Market:
         chances = self.prospects[name].chances
         return chances * (chances >= self.least(name, self.plain))
 
-    def _lengths(self, name: str) -> Int64Array:
-        """[lengths] of drafts that are looked at: the longest, and shorter ones where levels cost much."""
+    def _lengths(self, name: str) -> list[int]:
+        """Of drafts that are looked at: the longest, and shorter ones where levels cost much."""
         most = self.prospects[name].chances.shape[2]
         level = self._drafts.prices(name)[2]
         shorter = (1, 2, 3, 5, 8, 16, 32) if level * self.plain.rate > 0.01 * self.count else ()
-        return np.array([length for length in shorter if length < most] + [most])
+        return [length for length in shorter if length < most] + [most]
 
     def _cascades(self) -> list[tuple[str, str]]:
         """Pairs of drafters of which the second is asked where the first has little: the cheap one first."""
@@ -221,11 +225,11 @@ class Market:
         chances[:, :, : one.shape[2]] = one * ~asked[:, :, None]
         chances[:, :, : other.shape[2]] += other * asked[:, :, None]
         parts = {
-            first: Part(np.ones_like(asked), np.count_nonzero(one, axis=2), one.shape[2]),
-            second: Part(asked, sizes * asked, length),
+            first: Part(np.count_nonzero(one, axis=2), one.shape[2]),
+            second: Part(np.where(asked, sizes, -1), length),
         }
         offer = Offer(((first, second),) * self.count, length, tuple(enough.tolist()))
-        return Choice(offer, *map(float, self._outcome(chances, parts)))
+        return self._expected(offer, chances, parts)
 
     def _each_its_own(self, best: Choice) -> Choice:
         """For each request the drafter whose drafts are worth most at what a row costs now, or none.
@@ -249,37 +253,28 @@ class Market:
             own = np.array([drafter == name for drafter in chosen])
             drafted = self._drafted(name)[:, :, :length] * own[:, None]
             chances[:, :, : drafted.shape[2]] += drafted
-            asked = np.broadcast_to(own, (scenes, self.count))
-            parts[name] = Part(asked, np.count_nonzero(drafted, axis=2), length)
+            parts[name] = Part(np.where(own, np.count_nonzero(drafted, axis=2), -1), length)
         offer = Offer(tuple((name,) if name else () for name in chosen), length, ())
-        return Choice(offer, *map(float, self._outcome(chances, parts)))
+        return self._expected(offer, chances, parts)
 
     @staticmethod
     def _kept(chances: Float64Array, row: float) -> Float64Array:
         """[requests] what drafts are worth after their rows are paid."""
         return np.asarray(np.maximum(chances - row, 0.0).sum(axis=2).mean(axis=0))
 
-    def _outcome(
-        self, chances: Float64Array, parts: Mapping[str, Part]
-    ) -> tuple[Float64Array, Float64Array, Float64Array]:
-        """[...] tokens, seconds and rows more, on average over scenes: chances [..., scenes, n, nodes]."""
-        nodes = np.sort(chances.reshape(*chances.shape[:-2], -1), axis=-1)[..., ::-1]
-        worth = np.zeros((*nodes.shape[:-1], nodes.shape[-1] + 1))
-        np.cumsum(nodes, axis=-1, out=worth[..., 1:])
-        spent = self.prices.seconds[: worth.shape[-1]]
-        stops = np.argmax(worth - self._rate * spent, axis=-1)  # [..., scenes]
-        brought = np.take_along_axis(worth, stops[..., None], axis=-1)[..., 0]
-        tokens = self.batch.tokens + brought.mean(axis=-1)
-        seconds = spent[stops].mean(axis=-1) + self.batch.per_token * tokens
-        for name, part in parts.items():
-            levels = np.minimum(
-                part.sizes.max(axis=-1) + 1, np.minimum(part.most, self.prospects[name].levels)
-            )
-            levels *= part.asked.any(axis=-1)
-            drafting = self._drafts.seconds(name, part.asked.sum(axis=-1), levels, part.sizes.sum(axis=-1))
-            late = (part.asked * self.prospects[name].late).sum(axis=-1)
-            seconds = seconds + (drafting + late).mean(axis=-1)
-        return tokens, seconds, stops.mean(axis=-1)
+    def _expected(self, offer: Offer, chances: Float64Array, parts: Mapping[str, Part]) -> Choice:
+        """An offer by which these nodes are drafted: chances [scenes, requests, nodes]."""
+        brought, seconds, rows = outcome(
+            np.ascontiguousarray(chances),
+            np.array([part.sizes for part in parts.values()]).reshape(-1, len(chances), self.count),
+            np.array([min(part.most, self.prospects[name].levels) for name, part in parts.items()]),
+            np.array([self._drafts.prices(name) for name in parts]).reshape(-1, TERMS),
+            np.array([self.prospects[name].late for name in parts]).reshape(-1, self.count),
+            self.prices.seconds,
+            self._rate,
+        )
+        tokens = self.batch.tokens + brought
+        return Choice(offer, tokens, seconds + self.batch.per_token * tokens, rows)
 
     def _best_of(self, choices: Iterable[Choice]) -> Choice:
         best = max(choices, key=lambda choice: choice.rate)

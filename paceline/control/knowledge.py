@@ -72,11 +72,12 @@ class Knowledge:
         """What a drafter is expected to do for these requests; nothing for those it failed for."""
         scenes = min(max(DRAFTS // len(requests), FEWEST), MOST_SCENES)
         chances = np.zeros((scenes, len(requests), self.plans[name].budget))
+        least = self.plans[name].least_chance
         for greedy in (True, False):
             own = [line for line, request in enumerate(requests) if request.sampler.greedy is greedy]
             if own:
                 known = [(key_of(requests[line]), requests[line].segment) for line in own]
-                chances[:, own] = self.models[name, greedy].scenes(known, scenes)
+                chances[:, own] = self.models[name, greedy].scenes(known, scenes, least)
         late = np.zeros(len(requests))
         per_token = self.drafts.prices(name)[-1]
         for line, request in enumerate(requests):

@@ -128,6 +128,7 @@ class HeadDrafter(Drafter):
         if not runner.keeps_features:
             kept = HeadPages.feature_bytes_per_page(runner.page_size, shape.feature_width)
             self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + kept)
+        self.least_chance = least_chance
         self._runner = runner
         self._shape = shape
         self._sampling = sampling

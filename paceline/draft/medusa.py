@@ -56,6 +56,7 @@ class MedusaDrafter(Drafter):
         """
         assert target.final_norm is not None
         self.needs = DrafterNeeds(feature_layers=(target.config.num_layers,))
+        self.least_chance = least_chance
         self._runner = runner
         self._num_heads = num_heads
         self._paths = paths

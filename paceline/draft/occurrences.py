@@ -7,13 +7,13 @@ leads there ends the walk, so forgetting costs nothing.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 
 import numpy as np
 
 from paceline.draft.matching import Int32Array, append_tokens
 
+PAGE = 4096  # bytes that memory comes in, at least
 LAST_POSITION = 2**31 - 1  # positions are kept in 32 bits
 
 
@@ -28,13 +28,18 @@ class Occurrences:
 
     def _start_afresh(self) -> None:
         size = 1 << self._capacity.bit_length()  # more than the capacity: position 0 stays empty
-        self.table = _zeros(1 + 2 * len(self.levels), size)  # [tokens, links, heads][position or hash]
+        self.table = np.zeros((1 + 2 * len(self.levels), size), np.int32)  # [tokens, links, heads][position]
         self.oldest = 1  # the first position that is kept
         self.end = 1  # the position of the next token
         self._address = int(self.table.ctypes.data)
 
     def __len__(self) -> int:
         return self.end - self.oldest
+
+    def take_memory(self) -> None:
+        """Have all its memory now: n-grams are strewn over it, and steps would wait for each page."""
+        self.table.reshape(-1)[:: PAGE // self.table.itemsize] = 0
+        self.append([])  # and the compiled code
 
     @property
     def num_bytes(self) -> int:
@@ -69,15 +74,3 @@ class Occurrences:
         positions = np.arange(self.oldest, self.end)
         tokens: Int32Array = self.table[0, positions & (self.table.shape[1] - 1)]
         return tokens
-
-
-def _zeros(rows: int, columns: int) -> Int32Array:
-    """Zeros that take memory as they are written, in small pages.
-
-    numpy asks for huge ones where there is much. A first response is strewn over all of them, and clearing
-    150 MB holds a step up by 10 to 90 ms.
-    """
-    memory = mmap.mmap(-1, 4 * rows * columns)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, dtype=np.int32).reshape(rows, columns)

@@ -90,6 +90,9 @@ class SuffixDrafter(Drafter):
         drafter.propose([], [])  # compiles it
         return drafter
 
+    def prepare(self) -> None:
+        self._past.occurrences.take_memory()
+
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         """One chain or tree per request; smaller than the plan where more would not be accepted."""
         options, past = self._options, self._past.occurrences

@@ -155,7 +155,7 @@ def _controller(
         return LengthController(ahead[0], plans[ahead[0]].levels, chances_of(beginning, ahead[0]), decisions)
     memory = Memory.of(f"{model.fingerprint} {config.backend} {model.backend.name}")
     return AutoController(
-        plans,
+        {name: replace(plan, least_chance=drafters[name].least_chance) for name, plan in plans.items()},
         step_costs(model.backend, model.config.max_position, memory),
         max_rows=config.scheduler.max_num_batched_tokens,
         log=decisions,

@@ -252,6 +252,6 @@ def test_a_drafter_that_is_asked_where_another_has_nothing_is_not_thought_to_be_
     world = World({"copies": copies, "head": head}, max_output=10**6)
     auto = controller(world)
     world.run(auto, 600)
-    firsts = [said[0] for said in auto.known.models["head", True].said]
+    firsts = [said[0] for said in auto.known.models["head", True].said.listed()]
     assert any(len(wish.names) == 2 for wish in auto._wishes.values()), "one is asked after the other"
     assert max(firsts) > 0.8, "it was asked in easy steps too"
