@@ -138,6 +138,7 @@ template <class P> __device__ inline void product(Shared& s, Place& place, float
     else if (N > 1) Multiplier<P, most(N - 1, 1)>(s, place).run(sums, pieces);
     while (place.stage < end) {  // of which this warp needs nothing
         await_flag(shared_address(&s.full[place.slot]), place.round);
+        __syncwarp();
         if (thread() % 32 == 0) raise_flag(shared_address(&s.empty[place.slot]));
         place.advance();
     }
