@@ -39,6 +39,18 @@ def drafted(steps: Sequence[Step]) -> float:
     return sum(sum(step.nodes) / len(step.nodes) for step in steps) / len(steps)
 
 
+def test_asks_for_nothing_that_a_drafter_would_not_draft_by_itself():
+    world = World({"d": SimulatedDrafter(lambda step: 0.8)}, pass_seconds=gpu_seconds)  # rows cost nothing
+
+    def longest(least_chance):
+        plan = DraftPlan("d", 7, least_chance=least_chance)
+        steps = world.run(AutoController({"d": plan}, world.costs(), max_rows=512), 300)
+        return np.percentile([max(step.nodes) for step in steps], 90)
+
+    assert longest(0.0) == 7
+    assert longest(0.6) == 2  # 0.8 ** 2 is more than that, 0.8 ** 3 is not
+
+
 @pytest.mark.parametrize("pass_seconds", [cpu_seconds, gpu_seconds])
 @pytest.mark.parametrize("concurrency", [1, 4, 16])
 @pytest.mark.parametrize(("right", "per_level"), [(0.1, 0.0008), (0.6, 0.0), (0.8, 0.0008)])
