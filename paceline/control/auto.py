@@ -199,7 +199,7 @@ class AutoController(Controller):
         }
         self.known.drafts.fade(self.plans.keys() - self._names)
         self._usual = Counter(self._wishes.values()).most_common(1)[0][0]  # for those that come until then
-        self._plans_made: dict[tuple[Request, tuple[str, ...], int, float, bool], DraftPlan] = {}
+        self._plans_made: dict[tuple[Request, tuple[str, ...], int, float, str], DraftPlan] = {}
         self._missing = Shortfall()
         self._chosen_at = self._probe_at = self._step
         self._holds_until = self._step + self._holds(requests[0])
@@ -235,8 +235,8 @@ class AutoController(Controller):
     def _tried(self, request: Request, probe: Probe, own: Asked | None) -> Asked:
         """A draft that is tried: alone, or, if it is cheap, before what was chosen."""
         if own is None or not self._is_cheaper(probe.drafter, own.names):
-            return Asked(request, (probe.drafter,), probe.length, tried=True)
-        return replace(own, names=(probe.drafter, *own.names), enough=PROMISING, tried=True)
+            return Asked(request, (probe.drafter,), probe.length, tried=probe.drafter)
+        return replace(own, names=(probe.drafter, *own.names), enough=PROMISING, tried=probe.drafter)
 
     def _is_cheaper(self, drafter: str, others: Sequence[str]) -> bool:
         """Whether a drafter can be asked before others for next to nothing."""
@@ -254,7 +254,7 @@ class AutoController(Controller):
             new = {name for name in wish.names if self.known.model(name, request).drafts < UNKNOWN}
             if not new & unknown:
                 names = wish.names[-1:] if self._samples() else wish.names
-                asked[request] = Asked(request, names, left, wish.enough, tried=bool(new))
+                asked[request] = Asked(request, names, left, wish.enough, tried=min(new, default=""))
                 unknown |= new
         return asked
 
@@ -266,22 +266,21 @@ class AutoController(Controller):
         """The plan of one request, which holds as long as the choice."""
         place = asked.request, asked.names, asked.length, asked.enough, asked.tried
         if place not in self._plans_made:
-            request = asked.request
-            *firsts, last = asked.names
-            plan = self._drafting(last, request, asked.length)
-            if asked.tried:  # to learn from it, not to gain by it
-                plan = replace(plan, least_chance=LOWEST)
+            request, (*firsts, last) = asked.request, asked.names
+            plan = self._drafting(last, request, asked.length, asked.tried)
             for first in firsts:
                 left = request.max_output - request.num_output - 1
-                plan = replace(self._drafting(first, request, left), otherwise=plan, enough=asked.enough)
+                own = self._drafting(first, request, left, asked.tried)
+                plan = replace(own, otherwise=plan, enough=asked.enough)
             self._plans_made[place] = plan
         return self._plans_made[place]
 
-    def _drafting(self, name: str, request: Request, most: int) -> DraftPlan:
-        """The plan of one drafter: it leaves out what will not pay for its row."""
+    def _drafting(self, name: str, request: Request, most: int, tried: str) -> DraftPlan:
+        """The plan of one drafter: it leaves out what will not pay for its row, unless it is only tried."""
         least, plan = min(MOST_ASKED, self._market.least(name, self._best)), self.plans[name]
         said = self.known.model(name, request).calibration.said_for(least)
-        return replace(plan, least_chance=max(said, plan.least_chance, LOWEST)).shrunk(most)
+        usual = max(said, plan.least_chance, LOWEST)
+        return replace(plan, least_chance=LOWEST if name == tried else usual).shrunk(most)
 
     def _probe(self, requests: Sequence[Request], asked: Mapping[Request, Asked]) -> Probe | None:
         """A drafter that was not chosen for a request, if there is time to spare for it."""
@@ -348,7 +347,8 @@ class AutoController(Controller):
             return None
         keep = np.ones(trees.num_nodes, dtype=np.bool_)
         keep[[node for _, node in candidates[count:]]] = False
-        keep[[asked.first for asked in planned.asked.values() if asked.tried and asked.size]] = True
+        lessons = [own for own in planned.asked.values() if own.size and own.drafter == own.tried]
+        keep[[own.first for own in lessons]] = True
         return keep
 
     def observe(self, stats: StepStats) -> None:

@@ -38,7 +38,7 @@ class Asked:
     names: tuple[str, ...]  # drafters, in the order in which they are asked
     length: int  # most nodes
     enough: float = 0.0  # tokens that the first must promise for the second not to be asked
-    tried: bool = False  # whether something is verified even if it seems to be worth nothing
+    tried: str = ""  # a drafter whose drafts are to teach: some is verified even if it seems worth nothing
     plan: DraftPlan = PLAIN
     late: int = 0  # tokens that the last of them has to catch up with, if it is asked
     drafter: str = ""  # who drafted

@@ -39,6 +39,31 @@ def drafted(steps: Sequence[Step]) -> float:
     return sum(sum(step.nodes) / len(step.nodes) for step in steps) / len(steps)
 
 
+def test_what_is_tried_before_the_chosen_draft_leaves_that_as_it_is():
+    """A cheap drafter that is tried first must not make the other one draft what does not pay."""
+    drafters = {
+        "copies": SimulatedDrafter(lambda step: 0.9, finds=lambda step: 0.02),
+        "head": SimulatedDrafter(lambda step: 0.6, seconds_per_call=0.001, seconds_per_level=0.0003),
+    }
+    world = World(drafters, pass_seconds=cpu_seconds)
+    auto = controller(world)
+    usual, behind = [], []
+    plan_of = auto.plan
+
+    def plan(running, load):
+        plans = plan_of(running, load)
+        (own,), reason = plans, auto.facts().reason
+        if reason == "gain" and own.drafter == "head":
+            usual.append(own.least_chance)
+        elif reason == "probe" and own.otherwise is not None:
+            behind.append(own.otherwise.least_chance)
+        return plans
+
+    auto.plan = plan
+    world.run(auto, 1000)
+    assert behind and min(behind) > 0.5 * np.median(usual)
+
+
 def test_asks_for_nothing_that_a_drafter_would_not_draft_by_itself():
     world = World({"d": SimulatedDrafter(lambda step: 0.8)}, pass_seconds=gpu_seconds)  # rows cost nothing
 
