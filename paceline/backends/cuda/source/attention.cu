@@ -1,11 +1,12 @@
 // Attention, as kernels/attention.py and kernels/softmax.py have it: blocks of positions, merged in order.
 
-// Values weighted by powers of two of scores, as one thread has it of lanes g and g + 8.
+// Values weighted by powers of two of scores, as one thread has it of lanes g and, if it is used, g + 8.
 struct Softmax {
     static constexpr int wide = DIM / 64;  // tiles of 8 columns that a warp has of the values
-    float highest[2], total[2], mixed[wide][4];
+    static constexpr int halves = Look::halves;
+    float highest[halves], total[halves], mixed[wide][4];
     __device__ Softmax() {
-        for (int i = 0; i < 2; i++) highest[i] = nothing(), total[i] = 0.0f;
+        for (int i = 0; i < halves; i++) highest[i] = nothing(), total[i] = 0.0f;
         for (int n = 0; n < wide; n++)
             for (int i = 0; i < 4; i++) mixed[n][i] = 0.0f;
     }
@@ -21,7 +22,7 @@ __device__ inline float safe(float highest) { return highest == nothing() ? 0.0f
 
 __device__ inline void merge(Softmax& whole, const Softmax& other) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < Softmax::halves; i++) {
         float higher = fmaxf(whole.highest[i], other.highest[i]), zero = safe(higher);
         float shrink = power_of_two(__fsub_rn(whole.highest[i], zero));
         float other_shrink = power_of_two(__fsub_rn(other.highest[i], zero));
@@ -37,8 +38,8 @@ __device__ inline void merge(Softmax& whole, const Softmax& other) {
 }
 
 // Copies 16 bytes of a key and of a value to row `row` of a block, or zeros if nothing is seen there.
-__device__ inline void take_place(Shared& s, const Layer& layer, const Look& look, int row, int chunk, int place,
-                                  bool seen) {
+__device__ inline void take_place(Shared& s, const Layer& layer, const Look& look, int row, int chunk,
+                                  int place, bool seen) {
     long at = ((long)place * KV_HEADS + look.head) * DIM + chunk * 8;
     u32 to = row * (DIM * 2) + (chunk ^ row % 8) * 16;
     copy_16_or_zero(shared_address(s.attention.keys) + to, layer.keys + at, seen);
@@ -56,7 +57,8 @@ __device__ inline void take_block(Shared& s, const Layer& layer, const Look& loo
         int position = block * BLOCK + row;
         bool seen = position <= look.newest;
         if (first && seen && position >= look.fresh) continue;
-        take_place(s, layer, look, row, chunk, !seen ? 0 : first ? s.places[row] : look.place(position), seen);
+        int place = !seen ? 0 : first ? s.places[row] : look.place(position);
+        take_place(s, layer, look, row, chunk, place, seen);
     }
 }
 __device__ inline void take_fresh(Shared& s, const Layer& layer, const Look& look) {
@@ -98,12 +100,13 @@ __device__ inline Softmax look_at_block(Shared& s, const Look& look, int block) 
         multiply(scores, a[1], b[2], b[3]);
     }
     *(float2*)&s.attention.scores[g][warp * 8 + q * 2] = make_float2(scores[0], scores[1]);
-    *(float2*)&s.attention.scores[g + 8][warp * 8 + q * 2] = make_float2(scores[2], scores[3]);
+    if (Softmax::halves > 1)
+        *(float2*)&s.attention.scores[g + 8][warp * 8 + q * 2] = make_float2(scores[2], scores[3]);
     sync();
     Softmax part;
-    float weights[2][BLOCK / 8][2];  // of two lanes, two positions of each eight
+    float weights[Softmax::halves][BLOCK / 8][2];  // of its lanes, two positions of each eight
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < Softmax::halves; i++) {
         int position = s.row_position[look.first + min((g + i * 8) / Look::wide, look.count - 1)];
 #pragma unroll
         for (int j = 0; j < BLOCK / 8; j++) {
@@ -143,7 +146,9 @@ __device__ inline Softmax look_at_block(Shared& s, const Look& look, int block) 
                 u32 a[4];
 #pragma unroll
                 for (int k = 0; k < 4; k++)
-                    a[k] = pack(weights[k % 2][j + k / 2][0], weights[k % 2][j + k / 2][1]);
+                    if (k % 2 < Softmax::halves)
+                        a[k] = pack(weights[k % 2][j + k / 2][0], weights[k % 2][j + k / 2][1]);
+                    else a[k] = 0;
                 multiply(part.mixed[n], a, v[t * 2], v[t * 2 + 1]);
             }
         }
@@ -161,7 +166,7 @@ struct PartPlace {  // of a part in memory, for this thread's lanes and columns
     }
     __device__ void leave(const Softmax& part) const {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < Softmax::halves; i++) {
 #pragma unroll
             for (int n = 0; n < Softmax::wide; n++)
                 *(float2*)(values + i * 8 * DIM + n * 8) =
@@ -173,7 +178,7 @@ struct PartPlace {  // of a part in memory, for this thread's lanes and columns
     __device__ Softmax take() const {
         Softmax part;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < Softmax::halves; i++) {
 #pragma unroll
             for (int n = 0; n < Softmax::wide; n++) {
                 float2 v = __ldcg((const float2*)(values + i * 8 * DIM + n * 8));
@@ -263,7 +268,7 @@ __device__ inline Softmax gather(const Pass& pass, const Look& look) {
 __device__ inline void leave_mixed(const Pass& pass, const Look& look, const Softmax& whole) {
     int warp = thread() / 32, lane = thread() % 32;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < Softmax::halves; i++) {
         int row = (lane / 4 + i * 8) / Look::wide, own = (lane / 4 + i * 8) % Look::wide;
         if (row < look.count && own < Look::group) {
             u16* to = pass.mixed + ((long)(look.first + row) * HEADS + look.head * Look::group + own) * DIM;
@@ -284,8 +289,8 @@ __device__ inline void attention(Shared& s, const Pass& pass, const Layer& layer
     take_fresh(s, layer, look);
     Softmax whole;
     for (int number = look.taker; number < look.end; number += Look::takers) {
-        whole = Softmax();
-        for (int block = number * look.each; block < min((number + 1) * look.each, look.blocks); block++) {
+        int begin = number * look.each;
+        for (int block = begin; block < min(begin + look.each, look.blocks); block++) {
             if (block != look.taker * look.each) {
                 sync();  // everybody has read the block before
                 take_block(s, layer, look, block);
@@ -293,7 +298,9 @@ __device__ inline void attention(Shared& s, const Pass& pass, const Layer& layer
             end_copies();
             await_copies<0>();
             sync();
-            merge(whole, look_at_block(s, look, block));
+            Softmax part = look_at_block(s, look, block);
+            if (block == begin) whole = part;
+            else merge(whole, part);
         }
         PartPlace(pass, look, number).leave(whole);
     }

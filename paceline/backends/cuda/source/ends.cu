@@ -9,8 +9,8 @@ struct Barrier {
         target += PROGRAMS;
         if (thread() == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals) : "memory");
     }
-    // Not by ld.acquire: all it adds is to empty the multiprocessor's own cache, at every try, and what others
-    // have written is loaded past that cache anyway.
+    // Not by ld.acquire, which empties the multiprocessor's own cache at every try: what others have written
+    // is loaded past that cache, by loads that begin when this one has ended.
     __device__ void wait() {
         if (thread() == 0) {
             u32 seen = 0;

@@ -19,7 +19,9 @@ typedef unsigned long long u64;
 
 constexpr int WARPS = 8, THREADS = WARPS * 32;  // that compute
 constexpr int FETCHERS = 128;  // threads that fetch
-constexpr int IN_FLIGHT = 2;   // stages: with more on their way everything else waits behind them
+constexpr int IN_FLIGHT = 3;   // stages: with more on their way everything else waits behind them
+constexpr int AHEAD = 6;       // steps of gate and up that are asked for while the ring is full
+constexpr int BYTES_A_CYCLE = 20;  // that a multiprocessor gets of memory, or a little more
 constexpr int PIECE = 64;      // of the depth: what a warp multiplies at a time
 constexpr int STEP = 128;  // of the depth, as weights lie in memory
 constexpr int HALF = DIM / 2;
@@ -32,6 +34,11 @@ __device__ inline int thread() {
     int number;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
     return number;
+}
+__device__ inline u32 cycles() {
+    u32 now;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
+    return now;
 }
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 __device__ constexpr int upwards(int a, int b) { return (a + b - 1) / b; }
@@ -66,6 +73,17 @@ __device__ inline void raise_flag_after_copies(u32 flag) {
 __device__ inline void await_flag(u32 flag, int parity) {
     asm volatile("{ .reg .pred done; again%=: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; "
                  "@!done bra again%=; }" ::"r"(flag), "r"(parity) : "memory");
+}
+
+__device__ inline bool is_raised(u32 flag, int parity) {
+    u32 raised;
+    asm volatile("{ .reg .pred done; mbarrier.test_wait.parity.shared.b64 done, [%1], %2; "
+                 "selp.u32 %0, 1, 0, done; }" : "=r"(raised) : "r"(flag), "r"(parity) : "memory");
+    return raised;
+}
+// Brings weights to the cache of all multiprocessors.
+template <int BYTES> __device__ inline void ask_for(const void* from) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(BYTES) : "memory");
 }
 
 // Loads of what other blocks have written in this kernel: the multiprocessor's own cache may be behind. So

@@ -8,6 +8,29 @@ struct Place {  // in the ring
     }
 };
 
+// What those who fetch do while the ring is full: they ask for the next steps of gate and up, no faster than
+// memory gives them, or everything else would wait behind them.
+struct Ahead {
+    static constexpr int stages = STEP / GateUp::slab;  // of a step
+    static constexpr u32 pace = Cut<GateUp>::columns * STEP * 2 / BYTES_A_CYCLE;  // cycles of a step
+    int step = 0;
+    u32 since = cycles();
+    // False if there is nothing left to be asked for.
+    __device__ bool ask(const u16* weight, int stage) {
+        step = max(step, upwards(stage, stages));
+        if (step >= min(stage / stages + AHEAD, Cut<GateUp>::steps)) return false;
+        if (cycles() - since < pace) return true;
+        u32 unit = first_unit<GateUp::units>(blockIdx.x), end = first_unit<GateUp::units>(blockIdx.x + 1);
+        for (u32 half = thread() - THREADS; half < (end - unit) * 2; half += FETCHERS) {
+            u32 column = GateUp::column(unit + half / 2, half % 2 * 8), tile = GateUp::tile;
+            ask_for<4 * STEP * 2>(weight + column / tile * (tile * GateUp::depth) + step * (tile * STEP) +
+                                  column % tile * STEP);
+        }
+        step++, since = cycles();
+        return true;
+    }
+};
+
 // What those who fetch do for one matrix: thread (row, chunk) has one column of each group of 16, a row of
 // the slot, and 16 of each 128 bytes of it.
 template <class P> __device__ inline void fetch(Shared& s, Place& place, const u16* weight) {
@@ -22,10 +45,12 @@ template <class P> __device__ inline void fetch(Shared& s, Place& place, const u
         u32 column = P::column(unit + P::unit(g * 16 + row), row);
         offsets[g] = column / P::tile * (P::tile * P::depth) + column % P::tile * STEP + chunk * 8;
     }
+    Ahead ahead;
 #pragma unroll 1
     for (int stage = 0; stage < C::stages; stage++) {
-        u32 slot = shared_address(s.ring[place.slot]) + to;
-        await_flag(shared_address(&s.empty[place.slot]), place.round ^ 1);
+        u32 slot = shared_address(s.ring[place.slot]) + to, empty = shared_address(&s.empty[place.slot]);
+        while (P::looks_ahead && !is_raised(empty, place.round ^ 1) && ahead.ask(weight, stage)) {}
+        await_flag(empty, place.round ^ 1);
 #pragma unroll
         for (int split = 0; split < P::splits; split++)
 #pragma unroll

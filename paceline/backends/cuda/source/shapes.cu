@@ -32,6 +32,8 @@ struct Look {
     static constexpr int takers = most(1, share < 64 ? share : 64);
     static constexpr int wide = LANES / HEIGHT;      // lanes of a row: one for each of its heads
     static constexpr int group = HEADS / KV_HEADS;   // heads that share keys
+    static constexpr int used = ((ROWS < HEIGHT ? ROWS : HEIGHT) - 1) * wide + group;  // lanes, at most
+    static constexpr int halves = used > 8 ? 2 : 1;  // of the lanes of an instruction that mean something
     int tile, head, taker;    // of this block
     int first, count;         // rows of the tile
     int newest;               // the last position that they see
@@ -92,6 +94,7 @@ template <int UNITS> __device__ inline u32 first_unit(u32 block) { return block 
 struct Heads {  // a unit is 8 columns of a head's first half and those of its second that turn with them
     static constexpr int depth = HIDDEN, splits = HEADS_SPLITS, slab = HEADS_SLAB, each = 16, tile = DIM;
     static constexpr int units = (HEADS + 2 * KV_HEADS) * DIM / 16;
+    static constexpr bool looks_ahead = false;
     __device__ static u32 unit(u32 line) { return line / 16; }
     __device__ static u32 column(u32 unit, u32 line) {
         return unit / (DIM / 16) * DIM + unit % (DIM / 16) * 8 + line % 8 + (line % 16 >= 8 ? HALF : 0);
@@ -100,6 +103,7 @@ struct Heads {  // a unit is 8 columns of a head's first half and those of its s
 struct GateUp {  // 4 columns of gates, and those of what they let through: lines 8 further
     static constexpr int depth = HIDDEN, splits = 1, slab = GATE_SLAB, each = 8, tile = 64;
     static constexpr int units = INTERMEDIATE / 4;
+    static constexpr bool looks_ahead = true;
     __device__ static u32 unit(u32 line) { return line / 16 * 2 + line % 8 / 4; }
     __device__ static u32 column(u32 unit, u32 line) {
         return unit / 8 * 64 + unit % 8 * 4 + line % 4 + (line % 16 >= 8 ? 32 : 0);
@@ -107,6 +111,7 @@ struct GateUp {  // 4 columns of gates, and those of what they let through: line
 };
 struct Added {  // 4 columns, whose squares are added up
     static constexpr int each = 4, tile = 64, units = HIDDEN / 4;
+    static constexpr bool looks_ahead = false;
     __device__ static u32 unit(u32 line) { return line / 4; }
     __device__ static u32 column(u32 unit, u32 line) { return unit * 4 + line % 4; }
 };
