@@ -40,6 +40,7 @@ class ToyAhead:
         self._seeds = np.zeros(slots, dtype=np.uint64)  # [slots]
         self._temperatures = np.zeros(slots)  # [slots]
         self._kept = np.zeros((slots, 3))  # [slots, 3]
+        self._takes_drafts = np.ones(slots, dtype=np.bool_)  # [slots]
         self._unread: deque[AheadOutput] = deque()
         self._by_host = False  # whether the host drafts
         self._told: dict[int, list[int]] = {}  # the pages that the last pass has told the next one of
@@ -49,7 +50,7 @@ class ToyAhead:
         self._tokens[slots], self._lengths[slots] = requests.tokens[:, 1], requests.lengths
         self._limits[slots] = requests.limits
         self._seeds[slots], self._temperatures[slots] = requests.seeds, requests.temperatures
-        self._kept[slots] = requests.kept
+        self._kept[slots], self._takes_drafts[slots] = requests.kept, requests.takes_drafts
         self._told = {}
 
     def launch(
@@ -84,6 +85,8 @@ class ToyAhead:
 
     def _goes_on(self, slot: int, starts: Int32Array, level: int, tokens: Int32Array) -> bool:
         """Whether a slot's chain was right down to here."""
+        if level and not self._takes_drafts[slot]:
+            return False
         right = self._by_host or level <= starts[slot] % (1 + self._length)
         return bool(right and self._lengths[slot] < self._limits[slot] and -1 not in tokens)
 

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
 UInt64Array = npt.NDArray[np.uint64]
+BoolArray = npt.NDArray[np.bool_]
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
@@ -108,6 +109,7 @@ class Joining:
     limits: Int32Array  # [requests] KV indices from here on are not computed
     seeds: UInt64Array  # [requests]
     temperatures: Float64Array  # [requests]
+    takes_drafts: BoolArray  # [requests] whether drafted tokens are theirs too, or only what follows the last
     kept: Float64Array  # [requests, 3] top_k, top_p and min_p: of a decoder of a backend that keeps some
 
 

@@ -84,9 +84,7 @@ class LengthController(Controller):
             self._next_choice = min(self._next_choice, self._step + SETTLES)
         if self._step >= self._next_choice and all(request.num_pending == 1 for request in running):
             self._choose(load)
-        asked = [request.plan for request in running if request.plan is not None]
-        # who asks for none is not drafted for, and passes of one shape run ahead, so neither are the others
-        plan = PLAIN if PLAIN in asked else self._plans[self._length]
+        plan = self._plans[self._length]
         return [plan if request.plan is None else request.plan for request in running]
 
     def _choose(self, load: Load) -> None:

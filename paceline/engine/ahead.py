@@ -17,76 +17,30 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.backends.base import (
-    AheadDecoder,
-    AheadDraft,
-    AheadOutput,
-    ForwardBatch,
-    ForwardOutput,
-    Int32Array,
-    Joining,
-)
+from paceline.backends.base import AheadDecoder, AheadDraft, AheadOutput
 from paceline.draft.base import Features
 from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.engine.drafting import Drafting
-from paceline.engine.facts import Shape
+from paceline.engine.flight import Flying, PassAhead, PromptPass, joining, padded
 from paceline.engine.request import Request, Status
 from paceline.engine.scheduler import Scheduled
 from paceline.engine.verification import chosen_verdict
 from paceline.kv.cache import KVCache
-from paceline.verify.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 
 SPARE = 64  # tokens of room that are reserved together
 MOST_DRAFTS = 4  # lengths of chains: each has buffers of its own; others go step by step
 DEPTH = 2  # passes of decoding in flight when the first of them is read
+# Tokens that the host must have drafted for each request on average, so that all wait for it: in a pass that
+# is given its chains, and in an ordinary step, which takes twice as long as one that runs ahead.
+WORTH_A_PASS, WORTH_A_STEP = 1, 4
 # Passes that those who come wait, together, for each one that decodes, and at most: a pass over prompts costs
 # all who decode about one of their own, whether it is over one prompt or over three.
 WAITED_EACH, MOST_WAITED = 0.25, 8
-
-
-@dataclass(frozen=True)
-class PromptPass:
-    """A pass over prompts that has begun."""
-
-    parts: list[Scheduled]
-    batch: ForwardBatch
-    output: Callable[[], ForwardOutput]  # waits for it
-
-
-@dataclass(frozen=True)
-class Flying:
-    """A pass in flight."""
-
-    requests: list[Request]
-    plan: DraftPlan = PLAIN
-    given: list[Sequence[int]] | None = None  # the chains that the host drafted, if it did
-    prompts: PromptPass | None = None  # None: they decode
-
-
-@dataclass(frozen=True)
-class PassAhead:
-    """A pass of decoding that ran ahead, when it is read."""
-
-    parts: list[Scheduled]
-    verdicts: list[Verdict]
-    levels: int  # of the rows behind each part's own, which are chains
-    shapes: list[Shape]  # of the drafts; their tokens stayed where they were made
-    features: Features | None
-
-    @property
-    def num_rows(self) -> int:
-        return (1 + self.levels) * len(self.parts)
-
-    @property
-    def attended(self) -> int:
-        """Keys of committed tokens that its rows read, summed over the rows. Before requests advance."""
-        return (1 + self.levels) * sum([part.request.num_computed for part in self.parts])
 
 
 class RunAhead:
@@ -152,7 +106,8 @@ class RunAhead:
     def foresee(self, parts: Sequence[Scheduled]) -> None:
         """Let the drafter of the last pass see prompts that are being computed: it may go on behind them."""
         draft = self._drafts.get(self._plan)
-        coming = [part.request for part in parts if part.num_tokens > 1 and part.reaches_end]
+        ending = [part.request for part in parts if part.num_tokens > 1 and part.reaches_end]
+        coming = [request for request in ending if not request.undrafted]
         if coming and draft is not None and draft.runner is not None:
             self._drafting.foresee(self._plan, coming)
 
@@ -190,11 +145,14 @@ class RunAhead:
         """
         if any(flying.given is not None for flying in self._flight):
             return True
-        chains = self._drafting.chains(self._plan, requests)
-        if sum(map(len, chains)) < len(requests):  # not worth a pass that everybody waits for
+        chains, fits = self._drafting.chains(self._plan, requests), True
+        if draft.most_requests is not None:
+            fits = len(requests) <= draft.most_requests
+        worth = WORTH_A_PASS if fits else WORTH_A_STEP
+        if sum(map(len, chains)) < worth * len(requests):
             while self._num_decoding < DEPTH and self._launch_one(decoder, requests, None):
                 pass
-        elif len(requests) > (draft.most_requests or len(requests)):
+        elif not fits:
             return False
         elif not self._num_decoding:  # else it is asked again when all is read
             self._launch_one(decoder, requests, draft, chains)
@@ -237,8 +195,8 @@ class RunAhead:
         if self._are_ending(going) or not self._have_room(going):
             return False  # what was reserved in vain is let go by the next commit
         by_head = draft is not None and draft.runner is not None
-        fresh = [request for request in going if request not in self._handed] if by_head else []
-        if fresh:
+        fresh = [request for request in going if request not in self._handed and not request.undrafted]
+        if fresh and by_head:
             if not self._drafting.hand_over(self._plan, fresh):
                 return False
             self._handed.update(dict.fromkeys(fresh))
@@ -247,11 +205,11 @@ class RunAhead:
         self._flight.append(Flying(going, plan, given))
         if new:
             self._forget_finished()
-            decoder.join(_joining(new))
+            decoder.join(joining(new))
         for request in going:
             self._known[request] = self._known.get(request, 0) + 1
         slots, tables = [request.slot for request in going], self._kv.page_tables
-        decoder.launch(slots, tables, draft, None if given is None else _padded(given, plan.levels))
+        decoder.launch(slots, tables, draft, None if given is None else padded(given, plan.levels))
         return True
 
     def _are_ending(self, requests: Sequence[Request]) -> bool:
@@ -303,10 +261,10 @@ class RunAhead:
         flying = self._pop(was_read=True)
         requests, plan = flying.requests, flying.plan
         rows = [row for row, request in enumerate(requests) if request.status is not Status.FINISHED]
-        parts = [Scheduled(requests[row], 1, plan) for row in rows]
+        parts = [Scheduled(requests[row], 1, PLAIN if requests[row].undrafted else plan) for row in rows]
         tokens, counts = output.tokens.tolist(), output.counts.tolist()
         verdicts = [chosen_verdict(tokens[row][: counts[row]], requests[row]) for row in rows]
-        shapes = [(plan.levels, plan.levels)] * len(rows) if plan.budget else []
+        shapes = [(part.plan.levels, part.plan.levels) for part in parts] if plan.budget else []
         if flying.given is not None:
             shapes = [(len(flying.given[row]),) * 2 for row in rows]
         return PassAhead(parts, verdicts, plan.levels, shapes, self._features(parts, rows, output))
@@ -363,24 +321,3 @@ class RunAhead:
         self._handed.clear()
         self._error = None
         return [request for request in lost if not request.finished]
-
-
-def _joining(requests: Sequence[Request]) -> Joining:
-    params = [request.params for request in requests]
-    return Joining(
-        slots=np.array([request.slot for request in requests], dtype=np.int32),
-        tokens=np.array([[0, *request.token_ids[-2:]][-2:] for request in requests], dtype=np.int32),
-        lengths=np.array([request.num_computed for request in requests], dtype=np.int32),
-        limits=np.array([request.most_tokens - 1 for request in requests], dtype=np.int32),
-        seeds=np.array([request.seed for request in requests], dtype=np.uint64),
-        temperatures=np.array([own.temperature for own in params], dtype=np.float64),
-        kept=np.array([(own.top_k, own.top_p, own.min_p) for own in params], dtype=np.float64),
-    )
-
-
-def _padded(chains: Sequence[Sequence[int]], length: int) -> Int32Array:
-    """The chains as lines of this length: [chains, length]. What is behind them may be anything."""
-    lines = np.zeros((len(chains), length), dtype=np.int32)
-    for line, chain in zip(lines, chains, strict=True):
-        line[: len(chain)] = chain
-    return lines

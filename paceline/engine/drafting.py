@@ -82,8 +82,7 @@ class Drafting:
     def _with_forced(self, request: Request, plan: DraftPlan) -> DraftPlan:
         """The plan with nodes for what the request's constraint forces, unless the request wants none."""
         constraint = request.sampler.constraint
-        wants_none = request.plan is not None and request.plan.budget == 0
-        if constraint is None or wants_none or not self._draft_forced:
+        if constraint is None or request.undrafted or not self._draft_forced:
             return plan
         run = len(constraint.forced())
         if plan.drafter is None or self._drafters[plan.drafter].only_forced:
@@ -230,7 +229,8 @@ class Drafting:
     def chains(self, plan: DraftPlan, requests: Sequence[Request]) -> list[Sequence[int]]:
         """The chain that a drafter proposes for each request by this plan, which can be empty."""
         useful = [request.max_output - request.num_output - 1 for request in requests]  # one comes anyway
-        plans = [plan.shrunk(max(most, 0)) for most in useful]
+        pairs = zip(requests, useful, strict=True)
+        plans = [plan.shrunk(0 if request.undrafted else max(most, 0)) for request, most in pairs]
         trees, _ = self.propose([Scheduled(*part) for part in zip(requests, repeat(1), plans, strict=False)])
         if trees is None:
             return [()] * len(requests)

@@ -17,10 +17,11 @@ from paceline.draft.base import Drafter, Features
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.engine.admission import Limits, make_requests
 from paceline.engine.advancing import Advancing, Delta
-from paceline.engine.ahead import PromptPass, RunAhead
+from paceline.engine.ahead import RunAhead
 from paceline.engine.batch import BatchBuilder
 from paceline.engine.drafting import FORCED_ONLY, Drafting, features_of
 from paceline.engine.facts import add_facts, shapes_of
+from paceline.engine.flight import PromptPass
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduled, Scheduler
 from paceline.engine.stats import StepStats
@@ -248,8 +249,8 @@ class Engine:
                 return has_pass
         plans = self._plan()
         planned = dict(zip(running, plans, strict=True))
-        plan = planned[decoding[0]]
-        alike = all(own is plan or own == plan for own in map(planned.__getitem__, decoding))
+        plan = next((planned[request] for request in decoding if not request.undrafted), PLAIN)
+        alike = all(own.undrafted or planned[own] is plan or planned[own] == plan for own in decoding)
         goes_on = alike and self._ahead.offers(plan)
         if comes and goes_on:
             self._begin_prompts(decoding)

@@ -130,6 +130,11 @@ class Request:
         return asked and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     @property
+    def undrafted(self) -> bool:
+        """Whether it has asked not to be drafted for."""
+        return self.plan is not None and self.plan.budget == 0
+
+    @property
     def races(self) -> bool:
         """Whether its next tokens are argmax(logits / temperature + noise), and nothing else is asked for."""
         return self.races_among_kept and (self.sampler.greedy or self.sampler.keeps_all)

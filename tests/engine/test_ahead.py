@@ -39,7 +39,15 @@ def alone(ids, options):
     return outcome(request)
 
 
-OPTIONS = [{}, {}, {"ignore_eos": True}, {"stop": "A"}, {"top_k": 5}, {"logprobs": 1}, {"min_tokens": 4}]
+OPTIONS = [
+    {},
+    {"speculative": "off"},
+    {"ignore_eos": True},
+    {"stop": "A"},
+    {"top_k": 5},
+    {"logprobs": 1},
+    {"min_tokens": 4},
+]
 REQUESTS = [
     (prompt(number, 1 + 7 * (number % 4)), params(number, **OPTIONS[number % 7])) for number in range(14)
 ]
@@ -227,6 +235,24 @@ def test_a_drafter_sees_prompts_whose_ends_are_being_computed():
     (early,) = engine.add_request(prompt(8, 6), params(9))  # nobody decodes
     drain(engine)
     assert foreseen == [(late, 0), (early, 0)]
+
+
+def test_who_asks_not_to_be_drafted_for_decodes_beside_those_who_are():
+    drafter = ScriptedDrafter({}, "right")
+    backend = ToyBackend(ahead=True)
+    engine = toy_engine(backend, drafter=drafter, budget=3, branching=1)
+    off = params(2, ignore_eos=True, speculative="off", max_tokens=20)
+    (plain,) = engine.add_request(prompt(2, 5), off)
+    (drafted,) = engine.add_request(*REQUESTS[9])
+    gained = []
+    while engine.has_unfinished:
+        gained += [len(delta.token_ids) for delta in engine.step() if delta.request is plain]
+    assert outcome(plain) == alone(prompt(2, 5), off)
+    assert outcome(drafted) == expected(9)
+    assert gained == [1] * 20
+    assert plain.speculative.num_spec_steps == 0
+    assert plain not in drafter.handed_over
+    assert drafted.speculative.num_accepted_draft_tokens > 0
 
 
 def test_where_pages_are_short_someone_is_preempted_and_all_end():

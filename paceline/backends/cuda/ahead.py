@@ -76,7 +76,7 @@ class CudaAhead:
         self._rows = bucket(slots)
         self._requests = make_requests(slots, longest, page_size, self.device)
         # int64 [facts of a joining request, requests]
-        self._told = torch.zeros((10, self._rows), dtype=torch.int64, device=self.device)
+        self._told = torch.zeros((11, self._rows), dtype=torch.int64, device=self.device)
         self._graphs = Graphs(self.device)
         self._pages = np.zeros(tuple(self._requests.pages.shape), dtype=np.int32)  # as the device has them
         # [slots] tokens computed before the next pass, at most
@@ -101,6 +101,7 @@ class CudaAhead:
                 requests.tokens[:, 1],
                 requests.seeds.view(np.int64),
                 requests.temperatures.view(np.int64),
+                requests.takes_drafts,
                 *requests.kept.T.copy().view(np.int64),
             )
         )
@@ -115,13 +116,14 @@ class CudaAhead:
     def _take_over(self, count: int) -> None:
         """Write to the state what was told of so many requests."""
         state = self._requests
-        slots, lengths, limits, before, last, seeds, temperatures, *kept = self._told[:, :count]
+        slots, lengths, limits, before, last, seeds, temperatures, takes, *kept = self._told[:, :count]
         state.lengths[slots] = lengths.int()
         state.limits[slots] = limits.int()
         state.tokens[slots, (lengths - 1).clamp(min=0)] = before.int()
         state.tokens[slots, lengths] = last.int()
         state.seeds[slots] = seeds
         state.temperatures[slots] = temperatures.view(torch.float64)
+        state.takes_drafts[slots] = takes.int()
         state.kept[slots] = torch.stack(kept, 1).view(torch.float64)
 
     @torch.inference_mode()

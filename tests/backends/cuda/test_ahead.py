@@ -94,6 +94,7 @@ def joining(slots: Sequence[int], lengths: Sequence[int]) -> Joining:
         limits=np.array(lengths, dtype=np.int32) + 20,
         seeds=np.array(slots, dtype=np.uint64) + np.uint64(2**63),
         temperatures=np.array(slots) / 10,
+        takes_drafts=np.array([slot != 5 for slot in slots]),
         kept=np.array([(5 if slot == 3 else 0, 1, 0) for slot in slots], dtype=np.float64),
     )
 
@@ -128,6 +129,7 @@ def test_a_request_that_leaves_and_one_that_joins_begin_the_rows_anew(decoder, l
     state = decoder._requests
     assert state.tokens[5, 6:8].tolist() == [45, 55]
     assert state.limits[5] == 27
+    assert state.takes_drafts.tolist() == [1, 1, 1, 1, 1, 0]
     assert state.lengths.tolist() == [6, 4, 6, 0, 0, 8]
     assert state.seeds[5].item() == 5 - 2**63
     assert state.temperatures[5] == 0.5

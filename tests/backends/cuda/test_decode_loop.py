@@ -107,6 +107,19 @@ def test_drafting_on_the_device_leaves_the_tokens_as_they_are(
     assert case.state.tokens[1, LENGTH + 1 : LENGTH + 4].tolist() == plain
 
 
+def test_who_takes_no_drafts_gets_one_token_a_step(device: torch.device, dtype: torch.dtype) -> None:
+    from paceline.backends.cuda.draft_shape import chain_shape
+
+    (first, *_), _ = Case(0.0, device, dtype).run(None, 2)
+    taken = []
+    for takes in (1, 0):
+        case = Case(0.0, device, dtype)
+        case.state.takes_drafts[1] = takes
+        taken.append(case.run(None, 1, chain_shape(1), guess=first)[0])
+    assert len(taken[0]) == 2
+    assert taken[1] == taken[0][:1] == [first]
+
+
 def test_a_head_begins_with_the_features_that_its_pool_keeps(
     device: torch.device, dtype: torch.dtype
 ) -> None:

@@ -26,6 +26,7 @@ class DeviceRequests:
     seeds: torch.Tensor  # int64 [slots]
     temperatures: torch.Tensor  # float64 [slots] 0: greedy
     kept: torch.Tensor  # float64 [slots, 3] top_k, top_p and min_p
+    takes_drafts: torch.Tensor  # int32 [slots] 0: of a chain only the root's token is taken
 
 
 def make_requests(slots: int, longest: int, page_size: int, device: torch.device) -> DeviceRequests:
@@ -42,6 +43,7 @@ def make_requests(slots: int, longest: int, page_size: int, device: torch.device
         torch.zeros(slots, dtype=torch.int64, device=device),
         torch.zeros(slots, dtype=torch.float64, device=device),
         torch.zeros((slots, 3), dtype=torch.float64, device=device),
+        integers(slots) + 1,
     )
 
 

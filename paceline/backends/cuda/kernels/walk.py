@@ -35,7 +35,7 @@ def _best_of_nodes(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _accept(  # type: ignore[no-untyped-def]
-    request, requests, length, limit, tree, to, levels: tl.constexpr, catch_up_rows: tl.constexpr
+    request, requests, length, limit, takes, tree, to, levels: tl.constexpr, catch_up_rows: tl.constexpr
 ):
     """How many tokens a request of this length gets; they are written, and the nodes that they come from.
 
@@ -55,7 +55,7 @@ def _accept(  # type: ignore[no-untyped-def]
             source = nodes * requests + request * catch_up_rows + step
             tl.store(sources_at + source, request * nodes + node, mask=goes_on)
         count += goes_on.to(tl.int32)
-        fits = (parents == node) & (drafted == token) & (length + number < limit)
+        fits = (parents == node) & (drafted == token) & (length + number < limit) & (takes > 0)
         node = tl.min(tl.where(fits, number, NOTHING), 0)
         goes_on = goes_on & (node < NOTHING)
     return count
@@ -69,6 +69,7 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     known_at,
     lengths_at,
     limits_at,
+    takes_at,
     pages_at,
     parents_at,
     output_at,
@@ -109,7 +110,8 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     chosen = _best_of_nodes(scores_at, ids_at, request * nodes, nodes, blocks, wide_nodes, most_blocks)
     to = (output_at, accepted_at, known_at + own * longest, longest, lines_at + 5 * stride)
     tree = (chosen, drafted, parents, nodes)
-    count = _accept(request, requests, length, tl.where(slot >= 0, limit, 0), tree, to, levels, catch_up_rows)
+    end, takes = tl.where(slot >= 0, limit, 0), tl.load(takes_at + own)
+    count = _accept(request, requests, length, end, takes, tree, to, levels, catch_up_rows)
     tl.store(counts_at + request, count)
     length += count
     tl.store(lengths_at + own, length, mask=count > 0)
@@ -160,6 +162,7 @@ def walk(
         state.tokens,
         state.lengths,
         state.limits,
+        state.takes_drafts,
         state.pages,
         shape.parents,
         output,
