@@ -20,6 +20,7 @@ from paceline.backends.cuda.kernels.product import (
     sum_of_squares,
     tile_sums,
 )
+from paceline.backends.cuda.kernels.wide import GATE_UP, PROJECT, multiply_wide
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -184,6 +185,9 @@ def _add_kernel(  # type: ignore[no-untyped-def]
 
 def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scratch: Scratch) -> None:
     """Write norm(rows) @ weight.T + bias to `output` [rows, at least width]."""
+    is_float = output.dtype == torch.float32
+    if is_float and multiply_wide(PROJECT, normed, matrix, output, output.stride(0), rows):
+        return
     cut, groups = cut_for(matrix, rows, wide=True), normed.squares.shape[1]
     _project_kernel[cut.grid](
         normed.rows,
@@ -208,6 +212,8 @@ def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
 
 def gate_up(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scratch: Scratch) -> None:
     """Write silu(gate) * up of norm(rows), a `tile_pair`, to `output` [rows, half of the padded width]."""
+    if multiply_wide(GATE_UP, normed, matrix, output, matrix.padded_width // 2, rows):
+        return
     cut, groups = cut_for(matrix, rows, wide=True), normed.squares.shape[1]
     _gate_up_kernel[cut.grid](
         normed.rows,
