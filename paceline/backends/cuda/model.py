@@ -22,7 +22,8 @@ from paceline.backends.cuda.kernels.attention import AttentionScratch, RowTables
 from paceline.backends.cuda.kernels.experts import add_experts
 from paceline.backends.cuda.kernels.heads import project_heads
 from paceline.backends.cuda.kernels.linear import add_product, gate_up, project
-from paceline.backends.cuda.kernels.matrix import Normed, Scratch, padded_rows, scratch_for
+from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, scratch_for
+from paceline.backends.cuda.kernels.packing import ROUNDED
 from paceline.backends.cuda.kernels.routing import Routing, routing_for
 from paceline.backends.cuda.kernels.rows import embed
 from paceline.backends.cuda.weights import Layer, Weights, padded_size
@@ -46,8 +47,10 @@ class Workspace:
     attention_input: Normed
     feed_forward_input: Normed
     query: torch.Tensor  # [rows, heads, head_dim]
-    mixed: torch.Tensor  # [rows, padded heads * head_dim] zero where it is padding
-    activated: torch.Tensor  # [rows, padded intermediate]
+    mixed: torch.Tensor  # [rows, padded heads * head_dim] zero where it is padding; e4m3 if it has scales
+    mixed_scales: torch.Tensor | None  # as of Normed
+    activated: torch.Tensor  # [rows, padded intermediate] likewise
+    activated_scales: torch.Tensor | None
     selected: Normed  # the rows whose logits are wanted
     logits: torch.Tensor  # float32 [rows, vocab]
     scratch: Scratch
@@ -59,23 +62,37 @@ def make_workspace(weights: Weights, max_rows: int, longest: int) -> Workspace:
     """Buffers for passes of at most `max_rows` rows over contexts of at most `longest` tokens."""
     config, device, dtype = weights.config, weights.device, weights.dtype
     layer, rows = weights.layers[0], padded_rows(max_rows)
-    dense = [own.gate_up.padded_width // 2 for own in weights.layers if own.mixture is None]
+    dense = [own for own in weights.layers if own.mixture is None]
+    intermediate = max((own.gate_up.padded_width // 2 for own in dense), default=0)
     mixtures = [own.mixture for own in weights.layers if own.mixture is not None]
 
     def zeros(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=kind, device=device)
 
-    def normed() -> Normed:
-        squares = zeros(rows, layer.output.tiles, kind=torch.float32)
-        return Normed(zeros(rows, weights.hidden), squares, config.hidden_size, config.rms_norm_eps)
+    def inputs(width: int, *readers: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What matrices read, rounded to e4m3 with scales if they are packed so."""
+        if not any(own.tiling.packing == "e4m3" for own in readers):
+            return zeros(rows, width), None
+        scales = zeros(rows // 16, width // ROUNDED, 16, kind=torch.float32)
+        return zeros(rows, width, kind=torch.float8_e4m3fn), scales
 
+    def normed(*readers: Matrix) -> Normed:
+        squares = zeros(rows, layer.output.tiles, kind=torch.float32)
+        rounded, scales = inputs(weights.hidden, *readers)
+        same = (rounded, scales) if scales is not None else (None, None)
+        return Normed(zeros(rows, weights.hidden), squares, config.hidden_size, config.rms_norm_eps, *same)
+
+    mixed, mixed_scales = inputs(padded_size(config.num_heads * config.head_dim), layer.output)
+    activated, activated_scales = inputs(intermediate, *(own.down for own in dense))
     return Workspace(
         hidden=zeros(rows, weights.hidden, kind=torch.float32),
-        attention_input=normed(),
-        feed_forward_input=normed(),
+        attention_input=normed(layer.qkv),
+        feed_forward_input=normed(*(own.gate_up for own in dense)),
         query=zeros(rows, config.num_heads, config.head_dim),
-        mixed=zeros(rows, padded_size(config.num_heads * config.head_dim)),
-        activated=zeros(rows, max(dense, default=0)),
+        mixed=mixed,
+        mixed_scales=mixed_scales,
+        activated=activated,
+        activated_scales=activated_scales,
         selected=normed(),
         logits=zeros(rows, config.vocab_size, kind=torch.float32),
         scratch=scratch_for(weights.matrices, rows, device),
@@ -141,6 +158,7 @@ def run_layers(
             page_size,
             workspace.mixed,
             workspace.attention,
+            scales=workspace.mixed_scales,
         )
         add_product(
             workspace.mixed,
@@ -150,6 +168,7 @@ def run_layers(
             workspace.feed_forward_input,
             rows,
             workspace.scratch,
+            workspace.mixed_scales,
         )
         _feed_forward(layer, workspace, tables.places, norms[index + 1])
     _keep_features(workspace, rows, size, len(weights.layers), features, feature_layers)
@@ -160,8 +179,9 @@ def _feed_forward(layer: Layer, workspace: Workspace, places: torch.Tensor, norm
     read, hidden, written = workspace.feed_forward_input, workspace.hidden, workspace.attention_input
     scratch, rows = workspace.scratch, len(places)
     if layer.mixture is None or workspace.routing is None:
-        gate_up(read, layer.gate_up, workspace.activated, rows, scratch)
-        add_product(workspace.activated, layer.down, hidden, norm, written, rows, scratch)
+        scales = workspace.activated_scales
+        gate_up(read, layer.gate_up, workspace.activated, rows, scratch, scales)
+        add_product(workspace.activated, layer.down, hidden, norm, written, rows, scratch, scales)
     else:
         add_experts(layer.mixture, read, places, hidden, norm, written, workspace.routing, scratch)
 

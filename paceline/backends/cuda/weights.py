@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.backends.cuda.kernels.matrix import Matrix, Tiling, tile_heads, tile_matrix, tile_pair
-from paceline.backends.cuda.kernels.packing import BLOCKS, SCALE_WORDS, depth_of, step_of
+from paceline.backends.cuda.kernels.packing import BLOCKS, ROUNDED, SCALE_WORDS, depth_of, step_of
 from paceline.backends.cuda.kernels.routing import Mixture
 from paceline.models.config import ModelConfig
 from paceline.models.rope import rope_frequencies
@@ -17,9 +17,12 @@ from paceline.models.transformer import Take
 TILE = 64  # sides of matrices are padded to multiples of it
 PROGRAMS = 132  # one on each multiprocessor of a Hopper; a number of its own, because it decides about bits
 PACKED_PROGRAMS = 528  # unpacking takes time in which others can read
+ROUNDED_PROGRAMS = 264  # of e4m3, which has nothing to unpack, but short steps
 MOST_SPLITS = 4
 LEAST_STEPS = 3  # of a split, or it ends before it has begun
 PACKINGS = ("int4", "q4k", "q6k", "fp8", "int8", "none")  # from small to large
+MULTIPLIES_E4M3 = (8, 9)  # the first GPUs that do
+ROUNDED_HEADS = (64, 128, 256)  # sizes of heads whose attention is rounded to e4m3
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ def load_weights(
 ) -> Weights:
     """The weights that `take` gives by name, ready for the kernels.
 
-    `packing` tells how a layer's matrix is packed, by name; `take` gives those in float32, `blocks` gives the
+    `packing` tells how a layer's matrix is packed, by name. `fp8` becomes `e4m3`, for which activations are
+    rounded too, on a device that multiplies such numbers. `take` gives those in float32, `blocks` gives the
     `block_lines` of those that stay a file's own. The embedding and the head stay as they are.
     """
     table = _matrix(take("model.embed_tokens.weight"), None)
@@ -128,6 +132,8 @@ def _load_layer(
             return [blocks(own) for own in names], kind
         kind = "int8" if kind in SCALE_WORDS else kind
         weights = [take(own) for own in names]
+        if kind == "fp8" and _reads_rounded(config, parts[0]) and _multiplies_e4m3(weights[0].device):
+            kind = "e4m3"
         if kind != "none" and weights[0].shape[1] % step_of(kind) == 0:
             return weights, kind
         return [weight.to(dtype) for weight in weights], "none"
@@ -157,11 +163,25 @@ def _load_layer(
     )
 
 
+def _reads_rounded(config: ModelConfig, part: str) -> bool:
+    """Whether the input of a layer's matrix is there in e4m3: not that of experts, nor of odd sizes."""
+    if part.startswith("mlp.experts") or config.hidden_size % ROUNDED:
+        return False
+    return part != "self_attn.o_proj" or config.head_dim in ROUNDED_HEADS
+
+
+def _multiplies_e4m3(device: torch.device) -> bool:
+    """Whether the device does; Triton's interpreter does."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MULTIPLIES_E4M3
+
+
 def _pairs(weights: list[torch.Tensor], packing: str) -> Matrix:
     """The gates and ups of experts, or of one block, as one matrix; all gates come first."""
     padded = [_padded(weight, packing) for weight in weights]
     experts = len(weights) // 2
-    tiling = _expert_tiling(2 * len(padded[0]), depth_of(padded[0], packing), packing, experts)
+    # half of a tile is what is rounded together, if it is
+    columns = 2 * TILE if packing == "e4m3" else TILE
+    tiling = _expert_tiling(2 * len(padded[0]), depth_of(padded[0], packing), packing, experts, columns)
     return tile_pair(torch.cat(padded[:experts]), torch.cat(padded[experts:]), tiling)
 
 
@@ -172,9 +192,9 @@ def _stacked(weights: list[torch.Tensor], packing: str) -> Matrix:
     return tile_matrix(torch.cat(padded), sum(map(len, weights)), tiling)
 
 
-def _expert_tiling(width: int, depth: int, packing: str, experts: int) -> Tiling:
+def _expert_tiling(width: int, depth: int, packing: str, experts: int, columns: int = TILE) -> Tiling:
     """How to cut matrices of this padded shape: not along the depth if a row has several experts."""
-    tiling = tiling_for(width, depth, TILE, packing)
+    tiling = tiling_for(width, depth, columns, packing)
     return tiling if experts == 1 else replace(tiling, splits=1)
 
 
@@ -183,6 +203,7 @@ def tiling_for(width: int, depth: int, columns: int = TILE, packing: str = "none
     step = step_of(packing) if packing != "none" else 128 if depth % 128 == 0 else 64
     tiles, steps = width // columns, depth // step
     programs, most = (PROGRAMS, MOST_SPLITS) if packing == "none" else (PACKED_PROGRAMS, 4 * MOST_SPLITS)
+    programs = ROUNDED_PROGRAMS if packing == "e4m3" else programs
     splits = 1
     while splits < most and 2 * splits * tiles <= programs and steps >= 2 * splits * LEAST_STEPS:
         splits *= 2

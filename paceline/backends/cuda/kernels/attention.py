@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.launching import let_next_start, overlaps, wait
+from paceline.backends.cuda.kernels.rounding import rounding_scales, scale_place
 from paceline.backends.cuda.kernels.softmax import MOST_PATH as MOST_PATH
 from paceline.backends.cuda.kernels.softmax import (
     crooked_block,
@@ -174,11 +175,24 @@ def _meet(whole, meeting, lines, left, used, dim: tl.constexpr):  # type: ignore
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _rounded(mixed, row, head, used, scales_at, heads: tl.constexpr, dim: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What is to be written of heads [lanes, dim] as e4m3 numbers; their scales are written here."""
+    groups: tl.constexpr = dim // 64
+    parts = tl.reshape(mixed, (mixed.shape[0], groups, 64))
+    scales, inverse = rounding_scales(tl.max(tl.abs(parts), 2))
+    group = head[:, None] * groups + tl.arange(0, groups)[None, :]
+    place = scale_place(row[:, None], group, heads * groups)
+    tl.store(scales_at + place, scales, mask=used[:, None])
+    return tl.reshape(parts * inverse[:, :, None], mixed.shape)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _attention_kernel(  # type: ignore[no-untyped-def]
     query_at,
     keys_at,
     values_at,
     output_at,
+    output_scales_at,
     positions_at,
     straight_at,
     paths_at,
@@ -203,6 +217,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     page_size: tl.constexpr,
     stages: tl.constexpr,
     crooks: tl.constexpr,  # whether a row's path may lie scattered
+    rounds: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     number, head, taker, takers = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
@@ -250,7 +265,10 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     if last:
         _, total, mixed = whole
         places = row.to(tl.int64)[:, None] * output_stride + query_head[:, None] * dim + part[None, :]
-        tl.store(output_at + places, (mixed / total[:, None]).to(output_at.dtype.element_ty), mask=mask)
+        mixed = mixed / total[:, None]
+        if rounds:
+            mixed = _rounded(mixed, row, query_head, used, output_scales_at, heads, dim)
+        tl.store(output_at + places, mixed.to(output_at.dtype.element_ty), mask=mask)
 
 
 def attend(
@@ -263,11 +281,13 @@ def attend(
     output: torch.Tensor,
     scratch: AttentionScratch,
     earliest: int = 0,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Write values mixed by softmax(query · key) to `output` [rows, at least heads * head_dim].
 
     `query` is [rows, heads, head_dim], `keys` and `values` are one layer's [places, key heads, head_dim].
-    Positions before `earliest` hold nothing and are seen by no row.
+    Positions before `earliest` hold nothing and are seen by no row. If there are `scales`, as of Normed, the
+    output is rounded to e4m3; heads have whole groups of 64 then.
     """
     _, heads, dim = query.shape
     kv_heads = keys.shape[1]
@@ -279,6 +299,7 @@ def attend(
         keys,
         values,
         output,
+        scales,
         tables.positions,
         tables.straight,
         tables.paths,
@@ -303,6 +324,7 @@ def attend(
         page_size,
         STAGES,
         tables.paths is not None,
+        scales is not None,
         overlap,
         num_warps=WARPS,
         enable_fp_fusion=False,

@@ -45,6 +45,7 @@ def _store_halves(to, one, two, mask, half: tl.constexpr) -> None:  # type: igno
 @triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
 def _heads_kernel(  # type: ignore[no-untyped-def]
     rows_at,
+    row_scales_at,
     squares_at,
     weight_at,
     scales_at,
@@ -100,6 +101,8 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
         step,
         packing,
         stages,
+        1,
+        row_scales_at,
     )
     if last:
         total *= norm_factor(squares, size, eps)
@@ -147,7 +150,7 @@ def project_heads(
     cut = cut_for(matrix, rows)
     query_norm, key_norm = norms or (None, None)
     _heads_kernel[cut.grid](
-        normed.rows,
+        *normed.read_by(matrix),
         normed.squares,
         matrix.weight,
         matrix.scales,

@@ -20,6 +20,7 @@ from paceline.backends.cuda.kernels.product import (
     sum_of_squares,
     tile_sums,
 )
+from paceline.backends.cuda.kernels.rounding import store_rounded
 from paceline.backends.cuda.kernels.wide import GATE_UP, PROJECT, multiply_wide
 
 
@@ -80,10 +81,12 @@ def _project_kernel(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _gate_up_kernel(  # type: ignore[no-untyped-def]
     rows_at,
+    row_scales_at,
     squares_at,
     weight_at,
     scales_at,
     output_at,
+    output_scales_at,
     partial_at,
     counters_at,
     depth,
@@ -91,6 +94,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     groups,
     size,
     eps,
+    rounds: tl.constexpr,
     most_groups: tl.constexpr,
     splits: tl.constexpr,
     columns: tl.constexpr,
@@ -120,18 +124,23 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         packing,
         stages,
         tiles,
+        row_scales_at,
     )
     if last:
         total *= norm_factor(squares, size, eps)
         gate, up = halves(total, columns, tokens, tiles)
         mixed = gate / (1.0 + tl.exp(-gate)) * up
-        place = token[None, :] * padded_width + column[:, None]
-        tl.store(output_at + place, mixed.to(output_at.dtype.element_ty))
+        if rounds:
+            store_rounded(mixed, token, tl.program_id(1), padded_width, output_at, output_scales_at)
+        else:
+            place = token[None, :] * padded_width + column[:, None]
+            tl.store(output_at + place, mixed.to(output_at.dtype.element_ty))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_kernel(  # type: ignore[no-untyped-def]
     rows_at,
+    row_scales_at,
     weight_at,
     scales_at,
     bias_at,
@@ -139,11 +148,14 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     norm_at,
     normed_at,
     squares_at,
+    rounded_at,
+    rounded_scales_at,
     partial_at,
     counters_at,
     depth,
     padded_width,
     has_bias: tl.constexpr,
+    rounds: tl.constexpr,
     splits: tl.constexpr,
     columns: tl.constexpr,
     tokens: tl.constexpr,
@@ -172,6 +184,8 @@ def _add_kernel(  # type: ignore[no-untyped-def]
         step,
         packing,
         stages,
+        1,
+        row_scales_at,
     )
     if last:
         if has_bias:
@@ -180,6 +194,8 @@ def _add_kernel(  # type: ignore[no-untyped-def]
         tl.store(hidden_at + place, hidden)
         weighted = hidden * norm
         tl.store(normed_at + place, weighted.to(normed_at.dtype.element_ty))
+        if rounds:
+            store_rounded(weighted, token, tile, padded_width, rounded_at, rounded_scales_at)
         tl.store(squares_at + token * tl.num_programs(1) + tile, sum_of_squares(hidden))
 
 
@@ -210,17 +226,28 @@ def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
     )
 
 
-def gate_up(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scratch: Scratch) -> None:
-    """Write silu(gate) * up of norm(rows), a `tile_pair`, to `output` [rows, half of the padded width]."""
+def gate_up(
+    normed: Normed,
+    matrix: Matrix,
+    output: torch.Tensor,
+    rows: int,
+    scratch: Scratch,
+    scales: torch.Tensor | None = None,
+) -> None:
+    """Write silu(gate) * up of norm(rows), a `tile_pair`, to `output` [rows, half of the padded width].
+
+    If there are `scales`, as of Normed, the output is rounded to e4m3.
+    """
     if multiply_wide(GATE_UP, normed, matrix, output, matrix.padded_width // 2, rows):
         return
     cut, groups = cut_for(matrix, rows, wide=True), normed.squares.shape[1]
     _gate_up_kernel[cut.grid](
-        normed.rows,
+        *normed.read_by(matrix),
         normed.squares,
         matrix.weight,
         matrix.scales,
         output,
+        scales,
         scratch.partial,
         scratch.counters,
         matrix.depth,
@@ -228,6 +255,7 @@ def gate_up(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
         groups,
         normed.size,
         normed.eps,
+        scales is not None,
         triton.next_power_of_2(groups),
         **cut.options,
     )
@@ -241,11 +269,16 @@ def add_product(
     normed: Normed,
     rows: int,
     scratch: Scratch,
+    scales: torch.Tensor | None = None,
 ) -> None:
-    """Add inputs @ weight.T + bias to `hidden`, and prepare `normed` for the norm of this weight [hidden]."""
+    """Add inputs @ weight.T + bias to `hidden`, and prepare `normed` for the norm of this weight [hidden].
+
+    Inputs that are rounded to e4m3 have `scales`, as of Normed.
+    """
     cut = cut_for(matrix, rows)
     _add_kernel[cut.grid](
         inputs,
+        scales,
         matrix.weight,
         matrix.scales,
         matrix.bias,
@@ -253,10 +286,13 @@ def add_product(
         norm,
         normed.rows,
         normed.squares,
+        normed.rounded,
+        normed.scales,
         scratch.partial,
         scratch.counters,
         matrix.depth,
         matrix.padded_width,
         matrix.bias is not None,
+        normed.rounded is not None,
         **cut.options,
     )

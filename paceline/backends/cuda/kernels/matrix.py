@@ -20,6 +20,8 @@ MOST_PACKED_TOKENS = 64  # registers are needed to unpack
 MOST_STAGES = 6
 FEW_PROGRAMS = 264  # two for each multiprocessor
 SMALL_BYTES = 4 << 20  # of a matrix that may be read again for every tile of rows: it is in the cache
+MOST_SHORT_STAGES = 12  # of steps of 64 numbers of 8 bits
+UNPACKED = ("none", "e4m3")  # what the matrix unit takes as it is
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,15 @@ class Normed:
     squares: torch.Tensor  # float32 [rows, groups] whose sum is the sum of a row's squares
     size: int  # hidden
     eps: float
+    rounded: torch.Tensor | None = None  # e4m3 [rows, padded hidden] the same, for matrices packed so
+    scales: torch.Tensor | None = None  # float32 [rows / 16, groups of 64, 16] of these: scale_place
+
+    def read_by(self, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows that a product with this matrix reads, and their scales if they have such."""
+        if matrix.tiling.packing != "e4m3":
+            return self.rows, None
+        assert self.rounded is not None
+        return self.rounded, self.scales
 
 
 def scratch_for(matrices: list[Matrix], rows: int, device: torch.device) -> Scratch:
@@ -133,7 +144,7 @@ def padded_rows(rows: int) -> int:
 
 def row_tile(matrix: Matrix, rows: int) -> int:
     """How many rows a program of this matrix has: as many as there are, unless programs are few then."""
-    most = MOST_TOKENS if matrix.tiling.packing == "none" else MOST_PACKED_TOKENS
+    most = MOST_TOKENS if matrix.tiling.packing in UNPACKED else MOST_PACKED_TOKENS
     tokens, programs = min(token_tile(rows), most), matrix.tiles * matrix.tiling.splits
     if matrix.weight.nbytes <= SMALL_BYTES:
         while tokens > LEAST_TOKENS and programs * -(-2 * rows // tokens) <= FEW_PROGRAMS:
@@ -181,12 +192,14 @@ def tiles_at_once(matrix: Matrix, tokens: int) -> int:
 def stages_for(matrix: Matrix, tokens: int, tiles: int = 1) -> int:
     """How many steps are in shared memory at once: as many as two programs of a multiprocessor have room for,
     or one where rows are many or the depth is split: there are fewer programs than multiprocessors then."""
-    size = tiles * matrix.weight[0, 0].nbytes + tokens * matrix.tiling.step * 2
+    is_short = matrix.tiling.packing == "e4m3"
+    size = tiles * matrix.weight[0, 0].nbytes + tokens * matrix.tiling.step * (1 if is_short else 2)
     if tiles == 4:  # there is room for two steps, which is too little: programs read 64 of the depth at once
         size = size * 64 // matrix.tiling.step
     alone = matrix.tiling.splits > 1 or tokens == MOST_TOKENS
     together = PACKED_TOGETHER if matrix.tiling.packing != "none" else 1 if alone else 2
-    return max(2, min(MOST_STAGES, shared_bytes(matrix.weight.device) // together // size))
+    most = MOST_SHORT_STAGES if is_short else MOST_STAGES
+    return max(2, min(most, shared_bytes(matrix.weight.device) // together // size))
 
 
 def shared_bytes(device: torch.device) -> int:

@@ -3,6 +3,7 @@
     int8    whole numbers -127 to 127, a float16 scale for each 32 of a row: the numbers of GGUF's Q8_0
     int4    whole numbers -8 to 7, likewise: those of Q4_0
     fp8     e4m3, a float32 scale for each row
+    e4m3    the same, multiplied as they are by rows that are rounded to e4m3 too: see rounding.py
     q4k     GGUF's Q4_K: whole numbers 0 to 15, for each 32 a scale and what is taken off
     q6k     GGUF's Q6_K in 8 bits: whole numbers -32 to 31, a scale for each 16
 
@@ -17,20 +18,21 @@ from __future__ import annotations
 import torch
 
 GROUP = 32  # numbers of a row that have one scale, and words of a row and step
-BITS = {"int8": 8, "int4": 4, "fp8": 8, "q4k": 4, "q6k": 8}
+BITS = {"int8": 8, "int4": 4, "fp8": 8, "e4m3": 8, "q4k": 4, "q6k": 8}
 BIASES = {"int8": 128, "int4": 8, "fp8": 0, "q4k": 0, "q6k": 128}  # added, so that no number is below zero
 BLOCKS = {"Q4_K": "q4k", "Q6_K": "q6k"}  # blocks of files that stay what they are
 SCALE_WORDS = {"q4k": 5, "q6k": 3}  # of a row and step
 LARGEST_FP8 = 448.0
+ROUNDED = 64  # numbers of a row of activations that are rounded to e4m3 with one scale
 
 
 def step_of(packing: str) -> int:
-    """The depth that one word of each place holds."""
-    return 32 // BITS[packing] * GROUP
+    """The depth that is multiplied at a time: what one word of each place holds."""
+    return ROUNDED if packing == "e4m3" else 32 // BITS[packing] * GROUP
 
 
 def pack(weight: torch.Tensor, packing: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix [rows, depth] as words: int32 [rows, steps, GROUP], and its scales.
+    """A matrix [rows, depth] as words: int32 [rows, steps, GROUP], or as e4m3 [rows, depth], and its scales.
 
     Those of groups are pairs in one word: int32 [rows, steps, pairs]; those of rows are float32 [rows]. What
     `block_lines` gives is only taken apart.
@@ -39,6 +41,8 @@ def pack(weight: torch.Tensor, packing: str) -> tuple[torch.Tensor, torch.Tensor
         lines = weight.view(len(weight), -1, GROUP + SCALE_WORDS[packing])
         return lines[..., :GROUP].contiguous(), lines[..., GROUP:].contiguous()
     numbers, scales = _ROUND[packing](weight.float())
+    if packing == "e4m3":
+        return numbers.view(torch.float8_e4m3fn), scales
     words = _words(numbers, packing)
     if packing == "fp8":
         return words, scales
@@ -131,4 +135,4 @@ def _divisor(scales: torch.Tensor) -> torch.Tensor:
 
 
 _TAKE_APART = {"Q4_K": _q4k_parts, "Q6_K": _q6k_parts}
-_ROUND = {"int8": round_to_int8, "int4": round_to_int4, "fp8": round_to_fp8}
+_ROUND = {"int8": round_to_int8, "int4": round_to_int4, "fp8": round_to_fp8, "e4m3": round_to_fp8}

@@ -16,6 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paceline.backends.cuda.kernels.rounding import rounded_product
+from paceline.backends.cuda.kernels.unpacking import packed_product
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
@@ -44,99 +47,6 @@ def _product(  # type: ignore[no-untyped-def]
         if piece < step:
             place = tl.multiple_of(at // step * (step * columns) + at % step, 64)
         total = tl.dot(tl.load(weights + place), tl.load(rows + at), total)
-    return total
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _numbers(words, index: tl.constexpr, packing: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What place `index` of each word holds, without its scale.
-
-    Made of bits, because a multiprocessor converts far fewer numbers at a time than it adds: a whole number
-    becomes the lowest bits of 2 ** 23, and those of e4m3 become a float32 whose exponent is 120 too low.
-    """
-    if packing == "fp8":
-        code = words >> 8 * index
-        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
-        numbers = bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
-    elif packing == "int8" or packing == "q6k":
-        numbers = (((words >> 8 * index) & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
-    else:
-        least: tl.constexpr = 0.0 if packing == "q4k" else 8.0
-        numbers = (((words >> 4 * index) & 0xF) | 0x4B000000).to(tl.float32, bitcast=True) - (
-            8388608.0 + least
-        )
-    return numbers.to(dtype)
-
-
-@triton.jit
-def _half(words):  # type: ignore[no-untyped-def]
-    """The float16 in the lower half of each word: float32."""
-    return words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_scaled(  # type: ignore[no-untyped-def]
-    total, numbers, rows, scales_at, column, index: tl.constexpr, columns: tl.constexpr, packing: tl.constexpr
-):
-    """The total and one more group's product; `scales_at` is where the scales of its step begin."""
-    shape: tl.constexpr = total.shape
-    if packing == "q4k":
-        both = tl.load(scales_at + column)
-        pair = tl.load(scales_at + (1 + index // 2) * columns + column) >> 16 * (index % 2)
-        scale = _half(both) * (pair & 0xFF).to(tl.float32)
-        minimum = _half(both >> 16) * ((pair >> 8) & 0xFF).to(tl.float32)
-        total = tl.fma(tl.dot(numbers, rows), tl.broadcast_to(scale[:, None], shape), total)
-        taken = tl.dot(tl.full(numbers.shape, 1.0, numbers.dtype), rows)
-        total = tl.fma(taken, tl.broadcast_to(-minimum[:, None], shape), total)
-    elif packing == "q6k":
-        whole = _half(tl.load(scales_at + column))
-        pair = tl.load(scales_at + (1 + index // 2) * columns + column) >> 16 * (index % 2)
-        is_first = (tl.arange(0, 32) < 16)[None, :]
-        for part in tl.static_range(2):
-            scale = whole * (pair << (24 - 8 * part) >> 24).to(tl.float32)
-            some = tl.where(is_first, numbers, 0.0) if part == 0 else tl.where(is_first, 0.0, numbers)
-            total = tl.fma(
-                tl.dot(some.to(numbers.dtype), rows), tl.broadcast_to(scale[:, None], shape), total
-            )
-    else:
-        pair = tl.load(scales_at + index // 2 * columns + column) >> 16 * (index % 2)
-        total = tl.fma(tl.dot(numbers, rows), tl.broadcast_to(_half(pair)[:, None], shape), total)
-    return total
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _packed_product(  # type: ignore[no-untyped-def]
-    words_at,
-    scales_at,
-    rows_at,
-    row,
-    depth,
-    begin,
-    end,
-    columns: tl.constexpr,
-    tokens: tl.constexpr,
-    step: tl.constexpr,
-    packing: tl.constexpr,
-    scale_words: tl.constexpr,
-    stages: tl.constexpr,
-):
-    """The same of packed weights (packing.py): groups are multiplied as whole numbers, then scaled."""
-    group: tl.constexpr = 32
-    column, along = tl.arange(0, columns), tl.arange(0, group)
-    dtype: tl.constexpr = rows_at.dtype.element_ty
-    total = tl.zeros([columns, tokens], tl.float32)
-    for at in tl.range(begin, end, step, num_stages=stages):
-        at = tl.multiple_of(at, 64)
-        number = at // step
-        words = tl.load(words_at + number * (columns * group) + column[:, None] * group + along[None, :])
-        for index in tl.static_range(step // group):
-            rows = tl.load(rows_at + at + index * group + row[None, :] * depth + along[:, None])
-            numbers = _numbers(words, index, packing, dtype)
-            if packing == "fp8":
-                total = tl.dot(numbers, rows, total)
-            else:
-                step_scales_at = scales_at + number * (scale_words * columns)
-                total = _add_scaled(total, numbers, rows, step_scales_at, column, index, columns, packing)
     return total
 
 
@@ -175,6 +85,7 @@ def split_sums(  # type: ignore[no-untyped-def]
     packing: tl.constexpr,
     stages: tl.constexpr,
     tiles: tl.constexpr = 1,
+    row_scales_at=None,
 ):
     """One split of tiles times the rows `row` [tokens], yet to `rescale`: float32 [tiles * columns, tokens].
 
@@ -186,13 +97,26 @@ def split_sums(  # type: ignore[no-untyped-def]
     if packing == "none":
         tiles_at = weight_at + first * depth
         total = _product(tiles_at, rows_at, row, depth, begin, end, columns, tokens, step, tiles, stages)
+    elif packing == "e4m3":
+        total = rounded_product(
+            weight_at + first * depth,
+            rows_at,
+            row_scales_at,
+            row,
+            depth,
+            begin,
+            end,
+            columns,
+            tokens,
+            stages,
+        )
     else:
         words_at = weight_at + first * (steps * 32)
         tile_scales_at = scales_at
         scale_words: tl.constexpr = 5 if packing == "q4k" else 3 if packing == "q6k" else step // 64
         if packing != "fp8":
             tile_scales_at += first * (steps * scale_words)
-        total = _packed_product(
+        total = packed_product(
             words_at,
             tile_scales_at,
             rows_at,
@@ -213,7 +137,7 @@ def split_sums(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def rescale(total, scales_at, tile, columns: tl.constexpr, packing: tl.constexpr):  # type: ignore[no-untyped-def]
     """The sums over all splits of a tile, with the scales of its columns where the packing has such."""
-    if packing == "fp8":
+    if packing == "fp8" or packing == "e4m3":
         total *= tl.load(scales_at + tile.to(tl.int64) * columns + tl.arange(0, columns))[:, None]
     return total
 
@@ -233,6 +157,7 @@ def tile_sums(  # type: ignore[no-untyped-def]
     packing: tl.constexpr,
     stages: tl.constexpr,
     tiles: tl.constexpr = 1,
+    row_scales_at=None,
 ):
     """Whether this program is its tiles' last, and their sums if it is: float32 [tiles * columns, tokens].
 
@@ -240,6 +165,8 @@ def tile_sums(  # type: ignore[no-untyped-def]
     """
     row_tile, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows_at += row_tile * tokens * depth
+    if packing == "e4m3":
+        row_scales_at += row_tile * tokens * (depth // 64)
     total = split_sums(
         rows_at,
         tl.arange(0, tokens),
@@ -255,6 +182,7 @@ def tile_sums(  # type: ignore[no-untyped-def]
         packing,
         stages,
         tiles,
+        row_scales_at,
     )
     wide: tl.constexpr = tiles * columns
     number = row_tile * tl.num_programs(1) + tile

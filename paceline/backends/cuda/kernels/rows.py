@@ -8,6 +8,7 @@ import triton.language as tl
 
 from paceline.backends.cuda.kernels.launching import follow, overlaps
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed
+from paceline.backends.cuda.kernels.rounding import store_rounded
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -18,8 +19,11 @@ def _embed_kernel(  # type: ignore[no-untyped-def]
     norm_at,
     normed_at,
     squares_at,
+    rounded_at,
+    scales_at,
     padded,
     groups,
+    rounds: tl.constexpr,
     group: tl.constexpr,
     columns: tl.constexpr,
     step: tl.constexpr,
@@ -34,6 +38,8 @@ def _embed_kernel(  # type: ignore[no-untyped-def]
     weighted = hidden * tl.load(norm_at + column).to(tl.float32)
     tl.store(hidden_at + row * padded + column, hidden)
     tl.store(normed_at + row * padded + column, weighted.to(normed_at.dtype.element_ty))
+    if rounds:
+        store_rounded(weighted[:, None], row + tl.arange(0, 1), tile, padded, rounded_at, scales_at)
     tl.store(squares_at + row * groups + tile, tl.sum(hidden * hidden, 0))
 
 
@@ -53,8 +59,11 @@ def embed(
         norm,
         normed.rows,
         normed.squares,
+        normed.rounded,
+        normed.scales,
         hidden.shape[1],
         groups,
+        normed.rounded is not None,
         hidden.shape[1] // groups,
         table.tiling.columns,
         table.tiling.step,
