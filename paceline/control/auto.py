@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 GAIN, NO_GAIN = "gain", "no gain"
 HOLDS, LONGEST = 32, 128  # steps that a choice holds while about the same requests run: at first, and at most
+LASTING = 24  # tokens that a request must have left for its choice to hold for the next one too
 SOON = 6  # steps that a few new requests wait for theirs, and what a probe has won for its effect
 WARM_UP = 16  # steps in which every one teaches much, if nothing is known
 CREDIT = 2.0  # plain passes that may be spent on trying at the start
@@ -161,11 +162,13 @@ class AutoController(Controller):
         """Whether something is to be chosen now: from time to time, and at once if other requests run."""
         if self._step >= self._holds_until or (self._probes.won and self._step > self._chosen_at + SOON):
             return True
-        then, known = self._market.batch.rows, sum(request in self._wishes for request in requests)
+        count, known = max(len(requests), len(self._wishes)), sum(own in self._wishes for own in requests)
+        if known < len(requests) == count == 1 and self._lasts:
+            return False  # who comes is thought to be as the one before
         if known < len(requests):
             self._holds_until = min(self._holds_until, self._step + SOON)
-        others_run = 4 * known < 3 * max(len(requests), len(self._wishes))
-        return others_run or not then / 2 - 4 < rows < 2 * then + 4
+        then = self._market.batch.rows
+        return 4 * known < 3 * count or not then / 2 - 4 < rows < 2 * then + 4
 
     def _choose(self, requests: Sequence[Request], running: Sequence[Request], rows: int) -> None:
         """Find the best choice for these requests."""
@@ -202,6 +205,7 @@ class AutoController(Controller):
         self._plans_made: dict[tuple[Request, tuple[str, ...], int, float, str], DraftPlan] = {}
         self._missing = Shortfall()
         self._chosen_at = self._probe_at = self._step
+        self._lasts = min(request.max_output - request.num_output for request in requests) > LASTING
         self._holds_until = self._step + self._holds(requests[0])
 
     def _holds(self, request: Request) -> int:
@@ -234,13 +238,9 @@ class AutoController(Controller):
 
     def _tried(self, request: Request, probe: Probe, own: Asked | None) -> Asked:
         """A draft that is tried: alone, or, if it is cheap, before what was chosen."""
-        if own is None or not self._is_cheaper(probe.drafter, own.names):
+        if own is None or not self._market.goes_before(probe.drafter, own.names):
             return Asked(request, (probe.drafter,), probe.length, tried=probe.drafter)
         return replace(own, names=(probe.drafter, *own.names), enough=PROMISING, tried=probe.drafter)
-
-    def _is_cheaper(self, drafter: str, others: Sequence[str]) -> bool:
-        """Whether a drafter can be asked before others for next to nothing."""
-        return len(others) == 1 and self._market.is_cheaper(drafter, others[0])
 
     def _asked(self, requests: Sequence[Request], length: int) -> dict[Request, Asked]:
         """What requests are asked for. A drafter that nobody knows begins with one of them, not with all."""
@@ -295,7 +295,7 @@ class AutoController(Controller):
             return None
         seconds = float(self.known.drafts.seconds(drafter, 1, left, left))
         missed = 0.0
-        if own is None or not self._is_cheaper(drafter, own.names):
+        if own is None or not self._market.goes_before(drafter, own.names):
             missed = 0.0 if own is None else self._market.expected(own.names[-1], line)
             seconds += self._market.prices.row(self._best.rows)
         seconds += self.known.drafts.prices(drafter)[-1] * self.known.backlog(drafter, request)

@@ -211,6 +211,10 @@ class Market:
         one, other = (float(self._drafts.seconds(name, 1, 1, 1)) for name in (first, second))
         return CHEAPER * one < other
 
+    def goes_before(self, drafter: str, others: Sequence[str]) -> bool:
+        """Whether a drafter can be asked before others for next to nothing."""
+        return len(others) == 1 and self.is_cheaper(drafter, others[0])
+
     def cascade(self, first: str, second: str, length: int, best: Choice) -> Choice:
         """One drafter for all requests, and another where the first has too little."""
         one, other = self.prospects[first].chances, self._drafted(second)[:, :, :length]
