@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ import torch
 from paceline.backends.cuda.kernels.attention import BLOCK, LANES, MERGED, RowTables, tile_height
 from paceline.backends.cuda.kernels.launching import HOPPER
 from paceline.backends.cuda.kernels.matrix import Matrix
-from paceline.backends.cuda.kernels.native import compiler as _compiler
 from paceline.backends.cuda.kernels.rows import embed
 from paceline.backends.cuda.model import Pool, Workspace
 from paceline.backends.cuda.weights import Layer, Weights
@@ -128,6 +128,19 @@ class _Pass:
     def run(self) -> None:
         """Run all layers; `workspace.attention_input` is then what the head reads."""
         self._kernel((self._programs, 1, 1), (THREADS, 1, 1), [self._addresses], self._shared)
+
+
+@lru_cache
+def _compiler() -> Callable[..., Any] | None:
+    """What makes a kernel of CUDA C++, or None, which the log tells once.
+
+    It is private to torch, and named nowhere else: nothing public compiles without a toolkit on the machine.
+    This one uses the compiler that comes with torch (NVRTC).
+    """
+    found: Callable[..., Any] | None = getattr(torch.cuda, "_compile_kernel", None)
+    if found is None:
+        logger.info("layers run as separate kernels: this torch has no torch.cuda._compile_kernel")
+    return found
 
 
 @lru_cache
