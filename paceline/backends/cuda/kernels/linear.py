@@ -20,11 +20,7 @@ from paceline.backends.cuda.kernels.product import (
     sum_of_squares,
     tile_sums,
 )
-<<<<<<< HEAD
 from paceline.backends.cuda.kernels.rounding import store_rounded
-from paceline.backends.cuda.kernels.wide import GATE_UP, PROJECT, multiply_wide
-=======
->>>>>>> parent of 54b1743 (Multiply more than 64 rows by large matrices with programs of 96 rows, in CUDA C++: Triton pads them to 128 (8B: gate and up 60 microseconds instead of 67, head 266 instead of 299))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -226,7 +222,6 @@ def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
     )
 
 
-<<<<<<< HEAD
 def gate_up(
     normed: Normed,
     matrix: Matrix,
@@ -239,12 +234,6 @@ def gate_up(
 
     If there are `scales`, as of Normed, the output is rounded to e4m3.
     """
-    if multiply_wide(GATE_UP, normed, matrix, output, matrix.padded_width // 2, rows):
-        return
-=======
-def gate_up(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scratch: Scratch) -> None:
-    """Write silu(gate) * up of norm(rows), a `tile_pair`, to `output` [rows, half of the padded width]."""
->>>>>>> parent of 54b1743 (Multiply more than 64 rows by large matrices with programs of 96 rows, in CUDA C++: Triton pads them to 128 (8B: gate and up 60 microseconds instead of 67, head 266 instead of 299))
     cut, groups = cut_for(matrix, rows, wide=True), normed.squares.shape[1]
     _gate_up_kernel[cut.grid](
         *normed.read_by(matrix),
