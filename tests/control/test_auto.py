@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -63,6 +64,25 @@ def test_what_is_tried_before_the_chosen_draft_leaves_that_as_it_is():
     world.run(auto, 1000)
     assert behind
     assert min(behind) > 0.5 * np.median(usual)
+
+
+def test_a_choice_holds_for_the_next_request_unless_it_was_made_at_the_end_of_one():
+    world = World({"d": SimulatedDrafter(lambda step: 0.8)}, max_output=60, noise=0.0)
+    auto = controller(world)
+    chosen: list[tuple[str, int]] = []  # for whom, and how many tokens it had left
+    choose = auto._choose
+
+    def counted(requests, running, rows):
+        choose(requests, running, rows)
+        (request,) = requests
+        chosen.append((request.request_id, request.max_output - request.num_output))
+
+    auto._choose = counted
+    world.run(auto, 1000)
+    settled = chosen[20:]
+    assert len(settled) < int(settled[-1][0]) - int(settled[0][0])  # fewer than requests
+    for (before, left), (after, _) in pairwise(chosen):
+        assert left > 24 or after == before or int(after) == int(before) + 1  # who came was chosen for
 
 
 def test_asks_for_nothing_that_a_drafter_would_not_draft_by_itself():
