@@ -134,9 +134,7 @@ class Drafter(Protocol):
     name: str
     needs: DrafterNeeds = DrafterNeeds()
     follows_prefix: bool = False  # whether it can draft behind a plan's prefix; if not, it is not asked then
-    least_chance: float = (
-        0.0  # of a path, as it is set: what is less likely is not worth a row on this machine
-    )
+    least_chance: float = 0.0  # of a path, as it is set: less is not worth a row on this machine
     only_forced: bool = False  # whether all it drafts is forced, so that its budget is for that
 
     def bind(self, kv: KVCache) -> None:

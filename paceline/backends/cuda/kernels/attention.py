@@ -241,8 +241,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     place = places_of(column, seen, pages_at, page_size)
     prefetch_lines(pool, place, wide, overlap)  # of earlier passes
     wait(overlap)
-    mask = used[:, None] & (part < dim)[None, :]
-    line = row * heads + query_head
+    mask, line = used[:, None] & (part < dim)[None, :], row * heads + query_head
     query = tl.load(query_at + line[:, None] * dim + part[None, :], mask=mask, other=0.0)
     left, tables = (mixed_at, totals_at), (positions_at, straight_at, paths_at)
     tile = (first, count, in_tile, crooked)
@@ -263,9 +262,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     meeting = (counters_at + number * kv_heads + head, begin, end, takers)
     last, whole = _meet(whole, meeting, line * most_parts, left, used, dim)
     if last:
-        _, total, mixed = whole
         places = row.to(tl.int64)[:, None] * output_stride + query_head[:, None] * dim + part[None, :]
-        mixed = mixed / total[:, None]
+        mixed = whole[2] / whole[1][:, None]
         if rounds:
             mixed = _rounded(mixed, row, query_head, used, output_scales_at, heads, dim)
         tl.store(output_at + places, mixed.to(output_at.dtype.element_ty), mask=mask)

@@ -84,8 +84,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     head = tl.program_id(1)  # a tile is a head: of queries, then of keys, then of values
     half: tl.constexpr = dim // 2
     token, part = tl.program_id(0) * tokens + tl.arange(0, tokens), tl.arange(0, columns // 2)
-    squares = load_squares(squares_at, token, groups, most_groups)
-    real = token < row_count
+    squares, real = load_squares(squares_at, token, groups, most_groups), token < row_count
     position = tl.load(positions_at + token, mask=real, other=0)
     place = tl.load(places_at + token, mask=real, other=-1).to(tl.int64)
     last, total = tile_sums(
@@ -114,17 +113,16 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
                 factor = tl.rsqrt(sum_of_squares(total) / dim + eps)[None, :]
                 one, two = _normed(one, two, factor, query_norm_at if head < heads else key_norm_at, half)
             one, two = _turned(one, two, position, cosines_at, sines_at, half)
-        inside = (part < half)[:, None]
-        stored = inside & (place >= 0)[None, :]
+        inside, kept = (part < half)[:, None], (place >= 0)[None, :]
         if head < heads:
             to = query_at + (token * heads + head)[None, :] * dim + part[:, None]
             _store_halves(to, one, two, inside, half)
         elif head < heads + kv_heads:
             to = keys_at + (place * kv_heads + head - heads)[None, :] * dim + part[:, None]
-            _store_halves(to, one, two, stored, half)
+            _store_halves(to, one, two, inside & kept, half)
         else:
             to = values_at + (place * kv_heads + head - heads - kv_heads)[None, :] * dim + part[:, None]
-            _store_halves(to, one, two, stored, half)
+            _store_halves(to, one, two, inside & kept, half)
 
 
 def project_heads(
