@@ -148,7 +148,10 @@ def measure_gpu(
 ) -> list[Measured]:
     """The lines of a plan."""
     if not torch.cuda.is_available():
-        raise BackendError("`paceline bench gpu` needs a CUDA device, and torch sees none.")
+        raise BackendError(
+            "`paceline bench gpu` needs a CUDA device, and torch sees none: run it where there is one, "
+            "with a torch build for CUDA."
+        )
     device = torch.device("cuda")
     speed = bandwidth(device)
     lines: list[Measured] = []
