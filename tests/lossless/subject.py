@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.backends.cpu.isa import ISA
 from paceline.config import EngineConfig
 from paceline.draft.heads.medusa import MedusaCheckpoint, MedusaConfig, write_medusa
 from paceline.engine.build import LoadedModel, build_engine
@@ -76,7 +77,8 @@ def drafters(draft_model: str | None, medusa: str | None = None) -> Configs:
 
     The draft model is quantized otherwise than the target: it errs.
     """
-    draft = {"method": "draft_model", "model": draft_model, "quantization": "int8"}
+    other = "int8" if ISA.prefers_4bit else "native"
+    draft = {"method": "draft_model", "model": draft_model, "quantization": other}
     fallback = {"method": "ngram"} if draft_model is None else draft
     configs: Configs = {
         "ngram": {"method": "ngram"},

@@ -48,11 +48,17 @@ def drafted(model: LoadedModel, truth: Truth, cases: Sequence[Case]) -> list[Out
 @pytest.fixture(scope="module")
 def few(cases: list[Case], truth: Truth) -> list[Case]:
     """One case of each kind that a bug could be seen in; the truth is known before bugs are planted."""
-    wanted = ("T 0", "T 0, penalties, bias", "T 0.7, penalties", "T 1, min_p, bias")
-    chosen = {case.name: case for case in cases if case.sampling in wanted}
-    for case in chosen.values():
+    wanted = {
+        "edit": "T 0",
+        "write": "T 0, penalties, bias",
+        "extract": "T 0.7, penalties",
+        "summarize": "T 1, min_p, bias",
+    }
+    prompts = {case.name: case for case in cases}
+    chosen = [replace(prompts[name], sampling=sampling) for name, sampling in wanted.items()]
+    for case in chosen:
         truth.of(case)
-    return list(chosen.values())
+    return chosen
 
 
 def test_without_a_bug_all_agree(model: LoadedModel, truth: Truth, few: list[Case]) -> None:

@@ -139,10 +139,13 @@ def test_a_mixed_batch_gives_each_request_its_own_logits(pair: Pair) -> None:
 
 
 def test_features_are_those_of_torch(pair: Pair) -> None:
-    """In the order asked for, of all rows, also where no logits are wanted."""
+    """In the order asked for, of all rows, also where no logits are wanted.
+
+    Of 20 rows: later ones are 1e-4 from those of float64 with either backend.
+    """
     layers = (pair.checkpoint.config.num_layers, 0, 1)
     found, expected = (
-        run([drive(backend, pages_each=6)[0].ask(pair.prompt)], logit_rows=[], feature_layers=layers)
+        run([drive(backend, pages_each=6)[0].ask(pair.prompt[:20])], logit_rows=[], feature_layers=layers)
         for backend in (pair.backend, pair.reference)
     )
     assert found.features is not None
@@ -187,8 +190,8 @@ def test_quantization_rounds_weights_activations_and_the_cache_and_nothing_else(
 ) -> None:
     checkpoint = checkpoint_of(name)
     backend = CpuBackend.load(checkpoint, quantization=quantization, threads=2, max_rows=MAX_ROWS)
-    prompt = np.random.default_rng(1).integers(0, checkpoint.config.vocab_size, 9).tolist()
-    logits = drive(backend, pages_each=6)[0].run(prompt)
+    prompts = np.random.default_rng(1).integers(0, checkpoint.config.vocab_size, (5, 3)).tolist()
+    logits = [drive(backend, pages_each=1)[0].run(prompt) for prompt in prompts]
     backend.close()
     tensors = {
         key: floats(unpack(pack(tensor, quantization))[: tensor.shape[0], : tensor.shape[1]])
@@ -200,8 +203,9 @@ def test_quantization_rounds_weights_activations_and_the_cache_and_nothing_else(
     monkeypatch.setattr(transformer, "F", SimpleNamespace(linear=_linear_of_rounded, silu=F.silu))
     monkeypatch.setattr(transformer, "attend", _attend_to_halves if ISA.native_half else transformer.attend)
     # one rounding that falls the other way, after the last bit of a sum did, disturbs all later rows:
-    # so few rows, and their median
-    assert error_of(logits, drive(rounded, pages_each=6)[0].run(prompt)) < 1e-5
+    # so short prompts, and the median
+    expected = [drive(rounded, pages_each=1)[0].run(prompt) for prompt in prompts]
+    assert error_of(np.concatenate(logits), np.concatenate(expected)) < 1e-5
 
 
 def _linear_of_rounded(
