@@ -52,7 +52,7 @@ from paceline.backends.cpu.simd import (
     store_int64,
     sum_lanes,
 )
-from paceline.backends.cpu.tiles import GROUP, RECORD
+from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
 
 _PAIR = 16  # bytes of a pair in CHOICES: expert, place
 _SPAN = 16  # bytes of an expert in SPANS: first place, number of places
@@ -188,7 +188,7 @@ def project_experts(tasks, job, counter, layer):  # type: ignore[no-untyped-def]
         first, rows = load_int64(span), load_int64(span + 8)
         matrix = table + DESCRIPTOR * (3 * expert + 2)
         records = field(job, EXPERT_WIDE_RECORDS_AT) + first * units * size
-        out = field(job, PAIR_OUTPUTS_AT) + 4 * padded * first + 64 * tile
+        out = field(job, PAIR_OUTPUTS_AT) + 4 * (padded * first + COLUMNS * tile)
         multiply_rows(field(job, RUN_TILE), matrix, tile, records, rows, 0, rows, out, 4 * padded, 0, 0)
 
 

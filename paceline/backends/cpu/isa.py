@@ -37,9 +37,11 @@ class Isa:
     dot_narrow: EmitDot  # weights in 0..15
     dot_wide: EmitDot  # weights of 8 bits, signed unless `offset_weights`
     offset_weights: bool  # 8-bit weights are stored as w + 128, because the instruction wants them unsigned
+    columns: int  # outputs of one tile: as many as their sums fit into registers
     tile_rows: int  # rows of the largest register tile
     wide_registers: bool  # 16 lanes are one register, and there are 32 of them
     slow_conversion: bool  # int to float costs more than a float addition; not with `offset_weights`
+    single_loads: bool  # a load of two registers, which LLVM prefers, takes longer than two loads
     native_half: bool  # half <-> float conversions are instructions
     prefers_4bit: bool  # dots are so cheap that halving the weight bytes wins even for several rows
 
@@ -57,7 +59,7 @@ def _part(builder: ir.IRBuilder, vector: Any, start: int, count: int) -> Any:
     return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), lanes)
 
 
-def _join(builder: ir.IRBuilder, parts: list[Any]) -> Any:
+def join(builder: ir.IRBuilder, parts: list[Any]) -> Any:
     """One vector out of equal parts, a power of two of them."""
     while len(parts) > 1:
         lanes = ir.Constant(ir.VectorType(I32, 2 * parts[0].type.count), list(range(2 * parts[0].type.count)))
@@ -97,7 +99,7 @@ def _by_parts(lanes: int, dot: EmitDot) -> EmitDot:
             part_weights = _part(builder, weights, 4 * start, 4 * lanes)
             part_activations = _part(builder, activations, start, lanes)
             parts.append(dot(builder, _part(builder, sums, start, lanes), part_weights, part_activations))
-        return _join(builder, parts)
+        return join(builder, parts)
 
     return emit
 
@@ -167,9 +169,11 @@ ISAS = {
             dot_narrow=_vnni_512,
             dot_wide=_vnni_512,
             offset_weights=True,
+            columns=16,
             tile_rows=8,
             wide_registers=True,
             slow_conversion=False,
+            single_loads=False,
             native_half=True,
             prefers_4bit=True,
         ),
@@ -180,9 +184,11 @@ ISAS = {
             dot_narrow=_by_parts(8, _vnni_256),
             dot_wide=_by_parts(8, _vnni_256),
             offset_weights=True,
+            columns=16,
             tile_rows=4,
             wide_registers=False,
             slow_conversion=False,
+            single_loads=False,
             native_half=True,
             prefers_4bit=True,
         ),
@@ -193,9 +199,11 @@ ISAS = {
             dot_narrow=_by_parts(8, _avx2_narrow),
             dot_wide=_by_parts(8, _avx2_wide),
             offset_weights=False,
+            columns=16,
             tile_rows=4,
             wide_registers=False,
             slow_conversion=False,
+            single_loads=False,
             native_half=True,
             prefers_4bit=False,
         ),
@@ -206,9 +214,11 @@ ISAS = {
             dot_narrow=_by_parts(4, _sdot),
             dot_wide=_by_parts(4, _sdot),
             offset_weights=False,
+            columns=8,
             tile_rows=4,
             wide_registers=False,
             slow_conversion=True,
+            single_loads=True,
             native_half=True,
             prefers_4bit=False,
         ),
@@ -219,9 +229,11 @@ ISAS = {
             dot_narrow=_portable,
             dot_wide=_portable,
             offset_weights=False,
+            columns=16,
             tile_rows=4,
             wide_registers=False,
             slow_conversion=False,
+            single_loads=False,
             native_half=False,
             prefers_4bit=False,
         ),

@@ -139,7 +139,7 @@ def _pack_q4_k(rows: Bytes) -> Bytes:
         return _columns(values.reshape(count, superblocks * 8)).reshape(tiles, superblocks, 8 * COLUMNS)
 
     return _stream(
-        _interleave(nibbles, 4).reshape(tiles, superblocks, 2048),
+        _interleave(nibbles, 4).reshape(tiles, superblocks, 128 * COLUMNS),
         _columns(_halves(blocks, 0)),
         _columns(_halves(blocks, 2)),
         by_group(scales),

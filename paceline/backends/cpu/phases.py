@@ -66,7 +66,7 @@ from paceline.backends.cpu.rows import (
     write_records,
 )
 from paceline.backends.cpu.simd import load_float, load_int32, load_int64, store_float, store_int64
-from paceline.backends.cpu.tiles import GROUP, RECORD
+from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
 
 
 @compiled
@@ -105,8 +105,8 @@ def project(tasks, job, counter, matrix, records, rows, out, out_stride, bias, a
         if first >= tiles:
             return
         for tile in range(first, last):
-            tile_bias = bias + 64 * tile if bias != 0 else 0
-            place = out + 64 * tile
+            tile_bias = bias + 4 * COLUMNS * tile if bias != 0 else 0
+            place = out + 4 * COLUMNS * tile
             multiply_rows(run_tile, matrix, tile, records, rows, 0, rows, place, out_stride, tile_bias, added)
 
 
@@ -274,8 +274,8 @@ def gate_unit(job, unit, gates, ups, records, rows, out, scratch):  # type: igno
     ups_at = scratch + 64 * 4 * GROUP
     for start in range(0, rows, 64):
         count = min(64, rows - start)
-        for part in range(2):
-            tile, place = 2 * unit + part, 64 * part
+        for part in range(GROUP // COLUMNS):
+            tile, place = GROUP // COLUMNS * unit + part, 4 * COLUMNS * part
             multiply_rows(
                 run_tile, gates, tile, records, rows, start, count, scratch + place, 4 * GROUP, 0, 0
             )

@@ -144,25 +144,26 @@ def read_matrix_row(address, weight_format, groups, size, row, out):  # type: ig
         if weight_format == FLOAT32:
             value = load_float(tile + 4 * (k * COLUMNS + column))
         elif weight_format == INT8:
-            block = tile + group * 544
-            byte = load_byte(block + within // 4 * 64 + column * 4 + within % 4)
+            block = tile + group * 34 * COLUMNS
+            byte = load_byte(block + (within // 4 * COLUMNS + column) * 4 + within % 4)
             if OFFSET == 0 and byte > 127:
                 byte -= 256
-            value = np.float32(byte - OFFSET) * load_half(block + 512 + 2 * column)
+            value = np.float32(byte - OFFSET) * load_half(block + GROUP * COLUMNS + 2 * column)
         else:
             low = within % 16
+            place = (low // 4 * COLUMNS + column) * 4 + low % 4
             shift = 4 if within >= 16 else 0
             if weight_format == INT4:
-                block = tile + group * 320
-                nibble = load_byte(block + low // 4 * 64 + column * 4 + low % 4) >> shift & 15
-                scale, minimum = load_half(block + 256 + 2 * column), load_half(block + 288 + 2 * column)
-                value = scale * np.float32(nibble) + minimum
+                block = tile + group * 20 * COLUMNS
+                halves = block + 16 * COLUMNS + 2 * column
+                nibble = load_byte(block + place) >> shift & 15
+                value = load_half(halves) * np.float32(nibble) + load_half(halves + 2 * COLUMNS)
             elif weight_format == INT4K:
-                block = tile + group // 8 * 2368
-                nibbles = block + group % 8 * 256
-                nibble = load_byte(nibbles + low // 4 * 64 + column * 4 + low % 4) >> shift & 15
-                side = group % 8 * COLUMNS + column
-                scale = load_half(block + 2048 + 2 * column) * np.float32(load_byte(block + 2112 + side))
-                minimum = load_half(block + 2080 + 2 * column) * np.float32(load_byte(block + 2240 + side))
+                block = tile + group // 8 * 148 * COLUMNS
+                nibble = load_byte(block + group % 8 * 16 * COLUMNS + place) >> shift & 15
+                halves = block + 128 * COLUMNS + 2 * column
+                side = block + 132 * COLUMNS + group % 8 * COLUMNS + column
+                scale = load_half(halves) * np.float32(load_byte(side))
+                minimum = load_half(halves + 2 * COLUMNS) * np.float32(load_byte(side + 8 * COLUMNS))
                 value = scale * np.float32(nibble) - minimum
         store_float(out + 4 * k, value)

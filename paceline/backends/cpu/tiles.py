@@ -1,13 +1,14 @@
-"""The register tile: `rows` activation rows times 16 weight columns, the heart of every linear layer.
+"""The register tile: `rows` activation rows times C weight columns, the heart of every linear layer.
 
-Weights are stored in the order the tile reads them, one sequential stream per 16 columns:
+C is 16, or 8 where more sums than that do not fit into the registers. Weights are stored in the order
+the tile reads them, one sequential stream per C columns:
 
-    int8    per group of 32 k: [8][16 columns][4 k] bytes, then 16 half scales
-    int4    per group of 32 k: [4][16 columns][4 k] bytes, low nibble k, high nibble k + 16,
-            then 16 half scales and 16 half minimums (Q4_0 and Q4_1 exactly as published)
-    int4k   per 256 k: 8 such groups of nibbles, then 16 half `d`, 16 half `dmin`,
-            8 x 16 byte scales, 8 x 16 byte minimums (Q4_K exactly as published)
-    float32 per k: 16 floats
+    int8    per group of 32 k: [8][C columns][4 k] bytes, then C half scales
+    int4    per group of 32 k: [4][C columns][4 k] bytes, low nibble k, high nibble k + 16,
+            then C half scales and C half minimums (Q4_0 and Q4_1 exactly as published)
+    int4k   per 256 k: 8 such groups of nibbles, then C half `d`, C half `dmin`,
+            8 x C byte scales, 8 x C byte minimums (Q4_K exactly as published)
+    float32 per k: C floats
 
 Activations are stored as [K / 32][rows][record], so that all rows of a group lie together; a record is
 
@@ -32,13 +33,14 @@ from numba import types
 from numba.core import cgutils
 
 from paceline.backends.cpu.compiled import Emit
-from paceline.backends.cpu.isa import I8, I32, ISA, EmitDot, Isa, call
+from paceline.backends.cpu.isa import I8, I32, ISA, EmitDot, Isa, call, join
 from paceline.backends.cpu.simd import halves_at
 
 INT8, INT4, INT4K, FLOAT32 = 0, 1, 2, 3  # weight formats
 FORMAT_NAMES = {INT8: "int8", INT4: "int4", INT4K: "int4k", FLOAT32: "float32"}
-COLUMNS = 16  # outputs of one tile
+COLUMNS = ISA.columns  # outputs of one tile
 PREFETCH = 4096  # bytes the tiles read ahead
+NEAR_PREFETCH = 512  # the same for few rows where the hardware reads far ahead itself
 RECORD = 48  # bytes of one row's quantized activations of one group
 GROUP = 32  # k per activation scale, and per weight scale of every format but float32
 TILE_ROWS = tuple(range(1, ISA.tile_rows + 1))
@@ -59,18 +61,32 @@ def _load(builder: ir.IRBuilder, address: Any, kind: ir.Type, offset: int = 0) -
     return value
 
 
-def _prefetch(builder: ir.IRBuilder, address: Any, size: int) -> None:
-    """Ask for the `size` bytes of weights that will be read PREFETCH bytes later, tile after tile."""
-    pointer = I8.as_pointer()
-    for line in range(0, size, 64):
-        place = builder.inttoptr(builder.add(address, _I64(PREFETCH + line)), pointer)
-        call(builder, "llvm.prefetch.p0", ir.VoidType(), place, I32(0), I32(3), I32(1))
+class _VolatileLoad(ir.instructions.LoadInstr):  # type: ignore[misc]
+    """A load that LLVM neither merges with another nor moves out of a loop."""
+
+    def descr(self, buf: list[str]) -> None:
+        parts: list[str] = []
+        super().descr(parts)
+        buf.append("".join(parts).replace("load", "load volatile", 1))
+
+
+def _load_as_written(builder: ir.IRBuilder, pointer: Any, kind: ir.Type) -> Any:
+    value = _VolatileLoad(builder.block, pointer, typ=kind)
+    value.align = 4
+    builder._insert(value)
+    return value
+
+
+def _constant_in_memory(builder: ir.IRBuilder, name: str, value: ir.Constant) -> Any:
+    """A constant that LLVM must load where it is used."""
+    place = builder.module.globals.get(name) or cgutils.global_constant(builder, name, value)
+    return _load_as_written(builder, place, value.type)
 
 
 class _Tile:
     """Emits one tile; holds what the emitters of all formats share.
 
-    Where registers are few, the 16 columns are done 8 at a time, and each weight meets all rows before
+    Where registers are few, columns are done 8 at a time, and each weight meets all rows before
     the next is read; where a register is 16 lanes wide, all weights of a group stay and meet row after row.
     """
 
@@ -78,7 +94,7 @@ class _Tile:
         self.builder, self.rows, self.isa = builder, rows, isa
         self.weights, self.activations, self.group_stride, self.groups = args[:4]
         self.out, self.out_stride, self.bias, self.added = args[4:]
-        self.width = COLUMNS if isa.wide_registers else COLUMNS // 2
+        self.width = 16 if isa.wide_registers else 8
         self.floats, self.ints = ir.VectorType(ir.FloatType(), self.width), ir.VectorType(I32, self.width)
         self.bytes = ir.VectorType(I8, 4 * self.width)
         starts = range(0, COLUMNS, self.width)
@@ -87,6 +103,25 @@ class _Tile:
         }
         for place in self.sums.values():
             builder.store(self.constant(self.floats, 0.0), place)
+        self.prefetch_distance = self.distance()
+
+    def distance(self) -> Any:
+        """How many bytes ahead weights are asked for.
+
+        Where loads are written one by one: as a number that LLVM does not know, because from a base as far
+        as that it would compute the address of every single load.
+        """
+        if not self.isa.single_loads:
+            return _I64(PREFETCH)
+        bytes_ahead = NEAR_PREFETCH if self.rows <= 2 else PREFETCH
+        return _constant_in_memory(self.builder, f"prefetch_{bytes_ahead}", _I64(bytes_ahead))
+
+    def prefetch(self, address: Any, size: int) -> None:
+        """Ask for the `size` bytes of weights that will be read later, in this tile or in the next."""
+        builder, ahead = self.builder, self.builder.add(address, self.prefetch_distance)
+        for line in range(0, size, 64):
+            place = builder.inttoptr(builder.add(ahead, _I64(line)), I8.as_pointer())
+            call(builder, "llvm.prefetch.p0", ir.VoidType(), place, I32(0), I32(3), I32(1))
 
     def constant(self, kind: ir.VectorType, value: float) -> Any:
         return ir.Constant(kind, [value] * kind.count)
@@ -112,7 +147,13 @@ class _Tile:
         return self.isa.spread(self.builder, self.record(group, row), word, kind)
 
     def load_bytes(self, address: Any, offset: int) -> Any:
-        return _load(self.builder, address, self.bytes, offset)
+        if not self.isa.single_loads:
+            return _load(self.builder, address, self.bytes, offset)
+        register, parts = ir.VectorType(I8, 16), []
+        for part in range(offset, offset + 4 * self.width, 16):
+            place = self.builder.inttoptr(self.builder.add(address, _I64(part)), register.as_pointer())
+            parts.append(_load_as_written(self.builder, place, register))
+        return join(self.builder, parts)
 
     def halves(self, address: Any, offset: int) -> Any:
         """The half floats of a part's columns, widened."""
@@ -145,7 +186,10 @@ class _Tile:
         if offset:  # weights are w + 128: start from -128 * sum of the activations
             first = self.spread(group, row, _OFFSET, self.ints)
         else:
-            first = self.constant(self.ints, _MAGIC_BITS) if self.isa.slow_conversion else zero
+            first = zero
+            if self.isa.slow_conversion:  # copies of a register would take time from the dots; loads do not
+                magic = self.constant(self.ints, _MAGIC_BITS)
+                first = _constant_in_memory(self.builder, f"magic_{self.width}", magic)
         return [first, zero] if self.isa.wide_registers else [first]  # two chains hide the latency of one
 
     def as_floats(self, numbers: Any) -> Any:
@@ -185,7 +229,7 @@ def _emit_int8(tile: _Tile) -> None:
     builder, size = tile.builder, GROUP * COLUMNS
     with cgutils.for_range(builder, tile.groups) as loop:
         address = builder.add(tile.weights, builder.mul(loop.index, _I64(size + 2 * COLUMNS)))
-        _prefetch(builder, address, size + 2 * COLUMNS)
+        tile.prefetch(address, size + 2 * COLUMNS)
         for start in tile.parts():
             weights = partial(_int8_step, tile, address, start)
             dots = tile.dots(loop.index, weights, tile.isa.dot_wide, tile.isa.offset_weights)
@@ -196,13 +240,13 @@ def _emit_int8(tile: _Tile) -> None:
 
 
 def _int8_step(tile: _Tile, address: Any, start: int, step: int) -> Any:
-    return tile.load_bytes(address, 64 * step + 4 * start)
+    return tile.load_bytes(address, 4 * (COLUMNS * step + start))
 
 
 def _nibble_step(tile: _Tile, address: Any, start: int, step: int) -> Any:
     """The low nibbles are the first half of the k, the high ones the second."""
     half = GROUP // 8
-    packed = tile.load_bytes(address, 64 * (step % half) + 4 * start)
+    packed = tile.load_bytes(address, 4 * (COLUMNS * (step % half) + start))
     if step < half:
         return tile.builder.and_(packed, tile.constant(tile.bytes, 15))
     return tile.builder.lshr(packed, tile.constant(tile.bytes, 4))
@@ -220,11 +264,11 @@ def _add_group4(tile: _Tile, group: Any, start: int, address: Any, scale: Any, m
 def _emit_int4(tile: _Tile) -> None:
     builder = tile.builder
     with cgutils.for_range(builder, tile.groups) as loop:
-        address = builder.add(tile.weights, builder.mul(loop.index, _I64(320)))
-        _prefetch(builder, address, 320)
+        address = builder.add(tile.weights, builder.mul(loop.index, _I64(20 * COLUMNS)))
+        tile.prefetch(address, 20 * COLUMNS)
         for start in tile.parts():
-            scale = partial(tile.halves, address, 256 + 2 * start)
-            minimum = partial(tile.halves, address, 288 + 2 * start)
+            scale = partial(tile.halves, address, 16 * COLUMNS + 2 * start)
+            minimum = partial(tile.halves, address, 18 * COLUMNS + 2 * start)
             _add_group4(tile, loop.index, start, address, scale, minimum)
 
 
@@ -235,20 +279,23 @@ def _emit_int4k(tile: _Tile) -> None:
         return builder.fmul(factor, _bytes_as_floats(tile, address, offset))
 
     with cgutils.for_range(builder, builder.lshr(tile.groups, _I64(3))) as loop:
-        address = builder.add(tile.weights, builder.mul(loop.index, _I64(2368)))
-        starts = range(0, COLUMNS, tile.width)
-        scales = {start: tile.halves(address, 2048 + 2 * start) for start in starts}
+        address = builder.add(tile.weights, builder.mul(loop.index, _I64(148 * COLUMNS)))
+        starts, side_at = range(0, COLUMNS, tile.width), 128 * COLUMNS
+        scales = {start: tile.halves(address, side_at + 2 * start) for start in starts}
         minus = tile.constant(tile.floats, -1.0)
-        minimums = {start: builder.fmul(tile.halves(address, 2080 + 2 * start), minus) for start in starts}
-        _prefetch(builder, builder.add(address, _I64(2048)), 320)
+        minimums = {
+            start: builder.fmul(tile.halves(address, side_at + 2 * (COLUMNS + start)), minus)
+            for start in starts
+        }
+        tile.prefetch(builder.add(address, _I64(side_at)), 20 * COLUMNS)
         with cgutils.for_range(builder, _I64(8)) as inner:
-            nibbles = builder.add(address, builder.mul(inner.index, _I64(256)))
+            nibbles = builder.add(address, builder.mul(inner.index, _I64(16 * COLUMNS)))
             side = builder.add(address, builder.mul(inner.index, _I64(COLUMNS)))
             group = builder.add(builder.mul(loop.index, _I64(8)), inner.index)
-            _prefetch(builder, nibbles, 256)
+            tile.prefetch(nibbles, 16 * COLUMNS)
             for start in tile.parts():
-                scale = partial(scaled, scales[start], side, 2112 + start)
-                minimum = partial(scaled, minimums[start], side, 2240 + start)
+                scale = partial(scaled, scales[start], side, side_at + 4 * COLUMNS + start)
+                minimum = partial(scaled, minimums[start], side, side_at + 12 * COLUMNS + start)
                 _add_group4(tile, group, start, nibbles, scale, minimum)
 
 
@@ -299,10 +346,11 @@ def emit_tile(weight_format: int, rows: int, isa: Isa = ISA) -> Emit:
 
 
 def tile_bytes(weight_format: int, depth: int) -> int:
-    """Bytes of the weights of one tile of 16 columns and `depth` k."""
-    return {
-        INT8: depth // GROUP * 544,
-        INT4: depth // GROUP * 320,
-        INT4K: depth // 256 * 2368,
-        FLOAT32: depth * COLUMNS * 4,
-    }[weight_format]
+    """Bytes of the weights of one tile of `depth` k."""
+    bytes_of_column = {
+        INT8: depth // GROUP * 34,
+        INT4: depth // GROUP * 20,
+        INT4K: depth // 256 * 148,
+        FLOAT32: depth * 4,
+    }
+    return COLUMNS * bytes_of_column[weight_format]

@@ -16,7 +16,8 @@ from paceline.backends.cpu.choosing import run_race
 from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.matmul import run_tile
 from paceline.backends.cpu.packing import PackedMatrix, pack
-from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
+from paceline.backends.cpu.simd import LANES
+from paceline.backends.cpu.tiles import GROUP, RECORD
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig, MoeConfig
 from paceline.models.rope import rope_frequencies
@@ -103,7 +104,7 @@ class Workspace:
     def block_bytes(self) -> int:
         """Bytes of the keys and values of one page, layer and KV head."""
         width = self.config.head_dim
-        return (2 if self.half_kv else 4) * PAGE * (width + round_up(width, COLUMNS))
+        return (2 if self.half_kv else 4) * PAGE * (width + round_up(width, LANES))
 
     def _keep(self, array: npt.NDArray[np.generic]) -> int:
         self._kept.append(array)
@@ -209,7 +210,7 @@ class Workspace:
             (8 + 4 * PAGE * MOST_HEADS) * self.max_pages + 64 + 4 * MOST_HEADS * (2 * config.head_dim + 15)
         )
         attention += (self.rows // PAGE + 2) * self.block_bytes
-        routing = 4 * self.hidden + 4 * ((config.moe.num_experts if config.moe else 0) + COLUMNS)
+        routing = 4 * self.hidden + 4 * ((config.moe.num_experts if config.moe else 0) + LANES)
         return max(attention, 2 * _SCRATCH_ROWS * 4 * GROUP, routing, 4 * self._entry_width)
 
     def _set_experts(self, moe: MoeConfig) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.backends.cpu.packing import choose_format, pack
-from paceline.backends.cpu.tiles import FLOAT32, GROUP, INT4, INT4K, INT8
+from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, INT8
 from paceline.models.checkpoint import Tensor
 from paceline.models.gguf import GgufTensor
 from paceline.models.gguf_blocks import FORMATS
@@ -132,8 +132,9 @@ def test_a_matrix_of_many_chunks_is_packed_like_its_parts(kind: str) -> None:
     """A matrix is packed 2048 rows at a time; no row may notice where a chunk ends."""
     tensor = random_blocks(kind, rows=2 * 2048 + 5, depth=256)
     whole = pack(tensor, "native").data
-    for tile in (0, 127, 128, 129, 255, 256):
-        part = tensor.blocks()[16 * tile : 16 * tile + 16]
+    chunk = 2048 // COLUMNS  # tiles
+    for tile in (0, chunk - 1, chunk, chunk + 1, 2 * chunk - 1, 2 * chunk):
+        part = tensor.blocks()[COLUMNS * tile : COLUMNS * (tile + 1)]
         alone = pack(GgufTensor((len(part), 256), kind, part), "native").data
         np.testing.assert_array_equal(whole[tile], alone[0])
 

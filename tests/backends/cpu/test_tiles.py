@@ -118,7 +118,7 @@ def int4k_weights(random: np.random.Generator) -> Weights:
     d, dmin = random_halves(random, GROUPS // 8, COLUMNS), random_halves(random, GROUPS // 8, COLUMNS)
     scales = random.integers(0, 64, (GROUPS, COLUMNS)).astype(np.uint8)
     minimums = random.integers(0, 64, (GROUPS, COLUMNS)).astype(np.uint8)
-    parts = [packed.reshape(-1, 8 * 256), as_bytes(d), as_bytes(dmin)]
+    parts = [packed.reshape(-1, 8 * 16 * COLUMNS), as_bytes(d), as_bytes(dmin)]
     parts += [scales.reshape(-1, 8 * COLUMNS), minimums.reshape(-1, 8 * COLUMNS)]
     scale = np.repeat(d.astype(np.float32), 8, axis=0) * scales
     minimum = -np.repeat(dmin.astype(np.float32), 8, axis=0) * minimums
