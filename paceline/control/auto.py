@@ -172,7 +172,7 @@ class AutoController(Controller):
 
     def _choose(self, requests: Sequence[Request], running: Sequence[Request], rows: int) -> None:
         """Find the best choice for these requests."""
-        self.known.forget_others(running)
+        self.known.forget_others(running, self._wishes)
         steps = self._step - self._chosen_at
         if self._can_gain:  # else it is the load that leaves nothing to gain, whatever the drafter
             for segment, count in Counter(request.segment for request in requests).items():

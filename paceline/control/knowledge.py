@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.control.acceptance import AcceptanceModel, Key
+from paceline.control.acceptance import MOST_SEGMENTS, AcceptanceModel, Key
 from paceline.control.choice import Prospect
 from paceline.control.cost import StepCosts
 from paceline.control.draft_cost import DraftCosts
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DRAFTS = 128  # past drafts by which a step is judged, of all its requests together
 FEWEST, MOST_SCENES = 8, 48  # of one request
 PER_TOKEN_RATE = 0.05  # how far one step moves the price of a token
+ENDED_RATE = 0.2  # how far one request moves what is thought of how long they last
 
 
 class Knowledge:
@@ -49,6 +50,8 @@ class Knowledge:
             for greedy in (True, False)
         }
         self._backlogs = backlogs
+        self._behind = dict.fromkeys(plans, 0.0)  # of a request's tokens those that a drafter begins behind
+        self._lasting: dict[str, float] = {}  # steps that requests take, by segment
         self._memory = memory
         self._begin_with(beginning)
         if memory is not None:
@@ -78,13 +81,32 @@ class Knowledge:
             if own:
                 known = [(key_of(requests[line]), requests[line].segment) for line in own]
                 chances[:, own] = self.models[name, greedy].scenes(known, scenes, least)
-        late = np.zeros(len(requests))
-        per_token = self.drafts.prices(name)[-1]
         for line, request in enumerate(requests):
             left = request.max_output - request.num_output - 1
             chances[:, line, 0 if name in request.failed_drafters else left :] = 0.0
-            late[line] = per_token * self.backlog(name, request) / max(1.0, 0.5 * left)
+        late = self.drafts.prices(name)[-1] * np.array([self._late(name, request) for request in requests])
         return Prospect(chances, self.plans[name].levels, late)
+
+    def _late(self, name: str, request: Request) -> float:
+        """Tokens that a drafter has to catch up with, for each of the steps that a request lasts.
+
+        A choice holds for requests to come, so who has caught up with this one counts as if it had not.
+        """
+        backlog = self.backlog(name, request)
+        self._behind[name] = max(self._behind[name], backlog / max(1, request.num_computed))
+        steps = self._lasting.get(request.segment)
+        if steps is None:
+            return backlog / max(1.0, 0.5 * (request.max_output - request.num_output - 1))
+        return max(backlog, self._behind[name] * (request.num_computed - request.num_output)) / max(
+            1.0, steps
+        )
+
+    def _observe_ended(self, request: Request) -> None:
+        """Take in how many steps a request took."""
+        steps = float(request.num_output - request.speculative.num_accepted_draft_tokens)
+        before = self._lasting.get(request.segment, steps)
+        if request.segment in self._lasting or len(self._lasting) < MOST_SEGMENTS:
+            self._lasting[request.segment] = before + ENDED_RATE * (steps - before)
 
     def observe_pass(self, stats: StepStats) -> None:
         """Take in what a step without prompts cost, beside its drafts."""
@@ -93,8 +115,11 @@ class Knowledge:
         per_token = stats.verify_time / max(1, stats.new_tokens)
         self.per_token += PER_TOKEN_RATE * (per_token - self.per_token)
 
-    def forget_others(self, running: Sequence[Request]) -> None:
-        """Let go of requests that have ended."""
+    def forget_others(self, running: Sequence[Request], before: Iterable[Request]) -> None:
+        """Let go of requests that have ended, of which some ran before."""
+        for request in before:
+            if request.finished:
+                self._observe_ended(request)
         keys = {key_of(request) for request in running}
         for model in self.models.values():
             model.keep_only(keys)

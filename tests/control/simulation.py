@@ -52,6 +52,11 @@ class SimulatedSampler:
     greedy: bool = True
 
 
+@dataclass
+class SimulatedCounts:
+    num_accepted_draft_tokens: int = 0
+
+
 @dataclass(eq=False)
 class SimulatedRequest:
     request_id: str
@@ -64,6 +69,11 @@ class SimulatedRequest:
     num_computed: int = 100
     failed_drafters: set[str] = field(default_factory=set)
     sampler: SimulatedSampler = SimulatedSampler()
+    speculative: SimulatedCounts = field(default_factory=SimulatedCounts)
+
+    @property
+    def finished(self) -> bool:
+        return self.num_output >= self.max_output
 
 
 @dataclass(frozen=True)
@@ -153,6 +163,7 @@ class World:
                 facts = (request.request_id, request.segment, name, nodes, nodes, accepted)
                 drafts.append(DraftFacts(*facts, path=tuple(range(accepted))))
             request.num_output += 1 + accepted
+            request.speculative.num_accepted_draft_tokens += accepted
             tokens += 1 + accepted
         calls = [
             DraftCall(
