@@ -225,10 +225,9 @@ class DecodeLoop:
         """The target's pass over all nodes, and the token of each."""
         weights, workspace = self.weights, self._workspace
         inputs, count = self._pass(0, rows), rows * self._nodes
-        features = self.features, self.feature_layers
-        plain = self._shape.is_straight and self.features is None
-        if not plain or not self._few_rows.run(inputs.tokens, inputs.tables):
-            run_layers(weights, workspace, inputs.tokens, inputs.tables, self.pool, self.page_size, *features)
+        known, features = (inputs.tokens, inputs.tables), (self.features, self.feature_layers)
+        if not self._few_rows.run(*known, *features):
+            run_layers(weights, workspace, *known, self.pool, self.page_size, *features)
         run_head(weights, workspace, workspace.attention_input, count)
         vocab_size, temperatures = weights.config.vocab_size, self._temperatures[:rows].view(-1)
         if not keeps_all:

@@ -17,6 +17,7 @@ from paceline.backends.cuda.head_weights import HeadWeights
 from paceline.backends.cuda.kernels.attention import RowTables, tile_height
 from paceline.backends.cuda.kernels.draft import pick_rows
 from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers
+from paceline.backends.cuda.persistent import PersistentLayers
 from paceline.backends.cuda.weights import Weights
 
 
@@ -139,16 +140,22 @@ class ModelNetwork:
         self.vocab_size = min(vocab_size, config.vocab_size)
         rows = max_requests * _most_rows(shape, self.catch_up_rows)
         self._workspace = make_workspace(weights, rows, longest)
+        self._few_rows = PersistentLayers(weights, self._workspace, pool, page_size)
 
     def catch_up(self, rows: DraftRows, last: torch.Tensor) -> torch.Tensor:
         workspace = self._workspace
-        run_layers(self.weights, workspace, rows.tokens, rows.tables, self.pool, self.page_size)
+        self._run(rows)
         pick_rows(workspace.attention_input, last, workspace.selected)
         run_head(self.weights, workspace, workspace.selected, len(last))
         return workspace.logits
 
     def extend(self, rows: DraftRows) -> torch.Tensor:
         workspace = self._workspace
-        run_layers(self.weights, workspace, rows.tokens, rows.tables, self.pool, self.page_size)
+        self._run(rows)
         run_head(self.weights, workspace, workspace.attention_input, len(rows.tokens))
         return workspace.logits
+
+    def _run(self, rows: DraftRows) -> None:
+        known = rows.tokens, rows.tables
+        if not self._few_rows.run(*known):
+            run_layers(self.weights, self._workspace, *known, self.pool, self.page_size)

@@ -37,11 +37,12 @@ WARPS = 8  # of a program that compute
 THREADS = WARPS * 32 + 128  # that compute, that fetch
 STEP = 128  # of the depth: weights must lie in such steps
 PIECE = 64  # of the depth: slots of the ring hold multiples of it
-MOST_ROWS = 2  # with more the separate kernels are as fast
+ROW_SLOTS = 10  # pieces of rows that a warp has on their way or at hand
+MOST_ROWS = 8  # of an instruction
 HEAD_SIZES = (64, 128)  # with others it was not tried, or has too many registers
 MOST_HIDDEN = 2048  # larger models keep memory busy without it
-MOST_SLOTS, LEAST_SLOTS = 16, 6  # of the ring
-OTHER_BYTES, LAYER_BYTES = 2048, 72  # of shared memory, for what is small, and for each layer's addresses
+MOST_SLOTS, LEAST_SLOTS = 16, 4  # of the ring
+OTHER_BYTES, LAYER_BYTES = 2048, 80  # of shared memory, for what is small, and for each layer's addresses
 POWERS_OF_TWO = 1.4426950408889634  # of e: attention's weights are powers of two
 
 
@@ -50,15 +51,26 @@ class PersistentLayers:
 
     def __init__(self, weights: Weights, workspace: Workspace, pool: Pool, page_size: int) -> None:
         self._known = weights, workspace, pool, page_size
-        self._passes: dict[int, _Pass | None] = {}  # by the number of rows
+        self._passes: dict[tuple[int, int], _Pass | None] = {}  # by the number of rows, and where they lie
 
-    def run(self, tokens: torch.Tensor, tables: RowTables) -> bool:
-        """Run `tokens` [rows], each at its own KV index, through all layers; False if this kernel cannot."""
+    def run(
+        self,
+        tokens: torch.Tensor,
+        tables: RowTables,
+        features: torch.Tensor | None = None,
+        feature_layers: tuple[int, ...] = (),
+    ) -> bool:
+        """Do what `run_layers` does; False if this kernel cannot: trees, many rows, and much else.
+
+        `features` and `feature_layers` must be the same in all calls.
+        """
+        if tables.paths is not None:
+            return False
         weights, workspace, _, _ = self._known
-        rows = len(tokens)
-        if rows not in self._passes:
-            self._passes[rows] = self._prepare(tables)
-        own = self._passes[rows]
+        key = len(tokens), tables.positions.data_ptr()
+        if key not in self._passes:
+            self._passes[key] = self._prepare(tables, features, feature_layers)
+        own = self._passes[key]
         if own is None:
             return False
         norm = weights.layers[0].attention_norm
@@ -66,14 +78,16 @@ class PersistentLayers:
         own.run()
         return True
 
-    def _prepare(self, tables: RowTables) -> _Pass | None:
+    def _prepare(
+        self, tables: RowTables, features: torch.Tensor | None, feature_layers: tuple[int, ...]
+    ) -> _Pass | None:
         """The pass of as many rows as `tables` has, if this device, model and torch can have it."""
         weights, workspace, pool, page_size = self._known
         sizes = _sizes(weights, tables, page_size, workspace.attention.blocks)
         if sizes is None or _compiler() is None:
             return None
         try:
-            own = _Pass(sizes, weights, workspace, tables, pool)
+            own = _Pass(sizes, weights, workspace, tables, pool, features, feature_layers)
             own.run()  # a trial: the pass itself writes the same places anew
         except Exception as error:  # whatever a private function raises on another torch or driver
             logger.warning("layers run as separate kernels, since the one for few rows failed: %s", error)
@@ -85,7 +99,14 @@ class _Pass:
     """The kernel, and the addresses that it reads: source/shapes.cu has them in the same order."""
 
     def __init__(
-        self, sizes: dict[str, int], weights: Weights, workspace: Workspace, tables: RowTables, pool: Pool
+        self,
+        sizes: dict[str, int],
+        weights: Weights,
+        workspace: Workspace,
+        tables: RowTables,
+        pool: Pool,
+        features: torch.Tensor | None,
+        feature_layers: tuple[int, ...],
     ) -> None:
         device, hidden = weights.device, sizes["ROWS"] * sizes["HIDDEN"]
         heads = sizes["ATTENTION_TILES"] * sizes["KV_HEADS"]
@@ -94,7 +115,13 @@ class _Pass:
         def zeros(count: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(count, dtype=kind, device=device)
 
-        used: list[torch.Tensor | None] = [
+        def feature(index: int) -> torch.Tensor | None:
+            """Where the residual stream ahead of layer `index` goes, if it is wanted."""
+            if features is None or index not in feature_layers:
+                return None
+            return features[:, feature_layers.index(index) * sizes["HIDDEN"] :]
+
+        used: list[torch.Tensor | int | None] = [
             workspace.hidden,
             workspace.attention_input.rows,
             workspace.attention_input.squares,
@@ -114,13 +141,16 @@ class _Pass:
             zeros(lanes * sizes["DIM"]),  # parts of attention
             zeros(lanes * 2),
             zeros(2 + heads, torch.int32),  # counters
+            feature(len(weights.layers)),
+            0 if features is None else features.stride(0),
         ]
         norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.norm]
-        for layer, norm, keys, values in zip(weights.layers, norms, pool.keys, pool.values, strict=True):
+        parts = zip(weights.layers, norms, pool.keys, pool.values, strict=True)
+        for index, (layer, norm, keys, values) in enumerate(parts):
             used += [layer.qkv.weight, layer.qkv.bias, layer.output.weight, layer.feed_forward_norm]
-            used += [layer.gate_up.weight, layer.down.weight, norm, keys, values]
+            used += [layer.gate_up.weight, layer.down.weight, norm, keys, values, feature(index)]
         self._used = used  # they must live as long as their addresses are known
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in used]
+        addresses = [own.data_ptr() if isinstance(own, torch.Tensor) else own or 0 for own in used]
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._programs, self._shared = sizes["PROGRAMS"], _shared_bytes(sizes)
         self._kernel = _compile(tuple(sizes.items()), self._shared, device)
@@ -205,6 +235,7 @@ def _sizes(weights: Weights, tables: RowTables, page_size: int, blocks: int) -> 
         "ROWS": rows,
         "JOBS": max(-(-jobs // WARPS), -(-gate // 16 // WARPS)),
         "SPLIT_JOBS": jobs,
+        "STREAMERS": min(WARPS, jobs),
         "PROGRAMS": programs,
         "EPS_BITS": _bits(config.rms_norm_eps),
         "ATTENTION_TILES": tiles,
@@ -242,7 +273,9 @@ def _is_plain(weights: Weights) -> bool:
 
 def _room(sizes: dict[str, int]) -> int:
     """Bytes of shared memory beside the ring: of these, products and attention use the most by turns."""
-    products = sizes["ROWS"] * max(sizes["HIDDEN"], sizes["INTERMEDIATE"]) * 2 + sizes["SPLIT_JOBS"] * 512
+    whole = max(sizes["HIDDEN"], sizes["HEADS"] * sizes["DIM"])
+    streamed = sizes["STREAMERS"] * ROW_SLOTS * PIECE
+    products = sizes["ROWS"] * max(whole, streamed) * 2 + sizes["SPLIT_JOBS"] * 512
     attention = (2 * BLOCK + LANES) * sizes["DIM"] * 2 + LANES * (BLOCK + 8) * 4
     return max(products, attention) + OTHER_BYTES + sizes["LAYERS"] * LAYER_BYTES
 

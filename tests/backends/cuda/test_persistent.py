@@ -18,68 +18,132 @@ from paceline.models.layout import expected_tensors
 
 LONGEST, PAGE_SIZE, STEPS = 1024, 16, 3
 CONFIG = ModelConfig("qwen2", 320, 256, 2, 4, 2, 64, 640, 1e-6, RopeConfig(1e4), LONGEST, True, qkv_bias=True)
+# eight heads share keys, so a tile of attention has two rows, and a longer chain has several tiles; and
+# matrices are large enough that their depth is split
+WIDE = ModelConfig("llama", 320, 1024, 2, 16, 2, 64, 2304, 1e-6, RopeConfig(1e4), LONGEST, True)
 is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 needs_hopper = pytest.mark.skipif(not is_hopper, reason="needs a Hopper GPU")
 
 
-def random_weights() -> Any:
+def random_weights(config: ModelConfig) -> Any:
     from paceline.backends.cuda.weights import load_weights
 
-    shapes, generator = dict(expected_tensors(CONFIG)), torch.Generator().manual_seed(5)
+    shapes, generator = dict(expected_tensors(config)), torch.Generator().manual_seed(5)
 
     def take(name: str) -> torch.Tensor:
         noise = torch.randn(shapes[name], generator=generator)
         return (1 + 0.2 * noise if "norm" in name else 0.1 * noise).to("cuda", torch.bfloat16)
 
-    return load_weights(CONFIG, take)
+    return load_weights(config, take)
 
 
-def decode(lengths: list[int], drafted: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """The logits of all steps, the keys that they leave, and whether one kernel ran the layers."""
-    from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
-    from paceline.backends.cuda.draft_shape import chain_shape
-    from paceline.backends.cuda.model import Pool
+def random_state(lengths: list[int]) -> Any:
+    from paceline.backends.cuda.decode_loop import make_requests
 
-    requests, pages = len(lengths), LONGEST // PAGE_SIZE
-    generator = torch.Generator().manual_seed(9)
+    requests, pages, generator = len(lengths), LONGEST // PAGE_SIZE, torch.Generator().manual_seed(9)
     state = make_requests(requests, LONGEST, PAGE_SIZE, torch.device("cuda"))
     state.pages.copy_(torch.randperm(requests * pages, generator=generator).view(requests, pages))
     state.lengths.copy_(torch.tensor(lengths))
-    shape = (CONFIG.num_layers, requests * LONGEST, CONFIG.num_kv_heads, CONFIG.head_dim)
+    return state
+
+
+def random_pool(config: ModelConfig, requests: int) -> Any:
+    from paceline.backends.cuda.model import Pool
+
+    generator = torch.Generator().manual_seed(11)
+    shape = (config.num_layers, requests * LONGEST, config.num_kv_heads, config.head_dim)
     keys, values = (torch.randn(shape, generator=generator).to("cuda", torch.bfloat16) for _ in range(2))
-    pool = Pool(requests * pages, 0, keys, values)
-    loop = DecodeLoop(random_weights(), pool, state, requests, PAGE_SIZE, given=chain_shape(drafted))
+    return Pool(requests * LONGEST // PAGE_SIZE, 0, keys, values)
+
+
+def decode(
+    config: ModelConfig, lengths: list[int], drafted: int, feature_layers: tuple[int, ...]
+) -> tuple[list[torch.Tensor], bool]:
+    """Logits and features of all steps, keys and values that they leave, and whether it was one kernel."""
+    from paceline.backends.cuda.decode_loop import DecodeLoop
+    from paceline.backends.cuda.draft_shape import chain_shape
+
+    requests = len(lengths)
+    state, pool = random_state(lengths), random_pool(config, requests)
+    weights, chain = random_weights(config), chain_shape(drafted)
+    loop = DecodeLoop(weights, pool, state, requests, PAGE_SIZE, None, chain, feature_layers)
     loop.begin(list(range(requests)), requests)
-    rows, logits = requests * (drafted + 1), []
+    left = []
     for _ in range(STEPS):
         loop.step(requests)
-        logits.append(loop._workspace.logits[:rows].clone())
-    return torch.stack(logits), pool.keys, loop._few_rows._passes.get(rows) is not None
+        left.append(loop._workspace.logits[: requests * (drafted + 1)].clone())
+        left += [] if loop.features is None else [loop.features.clone()]
+    return [*left, pool.keys, pool.values], any(loop._few_rows._passes.values())
 
 
 @needs_hopper
 @pytest.mark.parametrize(
-    ("lengths", "drafted"),
+    ("config", "lengths", "drafted", "feature_layers"),
     [
-        ([150], 0),
-        ([63, 700], 0),  # a block ends; more parts than all programs merge
-        ([2, 2], 0),  # nothing but a first block
-        ([126], 1),  # two rows of one request: the second sees the key of the first, and then opens a block
+        (CONFIG, [150], 0, ()),
+        (CONFIG, [63, 700], 0, ()),  # a block ends; more parts than all programs merge
+        (CONFIG, [2, 2], 0, ()),  # nothing but a first block
+        (CONFIG, [126], 1, ()),  # the second row sees the key of the first, and then opens a block
+        (CONFIG, [300], 0, (0, 1, 2)),  # features ahead of all layers and behind them
+        (CONFIG, [190], 2, (1,)),
+        (CONFIG, [447, 5], 3, (2,)),
+        (CONFIG, [20, 250, 63, 900, 1, 130, 512, 64], 0, (1,)),
+        (WIDE, [62], 3, (2, 0)),
+        (WIDE, [124], 5, (1, 2)),  # the last rows open a block
+        (WIDE, [60, 700], 2, ()),
+        (WIDE, [20, 250, 63, 900], 0, (1,)),
     ],
 )
 def test_all_layers_in_one_kernel_have_the_same_bits(
-    lengths: list[int], drafted: int, monkeypatch: pytest.MonkeyPatch
+    config: ModelConfig,
+    lengths: list[int],
+    drafted: int,
+    feature_layers: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from paceline.backends.cuda.persistent import PersistentLayers
 
-    logits, keys, in_one = decode(lengths, drafted)
+    left, in_one = decode(config, lengths, drafted, feature_layers)
     assert in_one
-    monkeypatch.setattr(PersistentLayers, "run", lambda self, tokens, tables: False)
-    expected_logits, expected_keys, in_one = decode(lengths, drafted)
+    monkeypatch.setattr(PersistentLayers, "run", lambda self, *known: False)
+    expected, in_one = decode(config, lengths, drafted, feature_layers)
     assert not in_one
-    assert torch.isfinite(expected_logits).all()
-    assert torch.equal(logits, expected_logits)
-    assert torch.equal(keys, expected_keys)
+    assert all(torch.isfinite(own).all() for own in expected)
+    assert all(map(torch.equal, left, expected))
+
+
+def draft(lengths: list[int], drafted: int) -> tuple[list[torch.Tensor], int]:
+    """What a draft model leaves beside a target, and how many of its passes were one kernel."""
+    from paceline.backends.cuda.decode_loop import DecodeLoop
+    from paceline.backends.cuda.draft_networks import ModelNetwork
+    from paceline.backends.cuda.draft_shape import chain_shape
+
+    requests, chain = len(lengths), chain_shape(drafted)
+    pool, size = random_pool(CONFIG, requests), CONFIG.vocab_size
+    network = ModelNetwork(random_weights(CONFIG), pool, chain, requests, LONGEST, PAGE_SIZE, size)
+    target = random_weights(WIDE), random_pool(WIDE, requests), random_state(lengths)
+    loop = DecodeLoop(*target, requests, PAGE_SIZE, network)
+    loop.begin(list(range(requests)), requests)
+    left = []
+    for _ in range(STEPS):
+        loop.step(requests)
+        left += [network._workspace.logits[:requests].clone(), loop.output.clone()]
+    return [*left, pool.keys, pool.values], sum(map(bool, network._few_rows._passes.values()))
+
+
+@needs_hopper
+@pytest.mark.parametrize("lengths", [[126], [20, 300, 63]])
+def test_every_pass_of_a_draft_model_can_be_one_kernel(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.backends.cuda.persistent import PersistentLayers
+
+    left, in_one = draft(lengths, 3)
+    assert in_one == 3, "one that catches up, and two that guess further"
+    monkeypatch.setattr(PersistentLayers, "run", lambda self, *known: False)
+    expected, in_one = draft(lengths, 3)
+    assert in_one == 0
+    assert all(map(torch.equal, left, expected))
 
 
 def layers_of_a_suited_model(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -93,14 +157,18 @@ def layers_of_a_suited_model(monkeypatch: pytest.MonkeyPatch) -> Any:
     return persistent.PersistentLayers(nothing, workspace, nothing, PAGE_SIZE)
 
 
+def rows_at(address: int) -> Any:
+    """Tables of rows that lie at this address."""
+    return SimpleNamespace(paths=None, positions=SimpleNamespace(data_ptr=lambda: address))
+
+
 def test_a_torch_without_the_compiler_is_told_once_and_runs_separate_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.delattr(torch.cuda, "_compile_kernel")
     layers = layers_of_a_suited_model(monkeypatch)
-    tables: Any = None
-    assert not any(layers.run(torch.zeros(rows), tables) for rows in (1, 2, 1))
+    assert not any(layers.run(torch.zeros(rows), rows_at(0)) for rows in (1, 2, 1))
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert "_compile_kernel" in caplog.text
 
@@ -116,9 +184,8 @@ def test_a_kernel_that_does_not_compile_is_a_warning_and_runs_separate_kernels(
     monkeypatch.setattr(torch.cuda, "_compile_kernel", broken)
     monkeypatch.setattr(persistent, "_Pass", lambda *known: persistent._compiler()())
     layers = layers_of_a_suited_model(monkeypatch)
-    tables: Any = None
-    assert not layers.run(torch.zeros(1), tables)
-    assert not layers.run(torch.zeros(1), tables)
+    assert not layers.run(torch.zeros(1), rows_at(0))
+    assert not layers.run(torch.zeros(1), rows_at(0))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "the driver is too old" in caplog.text
 

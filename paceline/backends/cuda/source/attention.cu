@@ -196,7 +196,7 @@ __device__ inline void take_8(float (&to)[8], const float* from) {
     to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
 }
 
-// Eight columns of a head, merged from at most MERGED parts, which lie at `values` and `totals`.
+// Eight columns of a head, merged from at most BY_ALL parts, which lie at `values` and `totals`.
 __device__ inline uint4 merge_parts(const float* values, const float* totals, int parts) {
     float highest = nothing(), total = 0.0f, mixed[8] = {};
     for (int first = 0; first < parts; first += 4) {
@@ -230,19 +230,31 @@ __device__ inline uint4 merge_parts(const float* values, const float* totals, in
 // What attention has mixed, to shared memory. Few parts are merged by every block, since all need them: that
 // is sooner than to wait for one who merges them.
 __device__ inline void take_mixed(Shared& s, const Pass& pass) {
-    constexpr int chunks = HEADS * DIM / 8, group = HEADS / KV_HEADS;
+    constexpr int line = HEADS * DIM / 8, chunks = ROWS * line, each = upwards(chunks, THREADS);
+    auto by_all = [&](int row) { return s.row_parts[row] > 0 && s.row_parts[row] <= BY_ALL; };
+    auto leave = [&](int number, uint4 chunk) {
+        int row = number / line;
+        *(uint4*)&s.product.rows[row * (HEADS * DIM) + (number % line ^ row % 8) * 8] = chunk;
+    };
+    uint4 taken[each];
+#pragma unroll
+    for (int i = 0; i < each; i++) {
+        int number = i * THREADS + thread();
+        bool wanted = number < chunks && !by_all(number / line);
+        taken[i] = wanted ? fresh_16(pass.mixed + number * 8) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < each; i++) {
+        int number = i * THREADS + thread();
+        if (number < chunks && !by_all(number / line)) leave(number, taken[i]);
+    }
 #pragma unroll 1
-    for (int number = thread(); number < ROWS * chunks; number += THREADS) {
-        int row = number / chunks, chunk = number % chunks;
-        int head = chunk * 8 / DIM, parts = s.row_parts[row];
-        uint4* to = (uint4*)&s.product.rows[row * (HEADS * DIM) + (chunk ^ row % 8) * 8];
-        if (parts == 0 || parts > MERGED) {
-            *to = fresh_16(pass.mixed + (long)row * (HEADS * DIM) + chunk * 8);
-            continue;
-        }
-        long line = s.row_line[row] + head / group * (PARTS * LANES) + head % group;
-        const float* values = pass.part_values + line * DIM + chunk * 8 % DIM;
-        *to = merge_parts(values, pass.part_totals + line * 2, parts);
+    for (int number = thread(); number < chunks; number += THREADS) {
+        int row = number / line, column = number % line * 8, head = column / DIM;
+        if (!by_all(row)) continue;
+        long at = s.row_line[row] + head / Look::group * (PARTS * LANES) + head % Look::group;
+        const float* values = pass.part_values + at * DIM + column % DIM;
+        leave(number, merge_parts(values, pass.part_totals + at * 2, s.row_parts[row]));
     }
 }
 
@@ -304,7 +316,7 @@ __device__ inline void attention(Shared& s, const Pass& pass, const Layer& layer
         }
         PartPlace(pass, look, number).leave(whole);
     }
-    if (look.end > MERGED) {  // who comes last merges them
+    if (look.end > BY_ALL) {  // who comes last merges them
         sync();
         u32* counter = pass.counters + 2 + look.tile * KV_HEADS + look.head;
         if (thread() == 0) {

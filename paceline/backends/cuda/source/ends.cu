@@ -116,6 +116,9 @@ struct Stream {
     __device__ uint2 weights(const u16* norm) const {
         return mine ? *(const uint2*)(norm + (unit + quad) * 4) : make_uint2(0, 0);
     }
+    __device__ void keep(float* features, u64 width) const {
+        if (features && mine) *(float4*)(features + row * width + (unit + quad) * 4) = hidden;
+    }
     template <class P> __device__ void add(const Shared& s, uint2 weight, u16* normed, float* quads) {
         if (!mine) return;
         hidden.x = __fadd_rn(hidden.x, total<P>(s, quad * 4, row));

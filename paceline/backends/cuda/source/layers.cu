@@ -33,11 +33,11 @@ __device__ inline void compute_all(Shared& s, const Pass& pass) {
         ushort2 bias = turner.bias(layer);
         uint2 feed_forward_norm = stream.weights(layer.feed_forward_norm);
         uint2 next_norm = stream.weights(layer.next_norm);
+        stream.keep(layer.features, pass.features_width);
         if (number) barrier.wait();
         {
             Factors factors(pass.quads[0]);
-            take_rows<HIDDEN>(s, pass.attention_input);
-            sync();
+            if (!Heads::streamed) take_rows(s, pass.attention_input), sync();
             factors.leave(s, number ? nullptr : pass.squares);
         }
         product<Heads>(s, place, sums);
@@ -49,8 +49,7 @@ __device__ inline void compute_all(Shared& s, const Pass& pass) {
         attention(s, pass, layer, look);
         barrier.arrive();
         barrier.wait();
-        take_mixed(s, pass);
-        sync();
+        if (!Output::streamed) take_mixed(s, pass), sync();
         product<Output>(s, place, sums);
         leave_parts<Output>(s, sums);
         stream.add<Output>(s, feed_forward_norm, pass.feed_forward_input, pass.quads[1]);
@@ -58,7 +57,7 @@ __device__ inline void compute_all(Shared& s, const Pass& pass) {
         barrier.wait();
         {
             Factors factors(pass.quads[1]);
-            take_rows<HIDDEN>(s, pass.feed_forward_input);
+            take_rows(s, pass.feed_forward_input);
             sync();
             factors.leave(s, nullptr);
         }
@@ -67,14 +66,13 @@ __device__ inline void compute_all(Shared& s, const Pass& pass) {
         end_gate_up(s, pass, sums);
         barrier.arrive();
         barrier.wait();
-        take_rows<INTERMEDIATE>(s, pass.activated);
-        sync();
         product<Down>(s, place, sums);
         leave_parts<Down>(s, sums);
         stream.add<Down>(s, next_norm, pass.attention_input, pass.quads[0]);
         barrier.arrive();
     }
-    if (stream.mine) *(float4*)(pass.hidden + stream.column()) = stream.hidden;
+    stream.keep(pass.hidden, HIDDEN);
+    stream.keep(pass.features, pass.features_width);
     barrier.wait();
     // The head reads sums of squares by tile.
     int line = thread() + blockIdx.x * THREADS;

@@ -21,13 +21,14 @@ constexpr int WARPS = 8, THREADS = WARPS * 32;  // that compute
 constexpr int FETCHERS = 128;  // threads that fetch
 constexpr int IN_FLIGHT = 3;   // stages: with more on their way everything else waits behind them
 constexpr int AHEAD = 6;       // steps of gate and up that are asked for while the ring is full
+constexpr int ROW_SLOTS = 10;  // pieces of rows that a warp has on their way or at hand
 constexpr int BYTES_A_CYCLE = 20;  // that a multiprocessor gets of memory, or a little more
 constexpr int PIECE = 64;      // of the depth: what a warp multiplies at a time
 constexpr int STEP = 128;  // of the depth, as weights lie in memory
 constexpr int HALF = DIM / 2;
 constexpr int BLOCK = 64, MERGED = 8, LANES = 16;  // of attention, as in attention.py
 constexpr int TILES = HIDDEN / 64;  // of columns of the residual stream: their squares are added up apart
-constexpr int WIDEST = INTERMEDIATE > HIDDEN ? INTERMEDIATE : HIDDEN;
+constexpr int WIDEST = HEADS * DIM > HIDDEN ? HEADS * DIM : HIDDEN;  // input that shared memory has whole
 
 // Asked for again in every phase: what follows from it is not worth a register all the while.
 __device__ inline int thread() {

@@ -78,6 +78,63 @@ template <int N> struct Piece {
     u32 left[N][PIECE / 16][4], right[PIECE / 32][4];
 };
 
+// The rows of a product as a warp reads them, piece after piece. Here they lie in shared memory.
+template <class P, bool STREAMED = P::streamed> struct Rows {
+    u32 at, step;
+    __device__ Rows(Shared& s, int split, int row) {
+        bool there = row < ROWS;  // the other rows of an instruction are zeros
+        at = there ? shared_address(s.product.rows) + (row * P::depth + Cut<P>::begin(split)) * 2
+                   : shared_address(s.zeros);
+        step = there ? PIECE * 2 : 0;
+    }
+    __device__ void begin() {}
+    __device__ u32 next() {  // where this lane's row of the next piece lies
+        u32 now = at;
+        at += step;
+        return now;
+    }
+};
+
+// Those of down would fill shared memory, and a warp needs no more of them than its split of the depth. So it
+// brings them there for itself, and multiplies when the first are there. With several rows others do, too.
+template <class P> struct Rows<P, true> {
+    static constexpr u32 piece = ROWS * PIECE * 2;  // bytes
+    const u16* from;                                // what this lane asks for next
+    u32 ring, row_at, seen, asked = 0, taken = 0;   // offsets of slots in the ring
+    int left;                                       // pieces that nobody has asked for
+    __device__ Rows(Shared& s, int split, int row) {
+        int lane = thread() % 32;
+        from = P::input(s.pass) + lane / 8 * P::depth + Cut<P>::begin(split) + lane % 8 * 8;
+        left = (Cut<P>::begin(split + 1) - Cut<P>::begin(split)) / PIECE;
+        ring = shared_address(s.product.streamed[thread() / 32]);
+        row_at = row < ROWS ? ring + row * (PIECE * 2) : shared_address(s.zeros);
+        seen = row < ROWS ? ~0u : 0u;
+    }
+    __device__ static u32 after(u32 slot) { return slot == (ROW_SLOTS - 1) * piece ? 0 : slot + piece; }
+    __device__ void ask() {
+        int lane = thread() % 32, chunk = lane % 8;
+#pragma unroll
+        for (int i = 0; i < upwards(ROWS, 4); i++) {
+            int row = lane / 8 + i * 4;
+            u32 to = ring + asked + row * (PIECE * 2) + (chunk ^ row) * 16;
+            if (left > 0 && row < ROWS) copy_16(to, from + i * 4 * P::depth);
+        }
+        end_copies();
+        asked = after(asked), from += PIECE, left--;
+    }
+    __device__ void begin() {
+        for (int i = 0; i < ROW_SLOTS - 1; i++) ask();
+    }
+    __device__ u32 next() {
+        await_copies<ROW_SLOTS - 2>();
+        __syncwarp();  // all lanes have their part of it, and have read the piece whose slot is filled now
+        ask();
+        u32 now = row_at + (taken & seen);
+        taken = after(taken);
+        return now;
+    }
+};
+
 // N jobs of a warp, which have the same split: where it reads, and what it has in registers. There are no
 // branches between pieces of a round, or they would wait for what is on its way.
 template <class P, int N> struct Multiplier {
@@ -86,9 +143,11 @@ template <class P, int N> struct Multiplier {
     Shared& s;
     Place& place;
     Piece<N> held[round];
-    u32 left[N], right, right_chunk, right_step;  // addresses in shared memory; of weights, in the slot
+    Rows<P> rows;
+    u32 left[N], right_chunk;  // addresses in shared memory: of weights, in the slot; of rows, in their piece
     bool speaks;  // for its warp
-    __device__ Multiplier(Shared& s, Place& place) : s(s), place(place) {
+    __device__ Multiplier(Shared& s, Place& place)
+        : s(s), place(place), rows(s, thread() / 32 % P::splits, thread() % 8) {
         int warp = thread() / 32, lane = thread() % 32, split = warp % P::splits, row = lane % 8;
         speaks = lane == 0;
 #pragma unroll
@@ -96,22 +155,17 @@ template <class P, int N> struct Multiplier {
             int line = min((warp + j * WARPS) / P::splits * 16 + lane % 16, C::columns - 1);
             left[j] = (split * C::columns + line) * (P::slab * 2) + (lane / 16 ^ row) * 16;
         }
-        bool there = row < ROWS;  // the other rows of an instruction are zeros
-        right = there ? shared_address(s.product.rows) + (row * P::depth + C::begin(split)) * 2
-                      : shared_address(s.zeros);
-        right_chunk = (there ? lane / 8 ^ row : lane / 8) * 16;
-        right_step = there ? PIECE * 2 : 0;
+        right_chunk = (lane / 8 ^ row) * 16;
     }
     // The next piece, which is number `piece` of the stage at `from`.
     __device__ void take(Piece<N>& to, const Place& from, int piece) {
-        u32 slot = shared_address(s.ring[from.slot]) + piece * (PIECE * 2);
+        u32 slot = shared_address(s.ring[from.slot]) + piece * (PIECE * 2), right = rows.next();
 #pragma unroll
         for (int c = 0; c < PIECE / 32; c++) load_fragments(to.right[c], right + (right_chunk ^ c * 64));
 #pragma unroll
         for (int c = 0; c < PIECE / 16; c++)
 #pragma unroll
             for (int j = 0; j < N; j++) load_fragments(to.left[j][c], slot + (left[j] ^ c * 32));
-        right += right_step;
     }
     __device__ void await_stage(const Place& at) { await_flag(shared_address(&s.full[at.slot]), at.round); }
     __device__ void leave_stage() {
@@ -140,6 +194,7 @@ template <class P, int N> struct Multiplier {
         }
     }
     __device__ void run(float (&sums)[JOBS][4], int pieces) {
+        rows.begin();
         await_stage(place);
         take(held[0], place, 0);
 #pragma unroll 1
@@ -192,9 +247,9 @@ template <class P> __device__ inline void leave_parts(Shared& s, const float (&s
     sync();
 }
 
-// Rows [ROWS, depth] to shared memory: all of it is on its way at once.
-template <int depth> __device__ inline void take_rows(Shared& s, const u16* from) {
-    constexpr int chunks = ROWS * depth / 8, each = upwards(chunks, THREADS);
+// Rows [ROWS, HIDDEN] to shared memory: all of it is on its way at once.
+__device__ inline void take_rows(Shared& s, const u16* from) {
+    constexpr int line = HIDDEN / 8, chunks = ROWS * line, each = upwards(chunks, THREADS);
     uint4 taken[each];
 #pragma unroll
     for (int i = 0; i < each; i++) {
@@ -203,8 +258,8 @@ template <int depth> __device__ inline void take_rows(Shared& s, const u16* from
     }
 #pragma unroll
     for (int i = 0; i < each; i++) {
-        int number = i * THREADS + thread(), row = number / (depth / 8), chunk = number % (depth / 8);
-        if (number < chunks) *(uint4*)&s.product.rows[row * depth + (chunk ^ row % 8) * 8] = taken[i];
+        int number = i * THREADS + thread(), row = number / line, chunk = number % line;
+        if (number < chunks) *(uint4*)&s.product.rows[row * HIDDEN + (chunk ^ row % 8) * 8] = taken[i];
     }
 }
 

@@ -6,6 +6,7 @@ struct Layer {
     const u16 *heads, *heads_bias, *output, *feed_forward_norm, *gate_up, *down;
     const u16* next_norm;  // of the next layer's attention, or the last one ahead of the head
     u16 *keys, *values;    // [places, KV_HEADS, DIM]
+    float* features;       // where the residual stream ahead of this layer is wanted, or null
 };
 
 struct Pass {  // LAYERS of Layer follow it
@@ -23,7 +24,12 @@ struct Pass {  // LAYERS of Layer follow it
     float* part_values;            // [ATTENTION_TILES, KV_HEADS, PARTS, LANES, DIM] of attention
     float* part_totals;            // [ATTENTION_TILES, KV_HEADS, PARTS, LANES, 2] highest, total
     u32* counters;                 // arrivals, ends, then of each tile and key head: zero between passes
+    float* features;               // as of a layer, behind the last one
+    u64 features_width;            // of a row of all features
 };
+
+constexpr bool FEW = ROWS <= 2;
+constexpr int BY_ALL = FEW ? MERGED : 0;  // parts of a row's attention that all blocks merge, each for itself
 
 // What attention of this block looks at: the same in all layers. A tile's positions are cut into parts, which
 // the `takers` of a tile and key head, one block each, take by turns.
@@ -63,7 +69,10 @@ struct Look {
 };
 
 struct ProductRoom {
-    u16 rows[ROWS * WIDEST];         // the input; chunks of 16 bytes are exchanged, for the banks' sake
+    union {  // the input; chunks of 16 bytes are exchanged, for the banks' sake
+        u16 rows[ROWS * WIDEST];
+        u16 streamed[STREAMERS][ROW_SLOTS][ROWS * PIECE];  // of warps that bring it for themselves
+    };
     float parts[SPLIT_JOBS][16][8];  // sums by job, column and row
 };
 struct AttentionRoom {
@@ -94,7 +103,8 @@ template <int UNITS> __device__ inline u32 first_unit(u32 block) { return block 
 struct Heads {  // a unit is 8 columns of a head's first half and those of its second that turn with them
     static constexpr int depth = HIDDEN, splits = HEADS_SPLITS, slab = HEADS_SLAB, each = 16, tile = DIM;
     static constexpr int units = (HEADS + 2 * KV_HEADS) * DIM / 16;
-    static constexpr bool looks_ahead = false;
+    static constexpr bool looks_ahead = false, streamed = !FEW && splits > 1;
+    __device__ static const u16* input(const Pass& pass) { return pass.attention_input; }
     __device__ static u32 unit(u32 line) { return line / 16; }
     __device__ static u32 column(u32 unit, u32 line) {
         return unit / (DIM / 16) * DIM + unit % (DIM / 16) * 8 + line % 8 + (line % 16 >= 8 ? HALF : 0);
@@ -103,7 +113,7 @@ struct Heads {  // a unit is 8 columns of a head's first half and those of its s
 struct GateUp {  // 4 columns of gates, and those of what they let through: lines 8 further
     static constexpr int depth = HIDDEN, splits = 1, slab = GATE_SLAB, each = 8, tile = 64;
     static constexpr int units = INTERMEDIATE / 4;
-    static constexpr bool looks_ahead = true;
+    static constexpr bool looks_ahead = true, streamed = false;
     __device__ static u32 unit(u32 line) { return line / 16 * 2 + line % 8 / 4; }
     __device__ static u32 column(u32 unit, u32 line) {
         return unit / 8 * 64 + unit % 8 * 4 + line % 4 + (line % 16 >= 8 ? 32 : 0);
@@ -117,9 +127,13 @@ struct Added {  // 4 columns, whose squares are added up
 };
 struct Output : Added {
     static constexpr int depth = HEADS * DIM, splits = OUTPUT_SPLITS, slab = OUTPUT_SLAB;
+    static constexpr bool streamed = !FEW && splits > 1;
+    __device__ static const u16* input(const Pass& pass) { return pass.mixed; }
 };
 struct Down : Added {
     static constexpr int depth = INTERMEDIATE, splits = DOWN_SPLITS, slab = DOWN_SLAB;
+    static constexpr bool streamed = true;
+    __device__ static const u16* input(const Pass& pass) { return pass.activated; }
 };
 
 // How a block cuts its share of a product: jobs of 16 columns and one split of the depth, and stages of a
