@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -77,6 +78,7 @@ def answer(model: Path, prompts: Sequence[Path], out: Path, options: AnswerOptio
             return True
 
         answered = make_answers(model, prompts, out, options, device, on_progress)
+    gc.collect()  # an engine's memory of the GPU is wanted for training
     for line in answered.skipped.lines():
         print(line, file=sys.stderr)
     if not answered.answers:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.config import ModelConfig
 from paceline.models.registry import load_checkpoint, load_tokenizer
 from paceline.models.tokenizer import Tokenizer
 from paceline.options import check_integer, check_number, refuse_unknown
@@ -15,6 +19,10 @@ from paceline.train.answers import Answerer, write_answers
 from paceline.train.examples import ExampleWriter
 from paceline.train.prompts import Prompt, Skipped, read_all_prompts, tokenized
 from paceline.train.self_prompts import self_written
+
+REQUESTS_ON_GPU = 256  # at once; a pass of more takes as much longer
+PROMPTS_ON_GPU = 1024  # of a batch, whose last answers leave the GPU nearly idle; a kill costs one batch
+RESERVED = 128  # tokens that the engine may reserve for a request beyond its longest
 
 
 @refuse_unknown(ConfigError)
@@ -46,15 +54,22 @@ class Answered:
     skipped: Skipped
 
 
+@contextmanager
 def open_answerer(
     checkpoint: Checkpoint, tokenizer: Tokenizer, device: str, options: AnswerOptions
-) -> tuple[Answerer, int]:
+) -> Iterator[tuple[Answerer, int]]:
     """What answers on this device, and how many prompts it likes to get at once."""
-    if device == "cpu":
+    if device == "cpu" or find_spec("triton") is not None:
         from paceline.llm import LLM
         from paceline.train.engine_answers import EngineAnswerer
 
-        return EngineAnswerer(LLM(str(checkpoint.source), speculative_config="off")), 64
+        how = {} if device == "cpu" else _on_gpu(checkpoint.config, device, options)
+        llm = LLM(str(checkpoint.source), speculative_config="off", **how)
+        try:
+            yield EngineAnswerer(llm), 64 if device == "cpu" else PROMPTS_ON_GPU
+        finally:
+            llm.close()
+        return
     import torch
 
     from paceline.train.sampler import Sampler
@@ -62,7 +77,22 @@ def open_answerer(
 
     target = load_target(checkpoint, torch.device(device), torch.bfloat16)
     sampler = Sampler(target, tokenizer.eos_ids)
-    return sampler, sampler.batch_size(options.max_prompt_tokens, options.max_tokens)
+    yield sampler, sampler.batch_size(options.max_prompt_tokens, options.max_tokens)
+
+
+def _on_gpu(config: ModelConfig, device: str, options: AnswerOptions) -> dict[str, Any]:
+    """How the engine answers many prompts on a GPU: whole passes of requests, and room for all of them."""
+    longest = min(options.max_prompt_tokens + options.max_tokens, config.max_position)
+    a_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2  # bytes of keys and values
+    return {
+        "backend": "cuda",
+        "device": device,
+        "max_num_seqs": REQUESTS_ON_GPU,
+        "max_num_batched_tokens": 8 * REQUESTS_ON_GPU,
+        "max_model_len": longest,
+        "kv_cache_memory_bytes": REQUESTS_ON_GPU * (longest + RESERVED) * a_token,
+        "enable_prefix_caching": False,
+    }
 
 
 def make_answers(
@@ -83,22 +113,22 @@ def make_answers(
     settings = {"model": model.name, **vars(options)}
     checkpoint = load_checkpoint(model)
     writer = ExampleWriter(out, checkpoint.config.vocab_size, settings)
-    answerer, batch_size = open_answerer(checkpoint, tokenizer, device, options)
     skipped = Skipped()
+    with open_answerer(checkpoint, tokenizer, device, options) as (answerer, batch_size):
 
-    def prompts() -> Iterator[Prompt]:
-        yield from read_all_prompts(files, skipped)
-        yield from self_written(
-            tokenizer, answerer, options.self_written, skipped, options.seed, batch_size=batch_size
-        )
+        def prompts() -> Iterator[Prompt]:
+            yield from read_all_prompts(files, skipped)
+            yield from self_written(
+                tokenizer, answerer, options.self_written, skipped, options.seed, batch_size=batch_size
+            )
 
-    def on_batch(writer: ExampleWriter) -> bool:
-        return on_progress(Answered(len(writer.done), writer.answered_tokens, skipped))
+        def on_batch(writer: ExampleWriter) -> bool:
+            return on_progress(Answered(len(writer.done), writer.answered_tokens, skipped))
 
-    # one token at least has to fit behind a prompt
-    most = min(options.max_prompt_tokens, checkpoint.config.max_position - 1)
-    pairs = tokenized(prompts(), tokenizer, most, skipped)
-    heats, max_tokens, seed = options.temperatures, options.max_tokens, options.seed
-    write_answers(pairs, answerer, writer, heats, max_tokens, seed, batch_size, on_batch)
+        # one token at least has to fit behind a prompt
+        most = min(options.max_prompt_tokens, checkpoint.config.max_position - 1)
+        pairs = tokenized(prompts(), tokenizer, most, skipped)
+        heats, max_tokens, seed = options.temperatures, options.max_tokens, options.seed
+        write_answers(pairs, answerer, writer, heats, max_tokens, seed, batch_size, on_batch)
     writer.close()
     return Answered(len(writer.done), writer.answered_tokens, skipped)
