@@ -51,7 +51,7 @@ from paceline.backends.cpu.simd import (
 
 
 @compiled
-def _softmax(scores, first, last):  # type: ignore[no-untyped-def]
+def softmax(scores, first, last):  # type: ignore[no-untyped-def]
     """Turn the scores of positions first..last into exponentials; their sum. Blocks are aligned to 16."""
     begin, end = first // PAGE, last // PAGE
     start = scores + 64 * begin
@@ -86,6 +86,12 @@ def _score(run_score, half, heads, query, width, blocks, begin, end, scores, str
 
 
 @compiled
+def rows_of_task(rows, parts, shared, threads):  # type: ignore[no-untyped-def]
+    """How many rows are a task, where each has `parts` tasks of `shared` heads."""
+    return max(1, MOST_HEADS // shared) if rows * parts >= 2 * threads else 1
+
+
+@compiled
 def attend(  # type: ignore[no-untyped-def]
     run_score, run_mix, half, queries, each, rows, width, blocks, first, last, scores, stride, result,
     out, out_row,
@@ -112,7 +118,7 @@ def attend(  # type: ignore[no-untyped-def]
             run_score, half, count, query, width, blocks, first // PAGE, final // PAGE, scores, stride, factor
         )
         for i in range(count):
-            total = _softmax(scores + stride * i, first, last + (head + i) // each)
+            total = softmax(scores + stride * i, first, last + (head + i) // each)
             store_float(result + 4 * i, np.float32(1) / total)
         mixed = result + 64
         column = 0

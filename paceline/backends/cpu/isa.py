@@ -43,6 +43,7 @@ class Isa:
     slow_conversion: bool  # int to float costs more than a float addition; not with `offset_weights`
     single_loads: bool  # a load of two registers, which LLVM prefers, takes longer than two loads
     native_half: bool  # half <-> float conversions are instructions
+    slow_half: bool  # widening halves costs more than to multiply them
     prefers_4bit: bool  # dots are so cheap that halving the weight bytes wins even for several rows
 
 
@@ -71,6 +72,23 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: Any) -> 
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     return builder.call(function, arguments)
+
+
+class _VolatileLoad(ir.instructions.LoadInstr):  # type: ignore[misc]
+    """A load that LLVM neither merges with another nor moves out of a loop."""
+
+    def descr(self, buf: list[str]) -> None:
+        parts: list[str] = []
+        super().descr(parts)
+        buf.append("".join(parts).replace("load", "load volatile", 1))
+
+
+def load_as_written(builder: ir.IRBuilder, pointer: Any, kind: ir.Type) -> Any:
+    """The value at a pointer, by a load of its own: see Isa.single_loads."""
+    value = _VolatileLoad(builder.block, pointer, typ=kind)
+    value.align = 4
+    builder._insert(value)
+    return value
 
 
 def _spread_word(builder: ir.IRBuilder, address: Any, index: int, kind: ir.VectorType) -> Any:
@@ -175,6 +193,7 @@ ISAS = {
             slow_conversion=False,
             single_loads=False,
             native_half=True,
+            slow_half=False,
             prefers_4bit=True,
         ),
         Isa(
@@ -190,6 +209,7 @@ ISAS = {
             slow_conversion=False,
             single_loads=False,
             native_half=True,
+            slow_half=False,
             prefers_4bit=True,
         ),
         Isa(
@@ -205,6 +225,7 @@ ISAS = {
             slow_conversion=False,
             single_loads=False,
             native_half=True,
+            slow_half=False,
             prefers_4bit=False,
         ),
         Isa(
@@ -220,6 +241,7 @@ ISAS = {
             slow_conversion=True,
             single_loads=True,
             native_half=True,
+            slow_half=True,
             prefers_4bit=False,
         ),
         Isa(
@@ -235,6 +257,7 @@ ISAS = {
             slow_conversion=False,
             single_loads=False,
             native_half=False,
+            slow_half=False,
             prefers_4bit=False,
         ),
     )

@@ -5,8 +5,9 @@ No task's result depends on who ran it or on its neighbours.
 
 from __future__ import annotations
 
-from paceline.backends.cpu.attention import attend, copy_key_value, write_key_value
-from paceline.backends.cpu.attention_tiles import MOST_HEADS, PAGE
+from paceline.backends.cpu.attention import copy_key_value, write_key_value
+from paceline.backends.cpu.attention_choice import RESULT_ROWS, TASK_HEADS, attend, rows_of_task
+from paceline.backends.cpu.attention_tiles import PAGE
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.job import (
     ATTENTION_AT,
@@ -212,12 +213,12 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
     heads, kv_heads, width = field(job, HEADS), field(job, KV_HEADS), field(job, HEAD_WIDTH)
     half_kv, shared = field(job, HALF_KV), heads // kv_heads
     each = 1 if rows * kv_heads < tasks[1] else shared  # query heads of a task
-    most = max(1, MOST_HEADS // shared) if each == shared and rows * kv_heads >= 2 * tasks[1] else 1
+    most = rows_of_task(rows, kv_heads, shared, tasks[1]) if each == shared else 1
     stride = 4 * PAGE * field(job, MAX_PAGES)
     blocks, scores = scratch, scratch + 8 * field(job, MAX_PAGES)
-    result = scores + MOST_HEADS * stride
-    queries = result + 64 + 4 * MOST_HEADS * (width + 15)
-    spare = queries + 4 * MOST_HEADS * width
+    result = scores + TASK_HEADS * stride
+    queries = result + 64 + 4 * RESULT_ROWS * (width + 15)
+    spare = queries + 4 * TASK_HEADS * width
     window = load_int64(field(job, WINDOWS_AT) + 8 * layer)
     out_row = 4 * field(job, ATTENTION_PADDED)
     parts, run_score, run_mix = heads // each, field(job, RUN_SCORE), field(job, RUN_MIX)

@@ -213,6 +213,19 @@ def halves_at(builder: ir.IRBuilder, address: Any, lanes: int = LANES) -> Any:
     return _half_bits_to_float(builder, bits, words, wide)
 
 
+@operation(floats, types.int64)
+def load_halves(builder, address):  # type: ignore[no-untyped-def]
+    """16 half floats at an address, widened."""
+    return halves_at(builder, address)
+
+
+@operation(types.void, types.int64)
+def prefetch(builder, address):  # type: ignore[no-untyped-def]
+    """Ask for the cache line at an address, which will be read soon."""
+    pointer = builder.inttoptr(address, I8.as_pointer())
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(3), I32(1))
+
+
 @operation(types.void, types.int64, floats)
 def store_halves(builder, address, value):  # type: ignore[no-untyped-def]
     """Write 16 floats as half. Only where `ISA.native_half`."""
@@ -353,13 +366,19 @@ def exponential(builder, x):  # type: ignore[no-untyped-def]
     tiny = builder.fcmp_unordered("<", x, constant(-87.0))
     huge = builder.fcmp_ordered(">", x, constant(88.0))
     clipped = builder.select(tiny, constant(0.0), builder.select(huge, constant(88.0), x))
-    n = call(builder, "llvm.rint.v16f32", _FLOATS, builder.fmul(clipped, constant(1.4426950216293335)))
+    exact_n = builder.fmul(clipped, constant(1.4426950216293335))
+    if ISA.slow_conversion:  # adding 1.5 * 2 ** 23 rounds alike, and leaves n in the low bits
+        magic = builder.fadd(exact_n, constant(12582912.0))
+        n, bits = builder.fsub(magic, constant(12582912.0)), builder.bitcast(magic, _INTS)
+    else:
+        n = call(builder, "llvm.rint.v16f32", _FLOATS, exact_n)
+        bits = builder.fptosi(n, _INTS)
     # ln 2 in two parts, so that n ln 2 is subtracted without loss
     r = call(builder, "llvm.fma.v16f32", _FLOATS, n, constant(-0.693145751953125), clipped)
     r = call(builder, "llvm.fma.v16f32", _FLOATS, n, constant(-1.4286068202862268e-06), r)
     value = constant(0.0013888889225199819)
     for coefficient in (0.008333333767950535, 0.0416666679084301, 0.1666666716337204, 0.5, 1.0, 1.0):
         value = call(builder, "llvm.fma.v16f32", _FLOATS, value, r, constant(coefficient))
-    shifted = builder.shl(builder.fptosi(n, _INTS), ir.Constant(_INTS, [23] * LANES))
+    shifted = builder.shl(bits, ir.Constant(_INTS, [23] * LANES))
     scaled = builder.bitcast(builder.add(builder.bitcast(value, _INTS), shifted), _FLOATS)
     return builder.select(tiny, constant(0.0), scaled)

@@ -33,7 +33,7 @@ from numba import types
 from numba.core import cgutils
 
 from paceline.backends.cpu.compiled import Emit
-from paceline.backends.cpu.isa import I8, I32, ISA, EmitDot, Isa, call, join
+from paceline.backends.cpu.isa import I8, I32, ISA, EmitDot, Isa, call, join, load_as_written
 from paceline.backends.cpu.simd import halves_at
 
 INT8, INT4, INT4K, FLOAT32 = 0, 1, 2, 3  # weight formats
@@ -61,26 +61,10 @@ def _load(builder: ir.IRBuilder, address: Any, kind: ir.Type, offset: int = 0) -
     return value
 
 
-class _VolatileLoad(ir.instructions.LoadInstr):  # type: ignore[misc]
-    """A load that LLVM neither merges with another nor moves out of a loop."""
-
-    def descr(self, buf: list[str]) -> None:
-        parts: list[str] = []
-        super().descr(parts)
-        buf.append("".join(parts).replace("load", "load volatile", 1))
-
-
-def _load_as_written(builder: ir.IRBuilder, pointer: Any, kind: ir.Type) -> Any:
-    value = _VolatileLoad(builder.block, pointer, typ=kind)
-    value.align = 4
-    builder._insert(value)
-    return value
-
-
 def _constant_in_memory(builder: ir.IRBuilder, name: str, value: ir.Constant) -> Any:
     """A constant that LLVM must load where it is used."""
     place = builder.module.globals.get(name) or cgutils.global_constant(builder, name, value)
-    return _load_as_written(builder, place, value.type)
+    return load_as_written(builder, place, value.type)
 
 
 class _Tile:
@@ -152,7 +136,7 @@ class _Tile:
         register, parts = ir.VectorType(I8, 16), []
         for part in range(offset, offset + 4 * self.width, 16):
             place = self.builder.inttoptr(self.builder.add(address, _I64(part)), register.as_pointer())
-            parts.append(_load_as_written(self.builder, place, register))
+            parts.append(load_as_written(self.builder, place, register))
         return join(self.builder, parts)
 
     def halves(self, address: Any, offset: int) -> Any:

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.cpu import job as fields
-from paceline.backends.cpu.attention_tiles import MOST_HEADS, PAGE, run_mix, run_score
+from paceline.backends.cpu.attention_choice import RESULT_ROWS, TASK_HEADS, run_mix, run_score
+from paceline.backends.cpu.attention_tiles import PAGE
 from paceline.backends.cpu.choosing import run_race
 from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.matmul import run_tile
@@ -206,9 +207,8 @@ class Workspace:
     def _scratch_bytes(self) -> int:
         """What the hungriest phase needs of a thread's own memory."""
         config = self.config
-        attention = (
-            (8 + 4 * PAGE * MOST_HEADS) * self.max_pages + 64 + 4 * MOST_HEADS * (2 * config.head_dim + 15)
-        )
+        attention = (8 + 4 * PAGE * TASK_HEADS) * self.max_pages + 4 * TASK_HEADS * config.head_dim
+        attention += 64 + 4 * RESULT_ROWS * (config.head_dim + 15)
         attention += (self.rows // PAGE + 2) * self.block_bytes
         routing = 4 * self.hidden + 4 * ((config.moe.num_experts if config.moe else 0) + LANES)
         return max(attention, 2 * _SCRATCH_ROWS * 4 * GROUP, routing, 4 * self._entry_width)
