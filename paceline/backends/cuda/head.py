@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.backends.cuda.between import Stream, run_between
 from paceline.backends.cuda.head_weights import HeadWeights
 from paceline.backends.cuda.kernels.attention import AttentionScratch, RowTables, attend, attention_scratch
 from paceline.backends.cuda.kernels.draft import join, norm_rows
@@ -150,10 +151,13 @@ def run_slots(
     project_heads(attention_input, layer.qkv, turns, places, rotation, None, query, keys, values, scratch)
     # KV index 0 has no slot
     attend(query, keys, values, tables, None, page_size, mixed, workspace.attention, earliest=1)
-    reads = workspace.feed_forward_input
+    reads, activated, written = workspace.feed_forward_input, workspace.activated, workspace.output
+    stream = Stream(hidden, mixed, reads, activated, written)
+    if run_between(layer, stream, weights.norm, rows, scratch, None):
+        return
     add_product(mixed, layer.output, hidden, layer.feed_forward_norm, reads, rows, scratch)
-    gate_up(reads, layer.gate_up, workspace.activated, rows, scratch)
-    add_product(workspace.activated, layer.down, hidden, weights.norm, workspace.output, rows, scratch)
+    gate_up(reads, layer.gate_up, activated, rows, scratch)
+    add_product(activated, layer.down, hidden, weights.norm, written, rows, scratch)
 
 
 def feed_back(

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
 
+from paceline.backends.cuda.between import NextHeads, Stream, run_between
 from paceline.backends.cuda.kernels.attention import AttentionScratch, RowTables, attend, attention_scratch
 from paceline.backends.cuda.kernels.experts import add_experts
 from paceline.backends.cuda.kernels.heads import project_heads
@@ -134,21 +135,23 @@ def run_layers(
     size = config.hidden_size
     norms = [layer.attention_norm for layer in weights.layers] + [weights.norm]
     embed(tokens, weights.embedding, workspace.hidden, norms[0], workspace.attention_input)
+    begun = False  # whether this layer's queries, keys and values are there
     for index, layer in enumerate(weights.layers):
         keys, values = pool.keys[index], pool.values[index]
         _keep_features(workspace, rows, size, index, features, feature_layers)
-        project_heads(
-            workspace.attention_input,
-            layer.qkv,
-            tables.positions,
-            tables.places,
-            weights.rotation,
-            layer.head_norms,
-            workspace.query,
-            keys,
-            values,
-            workspace.scratch,
-        )
+        if not begun:
+            project_heads(
+                workspace.attention_input,
+                layer.qkv,
+                tables.positions,
+                tables.places,
+                weights.rotation,
+                layer.head_norms,
+                workspace.query,
+                keys,
+                values,
+                workspace.scratch,
+            )
         attend(
             workspace.query,
             keys,
@@ -160,18 +163,35 @@ def run_layers(
             workspace.attention,
             scales=workspace.mixed_scales,
         )
-        add_product(
-            workspace.mixed,
-            layer.output,
-            workspace.hidden,
-            layer.feed_forward_norm,
-            workspace.feed_forward_input,
-            rows,
-            workspace.scratch,
-            workspace.mixed_scales,
-        )
-        _feed_forward(layer, workspace, tables.places, norms[index + 1])
+        begun = _run_to_next(weights, workspace, index, tables, pool)
+        if not begun:
+            add_product(
+                workspace.mixed,
+                layer.output,
+                workspace.hidden,
+                layer.feed_forward_norm,
+                workspace.feed_forward_input,
+                rows,
+                workspace.scratch,
+                workspace.mixed_scales,
+            )
+            _feed_forward(layer, workspace, tables.places, norms[index + 1])
     _keep_features(workspace, rows, size, len(weights.layers), features, feature_layers)
+
+
+def _run_to_next(weights: Weights, workspace: Workspace, index: int, tables: RowTables, pool: Pool) -> bool:
+    """Run a layer from its attention to that of the next one by one kernel, if it can; False if not."""
+    own, heads, norm = weights.layers[index], None, weights.norm
+    if index + 1 < len(weights.layers):
+        following, norm = weights.layers[index + 1], weights.layers[index + 1].attention_norm
+        if following.head_norms is not None:
+            return False
+        keys, values = pool.keys[index + 1], pool.values[index + 1]
+        places = tables.positions, tables.places, weights.rotation
+        heads = NextHeads(following.qkv, following.output, *places, workspace.query, keys, values)
+    read, written = workspace.feed_forward_input, workspace.attention_input
+    stream = Stream(workspace.hidden, workspace.mixed, read, workspace.activated, written)
+    return run_between(own, stream, norm, len(tables.positions), workspace.scratch, heads)
 
 
 def _feed_forward(layer: Layer, workspace: Workspace, places: torch.Tensor, norm: torch.Tensor) -> None:

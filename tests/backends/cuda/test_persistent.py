@@ -199,7 +199,8 @@ def test_other_devices_have_no_such_kernel() -> None:
 
 
 def test_the_source_comes_with_the_package() -> None:
-    from paceline.backends.cuda.persistent import SOURCES
+    from paceline.backends.cuda import between, persistent
 
     folder = resources.files("paceline.backends.cuda") / "source"
-    assert {entry.name for entry in folder.iterdir()} == {f"{name}.cu" for name in SOURCES}
+    wanted = {f"{name}.cu" for name in (*persistent.SOURCES, *between.SOURCES)}
+    assert {entry.name for entry in folder.iterdir()} == wanted

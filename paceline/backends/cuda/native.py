@@ -1,0 +1,107 @@
+"""Kernels of CUDA C++: compiled by what comes with torch, launched by the driver itself.
+
+torch compiles them, but launches nothing that may start before the kernel ahead has ended, or in clusters,
+and knows no tensor maps. The driver does, through ctypes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+BFLOAT16, SWIZZLED = 9, 3  # as the driver counts kinds of numbers, and of swizzling: lines of 128 bytes
+CLUSTER, OVERLAP = 4, 6  # attributes of launches
+CARVEOUT, ALL_SHARED = 9, 100  # of functions: how much of a multiprocessor's cache is shared memory
+MAP_BYTES, MAP_ALIGNMENT = 128, 64
+
+
+@lru_cache
+def compiler() -> Callable[..., Any] | None:
+    """What makes a kernel of CUDA C++, or None: it is private to torch."""
+    found: Callable[..., Any] | None = getattr(torch.cuda, "_compile_kernel", None)
+    return found
+
+
+@lru_cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(result: int, doing: str) -> None:
+    if result:
+        raise RuntimeError(f"{doing} failed: error {result} of the CUDA driver")
+
+
+@cache
+def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
+    """What the copy engine must know of bfloat16 numbers at an address to fetch boxes of them, swizzled.
+
+    Sizes, strides and the box have the innermost dimension first; strides, in numbers, are those of the rest.
+    """
+    rank = len(sizes)
+    room = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+    aligned = -(-ctypes.addressof(room) // MAP_ALIGNMENT) * MAP_ALIGNMENT
+    result = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(aligned),
+        BFLOAT16,
+        rank,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*(2 * stride for stride in strides)),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        0,  # not interleaved
+        SWIZZLED,
+        0,  # nothing beside the box is fetched
+        0,  # zeros beyond the sizes
+    )
+    _check(result, "describing a tensor")
+    return ctypes.string_at(aligned, MAP_BYTES)
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("kind", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_uint32 * 16)]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint32),
+    ]
+
+
+class NativeKernel:
+    """A kernel with one argument, a structure, whose programs may start before the kernel ahead has ended."""
+
+    def __init__(self, source: str, name: str, shared_bytes: int, device: torch.device) -> None:
+        make = compiler()
+        assert make is not None, "asked before"
+        with torch.cuda.device(device):
+            self._kernel = make(source, name, compute_capability="90a")
+            self._kernel.set_shared_memory_config(shared_bytes)
+            # else there is as much as one program needs, and one of the next kernel finds no room
+            result = _driver().cuFuncSetAttribute(self._kernel.func, CARVEOUT, ALL_SHARED)
+            _check(result, "reserving shared memory")
+        self._shared = shared_bytes
+
+    def launch(self, argument: bytes, grid: tuple[int, int], cluster: tuple[int, int], threads: int) -> None:
+        """Run it on the current stream with this structure."""
+        attributes = (_Attribute * 2)()
+        attributes[0].kind, attributes[0].value[0] = OVERLAP, 1
+        attributes[1].kind = CLUSTER
+        attributes[1].value[:3] = (*cluster, 1)
+        stream = torch.cuda.current_stream().cuda_stream
+        whole, block = (ctypes.c_uint32 * 3)(*grid, 1), (ctypes.c_uint32 * 3)(threads, 1, 1)
+        launch = _Launch(whole, block, self._shared, stream, attributes, 1 if cluster == (1, 1) else 2)
+        held = ctypes.create_string_buffer(argument, len(argument))
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(held))
+        result = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._kernel.func, arguments, None)
+        _check(result, "launching a kernel")

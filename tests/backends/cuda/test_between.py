@@ -1,0 +1,109 @@
+"""One kernel between two attentions has the bits of the products that it replaces.
+
+It is not Triton, so there is no interpreter for it: without a Hopper only the way around it is tested.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.layout import expected_tensors
+
+LONGEST, PAGE_SIZE, STEPS = 256, 16, 3
+MANY_STEPS = 40  # graphs one after the other, as nobody looks at in between
+# sizes that are cut as those of an 8B: heads, output and down in two splits, gate and up in one
+CONFIG = ModelConfig(
+    "qwen2", 320, 2304, 3, 18, 9, 128, 2304, 1e-6, RopeConfig(1e4), LONGEST, True, qkv_bias=True
+)
+is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+needs_hopper = pytest.mark.skipif(not is_hopper, reason="needs a Hopper GPU")
+
+
+def random_weights() -> Any:
+    from paceline.backends.cuda.weights import load_weights
+
+    shapes, generator = dict(expected_tensors(CONFIG)), torch.Generator().manual_seed(5)
+
+    def take(name: str) -> torch.Tensor:
+        noise = torch.randn(shapes[name], generator=generator)
+        return (1 + 0.2 * noise if "norm" in name else 0.03 * noise).to("cuda", torch.bfloat16)
+
+    return load_weights(CONFIG, take)
+
+
+def decode(weights: Any, requests: int, drafted: int) -> list[torch.Tensor]:
+    """The logits and features of all steps, and the keys and values that they leave."""
+    from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
+    from paceline.backends.cuda.draft_shape import chain_shape
+    from paceline.backends.cuda.model import Pool
+
+    pages, generator = LONGEST // PAGE_SIZE, torch.Generator().manual_seed(9)
+    state = make_requests(requests, LONGEST, PAGE_SIZE, torch.device("cuda"))
+    state.pages.copy_(torch.randperm(requests * pages, generator=generator).view(requests, pages))
+    state.lengths.copy_(torch.randint(2, 200, (requests,), generator=generator))
+    shape = (CONFIG.num_layers, requests * LONGEST, CONFIG.num_kv_heads, CONFIG.head_dim)
+    keys, values = (torch.randn(shape, generator=generator).to("cuda", torch.bfloat16) for _ in range(2))
+    pool, given = Pool(requests * pages, 0, keys, values), chain_shape(drafted)
+    loop = DecodeLoop(weights, pool, state, requests, PAGE_SIZE, given=given, feature_layers=(1, 3))
+    loop.begin(list(range(requests)), requests)
+    left, features = [], loop.features
+    assert features is not None
+    for _ in range(STEPS):
+        loop.step(requests)
+        left += [loop._workspace.logits[: requests * (drafted + 1)].clone(), features.clone()]
+    for _ in range(MANY_STEPS):
+        loop.step(requests)
+    return [*left, pool.keys, pool.values]
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    ("requests", "drafted"),
+    [(1, 0), (1, 5), (16, 0), (16, 5), (11, 5)],  # 1, 6 and 16 rows; 96, and 66, the rest of which is padding
+)
+def test_the_kernel_between_attentions_has_the_same_bits(
+    requests: int, drafted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.backends.cuda import between, model
+
+    monkeypatch.setattr(between, "SWITCHED_ON", True)
+    weights, ran = random_weights(), []
+
+    def watched(*arguments: Any) -> bool:
+        ran.append(between.run_between(*arguments))
+        return ran[-1]
+
+    monkeypatch.setattr(model, "run_between", watched)
+    results = decode(weights, requests, drafted)
+    assert ran
+    assert all(ran)
+    monkeypatch.setattr(model, "run_between", lambda *arguments: False)
+    expected = decode(weights, requests, drafted)
+    assert all(torch.isfinite(own.float()).all() for own in expected)
+    assert all(torch.equal(own, other) for own, other in zip(results, expected, strict=True))
+
+
+def test_without_a_hopper_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.backends.cuda import between
+    from paceline.backends.cuda.between import Stream, run_between
+    from paceline.backends.cuda.kernels.matrix import Normed, Tiling, scratch_for, tile_matrix
+    from paceline.backends.cuda.weights import Layer
+
+    monkeypatch.setattr(between, "SWITCHED_ON", True)
+    zeros, tiling = torch.zeros(64, 64), Tiling(step=64)
+    matrix, normed = tile_matrix(zeros, 64, tiling), Normed(zeros, zeros, 64, 1e-5)
+    layer = Layer(zeros[0], matrix, None, matrix, zeros[0], matrix, matrix)
+    stream = Stream(zeros, zeros, normed, zeros, normed)
+    assert not run_between(layer, stream, zeros[0], 1, scratch_for([matrix], 16, zeros.device), None)
+
+
+def test_the_source_comes_with_the_package() -> None:
+    from paceline.backends.cuda.between import SOURCES
+
+    folder = resources.files("paceline.backends.cuda") / "source"
+    assert {f"{name}.cu" for name in SOURCES} <= {entry.name for entry in folder.iterdir()}
