@@ -39,6 +39,7 @@ class Isa:
     offset_weights: bool  # 8-bit weights are stored as w + 128, because the instruction wants them unsigned
     columns: int  # outputs of one tile: as many as their sums fit into registers
     tile_rows: int  # rows of the largest register tile
+    chunk_rows: int  # rows that meet some tiles before the next rows do; 0: all rows meet a tile
     wide_registers: bool  # 16 lanes are one register, and there are 32 of them
     slow_conversion: bool  # int to float costs more than a float addition; not with `offset_weights`
     single_loads: bool  # a load of two registers, which LLVM prefers, takes longer than two loads
@@ -189,6 +190,7 @@ ISAS = {
             offset_weights=True,
             columns=16,
             tile_rows=8,
+            chunk_rows=0,
             wide_registers=True,
             slow_conversion=False,
             single_loads=False,
@@ -205,6 +207,7 @@ ISAS = {
             offset_weights=True,
             columns=16,
             tile_rows=4,
+            chunk_rows=0,
             wide_registers=False,
             slow_conversion=False,
             single_loads=False,
@@ -221,6 +224,7 @@ ISAS = {
             offset_weights=False,
             columns=16,
             tile_rows=4,
+            chunk_rows=0,
             wide_registers=False,
             slow_conversion=False,
             single_loads=False,
@@ -237,6 +241,7 @@ ISAS = {
             offset_weights=False,
             columns=8,
             tile_rows=4,
+            chunk_rows=16,
             wide_registers=False,
             slow_conversion=True,
             single_loads=True,
@@ -253,6 +258,7 @@ ISAS = {
             offset_weights=False,
             columns=16,
             tile_rows=4,
+            chunk_rows=0,
             wide_registers=False,
             slow_conversion=False,
             single_loads=False,

@@ -9,6 +9,7 @@ from paceline.backends.cpu.attention import copy_key_value, write_key_value
 from paceline.backends.cpu.attention_choice import RESULT_ROWS, TASK_HEADS, attend, rows_of_task
 from paceline.backends.cpu.attention_tiles import PAGE
 from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.job import (
     ATTENTION_AT,
     ATTENTION_PADDED,
@@ -69,6 +70,9 @@ from paceline.backends.cpu.rows import (
 from paceline.backends.cpu.simd import load_float, load_int32, load_int64, store_float, store_int64
 from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
 
+_CHUNK_ROWS = ISA.chunk_rows
+_GATED_ROWS = ISA.chunk_rows or 64  # rows of gates and ups in scratch memory
+
 
 @compiled
 def normalize_rows(tasks, job, counter, rows, norm, gathered, scratch):  # type: ignore[no-untyped-def]
@@ -105,10 +109,15 @@ def project(tasks, job, counter, matrix, records, rows, out, out_stride, bias, a
         first, last = take(tasks, counter, tiles, chunk)
         if first >= tiles:
             return
-        for tile in range(first, last):
-            tile_bias = bias + 4 * COLUMNS * tile if bias != 0 else 0
-            place = out + 4 * COLUMNS * tile
-            multiply_rows(run_tile, matrix, tile, records, rows, 0, rows, place, out_stride, tile_bias, added)
+        step = _CHUNK_ROWS if _CHUNK_ROWS > 0 else rows
+        for row in range(0, rows, step):
+            count = min(step, rows - row)
+            for tile in range(first, last):
+                tile_bias = bias + 4 * COLUMNS * tile if bias != 0 else 0
+                place = out + row * out_stride + 4 * COLUMNS * tile
+                multiply_rows(
+                    run_tile, matrix, tile, records, rows, row, count, place, out_stride, tile_bias, added
+                )
 
 
 @compiled
@@ -272,9 +281,9 @@ def gate_unit(job, unit, gates, ups, records, rows, out, scratch):  # type: igno
     """32 columns of the gate and up projections of all rows, SwiGLU, and their records at `out`."""
     quantized, run_tile = field(job, QUANTIZED), field(job, RUN_TILE)
     size = RECORD if quantized else 4 * GROUP
-    ups_at = scratch + 64 * 4 * GROUP
-    for start in range(0, rows, 64):
-        count = min(64, rows - start)
+    ups_at = scratch + _GATED_ROWS * 4 * GROUP
+    for start in range(0, rows, _GATED_ROWS):
+        count = min(_GATED_ROWS, rows - start)
         for part in range(GROUP // COLUMNS):
             tile, place = GROUP // COLUMNS * unit + part, 4 * COLUMNS * part
             multiply_rows(
