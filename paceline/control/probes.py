@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.engine.request import Request
 
 SHARE = 0.004  # of all time
-MOST = 40  # steps' time that can be kept for later
+MOST = 12  # steps' time that can be kept for later
 
 
 @dataclass(frozen=True, slots=True)
