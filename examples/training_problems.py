@@ -314,8 +314,11 @@ def main() -> None:
     given = parser.parse_args()
     questions = []
     if given.questions:
-        rows = map(json.loads, given.questions.open(encoding="utf-8"))
-        questions = [row["messages"] for row in rows if row.get("segment", "math") == "math"]
+        try:
+            rows = [json.loads(line) for line in given.questions.read_text(encoding="utf-8").splitlines()]
+            questions = [row["messages"] for row in rows if row.get("segment", "math") == "math"]
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            parser.error(f"--questions {given.questions}: {error!r}. Give one object with messages a line.")
     folders = given.packages or [Path(json.__file__).parent.parent]
     for row in problems(given.number, questions, folders, given.seed):
         sys.stdout.write(json.dumps(row) + "\n")

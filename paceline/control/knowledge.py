@@ -97,9 +97,8 @@ class Knowledge:
         steps = self._lasting.get(request.segment)
         if steps is None:
             return backlog / max(1.0, 0.5 * (request.max_output - request.num_output - 1))
-        return max(backlog, self._behind[name] * (request.num_computed - request.num_output)) / max(
-            1.0, steps
-        )
+        at_first = self._behind[name] * (request.num_computed - request.num_output)
+        return max(backlog, at_first) / max(1.0, steps)
 
     def _observe_ended(self, request: Request) -> None:
         """Take in how many steps a request took."""

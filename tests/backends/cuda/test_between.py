@@ -5,7 +5,6 @@ It is not Triton, so there is no interpreter for it: without a Hopper only the w
 
 from __future__ import annotations
 
-from importlib import resources
 from typing import Any
 
 import pytest
@@ -100,10 +99,3 @@ def test_without_a_hopper_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> No
     layer = Layer(zeros[0], matrix, None, matrix, zeros[0], matrix, matrix)
     stream = Stream(zeros, zeros, normed, zeros, normed)
     assert not run_between(layer, stream, zeros[0], 1, scratch_for([matrix], 16, zeros.device), None)
-
-
-def test_the_source_comes_with_the_package() -> None:
-    from paceline.backends.cuda.between import SOURCES
-
-    folder = resources.files("paceline.backends.cuda") / "source"
-    assert {f"{name}.cu" for name in SOURCES} <= {entry.name for entry in folder.iterdir()}
