@@ -20,12 +20,18 @@ from tests.lossless.subject import (
 )
 
 MODEL = "smollm2-135m"
-TOKENS = 36
+TOKENS = 24  # a page and a half: each answer goes on from one page to the next
 
 
 @pytest.fixture(scope="package")
 def model() -> LoadedModel:
-    return load_model(EngineConfig.from_options(model=MODEL))
+    """With one thread, because tests run beside each other: a second would mostly wait for a core."""
+    return load_model(EngineConfig.from_options(model=MODEL, threads=1))
+
+
+@pytest.fixture(scope="package")
+def model_of_two_threads() -> LoadedModel:
+    return load_model(EngineConfig.from_options(model=MODEL, threads=2))
 
 
 @pytest.fixture(scope="package")

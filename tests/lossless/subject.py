@@ -107,7 +107,8 @@ def write_untrained_medusa(model: str, folder: Path) -> None:
 def make_engine(
     name: str, model: LoadedModel, configs: Iterable[dict[str, Any]] = (), **options: Any
 ) -> Engine:
-    """An engine around a loaded model, with these drafters."""
+    """An engine around a loaded model, with these drafters, of which models have as many threads."""
+    options.setdefault("threads", getattr(model.backend, "threads", None))
     config = EngineConfig.from_options(model=name, speculative_config=list(configs) or "off", **options)
     return build_engine(config, model).engine
 

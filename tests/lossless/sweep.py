@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     truth = Truth(make_engine(options.model, model, enable_prefix_caching=False))
 
     def fresh() -> Engine:
-        return make_engine(options.model, model, configs.values(), threads=options.threads)
+        return make_engine(options.model, model, configs.values())
 
     counts: dict[tuple[str, str], Count] = {}
     start = time.perf_counter()

@@ -23,6 +23,7 @@ from paceline.verify.pathwise import verify_pathwise
 from paceline.verify.sampling import Sampler, Workspace
 from paceline.verify.verdict import Case as VerifiedCase
 from paceline.verify.verdict import Verdict
+from tests.lossless.conftest import TOKENS
 from tests.lossless.subject import Case, Outcome, Truth, run
 from tests.toy import ScriptedDrafter
 
@@ -64,7 +65,8 @@ def few(cases: list[Case], truth: Truth) -> list[Case]:
 def test_without_a_bug_all_agree(model: LoadedModel, truth: Truth, few: list[Case]) -> None:
     outcomes = drafted(model, truth, few)
     assert truth.differences(few, outcomes) == []
-    assert all(outcome.count("num_accepted_draft_tokens") > 20 for outcome in outcomes)
+    # more than half of each answer was drafted
+    assert all(outcome.count("num_accepted_draft_tokens") > 0.56 * TOKENS for outcome in outcomes)
 
 
 def rows_are_not_moved(patch: Patch) -> None:

@@ -21,9 +21,9 @@ pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
-def engine(model: LoadedModel, configs: Configs) -> Iterator[Engine]:
-    """All drafters, prefix reuse on; its caches fill while the tests run."""
-    made = make_engine(MODEL, model, configs.values())
+def engine(model_of_two_threads: LoadedModel, configs: Configs) -> Iterator[Engine]:
+    """All drafters, two threads, prefix reuse on; its caches fill while the tests run."""
+    made = make_engine(MODEL, model_of_two_threads, configs.values())
     yield made
     made.close()
 
