@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from paceline.engine.request import Request
     from paceline.engine.stats import DraftFacts, StepStats
 
-LENGTHS = (2, 3, 5)  # of chains that are offered beside plain decoding
+LENGTHS = (2, 3, 5, 7)  # of chains that are offered beside plain decoding
 USUAL_CHANCE = 0.7  # of a guess whose like was never seen, given those before it
 BELIEVED = 12.0  # drafts that count for what is thought before the first
 MEMORY = 0.97  # of counts, from step to step
@@ -130,7 +130,8 @@ class LengthController(Controller):
             self._chances.add(stats.drafts)
         self._tried[self._length] = self._step
         self._account += SHARE * stats.total_time
-        if stats.ahead != self._ahead:
+        # a prompt that nobody decodes beside has a step of its own: those behind it run ahead again
+        if stats.ahead != self._ahead and not stats.prefill_tokens:
             self._ahead, self._changed = stats.ahead, self._step
         settled = self._step - self._changed > SETTLES and drafted == self._length
         if settled and not stats.prefill_tokens and _bucket(stats.requests) == self._load:

@@ -33,7 +33,7 @@ from paceline.kv.cache import KVCache
 logger = logging.getLogger(__name__)
 
 SPARE = 64  # tokens of room that are reserved together
-MOST_DRAFTS = 4  # lengths of chains: each has buffers of its own; others go step by step
+MOST_DRAFTS = 5  # lengths of chains: each has buffers of its own; others go step by step
 DEPTH = 2  # passes of decoding in flight when the first of them is read
 # Tokens that the host must have drafted for each request on average, so that all wait for it: in a pass that
 # is given its chains, and in an ordinary step, which takes twice as long as one that runs ahead.

@@ -87,7 +87,7 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         mtp=model.mtp,
     )
     drafters = {name: load_drafter(name, own, target) for name, own in speculation.drafters.items()}
-    most_drafted = max([own.plan.budget for own in speculation.drafters.values()], default=0)
+    deepest = max([own.plan.levels for own in speculation.drafters.values()], default=0)
     size = size_cache(
         page_size=backend.page_size,
         bytes_per_page=backend.bytes_per_page()
@@ -97,7 +97,7 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         memory_bytes=config.cache.kv_cache_memory_bytes,
         available_bytes=available_memory(),
         device=backend.device_memory(
-            config.scheduler.max_num_seqs * 2 * (2 + most_drafted),  # several lengths have buffers
+            config.scheduler.max_num_seqs * 3 * (2 + deepest),  # several lengths of chains have buffers
             config.model.max_model_len or model.config.max_position,
         ),
         utilization=config.cache.gpu_memory_utilization,

@@ -10,7 +10,7 @@ from paceline.control.controller import Load
 from paceline.control.decision import Decision
 from paceline.control.lengths import ChainChances, LengthController
 from paceline.draft.trees import PLAIN, DraftPlan
-from paceline.engine.stats import DraftFacts
+from paceline.engine.stats import DraftFacts, StepStats
 from tests.control.simulation import SimulatedDrafter, SimulatedRequest, Step, World
 
 LENGTHS = [plan.levels for plan in LengthController("eagle3", 7).plans_ahead()]
@@ -79,6 +79,27 @@ def test_times_of_the_start_spare_it_trying():
     controller._times._known = {(False, *kind[1:]): known for kind, known in controller._times._known.items()}
     done = world(lambda step: 0.1, busy, lambda step: 16).run(controller, 60)
     assert max(step.nodes[0] for step in done[20:]) == 0
+
+
+def test_a_prompt_that_is_computed_by_a_step_of_its_own_has_nothing_tried():
+    controller = LengthController("eagle3", 7, [0.9])
+    for plan in controller.plans_ahead():
+        controller.expect(plan, {1: small(1 + plan.levels) + PER_LEVEL * plan.levels})
+    plain = 0
+    for number in range(20):
+        request = SimulatedRequest(str(number), 150, num_pending=40)
+        controller.plan([request], Load(1, 0))
+        controller.observe(StepStats(requests=1, rows=40, prefill_tokens=40, forward_time=0.002))
+        request.num_pending = 1
+        for _ in range(23 + number):  # so that times to choose fall on all steps of a request
+            (plan,) = controller.plan([request], Load(1, 0))
+            plain += plan.budget == 0
+            draft = DraftFacts(str(number), "", "eagle3", plan.levels, plan.levels, accepted=plan.levels)
+            seconds = small(1 + plan.levels) + PER_LEVEL * plan.levels
+            facts = StepStats(requests=1, drafts=(draft,) if plan.budget else (), forward_time=seconds)
+            facts.ahead = True
+            controller.observe(facts)
+    assert plain == 0
 
 
 def test_trials_take_less_than_a_hundredth_of_the_time():
