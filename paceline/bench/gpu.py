@@ -239,15 +239,14 @@ class Setting:
 def measure_ours(weights: Weights, requests: int, setting: Setting, drafting: Drafting) -> float:
     """Milliseconds per step of the decode loop, whose tokens are copied to the host."""
     loop = prefilled_loop(weights, requests, setting, drafting)
-    tokens = torch.zeros((requests, drafting.shape.levels + 1), dtype=torch.int32, pin_memory=True)
-    counts = torch.zeros(requests, dtype=torch.int32, pin_memory=True)
+    said = torch.zeros(loop.said.shape, dtype=torch.int32, pin_memory=True)  # counts, then tokens
+    tokens = said[requests:].view(requests, -1)
     waits = drafting.make is None and drafting.shape.levels > 0
     drafts = torch.zeros((requests, drafting.shape.levels), dtype=torch.int32, pin_memory=True)
 
     def step() -> None:
         loop.step(requests)
-        tokens.copy_(loop.output, non_blocking=True)
-        counts.copy_(loop.counts, non_blocking=True)
+        said.copy_(loop.said, non_blocking=True)  # as the engine does
         if waits:  # what the host drafts depends on the tokens, and the next step on what it drafts
             torch.cuda.synchronize()
             drafts.copy_(tokens[:, :1])

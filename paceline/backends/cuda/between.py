@@ -25,13 +25,12 @@ from paceline.backends.cuda.weights import Layer
 
 logger = logging.getLogger(__name__)
 
-SWITCHED_ON = False  # its bits were right, but it has not run for long: docs/cuda.md tells what is to be seen
 SOURCES = ("stream", "stream_ends", "between")  # in this order they are one source
 TILE, STEP = 64, 128  # columns of a tile, and of the depth, as weights must lie
 DEEP = 64  # of the depth: what a cell of the ring holds, of one tile
-ROWS = {16: (1, 16), 96: (65, 96)}  # what it is compiled for, for passes from so many rows to so many
-RINGS = {16: (16, 8), 96: (16, 6)}  # cells of weights and slots of rows, by the rows that it is compiled for
-AHEAD = 8  # steps of the next layer's output that are brought to the cache while attention runs
+FEW, MANY = 16, 96  # rows that it is compiled for
+ROWS = {FEW: (1, 8), MANY: (65, 96)}  # for passes from so many rows to so many
+RINGS = {FEW: (24, 12), MANY: (14, 7)}  # cells of weights, and slots of rows
 THREADS = 384
 COUNTERS = 4  # of programs that have done their part
 MOST_TILES = 64  # of the residual stream: a warp adds up their squares
@@ -53,7 +52,6 @@ class NextHeads:
     """Where the next layer's queries, keys and values go: see `project_heads`."""
 
     matrix: Matrix
-    output: Matrix  # of the same layer
     positions: torch.Tensor
     places: torch.Tensor
     rotation: tuple[torch.Tensor, torch.Tensor]
@@ -67,11 +65,14 @@ def run_between(
 ) -> bool:
     """Run a layer behind its attention, and begin the next; False if this kernel cannot, and nothing is done.
 
-    `norm` is the weight of the norm that comes next, `heads` what is computed behind it, if anything is.
+    `norm` is the weight of the norm that comes next, `heads` what is computed behind it, if anything is; if
+    not, separate kernels are faster with few rows.
     """
     padded = next((own for own, (least, most) in ROWS.items() if least <= rows <= most), None)
     device = layer.output.weight.device
-    if not SWITCHED_ON or padded is None or device.type != "cuda" or not _fits(layer, heads, device):
+    if padded is None or (padded == FEW and heads is None):
+        return False
+    if device.type != "cuda" or not _fits(layer, heads, device):
         return False
     kernel = _kernel_for(padded, device)
     if kernel is None:
@@ -118,13 +119,13 @@ def _kernel_for(rows: int, device: torch.device) -> NativeKernel | None:
     if compiler() is None:
         return None
     cells, slots = RINGS[rows]
-    numbers = {"ROWS": rows, "CELLS": cells, "ROW_SLOTS": slots, "AHEAD": AHEAD}
+    numbers = {"ROWS": rows, "CELLS": cells, "ROW_SLOTS": slots}
     defined = "".join(f"#define {name} {number}\n" for name, number in numbers.items())
     folder = Path(__file__).with_name("source")
     source = "".join((folder / f"{name}.cu").read_text() for name in SOURCES)
     ring = cells * TILE * DEEP * 2 + slots * rows * DEEP * 2
-    given, flags, factors = rows * 256, (2 * cells + 2 * slots + 2) * 8, 3 * rows * 4
-    shared = ring + given + flags + factors + 1024  # it begins at a multiple of 1,024
+    given, flags, factors = rows * 256, (2 * cells + 2 * slots + 2) * 8, rows * 4
+    shared = -(-(ring + given + flags + factors) // 1024) * 1024
     try:
         return NativeKernel(defined + _multiply(rows) + source, "between_attentions", shared, device)
     except Exception as error:  # whatever a private function raises on another torch or driver
@@ -179,7 +180,6 @@ def _argument(
         written.rows,
         written.squares,
         *of_heads,
-        None if heads is None or heads.output.depth != layer.output.depth else heads.output.weight,
         scratch.counters,
     )
     assert len(scratch.counters) >= COUNTERS, "splits have one for each tile"

@@ -9,7 +9,8 @@ A layer is five kernels:
     gate, up, SwiGLU         norm(hidden)
     product, added           hidden += feed-forward, and what the next norm needs
 
-The last two are five in a mixture of experts: see kernels/experts.py.
+With some numbers of rows all from one attention to the next is one kernel: see between.py. The last two are
+five in a mixture of experts: see kernels/experts.py.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def _run_to_next(weights: Weights, workspace: Workspace, index: int, tables: Row
             return False
         keys, values = pool.keys[index + 1], pool.values[index + 1]
         places = tables.positions, tables.places, weights.rotation
-        heads = NextHeads(following.qkv, following.output, *places, workspace.query, keys, values)
+        heads = NextHeads(following.qkv, *places, workspace.query, keys, values)
     read, written = workspace.feed_forward_input, workspace.attention_input
     stream = Stream(workspace.hidden, workspace.mixed, read, workspace.activated, written)
     return run_between(own, stream, norm, len(tables.positions), workspace.scratch, heads)

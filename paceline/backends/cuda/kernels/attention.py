@@ -235,6 +235,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     pages_at += tl.load(tile_pages_at + number)
     pool = (keys_at + head * dim, values_at + head * dim, pages_at, kv_heads * dim)
     if begin + taker >= end:
+        wait(overlap)  # nobody may end before what came before, not even where all rows are padding
         return
     column = (begin + taker) * each * _BLOCK + tl.arange(0, _BLOCK)
     seen = (column <= newest) & (column < crooked)

@@ -8,79 +8,97 @@ __device__ inline void make_flags(Shared& s) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 128, 1)
-    between_attentions(const __grid_constant__ Arguments own) {
-    extern __shared__ char raw[];
-    Shared& s = *(Shared*)(((u64)raw + 1023) / 1024 * 1024);
-    if (threadIdx.x == 0) make_flags(s);
-    __syncthreads();
-    await_other();  // its flags must be there before anything is given to it
-    let_next_start();
-    bool has_tile = cluster() < own.output.units, has_four = blockIdx.x < own.gate_up.units;
-    bool has_head = own_head() < own.heads.units;
-    Part output(own.output, has_tile, true), gate_up(own.gate_up, has_four, false);
-    Part down(own.down, has_tile, true), heads(own.heads, has_head, true);
-    Place at;
-    if (threadIdx.x >= MULTIPLIERS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");  // the others need them
-        if (threadIdx.x == ASKS_WEIGHTS) {
-            ask_weights<1, 1>(s, at, own.output, cluster(), output);
-            ask_weights<4, 4>(s, at, own.gate_up, blockIdx.x, gate_up);
-            ask_weights<1, 1>(s, at, own.down, cluster(), down);
-            ask_weights<2, 1>(s, at, own.heads, own_head(), heads);
-            if (own.ahead) ask_ahead(own, output);
-        } else if (threadIdx.x == ASKS_ROWS) {
-            await_kernels_before();
-            ask_rows(s, at, own.output, output);
-            if (has_four) await_programs(own.counters), raise_flag(&s.ready);
-            ask_rows(s, at, own.gate_up, gate_up);
-            if (has_tile) await_programs(own.counters + 1);
-            ask_rows(s, at, own.down, down);
-            if (has_head) await_programs(own.counters + 2), raise_flag(&s.ready);
-            ask_rows(s, at, own.heads, heads);
-        } else if (threadIdx.x >= FIRST_FINDER) {
-            if (has_four) find_factors(s, 0, own, own.feed_squares);
-            if (has_head) find_factors(s, has_four, own, own.attention_squares);
-        }
-        return;
-    }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+// What a program has of each product.
+struct Parts {
+    bool has_tile, has_four, has_head;
+    Part output, gate_up, down, heads;
+    __device__ Parts(const Arguments& own)
+        : has_tile(cluster() < own.output.units), has_four(blockIdx.x < own.gate_up.units),
+          has_head(own_head() < own.heads.units), output(own.output, has_tile, true),
+          gate_up(own.gate_up, has_four, false), down(own.down, has_tile, true), heads(own.heads, has_head, true) {}
+};
+
+__device__ inline void ask_all_weights(Shared& s, Place& at, const Arguments& own, const Parts& parts) {
+    ask_weights<1, 1>(s, at, own.output, cluster(), parts.output);
+    ask_weights<4, 4>(s, at, own.gate_up, blockIdx.x, parts.gate_up);
+    ask_weights<1, 1>(s, at, own.down, cluster(), parts.down);
+    ask_weights<2, 1>(s, at, own.heads, own_head(), parts.heads);
+}
+
+__device__ inline void ask_all_rows(Shared& s, Place& at, const Arguments& own, const Parts& parts) {
+    await_kernels_before();
+    ask_rows(s, at, own.output, parts.output);
+    if (parts.has_four) await_programs(own.counters), raise_flag(&s.ready);
+    ask_rows(s, at, own.gate_up, parts.gate_up);
+    if (parts.has_tile) await_programs(own.counters + 1);
+    ask_rows(s, at, own.down, parts.down);
+    if (parts.has_head) await_programs(own.counters + 2), raise_flag(&s.ready);
+    ask_rows(s, at, own.heads, parts.heads);
+}
+
+__device__ inline void multiply_parts(Shared& s, const Arguments& own, const Parts& parts) {
     int group = threadIdx.x / 128;
-    Next feed{own.feed_norm, own.feed_rows, own.feed_squares};
-    Next attention{own.attention_norm, own.attention_rows, own.attention_squares};
+    Place at;
     await_kernels_before();
 #pragma unroll 1  // there are no registers for two copies
     for (int round = 0; round < 2; round++) {
-        Part part = round ? down : output;
-        if (group == 0 && has_tile) {
+        Part part = round ? parts.down : parts.output;
+        if (group == 0 && parts.has_tile) {
             Sums sums;
+            Added added(own, round);
             if (threadIdx.x == 0) expect_bytes(&s.met, sizeof(s.given[0]));
             multiply_all<1, 1>(s, at, sums, part, 0);
-            end_add(s, own, sums, round ? attention : feed, round);
+            end_add(s, own, sums, added, round);
         } else {
             pass_rows(s, at, part);
         }
         tell_programs(own.counters + 2 * round);
         if (round) break;
-        if (has_four) {
+        if (parts.has_four) {
             float sums[2][ROWS / 2];
-            multiply_all<2, 4>(s, at, sums, gate_up, group);
+            multiply_all<2, 4>(s, at, sums, parts.gate_up, group);
             sync_factors();
             end_gate_up(s, own, sums, group);
         }
         tell_programs(own.counters + 1);
     }
-    if (has_head) {
+    if (parts.has_head) {
         Sums sums;
+        int part = threadIdx.x / 32 * 8 + threadIdx.x % 32 / 4;  // of half a head
+        Turns turns(own, part);
         if (threadIdx.x == 0) expect_bytes(&s.met, sizeof(s.given));
-        multiply_all<1, 2>(s, at, sums, heads, group);
+        multiply_all<1, 2>(s, at, sums, parts.heads, group);
         sync_factors();
-        end_heads(s, own, sums, group);
+        end_heads(s, own, sums, turns, part);
     }
-    __threadfence();
     sync();
     if (threadIdx.x == 0 && atomicAdd(own.counters + 3, 1) == gridDim.x - 1)  // nobody looks at them any more
         own.counters[0] = own.counters[1] = own.counters[2] = own.counters[3] = 0;
-    // Who ends while something given to it is still to be confirmed leaves the giver waiting, or with an error.
+}
+
+extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 128, 1)
+    between_attentions(const __grid_constant__ Arguments own) {
+    extern __shared__ __align__(1024) char raw[];
+    Shared& s = *(Shared*)raw;
+    if (threadIdx.x == 0) make_flags(s);
+    __syncthreads();
+    await_other();  // its flags must be there before anything is given to it
+    Parts parts(own);
+    if (threadIdx.x >= MULTIPLIERS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");  // the others need them
+        Place at;
+        if (threadIdx.x == ASKS_WEIGHTS) ask_all_weights(s, at, own, parts);
+        if (threadIdx.x == ASKS_ROWS) ask_all_rows(s, at, own, parts);
+        if (threadIdx.x >= FIRST_FINDER) {
+            if (parts.has_four) find_factors(s, 0, own, own.feed_squares);
+            if (parts.has_head) find_factors(s, parts.has_four, own, own.attention_squares);
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        multiply_parts(s, own, parts);
+    }
+    // Who ends while something given to it is still to be confirmed leaves the giver waiting, or with an error. And
+    // all warps must be here: where some had ended before, the barrier was seen to wait for ever.
+    __syncwarp();
     await_other();
 }

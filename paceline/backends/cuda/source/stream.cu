@@ -6,7 +6,7 @@
 // splits of a tile. Two groups of four warps multiply, one thread asks for weights and one for rows.
 //
 // The files are one source, put together in the order stream, stream_ends, between. The sizes that they are
-// compiled for (ROWS, CELLS, ROW_SLOTS, AHEAD), and `multiply` for this many rows, are defined ahead of them by
+// compiled for (ROWS, CELLS, ROW_SLOTS), and `multiply` for this many rows, are defined ahead of them by
 // between.py. bfloat16 numbers are u16 here. Sums and products are spelled __fadd_rn and __fmul_rn, so that the
 // compiler fuses nothing: the bits are those of the kernels in ../kernels.
 //
@@ -19,7 +19,7 @@ typedef unsigned long long u64;
 constexpr int MULTIPLIERS = 256, FINDERS = 64;  // threads that multiply, and that find the factors of norms
 constexpr int ASKS_WEIGHTS = MULTIPLIERS, ASKS_ROWS = MULTIPLIERS + 32, FIRST_FINDER = MULTIPLIERS + 64;
 constexpr int DEEP = 64;  // of the depth: what a cell of the ring holds, of one tile of 64 columns
-constexpr int CELL_BYTES = 64 * DEEP * 2, ROW_BYTES = ROWS * DEEP * 2, STEP_BYTES = 2 * CELL_BYTES;
+constexpr int CELL_BYTES = 64 * DEEP * 2, ROW_BYTES = ROWS * DEEP * 2;
 constexpr int HALF = ROWS / 2, HALF_SUMS = HALF / 2;  // rows that a split ends, and sums of a thread of them
 
 struct __align__(64) Map {  // what the copy engine knows of a tensor
@@ -44,8 +44,7 @@ struct Arguments {  // between.py has them in the same order
     const int *positions, *places;
     const float *cosines, *sines;
     u16 *keys, *values;
-    const char* ahead;  // the output matrix of the next layer, which is of this one's size
-    u32* counters;      // of programs that have ended their part of a product; zero between kernels
+    u32* counters;  // of programs that have ended their part of a product; zero between kernels
     int width, intermediate, row_count, query_heads, kv_heads;
     float size, eps;
 };
@@ -56,7 +55,6 @@ struct __align__(1024) Shared {
     float given[2][HALF_SUMS / 4][128][4];  // by the other program: [group][four][thread]
     u64 full[CELLS], used[CELLS], full_rows[ROW_SLOTS], used_rows[ROW_SLOTS], met, ready;  // flags
     float factors[ROWS];
-    float squares[4][HALF];
 };
 
 __device__ inline u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
@@ -76,7 +74,6 @@ __device__ inline void await_flag(u64* flag, int parity) {
                  "@!done bra again%=; }" ::"r"(shared_address(flag)), "r"(parity) : "memory");
 }
 
-__device__ inline void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ inline void await_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Weights lie as [tile and step, group of lines, half, 8 lines, 128 of the depth]: see between.py.
@@ -113,10 +110,15 @@ __device__ inline float divide(float x, float y) {
     asm("div.full.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(y));
     return r;
 }
+// Of x over a number from 1 on, `divide` without what it does for smaller ones. That the power of two is zero where
+// it would be smaller than any normal number changes nothing: one is added to it.
 __device__ inline float silu(float x) {
-    float power;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(-x, 1.4426950216293335f)));
-    return divide(x, __fadd_rn(power, 1.0f));
+    float power, inverse;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(-x, 1.4426950216293335f)));
+    float below = __fadd_rn(power, 1.0f);
+    if (below > 8.507059173023462e+37f) below = __fmul_rn(below, 0.25f), x = __fmul_rn(x, 0.25f);
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(below));
+    return __fmul_rn(x, inverse);
 }
 
 __device__ inline int cluster() { return blockIdx.x / 2; }
@@ -134,8 +136,14 @@ struct Part {
     }
 };
 
-struct Place {  // how far somebody is
-    int weights = 0, rows = 0;
+struct Place {  // how far somebody is: the cell of weights, the slot of rows, and whether turns are odd
+    int cell = 0, cell_turn = 0, slot = 0, slot_turn = 0;
+    __device__ void next_cells(int count) {
+        if ((cell += count) >= CELLS) cell -= CELLS, cell_turn ^= 1;
+    }
+    __device__ void next_slot() {
+        if (++slot == ROW_SLOTS) slot = 0, slot_turn ^= 1;
+    }
 };
 
 // CELLS_EACH cells for each 64 of the depth: TILES tiles, or parts of one.
@@ -143,55 +151,45 @@ template <int CELLS_EACH, int TILES>
 __device__ inline void ask_weights(Shared& s, Place& at, const Product& own, int unit, Part part) {
     for (int number = part.begin; number < part.begin + part.count; number++)
 #pragma unroll
-        for (int cell = 0; cell < CELLS_EACH; cell++, at.weights++) {
-            int slot = at.weights % CELLS;
+        for (int cell = 0; cell < CELLS_EACH; cell++, at.next_cells(1)) {
             int block = (unit * TILES + (TILES > 1 ? cell : 0)) * own.steps + number / 2;
             int group = TILES > 1 ? 0 : cell * 4, deep = number % 2 * DEEP;
-            if (at.weights >= CELLS) await_flag(&s.used[slot], (at.weights / CELLS - 1) % 2);
-            expect_bytes(&s.full[slot], CELL_BYTES);
-            copy_weights(s.weights[slot], own.weights, deep, group, block, &s.full[slot]);
+            await_flag(&s.used[at.cell], at.cell_turn ^ 1);  // new flags are as if used
+            expect_bytes(&s.full[at.cell], CELL_BYTES);
+            copy_weights(s.weights[at.cell], own.weights, deep, group, block, &s.full[at.cell]);
         }
 }
 
 __device__ inline void ask_rows(Shared& s, Place& at, const Product& own, Part part) {
-    for (int number = part.begin; number < part.begin + part.count; number++, at.rows++) {
-        int slot = at.rows % ROW_SLOTS;
-        if (at.rows >= ROW_SLOTS) await_flag(&s.used_rows[slot], (at.rows / ROW_SLOTS - 1) % 2);
-        expect_bytes(&s.full_rows[slot], ROW_BYTES);
-        copy_rows(s.rows[slot], own.rows, number * DEEP, &s.full_rows[slot]);
+    for (int number = part.begin; number < part.begin + part.count; number++, at.next_slot()) {
+        await_flag(&s.used_rows[at.slot], at.slot_turn ^ 1);
+        expect_bytes(&s.full_rows[at.slot], ROW_BYTES);
+        copy_rows(s.rows[at.slot], own.rows, number * DEEP, &s.full_rows[at.slot]);
     }
-}
-
-// While attention runs memory has little to do: brings the first weights of the next layer to the cache.
-__device__ inline void ask_ahead(const Arguments& own, Part part) {
-    const char* from = own.ahead + ((long)cluster() * own.output.steps + part.begin / 2) * STEP_BYTES;
-    for (int number = 0; number < min(AHEAD, part.count / 2); number++)
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + number * STEP_BYTES),
-                     "n"(STEP_BYTES) : "memory");
 }
 
 // EACH tiles of this group, of the CELLS_EACH cells that there are for each 64 of the depth.
 template <int EACH, int CELLS_EACH>
 __device__ inline void multiply_all(Shared& s, Place& at, float (&sums)[EACH][ROWS / 2], Part part, int group) {
-    int first = at.weights + group * EACH;
-    auto leave = [&](int number) {  // what was multiplied
-        if (threadIdx.x % 128 || number < 0) return;
+    int last_cells[EACH], last_slot;
+    auto leave = [&]() {  // what was multiplied
+        if (threadIdx.x % 128) return;
 #pragma unroll
-        for (int tile = 0; tile < EACH; tile++)
-            raise_flag(&s.used[(first + number * CELLS_EACH + tile) % CELLS]);
-        raise_flag(&s.used_rows[(at.rows + number) % ROW_SLOTS]);
+        for (int tile = 0; tile < EACH; tile++) raise_flag(&s.used[last_cells[tile]]);
+        raise_flag(&s.used_rows[last_slot]);
     };
 #pragma unroll 1
     for (int number = 0; number < part.count; number++) {
-        int rows = at.rows + number;
-        u64 left[EACH], right = described(s.rows[rows % ROW_SLOTS]);
+        u64 left[EACH], right = described(s.rows[at.slot]);
+        int cells[EACH];
 #pragma unroll
         for (int tile = 0; tile < EACH; tile++) {
-            int cell = first + number * CELLS_EACH + tile;
-            left[tile] = described(s.weights[cell % CELLS]);
-            await_flag(&s.full[cell % CELLS], cell / CELLS % 2);
+            Place own = at;
+            own.next_cells(group * EACH + tile);
+            cells[tile] = own.cell, left[tile] = described(s.weights[own.cell]);
+            await_flag(&s.full[own.cell], own.cell_turn);
         }
-        await_flag(&s.full_rows[rows % ROW_SLOTS], rows / ROW_SLOTS % 2);
+        await_flag(&s.full_rows[at.slot], at.slot_turn);
         begin_multiplying();
 #pragma unroll
         for (int k = 0; k < DEEP / 16; k++)
@@ -200,18 +198,20 @@ __device__ inline void multiply_all(Shared& s, Place& at, float (&sums)[EACH][RO
                 multiply(sums[tile], left[tile] + k * 2, right + k * 2, number + k);
         end_multiplying();
         await_multiplying<1>();
-        leave(number - 1);
+        if (number > 0) leave();
+#pragma unroll
+        for (int tile = 0; tile < EACH; tile++) last_cells[tile] = cells[tile];
+        last_slot = at.slot;
+        at.next_slot(), at.next_cells(CELLS_EACH);
     }
     await_multiplying<0>();
-    leave(part.count - 1);
-    at.weights += part.count * CELLS_EACH, at.rows += part.count;
+    leave();
 }
 
 // What the second group does while the first multiplies alone: rows are not left before both have done so.
 __device__ inline void pass_rows(Shared& s, Place& at, Part part) {
-    for (int number = 0; number < part.count; number++, at.rows++) {
-        await_flag(&s.full_rows[at.rows % ROW_SLOTS], at.rows / ROW_SLOTS % 2);
-        if (threadIdx.x % 128 == 0) raise_flag(&s.used_rows[at.rows % ROW_SLOTS]);
+    for (int number = 0; number < part.count; number++, at.next_slot(), at.next_cells(1)) {
+        await_flag(&s.full_rows[at.slot], at.slot_turn);
+        if (threadIdx.x % 128 == 0) raise_flag(&s.used_rows[at.slot]);
     }
-    at.weights += part.count;
 }

@@ -14,11 +14,10 @@ __device__ inline void await_programs(const u32* counter) {
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
         if (tries == 1 << 22) __trap();  // seconds: rather an error than a device that hangs
     }
-    asm volatile("fence.proxy.async;" ::: "memory");  // rows are fetched by the copy engine
+    asm volatile("fence.proxy.async.global;" ::: "memory");  // rows are fetched by the copy engine
 }
 __device__ inline void tell_programs(u32* counter) {
-    asm volatile("fence.proxy.async;" ::: "memory");
-    __threadfence();
+    asm volatile("fence.proxy.async.global;\nfence.proxy.async.shared::cta;" ::: "memory");
     sync();
     if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
@@ -107,93 +106,144 @@ __device__ inline void meet(Shared& s, const Sums& sums, float (&kept)[HALF_SUMS
     }
 }
 
-// What a product that is added to the residual stream leaves for the next norm.
-struct Next {
-    const u16* norm;
+// Results lie in threads by column, but memory wants lines of a row. They change places in the slots of rows, of
+// which nothing is needed any more when a product ends, and nothing new is asked for before all have told.
+__device__ inline int swizzled(int row, int eight) { return row * 128 + (eight ^ row / 2 % 8) * 8; }  // of 16 eights
+
+// What a product that is added to the residual stream is added to, and leaves for the next norm. It is asked for
+// before the product, since it may have to come from memory. Each 16 threads have every eighth row.
+struct Added {
+    float4 hidden[HALF / 8];
+    float norm[4];
     u16* rows;
     float* squares;
+    int first, column;
+    __device__ Added(const Arguments& own, bool of_down)
+        : rows(of_down ? own.attention_rows : own.feed_rows),
+          squares(of_down ? own.attention_squares : own.feed_squares),
+          first(split() * HALF + threadIdx.x % 128 / 16), column(cluster() * 64 + threadIdx.x % 16 * 4) {
+        const u16* weights = of_down ? own.attention_norm : own.feed_norm;
+#pragma unroll
+        for (int i = 0; i < 4; i++) norm[i] = unpack(weights[column + i]);
+#pragma unroll
+        for (int i = 0; i < HALF / 8; i++)
+            hidden[i] = __ldcg((const float4*)(own.hidden + (first + i * 8) * own.width + column));
+    }
 };
 
-__device__ inline void end_add(Shared& s, const Arguments& own, const Sums& sums, Next next, int round) {
-    int warp = threadIdx.x / 32, line = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
-    int column = cluster() * 64 + warp * 16 + line, first_row = split() * HALF;
-    int first = (first_row + pair) * own.width + column;
-    auto place = [&](int i) { return first + (i / 2 * 8 + i % 2) * own.width; };
-    float hidden[HALF / 4][2], weight[2], kept[HALF_SUMS];
-#pragma unroll
-    for (int i = 0; i < HALF / 4; i++)  // asked for now, used when splits have met
-        hidden[i][0] = __ldcg(own.hidden + place(i)), hidden[i][1] = __ldcg(own.hidden + place(i) + 8);
-    weight[0] = unpack(next.norm[column]), weight[1] = unpack(next.norm[column + 8]);
+__device__ inline void end_add(Shared& s, const Arguments& own, const Sums& sums, const Added& to, int round) {
+    constexpr int stride = 68;  // lines of 64 numbers, so that threads do not meet in a bank
+    int warp = threadIdx.x / 32, line = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2, four = threadIdx.x % 16 * 4;
+    float* room = (float*)s.rows[0];
+    float kept[HALF_SUMS];
     meet(s, sums, kept, 0, round);
+    sync_first();  // all have multiplied
 #pragma unroll
-    for (int i = 0; i < HALF / 4; i++) {
-        float squares[2];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float sum = __fadd_rn(hidden[i][half], kept[i / 2 * 4 + half * 2 + i % 2]);
-            __stcg(own.hidden + place(i) + half * 8, sum);
-            next.rows[place(i) + half * 8] = rounded(__fmul_rn(sum, weight[half]));
-            squares[half] = __fmul_rn(sum, sum);
-#pragma unroll
-            for (int lanes = 4; lanes < 32; lanes *= 2)  // in pairs: of lines, of eights, of warps
-                squares[half] = in_pairs(squares[half], lanes);
-        }
-        if (line == 0) s.squares[warp][i / 2 * 8 + pair + i % 2] = __fadd_rn(squares[0], squares[1]);
-    }
+    for (int i = 0; i < HALF_SUMS; i++)
+        room[(i / 4 * 8 + pair + i % 2) * stride + warp * 16 + i / 2 % 2 * 8 + line] = kept[i];
     sync_first();
-    int row = threadIdx.x;
-    if (row >= HALF) return;
-    float low = __fadd_rn(s.squares[0][row], s.squares[1][row]);
-    float high = __fadd_rn(s.squares[2][row], s.squares[3][row]);
-    __stcg(next.squares + (first_row + row) * (own.width / 64) + cluster(), __fadd_rn(low, high));
+#pragma unroll
+    for (int i = 0; i < HALF / 8; i++) {
+        int row = to.first + i * 8;
+        float4 sum = *(const float4*)(room + (threadIdx.x / 16 + i * 8) * stride + four);
+        sum.x = __fadd_rn(to.hidden[i].x, sum.x), sum.y = __fadd_rn(to.hidden[i].y, sum.y);
+        sum.z = __fadd_rn(to.hidden[i].z, sum.z), sum.w = __fadd_rn(to.hidden[i].w, sum.w);
+        __stcg((float4*)(own.hidden + row * own.width + to.column), sum);
+        u32 low = pack(__fmul_rn(sum.x, to.norm[0]), __fmul_rn(sum.y, to.norm[1]));
+        u32 high = pack(__fmul_rn(sum.z, to.norm[2]), __fmul_rn(sum.w, to.norm[3]));
+        *(uint2*)(to.rows + row * own.width + to.column) = make_uint2(low, high);
+        float squares = __fadd_rn(__fadd_rn(__fmul_rn(sum.x, sum.x), __fmul_rn(sum.y, sum.y)),
+                                  __fadd_rn(__fmul_rn(sum.z, sum.z), __fmul_rn(sum.w, sum.w)));
+#pragma unroll
+        for (int lanes = 1; lanes < 16; lanes *= 2) squares = in_pairs(squares, lanes);
+        if (four == 0) __stcg(to.squares + row * (own.width / 64) + cluster(), squares);
+    }
 }
 
 // A thread's first line is a gate, its second what it lets through.
-__device__ inline void end_gate_up(const Shared& s, const Arguments& own, const float (&sums)[2][ROWS / 2],
-                                   int group) {
+__device__ inline void end_gate_up(Shared& s, const Arguments& own, const float (&sums)[2][ROWS / 2], int group) {
     int warp = threadIdx.x / 32 % 4, line = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
+    u16* room = (u16*)s.rows[0];
+    float factors[ROWS / 4];  // read before anything is written, so that they do not wait for it
 #pragma unroll
-    for (int tile = 0; tile < 2; tile++) {
-        int column = ((blockIdx.x * 4 + group * 2 + tile) * 4 + warp) * 8 + line;
+    for (int i = 0; i < ROWS / 4; i++) factors[i] = s.factors[i / 2 * 8 + pair + i % 2];
+#pragma unroll
+    for (int tile = 0; tile < 2; tile++)
 #pragma unroll
         for (int i = 0; i < ROWS / 4; i++) {
             int row = i / 2 * 8 + pair + i % 2;
-            float gate = __fmul_rn(sums[tile][i / 2 * 4 + i % 2], s.factors[row]);
-            float up = __fmul_rn(sums[tile][i / 2 * 4 + 2 + i % 2], s.factors[row]);
-            own.activated[row * own.intermediate + column] = rounded(__fmul_rn(silu(gate), up));
+            float gate = __fmul_rn(sums[tile][i / 2 * 4 + i % 2], factors[i]);
+            float up = __fmul_rn(sums[tile][i / 2 * 4 + 2 + i % 2], factors[i]);
+            room[swizzled(row, (group * 2 + tile) * 4 + warp) + line] = rounded(__fmul_rn(silu(gate), up));
         }
+    sync();
+    int eight = threadIdx.x % 16;
+#pragma unroll
+    for (int i = 0; i < ROWS / 16; i++) {
+        int row = threadIdx.x / 16 + i * 16;
+        uint4 numbers = *(const uint4*)(room + swizzled(row, eight));
+        *(uint4*)(own.activated + row * own.intermediate + blockIdx.x * 128 + eight * 8) = numbers;
     }
 }
 
+// Where heads go, and by what a thread turns them: looked up before they are there, all at once, since a branch
+// around each would let them wait for each other.
+struct Turns {
+    static constexpr int PLACES = (HALF + 15) / 16;
+    float cosines[HALF / 4], sines[HALF / 4], bias[2];
+    int places[PLACES];  // of the rows that this thread will write
+    __device__ Turns(const Arguments& own, int part) {
+#pragma unroll
+        for (int i = 0; i < HALF / 4; i++) {
+            int row = split() * HALF + threadIdx.x % 4 * 2 + i / 2 * 8 + i % 2;
+            int angle = own.positions[min(row, own.row_count - 1)] * 64 + part;
+            cosines[i] = own.cosines[angle], sines[i] = own.sines[angle];
+        }
+#pragma unroll
+        for (int i = 0; i < PLACES; i++) {
+            int in_half = threadIdx.x / 16 + i * 16, row = split() * HALF + in_half;
+            int place = own.places[min(row, own.row_count - 1)];
+            bool is_query = own_head() < own.query_heads;
+            places[i] = in_half >= HALF ? -1 : is_query ? row : row < own.row_count ? place : -1;
+        }
+        const u16* from = own.bias ? own.bias + own_head() * 128 + part : own.attention_norm;  // any, if none
+        bias[0] = unpack(from[0]), bias[1] = unpack(from[64]);
+    }
+};
+
 // A thread's second line is half a head behind its first.
-__device__ inline void end_heads(Shared& s, const Arguments& own, const Sums& sums, int group) {
+__device__ inline void end_heads(Shared& s, const Arguments& own, const Sums& sums, const Turns& turns, int part) {
     float kept[HALF_SUMS];
-    meet(s, sums, kept, group, 0);
-    constexpr int dim = 128, half = 64;
-    int head = own_head(), warp = threadIdx.x / 32 % 4, line = threadIdx.x % 32 / 4;
-    int first_row = split() * HALF + threadIdx.x % 4 * 2, part = (group * 4 + warp) * 8 + line;
+    meet(s, sums, kept, part / 32, 0);
+    int head = own_head();
     bool is_query = head < own.query_heads, is_key = !is_query && head < own.query_heads + own.kv_heads;
-    int number = is_query ? head : is_key ? head - own.query_heads : head - own.query_heads - own.kv_heads;
-    u16* to = is_query ? own.query : is_key ? own.keys : own.values;
-    int each = is_query ? own.query_heads : own.kv_heads;
-    const u16* bias = own.bias + head * dim + part;
+    u16* room = (u16*)s.rows[0];
+    float factors[HALF / 4];
+#pragma unroll
+    for (int i = 0; i < HALF / 4; i++)
+        factors[i] = s.factors[split() * HALF + threadIdx.x % 4 * 2 + i / 2 * 8 + i % 2];
 #pragma unroll
     for (int i = 0; i < HALF / 4; i++) {
-        int row = first_row + i / 2 * 8 + i % 2;
-        bool real = row < own.row_count;
-        int place = is_query ? row : real ? own.places[row] : -1, position = real ? own.positions[row] : 0;
-        float one = __fmul_rn(kept[i / 2 * 4 + i % 2], s.factors[row]);
-        float two = __fmul_rn(kept[i / 2 * 4 + 2 + i % 2], s.factors[row]);
-        if (own.bias) one = __fadd_rn(one, unpack(bias[0])), two = __fadd_rn(two, unpack(bias[half]));
-        if (is_query || is_key) {
-            float cosine = own.cosines[position * half + part], sine = own.sines[position * half + part];
-            float turned = __fsub_rn(__fmul_rn(one, cosine), __fmul_rn(two, sine));
-            two = __fadd_rn(__fmul_rn(two, cosine), __fmul_rn(one, sine));
-            one = turned;
-        }
-        if (place < 0) continue;
-        u16* line_of = to + ((long)place * each + number) * dim;
-        line_of[part] = rounded(one), line_of[part + half] = rounded(two);
+        int row = threadIdx.x % 4 * 2 + i / 2 * 8 + i % 2;
+        float one = __fmul_rn(kept[i / 2 * 4 + i % 2], factors[i]);
+        float two = __fmul_rn(kept[i / 2 * 4 + 2 + i % 2], factors[i]);
+        if (own.bias) one = __fadd_rn(one, turns.bias[0]), two = __fadd_rn(two, turns.bias[1]);
+        float cosine = turns.cosines[i], sine = turns.sines[i];
+        float turned = __fsub_rn(__fmul_rn(one, cosine), __fmul_rn(two, sine));
+        float other = __fadd_rn(__fmul_rn(two, cosine), __fmul_rn(one, sine));
+        bool turns_it = is_query || is_key;
+        room[swizzled(row, part / 8) + part % 8] = rounded(turns_it ? turned : one);
+        room[swizzled(row, part / 8 + 8) + part % 8] = rounded(turns_it ? other : two);
+    }
+    sync();
+    int number = is_query ? head : is_key ? head - own.query_heads : head - own.query_heads - own.kv_heads;
+    u16* to = is_query ? own.query : is_key ? own.keys : own.values;
+    int each = is_query ? own.query_heads : own.kv_heads, eight = threadIdx.x % 16;
+#pragma unroll
+    for (int i = 0; i < Turns::PLACES; i++) {
+        if (turns.places[i] < 0) continue;
+        uint4 numbers = *(const uint4*)(room + swizzled(threadIdx.x / 16 + i * 16, eight));
+        *(uint4*)(to + ((long)turns.places[i] * each + number) * 128 + eight * 8) = numbers;
     }
 }
 
