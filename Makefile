@@ -2,22 +2,29 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet
+BEGUN := $(VENV)/.begun
 READY := $(VENV)/.ready
 
-.PHONY: install model serve test lint types check clean
+.PHONY: install model serve test lint types check tests clean
 
 install: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+# what `paceline check` needs comes first, so that it can compile kernels while the rest is installed
+$(BEGUN): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serve,dev]'
+	$(PIP) --upgrade pip
+	$(PIP) --constraint constraints.txt numpy numba tokenizers safetensors jinja2 typer rich
+	touch $(BEGUN)
+
+$(READY): $(BEGUN)
+	$(PIP) --constraint constraints.txt --editable '.[serve,dev]'
 	touch $(READY)
 
-model: install
-	$(BIN)/paceline models pull smollm2-135m
+model: $(BEGUN)
+	$(BIN)/python -m paceline models pull smollm2-135m
 
-serve: model
+serve: install model
 	$(BIN)/paceline serve
 
 lint: install
@@ -27,13 +34,17 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# `check` compiles kernels for the tests, on a core that types leave free; two test processes would do it twice
-test: model
-	$(MAKE) --jobs 2 lint types check
+# compiles kernels for the tests: two test processes would do it twice
+check: model
+	$(BIN)/python -m paceline check
+
+tests: install model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-check: install
-	$(BIN)/paceline check
+# two cores always have something to do
+test:
+	$(MAKE) --jobs 2 install check
+	$(MAKE) --jobs 3 lint types tests
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
