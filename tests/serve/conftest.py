@@ -14,13 +14,14 @@ MODEL = "smollm2-135m"
 KEY = "sk-test-1"
 DRAFTS = '[{"method": "suffix"}, {"method": "ngram"}]'
 ROOM = 32  # outputs that run or wait; more are turned away
+THREADS = 1  # tests run beside each other: a second would mostly wait for a core
 
 
 @pytest.fixture(scope="session")
 def real_server() -> Iterator[ServerProcess]:
     """`paceline serve smollm2-135m` in a process of its own. It drafts, and has little room to wait."""
     options = ("--speculative-config", DRAFTS, "--max-num-seqs", "16", "--max-queue", str(ROOM - 16))
-    process = ServerProcess(MODEL, *options, api_key=KEY)
+    process = ServerProcess(MODEL, "--threads", str(THREADS), *options, api_key=KEY)
     yield process
     assert process.stop() == 0  # SIGTERM drains and ends well
 
@@ -35,7 +36,7 @@ def client(real_server: ServerProcess) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="session")
 def offline() -> LLM:
     """The same model, offline and without drafts: the truth."""
-    return LLM(MODEL, speculative_config="off")
+    return LLM(MODEL, speculative_config="off", threads=THREADS)
 
 
 @pytest.hookimpl(wrapper=True)

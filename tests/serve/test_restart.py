@@ -29,7 +29,7 @@ def test_killed_in_the_middle_of_answers(tmp_path: Path) -> None:
     drafts = json.dumps({"method": "suffix", "suffix_cache_path": str(kept)})
 
     def start() -> ServerProcess:
-        return ServerProcess("--speculative-config", drafts)
+        return ServerProcess("--threads", "1", "--speculative-config", drafts)
 
     first = start()
     text = answer(first.server)
