@@ -1,19 +1,16 @@
 """Prompts of our own: text that repeats and text that does not."""
 
-EDIT = """Rename the variable `total` to `amount` and change nothing else. Answer with the whole code.
+EDIT = """Rename `total` to `amount` and change nothing else.
 ```python
-def invoice(items, rate):
+def invoice(items):
     total = 0
     for item in items:
-        total += item.price * item.count
-    total += total * rate
+        total += item.price
     return total
 ```"""
 
 SUMMARIZE = """Summarize: The lighthouse on Skerry Point was lit for the first time in 1871. Its keeper, \
-Marta Lind, wrote down the weather every evening for thirty-four years. When the lamp was replaced by an \
-electric one in 1905, the keeper's notebooks were sent to the harbour office, where they lay until \
-a storm tore the roof off in 1962. The notebooks are now the longest record of the weather on that coast."""
+Marta Lind, wrote down the weather every evening for thirty-four years. Her notebooks are kept there."""
 
 EXTRACT = """Write as a JSON list of objects with the keys name, city and age.
 Ada Moss lives in Lisbon and is 36. Ben Okafor lives in Nairobi and is 41. Chen Li lives in Oslo and is 29."""
