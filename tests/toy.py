@@ -34,9 +34,8 @@ from paceline.engine.engine import Engine
 from paceline.engine.request import Request
 from paceline.verify.verdict import Verdict
 from tests.toy_ahead import ToyAhead, reference_token
+from tests.toy_logits import hashed_logits
 from tests.toy_tokenizer import VOCAB, ToyTokenizer
-
-_ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class ToyPool:
@@ -45,12 +44,6 @@ class ToyPool:
         self.bytes_per_page = 8 * page_size
         self.tokens = np.full(num_pages * page_size, -7, dtype=np.int64)  # [places]
         self.positions = np.full(num_pages * page_size, -7, dtype=np.int64)  # [places]
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 class ToyBackend(Backend):
@@ -146,9 +139,7 @@ class ToyBackend(Backend):
     def logits_of(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Float32Array:
         """Logits after a path: peaked enough that a draft can be right, and a function of all of it."""
         items = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(1_000_003) + positions.astype(np.uint64)
-        state = _mix(_mix(items * _ODD) + np.arange(len(items), dtype=np.uint64)).sum(dtype=np.uint64)
-        bits = _mix(state + np.arange(self.vocab, dtype=np.uint64) * _ODD)
-        return ((bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)) ** 8 * np.float32(12)
+        return hashed_logits(items.tobytes(), self.vocab)
 
     def prepare(
         self,
