@@ -68,6 +68,13 @@ def prefill(request: Driven, tokens: Sequence[int]) -> None:
         request.commit(range(len(chunk)))
 
 
+def copy_prefix(known: Driven, request: Driven, length: int) -> None:
+    """Give a request the keys and values that another of the same pool has computed for the same tokens."""
+    places = [np.array([one.place(index) for index in range(length)], np.int32) for one in (known, request)]
+    request.backend.move(request.pool, *places)
+    request.context_length = length
+
+
 def path_to(parents: Sequence[int], row: int) -> list[int]:
     return [*path_to(parents, parents[row]), row] if row >= 0 else []
 
@@ -113,11 +120,12 @@ def assert_tree_is_true(
 def crowd(subject: Subject, backend: CpuBackend, count: int) -> list[Driven]:
     """Requests at different lengths: decodes, drafts as chains and as trees, and prefill chunks."""
     shapes = list(TREES.values())
-    requests = drive(backend, PAGES, count)
+    first, *requests = drive(backend, PAGES, count + 1)
+    prefill(first, subject.prompt[:50])
     for number, request in enumerate(requests):
         length = (5 * number + 11) % 50
         if number % 4 != 3:  # every fourth begins with its prefill
-            prefill(request, subject.prompt[:length])
+            copy_prefix(first, request, length)
         following = subject.prompt[request.context_length :]
         if number % 4 == 0:
             request.ask(following[:1])
