@@ -360,3 +360,19 @@ class MedusaRunner(Protocol):
 def chain_parents(row_counts: Sequence[int]) -> Int32Array:
     """Parents of requests whose rows are chains of the given lengths."""
     return np.concatenate([np.arange(-1, count - 1, dtype=np.int32) for count in row_counts])
+
+
+def first_slots(pool: KVPool, page_size: int, rows: int) -> HeadBatch:
+    """A pass of a head over the first slots of a request, which read features that its pool keeps."""
+    count = np.arange(rows, dtype=np.int32)
+    known = ForwardBatch(
+        tokens=np.zeros(rows, dtype=np.int32),
+        positions=count,
+        parents=count - 1,
+        row_offsets=np.array([0, rows], dtype=np.int32),
+        context_lengths=np.ones(1, dtype=np.int32),
+        page_tables=np.arange(-(-(rows + 1) // page_size), dtype=np.int32)[None],
+        logit_rows=count[:0],
+        pool=pool,
+    )
+    return HeadBatch(known, np.empty((0, 0), dtype=np.float32), True, places=count)

@@ -93,6 +93,8 @@ class SharedPages:
         self._counts = np.zeros(kv.pages.num_pages, dtype=np.int64)  # [pages]
         self._generations = np.full(kv.pages.num_pages, -1, dtype=np.int64)  # [pages]
         self._drafted: dict[Request, _Drafted] = {}
+        self.computed([])  # compiles it,
+        self.keep([])  # and this: no draft should wait for it
 
     def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Context | None]:
         contexts: list[Context | None] = []

@@ -246,8 +246,6 @@ class HeadDrafter(Drafter):
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:
-        if self._runner.keeps_features:
-            return
         assert features is not None, "the engine gives what the needs ask for"
         if features.layers != self._seen_layers:
             self._seen_layers = features.layers

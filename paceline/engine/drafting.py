@@ -55,15 +55,16 @@ class Drafting:
         self.feature_layers = tuple(
             sorted({layer for drafter in self._drafters.values() for layer in drafter.needs.feature_layers})
         )
+        for drafter in self._drafters.values():
+            drafter.bind(kv)
+        kept = {name: drafter.kept() for name, drafter in self._drafters.items()}
+        # what passes leave to heads by themselves
+        self.kept = tuple(own for own in kept.values() if own is not None)
         self._observers = {  # a step should not pay for those who do not look
             name: drafter
             for name, drafter in self._drafters.items()
-            if type(drafter).observe is not Drafter.observe
+            if kept[name] is None and type(drafter).observe is not Drafter.observe
         }
-        for drafter in self._drafters.values():
-            drafter.bind(kv)
-        kept = [drafter.kept() for drafter in self._drafters.values()]
-        self.kept = tuple(own for own in kept if own is not None)  # what passes leave to heads by themselves
         nothing = DraftTrees.merged(1, [([0], DraftTrees.chains([()]))]).kept(np.empty(0, dtype=bool))
         nothing.check([PLAIN], vocab_size)  # so that all of it is compiled before the first step
 

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.backends.base import Backend, Choices, ForwardBatch, ForwardOutput, KVPool, chain_parents
+from paceline.backends.base import (
+    Backend,
+    Choices,
+    ForwardBatch,
+    ForwardOutput,
+    KeptFeatures,
+    KVPool,
+    chain_parents,
+)
 
 
 class Driven:
@@ -66,6 +74,7 @@ def run(
     logit_rows: Sequence[int] | None = None,
     feature_layers: tuple[int, ...] = (),
     choices: Choices | None = None,
+    kept: tuple[KeptFeatures, ...] = (),
 ) -> ForwardOutput:
     """One pass over the rows all requests ask for; without `logit_rows`, logits of every row."""
     offsets = np.cumsum([0, *(len(request.tokens) for request in requests)], dtype=np.int32)
@@ -82,5 +91,6 @@ def run(
             pool=requests[0].pool,
             feature_layers=feature_layers,
             choices=choices,
+            kept=kept,
         )
     )

@@ -12,6 +12,7 @@ import pytest
 
 from paceline import LLM
 from paceline.backends.cpu import CpuBackend
+from paceline.backends.torch_backend import kv_places
 from paceline.config import BackendOptions
 from paceline.draft.base import DraftSampling, Target
 from paceline.draft.eagle import Eagle3Drafter, EagleDrafter, HeadDrafter
@@ -79,10 +80,12 @@ class AgainstFresh(HeadDrafter):
         known = request.token_ids[:-1]
         for at in range(0, len(known), ROWS):
             chunk = known[at : at + ROWS]
-            layers = sorted(set(self.needs.feature_layers))
-            features = run([driven.ask(chunk)], [0], feature_layers=tuple(layers)).features
-            parts = np.array([layers.index(layer) for layer in self.needs.feature_layers])
-            fresh._pages.put(np.array([[slot, at, 0, len(chunk)]]), features, parts)
+            layers = sorted(set(self._shape.feature_layers))
+            output = run([driven.ask(chunk)], [0], feature_layers=tuple(layers))
+            parts = [layers.index(layer) for layer in self._shape.feature_layers]
+            values = output.features.reshape(len(chunk), len(layers), -1)[:, parts]
+            places = kv_places(line, at + len(chunk))[at:]
+            fresh._pages.pool.features[places] = (values.view(np.uint32) + 0x8000) >> 16  # as they are kept
             driven.commit(range(len(chunk)))
         twin = copy.copy(request)
         twin.slot = slot

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.backends.base import Backend, Float32Array, ForwardBatch, ForwardOutput
+from paceline.backends.base import Backend, Float32Array, ForwardBatch, ForwardOutput, KeptFeatures, KVPool
 from paceline.backends.cpu import job as fields
-from paceline.backends.cpu.compiled_model import CompiledModel
+from paceline.backends.cpu.compiled_model import CompiledModel, CpuPool
+from paceline.backends.cpu.features import KEPT_FIELDS
 from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.team import default_threads
 from paceline.backends.cpu.workspace import Workspace, address_of
@@ -33,6 +34,7 @@ class CpuBackend(CompiledModel, Backend):
         self.quantization = quantization
         self._feature_layers: tuple[int, ...] = ()  # of the last pass
         self._features = np.empty((0, 0), dtype=np.float32)
+        self._tell_kept(())
         self._chosen = np.empty(workspace.rows, dtype=np.int32)
         self._job[fields.CHOSEN_TOKENS_AT] = address_of(self._chosen)
 
@@ -77,6 +79,17 @@ class CpuBackend(CompiledModel, Backend):
         """The same model without its later layers, over the same pools, with the same threads."""
         return CpuBackend(self.workspace.first_layers(count), self.quantization, beside=self)
 
+    def prepare(
+        self,
+        pool: KVPool,
+        longest: int,
+        feature_layers: tuple[int, ...],
+        kept: tuple[KeptFeatures, ...] = (),
+    ) -> None:
+        """Take the memory of the pool, so that no pass waits for it."""
+        assert isinstance(pool, CpuPool)
+        pool.take_memory()
+
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Logits of the wanted rows and, if asked, features of all rows and tokens that are chosen here."""
         features, choices, job = self._prepare_features(batch), batch.choices, self._job
@@ -95,6 +108,8 @@ class CpuBackend(CompiledModel, Backend):
     def _prepare_features(self, batch: ForwardBatch) -> Float32Array | None:
         """Room for the wanted features of all rows, told to the job; the same room in every pass."""
         slots, layers, job = self.workspace.feature_slots, batch.feature_layers, self._job
+        if batch.kept is not self._kept:
+            self._tell_kept(batch.kept)
         if layers != self._feature_layers:
             slots.fill(-1)
             slots[list(layers)] = np.arange(len(layers))
@@ -107,3 +122,14 @@ class CpuBackend(CompiledModel, Backend):
             job[fields.FEATURES_AT] = address_of(self._features)
             job[fields.FEATURES_STRIDE] = self._features.strides[0]
         return self._features[: batch.num_rows]
+
+    def _tell_kept(self, kept: tuple[KeptFeatures, ...]) -> None:
+        """Tell the job which features the pools of heads keep."""
+        parts: list[tuple[int, int, int]] = []
+        for one in kept:
+            assert isinstance(one.pool, CpuPool)
+            features = one.pool.features
+            addresses = [address_of(features[:, part]) for part in range(len(one.layers))]
+            parts += zip(one.layers, addresses, [features.strides[0]] * len(addresses), strict=True)
+        self._kept, self._kept_parts = kept, np.array(parts, dtype=np.int64).reshape(-1, KEPT_FIELDS)
+        self._job[fields.KEPT], self._job[fields.KEPT_AT] = len(parts), address_of(self._kept_parts)

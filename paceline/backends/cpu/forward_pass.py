@@ -17,6 +17,7 @@ from paceline.backends.cpu.experts import (
     route_rows,
     sort_pairs,
 )
+from paceline.backends.cpu.features import are_wanted, save_features
 from paceline.backends.cpu.guesses import choose_guesses, follow_guesses
 from paceline.backends.cpu.job import (
     COUNTERS_AT,
@@ -24,7 +25,6 @@ from paceline.backends.cpu.job import (
     DOWN,
     ENTRY_BIAS_AT,
     ENTRY_COUNTERS,
-    FEATURE_SLOT_AT,
     FROM_TARGET,
     GATE,
     GUESSING,
@@ -64,7 +64,6 @@ from paceline.backends.cpu.phases import (
     place_rows,
     project,
     quantize_rows,
-    save_features,
 )
 from paceline.backends.cpu.simd import load_int64
 from paceline.backends.cpu.team import JOB, STOP, await_pass, barrier, start_pass
@@ -182,7 +181,7 @@ def _run_pass(control, index, threads, job):  # type: ignore[no-untyped-def]
     _enter(control, tasks, job, counter, embedding, scratch)
     counter += line * ENTRY_COUNTERS
     outputs = field(job, OUTPUTS)
-    silent = outputs == 0 and load_int64(field(job, FEATURE_SLOT_AT) + 8 * layers) < 0
+    silent = outputs == 0 and not are_wanted(job, layers)
     for layer in range(layers):
         save_features(tasks, job, counter, rows, layer)
         _run_layer(control, tasks, job, layer, counter + line, scratch, silent and layer == layers - 1)

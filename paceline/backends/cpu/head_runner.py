@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from paceline.backends.base import ChainNoise, Float32Array, HeadBatch, HeadChains, HeadOutput, HeadRunner
+from paceline.backends.base import (
+    ChainNoise,
+    Float32Array,
+    HeadBatch,
+    HeadChains,
+    HeadOutput,
+    HeadRunner,
+    Int32Array,
+    KVPool,
+    first_slots,
+)
 from paceline.backends.cpu import job as fields
+from paceline.backends.cpu.attention_tiles import PAGE
 from paceline.backends.cpu.backend import CpuBackend
-from paceline.backends.cpu.compiled_model import CompiledModel
+from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.compiled_model import CompiledModel, CpuPool
 from paceline.backends.cpu.guesses import (
     NEXT_ARRAYS,
     NEXT_CONTEXTS,
@@ -28,6 +41,7 @@ class CpuHeadRunner(CompiledModel, HeadRunner):
     """Implements HeadRunner with the threads of a CpuBackend, and with weights that it shares."""
 
     least_chance = 0.35  # of tokens per second on chat, math and code: docs/measurements.md
+    keeps_features = True
 
     def __init__(
         self, head: HeadCheckpoint, beside: CpuBackend, max_rows: int, quantization: str = "auto"
@@ -48,13 +62,35 @@ class CpuHeadRunner(CompiledModel, HeadRunner):
         workspace = HeadWorkspace(head, beside.workspace, kept, max_rows)
         super().__init__(workspace, beside)
         # what a pass reads, each row in its parts with padding: the target's features, and own states
-        features = (max_rows, head.config.num_features, workspace.feature_padded)
+        self._num_features, self._feature_width = head.config.num_features, head.config.target_hidden_size
+        features = (max_rows, self._num_features, workspace.feature_padded)
         self._features = np.zeros(features, dtype=np.float32)
         self._fed_back = np.zeros((max_rows, 1, workspace.hidden), dtype=np.float32)
         self._features_at, self._fed_back_at = address_of(self._features), address_of(self._fed_back)
         self._states = np.empty((max_rows, workspace.hidden), dtype=np.float32)  # given back, by output
         self._job[fields.STATES_AT] = address_of(self._states)
         self._prepare_guesses(head)
+
+    def bytes_per_page(self) -> int:
+        """Bytes of keys, values and features of 16 tokens."""
+        return super().bytes_per_page() + 2 * PAGE * self._num_features * self._feature_width
+
+    def make_pool(self, num_pages: int) -> CpuPool:
+        pool = super().make_pool(num_pages)
+        shape = (num_pages * PAGE, self._num_features, self._feature_width)
+        return replace(pool, features=np.zeros(shape, dtype=np.uint16))
+
+    def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
+        assert isinstance(pool, CpuPool)
+        pool.features[destination] = pool.features[source]
+
+    def prepare(self, pool: KVPool) -> None:
+        """Take the memory of the pool, and by a pass of as many rows as there can be that of buffers."""
+        assert isinstance(pool, CpuPool)
+        pool.take_memory()
+        rows = min(self.max_rows, pool.num_pages * PAGE - 1, self.config.max_position - 2)
+        if rows > 0:
+            self.run(first_slots(pool, PAGE, rows))
 
     def run(self, batch: HeadBatch) -> HeadOutput:
         """Logits of the wanted rows, and the states that their children read.
@@ -97,8 +133,12 @@ class CpuHeadRunner(CompiledModel, HeadRunner):
         """Run a pass over given states: the logits of the wanted rows, valid until the next one."""
         rows = batch.rows.num_rows
         inputs = self._features if batch.from_target else self._fed_back
-        apart = batch.states.reshape(rows, inputs.shape[1], -1)
-        inputs[:rows, :, : apart.shape[2]] = apart
+        if batch.places is not None:
+            assert isinstance(batch.rows.pool, CpuPool)
+            _read_features(batch.rows.pool.features, batch.places, inputs)
+        else:
+            apart = batch.states.reshape(rows, inputs.shape[1], -1)
+            inputs[:rows, :, : apart.shape[2]] = apart
         self._job[fields.INPUTS_AT] = self._features_at if batch.from_target else self._fed_back_at
         self._job[fields.FROM_TARGET] = batch.from_target
         return self._run(batch.rows, batch.rows.logit_rows)
@@ -133,3 +173,13 @@ class CpuHeadRunner(CompiledModel, HeadRunner):
         job[fields.CHOSEN_CHANCES_AT] = address_of(self._chosen_chances)
         job[fields.NEXT_ROWS_AT] = address_of(self._next_rows)
         job[fields.NEXT_ROWS_STRIDE] = self._next_rows.strides[0]
+
+
+@compiled(cached=True)
+def _read_features(features, places, inputs):  # type: ignore[no-untyped-def]
+    """Give the rows of a pass the features that are kept at these places."""
+    bits = inputs.view(np.uint32)
+    for row in range(len(places)):
+        for part in range(features.shape[1]):
+            for column in range(features.shape[2]):
+                bits[row, part, column] = np.uint32(features[places[row], part, column]) << np.uint32(16)

@@ -27,7 +27,7 @@ from paceline.backends.cpu.simd import load_int64
     # the batch, set for every pass
     ROWS, TOKENS_AT, POSITIONS_AT, PARENTS_AT, REQUEST_AT, ROW_START_AT, CONTEXT_AT, PAGES_AT, MAX_PAGES,
     CHAIN_AT, OUTPUTS, LOGIT_ROWS_AT, LOGITS_AT, LOGITS_STRIDE, KV_AT, NUM_PAGES, FEATURE_SLOT_AT,
-    FEATURES_AT, FEATURES_STRIDE, INPUTS_AT, FROM_TARGET, STATES_AT,
+    FEATURES_AT, FEATURES_STRIDE, KEPT, KEPT_AT, INPUTS_AT, FROM_TARGET, STATES_AT,
     # how many of the outputs are chosen from, the last ones, see choosing.py; seeds and temperatures are
     # those of outputs, of a draft head those of requests
     NUM_CHOSEN, VOCABULARY, SEEDS_AT, TEMPERATURES_AT, CHOSEN_TOKENS_AT,
@@ -36,7 +36,7 @@ from paceline.backends.cpu.simd import load_int64
     MOST_GUESSES, GUESSES_WANTED_AT, GUESSES_AT, CHANCES_AT, NUM_GUESSES_AT, CHOSEN_AT, CHOSEN_CHANCES_AT,
     NEXT_ROWS_AT, NEXT_ROWS_STRIDE,
     JOB_SIZE,
-) = range(104)  # fmt: skip
+) = range(106)  # fmt: skip
 
 # Matrices of a layer, in the order of the descriptor table; behind all layers: the embedding and the head.
 Q, K, V, OUTPUT, GATE, UP, DOWN, LAYER_MATRICES = range(8)

@@ -17,9 +17,6 @@ from paceline.backends.cpu.job import (
     CONTEXT_AT,
     COSINES_AT,
     EPSILON_AT,
-    FEATURE_SLOT_AT,
-    FEATURES_AT,
-    FEATURES_STRIDE,
     FIRST_INDEX,
     HALF_KV,
     HEAD_NORMS_AT,
@@ -130,9 +127,16 @@ def _block_address(job, layer, page, head):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _page(job, request, index):  # type: ignore[no-untyped-def]
+def page_of(job, request, index):  # type: ignore[no-untyped-def]
     """The page that holds a request's KV index."""
     return load_int32(field(job, PAGES_AT) + 4 * (request * field(job, MAX_PAGES) + index // PAGE))
+
+
+@compiled
+def kv_index(job, request, row):  # type: ignore[no-untyped-def]
+    """The KV index of a request's row."""
+    start = load_int32(field(job, ROW_START_AT) + 4 * request)
+    return load_int32(field(job, CONTEXT_AT) + 4 * request) + row - start
 
 
 @compiled
@@ -161,9 +165,8 @@ def place_rows(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-def
                 rotate(query, cosines, sines, half)
         else:
             request = load_int32(field(job, REQUEST_AT) + 4 * row)
-            start = load_int32(field(job, ROW_START_AT) + 4 * request)
-            index = load_int32(field(job, CONTEXT_AT) + 4 * request) + row - start
-            page = _page(job, request, index)
+            index = kv_index(job, request, row)
+            page = page_of(job, request, index)
             for head in range(kv_heads):
                 key = qkv + 4 * (query_columns + head * width)
                 if head_norms != 0:
@@ -180,7 +183,7 @@ def _list_blocks(job, layer, row, request, head, first, last, blocks, spare):  #
     context = load_int32(field(job, CONTEXT_AT) + 4 * request)
     start = load_int32(field(job, ROW_START_AT) + 4 * request)
     for block in range(first // PAGE, last // PAGE + 1):
-        store_int64(blocks + 8 * block, _block_address(job, layer, _page(job, request, block * PAGE), head))
+        store_int64(blocks + 8 * block, _block_address(job, layer, page_of(job, request, block * PAGE), head))
     if load_int32(field(job, CHAIN_AT) + 4 * request):
         return
     # A tree: from the block of the first drafted position on, copy the path's keys and values together.
@@ -194,7 +197,7 @@ def _list_blocks(job, layer, row, request, head, first, last, blocks, spare):  #
             index = context + node
             node = load_int32(field(job, PARENTS_AT) + 4 * (start + node))
         target = spare + (position // PAGE - begin) * block_bytes
-        source = _block_address(job, layer, _page(job, request, index), head)
+        source = _block_address(job, layer, page_of(job, request, index), head)
         copy_key_value(source, index % PAGE, target, position % PAGE, width, half_kv)
     for block in range(begin, last // PAGE + 1):
         store_int64(blocks + 8 * block, spare + (block - begin) * block_bytes)
@@ -307,23 +310,6 @@ def gate_rows(tasks, job, counter, rows, gates, ups, scratch):  # type: ignore[n
             return
         out = field(job, WIDE_RECORDS_AT) + unit * rows * size
         gate_unit(job, unit, gates, ups, field(job, RECORDS_AT), rows, out, scratch)
-
-
-@compiled
-def save_features(tasks, job, counter, rows, index):  # type: ignore[no-untyped-def]
-    """Copy the residual stream of all rows to the features, if this layer's were asked for."""
-    slot = load_int64(field(job, FEATURE_SLOT_AT) + 8 * index)
-    if slot < 0:
-        return
-    width, padded = field(job, HIDDEN), field(job, HIDDEN_PADDED)
-    while True:
-        row, _ = take(tasks, counter, rows, 1)
-        if row >= rows:
-            return
-        source = field(job, STATE_AT) + 4 * padded * row
-        target = field(job, FEATURES_AT) + field(job, FEATURES_STRIDE) * row + 4 * width * slot
-        for k in range(width):
-            store_float(target + 4 * k, load_float(source + 4 * k))
 
 
 @compiled

@@ -19,6 +19,7 @@ from paceline.backends.base import (
     HeadRunner,
     Int32Array,
     KVPool,
+    first_slots,
 )
 from paceline.backends.cuda.backend import FIRST_LONGEST, MAX_PAGES, PAGE_SIZE, CudaBackend
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets
@@ -103,18 +104,7 @@ class CudaHeadRunner(HeadRunner):
     def prepare(self, pool: KVPool) -> None:
         """Compile kernels and capture a graph of every bucket of known tokens, with which drafting begins."""
         for rows in buckets(min(self.max_rows, pool.num_pages * PAGE_SIZE - 1, self.config.max_position - 2)):
-            count = np.arange(rows, dtype=np.int32)
-            known = ForwardBatch(
-                tokens=np.zeros(rows, dtype=np.int32),
-                positions=count,
-                parents=count - 1,
-                row_offsets=np.array([0, rows], dtype=np.int32),
-                context_lengths=np.ones(1, dtype=np.int32),
-                page_tables=np.arange(-(-(rows + 1) // PAGE_SIZE), dtype=np.int32)[None],
-                logit_rows=count[:0],
-                pool=pool,
-            )
-            self.run(HeadBatch(known, np.empty((0, 0), dtype=np.float32), True, places=count))
+            self.run(first_slots(pool, PAGE_SIZE, rows))
 
     @torch.inference_mode()
     def run(self, batch: HeadBatch) -> HeadOutput:

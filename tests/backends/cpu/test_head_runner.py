@@ -206,7 +206,8 @@ def test_places_without_a_slot_are_never_read(backend: CpuBackend) -> None:
 
 def test_a_pool_tells_its_true_size(backend: CpuBackend) -> None:
     runner = CpuHeadRunner(random_checkpoint(EAGLE3), backend, MAX_ROWS)
-    assert runner.make_pool(3).data.nbytes == 3 * runner.bytes_per_page()
+    pool = runner.make_pool(3)
+    assert pool.data.nbytes + pool.features.nbytes == 3 * runner.bytes_per_page()
     assert (runner.page_size, runner.max_rows) == (backend.page_size, MAX_ROWS)
 
 
