@@ -49,6 +49,7 @@ ROUTINE = 5  # steps that are not looked at after one that is, with drafters tha
 SELDOM = 4  # steps of which one teaches what a pass costs, while nothing is drafted
 PROMISING = 0.5  # tokens that a cheap draft must promise to be tried instead of what was chosen
 PROBED = 4  # nodes that a drafter which was not chosen is asked for
+POSSIBLE = 0.12  # gain that very good drafts must reach: real ones reach much less
 LOWEST, MOST_ASKED = 0.05, 0.63  # the chances that a node must have to be drafted lie between them
 
 
@@ -60,7 +61,6 @@ class AutoController(Controller):
         plans: Mapping[str, DraftPlan],
         steps: StepCosts,
         *,
-        max_rows: int,
         log: Callable[[Decision], None] | None = None,
         backlogs: Mapping[str, Callable[[Request], int]] | None = None,
         memory: Memory | None = None,
@@ -73,14 +73,15 @@ class AutoController(Controller):
         prepare()
         self.plans = dict(plans)
         self.known = Knowledge(self.plans, steps, backlogs or {}, memory, beginning or {})
-        self._max_rows = max_rows
         self._floors: dict[int, Floor] = {}  # by the number of running requests, in powers of two
         self._probes = Probes(list(plans), CREDIT * float(steps.seconds(1, 0)))
         self._segments = SegmentGains()
         self._log = log
         self._step = self._chosen_at = self._holds_until = self._probe_at = self._looked = 0
         self._hold = HOLDS  # steps that the next choice holds
-        self._can_gain = True  # whether any drafts could gain under the last choice's load
+        self._reach = self._earning = (
+            1.0  # gain of very good drafts under the last choice's load; what it earns
+        )
         self._names, self._length = set[str](), 0  # who drafts by the last choice, and how much
         self._wishes: dict[Request, Wish] = {}  # what was chosen
         self._routine: Routine | None = None  # what follows the last step that was looked at
@@ -109,8 +110,8 @@ class AutoController(Controller):
 
     def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
         self._step += 1
-        routine = self._routine
-        if routine is not None and self._step < self._holds_until and routine.goes_on(running):
+        routine = None if load.coming or self._step >= self._holds_until else self._routine
+        if routine is not None and routine.goes_on(running):
             routine.left -= 1
             self._planned = routine.planned
             self.reasons[self._facts.reason if self._facts else NO_GAIN] += 1
@@ -121,10 +122,11 @@ class AutoController(Controller):
         if not places:
             return plans
         requests = [running[place] for place in places]
-        rows = sum(request.num_pending for request in running) + sum(plan.budget for plan in plans)
+        crowd = len(running) + load.coming  # a choice is for the steps behind their prompts
+        rows = crowd + sum([plan.budget for plan in plans])
         floor = self._floors.setdefault(load.running.bit_length(), Floor())
         if self._is_due(requests, rows):
-            self._choose(requests, running, rows)
+            self._choose(requests, running, Batch(float(crowd), rows, 0.0, self.known.per_token))
         floor.expect(self._best.rate / self._market.plain.rate)
         self._looked += 1
         reason, asked, probe = self._decide(floor, requests)
@@ -141,7 +143,7 @@ class AutoController(Controller):
             drafts = tuple(one.told() for one in asked.values())
             self._log(Decision(self._step, reason, load, drafts, self._best, self._market.plain))
         self._routine = None
-        if rows == len(running):
+        if rows == len(running) and all(request.num_pending == 1 for request in running):
             self._routine = Routine(list(running), plans, Planned({}, self._best, floor, None), 0)
             self._let_follow(self._routine, reason, running)
         return plans
@@ -170,25 +172,21 @@ class AutoController(Controller):
         then = self._market.batch.rows
         return 4 * known < 3 * count or not then / 2 - 4 < rows < 2 * then + 4
 
-    def _choose(self, requests: Sequence[Request], running: Sequence[Request], rows: int) -> None:
-        """Find the best choice for these requests."""
+    def _choose(self, requests: Sequence[Request], running: Sequence[Request], batch: Batch) -> None:
+        """Find the best choice for these requests of a batch."""
         self.known.forget_others(running, self._wishes)
         steps = self._step - self._chosen_at
-        if self._can_gain:  # else it is the load that leaves nothing to gain, whatever the drafter
+        if self._reach > POSSIBLE:  # else it is the load that leaves nothing to gain, whatever the drafter
             for segment, count in Counter(request.segment for request in requests).items():
                 self._segments.observe(segment, steps * count, self._gained[segment])
         self._gained.clear()
-        decoding = sum(request.num_pending == 1 for request in running)
         keys = sum(request.num_computed for request in requests) / len(requests)
-        prompts = sum(request.num_pending for request in running) - len(running)
-        rows = min(rows, self._max_rows)
-        batch = Batch(float(decoding), rows, keys, self.known.per_token, min(prompts, rows - decoding))
         most = max(plan.budget for plan in self.plans.values())
         prices = self.known.steps, self.known.drafts
-        self._market = Market(batch, len(requests), most, *prices, bool(self._names))
-        self._can_gain = self._market.can_gain()
+        self._market = Market(replace(batch, keys=keys), len(requests), most, *prices, bool(self._names))
+        self._reach = self._market.reach()
         self._best = self._market.plain
-        if self._can_gain:
+        if self._reach > POSSIBLE:
             prospects = {name: self.known.prospect(name, requests) for name in self.plans}
             self._best = self._market.best(prospects)
         offer = self._best.offer
@@ -206,11 +204,12 @@ class AutoController(Controller):
         self._missing = Shortfall()
         self._chosen_at = self._probe_at = self._step
         self._lasts = min(request.max_output - request.num_output for request in requests) > LASTING
-        self._holds_until = self._step + self._holds(requests[0])
+        drafts = min(self.known.model(name, requests[0]).drafts for name in self.plans)
+        self._earning = 1.0 if drafts < YOUNG else min(1.0, self._reach)  # who is known is tried for its gain
+        self._holds_until = self._step + self._holds(requests[0], drafts)
 
-    def _holds(self, request: Request) -> int:
+    def _holds(self, request: Request, drafts: int) -> int:
         """Steps that a choice holds: few while little is known, many where it was the same before."""
-        drafts = min(self.known.model(name, request).drafts for name in self.plans)
         if drafts < UNKNOWN and self._step < WARM_UP:
             return 1
         if drafts < YOUNG and self._step < YOUNG * UNKNOWN:
@@ -284,7 +283,7 @@ class AutoController(Controller):
 
     def _probe(self, requests: Sequence[Request], asked: Mapping[Request, Asked]) -> Probe | None:
         """A drafter that was not chosen for a request, if there is time to spare for it."""
-        if self._step < self._probe_at or not self._can_gain:
+        if self._step < self._probe_at or self._reach <= POSSIBLE:
             return None
         self._probe_at = self._step + HOLDS
         line, drafter = self._probes.next(self._step, requests)
@@ -355,7 +354,7 @@ class AutoController(Controller):
         planned, self._planned = self._planned, None
         if stats.failed or stats.rows == 0:
             return
-        self._probes.earn(stats.total_time)
+        self._probes.earn(self._earning * stats.total_time)
         is_quiet = planned is not None and not planned.asked and planned.choice.offer is None
         if stats.prefill_tokens == 0 and not (is_quiet and self._step % SELDOM):
             self.known.observe_pass(stats)

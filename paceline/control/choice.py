@@ -26,7 +26,7 @@ BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
 Names = tuple[str, ...]  # drafters in the order in which they are asked: the second if the first has little
 
-POSSIBLE = 1.08  # times plain decoding that perfect drafts must give: real ones give much less
+VERY_GOOD = 0.9  # the chance of each token of a draft that is better than most, given those before
 MARGIN = 1.05  # times plain decoding, to begin: of several guesses the best is likely to be too high
 STAYS = 1.0  # the same for who drafts already: a few bad drafts in a row mean little
 CROWD = 1.05  # times these for several requests: there is less to gain, and more to be wrong about
@@ -37,28 +37,21 @@ CHEAPER = 3.0  # times: a drafter that is so much cheaper than another may be as
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step before anything is drafted."""
+    """A step before anything is drafted, without prompts: those must be computed anyway, and if their seconds
+    counted, tokens would be worth more in a step with a prompt than in the next one."""
 
     tokens: float  # that it gives
     rows: int  # that it has
     keys: float  # that a row reads, on average
     per_token: float = 0.0  # seconds that a new token takes, drafted or not
-    prompt_rows: int = 0  # of the rows, those that give no token
 
 
 class PassPrices:
-    """Seconds of passes of a batch with so many rows more, at present prices.
-
-    Prompts must be computed anyway: what that takes is not counted, or else tokens would be worth more in a
-    step with a prompt than in the next one. What they do count for is what another row costs beside them.
-    """
+    """Seconds of passes of a batch with so many rows more, at present prices."""
 
     def __init__(self, batch: Batch, steps: StepCosts, most: int) -> None:
         """For up to `most` more."""
         self.seconds = steps.seconds(batch.rows + np.arange(most + 1.0), batch.keys)  # [more rows]
-        if batch.prompt_rows:
-            alone = steps.seconds(max(1.0, batch.rows - batch.prompt_rows), batch.keys)
-            self.seconds += alone - self.seconds[0]
         self.listed: list[float] = self.seconds.tolist()  # the same
 
     def row(self, rows: float) -> float:
@@ -159,11 +152,12 @@ class Market:
         """Tokens that a draft of this drafter brings the request of this line, if all of it is verified."""
         return float(self.prospects[name].chances[:, line].sum(axis=1).mean())
 
-    def can_gain(self) -> bool:
-        """Whether drafts would gain anything if every one of them were right and cost nothing."""
-        tokens = self.plain.tokens + np.arange(len(self.prices.seconds))
+    def reach(self) -> float:
+        """How much very good drafts for all requests would gain if they cost nothing; 1: twice as much."""
+        depths = 1 + np.arange(len(self.prices.seconds) - 1) // self.count
+        tokens = self.plain.tokens + np.concatenate(([0.0], np.cumsum(VERY_GOOD**depths)))
         rates = tokens / (self.prices.seconds + self.batch.per_token * tokens)
-        return float(rates.max()) > POSSIBLE * self.plain.rate
+        return float(rates.max()) / self.plain.rate - 1.0
 
     def alone(self, name: str) -> Choice:
         """One drafter for all requests, with the best length."""

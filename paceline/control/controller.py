@@ -20,6 +20,7 @@ class Load:
 
     running: int
     waiting: int
+    coming: int = 0  # of those who wait: there are slots for so many
 
 
 class Controller(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -88,17 +89,16 @@ class Knowledge:
         return Prospect(chances, self.plans[name].levels, late)
 
     def _late(self, name: str, request: Request) -> float:
-        """Tokens that a drafter has to catch up with, for each of the steps that a request lasts.
+        """Tokens that a drafter has to catch up with, for each of the steps that a request has left.
 
         A choice holds for requests to come, so who has caught up with this one counts as if it had not.
         """
         backlog = self.backlog(name, request)
         self._behind[name] = max(self._behind[name], backlog / max(1, request.num_computed))
-        steps = self._lasting.get(request.segment)
-        if steps is None:
-            return backlog / max(1.0, 0.5 * (request.max_output - request.num_output - 1))
+        left = max(1.0, 0.5 * (request.max_output - request.num_output - 1))
+        usual = max(1.0, self._lasting.get(request.segment, math.inf))
         at_first = self._behind[name] * (request.num_computed - request.num_output)
-        return max(backlog, at_first) / max(1.0, steps)
+        return max(backlog / min(usual, left), at_first / usual)
 
     def _observe_ended(self, request: Request) -> None:
         """Take in how many steps a request took."""

@@ -157,7 +157,6 @@ def _controller(
     return AutoController(
         {name: replace(plan, least_chance=drafters[name].least_chance) for name, plan in plans.items()},
         step_costs(model.backend, model.config.max_position, memory),
-        max_rows=config.scheduler.max_num_batched_tokens,
         log=decisions,
         backlogs={name: drafters[name].backlog for name in plans},
         memory=memory,

@@ -138,6 +138,7 @@ class Engine:
         layers, kept = self._drafting.feature_layers, self._drafting.kept
         self.backend.prepare(self._pool, self.limits.max_model_len, layers, kept)
         self._drafting.prepare()
+        self.tokenizer.token_bytes(0)  # makes the table of all
         for plan in dict.fromkeys([PLAIN, *self._controller.plans_ahead()]):
             self._controller.expect(plan, self._ahead.prepare(plan))
         gc.unfreeze()  # engines that are gone
@@ -228,7 +229,8 @@ class Engine:
         self._kept_plans = {}
         if kept and list(kept) == running:
             return list(kept.values())
-        plans = self._controller.plan(running, Load(len(running), len(self.scheduler.waiting)))
+        load = Load(len(running), len(self.scheduler.waiting), self.scheduler.num_admissible)
+        plans = self._controller.plan(running, load)
         return self._drafting.settled(running, plans)
 
     def _runs_ahead(self) -> bool:

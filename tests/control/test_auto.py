@@ -14,6 +14,7 @@ import pytest
 
 from paceline.control.auto import AutoController
 from paceline.control.controller import Load
+from paceline.control.cost import StepCosts
 from paceline.control.decision import DecisionLog
 from paceline.control.memory import Memory
 from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees, Draws
@@ -32,7 +33,7 @@ from tests.control.simulation import (
 
 def controller(world: World, **options: object) -> AutoController:
     plans = {name: DraftPlan(name, 7) for name in world.drafters}
-    return AutoController(plans, world.costs(), max_rows=512, **options)
+    return AutoController(plans, world.costs(), **options)
 
 
 def drafted(steps: Sequence[Step]) -> float:
@@ -90,7 +91,7 @@ def test_asks_for_nothing_that_a_drafter_would_not_draft_by_itself():
 
     def longest(least_chance):
         plan = DraftPlan("d", 7, least_chance=least_chance)
-        steps = world.run(AutoController({"d": plan}, world.costs(), max_rows=512), 300)
+        steps = world.run(AutoController({"d": plan}, world.costs()), 300)
         return np.percentile([max(step.nodes) for step in steps], 90)
 
     assert longest(0.0) == 7
@@ -193,6 +194,33 @@ def test_requests_that_ask_or_are_nearly_done_are_left_alone():
     plans = controller(world).plan(running, Load(len(running), 0))
     assert plans[0].budget == 7
     assert plans[1:] == [PLAIN, wish, PLAIN, PLAIN, PLAIN]
+
+
+def test_those_who_come_count_before_their_prompts_are_computed():
+    """Who is left of a crowd does not draft in the step in which the next crowd begins: a choice is for the
+    steps behind the prompts."""
+    dear = StepCosts([1, 4, 8, 32], [0.005, 0.008, 0.0145, 0.057])  # two small cores
+    drafters = {"d": SimulatedDrafter(lambda step: 0.9)}
+    alone, beside = (controller(World(drafters)) for _ in range(2))
+    for auto, load in ((alone, Load(1, 0)), (beside, Load(1, 3, coming=3))):
+        auto.known.steps = dear
+        assert (auto.plan([request()], load)[0].budget > 0) == (auto is alone)
+
+
+def test_less_is_tried_where_very_good_drafts_would_gain_little():
+    """Once drafters are known: of what is not, nobody can say what it would gain."""
+
+    def probes(drafts: int) -> int:
+        """Drafts that are tried in 1,500 steps."""
+        drafters = {"d": SimulatedDrafter(lambda step: 0.05)}
+        world = World(drafters, pass_seconds=lambda rows: 0.003 + 0.002 * rows, concurrency=lambda _: 2)
+        auto = controller(world)
+        for model in auto.known.models.values():
+            model.drafts += drafts
+        world.run(auto, 1500)
+        return auto.reasons["probe"]
+
+    assert 1.5 * probes(drafts=200) < probes(drafts=0)
 
 
 def test_a_new_drafter_is_tried_on_one_request_before_it_drafts_for_all():

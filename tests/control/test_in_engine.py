@@ -40,7 +40,7 @@ def test_same_bytes_as_plain_decoding(styles):
         drafters[style] = ScriptedDrafter(truth, style)
         drafters[style].name = style
     controller = AutoController(
-        {style: DraftPlan(style, 5) for style in styles}, StepCosts([1, 64], [0.004, 0.02]), max_rows=32
+        {style: DraftPlan(style, 5) for style in styles}, StepCosts([1, 64], [0.004, 0.02])
     )
     engine = Engine(
         ToyBackend(),
@@ -103,9 +103,7 @@ def test_a_drafter_that_breaks_and_several_outputs_of_one_prompt_change_nothing(
         ToyTokenizer(),
         Limits(VOCAB, 128, 3, 32),
         num_pages=60,
-        controller=AutoController(
-            {"broken": DraftPlan("broken", 5)}, StepCosts([1, 64], [0.004, 0.02]), max_rows=32
-        ),
+        controller=AutoController({"broken": DraftPlan("broken", 5)}, StepCosts([1, 64], [0.004, 0.02])),
         drafters={"broken": broken},
     )
     requests = engine.add_request(PROMPTS[0], wish)

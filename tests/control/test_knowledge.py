@@ -38,3 +38,12 @@ def test_catching_up_with_a_prompt_is_shared_by_the_steps_that_requests_last() -
     known.forget_others([], cast(Any, [ended, request_of(1)]))
     assert late_tokens(known, "head", request_of(1)) == pytest.approx(PROMPT / 10)
     assert late_tokens(known, "copies", request_of(1)) == 0.0
+
+
+def test_who_ends_soon_has_few_steps_to_share_what_is_caught_up_with() -> None:
+    of_head = {"head": lambda request: PROMPT + 90}
+    known = Knowledge({"head": DraftPlan("head", 3)}, World({}).costs(), cast(Any, of_head), None, {})
+    ended = request_of(100, max_output=100)
+    known.forget_others([], cast(Any, [ended]))
+    assert late_tokens(known, "head", request_of(90, max_output=101)) == pytest.approx((PROMPT + 90) / 5)
+    assert late_tokens(known, "head", request_of(90, max_output=999)) == pytest.approx((PROMPT + 90) / 100)

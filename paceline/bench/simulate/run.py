@@ -196,4 +196,4 @@ def _controller(
     def count(decision: Decision) -> None:
         reasons[decision.reason] += 1
 
-    return AutoController(plans, start_costs(prices, max_rows), max_rows=max_rows, log=count)
+    return AutoController(plans, start_costs(prices, max_rows), log=count)
