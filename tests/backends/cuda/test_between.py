@@ -73,6 +73,7 @@ def test_the_kernel_between_attentions_has_the_same_bits(
 ) -> None:
     from paceline.backends.cuda import between, model
 
+    monkeypatch.setattr(between, "SWITCHED_ON", True)
     weights, ran = random_weights(), []
 
     def watched(*arguments: Any) -> bool:
