@@ -38,8 +38,12 @@ types: install
 check: model
 	$(BIN)/python -m paceline check
 
+# other plugins are not used, and take seconds to import
+PLUGINS := -p xdist.plugin -p _hypothesis_pytestplugin
+tests: export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
+tests: export OMP_NUM_THREADS := 1
 tests: install model
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(PLUGINS) --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # two cores always have something to do
 test:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
 
@@ -13,6 +14,19 @@ from paceline.config import EngineConfig
 from paceline.terminal import chat as chat_room
 from paceline.terminal import generate as generate_room
 from tests.toy import ToyTokenizer, toy_engine
+
+
+def pytest_configure() -> None:
+    gc.disable()  # until all tests are imported: there is much, and all of it stays
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture
