@@ -9,8 +9,8 @@ A layer is five kernels:
     gate, up, SwiGLU         norm(hidden)
     product, added           hidden += feed-forward, and what the next norm needs
 
-With some numbers of rows all from one attention to the next is one kernel: see between.py. The last two are
-five in a mixture of experts: see kernels/experts.py.
+With some numbers of rows all from one attention to the next can be one kernel: see between.py. The last two
+are five in a mixture of experts: see kernels/experts.py.
 """
 
 from __future__ import annotations

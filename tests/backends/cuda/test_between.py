@@ -50,7 +50,7 @@ def decode(weights: Any, requests: int, drafted: int) -> list[torch.Tensor]:
     pool, given = Pool(requests * pages, 0, keys, values), chain_shape(drafted)
     loop = DecodeLoop(weights, pool, state, requests, PAGE_SIZE, given=given, feature_layers=(1, 3))
     loop.begin([], requests)
-    for _ in range(STEPS):
+    for _ in range(MANY_STEPS):
         loop.step(requests)  # of nothing but padding, which must leave nothing behind
     loop.begin(list(range(requests)), requests)
     left, features = [], loop.features
@@ -66,7 +66,13 @@ def decode(weights: Any, requests: int, drafted: int) -> list[torch.Tensor]:
 @needs_hopper
 @pytest.mark.parametrize(
     ("requests", "drafted"),
-    [(1, 0), (1, 5), (16, 5), (11, 5)],  # 1 and 6 rows; 96, and 66, the rest of which is padding
+    [
+        (1, 0),
+        (1, 5),
+        pytest.param(8, 0, marks=pytest.mark.xfail(run=False, reason="seen: padding ends with an error")),
+        (16, 5),
+        (11, 5),  # 66 rows: the rest of 96 is padding
+    ],
 )
 def test_the_kernel_between_attentions_has_the_same_bits(
     requests: int, drafted: int, monkeypatch: pytest.MonkeyPatch
@@ -91,11 +97,13 @@ def test_the_kernel_between_attentions_has_the_same_bits(
     assert all(torch.equal(own, other) for own, other in zip(results, expected, strict=True))
 
 
-def test_on_the_host_nothing_is_done() -> None:
+def test_on_the_host_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.backends.cuda import between
     from paceline.backends.cuda.between import Stream, run_between
     from paceline.backends.cuda.kernels.matrix import Normed, Tiling, scratch_for, tile_matrix
     from paceline.backends.cuda.weights import Layer
 
+    monkeypatch.setattr(between, "SWITCHED_ON", True)
     zeros, tiling = torch.zeros(64, 64), Tiling(step=64)
     matrix, normed = tile_matrix(zeros, 64, tiling), Normed(zeros, zeros, 64, 1e-5)
     layer = Layer(zeros[0], matrix, None, matrix, zeros[0], matrix, matrix)
