@@ -27,7 +27,9 @@ from paceline.engine.drafting import Drafting
 from paceline.engine.flight import Flying, PassAhead, PromptPass, joining, padded
 from paceline.engine.request import Request, Status
 from paceline.engine.scheduler import Scheduled
+from paceline.engine.stats import StepStats
 from paceline.engine.verification import chosen_verdict
+from paceline.engine.worth import Worth
 from paceline.kv.cache import KVCache
 
 logger = logging.getLogger(__name__)
@@ -35,9 +37,9 @@ logger = logging.getLogger(__name__)
 SPARE = 64  # tokens of room that are reserved together
 MOST_DRAFTS = 5  # lengths of chains: each has buffers of its own; others go step by step
 DEPTH = 2  # passes of decoding in flight when the first of them is read
-# Tokens that the host must have drafted for each request on average, so that all wait for it: in a pass that
-# is given its chains, and in an ordinary step, which takes twice as long as one that runs ahead.
-WORTH_A_PASS, WORTH_A_STEP = 1, 4
+# Requests that the host can look for drafts for while a plain pass runs. If it finds too little, it is asked
+# again when so many passes have begun that it has cost no time.
+LOOKED_UP = 8
 # Passes that those who come wait, together, for each one that decodes, and at most: a pass over prompts costs
 # all who decode about one of their own, whether it is over one prompt or over three.
 WAITED_EACH, MOST_WAITED = 0.25, 8
@@ -60,6 +62,9 @@ class RunAhead:
         self._flight: deque[Flying] = deque()
         self._known: dict[Request, int] = {}  # to the decoder: in how many passes in flight each is
         self._handed: dict[Request, None] = {}  # those that the decoder drafts for
+        self._worth = Worth()  # of what the host drafts
+        self._hosted = False  # whether it ever drafts
+        self._resting = 0  # passes that begin without asking it
         self._waited = 0  # passes, by those who have come and whose prompts have not begun, together
         self._error: Exception | None = None  # that a pass was lost by when it was to begin
         self.is_offered = True  # until there is no decoder: steps should not pay
@@ -145,18 +150,27 @@ class RunAhead:
         """
         if any(flying.given is not None for flying in self._flight):
             return True
-        chains, fits = self._drafting.chains(self._plan, requests), True
-        if draft.most_requests is not None:
-            fits = len(requests) <= draft.most_requests
-        worth = WORTH_A_PASS if fits else WORTH_A_STEP
-        if sum(map(len, chains)) < worth * len(requests):
+        self._hosted = True
+        fits = draft.most_requests is None or len(requests) <= draft.most_requests
+        if self._resting and self._num_decoding:
+            self._resting -= 1
+            chains: list[Sequence[int]] = []
+        else:
+            chains = self._drafting.chains(self._plan, requests)
+            self._resting = len(requests) // LOOKED_UP
+        if not chains or not self._worth.waits(sum(map(len, chains)), len(requests), ahead=fits):
             while self._num_decoding < DEPTH and self._launch_one(decoder, requests, None):
                 pass
-        elif not fits:
-            return False
-        elif not self._num_decoding:  # else it is asked again when all is read
+            return True
+        self._resting = 0
+        if fits and not self._num_decoding:  # else it is asked again when all is read
             self._launch_one(decoder, requests, draft, chains)
-        return True
+        return fits
+
+    def observe(self, stats: StepStats) -> None:
+        """Take in what a step took and gave, ahead or not."""
+        if self._hosted:
+            self._worth.observe(stats)
 
     @property
     def _num_decoding(self) -> int:

@@ -182,6 +182,7 @@ class Engine:
         self.stats.draft_calls = tuple(self._drafting.calls)
         self.stats.draft_failures = self._drafting.failures - before[1]
         if not self.stats.failed:
+            self._ahead.observe(self.stats)
             self._controller.observe(self.stats)
             self.stats.control = self._controller.facts()
         return deltas
@@ -295,6 +296,7 @@ class Engine:
         gained = [len(delta.token_ids) for delta in deltas]
         add_facts(self.stats, done.parts, done.shapes, done.verdicts, gained, done.num_rows, attended, times)
         self.stats.ahead = True
+        self._ahead.observe(self.stats)
         if not self._kept_plans:  # else the controller has planned another step already
             self._controller.observe(self.stats)
         self.stats.control = self._controller.facts()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from paceline.control.controller import Controller, FixedController, Load
 from paceline.draft.base import Drafter, DrafterNeeds
 from paceline.draft.trees import PLAIN, DraftPlan
-from paceline.engine.ahead import MOST_DRAFTS
+from paceline.engine.ahead import LOOKED_UP, MOST_DRAFTS
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
 from paceline.verify.params import SamplingParams
@@ -391,3 +391,21 @@ def test_while_a_drafter_of_the_host_finds_nothing_passes_are_plain_and_run_ahea
     assert outcome(request) == expected(number)
     assert request.speculative.num_accepted_draft_tokens > 0
     assert {0, 1} <= set(in_flight)  # behind plain passes there is another one
+
+
+def test_with_many_requests_a_drafter_of_the_host_that_finds_nothing_is_not_asked_before_every_pass():
+    asked = []
+
+    class Lost(Hosted):
+        def propose(self, requests, plans):
+            asked.append(len(requests))
+            return super().propose(requests, [PLAIN] * len(plans))
+
+    backend = ToyBackend(ahead=True)
+    drafter = Lost({tuple(prompt(number, 5)): [] for number in range(2 * LOOKED_UP)}, "right")
+    engine = toy_engine(backend, drafter=drafter, budget=3, branching=1, max_num_seqs=2 * LOOKED_UP)
+    for number in range(2 * LOOKED_UP):
+        engine.add_request(prompt(number, 5), params(number, max_tokens=14, ignore_eos=True))
+    drain(engine)
+    together = [count for count in asked if count == 2 * LOOKED_UP]
+    assert len(together) <= 1 + 14 / 3

@@ -42,6 +42,7 @@ class Buffer:
     counts: Int32Array  # [rows] the same memory
     tokens: Int32Array  # [rows, 1 + length of drafts] the same memory: what the pass chose
     features: torch.Tensor | None  # float32 [rows, width]
+    given: torch.Tensor  # int32 [rows, length of drafts] what the host drafted
     pages: torch.Tensor  # int64 [changes] where in the page table, then as often which page
     done: torch.cuda.Event | None  # None where there is no GPU: then everything is done at once
 
@@ -145,7 +146,8 @@ class CudaAhead:
             steps.begin(own, rows)
             self._slots, self._last = own, loop
         if given is not None:
-            steps.drafted(rows)[: len(own), 1:] = sent(given, self.device)
+            buffer.given.numpy()[: len(own)] = given
+            steps.drafted(rows)[:, 1:].copy_(buffer.given[:rows], non_blocking=True)
         steps.step(rows, bool(self._keeps_all[index].all()))
         used = loop.most + rows * loop.width
         buffer.said[:used].copy_(steps.said[:used], non_blocking=True)
@@ -265,6 +267,7 @@ class CudaAhead:
             numbers[:most],
             numbers[most:].reshape(most, -1),
             like(steps.features) if gives_features and steps.features is not None else None,
+            torch.zeros((most, steps.output.shape[1] - 1), dtype=torch.int32, pin_memory=pinned),
             torch.zeros(8 * most * steps.output.shape[1], dtype=torch.int64, pin_memory=pinned),
             torch.cuda.Event() if pinned else None,  # type: ignore[no-untyped-call]
         )
