@@ -79,9 +79,8 @@ class AutoController(Controller):
         self._log = log
         self._step = self._chosen_at = self._holds_until = self._probe_at = self._looked = 0
         self._hold = HOLDS  # steps that the next choice holds
-        self._reach = self._earning = (
-            1.0  # gain of very good drafts under the last choice's load; what it earns
-        )
+        self._reach = 1.0  # gain of very good drafts under the last choice's load
+        self._earning = 1.0  # share of the usual time for trying that steps earn there
         self._names, self._length = set[str](), 0  # who drafts by the last choice, and how much
         self._wishes: dict[Request, Wish] = {}  # what was chosen
         self._routine: Routine | None = None  # what follows the last step that was looked at
@@ -126,7 +125,7 @@ class AutoController(Controller):
         rows = crowd + sum([plan.budget for plan in plans])
         floor = self._floors.setdefault(load.running.bit_length(), Floor())
         if self._is_due(requests, rows):
-            self._choose(requests, running, Batch(float(crowd), rows, 0.0, self.known.per_token))
+            self._choose(requests, running, crowd, rows)
         floor.expect(self._best.rate / self._market.plain.rate)
         self._looked += 1
         reason, asked, probe = self._decide(floor, requests)
@@ -172,8 +171,8 @@ class AutoController(Controller):
         then = self._market.batch.rows
         return 4 * known < 3 * count or not then / 2 - 4 < rows < 2 * then + 4
 
-    def _choose(self, requests: Sequence[Request], running: Sequence[Request], batch: Batch) -> None:
-        """Find the best choice for these requests of a batch."""
+    def _choose(self, requests: Sequence[Request], running: Sequence[Request], crowd: int, rows: int) -> None:
+        """Find the best choice for these requests among a crowd that gives so many rows."""
         self.known.forget_others(running, self._wishes)
         steps = self._step - self._chosen_at
         if self._reach > POSSIBLE:  # else it is the load that leaves nothing to gain, whatever the drafter
@@ -181,9 +180,10 @@ class AutoController(Controller):
                 self._segments.observe(segment, steps * count, self._gained[segment])
         self._gained.clear()
         keys = sum(request.num_computed for request in requests) / len(requests)
+        batch = Batch(float(crowd), rows, keys, self.known.per_token)
         most = max(plan.budget for plan in self.plans.values())
         prices = self.known.steps, self.known.drafts
-        self._market = Market(replace(batch, keys=keys), len(requests), most, *prices, bool(self._names))
+        self._market = Market(batch, len(requests), most, *prices, bool(self._names))
         self._reach = self._market.reach()
         self._best = self._market.plain
         if self._reach > POSSIBLE:

@@ -73,8 +73,8 @@ def test_a_choice_holds_for_the_next_request_unless_it_was_made_at_the_end_of_on
     chosen: list[tuple[str, int]] = []  # for whom, and how many tokens it had left
     choose = auto._choose
 
-    def counted(requests, running, rows):
-        choose(requests, running, rows)
+    def counted(requests, *batch):
+        choose(requests, *batch)
         (request,) = requests
         chosen.append((request.request_id, request.max_output - request.num_output))
 
