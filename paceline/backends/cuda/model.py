@@ -28,6 +28,7 @@ from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padde
 from paceline.backends.cuda.kernels.packing import ROUNDED
 from paceline.backends.cuda.kernels.routing import Routing, routing_for
 from paceline.backends.cuda.kernels.rows import embed
+from paceline.backends.cuda.logits import run_logits
 from paceline.backends.cuda.weights import Layer, Weights, padded_size
 
 
@@ -230,4 +231,5 @@ def select(workspace: Workspace, chosen: torch.Tensor) -> None:
 
 def run_head(weights: Weights, workspace: Workspace, read: Normed, rows: int) -> None:
     """Write the logits of the first rows of `read` to `workspace.logits`."""
-    project(read, weights.head, workspace.logits, rows, workspace.scratch)
+    if not run_logits(read, weights.head, workspace.logits, rows):
+        project(read, weights.head, workspace.logits, rows, workspace.scratch)

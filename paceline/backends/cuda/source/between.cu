@@ -1,13 +1,5 @@
 // All of it: which thread does what, in which order.
 
-__device__ inline void make_flags(Shared& s) {
-    for (int slot = 0; slot < CELLS; slot++) make_flag(&s.full[slot], 1), make_flag(&s.used[slot], 1);
-    for (int slot = 0; slot < ROW_SLOTS; slot++)
-        make_flag(&s.full_rows[slot], 1), make_flag(&s.used_rows[slot], 2);
-    make_flag(&s.met, 1), make_flag(&s.ready, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
 // What a program has of each product.
 struct Parts {
     bool has_tile, has_four, has_head;
@@ -62,12 +54,14 @@ __device__ inline void multiply_parts(Shared& s, const Arguments& own, const Par
         }
         tell_programs(own.counters + 1);
     }
+    if (own.early) let_next_start();
     if (parts.has_head) {
         Sums sums;
         int part = threadIdx.x / 32 * 8 + threadIdx.x % 32 / 4;  // of half a head
         Turns turns(own, part);
         if (threadIdx.x == 0) expect_bytes(&s.met, sizeof(s.given));
         multiply_all<1, 2>(s, at, sums, parts.heads, group);
+        let_next_start();
         sync_factors();
         end_heads(s, own, sums, turns, part);
     }
@@ -90,8 +84,15 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 128, 1)
         if (threadIdx.x == ASKS_WEIGHTS) ask_all_weights(s, at, own, parts);
         if (threadIdx.x == ASKS_ROWS) ask_all_rows(s, at, own, parts);
         if (threadIdx.x >= FIRST_FINDER) {
-            if (parts.has_four) find_factors(s, 0, own, own.feed_squares);
-            if (parts.has_head) find_factors(s, parts.has_four, own, own.attention_squares);
+            int tiles = own.width / 64;
+            if (parts.has_four) {
+                await_flag(&s.ready, 0);
+                find_factors(s, own.feed_squares, tiles, own.size, own.eps);
+            }
+            if (parts.has_head) {
+                await_flag(&s.ready, parts.has_four);
+                find_factors(s, own.attention_squares, tiles, own.size, own.eps);
+            }
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");

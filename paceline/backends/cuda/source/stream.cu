@@ -46,6 +46,7 @@ struct Arguments {  // between.py has them in the same order
     u16 *keys, *values;
     u32* counters;  // of programs that have ended their part of a product; zero between kernels
     int width, intermediate, row_count, query_heads, kv_heads;
+    int early;  // whether attention may start while heads are multiplied, not only when they have been
     float size, eps;
 };
 
@@ -74,7 +75,19 @@ __device__ inline void await_flag(u64* flag, int parity) {
                  "@!done bra again%=; }" ::"r"(shared_address(flag)), "r"(parity) : "memory");
 }
 
+__device__ inline void make_flags(Shared& s) {
+    for (int slot = 0; slot < CELLS; slot++) make_flag(&s.full[slot], 1), make_flag(&s.used[slot], 1);
+    for (int slot = 0; slot < ROW_SLOTS; slot++)
+        make_flag(&s.full_rows[slot], 1), make_flag(&s.used_rows[slot], 2);
+    make_flag(&s.met, 1), make_flag(&s.ready, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
 __device__ inline void await_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Its programs find room where programs of this kernel have ended.
+__device__ inline void let_next_start() {
+    if (threadIdx.x == 0) asm volatile("griddepcontrol.launch_dependents;");
+}
 
 // Weights lie as [tile and step, group of lines, half, 8 lines, 128 of the depth]: see between.py.
 __device__ inline void copy_weights(void* to, const Map& map, int deep, int group, int block, u64* flag) {
@@ -208,10 +221,10 @@ __device__ inline void multiply_all(Shared& s, Place& at, float (&sums)[EACH][RO
     leave();
 }
 
-// What the second group does while the first multiplies alone: rows are not left before both have done so.
+// What the second group does while the first multiplies alone: rows are not left before both have done so. Only
+// the thread that leaves them waits for them: nothing would keep the others from falling behind, and a flag that
+// has been raised twice meanwhile looks as if it had not been.
 __device__ inline void pass_rows(Shared& s, Place& at, Part part) {
-    for (int number = 0; number < part.count; number++, at.next_slot(), at.next_cells(1)) {
-        await_flag(&s.full_rows[at.slot], at.slot_turn);
-        if (threadIdx.x % 128 == 0) raise_flag(&s.used_rows[at.slot]);
-    }
+    for (int number = 0; number < part.count; number++, at.next_slot(), at.next_cells(1))
+        if (threadIdx.x % 128 == 0) await_flag(&s.full_rows[at.slot], at.slot_turn), raise_flag(&s.used_rows[at.slot]);
 }

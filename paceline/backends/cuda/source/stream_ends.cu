@@ -28,9 +28,8 @@ __device__ inline float in_pairs(float x, int lanes) {
 
 // One over the root mean square of each row, by one warp each; squares are added up in pairs. Warps of their
 // own do it, when all programs have written their squares.
-__device__ inline void find_factors(Shared& s, int round, const Arguments& own, const float* squares) {
-    int lane = threadIdx.x % 32, warp = (threadIdx.x - FIRST_FINDER) / 32, tiles = own.width / 64;
-    await_flag(&s.ready, round);
+__device__ inline void find_factors(Shared& s, const float* squares, int tiles, float size, float eps) {
+    int lane = threadIdx.x % 32, warp = (threadIdx.x - FIRST_FINDER) / 32;
     constexpr int warps = FINDERS / 32, each = ROWS / warps, together = each < 8 ? each : 8;
 #pragma unroll 1
     for (int first = 0; first < each; first += together) {
@@ -50,7 +49,7 @@ __device__ inline void find_factors(Shared& s, int round, const Arguments& own, 
 #pragma unroll
                 for (int lanes = 1; lanes < 32; lanes *= 2)
                     sums[i][half] = in_pairs(sums[i][half], lanes);
-            float mean = __fadd_rn(divide(__fadd_rn(sums[i][0], sums[i][1]), own.size), own.eps);
+            float mean = __fadd_rn(divide(__fadd_rn(sums[i][0], sums[i][1]), size), eps);
             asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(mean));
             if (lane == 0) s.factors[warp + (first + i) * warps] = root;
         }

@@ -1,0 +1,52 @@
+// Normed rows times a matrix of very many columns, through the same ring: the weights of the next tiles are on their
+// way while results are written.
+
+struct Logits {  // logits.py has them in the same order
+    Product product;
+    const float* squares;
+    float* output;
+    int stride, columns, row_count, tiles;  // of the output; of the residual stream
+    float size, eps;
+};
+
+// In a store of a warp eight columns of a row lie beside each other: 32 bytes, as memory takes them.
+__device__ inline void end_logits(const Shared& s, const Logits& own, const float (&sums)[2][ROWS / 2], int first) {
+    int line = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int tile = 0; tile < 2; tile++)
+#pragma unroll
+        for (int i = 0; i < ROWS / 2; i++) {
+            int row = i / 4 * 8 + pair + i % 2, column = (first + tile) * 64 + line + i / 2 % 2 * 8;
+            if (row < own.row_count && column < own.columns)
+                own.output[(long)row * own.stride + column] = __fmul_rn(sums[tile][i], s.factors[row]);
+        }
+}
+
+extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 128, 1) all_logits(const __grid_constant__ Logits own) {
+    extern __shared__ __align__(1024) char raw[];
+    Shared& s = *(Shared*)raw;
+    if (threadIdx.x == 0) make_flags(s);
+    __syncthreads();
+    if (blockIdx.x >= own.product.units) return;
+    Part part(own.product, true, false);
+    Place at;
+    if (threadIdx.x >= MULTIPLIERS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x == ASKS_ROWS || threadIdx.x >= FIRST_FINDER) await_kernels_before();
+        for (int unit = blockIdx.x; unit < own.product.units; unit += gridDim.x) {
+            if (threadIdx.x == ASKS_WEIGHTS) ask_weights<4, 4>(s, at, own.product, unit, part);
+            if (threadIdx.x == ASKS_ROWS) ask_rows(s, at, own.product, part);
+        }
+        if (threadIdx.x >= FIRST_FINDER) find_factors(s, own.squares, own.tiles, own.size, own.eps);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        await_kernels_before();
+        int group = threadIdx.x / 128;
+        for (int unit = blockIdx.x; unit < own.product.units; unit += gridDim.x) {
+            float sums[2][ROWS / 2];
+            multiply_all<2, 4>(s, at, sums, part, group);
+            if (unit == blockIdx.x) sync_factors();
+            end_logits(s, own, sums, unit * 4 + group * 2);
+        }
+    }
+}
