@@ -61,8 +61,10 @@ class ToyBackend(Backend):
         nan_after: int | None = None,
         chooses: bool = False,
         ahead: bool = False,
+        looks_up: bool = True,
     ) -> None:
         self.chooses = chooses or ahead
+        self.looks_up = looks_up  # where it runs ahead
         self.keeps_ahead = ahead
         self.ahead = ahead
         self.num_launched = 0  # passes that were begun ahead

@@ -10,6 +10,7 @@ import numpy as np
 
 from paceline.backends.base import AheadDraft, AheadOutput, Float32Array, ForwardBatch, Int32Array, Joining
 from paceline.verify.reference import choose_token_reference
+from tests.draft.reference import ngram_chain
 
 if TYPE_CHECKING:
     from tests.toy import ToyBackend, ToyPool
@@ -28,8 +29,9 @@ def reference_token(
 class ToyAhead:
     """An AheadDecoder whose passes run when they are begun, and are read later.
 
-    If it drafts, chains of `length` are right as far as the position says. Guesses that are wrong are written
-    behind, as a device would, and the places of the next pass are looked up by the one before it.
+    If it drafts, chains of `length` are right as far as the position says, or what a plain search finds in
+    the texts that it was told. Guesses that are wrong are written behind, as a device would, and the places
+    of the next pass are looked up by the one before it.
     """
 
     def __init__(self, backend: ToyBackend, pool: ToyPool, slots: int, layers: int) -> None:
@@ -41,6 +43,7 @@ class ToyAhead:
         self._temperatures = np.zeros(slots)  # [slots]
         self._kept = np.zeros((slots, 3))  # [slots, 3]
         self._takes_drafts = np.ones(slots, dtype=np.bool_)  # [slots]
+        self._texts: dict[int, list[int]] = {}  # of slots, if they were told
         self._unread: deque[AheadOutput] = deque()
         self._by_host = False  # whether the host drafts
         self._told: dict[int, list[int]] = {}  # the pages that the last pass has told the next one of
@@ -52,6 +55,14 @@ class ToyAhead:
         self._seeds[slots], self._temperatures[slots] = requests.seeds, requests.temperatures
         self._kept[slots], self._takes_drafts[slots] = requests.kept, requests.takes_drafts
         self._told = {}
+        for number, slot in enumerate(slots.tolist()):
+            self._texts.pop(slot, None)
+            if requests.texts is not None:
+                self._texts[slot] = requests.texts[number].tolist()
+
+    @property
+    def looks_up(self) -> bool:
+        return self._backend.looks_up
 
     def launch(
         self,
@@ -62,6 +73,13 @@ class ToyAhead:
     ) -> None:
         self._backend.num_launched += 1
         before, self._length = self._length, 0 if draft is None else draft.length
+        found = None
+        if draft is not None and draft.look_up is not None:
+            given = np.full((len(slots), draft.length), -1, dtype=np.int32)  # which nobody chooses
+            chains = [self._looked_up(slot, draft) for slot in slots]
+            for line, chain in zip(given, chains, strict=True):
+                line[: len(chain)] = chain
+            found = np.array([len(chain) for chain in chains], dtype=np.int32)
         self._by_host = given is not None
         if list(slots) == list(self._told) and self._length == before:
             assert {slot: self._next_pages(slot, page_tables) for slot in slots} == self._told
@@ -80,8 +98,16 @@ class ToyAhead:
                 place = self._page(slot, index, page_tables) * self._backend.page_size
                 self._pool.tokens[place + index % self._backend.page_size] = -999
         features = np.repeat(tokens.astype(np.float32), self._layers, axis=1) if self._layers else None
-        self._unread.append(AheadOutput(tokens, counts, None if self._length else features))
+        self._unread.append(AheadOutput(tokens, counts, None if self._length else features, found))
         self._told = {slot: self._next_pages(slot, page_tables) for slot in slots}
+
+    def _looked_up(self, slot: int, draft: AheadDraft) -> list[int]:
+        """What the text of a slot says."""
+        text, length, options = self._texts[slot], int(self._lengths[slot]), draft.look_up
+        assert options is not None
+        assert len(text) == length + 1, "a text that is not known to its end"
+        most = min(draft.length, int(self._limits[slot]) - 1 - length) if self._takes_drafts[slot] else 0
+        return ngram_chain(text, options.shortest, options.longest, max(most, 0))
 
     def _goes_on(self, slot: int, starts: Int32Array, level: int, tokens: Int32Array) -> bool:
         """Whether a slot's chain was right down to here."""
@@ -111,6 +137,9 @@ class ToyAhead:
             for logits, slot in zip(output.logits, own, strict=True)
         ]
         self._tokens[own] = np.maximum(chosen, 0)
+        for slot, token in zip(own, self._tokens[own].tolist(), strict=True):
+            if slot in self._texts:
+                self._texts[slot].append(token)
         return np.array(chosen, dtype=np.int32)
 
     def _next_pages(self, slot: int, page_tables: Int32Array) -> list[int]:

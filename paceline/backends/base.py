@@ -111,17 +111,29 @@ class Joining:
     temperatures: Float64Array  # [requests]
     takes_drafts: BoolArray  # [requests] whether drafted tokens are theirs too, or only what follows the last
     kept: Float64Array  # [requests, 3] top_k, top_p and min_p: of a decoder of a backend that keeps some
+    # [requests] all tokens of each, for passes that look up; None: nobody will ask for more than the last two
+    texts: Sequence[Int32Array] | None = None
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """Chains of requests' own texts, as draft/ngram.py finds them."""
+
+    shortest: int  # tokens of an n-gram
+    longest: int
 
 
 @dataclass(frozen=True, eq=False)
 class AheadDraft:
-    """What a pass drafts with at its beginning: chains of a head's guesses, or such as the host gives it."""
+    """What a pass drafts with at its beginning: chains of a head's guesses, such as it finds in the requests'
+    own texts, or such as the host gives it."""
 
     length: int  # of the chains, at least 1
-    runner: HeadRunner | None = None  # None: the host drafts
+    runner: HeadRunner | None = None  # None: no head drafts
     pool: KVPool | None = None  # of the head, which keeps features
     feature_layers: tuple[int, ...] = ()  # that the head reads
     most_requests: int | None = None  # of a pass; None: as many as there are slots
+    look_up: LookUp | None = None  # None, and no head: the host drafts
 
 
 @dataclass(frozen=True)
@@ -131,6 +143,7 @@ class AheadOutput:
     tokens: Int32Array  # [slots, 1 + length of drafts] -1 where logits gave none
     counts: Int32Array  # [slots] how many of these are tokens
     features: Float32Array | None = None  # [slots, width] of the computed tokens, if asked
+    found: Int32Array | None = None  # [slots] how many tokens were drafted for each, if the pass looked up
 
 
 @dataclass(frozen=True)
@@ -149,6 +162,11 @@ class AheadDecoder(Protocol):
     Passes and all other work of the backend run in the order in which they were begun.
     """
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether passes can look up chains where they run."""
+        ...
+
     def join(self, requests: Joining) -> None:
         """Learn to know requests, or the present state of known ones."""
         ...
@@ -165,8 +183,9 @@ class AheadDecoder(Protocol):
         `page_tables` [all slots, most pages] are those of this pass. They have room for what another one of
         its kind computes too, below the limits, and what they say of it stays: the pass may tell the next.
         A head that drafts has computed all of the requests' tokens but the last, and those of passes that
-        it has not drafted in, and features of all computed tokens are in its pool. If the host drafts,
-        `given` [slots, length] are its tokens, anything where it has none.
+        it has not drafted in, and features of all computed tokens are in its pool. A pass that looks up has
+        been told the texts of its requests. If the host drafts, `given` [slots, length] are its tokens,
+        anything where it has none.
         """
         ...
 

@@ -23,10 +23,10 @@ from paceline.backends.cuda.kernels.matrix import Matrix
 from paceline.backends.cuda.weights import Weights, load_weights, packing_for
 from paceline.bench.gpu_drafting import (
     Drafting,
-    by_host,
     draft_model,
     eagle3_chain,
     eagle3_tree,
+    ngram,
     random_tensor,
 )
 from paceline.bench.gpu_torch import PlainDecode
@@ -188,10 +188,6 @@ def _plain(target: Weights) -> Drafting:
     return Drafting(chain_shape(0), None, 0)
 
 
-def _by_host(target: Weights) -> Drafting:
-    return by_host()
-
-
 def _with_model(target: Weights) -> Drafting:
     config = SHAPES[DRAFT_MODEL]
     draft = load_weights(config, random_weights(config, target.device))
@@ -203,7 +199,7 @@ _DRAFTS: dict[str, Callable[[Weights], Drafting]] = {
     "eagle3": eagle3_chain,
     "tree": eagle3_tree,
     "model": _with_model,
-    "ngram": _by_host,
+    "ngram": ngram,
 }
 
 
@@ -239,18 +235,11 @@ class Setting:
 def measure_ours(weights: Weights, requests: int, setting: Setting, drafting: Drafting) -> float:
     """Milliseconds per step of the decode loop, whose tokens are copied to the host."""
     loop = prefilled_loop(weights, requests, setting, drafting)
-    said = torch.zeros(loop.said.shape, dtype=torch.int32, pin_memory=True)  # counts, then tokens
-    tokens = said[requests:].view(requests, -1)
-    waits = drafting.make is None and drafting.shape.levels > 0
-    drafts = torch.zeros((requests, drafting.shape.levels), dtype=torch.int32, pin_memory=True)
+    said = torch.zeros(loop.said.shape, dtype=torch.int32, pin_memory=True)
 
     def step() -> None:
         loop.step(requests)
         said.copy_(loop.said, non_blocking=True)  # as the engine does
-        if waits:  # what the host drafts depends on the tokens, and the next step on what it drafts
-            torch.cuda.synchronize()
-            drafts.copy_(tokens[:, :1])
-            loop.drafted(requests)[:, 1:].copy_(drafts, non_blocking=True)
 
     return time_steps(step, setting.output_tokens)
 
@@ -276,7 +265,8 @@ def prefilled_loop(weights: Weights, requests: int, setting: Setting, drafting: 
         some = slice(first, min(first + at_once, requests))
         backend.forward(_prompts(prompts[some, :-1], pages[some], pool))
     draft = None if drafting.make is None else drafting.make(requests, requests * pages_each, longest)
-    loop = DecodeLoop(weights, pool, state, requests, PAGE_SIZE, draft, drafting.shape)
+    look_up = drafting.look_up
+    loop = DecodeLoop(weights, pool, state, requests, PAGE_SIZE, draft, drafting.shape, look_up=look_up)
     loop.begin(list(range(requests)), requests)
     return loop
 

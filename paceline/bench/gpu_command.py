@@ -23,7 +23,7 @@ WORDS = {
     "eagle3": "EAGLE-3 head, chain of 5",
     "tree": "EAGLE-3 head, tree of 32",
     "model": "draft of llama-3.2-1b, chain of 5",
-    "ngram": "chain of 5 from the host",
+    "ngram": "chain of 5, looked up",
 }
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from paceline.backends.base import LookUp
 from paceline.backends.cuda.backend import PAGE_SIZE
 from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork, ModelNetwork
 from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, tree_shape
@@ -24,6 +25,7 @@ from paceline.models.config import ModelConfig
 CHAIN = 5  # drafted tokens
 TREE = (32, 3, CHAIN)  # rows with the root, most children, levels
 DRAFT_VOCABULARY = 32000
+LOOK_UP = LookUp(2, 4)  # what `ngram` does if nothing is said
 
 # from the pages of requests and their longest length to what drafts
 MakeDraft = Callable[[int, int, int], DraftNetwork]
@@ -34,8 +36,9 @@ class Drafting:
     """One way to draft beside a target."""
 
     shape: DraftShape
-    make: MakeDraft | None  # None: the host writes the draft between two steps
+    make: MakeDraft | None  # None: there is no network
     bytes_read: int  # of the draft's weights, in a step
+    look_up: LookUp | None = None  # None, and no network: nothing is drafted
 
 
 def eagle3(target: Weights, shape: DraftShape) -> Drafting:
@@ -65,9 +68,9 @@ def draft_model(target: Weights, draft: Weights, weight_bytes: int) -> Drafting:
     return Drafting(shape, make, shape.levels * weight_bytes)
 
 
-def by_host() -> Drafting:
-    """A chain that the host puts together from the last step's tokens, as n-gram lookup does."""
-    return Drafting(chain_shape(CHAIN), None, 0)
+def ngram(target: Weights) -> Drafting:
+    """A chain that is looked up in the request's text, where there is one: both take as long."""
+    return Drafting(chain_shape(CHAIN), None, 0, LOOK_UP)
 
 
 def eagle3_chain(target: Weights) -> Drafting:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from paceline.draft.trees import DraftPlan, DraftTrees
 
 if TYPE_CHECKING:
-    from paceline.backends.base import AheadDraft, Backend, KeptFeatures
+    from paceline.backends.base import AheadDraft, Backend, KeptFeatures, LookUp
     from paceline.config import BackendOptions
     from paceline.engine.request import Request
     from paceline.kv.cache import KVCache
@@ -136,6 +136,7 @@ class Drafter(Protocol):
     follows_prefix: bool = False  # whether it can draft behind a plan's prefix; if not, it is not asked then
     least_chance: float = 0.0  # of a path, as it is set: less is not worth a row on this machine
     only_forced: bool = False  # whether all it drafts is forced, so that its budget is for that
+    look_up: LookUp | None = None  # how a decoder finds the same chains where it runs, if it can
 
     def bind(self, kv: KVCache) -> None:
         """Called once, before the first request: the place to take a KV pool on the engine's pages."""

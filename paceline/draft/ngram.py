@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.backends.base import LookUp
 from paceline.draft.base import Drafter, Target
 from paceline.draft.matching import copy_longest
 from paceline.draft.occurrences import Occurrences
@@ -79,6 +80,7 @@ class NgramDrafter(Drafter):
 
     def __init__(self, options: Options) -> None:
         self._indexes = RequestIndexes(range(options.shortest, options.prompt_lookup_max + 1))
+        self.look_up = LookUp(options.shortest, options.prompt_lookup_max)
 
     @classmethod
     def load(cls, options: Options, target: Target) -> NgramDrafter:

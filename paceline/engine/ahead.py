@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from paceline.engine.flight import Flying, PassAhead, PromptPass, joining, padde
 from paceline.engine.request import Request, Status
 from paceline.engine.scheduler import Scheduled
 from paceline.engine.stats import StepStats
+from paceline.engine.turns import Turns
 from paceline.engine.verification import chosen_verdict
 from paceline.engine.worth import Worth
 from paceline.kv.cache import KVCache
@@ -65,6 +67,8 @@ class RunAhead:
         self._worth = Worth()  # of what the host drafts
         self._hosted = False  # whether it ever drafts
         self._resting = 0  # passes that begin without asking it
+        self._turns = Turns()  # of passes that look up, and of plain ones
+        self._knows_texts = False  # whether the decoder is told all tokens of those it knows
         self._waited = 0  # passes, by those who have come and whose prompts have not begun, together
         self._error: Exception | None = None  # that a pass was lost by when it was to begin
         self.is_offered = True  # until there is no decoder: steps should not pay
@@ -135,6 +139,9 @@ class RunAhead:
             self._take_back()
         self._plan = plan
         try:
+            if draft is not None and draft.look_up is not None:
+                self._launch_in_turn(decoder, requests, draft)
+                return True
             if draft is not None and draft.runner is None:
                 return self._launch_by_host(decoder, requests, draft)
             while self._num_decoding < DEPTH and self._launch_one(decoder, requests, draft):
@@ -142,6 +149,17 @@ class RunAhead:
         except Exception as error:  # whoever reads the pass is told
             self._error = error
         return True
+
+    def _launch_in_turn(self, decoder: AheadDecoder, requests: Sequence[Request], draft: AheadDraft) -> None:
+        """The same where passes look up, unless plain ones give more."""
+        if not self._knows_texts:  # they join again; when a drafter begins, nobody is in flight
+            self._known.clear()
+            self._knows_texts = True
+        fits = draft.most_requests is None or len(requests) <= draft.most_requests
+        goes_on = True
+        while goes_on and self._num_decoding < DEPTH:
+            own = draft if fits and self._turns.looks_up(len(requests)) else None
+            goes_on = self._launch_one(decoder, requests, own)
 
     def _launch_by_host(self, decoder: AheadDecoder, requests: Sequence[Request], draft: AheadDraft) -> bool:
         """The same where the host drafts, behind tokens that it has read; False if a step should draft.
@@ -171,6 +189,9 @@ class RunAhead:
         """Take in what a step took and gave, ahead or not."""
         if self._hosted:
             self._worth.observe(stats)
+        draft = self._drafts.get(self._plan)
+        if draft is not None and draft.look_up is not None:
+            self._turns.observe(stats)
 
     @property
     def _num_decoding(self) -> int:
@@ -191,6 +212,8 @@ class RunAhead:
             draft = self._drafting.ahead(plan)
             if draft is None or (draft.runner is None and self._trims):
                 return None
+            if draft.look_up is not None and not (self._made is not None and self._made.looks_up):
+                draft = replace(draft, look_up=None)
             self._drafts[plan] = draft
         return self._drafts.get(plan)
 
@@ -219,7 +242,7 @@ class RunAhead:
         self._flight.append(Flying(going, plan, given))
         if new:
             self._forget_finished()
-            decoder.join(joining(new))
+            decoder.join(joining(new, self._knows_texts))
         for request in going:
             self._known[request] = self._known.get(request, 0) + 1
         slots, tables = [request.slot for request in going], self._kv.page_tables
@@ -281,6 +304,8 @@ class RunAhead:
         shapes = [(part.plan.levels, part.plan.levels) for part in parts] if plan.budget else []
         if flying.given is not None:
             shapes = [(len(flying.given[row]),) * 2 for row in rows]
+        if output.found is not None:
+            shapes = [(found, found) for found in output.found[rows].tolist()]
         return PassAhead(parts, verdicts, plan.levels, shapes, self._features(parts, rows, output))
 
     def _pop(self, was_read: bool = False) -> Flying:
@@ -309,7 +334,11 @@ class RunAhead:
         """Have ready what the first passes by this plan would wait for; their seconds, by their requests."""
         if not self.offers(plan) or self._made is None:
             return {}
-        return self._made.prepare(self._draft(plan))
+        draft = self._draft(plan)
+        seconds = self._made.prepare(draft)
+        if draft is None or draft.look_up is not None:
+            self._turns.expect(draft is not None, seconds)
+        return seconds
 
     def leave(self) -> None:
         """Other passes follow: what the decoder knows of requests will be out of date."""

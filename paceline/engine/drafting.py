@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 Group = tuple[list[int], DraftTrees]  # parts, and what one drafter proposes for them
 
 FORCED_ONLY = DraftPlan(GrammarDrafter.name, MOST_FORCED)
-MOST_GIVEN_ROWS = 128  # of a pass that is given drafts where it runs: with more, ragged rows are fewer
+# Rows of a pass that is given drafts where it runs, or looks them up: with more, the ragged rows of an
+# ordinary step are fewer, and so are those of plain passes.
+MOST_GIVEN_ROWS = 128
 ROOM_AT_ENDS = 8  # nodes for what is forced at the ends of a draft
 
 
@@ -224,8 +226,10 @@ class Drafting:
             return drafter.ahead(plan)
         if drafter.needs != DrafterNeeds() or self.feature_layers:
             return None
-        # it is asked between two passes; what it drafts is often short, and all chains of a pass are alike
-        return AheadDraft(plan.levels, most_requests=max(1, MOST_GIVEN_ROWS // (1 + plan.levels)))
+        # it is asked between two passes, unless they look up; what it drafts is often short, and all chains
+        # of a pass are alike
+        most = max(1, MOST_GIVEN_ROWS // (1 + plan.levels))
+        return AheadDraft(plan.levels, most_requests=most, look_up=drafter.look_up)
 
     def chains(self, plan: DraftPlan, requests: Sequence[Request]) -> list[Sequence[int]]:
         """The chain that a drafter proposes for each request by this plan, which can be empty."""

@@ -55,8 +55,8 @@ class PassAhead:
         return (1 + self.levels) * sum([part.request.num_computed for part in self.parts])
 
 
-def joining(requests: Sequence[Request]) -> Joining:
-    """What a decoder must know of requests that it does not know yet."""
+def joining(requests: Sequence[Request], with_texts: bool = False) -> Joining:
+    """What a decoder must know of requests that it does not know yet; for look-ups all of their texts."""
     params = [request.params for request in requests]
     return Joining(
         slots=np.array([request.slot for request in requests], dtype=np.int32),
@@ -67,6 +67,7 @@ def joining(requests: Sequence[Request]) -> Joining:
         temperatures=np.array([own.temperature for own in params], dtype=np.float64),
         takes_drafts=np.array([not request.undrafted for request in requests]),
         kept=np.array([(own.top_k, own.top_p, own.min_p) for own in params], dtype=np.float64),
+        texts=[np.array(own.token_ids, dtype=np.int32) for own in requests] if with_texts else None,
     )
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.control.controller import Controller, FixedController, Load
 from paceline.draft.base import Drafter, DrafterNeeds
+from paceline.draft.ngram import NgramDrafter
 from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.engine.ahead import MOST_DRAFTS
 from paceline.engine.engine import Engine
@@ -92,6 +93,15 @@ class Hosted(ScriptedDrafter):
         assert features is None
 
 
+class LookedUp(NgramDrafter):
+    """Chains that the decoder finds in the texts: also behind one token, since the toy seldom repeats two."""
+
+    name = "scripted"
+
+    def __init__(self, truth, style):
+        super().__init__(NgramDrafter.Options(prompt_lookup_min=1))
+
+
 LENGTHS = st.one_of(st.just([]), st.just([3]), st.lists(st.integers(0, 3), min_size=2, max_size=4))
 
 
@@ -103,7 +113,7 @@ LENGTHS = st.one_of(st.just([]), st.just([3]), st.lists(st.integers(0, 3), min_s
     st.booleans(),
     LENGTHS,
     st.integers(1, 4),
-    st.sampled_from([ScriptedDrafter, Hosted]),
+    st.sampled_from([ScriptedDrafter, Hosted, LookedUp]),
 )
 def test_requests_that_come_end_and_are_aborted_get_the_tokens_of_plain_steps(
     events, num_pages, page_size, caching, lengths, hold, kind

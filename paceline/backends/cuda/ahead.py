@@ -38,8 +38,9 @@ BUFFERS = 4  # more than there are passes in flight, so that none is written bef
 class Buffer:
     """Memory of the host through which a pass is spoken to and answers. On a GPU it is pinned."""
 
-    said: torch.Tensor  # int32 [rows * (2 + length of drafts)] counts, then tokens: see DecodeLoop
+    said: torch.Tensor  # int32 [rows * (3 + length of drafts)] counts, found, tokens: see DecodeLoop
     counts: Int32Array  # [rows] the same memory
+    found: Int32Array | None  # [rows] the same memory: how many tokens were looked up, if they are
     tokens: Int32Array  # [rows, 1 + length of drafts] the same memory: what the pass chose
     features: torch.Tensor | None  # float32 [rows, width]
     given: torch.Tensor  # int32 [rows, length of drafts] what the host drafted
@@ -59,6 +60,8 @@ class Loop:
 
 class CudaAhead:
     """An AheadDecoder: see backends/base.py."""
+
+    looks_up = True
 
     def __init__(
         self,
@@ -110,6 +113,8 @@ class CudaAhead:
         told = told[:, np.arange(count) % len(requests.slots)]  # to say a thing twice does no harm
         self._told[:, :count].copy_(sent(told, self.device))
         self._graphs.run(count, lambda: self._take_over(count))
+        for slot, text in zip(requests.slots.tolist(), requests.texts or (), strict=False):
+            self._requests.tokens[slot, : len(text)] = sent(text, self.device)
         self._keeps_all[requests.slots] = (requests.temperatures == 0) | (requests.kept == KEEP_ALL).all(1)
         self._lengths[requests.slots] = requests.lengths
         self._last = None
@@ -149,7 +154,7 @@ class CudaAhead:
             buffer.given.numpy()[: len(own)] = given
             steps.drafted(rows)[:, 1:].copy_(buffer.given[:rows], non_blocking=True)
         steps.step(rows, bool(self._keeps_all[index].all()))
-        used = loop.most + rows * loop.width
+        used = 2 * loop.most + rows * loop.width
         buffer.said[:used].copy_(steps.said[:used], non_blocking=True)
         if buffer.features is not None:
             assert steps.features is not None
@@ -169,7 +174,8 @@ class CudaAhead:
         counts = buffer.counts[:count]
         self._lengths[slots] -= buffer.tokens.shape[1] - counts
         features = None if buffer.features is None else cast(Float32Array, buffer.features[:count].numpy())
-        return AheadOutput(buffer.tokens[:count], counts, features)
+        found = None if buffer.found is None else buffer.found[:count]
+        return AheadOutput(buffer.tokens[:count], counts, features, found)
 
     def skip(self) -> None:
         """Nobody will read the oldest pass that was not read."""
@@ -210,6 +216,7 @@ class CudaAhead:
             return self._loops[draft]
         network, keeps, layers = None, None, self._feature_layers
         shape, most = chain_shape(0 if draft is None else draft.length), self._rows
+        look_up = None if draft is None else draft.look_up
         if draft is not None and draft.most_requests is not None:
             most = min(most, bucket(draft.most_requests))
         if draft is not None and draft.runner is not None:
@@ -229,8 +236,12 @@ class CudaAhead:
             given=shape,
             feature_layers=layers,
             kept=keeps,
+            look_up=look_up,
         )
-        buffers = deque(self._buffer(steps, most, gives_features=keeps is None) for _ in range(BUFFERS))
+        buffers = deque(
+            self._buffer(steps, most, gives_features=keeps is None, looks_up=look_up is not None)
+            for _ in range(BUFFERS)
+        )
         self._loops[draft] = Loop(steps, buffers, most, steps.output.shape[1])
         return self._loops[draft]
 
@@ -254,7 +265,7 @@ class CudaAhead:
             there = sent(changes, self.device)
         self._requests.pages.view(-1)[there[: len(places)]] = there[len(places) :].int()
 
-    def _buffer(self, steps: DecodeLoop, most: int, gives_features: bool) -> Buffer:
+    def _buffer(self, steps: DecodeLoop, most: int, gives_features: bool, looks_up: bool) -> Buffer:
         pinned = self.device.type == "cuda"
 
         def like(values: torch.Tensor) -> torch.Tensor:
@@ -265,7 +276,8 @@ class CudaAhead:
         return Buffer(
             said,
             numbers[:most],
-            numbers[most:].reshape(most, -1),
+            numbers[most : 2 * most] if looks_up else None,
+            numbers[2 * most :].reshape(most, -1),
             like(steps.features) if gives_features and steps.features is not None else None,
             torch.zeros((most, steps.output.shape[1] - 1), dtype=torch.int32, pin_memory=pinned),
             torch.zeros(8 * most * steps.output.shape[1], dtype=torch.int64, pin_memory=pinned),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from paceline.backends.base import LookUp
 from paceline.backends.cuda.draft_networks import DraftNetwork, DraftRows
 from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, plan_step
 from paceline.backends.cuda.graphs import Graphs
@@ -23,6 +24,7 @@ from paceline.backends.cuda.kernels.attention import MOST_PATH, RowTables, tile_
 from paceline.backends.cuda.kernels.features import keep_features
 from paceline.backends.cuda.kernels.guess import choose, guess, guesses_for
 from paceline.backends.cuda.kernels.keeping import find_cuts, kept_for
+from paceline.backends.cuda.kernels.look_up import look_up
 from paceline.backends.cuda.kernels.sampling import candidates_for, race
 from paceline.backends.cuda.kernels.step_rows import (
     LAST,
@@ -55,8 +57,8 @@ class DecodeLoop:
     """Steps over requests that the device knows.
 
     `output` int32 [max_rows, levels + 1] and `counts` int32 [max_rows] have the tokens of the last step and
-    how many they are: none of padding or beyond a limit. A token of -1 means unusable logits. Both lie in
-    `said`, counts first.
+    how many they are: none of padding or beyond a limit. A token of -1 means unusable logits. `found` int32
+    [max_rows] has how many tokens the step has looked up. All lie in `said`: counts, found and tokens.
     """
 
     def __init__(
@@ -70,16 +72,18 @@ class DecodeLoop:
         given: DraftShape | None = None,
         feature_layers: tuple[int, ...] = (),
         kept: HeadPool | None = None,
+        look_up: LookUp | None = None,
     ) -> None:
         """Steps of at most `max_rows` requests, plain if nothing drafts.
 
-        With `given` the host writes drafts of this shape to `drafted` before each step. If nothing drafts
-        here, `features` [rows of a pass, width] has the hidden states of its rows at `feature_layers`. They
-        are also left in a head's pool, if one is to keep them.
+        With `given` the host writes drafts of this shape to `drafted` before each step, or a step finds them
+        itself, if they are to be looked up: chains. If no network drafts, `features` [rows of a pass, width]
+        has the hidden states of its rows at `feature_layers`. They are also left in a head's pool, if one is
+        to keep them.
         """
         device, config = weights.device, weights.config
         self.weights, self.pool, self.requests, self.page_size = weights, pool, requests, page_size
-        self.draft, self._kept = draft, kept
+        self.draft, self._kept, self._look_up = draft, kept, look_up
         shape = draft.shape if draft is not None else given or chain_shape(0)
         self.feature_layers = feature_layers if draft is None else draft.feature_layers
         self.features = None if draft is None else draft.features
@@ -109,8 +113,9 @@ class DecodeLoop:
         most = plan.first_row(len(plan.passes)) * max_rows
         self._rows = StepRows(integers(LINES, most), integers(1 if shape.is_chain else most, MOST_PATH))
         self._children = [torch.from_numpy(table).to(device) for table in plan.children]
-        self.said = integers(max_rows * (shape.levels + 2))
-        self.counts, self.output = self.said[:max_rows], self.said[max_rows:].view(max_rows, -1)
+        self.said = integers(max_rows * (shape.levels + 3))
+        self.counts, self.found = self.said[: 2 * max_rows].view(2, -1)
+        self.output = self.said[2 * max_rows :].view(max_rows, -1)
         self._accepted, self._slots = integers(max_rows, shape.levels + 1), integers(max_rows)
         self._seeds = torch.zeros((max_rows, self._nodes), dtype=torch.int64, device=device)
         self._temperatures = torch.zeros((max_rows, self._nodes), dtype=torch.float64, device=device)
@@ -189,6 +194,9 @@ class DecodeLoop:
     def _step(self, rows: int, keeps_all: bool) -> None:
         if self.draft is not None:
             self._propose(self.draft, rows)
+        elif self._look_up is not None:
+            own = self._slots[:rows]
+            look_up(own, self.requests, self._look_up, self._rows, self._nodes, self.found)
         self._verify(rows, keeps_all)
         if self._kept is not None and self.features is not None:
             places = self._rows.lines[PLACES, : rows * self._nodes]

@@ -32,8 +32,9 @@ class Recording:
 
     def __init__(self, requests: object, rows: int, width: int) -> None:
         self.requests, self.features = requests, torch.zeros(rows, 3)
-        self.said = torch.full((rows * (1 + width),), -7, dtype=torch.int32)
-        self.counts, self.output = self.said[:rows], self.said[rows:].view(rows, width)
+        self.said = torch.full((rows * (2 + width),), -7, dtype=torch.int32)
+        self.counts, self.found = self.said[: 2 * rows].view(2, rows)
+        self.output = self.said[2 * rows :].view(rows, width)
         self.nodes = torch.zeros((rows, width), dtype=torch.int32)
         self.begun: list[list[int]] = []
         self.kept_all: list[bool] = []
@@ -62,7 +63,7 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
 
     made: list[Recording] = []
 
-    def loop(weights, pool, state, rows, size, network, given, feature_layers, kept):  # type: ignore[no-untyped-def]
+    def loop(weights, pool, state, rows, size, network, given, feature_layers, kept, look_up):  # type: ignore[no-untyped-def]
         made.append(Recording(state, rows, 1 + given.levels))
         return made[-1]
 

@@ -1,0 +1,213 @@
+"""Chains that are looked up on the device: those of the host's ngram drafter, whatever the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.backends.base import LookUp
+from paceline.draft.ngram import NgramDrafter
+from paceline.draft.trees import DraftPlan
+from paceline.verify.params import SamplingParams
+from tests.backends.cuda.test_backend import make, needs_gpu
+from tests.backends.cuda.test_decode_loop import LENGTH, Case
+from tests.draft.reference import ngram_chain
+from tests.draft.requests import chains, make_request
+from tests.tiny import VOCAB_SIZE, save_checkpoint
+from tests.toy import ToyTokenizer, drain
+
+LONGEST, CHAIN, SLOTS = 80, 5, 6
+BLOCK = 16  # so that texts have several
+EXAMPLES = 200 if torch.cuda.is_available() else 25  # the interpreter is slow
+
+
+def on_the_host(text: list[int], shortest: int, longest: int, most: int) -> list[int]:
+    drafter = NgramDrafter(NgramDrafter.Options(prompt_lookup_max=longest, prompt_lookup_min=shortest))
+    if most <= 0:
+        return []
+    return chains(drafter.propose([make_request(text)], [DraftPlan("ngram", most)]))[0]
+
+
+def on_the_device(
+    texts: dict[int, list[int]],
+    slots: list[int],
+    options: LookUp,
+    device: torch.device,
+    limits: dict[int, int] | None = None,
+    without: list[int] | None = None,
+) -> list[list[int]]:
+    """The chains of these slots; behind each text the state has what would go on repeating it."""
+    from paceline.backends.cuda.kernels.look_up import look_up
+    from paceline.backends.cuda.kernels.step_rows import LINES, StepRows, make_requests
+
+    state = make_requests(SLOTS, LONGEST, 16, device)
+    state.tokens.fill_(1)
+    for slot, text in texts.items():
+        state.tokens[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
+        state.lengths[slot] = len(text) - 1
+        state.limits[slot] = (limits or {}).get(slot, LONGEST)
+    state.takes_drafts[without or []] = 0
+    nodes = 1 + CHAIN
+    lines = torch.full((LINES, len(slots) * nodes), -9, dtype=torch.int32, device=device)
+    found = torch.full((len(slots),), -9, dtype=torch.int32, device=device)
+    rows = StepRows(lines, lines)
+    own = torch.tensor(slots, dtype=torch.int32, device=device)
+    look_up(own, state, options, rows, nodes, found, largest_block=BLOCK)
+    tokens = lines[0].view(len(slots), nodes)
+    assert (tokens[:, 0] == -9).all()  # the root's token is written by others
+    assert (lines[1:] == -9).all()
+    assert ((tokens[:, 1:] >= 0) | (found == -9)[:, None]).all()
+    return [line[1 : 1 + count].tolist() for line, count in zip(tokens, found.tolist(), strict=True)]
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.data(), st.integers(1, 4), st.integers(0, 3), st.integers(1, 3))
+def test_the_device_finds_what_the_host_finds(data, shortest, more, letters):  # type: ignore[no-untyped-def]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    longest = shortest + more
+    texts = {
+        slot: data.draw(st.lists(st.integers(0, letters), min_size=1, max_size=LONGEST - 1))
+        for slot in (0, 2, 5)
+    }
+    found = on_the_device(texts, [2, -1, 5, 0], LookUp(shortest, longest), device)
+    hosts = {slot: on_the_host(text, shortest, longest, CHAIN) for slot, text in texts.items()}
+    assert found == [hosts[2], [], hosts[5], hosts[0]]
+
+
+def test_texts_of_many_blocks(device: torch.device) -> None:
+    """The newest of equals, the longest of all, and both in other blocks than the end."""
+    quiet = list(range(100, 100 + 3 * BLOCK))
+    texts = {
+        0: [1, 2, 3, 40, *quiet, 1, 2, 3, 50, 51, 52, 53, 54, *quiet[:9], 1, 2, 3],
+        1: [1, 2, 3, 41, 42, 43, 44, 45, *quiet, 2, 3, 50, *quiet[:9], 1, 2, 3],
+        2: [*quiet, 7, 8],
+        3: [9, *([4] * 60)],
+    }
+    assert all(len(text) <= LONGEST for text in texts.values())
+    found = on_the_device(texts, [0, 1, 2, 3], LookUp(2, 4), device)
+    assert found == [[50, 51, 52, 53, 54], [41, 42, 43, 44, 45], [], [4] * 5]
+
+
+def test_what_no_request_can_have_is_not_drafted(device: torch.device) -> None:
+    """Beyond a limit, for those who take no drafts, and for padding."""
+    text = [1, 2, 3, 4, 5, 6, 1, 2]
+    texts = dict.fromkeys(range(6), text)
+    limits = {0: LONGEST, 1: len(text) + 2, 2: len(text), 3: len(text) - 1}
+    found = on_the_device(texts, [0, 1, 2, 3, 4, -1], LookUp(2, 4), device, limits, without=[4])
+    assert found == [[3, 4, 5, 6, 1], [3, 4], [], [], [], []]
+    assert found[1] == on_the_host(text, 2, 4, limits[1] - len(text))
+
+
+def test_steps_that_look_up_leave_the_tokens_as_they_are(device: torch.device, dtype: torch.dtype) -> None:
+    """The text is made so that the first step finds what is right, and the state takes what it gave."""
+    from paceline.backends.cuda.decode_loop import DecodeLoop
+    from paceline.backends.cuda.draft_shape import chain_shape
+
+    plain, _ = Case(0.0, device, dtype).run(None, 3)
+    case = Case(0.0, device, dtype)
+    case.state.tokens[1, 2:6] = torch.tensor(
+        [*case.state.tokens[1, LENGTH - 1 : LENGTH + 1].tolist(), *plain[:2]]
+    )
+    expected, _ = case.run(None, 3)  # of this text
+    case = Case(0.0, device, dtype)
+    before = case.state.tokens[1, LENGTH - 1 : LENGTH + 1].tolist()
+    case.state.tokens[1, 2:6] = torch.tensor([*before, *expected[:2]])
+    loop = DecodeLoop(
+        case.weights, case.pool(), case.state, 2, 16, None, chain_shape(2), look_up=LookUp(2, 4)
+    )
+    loop.begin([1], 2)
+    loop.step(2)
+    assert loop.found.tolist() == [2, 0]
+    assert loop.counts.tolist() == [3, 0]
+    assert loop.output[0].tolist() == expected
+    assert case.state.tokens[1, LENGTH + 1 : LENGTH + 4].tolist() == expected
+
+
+def test_the_texts_of_who_joins_are_there(device: torch.device) -> None:
+    from paceline.backends.cuda.ahead import CudaAhead
+    from tests.backends.cuda.test_ahead import joining
+
+    weights = type("Weights", (), {"device": device})
+    decoder = CudaAhead(weights, None, 6, 32, 4)  # type: ignore[arg-type]
+    texts = [np.arange(8, dtype=np.int32), np.arange(100, 104, dtype=np.int32)]
+    told = joining([4, 2], [7, 3])
+    decoder.join(type(told)(**{**told.__dict__, "texts": texts}))
+    assert decoder._requests.tokens[4, :9].tolist() == [*range(8), 0]
+    assert decoder._requests.tokens[2, :5].tolist() == [100, 101, 102, 103, 0]
+
+
+def foretold(prompt: list[int], output: list[int]) -> tuple[int, int, int]:
+    """Steps with drafts, drafted and accepted tokens, if all but the first token come by steps that look up.
+
+    Where nothing is found the chain is of zeros, which may be right.
+    """
+    steps = drafted = accepted = 0
+    done = 1
+    while done < len(output):
+        most = min(CHAIN, len(output) - done - 1)
+        found = ngram_chain([*prompt, *output[:done]], 1, 4, most)
+        right = 0
+        for token, chosen in zip(found or [0] * most, output[done:], strict=False):
+            if token != chosen:
+                break
+            right += 1
+        if found:
+            steps, drafted, accepted = steps + 1, drafted + len(found), accepted + right
+        done += 1 + right
+    return steps, drafted, accepted
+
+
+@needs_gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.2])
+def test_an_engine_whose_passes_look_up_gives_the_tokens_of_off(
+    temperature: float,
+    tmp_path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More requests than slots, and what was drafted is what the texts say.
+
+    No chunk of a prompt is its last token alone: a pass that looks up would compute it.
+    """
+    from paceline.control.controller import FixedController
+    from paceline.draft.trees import PLAIN
+    from paceline.engine.admission import Limits
+    from paceline.engine.engine import Engine
+    from paceline.engine.turns import Turns
+    from paceline.models.registry import load_checkpoint
+
+    monkeypatch.setattr(Turns, "looks_up", lambda self, requests: True)
+    checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
+    prompts = [np.random.default_rng(n).integers(2, 5 + n, 3 + 4 * n).tolist() for n in range(7)]
+
+    def outputs(plan: DraftPlan) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
+        drafters = {"ngram": NgramDrafter(NgramDrafter.Options(prompt_lookup_min=1))}
+        backend, limits = make(checkpoint, device, dtype), Limits(VOCAB_SIZE, 128, 4, 32)
+        controller = FixedController(plan)
+        engine = Engine(
+            backend, ToyTokenizer(), limits, num_pages=80, drafters=drafters, controller=controller
+        )
+        results = []
+        for number, prompt in enumerate(prompts):
+            own = SamplingParams(
+                temperature=temperature, seed=number, max_tokens=60 + number, ignore_eos=True
+            )
+            results.append(engine.add_request(prompt, own)[0])
+        drain(engine, scribble=False)
+        assert all(request.error is None and not request.failed_drafters for request in results)
+        counts = [request.speculative for request in results]
+        return [request.output_token_ids for request in results], [
+            (own.num_spec_steps, own.num_draft_tokens, own.num_accepted_draft_tokens) for own in counts
+        ]
+
+    expected, _ = outputs(PLAIN)
+    looked_up, counts = outputs(DraftPlan("ngram", CHAIN))
+    assert looked_up == expected
+    assert counts == [foretold(prompt, own) for prompt, own in zip(prompts, expected, strict=True)]
+    assert sum(accepted for _, _, accepted in counts) > 0

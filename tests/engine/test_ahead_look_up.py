@@ -1,0 +1,124 @@
+"""Passes that look up chains where they run draft what the host would, and wait for nobody."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.control.controller import Controller
+from paceline.draft.ngram import NgramDrafter
+from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.engine import drafting
+from paceline.engine.turns import Turns
+from tests.engine.test_ahead import params
+from tests.engine.test_exactness import prompt
+from tests.toy import ToyBackend, drain, toy_engine
+from tests.toy_logits import hashed_logits
+
+LENGTH = 5
+
+
+class Repeating(ToyBackend):
+    """Goes on by the position alone, which repeats, but one token in eleven is decided by all before it."""
+
+    def logits_of(self, tokens, positions):
+        if positions[-1] % 11 == 0:
+            return super().logits_of(tokens, positions)
+        return hashed_logits((positions[-1:] % 7).tobytes(), self.vocab)
+
+
+def results(backend, count=5, drafts=True, **options):
+    """Tokens and counts of some requests, one of which wants no drafts, and the engine."""
+    drafter = NgramDrafter(NgramDrafter.Options()) if drafts else None
+    engine = toy_engine(backend, drafter=drafter, budget=LENGTH, branching=1, **options)
+    added = []
+    for number in range(count):
+        own = {"max_tokens": 30 + 3 * number, "ignore_eos": True, "temperature": 0.9 if number == 1 else 0.0}
+        if number == 3:
+            own["speculative"] = "off"
+        added.append(engine.add_request(prompt(number, 4 + number), params(number, **own))[0])
+    drain(engine)
+    outputs = [request.output_token_ids for request in added]
+    counts = [request.speculative for request in added]
+    return outputs, [
+        (own.num_spec_steps, own.num_draft_tokens, own.num_accepted_draft_tokens) for own in counts
+    ]
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Every pass looks up that can."""
+    monkeypatch.setattr(Turns, "looks_up", lambda self, requests: True)
+
+
+def test_tokens_are_those_of_off_and_drafts_those_that_the_host_makes_between_two_steps(always):
+    plain, nothing = results(Repeating(), drafts=False)
+    by_host, host_counts = results(Repeating())  # step by step
+    backend = Repeating(ahead=True)
+    looked_up, counts = results(backend)
+    assert looked_up == by_host == plain
+    assert counts == host_counts
+    assert counts[3] == nothing[3] == (0, 0, 0)
+    assert all(counts[number][2] > 10 for number in (0, 2, 4))
+    assert backend.num_launched < 40  # of up to 41 tokens
+
+
+def test_a_pass_is_always_begun_before_the_last_is_read(always):
+    engine = toy_engine(
+        Repeating(ahead=True),
+        drafter=NgramDrafter(NgramDrafter.Options()),
+        budget=LENGTH,
+        branching=1,
+    )
+    (request,) = engine.add_request(prompt(2, 5), params(2, max_tokens=60, ignore_eos=True))
+    in_flight = []
+    while engine.has_unfinished:
+        engine.step()
+        in_flight.append(len(engine._ahead._flight))
+    assert request.speculative.num_accepted_draft_tokens > 20
+    assert in_flight[1:-3] == [1] * len(in_flight[1:-3])  # another one, behind the one that was read
+
+
+def test_where_a_decoder_cannot_look_up_the_host_does(always):
+    plain, _ = results(Repeating(), drafts=False)
+    by_host, counts = results(Repeating(ahead=True, looks_up=False))
+    assert by_host == plain
+    assert counts[0][2] > 10
+
+
+def test_with_more_requests_than_pay_passes_are_plain(always, monkeypatch):
+    plain, _ = results(Repeating(), drafts=False)
+    few, some_counts = results(Repeating(ahead=True))
+    monkeypatch.setattr(drafting, "MOST_GIVEN_ROWS", 3 * (1 + LENGTH))
+    looked_up, counts = results(Repeating(ahead=True))
+    assert looked_up == few == plain
+    accepted, all_accepted = (sum(own[2] for own in counts) for counts in (counts, some_counts))
+    assert 0 < accepted < all_accepted  # some when others have ended
+
+
+class Alternating(Controller):
+    """Now these passes, now those."""
+
+    def __init__(self, hold):
+        self.hold, self.step = hold, 0
+
+    def plan(self, running, load):
+        self.step += 1
+        return [DraftPlan("ngram", LENGTH) if self.step // self.hold % 2 else PLAIN for _ in running]
+
+
+@pytest.mark.parametrize("hold", [1, 3, 8])
+def test_who_was_known_without_its_text_is_told_it_when_passes_begin_to_look_up(always, hold):
+    plain, _ = results(Repeating(), drafts=False)
+    looked_up, counts = results(Repeating(ahead=True), controller=Alternating(hold))
+    assert looked_up == plain
+    assert counts[0][2] > 5
+
+
+def test_plain_passes_and_such_that_look_up_may_take_turns(monkeypatch):
+    turns = iter(np.random.default_rng(0).integers(0, 2, 10_000).tolist())
+    monkeypatch.setattr(Turns, "looks_up", lambda self, requests: bool(next(turns)))
+    plain, _ = results(Repeating(), drafts=False)
+    looked_up, counts = results(Repeating(ahead=True))
+    assert looked_up == plain
+    assert counts[0][2] > 5
