@@ -44,6 +44,9 @@ class Stream:
     feed_forward_input: Normed
     activated: torch.Tensor  # [rows, padded intermediate]
     output: Normed  # what the next layer reads
+    features: torch.Tensor | None = (
+        None  # float32 [rows, hidden] where the residual stream goes too, if wanted
+    )
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ def run_between(
         return False
     if not streams_on(device) or not _fits(layer, heads, programs_of(device)):
         return False
+    if stream.features is not None and stream.features.shape[1] != stream.hidden.shape[1]:
+        return False  # what is padding would be written, too
     kernel = streaming_kernel("between", "between_attentions", padded, RINGS[padded], device)
     if kernel is None:
         return False
@@ -135,10 +140,12 @@ def _argument(
         written.squares,
         *of_heads,
         scratch.counters,
+        stream.features,
     )
     assert len(scratch.counters) >= COUNTERS, "splits have one for each tile"
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     sizes = stream.hidden.shape[1], stream.activated.shape[1], rows, *counts
+    stride = 0 if stream.features is None else stream.features.stride(0)
     early = padded == FEW and rows > 1  # with one row, or many, attention is better off later
-    of_rows = struct.pack("<6i2f", *sizes, early, float(written.size), written.eps)
+    of_rows = struct.pack("<7i2f", *sizes, stride, early, float(written.size), written.eps)
     return argument(*products, struct.pack(f"<{len(addresses)}Q", *addresses), of_rows)

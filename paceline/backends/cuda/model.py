@@ -136,12 +136,20 @@ def run_layers(
     config, rows = weights.config, len(tokens)
     size = config.hidden_size
     norms = [layer.attention_norm for layer in weights.layers] + [weights.norm]
+
+    def kept(index: int) -> torch.Tensor | None:
+        """Where the hidden states of this index go, if they are wanted."""
+        if features is None or index not in feature_layers:
+            return None
+        slot = feature_layers.index(index) * size
+        return features[:, slot : slot + size]
+
     embed(tokens, weights.embedding, workspace.hidden, norms[0], workspace.attention_input)
-    begun = False  # whether this layer's queries, keys and values are there
+    begun = False  # whether this layer's queries, keys and values are there, and what it reads was kept
     for index, layer in enumerate(weights.layers):
         keys, values = pool.keys[index], pool.values[index]
-        _keep_features(workspace, rows, size, index, features, feature_layers)
         if not begun:
+            _keep_features(workspace, rows, kept(index))
             project_heads(
                 workspace.attention_input,
                 layer.qkv,
@@ -165,7 +173,7 @@ def run_layers(
             workspace.attention,
             scales=workspace.mixed_scales,
         )
-        begun = _run_to_next(weights, workspace, index, tables, pool)
+        begun = _run_to_next(weights, workspace, index, tables, pool, kept(index + 1))
         if not begun:
             add_product(
                 workspace.mixed,
@@ -178,11 +186,22 @@ def run_layers(
                 workspace.mixed_scales,
             )
             _feed_forward(layer, workspace, tables.places, norms[index + 1])
-    _keep_features(workspace, rows, size, len(weights.layers), features, feature_layers)
+    if not begun:
+        _keep_features(workspace, rows, kept(len(weights.layers)))
 
 
-def _run_to_next(weights: Weights, workspace: Workspace, index: int, tables: RowTables, pool: Pool) -> bool:
-    """Run a layer from its attention to that of the next one by one kernel, if it can; False if not."""
+def _run_to_next(
+    weights: Weights,
+    workspace: Workspace,
+    index: int,
+    tables: RowTables,
+    pool: Pool,
+    features: torch.Tensor | None,
+) -> bool:
+    """Run a layer from its attention to that of the next one by one kernel, if it can; False if not.
+
+    What the layer gives goes to `features` too, if there are some.
+    """
     own, heads, norm = weights.layers[index], None, weights.norm
     if index + 1 < len(weights.layers):
         following, norm = weights.layers[index + 1], weights.layers[index + 1].attention_norm
@@ -192,7 +211,7 @@ def _run_to_next(weights: Weights, workspace: Workspace, index: int, tables: Row
         places = tables.positions, tables.places, weights.rotation
         heads = NextHeads(following.qkv, *places, workspace.query, keys, values)
     read, written = workspace.feed_forward_input, workspace.attention_input
-    stream = Stream(workspace.hidden, workspace.mixed, read, workspace.activated, written)
+    stream = Stream(workspace.hidden, workspace.mixed, read, workspace.activated, written, features)
     return run_between(own, stream, norm, len(tables.positions), workspace.scratch, heads)
 
 
@@ -208,18 +227,10 @@ def _feed_forward(layer: Layer, workspace: Workspace, places: torch.Tensor, norm
         add_experts(layer.mixture, read, places, hidden, norm, written, workspace.routing, scratch)
 
 
-def _keep_features(
-    workspace: Workspace,
-    rows: int,
-    size: int,
-    index: int,
-    features: torch.Tensor | None,
-    feature_layers: tuple[int, ...],
-) -> None:
-    """Copy the hidden states of this index to their place, if they are wanted."""
-    if features is not None and index in feature_layers:
-        slot = feature_layers.index(index) * size
-        features[:rows, slot : slot + size] = workspace.hidden[:rows, :size]
+def _keep_features(workspace: Workspace, rows: int, features: torch.Tensor | None) -> None:
+    """Copy the hidden states to their place, if they are wanted."""
+    if features is not None:
+        features[:rows] = workspace.hidden[:rows, : features.shape[1]]
 
 
 def select(workspace: Workspace, chosen: torch.Tensor) -> None:

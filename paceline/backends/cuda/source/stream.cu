@@ -45,7 +45,9 @@ struct Arguments {  // between.py has them in the same order
     const float *cosines, *sines;
     u16 *keys, *values;
     u32* counters;  // of programs that have ended their part of a product; zero between kernels
+    float* features;  // where the residual stream goes too, or nowhere
     int width, intermediate, row_count, query_heads, kv_heads;
+    int feature_stride;
     int early;  // whether attention may start while heads are multiplied, not only when they have been
     float size, eps;
 };
@@ -89,11 +91,13 @@ __device__ inline void let_next_start() {
     if (threadIdx.x == 0) asm volatile("griddepcontrol.launch_dependents;");
 }
 
-// Weights lie as [tile and step, group of lines, half, 8 lines, 128 of the depth]: see between.py.
+// Weights lie as [tile and step, group of lines, half, 8 lines, 128 of the depth]: see streaming.py. They are the
+// first to leave the cache, since nobody reads them again before all others were read.
+constexpr u64 LEAVES_FIRST = 0x12f0000000000000;
 __device__ inline void copy_weights(void* to, const Map& map, int deep, int group, int block, u64* flag) {
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%2, 0, 0, %3, %4}], [%5];" ::"r"(shared_address(to)), "l"(&map), "r"(deep),
-                 "r"(group), "r"(block), "r"(shared_address(flag)) : "memory");
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2, 0, 0, %3, %4}], [%5], %6;" ::"r"(shared_address(to)), "l"(&map), "r"(deep),
+                 "r"(group), "r"(block), "r"(shared_address(flag)), "l"(LEAVES_FIRST) : "memory");
 }
 __device__ inline void copy_rows(void* to, const Map& map, int deep, u64* flag) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "

@@ -148,6 +148,8 @@ __device__ inline void end_add(Shared& s, const Arguments& own, const Sums& sums
         sum.x = __fadd_rn(to.hidden[i].x, sum.x), sum.y = __fadd_rn(to.hidden[i].y, sum.y);
         sum.z = __fadd_rn(to.hidden[i].z, sum.z), sum.w = __fadd_rn(to.hidden[i].w, sum.w);
         __stcg((float4*)(own.hidden + row * own.width + to.column), sum);
+        if (round && own.features && row < own.row_count)
+            *(float4*)(own.features + (long)row * own.feature_stride + to.column) = sum;
         u32 low = pack(__fmul_rn(sum.x, to.norm[0]), __fmul_rn(sum.y, to.norm[1]));
         u32 high = pack(__fmul_rn(sum.z, to.norm[2]), __fmul_rn(sum.w, to.norm[3]));
         *(uint2*)(to.rows + row * own.width + to.column) = make_uint2(low, high);
