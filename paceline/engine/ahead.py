@@ -42,6 +42,7 @@ DEPTH = 2  # passes of decoding in flight when the first of them is read
 # Requests that the host can look for drafts for while a plain pass runs. If it finds too little, it is asked
 # again when so many passes have begun that it has cost no time.
 LOOKED_UP = 8
+MOST_LOOKED_UP_ROWS = 512  # of a pass that looks up: with more there are buffers for plain passes only
 # Passes that those who come wait, together, for each one that decodes, and at most: a pass over prompts costs
 # all who decode about one of their own, whether it is over one prompt or over three.
 WAITED_EACH, MOST_WAITED = 0.25, 8
@@ -212,8 +213,10 @@ class RunAhead:
             draft = self._drafting.ahead(plan)
             if draft is None or (draft.runner is None and self._trims):
                 return None
-            if draft.look_up is not None and not (self._made is not None and self._made.looks_up):
-                draft = replace(draft, look_up=None)
+            if draft.look_up is not None and self._made is not None:
+                most = max(1, MOST_LOOKED_UP_ROWS // (1 + plan.levels))
+                own = replace(draft, most_requests=most)
+                draft = own if self._made.looks_up else replace(draft, look_up=None)
             self._drafts[plan] = draft
         return self._drafts.get(plan)
 

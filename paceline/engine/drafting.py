@@ -31,9 +31,7 @@ logger = logging.getLogger(__name__)
 Group = tuple[list[int], DraftTrees]  # parts, and what one drafter proposes for them
 
 FORCED_ONLY = DraftPlan(GrammarDrafter.name, MOST_FORCED)
-# Rows of a pass that is given drafts where it runs, or looks them up: with more, the ragged rows of an
-# ordinary step are fewer, and so are those of plain passes.
-MOST_GIVEN_ROWS = 128
+MOST_GIVEN_ROWS = 128  # of a pass that is given drafts where it runs: with more, ragged rows are fewer
 ROOM_AT_ENDS = 8  # nodes for what is forced at the ends of a draft
 
 

@@ -8,7 +8,7 @@ import pytest
 from paceline.control.controller import Controller
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.trees import PLAIN, DraftPlan
-from paceline.engine import drafting
+from paceline.engine import ahead
 from paceline.engine.turns import Turns
 from tests.engine.test_ahead import params
 from tests.engine.test_exactness import prompt
@@ -89,7 +89,7 @@ def test_where_a_decoder_cannot_look_up_the_host_does(always):
 def test_with_more_requests_than_pay_passes_are_plain(always, monkeypatch):
     plain, _ = results(Repeating(), drafts=False)
     few, some_counts = results(Repeating(ahead=True))
-    monkeypatch.setattr(drafting, "MOST_GIVEN_ROWS", 3 * (1 + LENGTH))
+    monkeypatch.setattr(ahead, "MOST_LOOKED_UP_ROWS", 3 * (1 + LENGTH))
     looked_up, counts = results(Repeating(ahead=True))
     assert looked_up == few == plain
     accepted, all_accepted = (sum(own[2] for own in counts) for counts in (counts, some_counts))
