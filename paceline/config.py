@@ -44,6 +44,7 @@ class BackendOptions:
     quantization: str = "auto"  # of cpu: auto | native | int8 | none (float32); of cuda: CUDA_QUANTIZATIONS
     device: str = "cpu"
     threads: int | None = None  # None: one for each core
+    exact: bool = False  # refuse what cannot promise the same bytes alone and among others, drafted or not
 
     def __post_init__(self) -> None:
         _check_choice("backend", self.backend, BACKENDS)
@@ -52,6 +53,7 @@ class BackendOptions:
         _check_text("device", self.device, "Use 'cpu' or 'cuda'.")
         if self.threads is not None:
             check_integer(ConfigError, "threads", self.threads, 1, 1024)
+        check_bool(ConfigError, "exact", self.exact)
         if self.backend == "cpu" and self.device != "cpu":
             raise ConfigError(f"the cpu backend cannot run on device {self.device!r}; use backend='torch'.")
         if self.dtype == "float16" and self.backend != "cuda":
@@ -68,6 +70,11 @@ class BackendOptions:
             )
         if self.name == "cuda":
             _check_choice("quantization of the cuda backend", self.quantization, CUDA_QUANTIZATIONS)
+        if self.exact and self.name == "torch":
+            raise ConfigError(
+                "exact: on the torch backend a request's bytes may depend on what runs beside it; use "
+                "backend='cpu' or backend='cuda', which are always exact."
+            )
 
     @property
     def name(self) -> str:
@@ -155,6 +162,8 @@ class EngineConfig:
         check_integer(ConfigError, "seed", self.seed, 0, 2**64 - 1)
         if self.speculative.speculative_config is not None:
             self._check_room_for_drafts()
+        if self.backend.exact:
+            self._check_rule()
 
     def _check_room_for_drafts(self) -> None:
         """Refuse drafts that can never be whole in a pass."""
@@ -166,6 +175,17 @@ class EngineConfig:
                     f"{rows} rows, one of them for the request's last token. Use at most {rows - 1}, or "
                     "raise max_num_batched_tokens."
                 )
+
+    def _check_rule(self) -> None:
+        """Refuse rules of verification that keep the distribution, but not the bytes."""
+        from paceline.verify.rules import RULES  # here, to keep `--help` quick
+
+        rule = self.speculative.speculation().rule
+        if not RULES[rule].same_bytes:
+            raise ConfigError(
+                f"exact: verification {rule!r} keeps the distribution of the output, not its bytes; use "
+                "'pathwise', which is the default."
+            )
 
     @staticmethod
     def from_options(**options: Any) -> EngineConfig:

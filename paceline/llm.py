@@ -29,7 +29,7 @@ class ChatTokenizer(TextTokenizer, PromptTokenizer, Protocol):
 class LLM:
     """A model that generates.
 
-    Options: tokenizer, max_model_len, backend, dtype, quantization, device, threads,
+    Options: tokenizer, max_model_len, backend, dtype, quantization, device, threads, exact,
     kv_cache_memory_bytes, gpu_memory_utilization, enable_prefix_caching, max_num_seqs,
     max_num_batched_tokens, speculative_config, seed. paceline/config.py describes each; others are refused.
     """

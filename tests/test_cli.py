@@ -216,6 +216,7 @@ def test_engine_flags_reach_the_engine(paceline, toy):
         "quantization": "auto",
         "device": "cuda",
         "threads": 2,
+        "exact": False,
         "tokenizer": None,
         "max_model_len": 64,
         "max_num_seqs": 3,
@@ -226,6 +227,14 @@ def test_engine_flags_reach_the_engine(paceline, toy):
         "speculative_config": "suffix,ngram",
         "log_decisions": None,
     }
+
+
+def test_exact_is_heard_and_what_is_not_exact_refused(paceline, toy):
+    assert paceline("generate", "--prompt", "a", "--exact")[0] == 0
+    assert toy.asked["exact"] is True
+    code, _, err = paceline("generate", "--prompt", "a", "--exact", "--backend", "torch")
+    assert code == 2
+    assert "backend='cpu'" in err
 
 
 def test_chat_applies_the_template_with_the_system_message(paceline, toy):

@@ -54,6 +54,13 @@ def test_auto_takes_torch_where_the_cpu_backend_cannot_run():
         ({"backend": "cuda"}, "use device='cuda'"),
         ({"dtype": "float16"}, "backend='cuda'"),
         ({"threads": 0}, "threads"),
+        ({"exact": "yes"}, "True or False"),
+        ({"exact": True, "backend": "torch"}, "always exact"),
+        ({"exact": True, "device": "cuda"}, "backend='cuda'"),  # auto: that is torch
+        (
+            {"exact": True, "speculative_config": {"method": "ngram", "verification": "block"}},
+            "'block' keeps the distribution.*'pathwise'",
+        ),
         ({"model": ""}, "model must be"),
         ({"model": 3}, "model must be"),
         ({"tokenizer": ""}, "tokenizer must be"),

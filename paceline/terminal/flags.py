@@ -57,6 +57,13 @@ ENGINE: Group = (
     ),
     Flag("device", str, "cpu", "cpu, or cuda for the backends torch and cuda."),
     Flag("threads", int | None, None, "How many cores to use; all, if left out."),
+    Flag(
+        "exact",
+        bool,
+        False,
+        "Refuse what cannot promise the same bytes, drafted or not, alone or not: torch, other rules.",
+        "--exact",
+    ),
     Flag("tokenizer", str | None, None, "Take the tokenizer from another model."),
     Flag("max_model_len", int | None, None, "Most tokens of prompt and output together."),
     Flag("max_num_seqs", int, 16, "Most requests that run at once."),

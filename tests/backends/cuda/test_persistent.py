@@ -199,8 +199,8 @@ def test_other_devices_have_no_such_kernel() -> None:
 
 
 def test_the_source_comes_with_the_package() -> None:
-    from paceline.backends.cuda import between, persistent
+    from paceline.backends.cuda import persistent, streaming
 
     folder = resources.files("paceline.backends.cuda") / "source"
-    wanted = {f"{name}.cu" for name in (*persistent.SOURCES, *between.SOURCES)}
+    wanted = {f"{name}.cu" for name in (*persistent.SOURCES, *streaming.COMMON, "between", "logits")}
     assert {entry.name for entry in folder.iterdir()} == wanted
