@@ -10,12 +10,15 @@ The backend works on one stream, so there is.
 
 from __future__ import annotations
 
+import logging
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch
+from paceline.backends.cuda.native import NativeKernel
 from paceline.backends.cuda.streaming import (
     MOST_TILES,
     THREADS,
@@ -29,9 +32,12 @@ from paceline.backends.cuda.streaming import (
 )
 from paceline.backends.cuda.weights import Layer
 
+logger = logging.getLogger(__name__)
+
 FEW, SOME, MANY = 16, 32, 96  # rows that it is compiled for
 ROWS = {FEW: (1, 16), SOME: (17, 32), MANY: (65, 96)}  # for passes from so many rows to so many
 RINGS = {FEW: (24, 12), SOME: (20, 10), MANY: (14, 7)}  # cells of weights, and slots of rows
+CLUSTER = (2, 1)  # programs: the splits of a tile
 COUNTERS = 4  # of programs that have done their part
 
 
@@ -44,9 +50,7 @@ class Stream:
     feed_forward_input: Normed
     activated: torch.Tensor  # [rows, padded intermediate]
     output: Normed  # what the next layer reads
-    features: torch.Tensor | None = (
-        None  # float32 [rows, hidden] where the residual stream goes too, if wanted
-    )
+    features: torch.Tensor | None = None  # float32 [rows, hidden] a second place of the residual stream
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,21 @@ def run_between(
     if stream.features is not None and stream.features.shape[1] != stream.hidden.shape[1]:
         return False  # what is padding would be written, too
     kernel = streaming_kernel("between", "between_attentions", padded, RINGS[padded], device)
-    if kernel is None:
+    if kernel is None or not _all_find_a_place(kernel, programs_of(device)):
         return False
     own = _argument(layer, stream, norm, rows, padded, scratch, heads)
-    kernel.launch(own, (programs_of(device), 1), (2, 1), THREADS)
+    kernel.launch(own, (programs_of(device), 1), CLUSTER, THREADS)
     return True
+
+
+@lru_cache
+def _all_find_a_place(kernel: NativeKernel, programs: int) -> bool:
+    """Whether so many programs, which wait for each other, are on the device at once: else they never end."""
+    most = kernel.most_clusters((programs, 1), CLUSTER, THREADS)
+    if most is None or 2 * most >= programs:
+        return True
+    logger.warning("layers run as separate kernels: %d of %d programs find a place", 2 * most, programs)
+    return False
 
 
 def _fits(layer: Layer, heads: NextHeads | None, programs: int) -> bool:

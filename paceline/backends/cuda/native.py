@@ -92,6 +92,16 @@ class NativeKernel:
             _check(result, "reserving shared memory")
         self._shared = shared_bytes
 
+    def most_clusters(self, grid: tuple[int, int], cluster: tuple[int, int], threads: int) -> int | None:
+        """How many clusters of programs find a place on the device at once; None if the driver cannot say."""
+        attributes, count = (_Attribute * 1)(), ctypes.c_int(0)
+        attributes[0].kind = CLUSTER
+        attributes[0].value[:3] = (*cluster, 1)
+        whole, block = (ctypes.c_uint32 * 3)(*grid, 1), (ctypes.c_uint32 * 3)(threads, 1, 1)
+        launch = _Launch(whole, block, self._shared, None, attributes, 1)
+        ask = _driver().cuOccupancyMaxActiveClusters
+        return None if ask(ctypes.byref(count), self._kernel.func, ctypes.byref(launch)) else count.value
+
     def launch(self, argument: bytes, grid: tuple[int, int], cluster: tuple[int, int], threads: int) -> None:
         """Run it on the current stream with this structure."""
         attributes = (_Attribute * 2)()

@@ -6,6 +6,7 @@ They are not Triton, so there is no interpreter for them: without a Hopper only 
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,3 +113,23 @@ def test_on_the_host_nothing_is_done() -> None:
     layer = Layer(zeros[0], matrix, None, matrix, zeros[0], matrix, matrix)
     stream = Stream(zeros, zeros, normed, zeros, normed)
     assert not run_between(layer, stream, zeros[0], 96, scratch_for([matrix], 16, zeros.device), None)
+
+
+@pytest.mark.parametrize(("answer", "most"), [(0, 66), (0, 65), (1, 0)])
+def test_programs_that_wait_for_each_other_must_all_find_a_place(
+    answer: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.backends.cuda import between, native
+
+    def ask(count: Any, function: int, launch: Any) -> int:
+        asked = launch._obj
+        assert (list(asked.grid), list(asked.block), asked.shared) == ([132, 1, 1], [384, 1, 1], 1024)
+        assert (function, asked.count, asked.attributes[0].kind) == (7, 1, native.CLUSTER)
+        assert list(asked.attributes[0].value[:3]) == [2, 1, 1]
+        count._obj.value = most
+        return answer
+
+    kernel = object.__new__(native.NativeKernel)
+    kernel._kernel, kernel._shared = SimpleNamespace(func=7), 1024
+    monkeypatch.setattr(native, "_driver", lambda: SimpleNamespace(cuOccupancyMaxActiveClusters=ask))
+    assert between._all_find_a_place(kernel, 132) == (most != 65)  # who cannot say does not forbid it
