@@ -103,6 +103,28 @@ def test_the_kernel_between_attentions_has_the_same_bits(
     assert all(torch.equal(own, other) for own, other in zip(results, expected, strict=True))
 
 
+@needs_hopper
+def test_warps_that_fall_behind_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that do not multiply sleep until slots of rows were filled anew several times."""
+    from paceline.backends.cuda import model, streaming
+
+    begin, asleep = "void pass_rows(Shared& s, Place& at, Part part) {\n", "if (threadIdx.x % 128 / 32)"
+
+    class Sleepy(streaming.NativeKernel):
+        def __init__(self, source: str, *rest: Any) -> None:
+            assert source.count(begin) == 1
+            super().__init__(source.replace(begin, f"{begin}    {asleep} __nanosleep(100000);\n"), *rest)
+
+    streaming.streaming_kernel.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming, "NativeKernel", Sleepy)
+        weights = random_weights()
+        results = decode(weights, 1, 5)
+    streaming.streaming_kernel.cache_clear()
+    monkeypatch.setattr(model, "run_between", lambda *arguments: False)
+    assert all(map(torch.equal, results, decode(weights, 1, 5)))
+
+
 def test_on_the_host_nothing_is_done() -> None:
     from paceline.backends.cuda.between import Stream, run_between
     from paceline.backends.cuda.kernels.matrix import Normed, Tiling, scratch_for, tile_matrix
