@@ -5,9 +5,9 @@
 // other's results, the weights of the next product are on their way. Two programs are a cluster, for the two
 // splits of a tile. Two groups of four warps multiply, one thread asks for weights and one for rows.
 //
-// The files are one source, put together in the order stream, stream_ends, between. The sizes that they are
-// compiled for (ROWS, CELLS, ROW_SLOTS), and `multiply` for this many rows, are defined ahead of them by
-// between.py. bfloat16 numbers are u16 here. Sums and products are spelled __fadd_rn and __fmul_rn, so that the
+// The files are one source, put together in the order stream, stream_ends, and between or logits. The sizes that
+// they are compiled for (ROWS, CELLS, ROW_SLOTS), and `multiply` for this many rows, are defined ahead of them by
+// streaming.py. bfloat16 numbers are u16 here. Sums and products are spelled __fadd_rn and __fmul_rn, so that the
 // compiler fuses nothing: the bits are those of the kernels in ../kernels.
 //
 // This file: instructions that C++ has no words for, and the ring.
