@@ -120,6 +120,23 @@ def test_who_takes_no_drafts_gets_one_token_a_step(device: torch.device, dtype: 
     assert taken[1] == taken[0][:1] == [first]
 
 
+def test_features_are_the_hidden_states_ahead_of_layers_and_behind_the_last(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    from paceline.backends.cuda.decode_loop import DecodeLoop
+
+    case = Case(0.0, device, dtype)
+    loop = DecodeLoop(case.weights, case.pool(), case.state, ROWS, PAGE_SIZE, feature_layers=(1, 0))
+    loop.begin([1], ROWS)
+    loop.step(ROWS)
+    assert loop.features is not None
+    last, first = loop.features[0].view(2, 32)
+    table = case.weights.embedding.weight.transpose(1, 2).flatten(2).flatten(0, 1)  # as it was before tiling
+    assert torch.equal(first, table[case.state.tokens[1, LENGTH], :32].float())
+    assert torch.equal(last, loop._workspace.hidden[0, :32])
+    assert not torch.equal(first, last)
+
+
 def test_a_head_begins_with_the_features_that_its_pool_keeps(
     device: torch.device, dtype: torch.dtype
 ) -> None:
