@@ -20,7 +20,7 @@ from paceline.backends.cuda.draft_networks import DraftNetwork, DraftRows
 from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, plan_step
 from paceline.backends.cuda.graphs import Graphs
 from paceline.backends.cuda.head import HeadPool
-from paceline.backends.cuda.kernels.attention import MOST_PATH, RowTables, tile_height
+from paceline.backends.cuda.kernels.attention import MOST_PATH, EvenRows, RowTables, tile_height
 from paceline.backends.cuda.kernels.features import keep_features
 from paceline.backends.cuda.kernels.guess import choose, guess, guesses_for
 from paceline.backends.cuda.kernels.keeping import find_cuts, kept_for
@@ -269,5 +269,6 @@ class DecodeLoop:
             lines[TILE_COUNTS, tile],
             lines[TILE_PAGES, tile],
             self.requests.pages.view(-1),
+            EvenRows(own.tiles, self._nodes, settled=number == 0),
         )
         return DraftRows(lines[TOKENS, row], tables, lines[TURNS, row], lines[SOURCES, row])

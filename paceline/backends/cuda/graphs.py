@@ -38,6 +38,7 @@ class Graphs:
             return
         graph = self._captured.get(name)
         if graph is None:
+            torch.cuda.synchronize(self._device)  # work may count on all before it, as a replay does
             work()  # compiles kernels, which a capture cannot; also gives this call its result
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()

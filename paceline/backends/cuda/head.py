@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.backends.cuda.attend import attend
 from paceline.backends.cuda.between import Stream, run_between
 from paceline.backends.cuda.head_weights import HeadWeights
-from paceline.backends.cuda.kernels.attention import AttentionScratch, RowTables, attend, attention_scratch
+from paceline.backends.cuda.kernels.attention import AttentionScratch, RowTables, attention_scratch
 from paceline.backends.cuda.kernels.draft import join, norm_rows
 from paceline.backends.cuda.kernels.heads import project_heads
 from paceline.backends.cuda.kernels.linear import add_product, gate_up, project

@@ -19,8 +19,9 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
 
+from paceline.backends.cuda.attend import attend
 from paceline.backends.cuda.between import NextHeads, Stream, run_between
-from paceline.backends.cuda.kernels.attention import AttentionScratch, RowTables, attend, attention_scratch
+from paceline.backends.cuda.kernels.attention import AttentionScratch, RowTables, attention_scratch
 from paceline.backends.cuda.kernels.experts import add_experts
 from paceline.backends.cuda.kernels.heads import project_heads
 from paceline.backends.cuda.kernels.linear import add_product, gate_up, project

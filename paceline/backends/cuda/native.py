@@ -7,11 +7,16 @@ and knows no tensor maps. The driver does, through ctypes.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import logging
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 BFLOAT16, SWIZZLED = 9, 3  # as the driver counts kinds of numbers, and of swizzling: lines of 128 bytes
 CLUSTER, OVERLAP = 4, 6  # attributes of launches
@@ -29,6 +34,11 @@ def compiler() -> Callable[..., Any] | None:
 @lru_cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
+
+
+def float_bits(number: float) -> int:
+    """A float32 as sources spell it: those bits as an integer."""
+    return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
 def _check(result: int, doing: str) -> None:
@@ -78,6 +88,10 @@ class _Launch(ctypes.Structure):
     ]
 
 
+def _three(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return *sizes, *(1,) * (3 - len(sizes))
+
+
 class NativeKernel:
     """A kernel with one argument, a structure, whose programs may start before the kernel ahead has ended."""
 
@@ -102,16 +116,41 @@ class NativeKernel:
         ask = _driver().cuOccupancyMaxActiveClusters
         return None if ask(ctypes.byref(count), self._kernel.func, ctypes.byref(launch)) else count.value
 
-    def launch(self, argument: bytes, grid: tuple[int, int], cluster: tuple[int, int], threads: int) -> None:
+    def launch(self, argument: bytes, grid: tuple[int, ...], cluster: tuple[int, ...], threads: int) -> None:
         """Run it on the current stream with this structure."""
         attributes = (_Attribute * 2)()
         attributes[0].kind, attributes[0].value[0] = OVERLAP, 1
         attributes[1].kind = CLUSTER
-        attributes[1].value[:3] = (*cluster, 1)
+        attributes[1].value[:3] = _three(cluster)
         stream = torch.cuda.current_stream().cuda_stream
-        whole, block = (ctypes.c_uint32 * 3)(*grid, 1), (ctypes.c_uint32 * 3)(threads, 1, 1)
-        launch = _Launch(whole, block, self._shared, stream, attributes, 1 if cluster == (1, 1) else 2)
+        whole, block = (ctypes.c_uint32 * 3)(*_three(grid)), (ctypes.c_uint32 * 3)(threads, 1, 1)
+        launch = _Launch(whole, block, self._shared, stream, attributes, 2 if max(cluster) > 1 else 1)
         held = ctypes.create_string_buffer(argument, len(argument))
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(held))
         result = _driver().cuLaunchKernelEx(ctypes.byref(launch), self._kernel.func, arguments, None)
         _check(result, "launching a kernel")
+
+
+def native_kernel(
+    name: str,
+    files: Sequence[str],
+    numbers: Mapping[str, int],
+    instructions: str,
+    shared_bytes: int,
+    device: torch.device,
+) -> NativeKernel | None:
+    """The kernel of this name, or None if it cannot be had, which the log tells: Triton's run then.
+
+    Its source are these files of source/, in this order, behind numbers that they are compiled for and
+    instructions that are written for them.
+    """
+    if compiler() is None:
+        return None
+    defined = "".join(f"#define {what} {number}\n" for what, number in numbers.items())
+    folder = Path(__file__).with_name("source")
+    source = "".join((folder / f"{file}.cu").read_text() for file in files)
+    try:
+        return NativeKernel(defined + instructions + source, name, shared_bytes, device)
+    except Exception as error:  # whatever a private function raises on another torch or driver
+        logger.warning("%s runs as kernels of Triton, since the one in CUDA C++ failed: %s", name, error)
+        return None

@@ -15,7 +15,6 @@ The backend works on one stream, so there is.
 from __future__ import annotations
 
 import logging
-import struct
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -23,16 +22,25 @@ from typing import Any
 
 import torch
 
-from paceline.backends.cuda.kernels.attention import BLOCK, LANES, MERGED, RowTables, tile_height
+from paceline.backends.cuda.kernels.attention import (
+    BLOCK,
+    LANES,
+    MERGED,
+    RowTables,
+    score_scale,
+    tile_height,
+)
 from paceline.backends.cuda.kernels.launching import HOPPER
 from paceline.backends.cuda.kernels.matrix import Matrix
 from paceline.backends.cuda.kernels.rows import embed
 from paceline.backends.cuda.model import Pool, Workspace
+from paceline.backends.cuda.native import float_bits
 from paceline.backends.cuda.weights import Layer, Weights
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("memory", "shapes", "products", "ends", "attention", "layers")  # in this order they are one source
+# in this order they are one source
+SOURCES = ("instructions", "softmax", "memory", "shapes", "products", "ends", "attention", "layers")
 WARPS = 8  # of a program that compute
 THREADS = WARPS * 32 + 128  # that compute, that fetch
 STEP = 128  # of the depth: weights must lie in such steps
@@ -43,7 +51,6 @@ HEAD_SIZES = (64, 128)  # with others it was not tried, or has too many register
 MOST_HIDDEN = 2048  # larger models keep memory busy without it
 MOST_SLOTS, LEAST_SLOTS = 16, 6  # of the ring
 OTHER_BYTES, LAYER_BYTES = 2048, 80  # of shared memory, for what is small, and for each layer's addresses
-POWERS_OF_TWO = 1.4426950408889634  # of e: attention's weights are powers of two
 
 
 class PersistentLayers:
@@ -237,12 +244,12 @@ def _sizes(weights: Weights, tables: RowTables, page_size: int, blocks: int) -> 
         "SPLIT_JOBS": jobs,
         "STREAMERS": min(WARPS, jobs),
         "PROGRAMS": programs,
-        "EPS_BITS": _bits(config.rms_norm_eps),
+        "EPS_BITS": float_bits(config.rms_norm_eps),
         "ATTENTION_TILES": tiles,
         "HEIGHT": tile_height(config.num_heads, config.num_kv_heads),
         "PARTS": max(programs // (tiles * config.num_kv_heads), -(-blocks // MERGED)),
         "PAGE": page_size,
-        "SCALE_BITS": _bits(config.head_dim**-0.5 * POWERS_OF_TWO),
+        "SCALE_BITS": float_bits(score_scale(config.head_dim)),
     }
     shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     room = shared - _room(sizes)
@@ -282,8 +289,3 @@ def _room(sizes: dict[str, int]) -> int:
 
 def _shared_bytes(sizes: dict[str, int]) -> int:
     return sizes["SLOTS"] * sizes["SLOT"] + _room(sizes)
-
-
-def _bits(number: float) -> int:
-    """A float32 as the source spells it: those bits as an integer."""
-    return int(struct.unpack("<i", struct.pack("<f", number))[0])

@@ -6,20 +6,16 @@ one thread of it asks for weights, one for rows, and two groups of warps multipl
 
 from __future__ import annotations
 
-import logging
 import struct
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 
 from paceline.backends.cuda.kernels.launching import HOPPER
 from paceline.backends.cuda.kernels.matrix import Matrix
-from paceline.backends.cuda.native import NativeKernel, compiler, tensor_map
+from paceline.backends.cuda.native import NativeKernel, native_kernel, tensor_map
 
-logger = logging.getLogger(__name__)
-
-COMMON = ("stream", "stream_ends")  # with a third file, in this order, they are one source
+COMMON = ("instructions", "stream", "stream_ends")  # with a third file, in this order, they are one source
 TILE, STEP = 64, 128  # columns of a tile, and of the depth, as weights must lie
 DEEP = 64  # of the depth: what a cell of the ring holds, of one tile
 THREADS = 384
@@ -47,37 +43,31 @@ def programs_of(device: torch.device) -> int:
 def streaming_kernel(
     file: str, name: str, rows: int, ring: tuple[int, int], device: torch.device
 ) -> NativeKernel | None:
-    """The kernel of this name for so many rows, compiled; None if it cannot be had, which the log tells.
+    """The kernel of this name for so many rows, compiled; None if it cannot be had.
 
     `ring` is how many cells of weights, and slots of rows, are on their way or at hand.
     """
-    if compiler() is None:
-        return None
     cells, slots = ring
     numbers = {"ROWS": rows, "CELLS": cells, "ROW_SLOTS": slots}
-    defined = "".join(f"#define {name} {number}\n" for name, number in numbers.items())
-    folder = Path(__file__).with_name("source")
-    source = "".join((folder / f"{own}.cu").read_text() for own in (*COMMON, file))
     held = cells * TILE * DEEP * 2 + slots * rows * DEEP * 2
     given, flags, factors = rows * 256, (2 * cells + 2 * slots + 2) * 8, rows * 4
     shared = -(-(held + given + flags + factors) // 1024) * 1024
-    try:
-        return NativeKernel(defined + _multiply(rows) + source, name, shared, device)
-    except Exception as error:  # whatever a private function raises on another torch or driver
-        logger.warning("%s runs as kernels of Triton, since the one in CUDA C++ failed: %s", name, error)
-        return None
+    return native_kernel(name, (*COMMON, file), numbers, multiplication(rows), shared, device)
 
 
-def _multiply(rows: int) -> str:
-    """The instruction that multiplies 64 columns by so many rows: it names each of its registers."""
+def multiplication(rows: int, name: str = "multiply", turned: bool = False) -> str:
+    """The instruction that multiplies 64 columns by so many rows: it names each of its registers.
+
+    `turned`: the columns lie side by side in memory, not what is summed over.
+    """
     count = rows // 2
     sums, names = ", ".join(f'"+f"(d[{i}])' for i in range(count)), ", ".join(f"%{i}" for i in range(count))
     return (
-        f"__device__ inline void multiply(float (&d)[{count}], unsigned long long left, "
+        f"__device__ inline void {name}(float (&d)[{count}], unsigned long long left, "
         "unsigned long long right, int adds) {\n"
         f'    asm volatile("{{ .reg .pred adds; setp.ne.b32 adds, %{count + 2}, 0; "\n'
         f'                 "wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16 {{{names}}}, "\n'
-        f'                 "%{count}, %{count + 1}, adds, 1, 1, 0, 0; }}"\n'
+        f'                 "%{count}, %{count + 1}, adds, 1, 1, {int(turned)}, 0; }}"\n'
         f'                 : {sums} : "l"(left), "l"(right), "r"(adds));\n}}\n'
     )
 

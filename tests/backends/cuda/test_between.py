@@ -37,10 +37,9 @@ def random_weights() -> Any:
     return load_weights(CONFIG, take)
 
 
-def decode(weights: Any, requests: int, drafted: int) -> list[torch.Tensor]:
-    """The logits and features of all steps, and the keys and values that they leave."""
+def decode(weights: Any, requests: int, given: Any) -> list[torch.Tensor]:
+    """The logits and features of all steps with drafts of this shape, and the keys and values they leave."""
     from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
-    from paceline.backends.cuda.draft_shape import chain_shape
     from paceline.backends.cuda.model import Pool
 
     pages, generator = LONGEST // PAGE_SIZE, torch.Generator().manual_seed(9)
@@ -49,7 +48,7 @@ def decode(weights: Any, requests: int, drafted: int) -> list[torch.Tensor]:
     state.lengths.copy_(torch.randint(2, 200, (requests,), generator=generator))
     shape = (CONFIG.num_layers, requests * LONGEST, CONFIG.num_kv_heads, CONFIG.head_dim)
     keys, values = (torch.randn(shape, generator=generator).to("cuda", torch.bfloat16) for _ in range(2))
-    pool, given = Pool(requests * pages, 0, keys, values), chain_shape(drafted)
+    pool = Pool(requests * pages, 0, keys, values)
     loop = DecodeLoop(weights, pool, state, requests, PAGE_SIZE, given=given, feature_layers=(1, 3))
     loop.begin([], requests)
     for _ in range(MANY_STEPS):
@@ -59,7 +58,7 @@ def decode(weights: Any, requests: int, drafted: int) -> list[torch.Tensor]:
     assert features is not None
     for _ in range(STEPS):
         loop.step(requests)
-        left += [loop._workspace.logits[: requests * (drafted + 1)].clone(), features.clone()]
+        left += [loop._workspace.logits[: requests * len(given)].clone(), features.clone()]
     for _ in range(MANY_STEPS):
         loop.step(requests)
     return [*left, pool.keys, pool.values]
@@ -81,8 +80,9 @@ def test_the_kernel_between_attentions_has_the_same_bits(
     requests: int, drafted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from paceline.backends.cuda import model
+    from paceline.backends.cuda.draft_shape import chain_shape
 
-    weights, rows = random_weights(), requests * (drafted + 1)
+    weights, rows, shape = random_weights(), requests * (drafted + 1), chain_shape(drafted)
     ran: dict[str, list[bool]] = {"run_between": [], "run_logits": []}
 
     def watched(name: str, run: Any, *arguments: Any) -> bool:
@@ -91,14 +91,14 @@ def test_the_kernel_between_attentions_has_the_same_bits(
 
     for name in ran:
         monkeypatch.setattr(model, name, partial(watched, name, getattr(model, name)))
-    results = decode(weights, requests, drafted)
+    results = decode(weights, requests, shape)
     by_pass = torch.tensor(ran["run_between"]).view(-1, CONFIG.num_layers)
     assert by_pass[:, :-1].all()
     assert (by_pass[:, -1] == (rows > 16)).all()  # few rows: not behind the last layer
     assert set(ran["run_logits"]) == {rows > 64}
     for name in ran:
         monkeypatch.setattr(model, name, lambda *arguments: False)
-    expected = decode(weights, requests, drafted)
+    expected = decode(weights, requests, shape)
     assert all(torch.isfinite(own.float()).all() for own in expected)
     assert all(torch.equal(own, other) for own, other in zip(results, expected, strict=True))
 
@@ -106,23 +106,27 @@ def test_the_kernel_between_attentions_has_the_same_bits(
 @needs_hopper
 def test_warps_that_fall_behind_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that do not multiply sleep until slots of rows were filled anew several times."""
-    from paceline.backends.cuda import model, streaming
+    from paceline.backends.cuda import model, native, streaming
+    from paceline.backends.cuda.draft_shape import chain_shape
 
     begin, asleep = "void pass_rows(Shared& s, Place& at, Part part) {\n", "if (threadIdx.x % 128 / 32)"
 
-    class Sleepy(streaming.NativeKernel):
+    changed: list[int] = []  # how often in each kernel
+
+    class Sleepy(native.NativeKernel):
         def __init__(self, source: str, *rest: Any) -> None:
-            assert source.count(begin) == 1
             super().__init__(source.replace(begin, f"{begin}    {asleep} __nanosleep(100000);\n"), *rest)
+            changed.append(source.count(begin))
 
     streaming.streaming_kernel.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(streaming, "NativeKernel", Sleepy)
+        patch.setattr(native, "NativeKernel", Sleepy)
         weights = random_weights()
-        results = decode(weights, 1, 5)
+        results = decode(weights, 1, chain_shape(5))
+    assert 1 in changed
     streaming.streaming_kernel.cache_clear()
     monkeypatch.setattr(model, "run_between", lambda *arguments: False)
-    assert all(map(torch.equal, results, decode(weights, 1, 5)))
+    assert all(map(torch.equal, results, decode(weights, 1, chain_shape(5))))
 
 
 def test_on_the_host_nothing_is_done() -> None:

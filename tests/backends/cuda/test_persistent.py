@@ -199,8 +199,9 @@ def test_other_devices_have_no_such_kernel() -> None:
 
 
 def test_the_source_comes_with_the_package() -> None:
-    from paceline.backends.cuda import persistent, streaming
+    from paceline.backends.cuda import attend, persistent, streaming
 
     folder = resources.files("paceline.backends.cuda") / "source"
-    wanted = {f"{name}.cu" for name in (*persistent.SOURCES, *streaming.COMMON, "between", "logits")}
+    streamed = (*streaming.COMMON, "between", "logits")
+    wanted = {f"{name}.cu" for name in (*persistent.SOURCES, *attend.SOURCES, *streamed)}
     assert {entry.name for entry in folder.iterdir()} == wanted

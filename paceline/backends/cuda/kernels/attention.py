@@ -56,6 +56,15 @@ _BLOCK, _MERGED = tl.constexpr(BLOCK), tl.constexpr(MERGED)
 
 
 @dataclass(frozen=True)
+class EvenRows:
+    """What is known ahead of a pass in which all requests have as many rows, request after request."""
+
+    tiles: int  # of each request
+    span: int  # KV indices of a request that the step computes, at most
+    settled: bool  # what a request's rows read before their first one was there before the step
+
+
+@dataclass(frozen=True)
 class RowTables:
     """Where each row of a pass stands and what it sees. All int32, on the device."""
 
@@ -67,6 +76,7 @@ class RowTables:
     tile_counts: torch.Tensor  # [tiles] how many rows it has; 0: the tile is padding
     tile_pages: torch.Tensor  # [tiles] where the page table of its request begins in `pages`
     pages: torch.Tensor  # [pages of all requests] page numbers
+    even: EvenRows | None = None  # None: requests have different numbers of rows
 
 
 @dataclass(frozen=True)
@@ -108,6 +118,11 @@ def _takers(tiles: int, kv_heads: int, blocks: int) -> int:
 def _parts(tiles: int, kv_heads: int, blocks: int) -> int:
     """How many parts of one softmax there are at most: blocks of few takers, or stretches."""
     return max(_takers(tiles, kv_heads, blocks), -(-blocks // MERGED))
+
+
+def score_scale(dim: int) -> float:
+    """What scores are multiplied by: weights are powers of two."""
+    return float(dim**-0.5 * 1.4426950408889634)
 
 
 @triton.jit
@@ -313,7 +328,7 @@ def attend(
         output.stride(0),
         window or 0,
         earliest,
-        dim**-0.5 * 1.4426950408889634,  # weights are powers of two
+        score_scale(dim),
         heads,
         kv_heads,
         dim,

@@ -1,41 +1,6 @@
 // Attention, as kernels/attention.py and kernels/softmax.py have it: blocks of positions, merged in order.
 
-// Values weighted by powers of two of scores, as one thread has it of lanes g and, if it is used, g + 8.
-struct Softmax {
-    static constexpr int wide = DIM / 64;  // tiles of 8 columns that a warp has of the values
-    static constexpr int halves = Look::halves;
-    float highest[halves], total[halves], mixed[wide][4];
-    __device__ Softmax() {
-        for (int i = 0; i < halves; i++) highest[i] = nothing(), total[i] = 0.0f;
-        for (int n = 0; n < wide; n++)
-            for (int i = 0; i < 4; i++) mixed[n][i] = 0.0f;
-    }
-};
-
-__device__ inline float power_of_two(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-// What is subtracted from scores: infinity minus itself would be no number.
-__device__ inline float safe(float highest) { return highest == nothing() ? 0.0f : highest; }
-
-__device__ inline void merge(Softmax& whole, const Softmax& other) {
-#pragma unroll
-    for (int i = 0; i < Softmax::halves; i++) {
-        float higher = fmaxf(whole.highest[i], other.highest[i]), zero = safe(higher);
-        float shrink = power_of_two(__fsub_rn(whole.highest[i], zero));
-        float other_shrink = power_of_two(__fsub_rn(other.highest[i], zero));
-        whole.highest[i] = higher;
-        whole.total[i] = __fmaf_rn(whole.total[i], shrink, __fmul_rn(other.total[i], other_shrink));
-#pragma unroll
-        for (int n = 0; n < Softmax::wide; n++)
-#pragma unroll
-            for (int j = 2 * i; j < 2 * i + 2; j++)
-                whole.mixed[n][j] =
-                    __fmaf_rn(whole.mixed[n][j], shrink, __fmul_rn(other.mixed[n][j], other_shrink));
-    }
-}
+typedef SoftmaxOf<Look::halves, DIM / 64> Softmax;  // a warp has an eighth of the columns of values
 
 // Copies 16 bytes of a key and of a value to row `row` of a block, or zeros if nothing is seen there.
 __device__ inline void take_place(Shared& s, const Layer& layer, const Look& look, int row, int chunk,
@@ -149,7 +114,7 @@ __device__ inline Softmax look_at_block(Shared& s, const Look& look, int block) 
                     if (k % 2 < Softmax::halves)
                         a[k] = pack(weights[k % 2][j + k / 2][0], weights[k % 2][j + k / 2][1]);
                     else a[k] = 0;
-                multiply(part.mixed[n], a, v[t * 2], v[t * 2 + 1]);
+                multiply(part.mixed[0][n], a, v[t * 2], v[t * 2 + 1]);
             }
         }
     }
@@ -170,7 +135,7 @@ struct PartPlace {  // of a part in memory, for this thread's lanes and columns
 #pragma unroll
             for (int n = 0; n < Softmax::wide; n++)
                 *(float2*)(values + i * 8 * DIM + n * 8) =
-                    make_float2(part.mixed[n][2 * i], part.mixed[n][2 * i + 1]);
+                    make_float2(part.mixed[0][n][2 * i], part.mixed[0][n][2 * i + 1]);
             if (thread() < 32 && thread() % 4 == 0)
                 *(float2*)(totals + i * 16) = make_float2(part.highest[i], part.total[i]);
         }
@@ -182,7 +147,7 @@ struct PartPlace {  // of a part in memory, for this thread's lanes and columns
 #pragma unroll
             for (int n = 0; n < Softmax::wide; n++) {
                 float2 v = __ldcg((const float2*)(values + i * 8 * DIM + n * 8));
-                part.mixed[n][2 * i] = v.x, part.mixed[n][2 * i + 1] = v.y;
+                part.mixed[0][n][2 * i] = v.x, part.mixed[0][n][2 * i + 1] = v.y;
             }
             float2 t = __ldcg((const float2*)(totals + i * 16));
             part.highest[i] = t.x, part.total[i] = t.y;
@@ -258,25 +223,6 @@ __device__ inline void take_mixed(Shared& s, const Pass& pass) {
     }
 }
 
-// Blocks are merged to stretches, stretches to groups, groups to the whole, always in order.
-__device__ inline Softmax gather(const Pass& pass, const Look& look) {
-    Softmax whole;
-    for (int first = 0; first < look.end; first += MERGED) {
-        Softmax inner;
-        for (int next = first; next < min(first + MERGED, look.end); next += 4) {
-            Softmax parts[4];  // that are on their way at once
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                if (next + i < look.end) parts[i] = PartPlace(pass, look, next + i).take();
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                if (next + i < look.end) merge(inner, parts[i]);
-        }
-        merge(whole, inner);
-    }
-    return whole;
-}
-
 __device__ inline void leave_mixed(const Pass& pass, const Look& look, const Softmax& whole) {
     int warp = thread() / 32, lane = thread() % 32;
 #pragma unroll
@@ -286,8 +232,8 @@ __device__ inline void leave_mixed(const Pass& pass, const Look& look, const Sof
             u16* to = pass.mixed + ((long)(look.first + row) * HEADS + look.head * Look::group + own) * DIM;
 #pragma unroll
             for (int n = 0; n < Softmax::wide; n++) {
-                float one = divide(whole.mixed[n][2 * i], whole.total[i]);
-                float two = divide(whole.mixed[n][2 * i + 1], whole.total[i]);
+                float one = divide(whole.mixed[0][n][2 * i], whole.total[i]);
+                float two = divide(whole.mixed[0][n][2 * i + 1], whole.total[i]);
                 *(u32*)(to + (warp * Softmax::wide + n) * 8 + lane % 4 * 2) = pack(one, two);
             }
         }
@@ -319,14 +265,9 @@ __device__ inline void attention(Shared& s, const Pass& pass, const Layer& layer
     if (look.end > BY_ALL) {  // who comes last merges them
         sync();
         u32* counter = pass.counters + 2 + look.tile * KV_HEADS + look.head;
-        if (thread() == 0) {
-            u32 before;
-            asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
-                         : "=r"(before) : "l"(counter) : "memory");
-            s.last = before == min(Look::takers, look.end) - 1;
-            if (s.last) *counter = 0;
-        }
+        if (thread() == 0) s.last = comes_last(counter, min(Look::takers, look.end));
         sync();
-        if (s.last) leave_mixed(pass, look, gather(pass, look));
+        auto take = [&](int number) { return PartPlace(pass, look, number).take(); };
+        if (s.last) leave_mixed(pass, look, gather<Softmax, MERGED, 4>(look.end, take));
     }
 }

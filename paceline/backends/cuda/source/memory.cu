@@ -4,18 +4,11 @@
 // but fetch weights, in the order of use, into a ring in shared memory, whatever phase or layer they belong
 // to: while the others wait for other blocks, the weights of the next phases are on their way.
 //
-// The files are one source, put together in the order memory, shapes, products, ends, attention, layers. The
-// sizes that they are compiled for, such as ROWS and HIDDEN, are defined ahead of them by persistent.py.
-// bfloat16 numbers are u16 here: what is done with them is done by instructions, not by C++.
+// The files are one source, put together in the order instructions, softmax, memory, shapes, products, ends,
+// attention, layers. The sizes that they are compiled for, such as ROWS and HIDDEN, are defined ahead of them
+// by persistent.py.
 //
-// Sums and products are spelled __fadd_rn and __fmul_rn, so that the compiler fuses nothing: the bits are to
-// be those of the kernels in ../kernels.
-//
-// This file: instructions that C++ has no words for.
-
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+// This file: how threads wait for each other, and for memory.
 
 constexpr int WARPS = 8, THREADS = WARPS * 32;  // that compute
 constexpr int FETCHERS = 128;  // threads that fetch
@@ -43,21 +36,6 @@ __device__ inline u32 cycles() {
 }
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 __device__ constexpr int upwards(int a, int b) { return (a + b - 1) / b; }
-
-__device__ inline u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
-
-__device__ inline void copy_16(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ inline void copy_16_or_zero(u32 to, const void* from, bool there) {
-    int bytes = there ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-__device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most so many of the groups that this thread has ended are on their way.
-template <int GROUPS> __device__ inline void await_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
-}
 
 // Of the threads that compute: those that fetch never wait here.
 __device__ inline void sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
@@ -95,37 +73,3 @@ __device__ inline uint4 fresh_16(const void* from) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
     return v;
 }
-
-constexpr u32 INFINITY_BITS = 0x7f800000;
-__device__ inline float nothing() { return -__int_as_float(INFINITY_BITS); }  // the score of what is not seen
-
-// Four tiles of 8 by 8 numbers, as `multiply` wants them in the registers of a warp.
-__device__ inline void load_fragments(u32 (&r)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
-
-__device__ inline void load_turned_fragments(u32 (&r)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
-
-// d [16, 8] += a [16, 16] b [16, 8]: weights are on the side of 16, rows on that of 8.
-__device__ inline void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ inline u32 pack(float low, float high) {
-    u32 r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-__device__ inline float divide(float x, float y) {
-    float r;
-    asm("div.full.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(y));
-    return r;
-}
-__device__ inline float unpack(u16 bits) { return __uint_as_float((u32)bits << 16); }

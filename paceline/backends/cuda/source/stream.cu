@@ -5,16 +5,11 @@
 // other's results, the weights of the next product are on their way. Two programs are a cluster, for the two
 // splits of a tile. Two groups of four warps multiply, one thread asks for weights and one for rows.
 //
-// The files are one source, put together in the order stream, stream_ends, and between or logits. The sizes that
-// they are compiled for (ROWS, CELLS, ROW_SLOTS), and `multiply` for this many rows, are defined ahead of them by
-// streaming.py. bfloat16 numbers are u16 here. Sums and products are spelled __fadd_rn and __fmul_rn, so that the
-// compiler fuses nothing: the bits are those of the kernels in ../kernels.
+// The files are one source, put together in the order instructions, stream, stream_ends, and between or logits. The
+// sizes that they are compiled for (ROWS, CELLS, ROW_SLOTS), and `multiply` for this many rows, are defined ahead of
+// them by streaming.py.
 //
-// This file: instructions that C++ has no words for, and the ring.
-
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+// This file: the ring.
 
 constexpr int MULTIPLIERS = 256, FINDERS = 64;  // threads that multiply, and that find the factors of norms
 constexpr int ASKS_WEIGHTS = MULTIPLIERS, ASKS_ROWS = MULTIPLIERS + 32, FIRST_FINDER = MULTIPLIERS + 64;
@@ -60,8 +55,6 @@ struct __align__(1024) Shared {
     float factors[ROWS];
 };
 
-__device__ inline u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
-
 __device__ inline void make_flag(u64* flag, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(flag)), "r"(count) : "memory");
 }
@@ -85,7 +78,6 @@ __device__ inline void make_flags(Shared& s) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ inline void await_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Its programs find room where programs of this kernel have ended.
 __device__ inline void let_next_start() {
     if (threadIdx.x == 0) asm volatile("griddepcontrol.launch_dependents;");
@@ -105,28 +97,7 @@ __device__ inline void copy_rows(void* to, const Map& map, int deep, u64* flag) 
                  "r"(shared_address(flag)) : "memory");
 }
 
-// What the matrix unit knows of lines of 128 bytes, swizzled in eights.
-__device__ inline u64 described(const void* at) {
-    return (u64)((shared_address(at) & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
-__device__ inline void begin_multiplying() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void end_multiplying() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT> __device__ inline void await_multiplying() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
-__device__ inline u32 pack(float low, float high) {
-    u32 r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
 __device__ inline u16 rounded(float x) { return (u16)pack(x, 0.0f); }
-__device__ inline float unpack(u16 bits) { return __uint_as_float((u32)bits << 16); }
-__device__ inline float divide(float x, float y) {
-    float r;
-    asm("div.full.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(y));
-    return r;
-}
 // Of x over a number from 1 on, `divide` without what it does for smaller ones. That the power of two is zero where
 // it would be smaller than any normal number changes nothing: one is added to it.
 __device__ inline float silu(float x) {

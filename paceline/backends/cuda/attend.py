@@ -1,0 +1,138 @@
+"""Attention of a pass: by a kernel of CUDA C++ where all requests have as many rows, else by one of Triton.
+
+Chains, trees and plain rows of the decode loop are of that kind. The kernel (source/attend.cu) is for Hopper
+and has the bits of the one in kernels/attention.py, which is for any rows, and runs wherever this one cannot.
+A program of it has a multiprocessor for itself, and much of what it reads on its way at once.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+
+import torch
+import triton
+
+from paceline.backends.cuda.kernels import attention
+from paceline.backends.cuda.kernels.attention import (
+    BLOCK,
+    LANES,
+    MERGED,
+    AttentionScratch,
+    RowTables,
+    score_scale,
+    tile_height,
+)
+from paceline.backends.cuda.native import NativeKernel, float_bits, native_kernel
+from paceline.backends.cuda.streaming import multiplication, programs_of, streams_on
+
+SOURCES = ("instructions", "softmax", "attend")  # in this order they are one source
+HEAD_SIZES = (64, 128)
+MOST_SPAN = 64  # KV indices of a tree: a block, and what it reads of the next
+TOGETHER = 2  # tiles of a program, if a request has several
+STAGES = 5  # windows of keys and values that a program has on their way or at hand
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: RowTables,
+    window: int | None,
+    page_size: int,
+    output: torch.Tensor,
+    scratch: AttentionScratch,
+    earliest: int = 0,
+    scales: torch.Tensor | None = None,
+) -> None:
+    """What kernels/attention.py says of it."""
+    plain = window is None and scales is None
+    if not plain or not _run(query, keys, values, tables, page_size, output, scratch, earliest):
+        attention.attend(
+            query, keys, values, tables, window, page_size, output, scratch, earliest=earliest, scales=scales
+        )
+
+
+def _run(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: RowTables,
+    page_size: int,
+    output: torch.Tensor,
+    scratch: AttentionScratch,
+    earliest: int,
+) -> bool:
+    """Run the kernel of CUDA C++; False if it cannot be had, or is not made for this."""
+    rows, heads, dim = len(tables.positions), query.shape[1], query.shape[2]
+    even, kv_heads, device = tables.even, keys.shape[1], query.device
+    if even is None or not streams_on(device) or query.dtype != torch.bfloat16 or dim not in HEAD_SIZES:
+        return False
+    crooks, tiles = tables.paths is not None, len(tables.tile_counts)
+    if (crooks and even.span > MOST_SPAN) or triton.next_power_of_2(heads // kv_heads) > LANES:
+        return False
+    together, requests = min(even.tiles, TOGETHER), tiles // even.tiles
+    groups = requests * -(-even.tiles // together)
+    takers = programs_of(device) // (groups * kv_heads)
+    if takers == 0 or attention.PROGRAMS // (tiles * kv_heads) >= MERGED:
+        return False  # Triton's are several on a multiprocessor, and those of few tiles share single blocks
+    stretches = -(-scratch.blocks // MERGED)
+    kernel = _kernel((heads, kv_heads, dim, page_size), together, crooks, device)
+    if kernel is None:
+        return False
+    tensors = (
+        query,
+        keys,
+        values,
+        output,
+        tables.positions,
+        tables.straight,
+        tables.paths,
+        tables.tile_counts,
+        tables.tile_pages,
+        tables.pages,
+        scratch.mixed,
+        scratch.totals,
+        scratch.counters,
+    )
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    sizes = rows // requests, even.tiles, stretches, output.stride(0)
+    argument = struct.pack(f"<{len(addresses)}Q6i", *addresses, *sizes, earliest, even.settled)
+    kernel.launch(argument, (groups, kv_heads, min(takers, stretches)), (1,), _threads(dim))
+    return True
+
+
+def _threads(dim: int) -> int:
+    """Of warps that score, that weigh, and that mix 64 columns each."""
+    return 128 + 256 + 2 * dim
+
+
+@lru_cache
+def _kernel(
+    sizes: tuple[int, int, int, int], together: int, crooks: bool, device: torch.device
+) -> NativeKernel | None:
+    """The kernel for these heads, key heads, head size and page size; None if it cannot be had."""
+    heads, kv_heads, dim, page_size = sizes
+    numbers = {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "DIM": dim,
+        "PAGE": page_size,
+        "HEIGHT": tile_height(heads, kv_heads),
+        "TOGETHER": together,
+        "STAGES": STAGES,
+        "CROOKS": int(crooks),
+        "SCALE_BITS": float_bits(score_scale(dim)),
+    }
+    lanes = LANES * together
+    products = multiplication(lanes) + multiplication(lanes, "multiply_turned", turned=True)
+    return native_kernel("attend", SOURCES, numbers, products, _shared_bytes(dim, lanes, crooks), device)
+
+
+def _shared_bytes(dim: int, lanes: int, crooks: bool) -> int:
+    """What source/attend.cu calls Shared."""
+    read = (2 * STAGES * BLOCK + lanes) * dim * 2
+    scores = 2 * lanes * ((2 * BLOCK if crooks else BLOCK) + 4) * 4
+    weights, totals = 2 * lanes * BLOCK * 2, 2 * lanes * 8 + lanes * 4
+    picked = 2 * lanes * BLOCK  # a tile has at most a row for each lane
+    return -(-(read + scores + weights + totals + picked + 1) // 16) * 16
