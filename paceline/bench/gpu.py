@@ -20,6 +20,7 @@ from paceline.backends.cuda.backend import PAGE_SIZE, CudaBackend
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
 from paceline.backends.cuda.draft_shape import chain_shape
 from paceline.backends.cuda.kernels.matrix import Matrix
+from paceline.backends.cuda.native import KERNELS, leaving_out
 from paceline.backends.cuda.weights import Weights, load_weights, packing_for
 from paceline.bench.gpu_drafting import (
     Drafting,
@@ -107,6 +108,7 @@ class Measured:
     torch: float | None = None  # the same model in plain torch
     vllm: float | None = None
     bar: float | None = None
+    without: float | None = None  # the same with some kernels left out
 
     @property
     def verdict(self) -> str:
@@ -165,11 +167,11 @@ def measure_gpu(
             for _, _, count in of_method:
                 target_bytes = weight_bytes(weights, count * len(drafting.shape))
                 floor = 1e3 * (target_bytes + drafting.bytes_read) / speed
-                step = measure_ours(weights, count, setting, drafting)
+                step, without = measure_both(weights, count, setting, drafting)
                 plain = measure_torch(shape, count, setting) if method == "plain" and in_torch else None
                 vllm = VLLM.get((shape, method), {}).get(count) if as_trained else None
                 bar = bar_of(shape, method, count, lines) if as_trained else None
-                lines.append(Measured(shape, method, count, step, floor, plain, vllm, bar))
+                lines.append(Measured(shape, method, count, step, floor, plain, vllm, bar, without))
                 on_line(lines[-1])
     return lines
 
@@ -224,11 +226,30 @@ class Setting:
     prompt_tokens: int = 128
     output_tokens: int = 256
     quantization: str = "none"  # or fp8, int8, int4
+    without: tuple[str, ...] = ()  # kernels that are left out, for comparison
+
+    def __post_init__(self) -> None:
+        for name in self.without:
+            if name not in KERNELS:
+                raise ConfigError(f"--without knows no kernel {name!r}; choose from {', '.join(KERNELS)}.")
 
     @property
     def longest(self) -> int:
         """Tokens that there is room for: even the shortest measurement takes some steps."""
         return self.prompt_tokens + max(self.output_tokens, LEAST_STEPS) + 1
+
+
+def measure_both(
+    weights: Weights, requests: int, setting: Setting, drafting: Drafting
+) -> tuple[float, float | None]:
+    """Milliseconds per step, and with kernels left out if some are to be: then twice each, by turns."""
+    if not setting.without:
+        return measure_ours(weights, requests, setting, drafting), None
+    times: dict[tuple[str, ...], list[float]] = {(): [], setting.without: []}
+    for names in list(times) * 2:
+        with leaving_out(names):
+            times[names].append(measure_ours(weights, requests, setting, drafting))
+    return min(times[()]), min(times[setting.without])
 
 
 @torch.inference_mode()

@@ -40,6 +40,13 @@ def gpu_command(
     input_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
     output_tokens: Annotated[int, typer.Option(help="Steps, which are tokens of plain answers.")] = 256,
     quantization: Annotated[str, typer.Option(help="Of the weights: none, fp8, int8 or int4.")] = "none",
+    without: Annotated[
+        str,
+        typer.Option(
+            help="Measure also with Triton's kernels instead of these, twice each by turns, and take the "
+            "better: attend, between, logits, persistent."
+        ),
+    ] = "",
     json_file: JsonFile = None,
 ) -> None:
     """Greedy decoding on a CUDA device, plain and speculative, beside plain torch and the figures of vLLM."""
@@ -50,6 +57,8 @@ def gpu_command(
     names, ways = ([name.strip() for name in given.split(",")] for given in (shapes, methods))
     if quantization not in QUANTIZATIONS:
         raise ConfigError(f"--quantization is one of {', '.join(QUANTIZATIONS)}, not {quantization!r}.")
+    left_out = tuple(name.strip() for name in without.split(",") if name.strip())
+    setting = Setting(input_tokens, output_tokens, quantization, left_out)
     plan = planned(names, ways, None if requests is None else integers("--requests", requests))
     with progress(len(plan)) as on_turn:
 
@@ -58,7 +67,7 @@ def gpu_command(
             on_turn(text)
             typer.echo(text, err=True)  # what was measured stays, whatever becomes of the next line
 
-        lines = measure_gpu(plan, Setting(input_tokens, output_tokens, quantization), tell)
+        lines = measure_gpu(plan, setting, tell)
     report.show([gpu_table(lines)], NOTES, {"lines": [asdict(line) for line in lines]})
 
 
@@ -75,15 +84,21 @@ def gpu_table(lines: Sequence[Measured]) -> Table:
     table = Table(title="Decoding on the GPU, random weights, greedy", title_justify="left")
     for heading in ("shape", "method"):
         table.add_column(heading)
-    for heading in ("requests", "ms/step", "steps x requests/s", "torch", "vLLM", "floor", "bar", ""):
+    compares = any(line.without is not None for line in lines)
+    headings = ["requests", "ms/step", "steps x requests/s", "torch", "vLLM", "floor", "bar", ""]
+    if compares:
+        headings.insert(2, "without")
+    for heading in headings:
         table.add_column(heading, justify="right")
     for line in lines:
         others = (line.torch, line.vllm, line.floor, line.bar)
+        without = [] if line.without is None else [f"{line.without:.3f}"]
         table.add_row(
             line.shape,
             WORDS[line.method],
             str(line.requests),
             f"{line.milliseconds:.3f}",
+            *without,
             f"{1e3 * line.requests / line.milliseconds:,.0f}",
             *("" if value is None else f"{value:.2f}" for value in others),
             line.verdict,

@@ -86,3 +86,25 @@ def test_a_tree_is_measured_against_the_chain_beside_it() -> None:
     chain = Measured("llama-3.1-8b", "eagle3", 1, 5.0, 4.21)
     assert bar_of("llama-3.1-8b", "tree", 1, [chain]) == pytest.approx(5.5)
     assert bar_of("llama-3.1-8b", "eagle3", 16, [chain]) == 5.8
+
+
+def test_kernels_are_left_out_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.backends.cuda.native import is_left_out
+    from paceline.bench import gpu
+
+    seen: list[bool] = []
+
+    def measure(*arguments: object) -> float:
+        seen.append(is_left_out("attend") and not is_left_out("between"))
+        return [5.0, 6.0, 4.9, 6.1][len(seen) - 1]
+
+    monkeypatch.setattr(gpu, "measure_ours", measure)
+    setting = gpu.Setting(without=("attend",))
+    assert gpu.measure_both(None, 16, setting, None) == (4.9, 6.0)  # type: ignore[arg-type]
+    assert seen == [False, True, False, True]
+    assert not is_left_out("attend")
+    table = gpu_table([gpu.Measured("llama-3.1-8b", "eagle3", 16, 4.9, 4.21, without=6.0)])
+    assert [str(column.header) for column in table.columns][3:5] == ["ms/step", "without"]
+    assert [list(column.cells) for column in table.columns][3:5] == [["4.900"], ["6.000"]]
+    with pytest.raises(ConfigError, match="knows no kernel 'atend'; choose from attend, between"):
+        gpu.Setting(without=("atend",))

@@ -23,7 +23,7 @@ from paceline.backends.cuda.kernels.attention import (
     score_scale,
     tile_height,
 )
-from paceline.backends.cuda.native import NativeKernel, float_bits, native_kernel
+from paceline.backends.cuda.native import NativeKernel, float_bits, is_left_out, native_kernel
 from paceline.backends.cuda.streaming import multiplication, programs_of, streams_on
 
 SOURCES = ("instructions", "softmax", "attend")  # in this order they are one source
@@ -46,7 +46,7 @@ def attend(
     scales: torch.Tensor | None = None,
 ) -> None:
     """What kernels/attention.py says of it."""
-    plain = window is None and scales is None
+    plain = window is None and scales is None and not is_left_out("attend")
     if not plain or not _run(query, keys, values, tables, page_size, output, scratch, earliest):
         attention.attend(
             query, keys, values, tables, window, page_size, output, scratch, earliest=earliest, scales=scales

@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch
-from paceline.backends.cuda.native import NativeKernel
+from paceline.backends.cuda.native import NativeKernel, is_left_out
 from paceline.backends.cuda.streaming import (
     MOST_TILES,
     THREADS,
@@ -76,7 +76,7 @@ def run_between(
     """
     padded = next((own for own, (least, most) in ROWS.items() if least <= rows <= most), None)
     device = layer.output.weight.device
-    if padded is None or (padded == FEW and heads is None):
+    if padded is None or (padded == FEW and heads is None) or is_left_out("between"):
         return False
     if not streams_on(device) or not _fits(layer, heads, programs_of(device)):
         return False

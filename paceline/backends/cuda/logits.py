@@ -11,6 +11,7 @@ import struct
 import torch
 
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed
+from paceline.backends.cuda.native import is_left_out
 from paceline.backends.cuda.streaming import (
     MOST_TILES,
     THREADS,
@@ -31,7 +32,9 @@ TOGETHER = 4  # tiles
 def run_logits(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int) -> bool:
     """Write norm(rows) @ weight.T to `output` [rows, at least width]; False if this kernel cannot."""
     device = matrix.weight.device
-    if not LEAST <= rows <= PADDED or not streams_on(device) or not _fits(normed, matrix):
+    if not LEAST <= rows <= PADDED or is_left_out("logits"):
+        return False
+    if not streams_on(device) or not _fits(normed, matrix):
         return False
     kernel = streaming_kernel("logits", "all_logits", PADDED, RING, device)
     if kernel is None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,24 @@ BFLOAT16, SWIZZLED = 9, 3  # as the driver counts kinds of numbers, and of swizz
 CLUSTER, OVERLAP = 4, 6  # attributes of launches
 CARVEOUT, ALL_SHARED = 9, 100  # of functions: how much of a multiprocessor's cache is shared memory
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
+KERNELS = ("attend", "between", "logits", "persistent")  # for all of which kernels of Triton can run
+
+_left_out: set[str] = set()
+
+
+@contextmanager
+def leaving_out(names: Sequence[str]) -> Iterator[None]:
+    """Have Triton do the work of these kernels in graphs that are captured meanwhile: to compare them."""
+    _left_out.update(names)
+    try:
+        yield
+    finally:
+        _left_out.difference_update(names)
+
+
+def is_left_out(name: str) -> bool:
+    """Whether the kernel of this name is not to run."""
+    return name in _left_out
 
 
 @lru_cache

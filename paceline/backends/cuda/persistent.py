@@ -34,7 +34,7 @@ from paceline.backends.cuda.kernels.launching import HOPPER
 from paceline.backends.cuda.kernels.matrix import Matrix
 from paceline.backends.cuda.kernels.rows import embed
 from paceline.backends.cuda.model import Pool, Workspace
-from paceline.backends.cuda.native import float_bits
+from paceline.backends.cuda.native import float_bits, is_left_out
 from paceline.backends.cuda.weights import Layer, Weights
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class PersistentLayers:
 
         `features` and `feature_layers` must be the same in all calls.
         """
-        if tables.paths is not None:
+        if tables.paths is not None or is_left_out("persistent"):
             return False
         weights, workspace, _, _ = self._known
         key = len(tokens), tables.positions.data_ptr()
