@@ -113,6 +113,8 @@ def _kernel(
 ) -> NativeKernel | None:
     """The kernel for these heads, key heads, head size and page size; None if it cannot be had."""
     heads, kv_heads, dim, page_size = sizes
+    lanes = LANES * together
+    shared = _shared_bytes(dim, lanes, crooks)
     numbers = {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
@@ -123,10 +125,10 @@ def _kernel(
         "STAGES": STAGES,
         "CROOKS": int(crooks),
         "SCALE_BITS": float_bits(score_scale(dim)),
+        "SHARED_BYTES": shared,
     }
-    lanes = LANES * together
     products = multiplication(lanes) + multiplication(lanes, "multiply_turned", turned=True)
-    return native_kernel("attend", SOURCES, numbers, products, _shared_bytes(dim, lanes, crooks), device)
+    return native_kernel("attend", SOURCES, numbers, products, shared, device)
 
 
 def _shared_bytes(dim: int, lanes: int, crooks: bool) -> int:

@@ -1,14 +1,15 @@
-"""Every kernel of CUDA C++ can be left out, and then Triton's do its work."""
+"""Kernels of CUDA C++ are compiled from what is told, and can be left out: Triton's do their work then."""
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from paceline.backends.cuda import attend, between, logits, persistent
+from paceline.backends.cuda import attend, between, logits, native, persistent
 from paceline.backends.cuda.kernels import attention
 from paceline.backends.cuda.native import KERNELS, leaving_out
 
@@ -58,3 +59,38 @@ def test_a_kernel_is_left_out(name: str, run: Any, monkeypatch: pytest.MonkeyPat
         run()
     with leaving_out([own for own in KERNELS if own != name]), pytest.raises(RuntimeError, match="asked"):
         run()
+
+
+def test_a_source_is_numbers_instructions_and_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, str, int]] = []
+    monkeypatch.setattr(native, "compiler", lambda: print)
+    monkeypatch.setattr(
+        native, "NativeKernel", lambda source, name, shared, _: made.append((source, name, shared))
+    )
+    attend._kernel.__wrapped__((32, 8, 128, 16), 2, True, torch.device("cuda"))
+    source, name, shared = made[0]
+    assert name == "attend"
+    assert source.startswith("#define HEADS 32\n#define KV_HEADS 8\n#define DIM 128\n#define PAGE 16\n")
+    assert f"#define SHARED_BYTES {shared}\n" in source
+    words = (
+        "void multiply(float (&d)[16]",
+        "void multiply_turned(",
+        "typedef unsigned int u32",
+        "Attention of chains",
+    )
+    places = [source.index(own) for own in words]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("compiler", [None, print])
+def test_what_cannot_be_compiled_is_left_to_triton(
+    compiler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError("no such driver")
+
+    monkeypatch.setattr(native, "compiler", lambda: compiler)
+    monkeypatch.setattr(native, "NativeKernel", fail)
+    with caplog.at_level(logging.WARNING):
+        assert native.native_kernel("attend", ["attend"], {}, "", 0, torch.device("cuda")) is None
+    assert ("no such driver" in caplog.text) == (compiler is not None)

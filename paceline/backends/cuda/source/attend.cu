@@ -12,7 +12,7 @@
 //
 // The files are one source, put together in the order instructions, softmax, attend. attend.py defines ahead of them
 // HEADS, KV_HEADS, DIM, PAGE, HEIGHT (rows of a tile), TOGETHER (tiles), STAGES (windows on their way or at hand),
-// CROOKS (whether paths may part), SCALE_BITS, and `multiply` and `multiply_turned` for 16 lanes of each tile.
+// CROOKS (whether paths may part), SCALE_BITS, SHARED_BYTES, and `multiply` and `multiply_turned` for these lanes.
 
 constexpr int BLOCK = 64, MERGED = 8, MOST_PATH = 64;
 enum { SCORES, WEIGHS, MIXES };
@@ -64,6 +64,7 @@ struct Shared {
     unsigned char picked[2][MOST_ROWS][BLOCK];  // of every other crooked block: where positions lie, from its window on
     bool last;
 };
+static_assert(sizeof(Shared) <= SHARED_BYTES, "attend.py counts them");
 
 // What this program looks at. Every warp finds it for itself: its first threads have a row each.
 struct Look {
@@ -443,7 +444,7 @@ __device__ inline void look_at_blocks(Shared& s, const Arguments& a, const Look&
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(1024) char raw[];
     Shared& s = *(Shared*)raw;
-    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.launch_dependents;");  // its programs find room where those of this kernel have ended
     // tables were written before this pass began: no kernel of it has to be waited for
     Look look(a);
     if (look.own == 0) {
