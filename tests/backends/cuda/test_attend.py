@@ -75,7 +75,9 @@ def attended(case: Case, tables: Any, attend: Any, earliest: int) -> torch.Tenso
 
 @needs_hopper
 @pytest.mark.parametrize("settled", [True, False])
-@pytest.mark.parametrize("shape", [(8, 2, 128), (6, 2, 64), (4, 4, 128), (16, 1, 64)])
+@pytest.mark.parametrize(
+    "shape", [(8, 2, 128), (6, 2, 64), (4, 4, 128), (16, 1, 64), (12, 2, 128), (4, 2, 64)]
+)
 @pytest.mark.parametrize(
     ("places", "parents", "counts", "takers"),
     [

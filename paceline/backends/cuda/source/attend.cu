@@ -90,9 +90,9 @@ struct Look {
         newest = furthest = __reduce_max_sync(~0u, there ? position : -1);
         crooked = FAR;
         if (CROOKS) {
-            bool parts = there && straight <= position;
-            crooked = __reduce_min_sync(~0u, parts ? straight : FAR);
-            int index = parts ? a.paths[(first + lane) * MOST_PATH + position - straight] : position;
+            bool bends = there && straight <= position;
+            crooked = __reduce_min_sync(~0u, bends ? straight : FAR);
+            int index = bends ? a.paths[(first + lane) * MOST_PATH + position - straight] : position;
             furthest = __reduce_max_sync(~0u, there ? index : -1);
         }
         fresh = a.settled ? root : FAR;
