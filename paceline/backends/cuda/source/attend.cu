@@ -30,18 +30,6 @@ template <int LINES> __device__ inline u32 place_of(int line, int chunk) {
     return (chunk / 8 * LINES + line) * 128 + (chunk % 8 ^ line % 8) * 16;
 }
 
-// What this thread has brought or written is there for the matrix unit, too.
-__device__ inline void share_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ inline void copy_16_if(bool wanted, u32 to, const void* from, bool there) {
-    asm volatile("{ .reg .pred wanted; setp.ne.b32 wanted, %3, 0; "
-                 "@wanted cp.async.cg.shared.global [%0], [%1], 16, %2; }" ::"r"(to), "l"(from),
-                 "r"(there ? 16 : 0), "r"((int)wanted) : "memory");
-}
-__device__ inline void store_turned_fragments(u32 to, const u32 (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(r[0]), "r"(r[1]),
-                 "r"(r[2]), "r"(r[3]) : "memory");
-}
-
 struct Arguments {  // attend.py has them in the same order
     const u16 *query, *keys, *values;
     u16* output;
@@ -351,7 +339,7 @@ struct Mixer {
             int line = (j + thread / 16) * 8 + thread % 8;
             store_turned_fragments(shared_address(s.query) + place_of<LANES>(line, chunk() + thread / 8 % 2), rounded);
         }
-        asm volatile("bar.sync %0, 128;" ::"r"(1 + columns()) : "memory");  // of these four warps
+        await_four_warps(1 + columns());
 #pragma unroll
         for (int i = threadIdx.x % FOUR_WARPS; i < LANES * 8; i += FOUR_WARPS) {
             int lane = i / 8, chunk = columns() * 8 + i % 8;
@@ -359,11 +347,7 @@ struct Mixer {
                 *((uint4*)look.output(a, lane) + chunk) = *(uint4*)((char*)s.query + place_of<LANES>(lane, chunk));
         }
     }
-    __device__ static float over(float x, float total) {
-        float inverse;
-        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(total));
-        return __fmul_rn(x, inverse);
-    }
+    __device__ static float over(float x, float total) { return __fmul_rn(x, inverse(total)); }
 };
 
 typedef SoftmaxOf<1, 2> Slice;  // four columns of a lane
@@ -444,7 +428,7 @@ __device__ inline void look_at_blocks(Shared& s, const Arguments& a, const Look&
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(1024) char raw[];
     Shared& s = *(Shared*)raw;
-    asm volatile("griddepcontrol.launch_dependents;");  // its programs find room where those of this kernel have ended
+    let_next_kernel_start();  // its programs find room where those of this kernel have ended
     // tables were written before this pass began: no kernel of it has to be waited for
     Look look(a);
     if (look.own == 0) {

@@ -17,13 +17,30 @@ __device__ inline void copy_16_or_zero(u32 to, const void* from, bool there) {
     int bytes = there ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+__device__ inline void copy_16_if(bool wanted, u32 to, const void* from, bool there) {
+    asm volatile("{ .reg .pred wanted; setp.ne.b32 wanted, %3, 0; "
+                 "@wanted cp.async.cg.shared.global [%0], [%1], 16, %2; }" ::"r"(to), "l"(from),
+                 "r"(there ? 16 : 0), "r"((int)wanted) : "memory");
+}
 __device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until at most so many of the groups that this thread has ended are on their way.
 template <int GROUPS> __device__ inline void await_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
+// What this thread has brought or written is there for the matrix unit, too.
+__device__ inline void share_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 __device__ inline void await_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ inline void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+// Barriers of four warps each, by number, beside that of all.
+__device__ inline void await_four_warps(int number) { asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory"); }
+// One more; returns what was there.
+__device__ inline u32 count_one(u32* counter) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
 
 constexpr u32 INFINITY_BITS = 0x7f800000;
 __device__ inline float nothing() { return -__int_as_float(INFINITY_BITS); }  // the score of what is not seen
@@ -39,6 +56,11 @@ __device__ inline void load_turned_fragments(u32 (&r)[4], u32 at) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
 
+__device__ inline void store_turned_fragments(u32 to, const u32 (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(r[0]), "r"(r[1]),
+                 "r"(r[2]), "r"(r[3]) : "memory");
+}
+
 // d [16, 8] += a [16, 16] b [16, 8]: weights are on the side of 16, rows on that of 8.
 __device__ inline void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -51,6 +73,16 @@ __device__ inline u32 pack(float low, float high) {
     u32 r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
+}
+__device__ inline float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ inline float inverse(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 __device__ inline float divide(float x, float y) {
     float r;

@@ -13,11 +13,6 @@ template <int HALVES, int WIDE> struct SoftmaxOf {
     }
 };
 
-__device__ inline float power_of_two(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 // What is subtracted from scores: infinity minus itself would be no number.
 __device__ inline float safe(float highest) { return highest == nothing() ? 0.0f : highest; }
 
@@ -62,8 +57,7 @@ __device__ inline Part gather(int parts, const Take& take) {
 
 // Counts who has left a part: whether this program is the last of so many. The counter is zero again then.
 __device__ inline bool comes_last(u32* counter, u32 programs) {
-    u32 before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    u32 before = count_one(counter);
     if (before == programs - 1) *counter = 0;
     return before == programs - 1;
 }
