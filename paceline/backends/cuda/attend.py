@@ -112,10 +112,15 @@ def _kernel(
     sizes: tuple[int, int, int, int], together: int, crooks: bool, device: torch.device
 ) -> NativeKernel | None:
     """The kernel for these heads, key heads, head size and page size; None if it cannot be had."""
+    numbers, lanes = kernel_numbers(sizes, together, crooks), LANES * together
+    products = multiplication(lanes) + multiplication(lanes, "multiply_turned", turned=True)
+    return native_kernel("attend", SOURCES, numbers, products, numbers["SHARED_BYTES"], device)
+
+
+def kernel_numbers(sizes: tuple[int, int, int, int], together: int, crooks: bool) -> dict[str, int]:
+    """What the kernel is compiled for."""
     heads, kv_heads, dim, page_size = sizes
-    lanes = LANES * together
-    shared = _shared_bytes(dim, lanes, crooks)
-    numbers = {
+    return {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
         "DIM": dim,
@@ -125,10 +130,8 @@ def _kernel(
         "STAGES": STAGES,
         "CROOKS": int(crooks),
         "SCALE_BITS": float_bits(score_scale(dim)),
-        "SHARED_BYTES": shared,
+        "SHARED_BYTES": _shared_bytes(dim, LANES * together, crooks),
     }
-    products = multiplication(lanes) + multiplication(lanes, "multiply_turned", turned=True)
-    return native_kernel("attend", SOURCES, numbers, products, shared, device)
 
 
 def _shared_bytes(dim: int, lanes: int, crooks: bool) -> int:

@@ -1,0 +1,92 @@
+"""Attention in CUDA C++, compiled for the host: what it computes is the plain attention. See emulated.h."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.backends.cuda import attend
+from paceline.backends.cuda.kernels.attention import tile_height
+from paceline.backends.cuda.tables import rows_of
+from tests.backends.cuda.test_attend import chain, some_tree
+from tests.backends.cuda.test_attention import PAGE_SIZE, Case
+
+HERE, SOURCES = Path(__file__).parent, Path(attend.__file__).with_name("source")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@dataclass(frozen=True)
+class Built:
+    """The kernel for these heads, key heads and head size."""
+
+    shape: tuple[int, int, int]
+    together: int
+    crooks: bool
+
+    def program(self, folder: Path) -> Path:
+        numbers = attend.kernel_numbers((*self.shape, PAGE_SIZE), self.together, self.crooks)
+        numbers["THREADS_OF_PROGRAM"] = attend._threads(self.shape[2])
+        kernel = SOURCES / "softmax.cu", SOURCES / "attend.cu"
+        files = HERE / "emulated.h", *kernel, HERE / "emulated_attend.h"
+        defined = "".join(f"#define {name} {number}\n" for name, number in numbers.items())
+        source, program = folder / "attend.cpp", folder / "attend"
+        source.write_text(defined + "".join(own.read_text() for own in files))
+        subprocess.run(["g++", "-std=c++17", "-O1", "-w", "-o", program, source], check=True, timeout=120)
+        return program
+
+
+def emulate(program: Path, case: Case, built: Built, settled: bool, takers: int) -> torch.Tensor:
+    """What the kernel gives [rows, heads, dim]; keys of this pass come when it has waited for them."""
+    heads, kv_heads, dim = case.shape
+    batch, rows, requests = case.batch, case.batch.num_rows, len(case.offsets) - 1
+    own = rows_of(batch, PAGE_SIZE, tile_height(heads, kv_heads))
+    query, keys, values = (x.to(torch.bfloat16) for x in (case.query, case.keys, case.values))
+    late = torch.from_numpy(own.places).long()
+    fresh = keys[late], values[late]
+    paths = own.paths if own.paths is not None else np.zeros((rows, 64), np.int32)
+    tiles = own.tiles.shape[1] // requests
+    longest = int(batch.positions.max()) + 1
+    groups = requests * -(-tiles // built.together)
+    sizes = rows // requests, tiles, -(-longest // 512), 0, int(settled), takers, rows, groups
+    of_tiles = own.tiles[1], own.tiles[2]
+    arrays = [batch.positions, own.straight, paths, *of_tiles, own.pages, np.zeros(0)]
+    tensors = [x.contiguous().view(torch.int16).numpy() for x in (query, keys, values)]
+    parts = [*tensors, *arrays, *(x.contiguous().view(torch.int16).numpy() for x in fresh), own.places]
+    parts.append(np.array(sizes, np.int32))
+    folder = program.parent
+    with (folder / "in").open("wb") as file:
+        for part in parts:
+            data = np.ascontiguousarray(part).tobytes()
+            file.write(struct.pack("<Q", len(data)) + data)
+    subprocess.run([program, folder / "in", folder / "out"], check=True, timeout=120)
+    given = np.fromfile(folder / "out", np.int16)
+    return torch.from_numpy(given).view(torch.bfloat16).view(rows, heads, dim)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("built", "cases"),
+    [
+        (Built((4, 2, 64), 1, False), [([70, 3], chain(3), 1)]),
+        (Built((12, 2, 128), 2, False), [([520], chain(4), 2), ([520], chain(4), 1)]),
+        (Built((4, 1, 64), 2, True), [([60, 1], some_tree(12, 1), 1), ([505], some_tree(14, 2), 1)]),
+    ],
+    ids=["plain", "six heads of a key head, two stretches", "trees"],
+)
+def test_it_is_the_plain_attention(
+    built: Built, cases: list[tuple[list[int], list[int], int]], tmp_path: Path
+) -> None:
+    program = built.program(tmp_path)
+    for contexts, parents, takers in cases:
+        case = Case(contexts, [parents] * len(contexts), *built.shape)
+        expected = case.expected(torch.bfloat16)
+        for settled in (True, False):
+            given = emulate(program, case, built, settled, takers)
+            torch.testing.assert_close(given.float(), expected, rtol=0, atol=1e-2)
