@@ -212,7 +212,7 @@ def test_a_client_that_does_not_read_holds_neither_the_engine_nor_its_connection
         connection.sendall(client.request("POST", "/v1/completions", body))
         assert client.post("/v1/chat/completions", HELLO).status == 200
         until(lambda: has_answered(client))
-        assert not engine.has_unfinished
+        until(lambda: not engine.has_unfinished)  # what was given up leaves behind the pass that runs
         with pytest.raises(ConnectionError):
             read_answer(connection)
 
