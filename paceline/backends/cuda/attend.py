@@ -23,11 +23,12 @@ from paceline.backends.cuda.kernels.attention import (
     score_scale,
     tile_height,
 )
-from paceline.backends.cuda.native import NativeKernel, float_bits, is_left_out, native_kernel
-from paceline.backends.cuda.streaming import multiplication, programs_of, streams_on
+from paceline.backends.cuda.native import NativeKernel, float_bits, is_left_out, native_kernel, tensor_map
+from paceline.backends.cuda.streaming import argument, multiplication, programs_of, streams_on
 
 SOURCES = ("instructions", "softmax", "attend")  # in this order they are one source
 HEAD_SIZES = (64, 128)
+WIDE = 64  # columns of a copy
 MOST_SPAN = 64  # KV indices of a tree: a block, and what it reads of the next
 TOGETHER = 2  # tiles of a program, if a request has several
 STAGES = 5  # windows of keys and values that a program has on their way or at hand
@@ -68,6 +69,9 @@ def _run(
     even, kv_heads, device = tables.even, keys.shape[1], query.device
     if even is None or not streams_on(device) or query.dtype != torch.bfloat16 or dim not in HEAD_SIZES:
         return False
+    lines = min(page_size, BLOCK)
+    if page_size % lines or BLOCK % lines or lines % 8:
+        return False  # copies are of whole eights, as the matrix unit wants them
     crooks, tiles = tables.paths is not None, len(tables.tile_counts)
     if (crooks and even.span > MOST_SPAN) or triton.next_power_of_2(heads // kv_heads) > LANES:
         return False
@@ -82,8 +86,6 @@ def _run(
         return False
     tensors = (
         query,
-        keys,
-        values,
         output,
         tables.positions,
         tables.straight,
@@ -97,9 +99,16 @@ def _run(
     )
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     sizes = rows // requests, even.tiles, stretches, output.stride(0)
-    argument = struct.pack(f"<{len(addresses)}Q6i", *addresses, *sizes, earliest, even.settled)
-    kernel.launch(argument, (groups, kv_heads, min(takers, stretches)), (1,), _threads(dim))
+    of_rows = struct.pack(f"<{len(addresses)}Q6i", *addresses, *sizes, earliest, even.settled)
+    maps = _map(keys, lines), _map(values, lines)
+    kernel.launch(argument(*maps, of_rows), (groups, kv_heads, min(takers, stretches)), (1,), _threads(dim))
     return True
+
+
+def _map(pool: torch.Tensor, lines: int) -> bytes:
+    """What the copy engine must know of keys or values [places, key heads, dim]."""
+    places, heads, dim = pool.shape
+    return tensor_map(pool.data_ptr(), (dim, heads, places), (dim, heads * dim), (WIDE, 1, lines))
 
 
 def _threads(dim: int) -> int:
@@ -139,5 +148,5 @@ def _shared_bytes(dim: int, lanes: int, crooks: bool) -> int:
     read = (2 * STAGES * BLOCK + lanes) * dim * 2
     scores = 2 * lanes * ((2 * BLOCK if crooks else BLOCK) + 4) * 4
     weights, totals = 2 * lanes * BLOCK * 2, 2 * lanes * 8 + lanes * 4
-    picked = 2 * lanes * BLOCK  # a tile has at most a row for each lane
-    return -(-(read + scores + weights + totals + picked + 1) // 16) * 16
+    flags, picked = 2 * STAGES * 8, 2 * lanes * BLOCK  # a tile has at most a row for each lane
+    return -(-(read + scores + weights + totals + flags + picked + 1) // 16) * 16

@@ -38,7 +38,6 @@ FEW, SOME, MANY = 16, 32, 96  # rows that it is compiled for
 ROWS = {FEW: (1, 16), SOME: (17, 32), MANY: (65, 96)}  # for passes from so many rows to so many
 RINGS = {FEW: (24, 12), SOME: (20, 10), MANY: (14, 7)}  # cells of weights, and slots of rows
 CLUSTER = (2, 1)  # programs: the splits of a tile
-COUNTERS = 4  # of programs that have done their part
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,8 @@ def _argument(
         scratch.counters,
         stream.features,
     )
-    assert len(scratch.counters) >= COUNTERS, "splits have one for each tile"
+    units = 2 * layer.output.tiles + layer.gate_up.tiles // 4
+    assert len(scratch.counters) > units, "programs tell by them"
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     sizes = stream.hidden.shape[1], stream.activated.shape[1], rows, *counts
     stride = 0 if stream.features is None else stream.features.stride(0)

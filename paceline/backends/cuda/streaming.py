@@ -50,7 +50,7 @@ def streaming_kernel(
     cells, slots = ring
     numbers = {"ROWS": rows, "CELLS": cells, "ROW_SLOTS": slots}
     held = cells * TILE * DEEP * 2 + slots * rows * DEEP * 2
-    given, flags, factors = rows * 256, (2 * cells + 2 * slots + 2) * 8, rows * 4
+    given, flags, factors = rows * 256, (2 * cells + 2 * slots + 4) * 8, rows * 4
     shared = -(-(held + given + flags + factors) // 1024) * 1024
     return native_kernel(name, (*COMMON, file), numbers, multiplication(rows), shared, device)
 

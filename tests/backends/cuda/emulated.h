@@ -8,8 +8,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <limits>
+#include <map>
 #include <ucontext.h>
 #include <vector>
 
@@ -78,6 +78,7 @@ inline u64 (*shown(const void* own, int bytes))[8] {
     of_warp[warp].wait(32);
     return slots[warp][turn];
 }
+inline void __syncwarp() { of_warp[threadIdx.x / 32].wait(32); }
 inline void __syncthreads() { of_all.wait(THREADS_OF_PROGRAM); }
 template <class T> inline T __shfl_sync(u32, T x, int from) {
     T y;
@@ -99,20 +100,47 @@ struct Copy {
     u32 to;
     char bytes[16];
 };
-static std::vector<std::deque<std::vector<Copy>>> on_their_way;  // by thread and group
+struct Flag {  // of which a number in shared memory tells nothing
+    int count = 0, left = 0, bytes = 0, turn = 0;
+    std::vector<Copy> on_their_way;
+    void settle() {
+        if (left || bytes) return;
+        left = count, turn++;
+    }
+    void arrive() {
+        for (const Copy& own : on_their_way) memcpy(raw + own.to, own.bytes, 16), bytes -= 16;
+        on_their_way.clear();
+    }
+};
+static std::map<u64*, Flag> flags;
 static bool at_once = false;
-inline void copy_16_if(bool wanted, u32 to, const void* from, bool there) {
-    if (!wanted) return;
-    Copy own = {to, {}};
-    if (there) memcpy(own.bytes, from, 16);
-    if (at_once) memcpy(raw + to, own.bytes, 16);
-    else on_their_way[threadIdx.x].back().push_back(own);
+inline void make_flag(u64* flag, int count) { flags[flag].count = flags[flag].left = count; }
+inline void show_flags() {}
+inline void expect_bytes(u64* flag, int bytes) {
+    Flag& own = flags.at(flag);
+    own.left--, own.bytes += bytes;
+    own.settle();
 }
-inline void end_copies() { on_their_way[threadIdx.x].emplace_back(); }
-template <int GROUPS> inline void await_copies() {
-    auto& groups = on_their_way[threadIdx.x];
-    for (; groups.size() > GROUPS + 1; groups.pop_front())  // the last has not ended
-        for (const Copy& own : groups.front()) memcpy(raw + own.to, own.bytes, 16);
+inline void await_flag(u64* flag, int parity) {
+    Flag& own = flags.at(flag);
+    for (; own.turn % 2 == parity; leave_turn())
+        if (!own.on_their_way.empty()) own.arrive(), own.settle();
+}
+struct Map {
+    const u16* numbers;
+    int columns, heads, lines;  // of a line; of a place; of a copy
+};
+// Lines of 128 bytes, swizzled in eights.
+inline void copy_lines(void* to, const Map& map, int column, int head, int place, u64* flag) {
+    Flag& own = flags.at(flag);
+    for (int i = 0; i < map.lines * 8; i++) {
+        u32 at = shared_address(to) + i * 16;
+        Copy copy = {at ^ (at >> 3 & 0x70), {}};
+        u64 line = (u64)(place + i / 8) * map.heads + head;
+        memcpy(copy.bytes, map.numbers + line * map.columns + column + i % 8 * 8, 16);
+        own.on_their_way.push_back(copy);
+    }
+    if (at_once) own.arrive(), own.settle();
 }
 inline void share_copies() {}
 void begin_program(), end_kernels_before();  // what others have written is seen when all threads have waited for it
@@ -223,7 +251,7 @@ template <class Kernel> inline void run_grid(Three grid, const Kernel& kernel) {
                 memset(raw, 0xff, sizeof raw);  // no number
                 contexts.assign(THREADS_OF_PROGRAM, ucontext_t());
                 ended.assign(THREADS_OF_PROGRAM, 0);
-                on_their_way.assign(THREADS_OF_PROGRAM, std::deque<std::vector<Copy>>(1));
+                flags.clear();
                 for (int i = 0; i < THREADS_OF_PROGRAM; i++) {
                     getcontext(&contexts[i]);
                     contexts[i].uc_stack.ss_sp = &stacks[(size_t)i * STACK];

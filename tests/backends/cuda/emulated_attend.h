@@ -14,7 +14,7 @@ static void set_fresh(bool there) {  // keys and values of this pass
     int line = KV_HEADS * DIM * 2;
     for (size_t i = 0; i < parts[12].size() / 4; i++)
         for (int which = 0; which < 2; which++) {
-            char* to = (char*)(which ? arguments.values : arguments.keys) + (size_t)places[i] * line;
+            char* to = parts[1 + which].data() + (size_t)places[i] * line;
             if (there) memcpy(to, parts[10 + which].data() + i * line, line);
             else memset(to, 0xff, line);  // no number
         }
@@ -30,9 +30,11 @@ int main(int, char** names) {
     std::vector<float> mixed(lines * DIM), totals(lines * 2);
     std::vector<u32> counters(sizes[6] * KV_HEADS);
     auto numbers = [&](int i) { return (const int*)parts[i].data(); };
-    arguments = {(u16*)parts[0].data(), (u16*)parts[1].data(), (u16*)parts[2].data(), output.data(), numbers(3),
-                 numbers(4), numbers(5), numbers(6), numbers(7), numbers(8), mixed.data(), totals.data(),
-                 counters.data(), sizes[0], sizes[1], sizes[2], HEADS * DIM, sizes[3], sizes[4]};
+    Map keys = {(u16*)parts[1].data(), DIM, KV_HEADS, LINES}, values = keys;
+    values.numbers = (u16*)parts[2].data();
+    arguments = {keys, values, (u16*)parts[0].data(), output.data(), numbers(3), numbers(4), numbers(5), numbers(6),
+                 numbers(7), numbers(8), mixed.data(), totals.data(), counters.data(), sizes[0], sizes[1], sizes[2],
+                 HEADS * DIM, sizes[3], sizes[4]};
     at_once = !arguments.settled;  // one way each
     run_grid({sizes[7], KV_HEADS, sizes[5]}, []() { attend(arguments); });
     for (u32 count : counters) if (count) return 3;

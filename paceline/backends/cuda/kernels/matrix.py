@@ -12,6 +12,7 @@ from paceline.backends.cuda.kernels.launching import overlaps
 from paceline.backends.cuda.kernels.packing import depth_of, pack
 
 LEAST_TOKENS = 16  # rows of a tile
+LEAST_COUNTERS = 512  # more than there are parts of products in between.py
 MOST_TOKENS = 128
 MANY_TILES = {4: 448, 2: 264}  # of columns: then programs with the most rows take so many
 SHARED_BYTES = 208 << 10  # of a multiprocessor of Hopper, less what the ends of programs need
@@ -95,7 +96,7 @@ class Scratch:
     """Where the splits of a product meet. One is enough for all products, which run one after the other."""
 
     partial: torch.Tensor  # float32 [floats]
-    counters: torch.Tensor  # int32 [tiles] zero between products
+    counters: torch.Tensor  # int32 [tiles, or more] zero between products
 
 
 @dataclass(frozen=True)
@@ -124,10 +125,10 @@ def scratch_for(matrices: list[Matrix], rows: int, device: torch.device) -> Scra
     split = [matrix for matrix in matrices if matrix.tiling.splits > 1]
     padded = padded_rows(rows)
     floats = max((m.tiling.splits * m.padded_width * padded for m in split), default=1)
-    tiles = max((m.tiles * padded // LEAST_TOKENS for m in split), default=1)
+    tiles = max((m.tiles * padded // LEAST_TOKENS for m in split), default=0)
     return Scratch(
         torch.empty(floats, dtype=torch.float32, device=device),
-        torch.zeros(tiles, dtype=torch.int32, device=device),
+        torch.zeros(max(tiles, LEAST_COUNTERS), dtype=torch.int32, device=device),
     )
 
 

@@ -22,7 +22,8 @@ constexpr int THREADS = FIRST_TO_MIX + PARTS * FOUR_WARPS;
 constexpr int GROUP = HEADS / KV_HEADS, WIDE = 16 / HEIGHT;  // heads that share keys, and lanes that they have
 constexpr int LANES = 16 * TOGETHER, MOST_ROWS = HEIGHT * TOGETHER;
 constexpr int COLUMNS = CROOKS ? 2 * BLOCK : BLOCK;  // scores of a lane
-constexpr int CHUNKS = DIM / 8, EACH = (BLOCK * CHUNKS + THREADS - 1) / THREADS;  // of 16 bytes: of a line, a thread
+constexpr int CHUNKS = DIM / 8;  // of 16 bytes
+constexpr int LINES = PAGE < BLOCK ? PAGE : BLOCK, COPIES = BLOCK / LINES;  // of a copy; for a window
 constexpr int FAR = 1 << 30;
 
 // Where a chunk lies among so many lines, as the matrix unit wants it.
@@ -31,7 +32,8 @@ template <int LINES> __device__ inline u32 place_of(int line, int chunk) {
 }
 
 struct Arguments {  // attend.py has them in the same order
-    const u16 *query, *keys, *values;
+    Map keys, values;
+    const u16* query;
     u16* output;
     const int *positions, *straight, *paths, *tile_counts, *tile_pages, *pages;
     float *mixed, *totals;  // where parts meet
@@ -49,6 +51,7 @@ struct Shared {
     float scores[2][LANES][COLUMNS + 4];
     float2 shrinks[2][LANES];  // what was mixed before, and what the block brings
     float totals[LANES];       // of the whole
+    u64 keys_there[STAGES], values_there[STAGES];  // flags
     unsigned char picked[2][MOST_ROWS][BLOCK];  // of every other crooked block: where positions lie, from its window on
     bool last;
 };
@@ -112,36 +115,37 @@ struct Look {
     }
 };
 
-// A window on its way to shared memory.
-struct Window {
-    int number, begin;  // in the order of this program, and its first KV index
-    int pages[EACH];    // of the chunks of this thread
-    __device__ static int line(int i) { return (i * THREADS + threadIdx.x) / CHUNKS; }
-    __device__ void find(const Look& look, int own) {
-        number = own, begin = look.window(own) * BLOCK;
-        bool there = own < look.windows;
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            int index = begin + line(i);
-            pages[i] = there && line(i) < BLOCK && index <= look.furthest ? look.pages[index / PAGE] : -1;
-        }
+// Lines of a window on their way to shared memory, of one page: a thread asks for them.
+struct Lines {
+    int number, index, place;  // of the window, in the order of this program; KV index, and where it lies: -1 if unseen
+    __device__ void find(const Look& look, int own, int copy) {
+        number = own, index = look.window(own) * BLOCK + copy * LINES;
+        bool seen = own < look.windows && index <= look.furthest;
+        place = seen ? look.pages[index / PAGE] * PAGE + index % PAGE : -1;
     }
-    // Asks for indices from `from` up to `to`; what nobody sees becomes zeros with the first.
-    __device__ void copy(Shared& s, const Arguments& a, const Look& look, int from, int to) const {
-        if (number >= look.windows || begin + BLOCK <= from) return;
-        u32 keys = shared_address(s.keys[number % STAGES]), values = shared_address(s.values[number % STAGES]);
+    // The first of a window says how much will come.
+    __device__ void announce(Shared& s, const Look& look) const {
+        if (number >= look.windows || index % BLOCK) return;
+        int lines = max(min(look.furthest + 1 - index, BLOCK), 0);
+        int bytes = (lines + LINES - 1) / LINES * LINES * DIM * 2;
+        expect_bytes(&s.keys_there[number % STAGES], bytes), expect_bytes(&s.values_there[number % STAGES], bytes);
+    }
+    __device__ void ask(Shared& s, const Arguments& a, const Look& look) const {
+        int stage = number % STAGES, first = index % BLOCK * 64;
+        if (place < 0) return;
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            int index = begin + line(i), chunk = threadIdx.x % CHUNKS;
-            bool seen = pages[i] >= 0;
-            bool wanted = seen ? index >= from && index < to : from == 0 && line(i) < BLOCK;
-            long at = ((long)(seen ? pages[i] * PAGE + index % PAGE : 0) * KV_HEADS + look.head) * DIM + chunk * 8;
-            u32 place = place_of<BLOCK>(line(i), chunk);
-            copy_16_if(wanted, keys + place, a.keys + at, seen);
-            copy_16_if(wanted, values + place, a.values + at, seen);
-        }
+        for (int part = 0; part < PARTS; part++)
+            copy_lines(s.keys[stage] + part * BLOCK * 64 + first, a.keys, part * 64, look.head, place,
+                       &s.keys_there[stage]);
+#pragma unroll
+        for (int part = 0; part < PARTS; part++)
+            copy_lines(s.values[stage] + part * BLOCK * 64 + first, a.values, part * 64, look.head, place,
+                       &s.values_there[stage]);
     }
 };
+__device__ inline void await_window(u64 (&flags)[STAGES], int number) {
+    await_flag(&flags[number % STAGES], number / STAGES % 2);
+}
 
 __device__ inline void take_query(Shared& s, const Arguments& a, const Look& look) {
     constexpr int each = (LANES * CHUNKS + THREADS - 1) / THREADS;
@@ -174,7 +178,8 @@ __device__ inline void pick(Shared& s, const Arguments& a, const Look& look, int
 // quad, and two of every eight lanes.
 struct Scorer {
     float sums[LANES / 2];
-    __device__ void ask(const Shared& s, int window) {
+    __device__ void ask(Shared& s, int window) {
+        await_window(s.keys_there, window);
         u64 keys = described(s.keys[window % STAGES]), query = described(s.query);
         begin_multiplying();
 #pragma unroll
@@ -207,7 +212,7 @@ struct Weigher {
     // The weights of a block, in the order in which Triton's four warps add them up: a thread has two positions of
     // every other eight.
     __device__ void weigh(Shared& s, const Arguments& a, const Look& look, int number, int block) {
-        if (lane >= LANES) return;  // whole warps
+        if ((threadIdx.x - FIRST_TO_WEIGH) / 32 * 4 / WIDE >= look.count) return;  // warps whose lanes mean nothing
         int q = threadIdx.x % 4, odd = threadIdx.x % 8 / 4, first = block * BLOCK - a.earliest;
         const float* scores = s.scores[number % 2][lane];
         const unsigned char* picked = s.picked[number % 2][row];
@@ -264,9 +269,24 @@ struct Mixer {
     __device__ static int columns() { return (threadIdx.x - FIRST_TO_MIX) / FOUR_WARPS; }  // which 64
     __device__ static int chunk() { return columns() * 8 + threadIdx.x % FOUR_WARPS / 32 * 2; }  // the warp's first
     __device__ static int lane(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
-    __device__ void mix(const Shared& s, const Look& look, int number, int block) {
-        if (look.is_crooked(block)) mix_picked(s, number);
-        else {
+    // What nobody sees becomes zero: what lies there might be no number.
+    __device__ void clear(Shared& s, const Look& look, int number, int block) const {
+        int seen = look.furthest + 1 - block * BLOCK;
+        if (seen >= BLOCK) return;
+        for (int i = threadIdx.x % FOUR_WARPS; i < BLOCK * 8; i += FOUR_WARPS) {
+            u32 place = place_of<BLOCK>(i / 8, columns() * 8 + i % 8);
+            if (i / 8 >= seen) *(uint4*)((char*)s.values[number % STAGES] + place) = make_uint4(0, 0, 0, 0);
+        }
+        share_copies();
+        await_four_warps(1 + columns());
+    }
+    __device__ void mix(Shared& s, const Look& look, int number, int block) {
+        await_window(s.values_there, number);
+        clear(s, look, number, block);
+        if (look.is_crooked(block)) {
+            await_window(s.values_there, number + 1);
+            mix_picked(s, number);
+        } else {
             u64 values = described(s.values[number % STAGES]) + columns() * (BLOCK * 8);
             u64 weights = described(s.weights[number % 2]);
             begin_multiplying();
@@ -380,44 +400,39 @@ __device__ inline void meet(Shared& s, const Arguments& a, const Look& look) {
     }
 }
 
-// All blocks of this program, whose first windows are on their way. In a phase each role has a block of its own.
+// All blocks of this program, whose first windows are on their way. In a phase each role has a block of its own. When
+// it has ended, a window is not needed any more: the first threads ask for the next there.
 template <int ROLE, class Work>
-__device__ inline void look_at_blocks(Shared& s, const Arguments& a, const Look& look, Window& next, const Work& work) {
-    int edge = min(look.fresh, look.crooked);  // blocks before it need their own group of copies, others all
+__device__ inline void look_at_blocks(Shared& s, const Arguments& a, const Look& look, const Work& work) {
+    Lines next;
+    bool asks = ROLE == SCORES && threadIdx.x < COPIES;
+    if (asks) next.find(look, STAGES, threadIdx.x);
     for (int phase = 0; phase < look.own + 2; phase++) {
         int own = phase - ROLE;
-        if (phase < look.own && look.is_crooked(look.block(phase))) {  // it needs the next window
-            await_copies<0>();
-            share_copies();
-            __syncthreads();
-        }
         if (own >= 0 && own < look.own) work(own, look.block(own));
-        if (phase + 1 < look.own) {
-            if ((look.block(phase + 1) + 1) * BLOCK > edge) await_copies<0>();
-            else if (phase + 1 < STAGES) await_copies<STAGES - 2>();
-            else await_copies<STAGES - 4>();
-        }
         share_copies();
         __syncthreads();
-        if (phase >= MIXES && next.number < look.windows)
-            next.copy(s, a, look, 0, FAR), next.find(look, next.number + 1);
-        end_copies();
+        if (asks && phase >= MIXES && next.number < look.windows) {
+            next.announce(s, look), next.ask(s, a, look);
+            next.find(look, next.number + 1, threadIdx.x);
+        }
+        __syncwarp();
     }
 }
 
-__device__ inline void look_at_blocks(Shared& s, const Arguments& a, const Look& look, Window& next) {
+__device__ inline void look_at_blocks(Shared& s, const Arguments& a, const Look& look) {
     if (threadIdx.x < FIRST_TO_WEIGH) {
-        look_at_blocks<SCORES>(s, a, look, next, [&](int number, int block) {
+        look_at_blocks<SCORES>(s, a, look, [&](int number, int block) {
             Scorer own;
             own.ask(s, number), own.leave(s, number, 0);
             if (look.is_crooked(block)) own.ask(s, number + 1), own.leave(s, number, BLOCK);
         });
     } else if (threadIdx.x < FIRST_TO_MIX) {
         Weigher own(a, look);
-        look_at_blocks<WEIGHS>(s, a, look, next, [&](int number, int block) { own.weigh(s, a, look, number, block); });
+        look_at_blocks<WEIGHS>(s, a, look, [&](int number, int block) { own.weigh(s, a, look, number, block); });
     } else {
         Mixer own;
-        look_at_blocks<MIXES>(s, a, look, next, [&](int number, int block) {
+        look_at_blocks<MIXES>(s, a, look, [&](int number, int block) {
             own.mix(s, look, number, block);
             if (look.parts == 1 && number + 1 == look.own) own.write(s, a, look);
             if (look.parts > 1 && look.ends_part(number)) own.leave(a, look, block / MERGED);
@@ -429,35 +444,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     extern __shared__ __align__(1024) char raw[];
     Shared& s = *(Shared*)raw;
     let_next_kernel_start();  // its programs find room where those of this kernel have ended
+    if (threadIdx.x < STAGES) make_flag(&s.keys_there[threadIdx.x], 1), make_flag(&s.values_there[threadIdx.x], 1);
+    if (threadIdx.x < 32) show_flags();
     // tables were written before this pass began: no kernel of it has to be waited for
     Look look(a);
     if (look.own == 0) {
         if (look.taker == 0) await_kernels_before();  // not all programs may end before what came before
         return;
     }
-    Window windows[STAGES], next;
-#pragma unroll
-    for (int i = 0; i < STAGES; i++) windows[i].find(look, i);
+    __syncthreads();
     if (!a.settled) await_kernels_before();
+    // The first thread of a warp asks for some lines: for those of earlier steps at once.
+    constexpr int WARPS = THREADS / 32, EACH = (STAGES * COPIES + WARPS - 1) / WARPS;
+    Lines lines[EACH];
+    if (threadIdx.x % 32 == 0)
 #pragma unroll
-    for (int i = 0; i < STAGES; i++) {
-        windows[i].copy(s, a, look, 0, look.fresh);
-        if (i + 1 < STAGES) end_copies();
-    }
-    next.find(look, STAGES);
+        for (int i = 0; i < EACH; i++) {
+            int each = i * WARPS + threadIdx.x / 32;
+            lines[i].find(look, each < STAGES * COPIES ? each / COPIES : look.windows, each % COPIES);
+            lines[i].announce(s, look);
+            if (lines[i].index + LINES <= look.fresh) lines[i].ask(s, a, look);
+        }
     for (int number = max(look.own - 2, 0); number < look.own; number++)
         if (look.is_crooked(look.block(number))) pick(s, a, look, number, look.block(number));
     if (a.settled) await_kernels_before();
-    take_query(s, a, look);
-    if (a.settled) {
+    if (threadIdx.x % 32 == 0)
 #pragma unroll
-        for (int i = 0; i < STAGES; i++) windows[i].copy(s, a, look, look.fresh, FAR);
-    }
-    end_copies();
-    if ((look.block(0) + 1) * BLOCK > min(look.fresh, look.crooked)) await_copies<0>();
-    else await_copies<STAGES - 1>();
+        for (int i = 0; i < EACH; i++)
+            if (lines[i].index + LINES > look.fresh) lines[i].ask(s, a, look);
+    __syncwarp();
+    take_query(s, a, look);
     share_copies();
     __syncthreads();
-    look_at_blocks(s, a, look, next);
+    look_at_blocks(s, a, look);
     if (look.parts > 1) meet(s, a, look);
 }

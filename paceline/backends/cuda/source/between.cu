@@ -17,15 +17,34 @@ __device__ inline void ask_all_weights(Shared& s, Place& at, const Arguments& ow
     ask_weights<2, 1>(s, at, own.heads, own_head(), parts.heads);
 }
 
+enum { OUTPUT, GATE_UP, DOWN };
+// Both programs of a cluster write half of the rows of a tile.
+__device__ inline Told told_by(const Arguments& own, int product) {
+    if (product == OUTPUT) return {own.told, own.output.units, 2, 1};
+    if (product == DOWN) return {own.told + own.output.units, own.down.units, 2, 1};
+    return {own.told + own.output.units + own.down.units, own.gate_up.units, 1, 2};
+}
+
 __device__ inline void ask_all_rows(Shared& s, Place& at, const Arguments& own, const Parts& parts) {
-    await_kernels_before();
-    ask_rows(s, at, own.output, parts.output);
-    if (parts.has_four) await_programs(own.counters), raise_flag(&s.ready);
-    ask_rows(s, at, own.gate_up, parts.gate_up);
-    if (parts.has_tile) await_programs(own.counters + 1);
-    ask_rows(s, at, own.down, parts.down);
-    if (parts.has_head) await_programs(own.counters + 2), raise_flag(&s.ready);
-    ask_rows(s, at, own.heads, parts.heads);
+    ask_rows(s, at, own.output, parts.output, {});
+    if (parts.has_tile) await_flag(&s.ended[OUTPUT], 0);
+    ask_rows(s, at, own.gate_up, parts.gate_up, told_by(own, OUTPUT));
+    if (parts.has_four) await_flag(&s.ended[GATE_UP], 0);
+    ask_rows(s, at, own.down, parts.down, told_by(own, GATE_UP));
+    if (parts.has_tile) await_flag(&s.ended[DOWN], 0);
+    ask_rows(s, at, own.heads, parts.heads, told_by(own, DOWN));
+}
+
+// Warps that find the factors of norms, when all have told what they have squared.
+__device__ inline void find_all_factors(Shared& s, const Arguments& own, const Parts& parts) {
+#pragma unroll 1
+    for (int product = OUTPUT; product <= DOWN; product += DOWN) {
+        if (!(product == OUTPUT ? parts.has_four : parts.has_head)) continue;
+        if (parts.has_tile) await_flag(&s.ended[product], 0);  // until then there is nothing to look for
+        told_by(own, product).await_all();
+        const float* squares = product == OUTPUT ? own.feed_squares : own.attention_squares;
+        find_factors(s, squares, own.width / 64, own.size, own.eps);
+    }
 }
 
 __device__ inline void multiply_parts(Shared& s, const Arguments& own, const Parts& parts) {
@@ -44,15 +63,16 @@ __device__ inline void multiply_parts(Shared& s, const Arguments& own, const Par
         } else {
             pass_rows(s, at, part);
         }
-        tell_programs(own.counters + 2 * round);
+        int product = round ? DOWN : OUTPUT;
+        if (parts.has_tile) tell(s, told_by(own, product).units + cluster(), product);
         if (round) break;
         if (parts.has_four) {
             float sums[2][ROWS / 2];
             multiply_all<2, 4>(s, at, sums, parts.gate_up, group);
             sync_factors();
             end_gate_up(s, own, sums, group);
+            tell(s, told_by(own, GATE_UP).units + blockIdx.x, GATE_UP);
         }
-        tell_programs(own.counters + 1);
     }
     if (own.early) let_next_start();
     if (parts.has_head) {
@@ -66,8 +86,11 @@ __device__ inline void multiply_parts(Shared& s, const Arguments& own, const Par
         end_heads(s, own, sums, turns, part);
     }
     sync();
-    if (threadIdx.x == 0 && atomicAdd(own.counters + 3, 1) == gridDim.x - 1)  // nobody looks at them any more
-        own.counters[0] = own.counters[1] = own.counters[2] = own.counters[3] = 0;
+    if (threadIdx.x >= 32) return;
+    int units = own.output.units + own.down.units + own.gate_up.units;  // and behind them programs that have ended
+    u32 before = threadIdx.x ? 0 : atomicAdd(own.told + units, 1);
+    if (__shfl_sync(~0u, before, 0) != gridDim.x - 1) return;
+    for (int unit = threadIdx.x; unit <= units; unit += 32) own.told[unit] = 0;  // nobody looks at them any more
 }
 
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 128, 1)
@@ -82,17 +105,10 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 128, 1)
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");  // the others need them
         Place at;
         if (threadIdx.x == ASKS_WEIGHTS) ask_all_weights(s, at, own, parts);
-        if (threadIdx.x == ASKS_ROWS) ask_all_rows(s, at, own, parts);
-        if (threadIdx.x >= FIRST_FINDER) {
-            int tiles = own.width / 64;
-            if (parts.has_four) {
-                await_flag(&s.ready, 0);
-                find_factors(s, own.feed_squares, tiles, own.size, own.eps);
-            }
-            if (parts.has_head) {
-                await_flag(&s.ready, parts.has_four);
-                find_factors(s, own.attention_squares, tiles, own.size, own.eps);
-            }
+        if (threadIdx.x >= ASKS_ROWS) {
+            await_kernels_before();
+            if (threadIdx.x < FIRST_FINDER) ask_all_rows(s, at, own, parts);
+            else find_all_factors(s, own, parts);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");

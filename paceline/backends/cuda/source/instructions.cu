@@ -17,15 +17,39 @@ __device__ inline void copy_16_or_zero(u32 to, const void* from, bool there) {
     int bytes = there ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-__device__ inline void copy_16_if(bool wanted, u32 to, const void* from, bool there) {
-    asm volatile("{ .reg .pred wanted; setp.ne.b32 wanted, %3, 0; "
-                 "@wanted cp.async.cg.shared.global [%0], [%1], 16, %2; }" ::"r"(to), "l"(from),
-                 "r"(there ? 16 : 0), "r"((int)wanted) : "memory");
-}
 __device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until at most so many of the groups that this thread has ended are on their way.
 template <int GROUPS> __device__ inline void await_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+
+struct __align__(64) Map {  // what the copy engine knows of a tensor
+    u64 words[16];
+};
+
+// Flags in shared memory: raised when so many threads have raised them, and as many bytes have come as were expected.
+__device__ inline void make_flag(u64* flag, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(flag)), "r"(count) : "memory");
+}
+__device__ inline void raise_flag(u64* flag) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(flag)) : "memory");
+}
+__device__ inline void expect_bytes(u64* flag, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(flag)), "r"(bytes)
+                 : "memory");
+}
+__device__ inline void await_flag(u64* flag, int parity) {
+    asm volatile("{ .reg .pred done; again%=: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; "
+                 "@!done bra again%=; }" ::"r"(shared_address(flag)), "r"(parity) : "memory");
+}
+// New ones are seen by others, and by the copy engine.
+__device__ inline void show_flags() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Lines of 64 columns of a head, from a place on.
+__device__ inline void copy_lines(void* to, const Map& map, int column, int head, int place, u64* flag) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)), "l"(&map), "r"(column), "r"(head),
+                 "r"(place), "r"(shared_address(flag)) : "memory");
 }
 
 // What this thread has brought or written is there for the matrix unit, too.

@@ -32,10 +32,10 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 128, 1) all_logits(co
     Place at;
     if (threadIdx.x >= MULTIPLIERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x == ASKS_ROWS || threadIdx.x >= FIRST_FINDER) await_kernels_before();
+        if (threadIdx.x >= ASKS_ROWS) await_kernels_before();
         for (int unit = blockIdx.x; unit < own.product.units; unit += gridDim.x) {
             if (threadIdx.x == ASKS_WEIGHTS) ask_weights<4, 4>(s, at, own.product, unit, part);
-            if (threadIdx.x == ASKS_ROWS) ask_rows(s, at, own.product, part);
+            if (threadIdx.x >= ASKS_ROWS && threadIdx.x < FIRST_FINDER) ask_rows(s, at, own.product, part, {});
         }
         if (threadIdx.x >= FIRST_FINDER) find_factors(s, own.squares, own.tiles, own.size, own.eps);
     } else {

@@ -17,10 +17,6 @@ constexpr int DEEP = 64;  // of the depth: what a cell of the ring holds, of one
 constexpr int CELL_BYTES = 64 * DEEP * 2, ROW_BYTES = ROWS * DEEP * 2;
 constexpr int HALF = ROWS / 2, HALF_SUMS = HALF / 2;  // rows that a split ends, and sums of a thread of them
 
-struct __align__(64) Map {  // what the copy engine knows of a tensor
-    u64 words[16];
-};
-
 struct Product {
     Map weights, rows;
     int steps, units;  // of 128 of the depth; how many programs or clusters have a part of it
@@ -39,7 +35,7 @@ struct Arguments {  // between.py has them in the same order
     const int *positions, *places;
     const float *cosines, *sines;
     u16 *keys, *values;
-    u32* counters;  // of programs that have ended their part of a product; zero between kernels
+    u32* told;  // by programs that have ended their part of a product; zero between kernels
     float* features;  // where the residual stream goes too, or nowhere
     int width, intermediate, row_count, query_heads, kv_heads;
     int feature_stride;
@@ -51,31 +47,17 @@ struct __align__(1024) Shared {
     char weights[CELLS][CELL_BYTES];
     char rows[ROW_SLOTS][ROW_BYTES];
     float given[2][HALF_SUMS / 4][128][4];  // by the other program: [group][four][thread]
-    u64 full[CELLS], used[CELLS], full_rows[ROW_SLOTS], used_rows[ROW_SLOTS], met, ready;  // flags
+    u64 full[CELLS], used[CELLS], full_rows[ROW_SLOTS], used_rows[ROW_SLOTS], met, ended[3];  // flags
     float factors[ROWS];
 };
-
-__device__ inline void make_flag(u64* flag, int count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(flag)), "r"(count) : "memory");
-}
-__device__ inline void raise_flag(u64* flag) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(flag)) : "memory");
-}
-__device__ inline void expect_bytes(u64* flag, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(flag)), "r"(bytes)
-                 : "memory");
-}
-__device__ inline void await_flag(u64* flag, int parity) {
-    asm volatile("{ .reg .pred done; again%=: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; "
-                 "@!done bra again%=; }" ::"r"(shared_address(flag)), "r"(parity) : "memory");
-}
 
 __device__ inline void make_flags(Shared& s) {
     for (int slot = 0; slot < CELLS; slot++) make_flag(&s.full[slot], 1), make_flag(&s.used[slot], 1);
     for (int slot = 0; slot < ROW_SLOTS; slot++)
         make_flag(&s.full_rows[slot], 1), make_flag(&s.used_rows[slot], 2);
-    make_flag(&s.met, 1), make_flag(&s.ready, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    make_flag(&s.met, 1);
+    for (int product = 0; product < 3; product++) make_flag(&s.ended[product], 1);
+    show_flags();
 }
 
 // Its programs find room where programs of this kernel have ended.
@@ -148,11 +130,43 @@ __device__ inline void ask_weights(Shared& s, Place& at, const Product& own, int
         }
 }
 
-__device__ inline void ask_rows(Shared& s, Place& at, const Product& own, Part part) {
-    for (int number = part.begin; number < part.begin + part.count; number++, at.next_slot()) {
-        await_flag(&s.used_rows[at.slot], at.slot_turn ^ 1);
-        expect_bytes(&s.full_rows[at.slot], ROW_BYTES);
-        copy_rows(s.rows[at.slot], own.rows, number * DEEP, &s.full_rows[at.slot]);
+// Who has written what: each unit of a product counts up to `all` when its rows are there, of so many slots.
+struct Told {
+    u32* units;
+    int count, all, slots;
+    // How many units from this one on have told, at least one: what they have written before is there. Asked by a warp.
+    __device__ int await(int unit) const {
+        for (int tries = 0;; tries++) {
+            u32 seen = all;
+            if (unit + threadIdx.x % 32 < count)
+                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                             : "=r"(seen) : "l"(units + unit + threadIdx.x % 32) : "memory");
+            u32 missing = __ballot_sync(~0u, seen < all);
+            __syncwarp();
+            if (!(missing & 1)) return missing ? __ffs(missing) - 1 : 32;
+            if (tries == 1 << 22) __trap();  // seconds: rather an error than a device that hangs
+        }
+    }
+    __device__ void await_all() const {
+        for (int unit = 0; unit < count;) unit += await(unit);
+    }
+};
+
+// A warp asks, as soon as those have told who write what comes next; its first thread knows how far it is.
+__device__ inline void ask_rows(Shared& s, Place& at, const Product& own, Part part, const Told& told) {
+    int end = part.begin + part.count;
+    for (int number = part.begin, until = end; number < end; number = until) {
+        if (told.count) {
+            int unit = number / told.slots;
+            until = min((unit + told.await(unit)) * told.slots, end);
+            asm volatile("fence.proxy.async.global;" ::: "memory");  // rows are fetched by the copy engine
+        }
+        if (threadIdx.x % 32) continue;
+        for (; number < until; number++, at.next_slot()) {
+            await_flag(&s.used_rows[at.slot], at.slot_turn ^ 1);
+            expect_bytes(&s.full_rows[at.slot], ROW_BYTES);
+            copy_rows(s.rows[at.slot], own.rows, number * DEEP, &s.full_rows[at.slot]);
+        }
     }
 }
 

@@ -7,19 +7,13 @@ __device__ inline void sync_factors() {
     asm volatile("bar.sync 3, %0;" ::"n"(MULTIPLIERS + FINDERS) : "memory");
 }
 
-// What all programs have written before is there; asked by one thread of each.
-__device__ inline void await_programs(const u32* counter) {
-    u32 seen = 0;
-    for (int tries = 0; seen < gridDim.x; tries++) {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-        if (tries == 1 << 22) __trap();  // seconds: rather an error than a device that hangs
-    }
-    asm volatile("fence.proxy.async.global;" ::: "memory");  // rows are fetched by the copy engine
-}
-__device__ inline void tell_programs(u32* counter) {
+// What all threads of this program have written before is there for who sees it told.
+__device__ inline void tell(Shared& s, u32* unit, int product) {
     asm volatile("fence.proxy.async.global;\nfence.proxy.async.shared::cta;" ::: "memory");
     sync();
-    if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+    if (threadIdx.x) return;
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(unit) : "memory");
+    raise_flag(&s.ended[product]);
 }
 
 __device__ inline float in_pairs(float x, int lanes) {
@@ -106,7 +100,7 @@ __device__ inline void meet(Shared& s, const Sums& sums, float (&kept)[HALF_SUMS
 }
 
 // Results lie in threads by column, but memory wants lines of a row. They change places in the slots of rows, of
-// which nothing is needed any more when a product ends, and nothing new is asked for before all have told.
+// which nothing is needed any more when a product ends, and nothing new is asked for before it has.
 __device__ inline int swizzled(int row, int eight) { return row * 128 + (eight ^ row / 2 % 8) * 8; }  // of 16 eights
 
 // What a product that is added to the residual stream is added to, and leaves for the next norm. It is asked for
