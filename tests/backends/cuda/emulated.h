@@ -142,7 +142,7 @@ inline void copy_lines(void* to, const Map& map, int column, int head, int place
     }
     if (at_once) own.arrive(), own.settle();
 }
-inline void share_copies() {}
+inline void share_written() {}
 void begin_program(), end_kernels_before();  // what others have written is seen when all threads have waited for it
 static Barrier of_kernels;
 static bool has_waited;

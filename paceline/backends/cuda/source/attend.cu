@@ -198,6 +198,16 @@ struct Scorer {
     }
 };
 
+// Values of the last block that nobody sees become zero: what lies there might be no number. Done by those who score.
+__device__ inline void clear(Shared& s, const Look& look, int number, int block) {
+    int seen = look.furthest + 1 - block * BLOCK;
+    if (seen >= BLOCK) return;
+    await_window(s.values_there, number);
+    for (int i = seen * CHUNKS + threadIdx.x; i < BLOCK * CHUNKS; i += FOUR_WARPS)
+        *(uint4*)((char*)s.values[number % STAGES] + place_of<BLOCK>(i / CHUNKS, i % CHUNKS)) = make_uint4(0, 0, 0, 0);
+    share_written();
+}
+
 __device__ inline float with_other(float x, int apart) { return __fadd_rn(x, __shfl_xor_sync(~0u, x, apart)); }
 
 // Of those who weigh: what a lane has seen of a part so far. Eight threads have a lane.
@@ -269,20 +279,8 @@ struct Mixer {
     __device__ static int columns() { return (threadIdx.x - FIRST_TO_MIX) / FOUR_WARPS; }  // which 64
     __device__ static int chunk() { return columns() * 8 + threadIdx.x % FOUR_WARPS / 32 * 2; }  // the warp's first
     __device__ static int lane(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
-    // What nobody sees becomes zero: what lies there might be no number.
-    __device__ void clear(Shared& s, const Look& look, int number, int block) const {
-        int seen = look.furthest + 1 - block * BLOCK;
-        if (seen >= BLOCK) return;
-        for (int i = threadIdx.x % FOUR_WARPS; i < BLOCK * 8; i += FOUR_WARPS) {
-            u32 place = place_of<BLOCK>(i / 8, columns() * 8 + i % 8);
-            if (i / 8 >= seen) *(uint4*)((char*)s.values[number % STAGES] + place) = make_uint4(0, 0, 0, 0);
-        }
-        share_copies();
-        await_four_warps(1 + columns());
-    }
     __device__ void mix(Shared& s, const Look& look, int number, int block) {
         await_window(s.values_there, number);
-        clear(s, look, number, block);
         if (look.is_crooked(block)) {
             await_window(s.values_there, number + 1);
             mix_picked(s, number);
@@ -410,7 +408,7 @@ __device__ inline void look_at_blocks(Shared& s, const Arguments& a, const Look&
     for (int phase = 0; phase < look.own + 2; phase++) {
         int own = phase - ROLE;
         if (own >= 0 && own < look.own) work(own, look.block(own));
-        share_copies();
+        if (ROLE == WEIGHS) share_written();
         __syncthreads();
         if (asks && phase >= MIXES && next.number < look.windows) {
             next.announce(s, look), next.ask(s, a, look);
@@ -426,6 +424,7 @@ __device__ inline void look_at_blocks(Shared& s, const Arguments& a, const Look&
             Scorer own;
             own.ask(s, number), own.leave(s, number, 0);
             if (look.is_crooked(block)) own.ask(s, number + 1), own.leave(s, number, BLOCK);
+            clear(s, look, number, block);
         });
     } else if (threadIdx.x < FIRST_TO_MIX) {
         Weigher own(a, look);
@@ -468,13 +467,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     for (int number = max(look.own - 2, 0); number < look.own; number++)
         if (look.is_crooked(look.block(number))) pick(s, a, look, number, look.block(number));
     if (a.settled) await_kernels_before();
+    take_query(s, a, look);
+    share_written();
     if (threadIdx.x % 32 == 0)
 #pragma unroll
         for (int i = 0; i < EACH; i++)
             if (lines[i].index + LINES > look.fresh) lines[i].ask(s, a, look);
-    __syncwarp();
-    take_query(s, a, look);
-    share_copies();
     __syncthreads();
     look_at_blocks(s, a, look);
     if (look.parts > 1) meet(s, a, look);

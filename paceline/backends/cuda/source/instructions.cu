@@ -52,8 +52,8 @@ __device__ inline void copy_lines(void* to, const Map& map, int column, int head
                  "r"(place), "r"(shared_address(flag)) : "memory");
 }
 
-// What this thread has brought or written is there for the matrix unit, too.
-__device__ inline void share_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What this thread has written is there for the matrix unit, too.
+__device__ inline void share_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ inline void await_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ inline void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
