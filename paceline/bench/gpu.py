@@ -30,6 +30,7 @@ from paceline.bench.gpu_drafting import (
     ngram,
     random_tensor,
 )
+from paceline.bench.gpu_power import Power, watched
 from paceline.bench.gpu_torch import PlainDecode
 from paceline.errors import BackendError, ConfigError
 from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
@@ -109,6 +110,7 @@ class Measured:
     vllm: float | None = None
     bar: float | None = None
     without: float | None = None  # the same with some kernels left out
+    power: Power | None = None  # that the card drew meanwhile
 
     @property
     def verdict(self) -> str:
@@ -167,11 +169,11 @@ def measure_gpu(
             for _, _, count in of_method:
                 target_bytes = weight_bytes(weights, count * len(drafting.shape))
                 floor = 1e3 * (target_bytes + drafting.bytes_read) / speed
-                step, without = measure_both(weights, count, setting, drafting)
+                step, power, without = measure_both(weights, count, setting, drafting)
                 plain = measure_torch(shape, count, setting) if method == "plain" and in_torch else None
                 vllm = VLLM.get((shape, method), {}).get(count) if as_trained else None
                 bar = bar_of(shape, method, count, lines) if as_trained else None
-                lines.append(Measured(shape, method, count, step, floor, plain, vllm, bar, without))
+                lines.append(Measured(shape, method, count, step, floor, plain, vllm, bar, without, power))
                 on_line(lines[-1])
     return lines
 
@@ -239,22 +241,26 @@ class Setting:
         return self.prompt_tokens + max(self.output_tokens, LEAST_STEPS) + 1
 
 
+Step = tuple[float, Power | None]  # milliseconds, and what the card drew
+
+
 def measure_both(
     weights: Weights, requests: int, setting: Setting, drafting: Drafting
-) -> tuple[float, float | None]:
-    """Milliseconds per step, and with kernels left out if some are to be: then twice each, by turns."""
+) -> tuple[float, Power | None, float | None]:
+    """A step, and its milliseconds with kernels left out if some are to be: then twice each, by turns."""
     if not setting.without:
-        return measure_ours(weights, requests, setting, drafting), None
-    times: dict[tuple[str, ...], list[float]] = {(): [], setting.without: []}
-    for names in list(times) * 2:
+        return *measure_ours(weights, requests, setting, drafting), None
+    steps: dict[tuple[str, ...], list[Step]] = {(): [], setting.without: []}
+    for names in list(steps) * 2:
         with leaving_out(names):
-            times[names].append(measure_ours(weights, requests, setting, drafting))
-    return min(times[()]), min(times[setting.without])
+            steps[names].append(measure_ours(weights, requests, setting, drafting))
+    best, without = (min(own, key=lambda step: step[0]) for own in steps.values())
+    return *best, without[0]
 
 
 @torch.inference_mode()
-def measure_ours(weights: Weights, requests: int, setting: Setting, drafting: Drafting) -> float:
-    """Milliseconds per step of the decode loop, whose tokens are copied to the host."""
+def measure_ours(weights: Weights, requests: int, setting: Setting, drafting: Drafting) -> Step:
+    """A step of the decode loop, whose tokens are copied to the host."""
     loop = prefilled_loop(weights, requests, setting, drafting)
     said = torch.zeros(loop.said.shape, dtype=torch.int32, pin_memory=True)
 
@@ -262,7 +268,7 @@ def measure_ours(weights: Weights, requests: int, setting: Setting, drafting: Dr
         loop.step(requests)
         said.copy_(loop.said, non_blocking=True)  # as the engine does
 
-    return time_steps(step, setting.output_tokens)
+    return watched(weights.device, lambda: time_steps(step, setting.output_tokens))
 
 
 @torch.inference_mode()

@@ -14,6 +14,7 @@ from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.bench.gpu import Measured
+    from paceline.bench.gpu_power import Power
 
 DEFAULT_SHAPES = "llama-3.2-1b,qwen2.5-1.5b,llama-3.1-8b"
 DEFAULT_METHODS = "plain,eagle3,tree,model,ngram"
@@ -76,7 +77,10 @@ NOTES = (
     "weights accept next to nothing, but a step takes as long whatever is accepted.",
     "vLLM: version 0.26 on an H200, on another day. Floor: to read the weights of a step once, at the "
     "bandwidth of a reduction in this run. Bar of a tree: 1.1 times the chain.",
+    "W, MHz: what the card drew, and the clock of its multiprocessors, on average. With a star its power "
+    "limit lowered the clock most of the time: another card of the same kind may be quicker, or slower.",
 )
+HELD_BACK = 0.5  # of the time
 
 
 def gpu_table(lines: Sequence[Measured]) -> Table:
@@ -88,6 +92,7 @@ def gpu_table(lines: Sequence[Measured]) -> Table:
     headings = ["requests", "ms/step", "steps x requests/s", "torch", "vLLM", "floor", "bar", ""]
     if compares:
         headings.insert(2, "without")
+    headings[-1:-1] = ["W", "MHz"]
     for heading in headings:
         table.add_column(heading, justify="right")
     for line in lines:
@@ -101,6 +106,14 @@ def gpu_table(lines: Sequence[Measured]) -> Table:
             *without,
             f"{1e3 * line.requests / line.milliseconds:,.0f}",
             *("" if value is None else f"{value:.2f}" for value in others),
+            *_power(line.power),
             line.verdict,
         )
     return table
+
+
+def _power(own: Power | None) -> tuple[str, str]:
+    """Watts and megahertz, if the driver says."""
+    if own is None:
+        return "", ""
+    return f"{own.watts:.0f}", f"{own.megahertz:,.0f}" + "*" * (own.held_back > HELD_BACK)

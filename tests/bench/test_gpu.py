@@ -55,8 +55,10 @@ def test_the_more_rows_a_step_has_the_more_experts_it_reads() -> None:
 
 def test_a_line_of_the_table() -> None:
     from paceline.bench.gpu import Measured
+    from paceline.bench.gpu_power import Power
 
-    table = gpu_table([Measured("llama-3.1-8b", "eagle3", 16, 5.714, 4.21, None, 6.88, 5.8)])
+    power = Power(980.0, 1.4, 1650.4, 1980, 700, 0.9)
+    table = gpu_table([Measured("llama-3.1-8b", "eagle3", 16, 5.714, 4.21, None, 6.88, 5.8, power=power)])
     assert [list(column.cells) for column in table.columns] == [
         ["llama-3.1-8b"],
         ["EAGLE-3 head, chain of 5"],
@@ -67,6 +69,8 @@ def test_a_line_of_the_table() -> None:
         ["6.88"],
         ["4.21"],
         ["5.80"],
+        ["700"],
+        ["1,650*"],
         ["met"],
     ]
 
@@ -94,13 +98,13 @@ def test_kernels_are_left_out_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     seen: list[bool] = []
 
-    def measure(*arguments: object) -> float:
+    def measure(*arguments: object) -> tuple[float, None]:
         seen.append(is_left_out("attend") and not is_left_out("between"))
-        return [5.0, 6.0, 4.9, 6.1][len(seen) - 1]
+        return [5.0, 6.0, 4.9, 6.1][len(seen) - 1], None
 
     monkeypatch.setattr(gpu, "measure_ours", measure)
     setting = gpu.Setting(without=("attend",))
-    assert gpu.measure_both(None, 16, setting, None) == (4.9, 6.0)  # type: ignore[arg-type]
+    assert gpu.measure_both(None, 16, setting, None) == (4.9, None, 6.0)  # type: ignore[arg-type]
     assert seen == [False, True, False, True]
     assert not is_left_out("attend")
     table = gpu_table([gpu.Measured("llama-3.1-8b", "eagle3", 16, 4.9, 4.21, without=6.0)])
