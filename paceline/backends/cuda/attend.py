@@ -28,7 +28,7 @@ from paceline.backends.cuda.streaming import argument, multiplication, programs_
 
 SOURCES = ("instructions", "softmax", "attend")  # in this order they are one source
 HEAD_SIZES = (64, 128)
-WIDE = 64  # columns of a copy
+COLUMNS = 64  # of a copy
 MOST_SPAN = 64  # KV indices of a tree: a block, and what it reads of the next
 TOGETHER = 2  # tiles of a program, if a request has several
 STAGES = 5  # windows of keys and values that a program has on their way or at hand
@@ -108,7 +108,7 @@ def _run(
 def _map(pool: torch.Tensor, lines: int) -> bytes:
     """What the copy engine must know of keys or values [places, key heads, dim]."""
     places, heads, dim = pool.shape
-    return tensor_map(pool.data_ptr(), (dim, heads, places), (dim, heads * dim), (WIDE, 1, lines))
+    return tensor_map(pool.data_ptr(), (dim, heads, places), (dim, heads * dim), (COLUMNS, 1, lines))
 
 
 def _threads(dim: int) -> int:

@@ -47,6 +47,13 @@ class Case:
         places = pages.size * PAGE_SIZE
         self.query = torch.randn(int(self.offsets[-1]), heads, dim)
         self.keys, self.values = (torch.randn(places, kv_heads, dim) for _ in range(2))
+        seen = torch.zeros(len(contexts), pages_each * PAGE_SIZE, dtype=torch.bool)
+        for request, own in enumerate(zip(contexts, parents, strict=True)):
+            seen[request, : own[0] + len(own[1])] = True
+        by_page = torch.zeros(pages.size, PAGE_SIZE, dtype=torch.bool)
+        by_page[torch.from_numpy(pages).flatten().long()] = seen.view(-1, PAGE_SIZE)
+        for pool in (self.keys, self.values):
+            pool[~by_page.flatten()] = math.nan  # whatever others have left there
 
     def run(
         self, device: torch.device, dtype: torch.dtype, window: int | None = None, longest: int = 128
