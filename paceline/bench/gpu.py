@@ -95,6 +95,7 @@ METHODS = ("plain", "eagle3", "tree", "model", "ngram")
 SPECULATIVE = "llama-3.1-8b"  # the shape that drafts are measured beside
 DRAFT_MODEL = "llama-3.2-1b"
 LEAST_STEPS = 16
+WARM_UP = 4  # steps
 
 
 @dataclass(frozen=True)
@@ -268,6 +269,7 @@ def measure_ours(weights: Weights, requests: int, setting: Setting, drafting: Dr
         loop.step(requests)
         said.copy_(loop.said, non_blocking=True)  # as the engine does
 
+    warm_up(step)
     return watched(weights.device, lambda: time_steps(step, setting.output_tokens))
 
 
@@ -318,15 +320,20 @@ def measure_torch(shape: str, requests: int, setting: Setting) -> float:
     """Milliseconds per step of the same model in plain torch, as one graph."""
     model = Transformer(SHAPES[shape], random_weights(SHAPES[shape], torch.device("cuda")))
     plain = PlainDecode(model, requests, setting.prompt_tokens, setting.longest)
+    warm_up(plain.step)
     return time_steps(plain.step, setting.output_tokens)
 
 
-def time_steps(step: Callable[[], None], count: int, blocks: int = 5) -> float:
-    """The median over blocks of steps, in milliseconds per step."""
-    for _ in range(4):
+def warm_up(step: Callable[[], None]) -> None:
+    """Some steps ahead of those that count: the first compiles kernels, and captures them."""
+    for _ in range(WARM_UP):
         step()
     torch.cuda.synchronize()
-    each = max(1, (count - 4) // blocks)
+
+
+def time_steps(step: Callable[[], None], count: int, blocks: int = 5) -> float:
+    """The median over blocks of steps, in milliseconds per step; `count` has those of `warm_up`, too."""
+    each = max(1, (count - WARM_UP) // blocks)
     times = []
     for _ in range(blocks):
         start = time.perf_counter()
