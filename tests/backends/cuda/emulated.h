@@ -1,7 +1,7 @@
 // Kernels of CUDA C++ on the host: what they ask of the language, and in place of source/instructions.cu what its
 // instructions do. A thread is a context of its own; all threads of a program take turns, and wait for each other by
-// leaving their turn. Programs run one after the other. Copies arrive at once, or when a thread awaits them and not
-// before, whatever `at_once` says; sums are those of float32.
+// leaving their turn. Programs run one after the other. Copies arrive at once or when a thread awaits their flag and not
+// before, as `at_once` says; sums are those of float32.
 
 #include <algorithm>
 #include <cmath>
