@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 128, 1)
     await_other();  // its flags must be there before anything is given to it
     Parts parts(own);
     if (threadIdx.x >= MULTIPLIERS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");  // the others need them
+        keep_registers<40>();  // the others need them
         Place at;
         if (threadIdx.x == ASKS_WEIGHTS) ask_all_weights(s, at, own, parts);
         if (threadIdx.x >= ASKS_ROWS) {
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 128, 1)
             else find_all_factors(s, own, parts);
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        take_registers<232>();
         multiply_parts(s, own, parts);
     }
     // Who ends while something given to it is still to be confirmed leaves the giver waiting, or with an error. And

@@ -52,6 +52,20 @@ __device__ inline void copy_lines(void* to, const Map& map, int column, int head
                  "r"(place), "r"(shared_address(flag)) : "memory");
 }
 
+// Weights lie as [tile and step, group of lines, half, 8 lines, 128 of the depth]: see streaming.py. They are the
+// first to leave the cache, since nobody reads them again before all others were read.
+constexpr u64 LEAVES_FIRST = 0x12f0000000000000;
+__device__ inline void copy_weights(void* to, const Map& map, int deep, int group, int block, u64* flag) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2, 0, 0, %3, %4}], [%5], %6;" ::"r"(shared_address(to)), "l"(&map), "r"(deep),
+                 "r"(group), "r"(block), "r"(shared_address(flag)), "l"(LEAVES_FIRST) : "memory");
+}
+__device__ inline void copy_rows(void* to, const Map& map, int deep, u64* flag) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, 0}], [%3];" ::"r"(shared_address(to)), "l"(&map), "r"(deep),
+                 "r"(shared_address(flag)) : "memory");
+}
+
 // What this thread has written is there for the matrix unit, too.
 __device__ inline void share_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -59,6 +73,49 @@ __device__ inline void await_kernels_before() { asm volatile("griddepcontrol.wai
 __device__ inline void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 // Barriers of four warps each, by number, beside that of all.
 __device__ inline void await_four_warps(int number) { asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory"); }
+template <int NUMBER, int THREADS> __device__ inline void await_threads() {
+    asm volatile("bar.sync %0, %1;" ::"n"(NUMBER), "n"(THREADS) : "memory");
+}
+// Of what is written in memory: it is there for the copy engine, too.
+__device__ inline void share_in_memory() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+// What was written before one more is counted is there for who sees it.
+__device__ inline void release_one(u32* counter) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ inline u32 acquired(const u32* counter) {
+    u32 seen;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+    return seen;
+}
+// Registers of four warps, of which others may have more then.
+template <int COUNT> __device__ inline void keep_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> __device__ inline void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// Until all threads of both programs of the cluster that have not ended are here.
+__device__ inline void await_other() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The place of a program of the cluster that is this one here.
+__device__ inline u32 of_program(const void* here, int number) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(number));
+    return there;
+}
+__device__ inline void give(u32 to, float a, float b, float c, float d, u32 flag) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+                 "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(flag) : "memory");
+}
+__device__ inline float4 given(const float* at) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(shared_address(at)) : "memory");
+    return v;
+}
+
 // One more; returns what was there.
 __device__ inline u32 count_one(u32* counter) {
     u32 before;
@@ -106,6 +163,11 @@ __device__ inline float power_of_two(float x) {
 __device__ inline float inverse(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ inline float inverse_root(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 __device__ inline float divide(float x, float y) {

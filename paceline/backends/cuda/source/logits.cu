@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 128, 1) all_logits(co
     Part part(own.product, true, false);
     Place at;
     if (threadIdx.x >= MULTIPLIERS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        keep_registers<40>();
         if (threadIdx.x >= ASKS_ROWS) await_kernels_before();
         for (int unit = blockIdx.x; unit < own.product.units; unit += gridDim.x) {
             if (threadIdx.x == ASKS_WEIGHTS) ask_weights<4, 4>(s, at, own.product, unit, part);
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 128, 1) all_logits(co
         }
         if (threadIdx.x >= FIRST_FINDER) find_factors(s, own.squares, own.tiles, own.size, own.eps);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        take_registers<232>();
         await_kernels_before();
         int group = threadIdx.x / 128;
         for (int unit = blockIdx.x; unit < own.product.units; unit += gridDim.x) {

@@ -62,33 +62,16 @@ __device__ inline void make_flags(Shared& s) {
 
 // Its programs find room where programs of this kernel have ended.
 __device__ inline void let_next_start() {
-    if (threadIdx.x == 0) asm volatile("griddepcontrol.launch_dependents;");
-}
-
-// Weights lie as [tile and step, group of lines, half, 8 lines, 128 of the depth]: see streaming.py. They are the
-// first to leave the cache, since nobody reads them again before all others were read.
-constexpr u64 LEAVES_FIRST = 0x12f0000000000000;
-__device__ inline void copy_weights(void* to, const Map& map, int deep, int group, int block, u64* flag) {
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-                 "[%0], [%1, {%2, 0, 0, %3, %4}], [%5], %6;" ::"r"(shared_address(to)), "l"(&map), "r"(deep),
-                 "r"(group), "r"(block), "r"(shared_address(flag)), "l"(LEAVES_FIRST) : "memory");
-}
-__device__ inline void copy_rows(void* to, const Map& map, int deep, u64* flag) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%2, 0}], [%3];" ::"r"(shared_address(to)), "l"(&map), "r"(deep),
-                 "r"(shared_address(flag)) : "memory");
+    if (threadIdx.x == 0) let_next_kernel_start();
 }
 
 __device__ inline u16 rounded(float x) { return (u16)pack(x, 0.0f); }
 // Of x over a number from 1 on, `divide` without what it does for smaller ones. That the power of two is zero where
 // it would be smaller than any normal number changes nothing: one is added to it.
 __device__ inline float silu(float x) {
-    float power, inverse;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(-x, 1.4426950216293335f)));
-    float below = __fadd_rn(power, 1.0f);
+    float below = __fadd_rn(power_of_two(__fmul_rn(-x, 1.4426950216293335f)), 1.0f);
     if (below > 8.507059173023462e+37f) below = __fmul_rn(below, 0.25f), x = __fmul_rn(x, 0.25f);
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(below));
-    return __fmul_rn(x, inverse);
+    return __fmul_rn(x, inverse(below));
 }
 
 __device__ inline int cluster() { return blockIdx.x / 2; }
@@ -139,8 +122,7 @@ struct Told {
         for (int tries = 0;; tries++) {
             u32 seen = all;
             if (unit + threadIdx.x % 32 < count)
-                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                             : "=r"(seen) : "l"(units + unit + threadIdx.x % 32) : "memory");
+                seen = acquired(units + unit + threadIdx.x % 32);
             u32 missing = __ballot_sync(~0u, seen < all);
             __syncwarp();
             if (!(missing & 1)) return missing ? __ffs(missing) - 1 : 32;
@@ -159,7 +141,7 @@ __device__ inline void ask_rows(Shared& s, Place& at, const Product& own, Part p
         if (told.count) {
             int unit = number / told.slots;
             until = min((unit + told.await(unit)) * told.slots, end);
-            asm volatile("fence.proxy.async.global;" ::: "memory");  // rows are fetched by the copy engine
+            share_in_memory();  // rows are fetched by the copy engine
         }
         if (threadIdx.x % 32) continue;
         for (; number < until; number++, at.next_slot()) {

@@ -1,18 +1,16 @@
 // How programs wait for each other, and what products end with.
 
 // Of the threads that multiply, of the first group of them, and of all that have to do with factors.
-__device__ inline void sync() { asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS) : "memory"); }
-__device__ inline void sync_first() { asm volatile("bar.sync 2, 128;" ::: "memory"); }
-__device__ inline void sync_factors() {
-    asm volatile("bar.sync 3, %0;" ::"n"(MULTIPLIERS + FINDERS) : "memory");
-}
+__device__ inline void sync() { await_threads<1, MULTIPLIERS>(); }
+__device__ inline void sync_first() { await_threads<2, 128>(); }
+__device__ inline void sync_factors() { await_threads<3, MULTIPLIERS + FINDERS>(); }
 
 // What all threads of this program have written before is there for who sees it told.
 __device__ inline void tell(Shared& s, u32* unit, int product) {
-    asm volatile("fence.proxy.async.global;\nfence.proxy.async.shared::cta;" ::: "memory");
+    share_in_memory(), share_written();
     sync();
     if (threadIdx.x) return;
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(unit) : "memory");
+    release_one(unit);
     raise_flag(&s.ended[product]);
 }
 
@@ -37,39 +35,17 @@ __device__ inline void find_factors(Shared& s, const float* squares, int tiles, 
             }
 #pragma unroll
         for (int i = 0; i < together; i++) {
-            float root;
 #pragma unroll
             for (int half = 0; half < 2; half++)
 #pragma unroll
                 for (int lanes = 1; lanes < 32; lanes *= 2)
                     sums[i][half] = in_pairs(sums[i][half], lanes);
             float mean = __fadd_rn(divide(__fadd_rn(sums[i][0], sums[i][1]), size), eps);
-            asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(mean));
+            float root = inverse_root(mean);
             if (lane == 0) s.factors[warp + (first + i) * warps] = root;
         }
     }
     sync_factors();
-}
-
-// Until all threads of both programs of the cluster that have not ended are here.
-__device__ inline void await_other() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// The place of the other program that is this one here.
-__device__ inline u32 of_other(const void* here) {
-    u32 there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(1 - split()));
-    return there;
-}
-__device__ inline void give(u32 to, float a, float b, float c, float d, u32 flag) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
-                 "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(flag) : "memory");
-}
-__device__ inline float4 given(const float* at) {
-    float4 v;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(shared_address(at)) : "memory");
-    return v;
 }
 
 // Of a thread: two rows of its first line, two of its second, and the same of the next eight rows.
@@ -79,7 +55,7 @@ typedef float Sums[1][ROWS / 2];
 __device__ inline void meet(Shared& s, const Sums& sums, float (&kept)[HALF_SUMS], int group, int round) {
     int thread = threadIdx.x % 128;
     bool second = split();
-    u32 to = of_other(s.given[group][0][thread]), flag = of_other(&s.met);
+    u32 to = of_program(s.given[group][0][thread], 1 - split()), flag = of_program(&s.met, 1 - split());
 #pragma unroll
     for (int i = 0; i < HALF_SUMS; i += 4) {
         float own[4];
