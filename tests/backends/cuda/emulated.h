@@ -1,7 +1,7 @@
 // Kernels of CUDA C++ on the host: what they ask of the language, and in place of source/instructions.cu what its
 // instructions do. A thread is a context of its own; all threads of a program take turns, and wait for each other by
-// leaving their turn. Programs run one after the other. Copies arrive at once or when a thread awaits their flag and not
-// before, as `at_once` says; sums are those of float32.
+// leaving their turn. Programs run one after the other, or by turns if they wait for each other. Copies arrive at once
+// or when a thread awaits their flag and not before, as `at_once` says; sums are those of float32.
 
 #include <algorithm>
 #include <cmath>
@@ -10,6 +10,8 @@
 #include <cstring>
 #include <limits>
 #include <map>
+#include <memory>
+#include <setjmp.h>
 #include <ucontext.h>
 #include <vector>
 
@@ -17,7 +19,7 @@
 #define __global__
 #define __shared__
 #define __grid_constant__
-#define __align__(bytes)
+#define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
 
 typedef unsigned int u32;
@@ -36,6 +38,10 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 template <class T> inline T __ldcg(const T* from) { return *from; }
+template <class T> inline void __stcg(T* to, T x) { *to = x; }
+inline u32 atomicAdd(u32* to, u32 x) { return (*to += x) - x; }
+inline int __ffs(u32 x) { return __builtin_ffs(x); }
+inline void __trap() { abort(); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
@@ -48,17 +54,11 @@ inline float __int_as_float(int bits) {
 
 // Threads and their turns.
 struct Three { int x, y, z; } threadIdx, blockIdx, gridDim;
-alignas(1024) char raw[SHARED_BYTES];
-constexpr int STACK = 1 << 16;
-static std::vector<ucontext_t> contexts;
-static std::vector<char> ended;
-static ucontext_t scheduler;
+alignas(1024) char raw[SHARED_BYTES];  // of the program whose turn it is
+constexpr int STACK = 1 << 16, WARPS_OF_PROGRAM = THREADS_OF_PROGRAM / 32;
+static jmp_buf in_scheduler;
 
-inline void leave_turn() {
-    int own = threadIdx.x;
-    swapcontext(&contexts[own], &scheduler);
-    threadIdx.x = own;
-}
+void leave_turn();
 struct Barrier {
     int count = 0, turn = 0;
     void wait(int threads) {
@@ -67,35 +67,6 @@ struct Barrier {
         else while (turn == own) leave_turn();
     }
 };
-static Barrier of_all, of_four[16], of_warp[64];
-inline int lane_number() { return threadIdx.x % 32; }
-static u64 slots[64][2][32][8];  // what threads of a warp show each other, by turns
-static int turns[64 * 32];
-// Shows others what this thread has, and returns what all have.
-inline u64 (*shown(const void* own, int bytes))[8] {
-    int warp = threadIdx.x / 32, turn = turns[threadIdx.x]++ % 2;
-    memcpy(slots[warp][turn][lane_number()], own, bytes);
-    of_warp[warp].wait(32);
-    return slots[warp][turn];
-}
-inline void __syncwarp() { of_warp[threadIdx.x / 32].wait(32); }
-inline void __syncthreads() { of_all.wait(THREADS_OF_PROGRAM); }
-template <class T> inline T __shfl_sync(u32, T x, int from) {
-    T y;
-    memcpy(&y, shown(&x, sizeof x)[from % 32], sizeof y);
-    return y;
-}
-template <class T> inline T __shfl_xor_sync(u32 all, T x, int apart) { return __shfl_sync(all, x, lane_number() ^ apart); }
-template <class Choose> inline int reduced(int x, const Choose& choose) {
-    u64(*all)[8] = shown(&x, sizeof x);
-    for (int i = 0; i < 32; i++) x = choose(x, (int)all[i][0]);
-    return x;
-}
-inline int __reduce_max_sync(u32, int x) { return reduced(x, [](int a, int b) { return max(a, b); }); }
-inline int __reduce_min_sync(u32, int x) { return reduced(x, [](int a, int b) { return min(a, b); }); }
-
-// Instructions.
-inline u32 shared_address(const void* at) { return (u32)((const char*)at - raw); }
 struct Copy {
     u32 to;
     char bytes[16];
@@ -107,52 +78,150 @@ struct Flag {  // of which a number in shared memory tells nothing
         if (left || bytes) return;
         left = count, turn++;
     }
-    void arrive() {
-        for (const Copy& own : on_their_way) memcpy(raw + own.to, own.bytes, 16), bytes -= 16;
+    void arrive(char* shared) {
+        for (const Copy& own : on_their_way) memcpy(shared + own.to, own.bytes, 16), bytes -= 16;
         on_their_way.clear();
     }
 };
-static std::map<u64*, Flag> flags;
+struct Program {
+    Three block;
+    std::vector<char> shared, ended;
+    std::vector<ucontext_t> contexts;
+    std::unique_ptr<jmp_buf[]> places;  // where threads are that have begun
+    std::vector<char> begun;
+    std::unique_ptr<char[]> stacks;
+    Barrier of_all, of_kernels, numbered[16], of_warp[WARPS_OF_PROGRAM];
+    u64 slots[WARPS_OF_PROGRAM][2][32][8];  // what threads of a warp show each other, by turns
+    int turns[THREADS_OF_PROGRAM] = {}, multiplied[THREADS_OF_PROGRAM] = {};
+    std::map<u32, Flag> flags;
+    bool has_waited = false;
+};
+static std::vector<Program> programs;
+static Program* now;  // whose turn it is
+inline void leave_turn() {
+    int own = threadIdx.x;
+    if (!_setjmp(now->places[own])) _longjmp(in_scheduler, 1);  // a context would ask the system each time
+    threadIdx.x = own;
+}
+inline int lane_number() { return threadIdx.x % 32; }
+// Shows others what this thread has, and returns what all have.
+inline u64 (*shown(const void* own, int bytes))[8] {
+    int warp = threadIdx.x / 32, turn = now->turns[threadIdx.x]++ % 2;
+    memcpy(now->slots[warp][turn][lane_number()], own, bytes);
+    now->of_warp[warp].wait(32);
+    return now->slots[warp][turn];
+}
+inline void __syncwarp() { now->of_warp[threadIdx.x / 32].wait(32); }
+inline void __syncthreads() { now->of_all.wait(THREADS_OF_PROGRAM); }
+template <class T> inline T __shfl_sync(u32, T x, int from) {
+    T y;
+    memcpy(&y, shown(&x, sizeof x)[from % 32], sizeof y);
+    return y;
+}
+template <class T> inline T __shfl_xor_sync(u32 all, T x, int apart) {
+    return __shfl_sync(all, x, lane_number() ^ apart);
+}
+template <class Choose> inline int reduced(int x, const Choose& choose) {
+    u64(*all)[8] = shown(&x, sizeof x);
+    for (int i = 0; i < 32; i++) x = choose(x, (int)all[i][0]);
+    return x;
+}
+inline u32 __ballot_sync(u32, bool x) {
+    u64(*all)[8] = shown(&x, sizeof x);
+    u32 bits = 0;
+    for (int i = 0; i < 32; i++) bits |= (u32)(*(bool*)all[i]) << i;
+    return bits;
+}
+inline int __reduce_max_sync(u32, int x) { return reduced(x, [](int a, int b) { return max(a, b); }); }
+inline int __reduce_min_sync(u32, int x) { return reduced(x, [](int a, int b) { return min(a, b); }); }
+
+// Instructions.
+inline u32 shared_address(const void* at) { return (u32)((const char*)at - raw); }
 static bool at_once = false;
-inline void make_flag(u64* flag, int count) { flags[flag].count = flags[flag].left = count; }
+inline Flag& flag_of(u64* flag) { return now->flags.at(shared_address(flag)); }
+inline void make_flag(u64* flag, int count) {
+    Flag& own = now->flags[shared_address(flag)];
+    own.count = own.left = count;
+}
 inline void show_flags() {}
 inline void expect_bytes(u64* flag, int bytes) {
-    Flag& own = flags.at(flag);
+    Flag& own = flag_of(flag);
     own.left--, own.bytes += bytes;
     own.settle();
 }
+inline void raise_flag(u64* flag) { expect_bytes(flag, 0); }
 inline void await_flag(u64* flag, int parity) {
-    Flag& own = flags.at(flag);
+    Flag& own = flag_of(flag);
     for (; own.turn % 2 == parity; leave_turn())
-        if (!own.on_their_way.empty()) own.arrive(), own.settle();
+        if (!own.on_their_way.empty()) own.arrive(raw), own.settle();
 }
-struct Map {
-    const u16* numbers;
-    int columns, heads, lines;  // of a line; of a place; of a copy
+struct __align__(64) Map {  // as long as that of the driver
+    u16* numbers;
+    int rank, sizes[5], box[5];
+    long strides[4];  // in numbers, of all dimensions but the first
+    char rest[128 - 88];
 };
-// Lines of 128 bytes, swizzled in eights.
-inline void copy_lines(void* to, const Map& map, int column, int head, int place, u64* flag) {
-    Flag& own = flags.at(flag);
-    for (int i = 0; i < map.lines * 8; i++) {
+// A box of a tensor as lines of 128 bytes, swizzled in eights; what lies beyond it is zero.
+inline void copy_box(void* to, const Map& map, const int (&from)[5], u64* flag) {
+    Flag& own = flag_of(flag);
+    int boxes = 1;
+    for (int d = 1; d < map.rank; d++) boxes *= map.box[d];
+    for (int i = 0; i < boxes * 8; i++) {
         u32 at = shared_address(to) + i * 16;
         Copy copy = {at ^ (at >> 3 & 0x70), {}};
-        u64 line = (u64)(place + i / 8) * map.heads + head;
-        memcpy(copy.bytes, map.numbers + line * map.columns + column + i % 8 * 8, 16);
+        long number = from[0] + i % 8 * 8;
+        bool there = number < map.sizes[0];
+        for (int d = 1, left = i / 8; d < map.rank; left /= map.box[d], d++) {
+            int own = from[d] + left % map.box[d];
+            there &= own < map.sizes[d], number += own * map.strides[d - 1];
+        }
+        if (there) memcpy(copy.bytes, map.numbers + number, 16);
         own.on_their_way.push_back(copy);
     }
-    if (at_once) own.arrive(), own.settle();
+    if (at_once) own.arrive(raw), own.settle();
 }
+inline void copy_lines(void* to, const Map& map, int column, int head, int place, u64* flag) {
+    copy_box(to, map, {column, head, place}, flag);
+}
+inline void copy_weights(void* to, const Map& map, int deep, int group, int block, u64* flag) {
+    copy_box(to, map, {deep, 0, 0, group, block}, flag);
+}
+inline void copy_rows(void* to, const Map& map, int deep, u64* flag) { copy_box(to, map, {deep, 0}, flag); }
 inline void share_written() {}
 void begin_program(), end_kernels_before();  // what others have written is seen when all threads have waited for it
-static Barrier of_kernels;
-static bool has_waited;
+#ifndef WAITING_THREADS
+#define WAITING_THREADS THREADS_OF_PROGRAM
+#endif
 inline void await_kernels_before() {
-    of_kernels.wait(THREADS_OF_PROGRAM);
-    if (!has_waited) end_kernels_before();
-    has_waited = true;
+    now->of_kernels.wait(WAITING_THREADS);
+    if (!now->has_waited) end_kernels_before();
+    now->has_waited = true;
 }
 inline void let_next_kernel_start() {}
-inline void await_four_warps(int number) { of_four[number].wait(128); }
+inline void await_four_warps(int number) { now->numbered[number].wait(128); }
+template <int NUMBER, int THREADS> inline void await_threads() { now->numbered[NUMBER].wait(THREADS); }
+inline void share_in_memory() {}
+inline void release_one(u32* counter) { ++*counter; }
+inline u32 acquired(const u32* counter) {
+    leave_turn();  // who asks again and again lets others work
+    return *counter;
+}
+template <int> inline void keep_registers() {}
+template <int> inline void take_registers() {}
+// Programs of a cluster of two: places have the program's number in front.
+static std::map<int, Barrier> of_clusters;
+inline void await_other() { of_clusters[blockIdx.x / 2].wait(2 * THREADS_OF_PROGRAM); }
+inline u32 of_program(const void* here, int number) { return (u32)number << 24 | shared_address(here); }
+inline void give(u32 to, float a, float b, float c, float d, u32 flag) {
+    Program& other = programs[blockIdx.x / 2 * 2 + (to >> 24)];
+    Flag& own = other.flags.at(flag & 0xffffff);
+    float numbers[4] = {a, b, c, d};
+    Copy copy = {to & 0xffffff, {}};
+    memcpy(copy.bytes, numbers, 16);
+    own.on_their_way.push_back(copy);
+    if (at_once) own.arrive(other.shared.data()), own.settle();
+}
+inline float4 given(const float* at) { return *(const float4*)at; }
 inline u32 count_one(u32* counter) { return (*counter)++; }
 inline float nothing() { return -std::numeric_limits<float>::infinity(); }
 inline float unpack(u16 bits) { return __int_as_float((int)((u32)bits << 16)); }
@@ -164,6 +233,7 @@ inline u16 rounded_16(float x) {
 inline u32 pack(float low, float high) { return rounded_16(low) | (u32)rounded_16(high) << 16; }
 inline float power_of_two(float x) { return std::exp2(x); }
 inline float inverse(float x) { return 1.0f / x; }
+inline float inverse_root(float x) { return 1.0f / std::sqrt(x); }
 inline float divide(float x, float y) { return x / y; }
 
 inline u16 half_of(u32 two, int which) { return (u16)(two >> 16 * which); }
@@ -216,8 +286,12 @@ inline void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 // Products of the matrix unit, whose operands lie in lines of 128 bytes, swizzled in eights.
 inline u64 described(const void* at) { return shared_address(at) >> 4; }
 inline void begin_multiplying() {}
-inline void end_multiplying() {}
-template <int> inline void await_multiplying() {}
+inline void end_multiplying() { now->multiplied[threadIdx.x]++; }
+// A product has ended when it has for all four warps.
+template <int LEFT> inline void await_multiplying() {
+    int *four = now->multiplied + threadIdx.x / 128 * 128, ended = now->multiplied[threadIdx.x] - LEFT;
+    while (*std::min_element(four, four + 128) < ended) leave_turn();
+}
 inline float at_swizzled(u32 at) { return unpack(shared_16(at ^ (at >> 3 & 0x70))); }
 template <int N> inline void multiply_64(float (&d)[N], u64 left, u64 right, int adds, bool turned) {
     int first = threadIdx.x % 128 / 32 * 16 + lane_number() / 4, pair = lane_number() % 4 * 2;
@@ -237,36 +311,81 @@ template <int N> inline void multiply_turned(float (&d)[N], u64 left, u64 right,
     multiply_64(d, left, right, adds, true);
 }
 
-// Runs a program for each of a grid.
-template <class Kernel> inline void run_grid(Three grid, const Kernel& kernel) {
-    static const Kernel* work;
-    work = &kernel;
-    gridDim = grid;
-    std::vector<char> stacks((size_t)THREADS_OF_PROGRAM * STACK);
+static void (*work)();
+static void begin_thread() {
+    int own = threadIdx.x;
+    work();
+    threadIdx.x = own, now->ended[own] = 1;
+    _longjmp(in_scheduler, 1);
+}
+static void give_turn(int thread) {
+    threadIdx.x = thread;
+    if (_setjmp(in_scheduler)) return;
+    if (now->begun[thread]) _longjmp(now->places[thread], 1);
+    now->begun[thread] = 1;
+    setcontext(&now->contexts[thread]);
+}
+static void begin(Program& own, Three block) {
+    own.block = block;
+    own.shared.assign(SHARED_BYTES, (char)0xff);  // no number
+    own.ended.assign(THREADS_OF_PROGRAM, 0), own.begun.assign(THREADS_OF_PROGRAM, 0);
+    own.places.reset(new jmp_buf[THREADS_OF_PROGRAM]);
+    own.contexts.resize(THREADS_OF_PROGRAM);
+    own.stacks.reset(new char[(size_t)THREADS_OF_PROGRAM * STACK]);
+    for (int i = 0; i < THREADS_OF_PROGRAM; i++) {
+        ucontext_t& context = own.contexts[i];
+        getcontext(&context);
+        context.uc_stack.ss_sp = &own.stacks[(size_t)i * STACK];
+        context.uc_stack.ss_size = STACK;
+        context.uc_link = nullptr;
+        makecontext(&context, begin_thread, 0);
+    }
+}
+// Where programs wait for each other, warps miss turns for a while, each at its own time, and one program often more
+// than all others: by `seed`.
+static int seed = 0;
+static bool rests(int round, int program, int warp) {
+    u32 x = (round >> 4 + seed % 3) * 2654435761u + program * 40503u + warp * 2246822519u + seed * 3266489917u;
+    x = (x ^ x >> 15) * 2246822519u;
+    bool is_slow = seed % 2 == 0 && program == (2 + 3 * seed) % 8;
+    return (x >> 16) % 3 == 0 || (is_slow && round % 8);
+}
+// Turns of all threads of these programs until all have ended; false if they never do.
+constexpr int MOST_ROUNDS = 50000;  // ten times what any takes
+static bool run_programs() {
+    int left = 1;
+    for (int round = 0; left && round < MOST_ROUNDS; round++) {
+        left = 0;
+        for (Program& own : programs) {
+            now = &own, blockIdx = own.block;
+            if (round == 0 || programs.size() > 1) memcpy(raw, own.shared.data(), SHARED_BYTES);
+            for (int i = 0; i < THREADS_OF_PROGRAM; i++) {
+                if (own.ended[i]) continue;
+                bool turn = programs.size() == 1 || !rests(round, blockIdx.x, i / 32);
+                if (turn) give_turn(i);
+                left += !own.ended[i];
+            }
+            if (programs.size() > 1) memcpy(own.shared.data(), raw, SHARED_BYTES);
+        }
+    }
+    return !left;
+}
+// Runs a program for each of a grid: one after the other, or all of a line by turns.
+static bool run_grid(Three grid, void (*kernel)(), bool by_turns = false) {
+    work = kernel, gridDim = grid;
+    if (by_turns) {
+        programs = std::vector<Program>(grid.x);
+        of_clusters.clear();
+        for (int x = 0; x < grid.x; x++) begin(programs[x], {x, 0, 0});
+        return run_programs();
+    }
     for (int z = grid.z - 1; z >= 0; z--)
         for (int y = 0; y < grid.y; y++)
             for (int x = 0; x < grid.x; x++) {
-                blockIdx = {x, y, z}, has_waited = false;
+                programs = std::vector<Program>(1);
+                begin(programs[0], {x, y, z});
                 begin_program();
-                memset(raw, 0xff, sizeof raw);  // no number
-                contexts.assign(THREADS_OF_PROGRAM, ucontext_t());
-                ended.assign(THREADS_OF_PROGRAM, 0);
-                flags.clear();
-                for (int i = 0; i < THREADS_OF_PROGRAM; i++) {
-                    getcontext(&contexts[i]);
-                    contexts[i].uc_stack.ss_sp = &stacks[(size_t)i * STACK];
-                    contexts[i].uc_stack.ss_size = STACK;
-                    contexts[i].uc_link = &scheduler;
-                    makecontext(&contexts[i], (void (*)())+[]() {
-                        int own = threadIdx.x;
-                        (*work)();
-                        threadIdx.x = own, ended[own] = 1;
-                    }, 0);
-                }
-                for (int left = THREADS_OF_PROGRAM; left;) {
-                    left = 0;
-                    for (int i = 0; i < THREADS_OF_PROGRAM; i++)
-                        if (!ended[i]) threadIdx.x = i, swapcontext(&scheduler, &contexts[i]), left += !ended[i];
-                }
+                if (!run_programs()) return false;
             }
+    return true;
 }

@@ -1,4 +1,4 @@
-// Runs attend.cu on the host, behind emulated.h: it reads arrays and sizes from a file, and writes what was attended to.
+// Runs attend.cu on the host, behind emulated.h: it reads arrays and sizes from a file, and writes what comes of them.
 
 static std::vector<char> read_part(FILE* file) {
     u64 bytes;
@@ -30,13 +30,15 @@ int main(int, char** names) {
     std::vector<float> mixed(lines * DIM), totals(lines * 2);
     std::vector<u32> counters(sizes[6] * KV_HEADS);
     auto numbers = [&](int i) { return (const int*)parts[i].data(); };
-    Map keys = {(u16*)parts[1].data(), DIM, KV_HEADS, LINES}, values = keys;
+    int places = parts[1].size() / (2 * KV_HEADS * DIM);
+    Map keys = {(u16*)parts[1].data(), 3, {DIM, KV_HEADS, places}, {64, 1, LINES}, {DIM, KV_HEADS * DIM}};
+    Map values = keys;
     values.numbers = (u16*)parts[2].data();
     arguments = {keys, values, (u16*)parts[0].data(), output.data(), numbers(3), numbers(4), numbers(5), numbers(6),
                  numbers(7), numbers(8), mixed.data(), totals.data(), counters.data(), sizes[0], sizes[1], sizes[2],
                  HEADS * DIM, sizes[3], sizes[4]};
     at_once = !arguments.settled;  // one way each
-    run_grid({sizes[7], KV_HEADS, sizes[5]}, []() { attend(arguments); });
+    if (!run_grid({sizes[7], KV_HEADS, sizes[5]}, []() { attend(arguments); })) return 4;
     for (u32 count : counters) if (count) return 3;
     file = fopen(names[2], "wb");
     fwrite(output.data(), 2, output.size(), file);

@@ -1,6 +1,6 @@
 """Kernels that stream weights, between two attentions or of logits, have the bits of what they replace.
 
-They are not Triton, so there is no interpreter for them: without a Hopper only the way around them is tested.
+They are not Triton, so there is no interpreter for them: test_between_emulated.py runs them on the host.
 """
 
 from __future__ import annotations
