@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import struct
 import subprocess
 from dataclasses import dataclass
@@ -15,11 +14,9 @@ import torch
 from paceline.backends.cuda import attend
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.tables import rows_of
+from tests.backends.cuda.emulating import compiled, needs_compiler
 from tests.backends.cuda.test_attend import chain, some_tree
 from tests.backends.cuda.test_attention import PAGE_SIZE, Case
-
-HERE, SOURCES = Path(__file__).parent, Path(attend.__file__).with_name("source")
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 @dataclass(frozen=True)
@@ -33,13 +30,7 @@ class Built:
     def program(self, folder: Path) -> Path:
         numbers = attend.kernel_numbers((*self.shape, PAGE_SIZE), self.together, self.crooks)
         numbers["THREADS_OF_PROGRAM"] = attend._threads(self.shape[2])
-        kernel = SOURCES / "softmax.cu", SOURCES / "attend.cu"
-        files = HERE / "emulated.h", *kernel, HERE / "emulated_attend.h"
-        defined = "".join(f"#define {name} {number}\n" for name, number in numbers.items())
-        source, program = folder / "attend.cpp", folder / "attend"
-        source.write_text(defined + "".join(own.read_text() for own in files))
-        subprocess.run(["g++", "-std=c++17", "-O1", "-w", "-o", program, source], check=True, timeout=120)
-        return program
+        return compiled(folder, attend.SOURCES[1:], "emulated_attend.h", numbers)
 
 
 def emulate(program: Path, case: Case, built: Built, settled: bool, takers: int) -> torch.Tensor:

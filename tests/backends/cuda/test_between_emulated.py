@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 import struct
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +14,8 @@ import torch
 
 from paceline.backends.cuda import between, logits, streaming
 from paceline.backends.cuda.kernels.matrix import Normed, Scratch, Tiling, tile_heads, tile_matrix, tile_pair
+from tests.backends.cuda.emulating import compiled, needs_compiler
 
-HERE, SOURCES = Path(__file__).parent, Path(between.__file__).with_name("source")
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, DIM, EPS = 256, 384, 2, 1, 128, 1e-5
 PLACES, POSITIONS = 40, 64
 WAIT = 352  # threads that wait for the kernels ahead: all but the warp that asks for weights
@@ -31,13 +28,8 @@ class Emulated:
         numbers = {"ROWS": rows, "CELLS": ring[0], "ROW_SLOTS": ring[1]}
         own = {"THREADS_OF_PROGRAM": streaming.THREADS, "WAITING_THREADS": WAIT, "SHARED_BYTES": 228 << 10}
         own |= {"KERNEL": name, "ARGUMENT": {"between": "Arguments", "logits": "Logits"}[file]}
-        parts = [SOURCES / f"{part}.cu" for part in (*streaming.COMMON[1:], file)]
-        files = HERE / "emulated.h", *parts, HERE / "emulated_between.h"
-        defined = "".join(f"#define {what} {number}\n" for what, number in (numbers | own).items())
-        source, library = folder / f"{file}.cpp", folder / f"{file}.so"
-        source.write_text(defined + "".join(part.read_text() for part in files))
-        command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", library, source]
-        subprocess.run(command, check=True, timeout=120)
+        files, options = (*streaming.COMMON[1:], file), ("-shared", "-fPIC")
+        library = compiled(folder, files, "emulated_between.h", numbers | own, *options)
         self._library, self.runs = ctypes.CDLL(str(library)), 0
 
     def launch(self, argument: bytes, grid: Sequence[int], cluster: Sequence[int], threads: int) -> None:
