@@ -17,6 +17,7 @@ import torch
 
 from paceline.backends.base import ForwardBatch, chain_parents
 from paceline.backends.cuda.backend import PAGE_SIZE, CudaBackend
+from paceline.backends.cuda.common import even_rows, find_common
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
 from paceline.backends.cuda.draft_shape import chain_shape
 from paceline.backends.cuda.kernels.matrix import Matrix
@@ -164,7 +165,7 @@ def measure_gpu(
         packing = packing_for(setting.quantization, lambda name: "random")
         weights = load_weights(SHAPES[shape], random_weights(SHAPES[shape], device), packing)
         as_trained = setting.quantization == "none"
-        in_torch = as_trained and SHAPES[shape].moe is None
+        in_torch, is_usual = as_trained and SHAPES[shape].moe is None, setting.is_usual
         for method, of_method in groupby(of_shape, key=lambda line: line[1]):
             drafting = _DRAFTS[method](weights)
             for _, _, count in of_method:
@@ -172,8 +173,8 @@ def measure_gpu(
                 floor = 1e3 * (target_bytes + drafting.bytes_read) / speed
                 step, power, without = measure_both(weights, count, setting, drafting)
                 plain = measure_torch(shape, count, setting) if method == "plain" and in_torch else None
-                vllm = VLLM.get((shape, method), {}).get(count) if as_trained else None
-                bar = bar_of(shape, method, count, lines) if as_trained else None
+                vllm = VLLM.get((shape, method), {}).get(count) if is_usual else None
+                bar = bar_of(shape, method, count, lines) if is_usual else None
                 lines.append(Measured(shape, method, count, step, floor, plain, vllm, bar, without, power))
                 on_line(lines[-1])
     return lines
@@ -230,11 +231,22 @@ class Setting:
     output_tokens: int = 256
     quantization: str = "none"  # or fp8, int8, int4
     without: tuple[str, ...] = ()  # kernels that are left out, for comparison
+    common_tokens: int = 0  # with which all prompts begin; they are stored once
 
     def __post_init__(self) -> None:
+        if not 0 <= self.common_tokens < self.prompt_tokens:
+            raise ConfigError(
+                f"--common-tokens are the first of --input-tokens {self.prompt_tokens}: give fewer, not "
+                f"{self.common_tokens}."
+            )
         for name in self.without:
             if name not in KERNELS:
                 raise ConfigError(f"--without knows no kernel {name!r}; choose from {', '.join(KERNELS)}.")
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether bars and the figures of vLLM are of this setting."""
+        return (self.prompt_tokens, self.quantization, self.common_tokens) == (128, "none", 0)
 
     @property
     def longest(self) -> int:
@@ -284,31 +296,47 @@ def prefilled_loop(weights: Weights, requests: int, setting: Setting, drafting: 
     state = make_requests(requests, longest, PAGE_SIZE, device)
     pages = np.random.default_rng(0).permutation(requests * pages_each).astype(np.int32)
     pages = pages.reshape(requests, pages_each)
+    common = setting.common_tokens // PAGE_SIZE
+    pages[:, :common] = pages[0, :common]
     shape = (requests, prompt_tokens)
     prompts = np.random.default_rng(1).integers(0, config.vocab_size, shape).astype(np.int32)
+    prompts[:, : setting.common_tokens] = prompts[0, : setting.common_tokens]
     state.pages.copy_(torch.from_numpy(pages))
     state.tokens[:, :prompt_tokens] = torch.from_numpy(prompts)
     state.lengths.fill_(prompt_tokens - 1)  # the last token of the prompt is the first that the loop computes
-    at_once = max(1, backend.max_rows // (prompt_tokens - 1))
-    for first in range(0, requests, at_once):
-        some = slice(first, min(first + at_once, requests))
-        backend.forward(_prompts(prompts[some, :-1], pages[some], pool))
+    _prefill(backend, prompts[:1, :-1], pages[:1], pool, 0)
+    _prefill(backend, prompts[1:, :-1], pages[1:], pool, common * PAGE_SIZE)
     draft = None if drafting.make is None else drafting.make(requests, requests * pages_each, longest)
     look_up = drafting.look_up
     loop = DecodeLoop(weights, pool, state, requests, PAGE_SIZE, draft, drafting.shape, look_up=look_up)
     loop.begin(list(range(requests)), requests)
+    begins = np.arange(requests, dtype=np.int32) * pages_each
+    computed = np.full(requests, prompt_tokens - 1, dtype=np.int32)
+    own = even_rows(pages, begins, computed, loop.nodes)
+    loop.share(find_common(own, PAGE_SIZE, config.num_heads, config.num_kv_heads))
     return loop
 
 
-def _prompts(tokens: np.ndarray, pages: np.ndarray, pool: object) -> ForwardBatch:
-    """A pass over whole prompts [requests, tokens]."""
+def _prefill(backend: CudaBackend, tokens: np.ndarray, pages: np.ndarray, pool: object, known: int) -> None:
+    """Compute prompts [requests, tokens] from `known` on, as many rows at once as a pass takes."""
+    count, length = tokens.shape
+    for begin in range(known, length, backend.max_rows):
+        chunk = tokens[:, begin : begin + backend.max_rows]
+        at_once = max(1, backend.max_rows // chunk.shape[1])
+        for first in range(0, count, at_once):
+            some = slice(first, min(first + at_once, count))
+            backend.forward(_chunks(chunk[some], pages[some], pool, begin))
+
+
+def _chunks(tokens: np.ndarray, pages: np.ndarray, pool: object, context: int) -> ForwardBatch:
+    """A pass over parts of prompts [requests, tokens] behind so many computed tokens of each."""
     count, length = tokens.shape
     return ForwardBatch(
         tokens=tokens.reshape(-1),
-        positions=np.tile(np.arange(length, dtype=np.int32), count),
+        positions=np.tile(np.arange(context, context + length, dtype=np.int32), count),
         parents=chain_parents([length] * count),
         row_offsets=np.arange(count + 1, dtype=np.int32) * length,
-        context_lengths=np.zeros(count, dtype=np.int32),
+        context_lengths=np.full(count, context, dtype=np.int32),
         page_tables=pages,
         logit_rows=np.zeros(0, dtype=np.int32),
         pool=pool,  # type: ignore[arg-type]

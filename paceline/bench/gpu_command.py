@@ -39,13 +39,17 @@ def gpu_command(
         str | None, typer.Option(help="Numbers of requests at once.", show_default="those of the bars")
     ] = None,
     input_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
+    common_tokens: Annotated[
+        int, typer.Option(help="How many of them are the same in all prompts, and stored once.")
+    ] = 0,
     output_tokens: Annotated[int, typer.Option(help="Steps, which are tokens of plain answers.")] = 256,
     quantization: Annotated[str, typer.Option(help="Of the weights: none, fp8, int8 or int4.")] = "none",
     without: Annotated[
         str,
         typer.Option(
-            help="Measure also with Triton's kernels instead of these, twice each by turns, and take the "
-            "better: attend, between, logits, persistent."
+            help="Measure also with other kernels instead of these, twice each by turns, and take the "
+            "better: attend, between, logits and persistent (Triton's run instead), common (what requests "
+            "have in common is read for each)."
         ),
     ] = "",
     json_file: JsonFile = None,
@@ -59,7 +63,7 @@ def gpu_command(
     if quantization not in QUANTIZATIONS:
         raise ConfigError(f"--quantization is one of {', '.join(QUANTIZATIONS)}, not {quantization!r}.")
     left_out = tuple(name.strip() for name in without.split(",") if name.strip())
-    setting = Setting(input_tokens, output_tokens, quantization, left_out)
+    setting = Setting(input_tokens, output_tokens, quantization, left_out, common_tokens)
     plan = planned(names, ways, None if requests is None else integers("--requests", requests))
     with progress(len(plan)) as on_turn:
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from paceline.backends.base import AheadDraft, AheadOutput, Float32Array, Int32Array, Joining, KeptFeatures
+from paceline.backends.cuda.common import even_rows, find_common
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
 from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork
 from paceline.backends.cuda.draft_shape import chain_shape
@@ -83,8 +84,8 @@ class CudaAhead:
         self._told = torch.zeros((11, self._rows), dtype=torch.int64, device=self.device)
         self._graphs = Graphs(self.device)
         self._pages = np.zeros(tuple(self._requests.pages.shape), dtype=np.int32)  # as the device has them
-        # [slots] tokens computed before the next pass, at most
-        self._lengths = np.zeros(slots, dtype=np.int32)
+        # [slots] tokens computed before the next pass, at most and at least
+        self._lengths, self._joined = np.zeros((2, slots), dtype=np.int32)
         self._keeps_all = np.ones(slots, dtype=np.bool_)  # [slots] whether every token may be chosen
         self._loops: dict[AheadDraft | None, Loop] = {}
         self._last: Loop | None = (
@@ -116,7 +117,7 @@ class CudaAhead:
         for slot, text in zip(requests.slots.tolist(), requests.texts or (), strict=False):
             self._requests.tokens[slot, : len(text)] = sent(text, self.device)
         self._keeps_all[requests.slots] = (requests.temperatures == 0) | (requests.kept == KEEP_ALL).all(1)
-        self._lengths[requests.slots] = requests.lengths
+        self._lengths[requests.slots] = self._joined[requests.slots] = requests.lengths
         self._last = None
 
     def _take_over(self, count: int) -> None:
@@ -149,6 +150,7 @@ class CudaAhead:
         self._send_pages(index, page_tables, buffer)
         if own != self._slots or loop is not self._last:
             steps.begin(own, rows)
+            self._share(steps, index)
             self._slots, self._last = own, loop
         if given is not None:
             buffer.given.numpy()[: len(own)] = given
@@ -164,6 +166,12 @@ class CudaAhead:
         self._lengths[index] += loop.width
         loop.buffers.rotate(-1)
         self._unread.append((buffer, index))
+
+    def _share(self, steps: DecodeLoop, slots: Int64Array) -> None:
+        """Let steps over these slots read once what their requests have in common."""
+        config, begins = self._weights.config, (slots * self._pages.shape[1]).astype(np.int32)
+        own = even_rows(self._pages[slots], begins, self._joined[slots], steps.nodes)
+        steps.share(find_common(own, self._page_size, config.num_heads, config.num_kv_heads))
 
     def read(self) -> AheadOutput:
         """What the oldest pass that was not read gave. Waits for it."""

@@ -8,6 +8,7 @@ A program of it has a multiprocessor for itself, and much of what it reads on it
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -47,6 +48,8 @@ def attend(
     scales: torch.Tensor | None = None,
 ) -> None:
     """What kernels/attention.py says of it."""
+    if window is not None or is_left_out("common"):
+        tables = replace(tables, common=None)
     plain = window is None and scales is None and not is_left_out("attend")
     if not plain or not _run(query, keys, values, tables, page_size, output, scratch, earliest):
         attention.attend(
@@ -93,10 +96,13 @@ def _run(
         tables.tile_counts,
         tables.tile_pages,
         tables.pages,
+        None if tables.common is None else tables.common.skipped,
         scratch.mixed,
         scratch.totals,
         scratch.counters,
     )
+    if tables.common is not None:
+        attention.leave_common(query, keys, values, tables, page_size, scratch, stretches, earliest)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     sizes = rows // requests, even.tiles, stretches, output.stride(0)
     of_rows = struct.pack(f"<{len(addresses)}Q6i", *addresses, *sizes, earliest, even.settled)

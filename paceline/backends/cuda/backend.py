@@ -21,9 +21,11 @@ from paceline.backends.base import (
     KVPool,
 )
 from paceline.backends.cuda.ahead import CudaAhead
+from paceline.backends.cuda.common import CommonTables, PassRows, find_common
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.attention import tile_height
+from paceline.backends.cuda.kernels.common import CommonRows
 from paceline.backends.cuda.kernels.features import keep_features
 from paceline.backends.cuda.kernels.packing import block_lines
 from paceline.backends.cuda.kernels.sampling import candidates_for, race, take_best
@@ -59,6 +61,7 @@ class CudaBackend(Backend):
         self._longest = FIRST_LONGEST
         self._workspace = make_workspace(weights, bucket(max_rows), self._longest)
         self._tables = DeviceTables(bucket(max_rows), MAX_PAGES, self.device)
+        self._common = CommonTables(bucket(max_rows), self.device)
         self._graphs = Graphs(self.device)
         self._features = torch.empty(0)
         self._known_parts: dict[tuple[tuple[int, ...], ...], torch.Tensor] = {}
@@ -136,11 +139,12 @@ class CudaBackend(Backend):
         self._make_room(int(batch.positions.max()) + 1)
         height = tile_height(self.config.num_heads, self.config.num_kv_heads)
         self._tables.send(batch, rows_of(batch, PAGE_SIZE, height))
+        common = self._send_common(batch, height)
         features = self._feature_room(len(layers)) if layers else None
         keeps = [(cast(HeadPool, kept.pool), self._parts(layers, kept.layers)) for kept in batch.kept]
 
         def body() -> None:
-            tokens, tables = self._tables.tokens(rows), self._tables.tables(rows)
+            tokens, tables = self._tables.tokens(rows), replace(self._tables.tables(rows), common=common)
             run_layers(self.weights, self._workspace, tokens, tables, pool, PAGE_SIZE, features, layers)
             for kept, parts in keeps:
                 assert features is not None
@@ -156,7 +160,7 @@ class CudaBackend(Backend):
 
         place = (pool.keys.data_ptr(), pool.values.data_ptr(), pool.num_pages)
         heads = tuple((kept.features.data_ptr(), len(kept.features)) for kept, _ in keeps)
-        self._graphs.run(("body", rows, layers, place, heads), body)
+        self._graphs.run(("body", rows, layers, place, heads, common is not None), body)
         if outputs:
             self._graphs.run(("head", bucket(outputs)), head)
         width = len(batch.feature_layers) * self.config.hidden_size
@@ -164,6 +168,17 @@ class CudaBackend(Backend):
         chosen = None if batch.choices is None else self._chosen[wanted:outputs]
         known = None if features is None or not width else features[: batch.num_rows, :width]
         return _on_its_way(logits, known, chosen)
+
+    def _send_common(self, batch: ForwardBatch, height: int) -> CommonRows | None:
+        """What rows of a batch have in common, on the device, if to read it once is worth it."""
+        counts, begins = np.diff(batch.row_offsets), np.arange(batch.num_requests, dtype=np.int32)
+        begins *= batch.page_tables.shape[1]
+        own = PassRows(batch.page_tables, begins, batch.context_lengths, counts, batch.row_offsets[:-1])
+        common = find_common(own, PAGE_SIZE, self.config.num_heads, self.config.num_kv_heads)
+        if common is None:
+            return None
+        self._common.send(common, -(-counts // height))
+        return self._common.rows()
 
     def device_memory(self, rows: int, longest: int) -> DeviceMemory:
         """The GPU's memory, and what workspaces for `longest` tokens take, beyond those that are there."""

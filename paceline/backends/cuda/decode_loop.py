@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from paceline.backends.base import LookUp
+from paceline.backends.cuda.common import Common, CommonTables
 from paceline.backends.cuda.draft_networks import DraftNetwork, DraftRows
 from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, plan_step
 from paceline.backends.cuda.graphs import Graphs
@@ -95,7 +96,7 @@ class DecodeLoop:
         )
         own_height = tile_height(config.num_heads, config.num_kv_heads)
         self._plan = plan = plan_step(shape, own_height, catch_up_rows, height)
-        self._nodes = len(shape)
+        self.nodes = len(shape)
 
         def integers(*sizes: int) -> torch.Tensor:
             return torch.zeros(sizes, dtype=torch.int32, device=device)
@@ -117,14 +118,14 @@ class DecodeLoop:
         self.counts, self.found = self.said[: 2 * max_rows].view(2, -1)
         self.output = self.said[2 * max_rows :].view(max_rows, -1)
         self._accepted, self._slots = integers(max_rows, shape.levels + 1), integers(max_rows)
-        self._seeds = torch.zeros((max_rows, self._nodes), dtype=torch.int64, device=device)
-        self._temperatures = torch.zeros((max_rows, self._nodes), dtype=torch.float64, device=device)
-        self._options = torch.zeros((max_rows, self._nodes, 3), dtype=torch.float64, device=device)
+        self._seeds = torch.zeros((max_rows, self.nodes), dtype=torch.int64, device=device)
+        self._temperatures = torch.zeros((max_rows, self.nodes), dtype=torch.float64, device=device)
+        self._options = torch.zeros((max_rows, self.nodes, 3), dtype=torch.float64, device=device)
         self._request_seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._request_temperatures = torch.zeros(max_rows, dtype=torch.float64, device=device)
-        self._candidates = candidates_for(max_rows * self._nodes, config.vocab_size, device)
-        self._kept_ids = kept_for(max_rows * self._nodes, config.vocab_size, device)
-        self._workspace = make_workspace(weights, max_rows * self._nodes, requests.tokens.shape[1])
+        self._candidates = candidates_for(max_rows * self.nodes, config.vocab_size, device)
+        self._kept_ids = kept_for(max_rows * self.nodes, config.vocab_size, device)
+        self._workspace = make_workspace(weights, max_rows * self.nodes, requests.tokens.shape[1])
         self._few_rows = PersistentLayers(weights, self._workspace, pool, page_size)
         if draft is not None:
             rows = max_rows * max(len(table) for table in plan.children)
@@ -133,6 +134,7 @@ class DecodeLoop:
         self._moved: list[Pool] = []  # where accepted paths may lie apart and are not computed again
         if not shape.is_chain:
             self._moved = [pool, draft.pool] if draft is not None and draft.always else [pool]
+        self._common, self._shares = CommonTables(max_rows * self.nodes, device), False
         self._graphs = Graphs(device)
 
     @torch.inference_mode()
@@ -148,8 +150,15 @@ class DecodeLoop:
         chosen = self._slots[:rows]
         chosen.copy_(sent(np.array(slots + [-1] * (rows - len(slots)), np.int32), chosen.device))
         self._graphs.run(("begin", rows), lambda: self._begin(rows))
+        self._shares = False
         if features is not None and self.draft is not None and self.draft.features is not None:
             self._first_features(self.draft.features)[: len(slots)] = features
+
+    def share(self, common: Common | None) -> None:
+        """Read once what rows of the requests that have begun, each `nodes` of them, have in common."""
+        self._shares = common is not None
+        if common is not None:
+            self._common.send(common, [self._plan.passes[0].tiles] * len(common.skipped))
 
     def _begin(self, rows: int) -> None:
         """Take over what the state says of the chosen slots."""
@@ -169,7 +178,7 @@ class DecodeLoop:
 
     def _first_features(self, features: torch.Tensor) -> torch.Tensor:
         """Those of roots, where a head looks for what it begins with: float32 [requests, width]."""
-        return features.view(-1, self._nodes, features.shape[1])[:, 0]
+        return features.view(-1, self.nodes, features.shape[1])[:, 0]
 
     @torch.inference_mode()
     def last_features(self, rows: int) -> torch.Tensor:
@@ -181,7 +190,7 @@ class DecodeLoop:
 
     def drafted(self, rows: int) -> torch.Tensor:
         """Tokens of the nodes of a step: int32 [rows, nodes]; the first is the root's, the last known one."""
-        return self._rows.lines[TOKENS, : rows * self._nodes].view(rows, self._nodes)
+        return self._rows.lines[TOKENS, : rows * self.nodes].view(rows, self.nodes)
 
     @torch.inference_mode()
     def step(self, rows: int, keeps_all: bool = True) -> None:
@@ -189,17 +198,17 @@ class DecodeLoop:
 
         `keeps_all`: no request has top_k, top_p or min_p, and nobody looks for what they keep.
         """
-        self._graphs.run((rows, keeps_all), lambda: self._step(rows, keeps_all))
+        self._graphs.run((rows, keeps_all, self._shares), lambda: self._step(rows, keeps_all))
 
     def _step(self, rows: int, keeps_all: bool) -> None:
         if self.draft is not None:
             self._propose(self.draft, rows)
         elif self._look_up is not None:
             own = self._slots[:rows]
-            look_up(own, self.requests, self._look_up, self._rows, self._nodes, self.found)
+            look_up(own, self.requests, self._look_up, self._rows, self.nodes, self.found)
         self._verify(rows, keeps_all)
         if self._kept is not None and self.features is not None:
-            places = self._rows.lines[PLACES, : rows * self._nodes]
+            places = self._rows.lines[PLACES, : rows * self.nodes]
             keep_features(self.features, places, self._kept.parts, self._kept.features)
         shape, state, slots = self._shape, self.requests, self._slots[:rows]
         walk(
@@ -220,7 +229,7 @@ class DecodeLoop:
     def _propose(self, draft: DraftNetwork, rows: int) -> None:
         """Guess level by level."""
         lines, temperatures, seeds = self._rows.lines, self._request_temperatures, self._request_seeds
-        lengths = lines[POSITIONS, : rows * self._nodes : self._nodes]  # of the roots
+        lengths = lines[POSITIONS, : rows * self.nodes : self.nodes]  # of the roots
         for number, children in enumerate(self._children, start=1):
             inputs = self._pass(number, rows)
             logits = draft.extend(inputs) if number > 1 else draft.catch_up(inputs, lines[LAST, :rows])
@@ -232,7 +241,7 @@ class DecodeLoop:
     def _verify(self, rows: int, keeps_all: bool) -> None:
         """The target's pass over all nodes, and the token of each."""
         weights, workspace = self.weights, self._workspace
-        inputs, count = self._pass(0, rows), rows * self._nodes
+        inputs, count = self._pass(0, rows), rows * self.nodes
         known, features = (inputs.tokens, inputs.tables), (self.features, self.feature_layers)
         if not self._few_rows.run(*known, *features):
             run_layers(weights, workspace, *known, self.pool, self.page_size, *features)
@@ -269,6 +278,7 @@ class DecodeLoop:
             lines[TILE_COUNTS, tile],
             lines[TILE_PAGES, tile],
             self.requests.pages.view(-1),
-            EvenRows(own.tiles, self._nodes, settled=number == 0),
+            EvenRows(own.tiles, self.nodes, settled=number == 0),
+            self._common.rows() if self._shares and number == 0 else None,
         )
         return DraftRows(lines[TOKENS, row], tables, lines[TURNS, row], lines[SOURCES, row])

@@ -69,9 +69,11 @@ class PersistentLayers:
     ) -> bool:
         """Do what `run_layers` does; False if this kernel cannot: trees, many rows, and much else.
 
+        Nor where much is common: it would be read again for every row.
+
         `features` and `feature_layers` must be the same in all calls.
         """
-        if tables.paths is not None or is_left_out("persistent"):
+        if tables.paths is not None or tables.common is not None or is_left_out("persistent"):
             return False
         weights, workspace, _, _ = self._known
         key = len(tokens), tables.positions.data_ptr()

@@ -35,7 +35,8 @@ class Recording:
         self.said = torch.full((rows * (2 + width),), -7, dtype=torch.int32)
         self.counts, self.found = self.said[: 2 * rows].view(2, rows)
         self.output = self.said[2 * rows :].view(rows, width)
-        self.nodes = torch.zeros((rows, width), dtype=torch.int32)
+        self.nodes, self.tokens = width, torch.zeros((rows, width), dtype=torch.int32)
+        self.shared: list[object] = []
         self.begun: list[list[int]] = []
         self.kept_all: list[bool] = []
 
@@ -43,8 +44,11 @@ class Recording:
         assert rows >= len(slots)
         self.begun.append(list(slots))
 
+    def share(self, common: object) -> None:
+        self.shared.append(common)
+
     def drafted(self, rows: int) -> torch.Tensor:
-        return self.nodes[:rows]
+        return self.tokens[:rows]
 
     def step(self, rows: int, keeps_all: bool) -> None:
         self.kept_all.append(keeps_all)
@@ -79,7 +83,8 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
 def decoder(loops):  # type: ignore[no-untyped-def]
     from paceline.backends.cuda.ahead import CudaAhead
 
-    weights = type("Weights", (), {"device": torch.device("cpu")})
+    config = SimpleNamespace(num_heads=4, num_kv_heads=2)
+    weights = type("Weights", (), {"device": torch.device("cpu"), "config": config})
     return CudaAhead(weights, None, SLOTS, LONGEST, PAGE, (1,))  # type: ignore[arg-type]
 
 
@@ -136,6 +141,25 @@ def test_a_request_that_leaves_and_one_that_joins_begin_the_rows_anew(decoder, l
     assert state.temperatures[5] == 0.5
 
 
+def test_what_requests_have_in_common_is_looked_for_when_rows_begin_anew(decoder, loops, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    from paceline.backends.cuda import ahead
+
+    asked = []
+
+    def find(own, *sizes):  # type: ignore[no-untyped-def]
+        asked.append((own.contexts.tolist(), own.begins.tolist(), own.counts.tolist(), own.firsts.tolist()))
+        assert sizes == (PAGE, 4, 2)
+        return own.page_tables[:, :2].tolist()
+
+    monkeypatch.setattr(ahead, "find_common", find)
+    tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
+    decoder.join(joining([1, 4], [6, 7]))
+    for draft in (None, None, None, head_draft(2)):  # what passes in flight will have computed is not known
+        decoder.launch([1, 4], tables, draft)
+    assert asked == [([6, 7], [8, 32], [1, 1], [0, 1]), ([6, 7], [8, 32], [3, 3], [0, 3])]
+    assert [loop.shared for loop in loops] == [[[[8, 9], [32, 33]]]] * 2
+
+
 def test_each_length_has_a_loop_that_begins_anew_when_it_takes_its_turn(decoder, loops) -> None:  # type: ignore[no-untyped-def]
     tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
     short, long = head_draft(2), head_draft(3)
@@ -154,7 +178,7 @@ def test_what_the_host_drafts_is_there_before_its_pass(decoder, loops) -> None: 
     decoder.join(joining([4, 2], [3, 5]))
     by_host = AheadDraft(2)
     decoder.launch([4, 2], tables, by_host, np.array([[7, 8], [9, 0]], dtype=np.int32))
-    assert loops[0].nodes[:2, 1:].tolist() == [[7, 8], [9, 0]]
+    assert loops[0].tokens[:2, 1:].tolist() == [[7, 8], [9, 0]]
     assert decoder.read().tokens.shape == (2, 3)
 
 

@@ -33,8 +33,13 @@ class Built:
         return compiled(folder, attend.SOURCES[1:], "emulated_attend.h", numbers)
 
 
-def emulate(program: Path, case: Case, built: Built, settled: bool, takers: int) -> torch.Tensor:
-    """What the kernel gives [rows, heads, dim]; keys of this pass come when it has waited for them."""
+def emulate(
+    program: Path, case: Case, built: Built, settled: bool, takers: int, skipped: int
+) -> torch.Tensor:
+    """What the kernel gives [rows, heads, dim]; keys of this pass come when it has waited for them.
+
+    If some stretches are to be skipped, it gives the same again when their parts are there and no others.
+    """
     heads, kv_heads, dim = case.shape
     batch, rows, requests = case.batch, case.batch.num_rows, len(case.offsets) - 1
     own = rows_of(batch, PAGE_SIZE, tile_height(heads, kv_heads))
@@ -45,7 +50,7 @@ def emulate(program: Path, case: Case, built: Built, settled: bool, takers: int)
     tiles = own.tiles.shape[1] // requests
     longest = int(batch.positions.max()) + 1
     groups = requests * -(-tiles // built.together)
-    sizes = rows // requests, tiles, -(-longest // 512), 0, int(settled), takers, rows, groups
+    sizes = rows // requests, tiles, -(-longest // 512), 0, int(settled), takers, rows, groups, skipped
     of_tiles = own.tiles[1], own.tiles[2]
     arrays = [batch.positions, own.straight, paths, *of_tiles, own.pages, np.zeros(0)]
     tensors = [x.contiguous().view(torch.int16).numpy() for x in (query, keys, values)]
@@ -65,19 +70,19 @@ def emulate(program: Path, case: Case, built: Built, settled: bool, takers: int)
 @pytest.mark.parametrize(
     ("built", "cases"),
     [
-        (Built((4, 2, 64), 1, False), [([70, 3], chain(3), 1)]),
-        (Built((12, 2, 128), 2, False), [([520], chain(4), 2), ([520], chain(4), 1)]),
-        (Built((4, 1, 64), 2, True), [([60, 1], some_tree(12, 1), 1), ([505], some_tree(14, 2), 1)]),
+        (Built((4, 2, 64), 1, False), [([70, 3], chain(3), 1, 0), ([1540, 1024], chain(1), 2, 2)]),
+        (Built((12, 2, 128), 2, False), [([520], chain(4), 2, 1), ([520], chain(4), 1, 0)]),
+        (Built((4, 1, 64), 2, True), [([60, 1], some_tree(12, 1), 1, 0), ([505], some_tree(14, 2), 1, 0)]),
     ],
     ids=["plain", "six heads of a key head, two stretches", "trees"],
 )
 def test_it_is_the_plain_attention(
-    built: Built, cases: list[tuple[list[int], list[int], int]], tmp_path: Path
+    built: Built, cases: list[tuple[list[int], list[int], int, int]], tmp_path: Path
 ) -> None:
     program = built.program(tmp_path)
-    for contexts, parents, takers in cases:
+    for contexts, parents, takers, skipped in cases:
         case = Case(contexts, [parents] * len(contexts), *built.shape)
         expected = case.expected(torch.bfloat16)
         for settled in (True, False):
-            given = emulate(program, case, built, settled, takers)
+            given = emulate(program, case, built, settled, takers, skipped)
             torch.testing.assert_close(given.float(), expected, rtol=0, atol=1e-2)

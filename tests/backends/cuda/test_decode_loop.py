@@ -26,18 +26,20 @@ if on_gpu:
     ]
 
 
-def random_weights(device: torch.device, dtype: torch.dtype, wrong: float = 0.0) -> Any:
+def random_weights(
+    device: torch.device, dtype: torch.dtype, wrong: float = 0.0, config: ModelConfig = CONFIG
+) -> Any:
     """The target, or with `wrong` a draft that sometimes disagrees with it."""
     from paceline.backends.cuda.weights import load_weights
 
-    shapes, generator = dict(expected_tensors(CONFIG)), torch.Generator().manual_seed(5)
+    shapes, generator = dict(expected_tensors(config)), torch.Generator().manual_seed(5)
 
     def take(name: str) -> torch.Tensor:
         noise, other = (torch.randn(shapes[name], generator=generator) for _ in range(2))
         values = 1 + 0.2 * noise if "norm" in name else 0.3 * (noise + wrong * other)
         return values.to(device=device, dtype=dtype)
 
-    return load_weights(CONFIG, take)
+    return load_weights(config, take)
 
 
 class Case:

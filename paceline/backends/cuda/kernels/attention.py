@@ -9,7 +9,8 @@ else in the pass:
     group      8 stretches, merged in order; groups are merged in order, too
 
 Short contexts are shared out by blocks, so that many programs have something to do, long ones by stretches,
-so that there is little to merge. Who comes last merges what the others have left in memory.
+so that there is little to merge. Who comes last merges what the others have left in memory. Stretches that
+many rows see alike may have been summed before, by kernels/common.py: then programs have the rest.
 
 A draft's row sees its path from the root, and a path may lie scattered among the rows of its tree:
 
@@ -30,6 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
+from paceline.backends.cuda.kernels.common import CommonRows, attend_common
 from paceline.backends.cuda.kernels.launching import let_next_start, overlaps, wait
 from paceline.backends.cuda.kernels.rounding import rounding_scales, scale_place
 from paceline.backends.cuda.kernels.softmax import MOST_PATH as MOST_PATH
@@ -77,6 +79,7 @@ class RowTables:
     tile_pages: torch.Tensor  # [tiles] where the page table of its request begins in `pages`
     pages: torch.Tensor  # [pages of all requests] page numbers
     even: EvenRows | None = None  # None: requests have different numbers of rows
+    common: CommonRows | None = None  # what many rows see alike, if it is read once for all of them
 
 
 @dataclass(frozen=True)
@@ -126,18 +129,19 @@ def score_scale(dim: int) -> float:
 
 
 @triton.jit
-def _share(position, straight, newest, count, window, takers):  # type: ignore[no-untyped-def]
+def _share(position, straight, newest, count, window, takers, skipped):  # type: ignore[no-untyped-def]
     """What programs of a tile sum before they meet: `each` blocks, one or a stretch, from which to which.
 
-    Then the number of blocks, and the first position that is not where its index says, for any row.
+    Then the number of blocks, and the first position that is not where its index says, for any row. So many
+    stretches were `skipped`: their parts are there.
     """
     crooked = tl.min(tl.where(straight > position, 1 << 30, straight), 0)
     lowest = tl.maximum(tl.min(position, 0) - window + 1, 0) if window > 0 else 0
     blocks, oldest = tl.where(count > 0, newest // _BLOCK + 1, 0), lowest // _BLOCK
     in_group: tl.constexpr = _MERGED * _MERGED
-    few = (blocks - oldest <= takers) & (oldest // in_group == (blocks - 1) // in_group)
+    few = (blocks - oldest <= takers) & (oldest // in_group == (blocks - 1) // in_group) & (skipped == 0)
     each = tl.where(few, 1, _MERGED)
-    return each, oldest // each, (blocks + each - 1) // each, blocks, crooked
+    return each, tl.maximum(oldest // each, skipped), (blocks + each - 1) // each, blocks, crooked
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -177,14 +181,14 @@ def _stretch(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _meet(whole, meeting, lines, left, used, dim: tl.constexpr):  # type: ignore[no-untyped-def]
     """Whether this program is its tile's last to get here, and if it is, all that was left, merged."""
-    counter_at, begin, end, takers = meeting
-    last = end - begin == 1
-    if end - begin > 1:
+    counter_at, oldest, begin, end, takers = meeting
+    last = end - oldest == 1
+    if end - oldest > 1:
         tl.debug_barrier()
         last = tl.atomic_add(counter_at, 1, sem="acq_rel") == tl.minimum(takers, end - begin) - 1
         if last:
             _, _, mixed = whole
-            whole = gather(lines, begin, end, left, used, dim, mixed.shape[1], mixed.shape[0], _MERGED)
+            whole = gather(lines, oldest, end, left, used, dim, mixed.shape[1], mixed.shape[0], _MERGED)
             tl.store(counter_at, 0)
     return last, whole
 
@@ -215,6 +219,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     tile_counts_at,
     tile_pages_at,
     pages_at,
+    skipped_at,
     mixed_at,
     totals_at,
     counters_at,
@@ -233,6 +238,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     crooks: tl.constexpr,  # whether a row's path may lie scattered
     rounds: tl.constexpr,
+    skips: tl.constexpr,  # whether stretches may have been summed before
     overlap: tl.constexpr,
 ) -> None:
     number, head, taker, takers = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
@@ -246,7 +252,9 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     row = first + tl.minimum(in_tile, tl.maximum(count - 1, 0))
     position, straight = tl.load(positions_at + row), tl.load(straight_at + row)
     newest, sight = tl.max(position, 0), (position, window, earliest)
-    each, begin, end, blocks, crooked = _share(position, straight, newest, count, window, takers)
+    skipped = tl.load(skipped_at + number) if skips else 0
+    each, begin, end, blocks, crooked = _share(position, straight, newest, count, window, takers, skipped)
+    oldest = tl.where(skipped > 0, 0, begin)  # of the parts that are to be merged
     pages_at += tl.load(tile_pages_at + number)
     pool = (keys_at + head * dim, values_at + head * dim, pages_at, kv_heads * dim)
     if begin + taker >= end:
@@ -265,7 +273,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     if (each == 1) & ((begin + taker + 1) * _BLOCK <= crooked):
         visible = visible_positions(column, sight)
         whole = straight_block(query, place, seen, visible, scale, pool, dim)
-        if end - begin > 1:
+        if end - oldest > 1:
             leave(whole, (line * most_parts + begin + taker).to(tl.int64), left, used, dim)
     else:
         for own in range(begin + taker, end, takers):
@@ -273,9 +281,9 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             whole = _stretch(
                 query, span, tile, sight, scale, tables, pool, dim, height, page_size, stages, crooks
             )
-            if end - begin > 1:
+            if end - oldest > 1:
                 leave(whole, (line * most_parts + own).to(tl.int64), left, used, dim)
-    meeting = (counters_at + number * kv_heads + head, begin, end, takers)
+    meeting = (counters_at + number * kv_heads + head, oldest, begin, end, takers)
     last, whole = _meet(whole, meeting, line * most_parts, left, used, dim)
     if last:
         places = row.to(tl.int64)[:, None] * output_stride + query_head[:, None] * dim + part[None, :]
@@ -283,6 +291,22 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         if rounds:
             mixed = _rounded(mixed, row, query_head, used, output_scales_at, heads, dim)
         tl.store(output_at + places, mixed.to(output_at.dtype.element_ty), mask=mask)
+
+
+def leave_common(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: RowTables,
+    page_size: int,
+    scratch: AttentionScratch,
+    parts: int,
+    earliest: int,
+) -> None:
+    """Sum what many rows see alike, as the first of so many parts of each row."""
+    assert tables.common is not None
+    scale, left = score_scale(query.shape[2]), (scratch.mixed, scratch.totals, parts)
+    attend_common(query, keys, values, tables.common, tables.pages, page_size, left, scale, earliest)
 
 
 def attend(
@@ -306,8 +330,11 @@ def attend(
     _, heads, dim = query.shape
     kv_heads = keys.shape[1]
     tiles = len(tables.tile_rows)
-    height = tile_height(heads, kv_heads)
+    height, parts = tile_height(heads, kv_heads), _parts(tiles, kv_heads, scratch.blocks)
     overlap = overlaps(query.device)
+    if tables.common is not None:
+        assert window is None, "rows with windows do not see alike"
+        leave_common(query, keys, values, tables, page_size, scratch, parts, earliest)
     _attention_kernel[(tiles, kv_heads, _takers(tiles, kv_heads, scratch.blocks))](
         query,
         keys,
@@ -321,10 +348,11 @@ def attend(
         tables.tile_counts,
         tables.tile_pages,
         tables.pages,
+        None if tables.common is None else tables.common.skipped,
         scratch.mixed,
         scratch.totals,
         scratch.counters,
-        _parts(tiles, kv_heads, scratch.blocks),
+        parts,
         output.stride(0),
         window or 0,
         earliest,
@@ -339,6 +367,7 @@ def attend(
         STAGES,
         tables.paths is not None,
         scales is not None,
+        tables.common is not None,
         overlap,
         num_warps=WARPS,
         enable_fp_fusion=False,

@@ -54,7 +54,7 @@ def _of_row(places, row):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _read(pool_at, place, seen, stride, dim: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
+def read_lines(pool_at, place, seen, stride, dim: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
     """Keys or values at these places: [block, wide], zero where nothing is seen."""
     part = tl.arange(0, wide)
     mask = seen[:, None] & (part < dim)[None, :]
@@ -72,7 +72,7 @@ def visible_positions(column, sight):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _soften(scores, visible, scale):  # type: ignore[no-untyped-def]
+def soften(scores, visible, scale):  # type: ignore[no-untyped-def]
     """The largest visible score of each lane, and the weights of a softmax, not yet divided by their sum."""
     scores = tl.where(visible, scores * scale, float("-inf"))
     highest = tl.max(scores, 1)
@@ -108,9 +108,9 @@ def straight_block(query, place, seen, visible, scale, pool, dim: tl.constexpr):
     """The softmax of a block whose keys and values all rows of the tile read at the same places."""
     keys_at, values_at, _, stride = pool
     wide: tl.constexpr = query.shape[1]
-    key = _read(keys_at, place, seen, stride, dim, wide)
-    value = _read(values_at, place, seen, stride, dim, wide)
-    highest, weights = _soften(tl.dot(query, tl.trans(key)), visible, scale)
+    key = read_lines(keys_at, place, seen, stride, dim, wide)
+    value = read_lines(values_at, place, seen, stride, dim, wide)
+    highest, weights = soften(tl.dot(query, tl.trans(key)), visible, scale)
     return highest, tl.sum(weights, 1), tl.dot(weights.to(value.dtype), value)
 
 
@@ -139,13 +139,13 @@ def crooked_block(  # type: ignore[no-untyped-def]
     scores = tl.zeros([lanes, column.shape[0]], tl.float32)
     for own in tl.range(height, num_stages=2):
         place = _of_row(places, own)
-        key = _read(keys_at, place, place >= 0, stride, dim, wide)
+        key = read_lines(keys_at, place, place >= 0, stride, dim, wide)
         scores = tl.where((in_tile == own)[:, None], tl.dot(query, tl.trans(key)), scores)
-    highest, weights = _soften(scores, visible, scale)
+    highest, weights = soften(scores, visible, scale)
     mixed = tl.zeros([lanes, wide], tl.float32)
     for own in tl.range(height, num_stages=2):
         place = _of_row(places, own)
-        value = _read(values_at, place, place >= 0, stride, dim, wide)
+        value = read_lines(values_at, place, place >= 0, stride, dim, wide)
         own_mixed = tl.dot(weights.to(value.dtype), value)
         mixed = tl.where((in_tile == own)[:, None], own_mixed, mixed)
     return highest, tl.sum(weights, 1), mixed

@@ -8,7 +8,7 @@
 // Keys lie in windows of 64 KV indices, one for each block of positions. Where paths part, a row's positions lie at
 // indices of its own, of the block's window or the next: each row picks its scores, and its values, there.
 //
-// Stretches of blocks are merged in memory by who comes last, if there are several.
+// Stretches of blocks are merged in memory by who comes last, if there are several. Some may be there already.
 //
 // The files are one source, put together in the order instructions, softmax, attend. attend.py defines ahead of them
 // HEADS, KV_HEADS, DIM, PAGE, HEIGHT (rows of a tile), TOGETHER (tiles), STAGES (windows on their way or at hand),
@@ -36,6 +36,7 @@ struct Arguments {  // attend.py has them in the same order
     const u16* query;
     u16* output;
     const int *positions, *straight, *paths, *tile_counts, *tile_pages, *pages;
+    const int* skipped;  // stretches of each tile whose parts are there, from the first on; null: none
     float *mixed, *totals;  // where parts meet
     u32* counters;
     int rows_each, tiles_each;  // of a request
@@ -65,6 +66,7 @@ struct Look {
     int newest, furthest;     // position, and KV index
     int crooked, fresh;       // the first position that lies elsewhere; the first index that this pass writes
     int blocks, parts;        // of positions; stretches of them
+    int skipped;              // of these, from the first on: kernels/common.py has summed them
     int own, windows;         // blocks of this program, and what it reads for them
     const int* pages;
     __device__ Look(const Arguments& a) {
@@ -90,11 +92,15 @@ struct Look {
         pages = a.pages + begin;
         blocks = (newest + BLOCK) / BLOCK;
         parts = (blocks + MERGED - 1) / MERGED;
-        own = (parts / takers + (taker < parts % takers)) * MERGED;  // they go round
-        if (own && (parts - 1) % takers == taker) own -= parts * MERGED - blocks;
+        skipped = a.skipped ? min(a.skipped[tile], parts) : 0;
+        int rest = parts - skipped;
+        own = (rest / takers + (taker < rest % takers)) * MERGED;  // they go round
+        if (own && (rest - 1) % takers == taker) own -= parts * MERGED - blocks;
         windows = own + (own && is_crooked(block(own - 1)));
     }
-    __device__ int block(int number) const { return (number / MERGED * takers + taker) * MERGED + number % MERGED; }
+    __device__ int block(int number) const {
+        return (skipped + number / MERGED * takers + taker) * MERGED + number % MERGED;
+    }
     __device__ bool begins_part(int number) const { return number % MERGED == 0; }
     __device__ bool ends_part(int number) const { return number + 1 == own || begins_part(number + 1); }
     __device__ bool is_crooked(int block) const { return CROOKS && (block + 1) * BLOCK > crooked; }
@@ -380,7 +386,7 @@ __device__ inline Slice slice(float2 totals, float4 values) {
 // Who comes last merges what all have left, slice by slice.
 __device__ inline void meet(Shared& s, const Arguments& a, const Look& look) {
     u32* counter = a.counters + blockIdx.x * KV_HEADS + look.head;
-    if (threadIdx.x == 0) s.last = comes_last(counter, min(look.takers, look.parts));
+    if (threadIdx.x == 0) s.last = comes_last(counter, min(look.takers, look.parts - look.skipped));
     __syncthreads();
     if (!s.last) return;
 #pragma unroll

@@ -1,0 +1,297 @@
+"""What many rows see alike is read once for all of them, and no row's result changes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.backends.base import ForwardBatch, chain_parents
+from tests.backends.cuda.test_attend import chain, even_tables, some_tree
+from tests.backends.cuda.test_attention import PAGE_SIZE, Case
+from tests.backends.cuda.test_between import needs_hopper
+from tests.backends.cuda.test_decode_loop import CONFIG, random_weights
+
+STRETCH = 512
+PAGES = STRETCH // PAGE_SIZE  # of a stretch
+FAR = replace(CONFIG, max_position=1024)
+
+
+def find(tables: list[list[int]], rest: list[int], counts: list[int]) -> Any:
+    """What requests have in common whose stretches have these names, and `rest` tokens behind them."""
+    from paceline.backends.cuda.common import PassRows, find_common
+
+    most = max(map(len, tables)) * PAGES + 1
+    pages = np.full((len(tables), most), -1, np.int32)
+    for request, names in enumerate(tables):
+        for depth, name in enumerate(names):
+            pages[request, depth * PAGES : (depth + 1) * PAGES] = np.arange(PAGES) + 100 * name
+    contexts = np.array([len(names) * STRETCH for names in tables], np.int32) + np.array(rest, np.int32)
+    firsts = np.cumsum([0, *counts[:-1]], dtype=np.int32)
+    begins = np.arange(len(tables), dtype=np.int32) * most
+    own = PassRows(pages, begins, contexts, np.array(counts, np.int32), firsts)
+    return find_common(own, PAGE_SIZE, heads=32, kv_heads=8), own
+
+
+@pytest.fixture
+def anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little it saves, what is common is read once; interpreted by few programs, one by one."""
+    from paceline.backends.cuda import common
+    from paceline.backends.cuda.kernels import common as kernels
+
+    monkeypatch.setattr(common, "LEAST_SAVED", 0)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(kernels, "PROGRAMS", 3)
+
+
+def test_stretches_that_requests_have_in_common_are_found_and_others_are_left_to_each(anything: None) -> None:
+    common, _ = find([[1, 2, 3], [5], [1, 2], [1, 4, 3], [1, 2, 4]], [3, 3, 0, 9, 511], [1] * 5)
+    assert common.skipped.tolist() == [2, 0, 2, 1, 2]
+    by_depth = [
+        (depth, sorted(common.rows[first : first + count].tolist()))
+        for first, count, _, depth in common.items.tolist()
+    ]
+    assert by_depth == [(0, [0, 2, 3, 4]), (1, [0, 2, 4])]
+
+
+def test_the_rows_of_one_request_have_its_context_in_common_if_they_are_many(anything: None) -> None:
+    alone, _ = find([[1, 2]], [100], [8])  # two tiles, which have one program without this
+    assert alone.skipped.tolist() == [0]
+    common, _ = find([[1, 2]], [100], [40])
+    assert common.skipped.tolist() == [2]
+    assert [(first, count, depth) for first, count, _, depth in common.items.tolist()] == [
+        (first, count, depth) for depth in (0, 1) for first, count in ((0, 16), (16, 16), (32, 8))
+    ]
+
+
+def test_little_is_not_worth_a_kernel() -> None:
+    assert find([[1]] * 16, [0] * 16, [6] * 16)[0] is None
+    assert find([[1, 2, 3, 4]] * 16, [0] * 16, [6] * 16)[0] is not None
+    assert find([[1] * 40, [2] * 40], [0, 0], [6, 6])[0] is None
+    assert find([[]], [511], [1])[0] is None
+
+
+def test_what_there_is_no_room_for_is_left_to_each(anything: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.backends.cuda import common
+
+    monkeypatch.setattr(common, "MOST_ITEMS", 5)
+    found, _ = find([[1, 2, 3, 4]] * 20, [0] * 20, [1] * 20)
+    assert found.skipped.tolist() == [2] * 20
+    assert len(found.items) == 4
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.lists(st.integers(1, 2), max_size=4), st.integers(1, 40)), min_size=1, max_size=7)
+)
+def test_each_row_has_each_stretch_once_and_where_its_own_pages_lie(
+    requests: list[tuple[list[int], int]],
+) -> None:
+    from paceline.backends.cuda import common
+
+    tables, counts = [names for names, _ in requests], [count for _, count in requests]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "LEAST_SAVED", 0)
+        found, own = find(tables, [7] * len(tables), counts)
+    if found is None:
+        assert not any(tables)
+        return
+    seen: dict[tuple[int, int], int] = {}
+    for first, count, begin, depth in found.items.tolist():
+        assert 0 < count <= 16
+        for row in found.rows[first : first + count].tolist():
+            assert (row, depth) not in seen
+            seen[row, depth] = begin
+    flat, most = own.page_tables.reshape(-1), own.page_tables.shape[1]
+    for request, names in enumerate(tables):
+        assert found.skipped[request] <= len(names)
+        for row in range(own.firsts[request], own.firsts[request] + counts[request]):
+            depths = [depth for one, depth in seen if one == row]
+            assert sorted(depths) == list(range(found.skipped[request]))
+            for depth in depths:
+                at, mine = seen[row, depth] + depth * PAGES, request * most + depth * PAGES
+                assert (flat[at : at + PAGES] == flat[mine : mine + PAGES]).all()
+    for depth in range(4):  # who shares a stretch, and all before it, with another has it in common
+        for request, names in enumerate(tables):
+            others = [other for one, other in enumerate(tables) if one != request]
+            if len(names) > depth and any(other[: depth + 1] == names[: depth + 1] for other in others):
+                assert found.skipped[request] > depth
+
+
+class CommonCase(Case):
+    """Requests whose first stretches lie in the pages of the first one."""
+
+    def __init__(self, stretches: int, contexts: list[int], parents: list[list[int]], *shape: int) -> None:
+        super().__init__(contexts, parents, *shape)
+        tables = self.batch.page_tables
+        tables[:, : stretches * PAGES] = tables[0, : stretches * PAGES]
+
+    def common(self, device: torch.device) -> Any:
+        """What is read once for all, on the device."""
+        from paceline.backends.cuda.common import CommonTables, PassRows, find_common
+        from paceline.backends.cuda.kernels.attention import tile_height
+
+        heads, kv_heads, _ = self.shape
+        batch, counts = self.batch, np.diff(self.offsets)
+        begins = np.arange(len(counts), dtype=np.int32) * batch.page_tables.shape[1]
+        own = PassRows(batch.page_tables, begins, batch.context_lengths, counts, self.offsets[:-1])
+        found = find_common(own, PAGE_SIZE, heads, kv_heads)
+        assert found is not None
+        assert found.skipped.all()
+        tables = CommonTables(batch.num_rows + 3, device)
+        tables.send(found, -(-counts // tile_height(heads, kv_heads)))
+        return tables.rows()
+
+    def attended(self, attend: Any, tables: Any, earliest: int = 0) -> torch.Tensor:
+        """The bits that attention writes behind nothing but NaN, with parts that are no numbers before."""
+        from paceline.backends.cuda.kernels.attention import attention_scratch
+
+        heads, kv_heads, dim = self.shape
+        device, kind = tables.positions.device, self.kind
+        rows, longest = self.batch.num_rows, int(self.batch.positions.max()) + 1
+        scratch = attention_scratch(len(tables.positions), heads, kv_heads, dim, longest, device)
+        scratch.mixed.fill_(math.nan)
+        scratch.totals.fill_(math.nan)
+        output = torch.full((rows, heads * dim), math.nan, dtype=kind, device=device)
+        query, keys, values = (x.to(device, kind) for x in (self.query, self.keys, self.values))
+        attend(query, keys, values, tables, None, PAGE_SIZE, output, scratch, earliest=earliest)
+        assert not scratch.counters.any()
+        return output.view(rows, heads, dim)
+
+    kind = torch.bfloat16
+
+
+CHAINS = (1, [515, 600, 530], [chain(2), chain(1), chain(3)])
+CHUNK = (1, [540], [chain(18)])
+LONG = (9, [9 * STRETCH + 3, 10 * STRETCH], [chain(6), chain(6)])  # more stretches than a group has
+
+
+@pytest.mark.parametrize("case", [CHAINS, CHUNK, LONG] if torch.cuda.is_available() else [CHAINS])
+@pytest.mark.parametrize("shape", [(4, 1, 16), (6, 2, 14)] if torch.cuda.is_available() else [(3, 1, 14)])
+def test_attention_is_the_same(
+    case: Any, shape: tuple[int, int, int], anything: None, device: torch.device, dtype: torch.dtype
+) -> None:
+    from paceline.backends.cuda.kernels.attention import attend, tile_height
+    from paceline.backends.cuda.tables import DeviceTables, rows_of
+
+    own = CommonCase(*case, *shape)
+    own.kind, rows = dtype, own.batch.num_rows
+    tables = DeviceTables(rows + 3, own.batch.page_tables.size, device)
+    tables.send(own.batch, rows_of(own.batch, PAGE_SIZE, tile_height(*shape[:2])))
+    plain = tables.tables(rows + 3)
+    shared = replace(plain, common=own.common(device))
+    once = own.attended(attend, shared)
+    torch.testing.assert_close(once.float().cpu(), own.expected(dtype), rtol=0, atol=1e-2)
+    if device.type == "cuda":
+        assert torch.equal(once, own.attended(attend, plain))
+
+
+@needs_hopper
+@pytest.mark.parametrize("shape", [(8, 2, 128), (6, 2, 64), (4, 4, 128), (16, 1, 64), (12, 2, 128)])
+@pytest.mark.parametrize("rows", [chain(1), chain(6), some_tree(32, 1)])
+@pytest.mark.parametrize("takers", [1, 3])
+def test_attention_in_cuda_has_the_bits_of_triton(
+    shape: tuple[int, int, int],
+    rows: list[int],
+    takers: int,
+    anything: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from paceline.backends.cuda import attend
+    from paceline.backends.cuda.kernels import attention
+
+    contexts = [1100, 1024, 2600, 1530, 1536] * 2
+    own = CommonCase(2, contexts, [rows] * len(contexts), *shape)
+    plain = even_tables(own, None, True, rows == chain(len(rows)))
+    shared = replace(plain, common=own.common(torch.device("cuda")))
+    expected = own.attended(attention.attend, plain, 1)
+    assert torch.equal(own.attended(attention.attend, shared, 1), expected)
+    programs = takers * len(contexts) * -(-plain.even.tiles // 2) * shape[1]
+    monkeypatch.setattr(attend, "programs_of", lambda device: programs)
+    monkeypatch.setattr(attention, "PROGRAMS", 1)  # else few tiles are left to Triton
+    assert torch.equal(own.attended(attend.attend, shared, 1), expected)
+
+
+def test_steps_give_the_same_tokens(anything: None, device: torch.device, dtype: torch.dtype) -> None:
+    """Chains of three requests, two of which begin alike."""
+    from paceline.backends.cuda.common import even_rows, find_common
+    from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
+    from paceline.backends.cuda.draft_shape import chain_shape
+    from paceline.backends.cuda.model import Pool
+
+    longest, weights = STRETCH + 40, random_weights(device, dtype, config=FAR)
+    most = -(-longest // PAGE_SIZE)
+    pages = np.random.default_rng(4).permutation(3 * most).astype(np.int32).reshape(3, most)
+    pages[2, :PAGES] = pages[0, :PAGES]
+    lengths = np.array([STRETCH + 3, STRETCH + 9, STRETCH], np.int32)
+    generator = torch.Generator().manual_seed(9)
+    shape = (1, 3 * most * PAGE_SIZE, 1, 16)
+    stored = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2)]
+    begins = np.arange(3, dtype=np.int32) * most
+    found = find_common(even_rows(pages, begins, lengths, 2), PAGE_SIZE, CONFIG.num_heads, 1)
+    assert found is not None
+    assert found.skipped.tolist() == [1, 0, 1]
+    results = []
+    for common in (found, None):
+        state = make_requests(3, longest, PAGE_SIZE, device)
+        state.pages.copy_(torch.from_numpy(pages))
+        state.lengths.copy_(torch.from_numpy(lengths))
+        state.tokens.copy_(torch.from_numpy(np.random.default_rng(3).integers(0, 60, state.tokens.shape)))
+        pool = Pool(3 * most, 0, *(own.clone() for own in stored))
+        loop = DecodeLoop(weights, pool, state, 4, PAGE_SIZE, given=chain_shape(1))
+        loop.begin([0, 1, 2], 4)
+        loop.share(common)
+        tokens = []
+        for _ in range(2):
+            loop.drafted(4)[:, 1:] = 7
+            loop.step(4)
+            tokens.append(loop.output.tolist())
+        results.append((tokens, pool.keys.clone()))
+    assert results[0][0] == results[1][0]
+    if device.type == "cuda":
+        assert torch.equal(results[0][1], results[1][1])
+
+
+def test_a_pass_over_a_prompt_reads_what_lies_before_it_once(
+    anything: None, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Two requests go on behind a stretch that they have in common, each with a chunk of its own."""
+    from paceline.backends.cuda import backend as backends
+    from paceline.backends.cuda.backend import CudaBackend
+
+    backend = CudaBackend(random_weights(device, dtype, config=FAR), max_rows=32)
+    pool, ran = backend.make_pool(2 * PAGES), []
+    generator = torch.Generator().manual_seed(2)
+    for own in (pool.keys, pool.values):
+        own.copy_(torch.randn(own.shape, generator=generator))
+    pages = np.stack([np.arange(PAGES + 1), np.append(np.arange(PAGES), PAGES + 1)]).astype(np.int32)
+    batch = ForwardBatch(
+        tokens=np.arange(12, dtype=np.int32),
+        positions=np.array([*range(STRETCH, STRETCH + 8), *range(STRETCH, STRETCH + 4)], np.int32),
+        parents=chain_parents([8, 4]),
+        row_offsets=np.array([0, 8, 12], np.int32),
+        context_lengths=np.array([STRETCH, STRETCH], np.int32),
+        page_tables=pages,
+        logit_rows=np.array([7, 11], np.int32),
+        pool=pool,
+    )
+
+    def watched(*arguments: Any) -> Any:
+        ran.append(found(*arguments))
+        return ran[-1]
+
+    found, logits = backends.find_common, []
+    with pytest.MonkeyPatch.context() as patch:
+        for find in (watched, lambda *arguments: None):
+            patch.setattr(backends, "find_common", find)
+            logits.append(backend.forward(batch).logits.copy())
+    assert ran[0].skipped.tolist() == [1, 1]
+    if device.type == "cuda":
+        assert (logits[0] == logits[1]).all()
+    np.testing.assert_allclose(logits[0], logits[1], rtol=0, atol=2e-2)
