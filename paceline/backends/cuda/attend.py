@@ -48,7 +48,7 @@ def attend(
     scales: torch.Tensor | None = None,
 ) -> None:
     """What kernels/attention.py says of it."""
-    if window is not None or is_left_out("common"):
+    if tables.common is not None and (window is not None or is_left_out("common")):
         tables = replace(tables, common=None)
     plain = window is None and scales is None and not is_left_out("attend")
     if not plain or not _run(query, keys, values, tables, page_size, output, scratch, earliest):

@@ -11,14 +11,19 @@ import torch
 
 from paceline.backends.cuda import attend, between, logits, native, persistent
 from paceline.backends.cuda.kernels import attention
+from paceline.backends.cuda.kernels.attention import RowTables
 from paceline.backends.cuda.native import KERNELS, leaving_out
 
 
 def attends() -> bool:
     """Whether the kernel is asked; Triton's is not run here."""
     nothing: Any = None
-    attend.attend(nothing, nothing, nothing, nothing, None, 16, nothing, nothing)
+    attend.attend(nothing, nothing, nothing, tables_of(None), None, 16, nothing, nothing)
     return True
+
+
+def tables_of(common: Any) -> Any:
+    return RowTables(*[torch.zeros(1)] * 8, common=common)
 
 
 def is_between() -> bool:
@@ -35,7 +40,7 @@ def gives_logits() -> bool:
 
 def stays() -> bool:
     nothing: Any = None
-    tables: Any = SimpleNamespace(paths=None, positions=torch.zeros(1))
+    tables: Any = SimpleNamespace(paths=None, common=None, positions=torch.zeros(1))
     return persistent.PersistentLayers(nothing, nothing, nothing, 16).run(torch.zeros(1), tables)
 
 
@@ -59,6 +64,21 @@ def test_a_kernel_is_left_out(name: str, run: Any, monkeypatch: pytest.MonkeyPat
         run()
     with leaving_out([own for own in KERNELS if own != name]), pytest.raises(RuntimeError, match="asked"):
         run()
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_what_is_common_is_read_once_unless_that_is_left_out_or_rows_have_windows(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    nothing, common = None, object()
+    monkeypatch.setattr(
+        attention, "attend", lambda query, keys, values, tables, *_, **options: asked.append(tables.common)
+    )
+    for names in ([], ["common"]):
+        with leaving_out(["attend", *names]):
+            attend.attend(nothing, nothing, nothing, tables_of(common), window, 16, nothing, nothing)  # type: ignore[arg-type]
+    assert asked == [common if window is None else None, None]
 
 
 def test_a_source_is_numbers_instructions_and_files(monkeypatch: pytest.MonkeyPatch) -> None:
