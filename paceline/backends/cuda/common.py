@@ -25,8 +25,8 @@ from paceline.backends.cuda.tables import sent
 
 MOST_ITEMS = 4096  # that there is room for; what lies deeper is left to each request
 # Stretches of a key head that are read less often, for a pass to be worth another kernel in every layer:
-# about two for each multiprocessor.
-LEAST_SAVED = 256
+# about one for each multiprocessor.
+LEAST_SAVED = 128
 
 
 @dataclass(frozen=True)

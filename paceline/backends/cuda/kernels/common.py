@@ -34,7 +34,7 @@ BLOCK, MERGED = 64, 8  # those of attention.py
 STRETCH = BLOCK * MERGED
 LANES = 64  # rows times query heads of a program
 WARPS = 4
-STAGES = 4  # of the loop over blocks
+STAGES, FEW_STAGES = 6, 4  # of the loop over blocks: three of them on their way; two before Hopper
 PROGRAMS = 264  # at once
 ITEM = 4  # numbers that say what a program has to do
 _BLOCK, _MERGED, _ITEM = tl.constexpr(BLOCK), tl.constexpr(MERGED), tl.constexpr(ITEM)
@@ -163,7 +163,7 @@ def attend_common(
         height,
         height * triton.next_power_of_2(heads // kv_heads),
         page_size,
-        STAGES,
+        STAGES if overlap else FEW_STAGES,
         overlap,
         num_warps=WARPS,
         enable_fp_fusion=False,
