@@ -78,6 +78,31 @@ def test_of_many_rows_a_program_may_have_two_tiles_or_four(
     near(mixed[:rows], F.silu(gate) * up)
 
 
+def test_of_many_rows_a_program_may_have_all_splits_of_two_tiles(
+    device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it gives has the bits of splits that are programs of their own, the sums of squares among it."""
+    from paceline.backends.cuda.kernels import matrix
+    from paceline.backends.cuda.kernels.linear import add_product
+
+    for name, number in (("MOST_TOKENS", 16), ("SMALL_BYTES", 0)):
+        monkeypatch.setattr(matrix, name, number)
+    case, rows, results = Case(device, dtype), 30, []
+    norm, before = torch.randn(WIDTH, device=device).to(dtype), torch.randn(128, WIDTH, device=device)
+    for enough, cut in ((2, (2, 1, 1)), (3, (2, 2, 2))):
+        monkeypatch.setattr(matrix, "ENOUGH_PROGRAMS", enough)
+        assert matrix.cut_for(case.matrix, rows, wide=True).grid == cut
+        squares = torch.full((128, case.matrix.tiles), torch.nan, device=device)
+        normed = matrix.Normed(torch.zeros(128, WIDTH, device=device, dtype=dtype), squares, WIDTH, EPS)
+        hidden = before.clone()
+        add_product(case.rows, case.matrix, hidden, norm, normed, rows, case.scratch)
+        results.append((hidden, normed.rows, squares[:rows]))
+    assert all(map(torch.equal, *results))
+    near(
+        hidden[:rows], (before + case.rows.float() @ case.weight[:WIDTH].float().T + case.bias.float())[:rows]
+    )
+
+
 def test_programs_of_a_small_matrix_share_the_rows_as_long_as_they_are_few(
     device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,7 +135,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     hidden += total
     tl.store(hidden_at + row * width + column, hidden)
     tl.store(normed_at + row * width + column, (hidden * norm).to(normed_at.dtype.element_ty))
-    tl.store(squares_at + row * tl.num_programs(1) + tile, tl.sum(sum_of_squares(hidden[:, None]), 0))
+    tl.store(squares_at + row * tl.num_programs(1) + tile, tl.sum(sum_of_squares(hidden[:, None])))
 
 
 def add_experts(

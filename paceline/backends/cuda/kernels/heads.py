@@ -73,11 +73,13 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     dim: tl.constexpr,
     most_groups: tl.constexpr,
     splits: tl.constexpr,
+    apart: tl.constexpr,
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
     packing: tl.constexpr,
     stages: tl.constexpr,
+    tiles: tl.constexpr,  # 1: a tile is a head
     overlap: tl.constexpr,
 ) -> None:
     follow(overlap)
@@ -95,12 +97,13 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
         counters_at,
         depth,
         splits,
+        apart,
         columns,
         tokens,
         step,
         packing,
         stages,
-        1,
+        tiles,
         row_scales_at,
     )
     if last:
@@ -110,7 +113,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
         one, two = halves(total, columns, tokens)
         if head < heads + kv_heads:
             if has_norm:
-                factor = tl.rsqrt(sum_of_squares(total) / dim + eps)[None, :]
+                factor = tl.rsqrt(tl.reshape(sum_of_squares(total), (tokens,)) / dim + eps)[None, :]
                 one, two = _normed(one, two, factor, query_norm_at if head < heads else key_norm_at, half)
             one, two = _turned(one, two, position, cosines_at, sines_at, half)
         inside, kept = (part < half)[:, None], (place >= 0)[None, :]

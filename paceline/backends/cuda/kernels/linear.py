@@ -42,6 +42,7 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     has_bias: tl.constexpr,
     most_groups: tl.constexpr,
     splits: tl.constexpr,
+    apart: tl.constexpr,
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
@@ -62,6 +63,7 @@ def _project_kernel(  # type: ignore[no-untyped-def]
         counters_at,
         depth,
         splits,
+        apart,
         columns,
         tokens,
         step,
@@ -96,6 +98,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     rounds: tl.constexpr,
     most_groups: tl.constexpr,
     splits: tl.constexpr,
+    apart: tl.constexpr,
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
@@ -117,6 +120,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         counters_at,
         depth,
         splits,
+        apart,
         columns,
         tokens,
         step,
@@ -156,15 +160,17 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     has_bias: tl.constexpr,
     rounds: tl.constexpr,
     splits: tl.constexpr,
+    apart: tl.constexpr,
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
     packing: tl.constexpr,
     stages: tl.constexpr,
+    tiles: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    tile = tl.program_id(1)
-    column = tile * columns + tl.arange(0, columns)
+    first = tl.program_id(1) * tiles
+    column = first * columns + tl.arange(0, tiles * columns)
     token = tl.program_id(0) * tokens + tl.arange(0, tokens)
     norm = tl.load(norm_at + column).to(tl.float32)[:, None]
     follow(overlap)
@@ -178,12 +184,13 @@ def _add_kernel(  # type: ignore[no-untyped-def]
         counters_at,
         depth,
         splits,
+        apart,
         columns,
         tokens,
         step,
         packing,
         stages,
-        1,
+        tiles,
         row_scales_at,
     )
     if last:
@@ -194,8 +201,10 @@ def _add_kernel(  # type: ignore[no-untyped-def]
         weighted = hidden * norm
         tl.store(normed_at + place, weighted.to(normed_at.dtype.element_ty))
         if rounds:
-            store_rounded(weighted, token, tile, padded_width, rounded_at, rounded_scales_at)
-        tl.store(squares_at + token * tl.num_programs(1) + tile, sum_of_squares(hidden))
+            store_rounded(weighted, token, first, padded_width, rounded_at, rounded_scales_at)
+        tile = first + tl.arange(0, tiles)
+        groups = tl.num_programs(1) * tiles
+        tl.store(squares_at + token[None, :] * groups + tile[:, None], sum_of_squares(hidden, tiles))
 
 
 def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scratch: Scratch) -> None:
@@ -269,7 +278,7 @@ def add_product(
 
     Inputs that are rounded to e4m3 have `scales`, as of Normed.
     """
-    cut = cut_for(matrix, rows)
+    cut = cut_for(matrix, rows, wide=normed.rounded is None)
     _add_kernel[cut.grid](
         inputs,
         scales,

@@ -20,6 +20,8 @@ PACKED_TOGETHER = 3  # programs of a multiprocessor, where weights are packed
 MOST_PACKED_TOKENS = 64  # registers are needed to unpack
 MOST_STAGES = 6
 FEW_PROGRAMS = 264  # two for each multiprocessor
+WIDE = 128  # columns of programs that have all splits, where these are enough:
+ENOUGH_PROGRAMS = 96  # most multiprocessors have one then
 SMALL_BYTES = 4 << 20  # of a matrix that may be read again for every tile of rows: it is in the cache
 MOST_SHORT_STAGES = 12  # of steps of 64 numbers of 8 bits
 UNPACKED = ("none", "e4m3")  # what the matrix unit takes as it is
@@ -164,29 +166,42 @@ class Cut:
 def cut_for(matrix: Matrix, rows: int, wide: bool = False) -> Cut:
     """How the product of this matrix with so many rows is cut; if `wide`, programs may have several tiles."""
     tiling, tokens, overlap = matrix.tiling, row_tile(matrix, rows), overlaps(matrix.weight.device)
-    tiles = tiles_at_once(matrix, tokens) if wide else 1
+    row_tiles = -(-rows // tokens)
+    tiles = tiles_at_once(matrix, tokens, row_tiles) if wide else 1
+    apart = tiling.splits > 1 and not has_all_splits(matrix, tokens, row_tiles, tiles)
     options = {
         "splits": tiling.splits,
+        "apart": apart,
         "columns": tiling.columns,
         "tokens": tokens,
         "step": tiling.step,
         "packing": tiling.packing,
         "stages": stages_for(matrix, tokens, tiles),
+        "tiles": tiles,
         "overlap": overlap,
         "num_warps": tiling.warps * tiles,
         "enable_fp_fusion": False,
         "launch_pdl": overlap,
     }
-    if wide:
-        options["tiles"] = tiles
-    return Cut((-(-rows // tokens), matrix.tiles // tiles, tiling.splits), options)
+    return Cut((row_tiles, matrix.tiles // tiles, tiling.splits if apart else 1), options)
 
 
-def tiles_at_once(matrix: Matrix, tokens: int) -> int:
+def has_all_splits(matrix: Matrix, tokens: int, row_tiles: int, tiles: int) -> bool:
+    """Whether a program of so many tiles has all splits of the depth: rows make enough programs then."""
+    tiling = matrix.tiling
+    many = tokens == MOST_TOKENS and row_tiles > 1 and tiling.packing == "none"
+    is_wide = tiles * tiling.columns == WIDE
+    return many and is_wide and matrix.tiles // tiles * row_tiles >= ENOUGH_PROGRAMS
+
+
+def tiles_at_once(matrix: Matrix, tokens: int, row_tiles: int) -> int:
     """How many tiles of columns a program has: several where rows are many, or they are read too often."""
     tiling, tiles = matrix.tiling, matrix.tiles
-    if tokens < MOST_TOKENS or tiling.splits > 1 or tiling.packing != "none":
+    if tokens < MOST_TOKENS or tiling.packing != "none":
         return 1
+    if tiling.splits > 1:
+        both = max(1, WIDE // tiling.columns)
+        return both if tiles % both == 0 and has_all_splits(matrix, tokens, row_tiles, both) else 1
     return next((count for count, many in MANY_TILES.items() if tiles >= many and tiles % count == 0), 1)
 
 

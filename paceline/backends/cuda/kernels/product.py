@@ -1,7 +1,8 @@
 """What all matrix products of few rows share: they run at the speed at which the weights come from memory.
 
     columns of the output    one tile of `columns`, a program each
-    depth (what is summed)   cut into `splits` parts, a program each; the last to end adds them up in order
+    depth (what is summed)   cut into `splits` parts, a program each; the last to end adds them up in order.
+                             Where rows are many one program has them all, one after the other
     rows                     tiles of `tokens`; one of 16 costs hardly more than one of 1
 
 The weights are the left operand, so that their columns fill the matrix unit's larger side and rows its
@@ -151,6 +152,7 @@ def tile_sums(  # type: ignore[no-untyped-def]
     counters_at,
     depth,
     splits: tl.constexpr,
+    apart: tl.constexpr,
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
@@ -161,7 +163,7 @@ def tile_sums(  # type: ignore[no-untyped-def]
 ):
     """Whether this program is its tiles' last, and their sums if it is: float32 [tiles * columns, tokens].
 
-    Programs are (row tile, column tiles, split).
+    Programs are (row tile, column tiles, split), or have all splits if these are not `apart`.
     """
     row_tile, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows_at += row_tile * tokens * depth
@@ -184,10 +186,31 @@ def tile_sums(  # type: ignore[no-untyped-def]
         tiles,
         row_scales_at,
     )
-    wide: tl.constexpr = tiles * columns
-    number = row_tile * tl.num_programs(1) + tile
-    partial_at += number * splits * wide * tokens
-    last, total = _meet(total, partial_at, counters_at + number, split, splits, wide, tokens)
+    last = True
+    if apart:
+        wide: tl.constexpr = tiles * columns
+        number = row_tile * tl.num_programs(1) + tile
+        partial_at += number * splits * wide * tokens
+        last, total = _meet(total, partial_at, counters_at + number, split, splits, wide, tokens)
+    else:
+        for other in tl.static_range(1, splits):
+            total += split_sums(
+                rows_at,
+                tl.arange(0, tokens),
+                weight_at,
+                scales_at,
+                depth,
+                tile,
+                other,
+                splits,
+                columns,
+                tokens,
+                step,
+                packing,
+                stages,
+                tiles,
+                row_scales_at,
+            )
     return last, rescale(total, scales_at, tile, columns, packing)
 
 
@@ -213,16 +236,19 @@ def norm_factor(squares, size, eps):  # type: ignore[no-untyped-def]
     return tl.rsqrt(tl.reshape(squares, (tokens,)) / size + eps)[None, :]
 
 
-@triton.jit
-def sum_of_squares(values):  # type: ignore[no-untyped-def]
-    """Of each column of values [columns, tokens]: float32 [tokens]. In pairs, too."""
+@triton.jit  # type: ignore[untyped-decorator]
+def sum_of_squares(values, tiles: tl.constexpr = 1):  # type: ignore[no-untyped-def]
+    """Of each token, over the columns of each tile of values [columns, tokens]: float32 [tiles, tokens].
+
+    In pairs, too.
+    """
     columns: tl.constexpr = values.shape[0]
     tokens: tl.constexpr = values.shape[1]
     total = values * values
     for power in tl.static_range(12):
-        if (columns >> power) > 1:
+        if (columns >> power) > tiles:
             total = tl.sum(tl.reshape(total, ((columns >> power) // 2, 2, tokens)), 1)
-    return tl.reshape(total, (tokens,))
+    return tl.reshape(total, (tiles, tokens))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
