@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from paceline.backends.base import AheadDraft, AheadOutput, Float32Array, Int32Array, Joining, KeptFeatures
-from paceline.backends.cuda.common import even_rows, find_common
+from paceline.backends.cuda.common import even_rows, find_common, nothing_common
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
 from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork
 from paceline.backends.cuda.draft_shape import chain_shape
@@ -206,6 +206,8 @@ class CudaAhead:
             if self.device.type == "cuda":
                 seconds[rows] = self._time(steps, rows)
         steps.step(rows, keeps_all=False)  # compiles what all sizes use
+        steps.share(nothing_common(rows))
+        steps.step(rows)  # the same; others are captured when requests first have something in common
         self._last = None
         return seconds
 

@@ -21,11 +21,10 @@ from paceline.backends.base import (
     KVPool,
 )
 from paceline.backends.cuda.ahead import CudaAhead
-from paceline.backends.cuda.common import CommonTables, PassRows, find_common
+from paceline.backends.cuda.common import Common, CommonTables, PassRows, find_common, nothing_common
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.attention import tile_height
-from paceline.backends.cuda.kernels.common import CommonRows
 from paceline.backends.cuda.kernels.features import keep_features
 from paceline.backends.cuda.kernels.packing import block_lines
 from paceline.backends.cuda.kernels.sampling import candidates_for, race, take_best
@@ -127,9 +126,17 @@ class CudaBackend(Backend):
         """Logits of the wanted rows and, if asked, tokens of others and features of all."""
         return self.begin(batch)()
 
-    @torch.inference_mode()
     def begin(self, batch: ForwardBatch) -> Callable[[], ForwardOutput]:
         """Begin a pass; what is returned waits for its output."""
+        counts, begins = np.diff(batch.row_offsets), np.arange(batch.num_requests, dtype=np.int32)
+        begins *= batch.page_tables.shape[1]
+        own = PassRows(batch.page_tables, begins, batch.context_lengths, counts, batch.row_offsets[:-1])
+        sizes = self.config.num_heads, self.config.num_kv_heads
+        return self._begin(batch, find_common(own, PAGE_SIZE, *sizes))
+
+    @torch.inference_mode()
+    def _begin(self, batch: ForwardBatch, found: Common | None) -> Callable[[], ForwardOutput]:
+        """The same where this is read once for all rows."""
         assert batch.num_rows <= self.max_rows, f"{batch.num_rows} rows, but max_rows is {self.max_rows}"
         pool = cast(Pool, batch.pool)
         rows, wanted = bucket(batch.num_rows), len(batch.logit_rows)
@@ -139,7 +146,9 @@ class CudaBackend(Backend):
         self._make_room(int(batch.positions.max()) + 1)
         height = tile_height(self.config.num_heads, self.config.num_kv_heads)
         self._tables.send(batch, rows_of(batch, PAGE_SIZE, height))
-        common = self._send_common(batch, height)
+        if found is not None:
+            self._common.send(found, -(-np.diff(batch.row_offsets) // height))
+        common = None if found is None else self._common.rows()
         features = self._feature_room(len(layers)) if layers else None
         keeps = [(cast(HeadPool, kept.pool), self._parts(layers, kept.layers)) for kept in batch.kept]
 
@@ -169,17 +178,6 @@ class CudaBackend(Backend):
         known = None if features is None or not width else features[: batch.num_rows, :width]
         return _on_its_way(logits, known, chosen)
 
-    def _send_common(self, batch: ForwardBatch, height: int) -> CommonRows | None:
-        """What rows of a batch have in common, on the device, if to read it once is worth it."""
-        counts, begins = np.diff(batch.row_offsets), np.arange(batch.num_requests, dtype=np.int32)
-        begins *= batch.page_tables.shape[1]
-        own = PassRows(batch.page_tables, begins, batch.context_lengths, counts, batch.row_offsets[:-1])
-        common = find_common(own, PAGE_SIZE, self.config.num_heads, self.config.num_kv_heads)
-        if common is None:
-            return None
-        self._common.send(common, -(-counts // height))
-        return self._common.rows()
-
     def device_memory(self, rows: int, longest: int) -> DeviceMemory:
         """The GPU's memory, and what workspaces for `longest` tokens take, beyond those that are there."""
         free, total = torch.cuda.mem_get_info(self.device)
@@ -202,6 +200,8 @@ class CudaBackend(Backend):
                 self._set_longest(longest)
             for rows in buckets(min(self.max_rows, longest, pool.num_pages * PAGE_SIZE)):
                 self.forward(_chain(pool, rows, feature_layers, kept))
+            # compiles; others are captured when rows first have something in common
+            self._begin(_chain(pool, rows, feature_layers, kept), nothing_common(1))()
         except torch.OutOfMemoryError as error:
             raise BackendError(
                 f"The buffers for contexts of {longest} tokens do not fit into the memory of {self.device} "

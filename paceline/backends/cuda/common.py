@@ -56,6 +56,11 @@ class Common:
     items: Int32Array  # [items, ITEM] as CommonRows has them
 
 
+def nothing_common(requests: int) -> Common:
+    """Of a pass that has the kernels for it, and nothing to read once."""
+    return Common(np.zeros(requests, np.int32), np.zeros(0, np.int32), np.zeros((0, ITEM), np.int32))
+
+
 def find_common(own: PassRows, page_size: int, heads: int, kv_heads: int) -> Common | None:
     """What the rows of a pass have in common; None if to read it once would save too little."""
     if STRETCH % page_size or not len(own.contexts) or own.contexts.max() < STRETCH:
