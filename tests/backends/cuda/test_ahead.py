@@ -30,21 +30,18 @@ PAGE, SLOTS, LONGEST = 4, 6, 32
 class Recording:
     """In place of the decode loop: a step's token is the page that its row writes to."""
 
-    def __init__(self, requests: object, rows: int, width: int) -> None:
+    def __init__(self, requests: object, rows: int, width: int, leads: int) -> None:
         self.requests, self.features = requests, torch.zeros(rows, 3)
         self.said = torch.full((rows * (2 + width),), -7, dtype=torch.int32)
         self.counts, self.found = self.said[: 2 * rows].view(2, rows)
         self.output = self.said[2 * rows :].view(rows, width)
-        self.nodes = torch.zeros((rows, width), dtype=torch.int32)
+        self.leads = torch.full((rows, 1 + leads), -1, dtype=torch.int32) if leads else None
         self.begun: list[list[int]] = []
         self.kept_all: list[bool] = []
 
     def begin(self, slots: Sequence[int], rows: int) -> None:
         assert rows >= len(slots)
         self.begun.append(list(slots))
-
-    def drafted(self, rows: int) -> torch.Tensor:
-        return self.nodes[:rows]
 
     def step(self, rows: int, keeps_all: bool) -> None:
         self.kept_all.append(keeps_all)
@@ -63,8 +60,8 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
 
     made: list[Recording] = []
 
-    def loop(weights, pool, state, rows, size, network, given, feature_layers, kept, look_up):  # type: ignore[no-untyped-def]
-        made.append(Recording(state, rows, 1 + given.levels))
+    def loop(weights, pool, state, rows, size, network, given, feature_layers, kept, look_up, leads):  # type: ignore[no-untyped-def]
+        made.append(Recording(state, rows, 1 + given.levels, leads))
         return made[-1]
 
     def network(weights, pool, layers, shape, rows, longest, size):  # type: ignore[no-untyped-def]
@@ -149,13 +146,17 @@ def test_each_length_has_a_loop_that_begins_anew_when_it_takes_its_turn(decoder,
     assert [output.features is None for output in outputs] == [False, True, True, True, True]
 
 
-def test_what_the_host_drafts_is_there_before_its_pass(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+def test_what_the_host_expects_is_there_before_its_pass_and_for_no_other(decoder, loops) -> None:  # type: ignore[no-untyped-def]
     tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
     decoder.join(joining([4, 2], [3, 5]))
-    by_host = AheadDraft(2)
-    decoder.launch([4, 2], tables, by_host, np.array([[7, 8], [9, 0]], dtype=np.int32))
-    assert loops[0].nodes[:2, 1:].tolist() == [[7, 8], [9, 0]]
-    assert decoder.read().tokens.shape == (2, 3)
+    by_host = AheadDraft(2, leads=3)
+    lines = [[[4, 7, 8, -1], [6, 9, 0, 5]], [[-1, -1, -1, -1], [6, 9, 0, 5]], [[7, 1, -1, -1]]]
+    for slots, own in zip([[4, 2], [4, 2], [2]], lines, strict=True):
+        decoder.launch(slots, tables, by_host, np.array(own, dtype=np.int32))
+        assert loops[0].leads[: len(slots)].tolist() == own
+    outputs = [decoder.read() for _ in lines]
+    assert [output.tokens.shape for output in outputs] == [(2, 3), (2, 3), (1, 3)]
+    assert all(output.found is not None for output in outputs)
 
 
 def test_passes_that_are_dropped_are_not_read(decoder) -> None:  # type: ignore[no-untyped-def]
