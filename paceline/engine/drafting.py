@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 Group = tuple[list[int], DraftTrees]  # parts, and what one drafter proposes for them
 
 FORCED_ONLY = DraftPlan(GrammarDrafter.name, MOST_FORCED)
-# Passes that a lead reaches over: the one in flight, the one that follows it, and two more, since with many
-# requests it is a while until one is drafted for again.
+# Passes that a lead reaches over at most: the one in flight, the one that follows it, and two more, since
+# with many requests it is a while until one is drafted for again.
 LED_PASSES = 4
 ROOM_AT_ENDS = 8  # nodes for what is forced at the ends of a draft
 

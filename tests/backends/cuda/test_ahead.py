@@ -182,13 +182,20 @@ def test_passes_look_for_what_is_kept_while_a_request_has_such_options(decoder, 
 @needs_gpu
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_engine_that_runs_ahead_gives_the_tokens_of_one_that_does_not(
-    temperature: float, tmp_path: Path, device: torch.device, dtype: torch.dtype
+    temperature: float,
+    tmp_path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """More requests than slots, plain and with a head on the device; and each alone, sampled on the host."""
+    """More requests than slots, plain, with a head on the device and with leads of the host; and each alone,
+    sampled on the host."""
     from paceline.engine.admission import Limits
     from paceline.engine.engine import Engine
+    from paceline.engine.turns import Turns
     from paceline.models.registry import load_checkpoint
 
+    monkeypatch.setattr(Turns, "looks_up", lambda self, requests: True)
     checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
     limits = Limits(VOCAB_SIZE, 96, 4, 32)
 
@@ -232,7 +239,7 @@ def test_an_engine_that_runs_ahead_gives_the_tokens_of_one_that_does_not(
 
 
 class Copies(Drafter):
-    """Drafts what came three tokens ago, by the host."""
+    """Drafts what came three tokens ago, by the host, while passes run."""
 
     name = "eagle3"
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.backends.base import LookUp
 from paceline.draft.ngram import NgramDrafter
+from paceline.draft.suffix import SuffixDrafter, SuffixOptions
 from paceline.draft.trees import DraftPlan
 from paceline.verify.params import SamplingParams
 from tests.backends.cuda.test_backend import make, needs_gpu
@@ -293,7 +294,7 @@ def test_an_engine_whose_passes_look_up_gives_the_tokens_of_off(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """More requests than slots, and what was drafted is what the texts say.
+    """More requests than slots, and what was drafted is what the texts, or past responses, say.
 
     No chunk of a prompt is its last token alone: a pass that looks up would compute it.
     """
@@ -308,21 +309,24 @@ def test_an_engine_whose_passes_look_up_gives_the_tokens_of_off(
     checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
     prompts = [np.random.default_rng(n).integers(2, 5 + n, 3 + 4 * n).tolist() for n in range(7)]
 
-    def outputs(plan: DraftPlan) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
-        drafters = {"ngram": NgramDrafter(NgramDrafter.Options(prompt_lookup_min=1))}
+    def outputs(plan: DraftPlan, times: int = 1) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
+        ngram = NgramDrafter(NgramDrafter.Options(prompt_lookup_min=1))
+        drafters = {"ngram": ngram, "suffix": SuffixDrafter(SuffixOptions())}
         backend, limits = make(checkpoint, device, dtype), Limits(VOCAB_SIZE, 128, 4, 32)
         controller = FixedController(plan)
         engine = Engine(
             backend, ToyTokenizer(), limits, num_pages=80, drafters=drafters, controller=controller
         )
         results = []
-        for number, prompt in enumerate(prompts):
+        for number, prompt in [*enumerate(prompts)] * times:
             own = SamplingParams(
                 temperature=temperature, seed=number, max_tokens=60 + number, ignore_eos=True
             )
             results.append(engine.add_request(prompt, own)[0])
-        drain(engine, scribble=False)
+            if len(results) % len(prompts) == 0:
+                drain(engine, scribble=False)
         assert all(request.error is None and not request.failed_drafters for request in results)
+        results = results[-len(prompts) :]
         counts = [request.speculative for request in results]
         return [request.output_token_ids for request in results], [
             (own.num_spec_steps, own.num_draft_tokens, own.num_accepted_draft_tokens) for own in counts
@@ -333,3 +337,7 @@ def test_an_engine_whose_passes_look_up_gives_the_tokens_of_off(
     assert looked_up == expected
     assert counts == [foretold(prompt, own) for prompt, own in zip(prompts, expected, strict=True)]
     assert sum(accepted for _, _, accepted in counts) > 0
+    led, counts = outputs(DraftPlan("suffix", CHAIN), times=2)  # once more, when all responses are known
+    assert led == expected
+    for (_, _, accepted), own in zip(counts, expected, strict=True):
+        assert accepted > 0.75 * len(own) * CHAIN / (1 + CHAIN)
