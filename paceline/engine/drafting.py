@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import compress, repeat
+from itertools import compress
 
 import numpy as np
 
@@ -233,8 +233,8 @@ class Drafting:
         """The chain that a drafter proposes for each request by this plan, which can be empty."""
         useful = [request.max_output - request.num_output - 1 for request in requests]  # one comes anyway
         pairs = zip(requests, useful, strict=True)
-        plans = [plan.shrunk(0 if request.undrafted else max(most, 0)) for request, most in pairs]
-        trees, _ = self.propose([Scheduled(*part) for part in zip(requests, repeat(1), plans, strict=False)])
+        parts = [Scheduled(request, 1, plan.shrunk(max(most, 0))) for request, most in pairs]
+        trees, _ = self.propose(parts)
         if trees is None:
             return [()] * len(requests)
         return [trees.tree_lists(index)[0] for index in range(len(requests))]

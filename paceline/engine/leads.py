@@ -58,21 +58,19 @@ class Leads:
 
     def _renew(self, plan: DraftPlan, requests: Sequence[Request]) -> None:
         """Ask for those whose leads are oldest, and who have come further since."""
-        name, going = plan.drafter or "", dict.fromkeys(requests)
+        going = dict.fromkeys(requests)
         by_age = [request for request in requests if request not in self._leads]
         by_age += [request for request in self._leads if request in going]
-        asked = list(islice((own for own in by_age if self._has_news(own, name)), MOST_ASKED))
+        asked = list(islice((own for own in by_age if self._has_news(own)), MOST_ASKED))
         chains = self._drafting.chains(plan, asked) if asked else []
         for request, tokens in zip(asked, chains, strict=True):
             self._leads.pop(request, None)  # it goes to the end
             self._leads[request] = Lead(len(request.token_ids), tokens)
 
-    def _has_news(self, request: Request, name: str) -> bool:
+    def _has_news(self, request: Request) -> bool:
         """Whether a drafter could say more of a request than it has."""
-        if request.undrafted or name in request.failed_drafters:
-            return False
         lead = self._leads.get(request)
-        return lead is None or lead.start < len(request.token_ids)
+        return not request.undrafted and (lead is None or lead.start < len(request.token_ids))
 
     def forget_finished(self) -> None:
         """Drop the leads of requests that have ended."""

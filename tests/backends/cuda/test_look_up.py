@@ -122,8 +122,9 @@ def by_reference(text: list[int], lead: Lead, options: LookUp | None, most: int)
 @st.composite
 def leads_of(draw: st.DrawFn, text: list[int], letters: int) -> Lead:
     """One that begins before or behind the end, often fits, and may say nothing."""
-    start = draw(st.one_of(st.just(-1), st.integers(0, len(text) + 3), st.just(max(len(text) - 4, 0))))
-    right = text[max(start, 0) :] if draw(st.booleans()) else []
+    near = st.integers(max(len(text) - 4, 0), len(text))
+    start = draw(st.one_of(near, near, st.integers(-1, len(text) + 3)))
+    right = text[max(start, 0) :] if draw(st.integers(0, 3)) else []
     guessed = draw(st.lists(st.integers(0, letters), max_size=LEADS))
     return start, [*right, *guessed][:LEADS]
 
@@ -162,7 +163,7 @@ REPEATS = [1, 2, 30, 31, 40, 41, 1, 2]  # behind 1, 2 there is something to look
         ([1, 2, *LED[:5]], (2, LED), LED[5:]),
         ([1, 2, 40, 41, 42], (0, [1, 2, *LED]), LED[3:]),
         ([7], (1, LED[:1]), LED[:1]),
-        ([*REPEATS, 40], (8, LED), LED[1:6]),  # it is preferred to what could be looked up
+        ([1, 2, 40, 30, 31, 1, 2, 40], (7, LED), LED[1:6]),  # it is preferred to what could be looked up
     ],
 )
 def test_a_lead_that_was_right_until_here_says_what_comes_next(text, lead, chain, options, device) -> None:  # type: ignore[no-untyped-def]
@@ -174,7 +175,7 @@ def test_a_lead_that_was_right_until_here_says_what_comes_next(text, lead, chain
     "lead",
     [
         (-1, []),  # none
-        (-1, LED),
+        (-1, [*REPEATS, 40, 41]),
         (8, []),
         (6, [1, 2]),  # it ends where the text does
         (3, [31, 40, 41]),  # and before
@@ -192,7 +193,7 @@ def test_where_no_lead_helps_the_text_does_if_it_is_looked_up(lead, device) -> N
 def test_leads_are_those_of_rows_and_of_nobody_beyond_its_limit(device: torch.device) -> None:
     texts = {slot: [1, 2, 40] for slot in range(5)}
     limits = {0: LONGEST, 1: 5, 2: 3, 3: 2}
-    leads = [(2, LED)] * 6
+    leads = [*[(2, LED)] * 5, (0, LED)]
     slots = [0, 1, 2, 3, 4, -1]
     found = on_the_device(texts, slots, None, device, limits, without=[4], leads=leads)
     assert found == [LED[1:6], LED[1:3], [], [], [], []]
