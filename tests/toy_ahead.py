@@ -10,7 +10,7 @@ import numpy as np
 
 from paceline.backends.base import AheadDraft, AheadOutput, Float32Array, ForwardBatch, Int32Array, Joining
 from paceline.verify.reference import choose_token_reference
-from tests.draft.reference import ngram_chain
+from tests.draft.reference import lead_chain, ngram_chain
 
 if TYPE_CHECKING:
     from tests.toy import ToyBackend, ToyPool
@@ -29,9 +29,9 @@ def reference_token(
 class ToyAhead:
     """An AheadDecoder whose passes run when they are begun, and are read later.
 
-    If it drafts, chains of `length` are right as far as the position says, or what a plain search finds in
-    the texts that it was told. Guesses that are wrong are written behind, as a device would, and the places
-    of the next pass are looked up by the one before it.
+    If it drafts, chains of `length` are right as far as the position says, or what leads say that fit the
+    texts that it was told, or what a plain search finds in these. Guesses that are wrong are written behind,
+    as a device would, and the places of the next pass are looked up by the one before it.
     """
 
     def __init__(self, backend: ToyBackend, pool: ToyPool, slots: int, layers: int) -> None:
@@ -45,7 +45,7 @@ class ToyAhead:
         self._takes_drafts = np.ones(slots, dtype=np.bool_)  # [slots]
         self._texts: dict[int, list[int]] = {}  # of slots, if they were told
         self._unread: deque[AheadOutput] = deque()
-        self._by_host = False  # whether the host drafts
+        self._by_text = False  # whether it drafts without a head
         self._told: dict[int, list[int]] = {}  # the pages that the last pass has told the next one of
 
     def join(self, requests: Joining) -> None:
@@ -69,18 +69,19 @@ class ToyAhead:
         slots: Sequence[int],
         page_tables: Int32Array,
         draft: AheadDraft | None,
-        given: Int32Array | None = None,
+        leads: Int32Array | None = None,
     ) -> None:
         self._backend.num_launched += 1
         before, self._length = self._length, 0 if draft is None else draft.length
-        found = None
-        if draft is not None and draft.look_up is not None:
+        given, found, lines = None, None, [None] * len(slots) if leads is None else leads.tolist()
+        self._by_text = draft is not None and draft.runner is None
+        if draft is not None and self._by_text:
+            assert (leads is not None) == (draft.leads > 0)
             given = np.full((len(slots), draft.length), -1, dtype=np.int32)  # which nobody chooses
-            chains = [self._looked_up(slot, draft) for slot in slots]
+            chains = [self._drafted(slot, draft, line) for slot, line in zip(slots, lines, strict=True)]
             for line, chain in zip(given, chains, strict=True):
                 line[: len(chain)] = chain
             found = np.array([len(chain) for chain in chains], dtype=np.int32)
-        self._by_host = given is not None
         if list(slots) == list(self._told) and self._length == before:
             assert {slot: self._next_pages(slot, page_tables) for slot in slots} == self._told
         starts = self._lengths.copy()
@@ -101,19 +102,26 @@ class ToyAhead:
         self._unread.append(AheadOutput(tokens, counts, None if self._length else features, found))
         self._told = {slot: self._next_pages(slot, page_tables) for slot in slots}
 
-    def _looked_up(self, slot: int, draft: AheadDraft) -> list[int]:
-        """What the text of a slot says."""
+    def _drafted(self, slot: int, draft: AheadDraft, line: list[int] | None) -> list[int]:
+        """What the lead of a slot says, if it fits, or else its text."""
         text, length, options = self._texts[slot], int(self._lengths[slot]), draft.look_up
-        assert options is not None
         assert len(text) == length + 1, "a text that is not known to its end"
         most = min(draft.length, int(self._limits[slot]) - 1 - length) if self._takes_drafts[slot] else 0
-        return ngram_chain(text, options.shortest, options.longest, max(most, 0))
+        chain: list[int] = []
+        if line is not None:
+            assert len(line) == 1 + draft.leads
+            expected = [token for token in line[1:] if token >= 0]
+            assert line[1:] == [*expected, *[-1] * (draft.leads - len(expected))]
+            chain = lead_chain(text, line[0], expected, max(most, 0))
+        if not chain and options is not None:
+            chain = ngram_chain(text, options.shortest, options.longest, max(most, 0))
+        return chain
 
     def _goes_on(self, slot: int, starts: Int32Array, level: int, tokens: Int32Array) -> bool:
         """Whether a slot's chain was right down to here."""
         if level and not self._takes_drafts[slot]:
             return False
-        right = self._by_host or level <= starts[slot] % (1 + self._length)
+        right = self._by_text or level <= starts[slot] % (1 + self._length)
         return bool(right and self._lengths[slot] < self._limits[slot] and -1 not in tokens)
 
     def _pass(self, own: list[int], page_tables: Int32Array) -> Int32Array:

@@ -125,15 +125,20 @@ class LookUp:
 
 @dataclass(frozen=True, eq=False)
 class AheadDraft:
-    """What a pass drafts with at its beginning: chains of a head's guesses, such as it finds in the requests'
-    own texts, or such as the host gives it."""
+    """What a pass drafts with at its beginning: a head, or the requests' own texts and what the host expects.
+
+    A lead is what the host expects of a request's text from some place on, further than the passes in flight
+    reach. If these have chosen what it says, the chain is what it says next. Else, or if it ends there, the
+    chain is looked up, if chains are; and if nothing is found, there is none.
+    """
 
     length: int  # of the chains, at least 1
     runner: HeadRunner | None = None  # None: no head drafts
     pool: KVPool | None = None  # of the head, which keeps features
     feature_layers: tuple[int, ...] = ()  # that the head reads
     most_requests: int | None = None  # of a pass; None: as many as there are slots
-    look_up: LookUp | None = None  # None, and no head: the host drafts
+    look_up: LookUp | None = None  # None: nothing is looked up
+    leads: int = 0  # tokens of the longest lead; 0: the host gives none
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ class AheadOutput:
     tokens: Int32Array  # [slots, 1 + length of drafts] -1 where logits gave none
     counts: Int32Array  # [slots] how many of these are tokens
     features: Float32Array | None = None  # [slots, width] of the computed tokens, if asked
-    found: Int32Array | None = None  # [slots] how many tokens were drafted for each, if the pass looked up
+    found: Int32Array | None = None  # [slots] how many tokens were drafted for each, unless a head did
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,7 @@ class AheadDecoder(Protocol):
 
     @property
     def looks_up(self) -> bool:
-        """Whether passes can look up chains where they run."""
+        """Whether passes can look up chains, and follow leads, where they run."""
         ...
 
     def join(self, requests: Joining) -> None:
@@ -176,16 +181,17 @@ class AheadDecoder(Protocol):
         slots: Sequence[int],
         page_tables: Int32Array,
         draft: AheadDraft | None,
-        given: Int32Array | None = None,
+        leads: Int32Array | None = None,
     ) -> None:
         """Begin a pass over the known requests in these slots: it gives each of them its next token.
 
         `page_tables` [all slots, most pages] are those of this pass. They have room for what another one of
         its kind computes too, below the limits, and what they say of it stays: the pass may tell the next.
         A head that drafts has computed all of the requests' tokens but the last, and those of passes that
-        it has not drafted in, and features of all computed tokens are in its pool. A pass that looks up has
-        been told the texts of its requests. If the host drafts, `given` [slots, length] are its tokens,
-        anything where it has none.
+        it has not drafted in, and features of all computed tokens are in its pool. A pass that looks up or
+        follows leads has been told the texts of its requests. `leads` [slots, 1 + draft.leads], where the
+        host gives some: the place in the text of a lead's first token, -1 if there is none, and its tokens,
+        -1 behind the last. They are for this pass alone.
         """
         ...
 

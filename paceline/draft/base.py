@@ -33,6 +33,7 @@ class DrafterNeeds:
 
     feature_layers: tuple[int, ...] = ()  # hidden states it reads: 0 is the embedding, i is after layer i - 1
     bytes_per_page: int = 0  # of keys and values that it keeps for each page of the target's
+    target_pages: bool = False  # it writes its guesses to the target's pages: no pass may be in flight then
 
 
 class DraftSampling(Enum):
@@ -136,7 +137,9 @@ class Drafter(Protocol):
     follows_prefix: bool = False  # whether it can draft behind a plan's prefix; if not, it is not asked then
     least_chance: float = 0.0  # of a path, as it is set: less is not worth a row on this machine
     only_forced: bool = False  # whether all it drafts is forced, so that its budget is for that
-    look_up: LookUp | None = None  # how a decoder finds the same chains where it runs, if it can
+    look_up: LookUp | None = None  # how a decoder finds chains of the text where it runs, if it can
+    # whether it is asked for leads while passes run, so that those look up only where these are of no help
+    leads: bool = True
 
     def bind(self, kv: KVCache) -> None:
         """Called once, before the first request: the place to take a KV pool on the engine's pages."""
@@ -149,7 +152,7 @@ class Drafter(Protocol):
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         """One tree per request, within its plan: budget, branching, depth. May be empty.
 
-        Room for `budget` tokens after the request's own is reserved in its pages.
+        Room for `budget` tokens after the request's own is reserved in its pages, unless it needs none.
         """
         ...
 

@@ -77,6 +77,7 @@ class HybridDrafter(Drafter):
         self._parts: tuple[Drafter, Drafter] = (suffix, other)
         self.needs = other.needs
         self.follows_prefix = suffix.follows_prefix and other.follows_prefix
+        self.look_up = other.look_up
 
     @classmethod
     def load(cls, options: HybridOptions, target: Target) -> HybridDrafter:

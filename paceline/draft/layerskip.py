@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from paceline.draft.base import Target
+from paceline.draft.base import DrafterNeeds, Target
 from paceline.draft.draft_cache import TargetPages
 from paceline.draft.model_drafter import ModelDrafter
 from paceline.draft.vocabulary import trimmed_vocabulary
@@ -39,6 +39,7 @@ class LayerSkipDrafter(ModelDrafter):
     """Runs the first layers of the target ahead of it, over its own pages."""
 
     name = "layerskip"
+    needs = DrafterNeeds(target_pages=True)
     Options = LayerSkipOptions
 
     @classmethod

@@ -58,6 +58,7 @@ class NgramDrafter(Drafter):
 
     name = "ngram"
     follows_prefix = True
+    leads = False  # a decoder finds the very same chains, and finds them in time
 
     @refuse_unknown(ConfigError)
     @dataclass(frozen=True)

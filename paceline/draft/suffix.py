@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.backends.base import LookUp
 from paceline.draft.base import Drafter, Target
 from paceline.draft.matching import COLUMNS, draft_trees
 from paceline.draft.ngram import RequestIndexes
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from paceline.engine.request import Request
 
 LEVELS = (1, 3, 8, 24)  # n-grams that are indexed; what lies between is found on the level below
+# What a decoder looks up where it runs, if what was drafted in advance is of no help: rows of its passes are
+# computed anyway, so also behind one token. Longer matches gained nothing in simulation.
+LOOK_UP = LookUp(1, 4)
 
 
 @refuse_unknown(ConfigError)
@@ -67,6 +71,7 @@ class SuffixDrafter(Drafter):
 
     name = "suffix"
     follows_prefix = True
+    look_up = LOOK_UP
     Options = SuffixOptions
 
     def __init__(self, options: SuffixOptions, fingerprint: str = "", vocab_size: int = 0) -> None:

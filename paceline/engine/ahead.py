@@ -4,7 +4,8 @@
     host     launch 1, 2 | read 1, launch 3      | ...        its work hides behind a pass
 
 While requests merely go on, a pass needs nothing from the host but room for its keys and values: the tokens
-of the pass before it are where it runs, and so is what it drafts with, if it does. A request that ends leaves
+of the pass before it are where it runs, and so is what it drafts with, if it does: a head, the texts, and
+what the host has expected of them a pass earlier (engine/leads.py). A request that ends leaves
 rows behind in the pass in flight, which nobody reads. What these write lies behind the request's committed
 tokens, in pages of its own, and whoever gets such a page writes to it in a later pass.
 
@@ -25,13 +26,13 @@ from paceline.backends.base import AheadDecoder, AheadDraft, AheadOutput
 from paceline.draft.base import Features
 from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.engine.drafting import Drafting
-from paceline.engine.flight import Flying, PassAhead, PromptPass, joining, padded
+from paceline.engine.flight import Flying, PassAhead, PromptPass, joining
+from paceline.engine.leads import Leads
 from paceline.engine.request import Request, Status
 from paceline.engine.scheduler import Scheduled
 from paceline.engine.stats import StepStats
 from paceline.engine.turns import Turns
 from paceline.engine.verification import chosen_verdict
-from paceline.engine.worth import Worth
 from paceline.kv.cache import KVCache
 
 logger = logging.getLogger(__name__)
@@ -39,10 +40,8 @@ logger = logging.getLogger(__name__)
 SPARE = 64  # tokens of room that are reserved together
 MOST_DRAFTS = 5  # lengths of chains: each has buffers of its own; others go step by step
 DEPTH = 2  # passes of decoding in flight when the first of them is read
-# Requests that the host can look for drafts for while a plain pass runs. If it finds too little, it is asked
-# again when so many passes have begun that it has cost no time.
-LOOKED_UP = 8
-MOST_LOOKED_UP_ROWS = 512  # of a pass that looks up: with more there are buffers for plain passes only
+# of a pass that looks up or follows leads: with more there are buffers for plain passes only
+MOST_LOOKED_UP_ROWS = 512
 # Passes that those who come wait, together, for each one that decodes, and at most: a pass over prompts costs
 # all who decode about one of their own, whether it is over one prompt or over three.
 WAITED_EACH, MOST_WAITED = 0.25, 8
@@ -65,10 +64,8 @@ class RunAhead:
         self._flight: deque[Flying] = deque()
         self._known: dict[Request, int] = {}  # to the decoder: in how many passes in flight each is
         self._handed: dict[Request, None] = {}  # those that the decoder drafts for
-        self._worth = Worth()  # of what the host drafts
-        self._hosted = False  # whether it ever drafts
-        self._resting = 0  # passes that begin without asking it
-        self._turns = Turns()  # of passes that look up, and of plain ones
+        self._leads = Leads(drafting)
+        self._turns = Turns()  # of passes that draft without a head, and of plain ones
         self._knows_texts = False  # whether the decoder is told all tokens of those it knows
         self._waited = 0  # passes, by those who have come and whose prompts have not begun, together
         self._error: Exception | None = None  # that a pass was lost by when it was to begin
@@ -138,13 +135,12 @@ class RunAhead:
             if plan.budget and self._in_flight():
                 return False  # a drafter begins behind tokens that it knows
             self._take_back()
+            self._leads.clear()
         self._plan = plan
         try:
-            if draft is not None and draft.look_up is not None:
+            if draft is not None and draft.runner is None:
                 self._launch_in_turn(decoder, requests, draft)
                 return True
-            if draft is not None and draft.runner is None:
-                return self._launch_by_host(decoder, requests, draft)
             while self._num_decoding < DEPTH and self._launch_one(decoder, requests, draft):
                 pass
         except Exception as error:  # whoever reads the pass is told
@@ -152,7 +148,7 @@ class RunAhead:
         return True
 
     def _launch_in_turn(self, decoder: AheadDecoder, requests: Sequence[Request], draft: AheadDraft) -> None:
-        """The same where passes look up, unless plain ones give more."""
+        """The same where passes draft without a head, unless plain ones give more."""
         if not self._knows_texts:  # they join again; when a drafter begins, nobody is in flight
             self._known.clear()
             self._knows_texts = True
@@ -162,36 +158,10 @@ class RunAhead:
             own = draft if fits and self._turns.looks_up(len(requests)) else None
             goes_on = self._launch_one(decoder, requests, own)
 
-    def _launch_by_host(self, decoder: AheadDecoder, requests: Sequence[Request], draft: AheadDraft) -> bool:
-        """The same where the host drafts, behind tokens that it has read; False if a step should draft.
-
-        While it finds little, passes are plain, and begin before it was asked what follows them.
-        """
-        if any(flying.given is not None for flying in self._flight):
-            return True
-        self._hosted = True
-        fits = draft.most_requests is None or len(requests) <= draft.most_requests
-        if self._resting and self._num_decoding:
-            self._resting -= 1
-            chains: list[Sequence[int]] = []
-        else:
-            chains = self._drafting.chains(self._plan, requests)
-            self._resting = len(requests) // LOOKED_UP
-        if not chains or not self._worth.waits(sum(map(len, chains)), len(requests), ahead=fits):
-            while self._num_decoding < DEPTH and self._launch_one(decoder, requests, None):
-                pass
-            return True
-        self._resting = 0
-        if fits and not self._num_decoding:  # else it is asked again when all is read
-            self._launch_one(decoder, requests, draft, chains)
-        return fits
-
     def observe(self, stats: StepStats) -> None:
         """Take in what a step took and gave, ahead or not."""
-        if self._hosted:
-            self._worth.observe(stats)
         draft = self._drafts.get(self._plan)
-        if draft is not None and draft.look_up is not None:
+        if draft is not None and draft.runner is None:
             self._turns.observe(stats)
 
     @property
@@ -211,21 +181,17 @@ class RunAhead:
     def _draft(self, plan: DraftPlan) -> AheadDraft | None:
         if plan.budget and plan not in self._drafts and len(self._drafts) < MOST_DRAFTS:
             draft = self._drafting.ahead(plan)
-            if draft is None or (draft.runner is None and self._trims):
-                return None
-            if draft.look_up is not None and self._made is not None:
+            if draft is not None and draft.runner is None:
+                decides = self._trims or self._made is None or not self._made.looks_up  # the host
                 most = max(1, MOST_LOOKED_UP_ROWS // (1 + plan.levels))
-                own = replace(draft, most_requests=most)
-                draft = own if self._made.looks_up else replace(draft, look_up=None)
+                draft = None if decides else replace(draft, most_requests=most)
+            if draft is None:
+                return None
             self._drafts[plan] = draft
         return self._drafts.get(plan)
 
     def _launch_one(
-        self,
-        decoder: AheadDecoder,
-        requests: Sequence[Request],
-        draft: AheadDraft | None,
-        given: list[Sequence[int]] | None = None,
+        self, decoder: AheadDecoder, requests: Sequence[Request], draft: AheadDraft | None
     ) -> bool:
         """Whether one more pass was begun."""
         known = self._known
@@ -242,14 +208,16 @@ class RunAhead:
             self._handed.update(dict.fromkeys(fresh))
         new = [request for request in going if request not in known]
         plan = PLAIN if draft is None else self._plan
-        self._flight.append(Flying(going, plan, given))
+        self._flight.append(Flying(going, plan))
         if new:
             self._forget_finished()
             decoder.join(joining(new, self._knows_texts))
         for request in going:
             self._known[request] = self._known.get(request, 0) + 1
-        slots, tables = [request.slot for request in going], self._kv.page_tables
-        decoder.launch(slots, tables, draft, None if given is None else padded(given, plan.levels))
+        slots, tables, leads = [request.slot for request in going], self._kv.page_tables, None
+        if draft is not None and draft.leads:
+            leads = self._leads.lines(plan, going, draft.leads)
+        decoder.launch(slots, tables, draft, leads)
         return True
 
     def _are_ending(self, requests: Sequence[Request]) -> bool:
@@ -287,6 +255,7 @@ class RunAhead:
     def _forget_finished(self) -> None:
         self._known = {request: count for request, count in self._known.items() if not request.finished}
         self._handed = {request: None for request in self._handed if not request.finished}
+        self._leads.forget_finished()
 
     def take_prompts(self) -> PromptPass | None:
         """The oldest pass in flight, if it is over prompts."""
@@ -305,8 +274,6 @@ class RunAhead:
         tokens, counts = output.tokens.tolist(), output.counts.tolist()
         verdicts = [chosen_verdict(tokens[row][: counts[row]], requests[row]) for row in rows]
         shapes = [(part.plan.levels, part.plan.levels) for part in parts] if plan.budget else []
-        if flying.given is not None:
-            shapes = [(len(flying.given[row]),) * 2 for row in rows]
         if output.found is not None:
             shapes = [(found, found) for found in output.found[rows].tolist()]
         return PassAhead(parts, verdicts, plan.levels, shapes, self._features(parts, rows, output))
@@ -339,7 +306,7 @@ class RunAhead:
             return {}
         draft = self._draft(plan)
         seconds = self._made.prepare(draft)
-        if draft is None or draft.look_up is not None:
+        if draft is None or draft.runner is None:
             self._turns.expect(draft is not None, seconds)
         return seconds
 

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import compress, repeat
+from itertools import compress
 
 import numpy as np
 
@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 Group = tuple[list[int], DraftTrees]  # parts, and what one drafter proposes for them
 
 FORCED_ONLY = DraftPlan(GrammarDrafter.name, MOST_FORCED)
-MOST_GIVEN_ROWS = 128  # of a pass that is given drafts where it runs: with more, ragged rows are fewer
+# Passes that a lead reaches over at most: the one in flight, the one that follows it, and two more, since
+# with many requests it is a while until one is drafted for again.
+LED_PASSES = 4
 ROOM_AT_ENDS = 8  # nodes for what is forced at the ends of a draft
 
 
@@ -224,17 +226,15 @@ class Drafting:
             return drafter.ahead(plan)
         if drafter.needs != DrafterNeeds() or self.feature_layers:
             return None
-        # it is asked between two passes, unless they look up; what it drafts is often short, and all chains
-        # of a pass are alike
-        most = max(1, MOST_GIVEN_ROWS // (1 + plan.levels))
-        return AheadDraft(plan.levels, most_requests=most, look_up=drafter.look_up)
+        leads = LED_PASSES * (1 + plan.levels) if drafter.leads else 0  # it is asked while passes run
+        return AheadDraft(plan.levels, look_up=drafter.look_up, leads=leads)
 
     def chains(self, plan: DraftPlan, requests: Sequence[Request]) -> list[Sequence[int]]:
         """The chain that a drafter proposes for each request by this plan, which can be empty."""
         useful = [request.max_output - request.num_output - 1 for request in requests]  # one comes anyway
         pairs = zip(requests, useful, strict=True)
-        plans = [plan.shrunk(0 if request.undrafted else max(most, 0)) for request, most in pairs]
-        trees, _ = self.propose([Scheduled(*part) for part in zip(requests, repeat(1), plans, strict=False)])
+        parts = [Scheduled(request, 1, plan.shrunk(max(most, 0))) for request, most in pairs]
+        trees, _ = self.propose(parts)
         if trees is None:
             return [()] * len(requests)
         return [trees.tree_lists(index)[0] for index in range(len(requests))]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.backends.base import ForwardBatch, ForwardOutput, Int32Array, Joining
+from paceline.backends.base import ForwardBatch, ForwardOutput, Joining
 from paceline.draft.base import Features
 from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.engine.facts import Shape
@@ -31,7 +31,6 @@ class Flying:
 
     requests: list[Request]
     plan: DraftPlan = PLAIN
-    given: list[Sequence[int]] | None = None  # the chains that the host drafted, if it did
     prompts: PromptPass | None = None  # None: they decode
 
 
@@ -69,11 +68,3 @@ def joining(requests: Sequence[Request], with_texts: bool = False) -> Joining:
         kept=np.array([(own.top_k, own.top_p, own.min_p) for own in params], dtype=np.float64),
         texts=[np.array(own.token_ids, dtype=np.int32) for own in requests] if with_texts else None,
     )
-
-
-def padded(chains: Sequence[Sequence[int]], length: int) -> Int32Array:
-    """The chains as lines of this length: [chains, length]. What is behind them may be anything."""
-    lines = np.zeros((len(chains), length), dtype=np.int32)
-    for line, chain in zip(lines, chains, strict=True):
-        line[: len(chain)] = chain
-    return lines

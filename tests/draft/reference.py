@@ -52,6 +52,14 @@ def ngram_chain(stream, shortest, longest, budget):
     return []
 
 
+def lead_chain(text, start, tokens, budget):
+    """What a lead whose first token has this place in the text says next; nothing, if it was wrong before."""
+    known = len(text) - start
+    if start < 0 or known < 0 or tokens[:known] != text[start:]:
+        return []
+    return tokens[known:][:budget]
+
+
 def slot(newest_first, ring_size):
     """The place of an n-gram in a table of this size."""
     state = np.int64(0)

@@ -241,3 +241,9 @@ def test_the_short_form_takes_a_number():
     assert config.options.exit_layer == 7
     with pytest.raises(ConfigError, match=r"'layerskip:seven' names no drafting method.*layerskip:LAYERS"):
         parse_speculative_config("layerskip:seven")
+
+
+def test_it_says_that_it_may_not_draft_while_a_pass_is_in_flight():
+    """Its guesses are written where that pass writes what it chooses."""
+    assert LayerSkipDrafter.needs.target_pages
+    assert not DraftModelDrafter.needs.target_pages

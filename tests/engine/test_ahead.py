@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.backends.base import LookUp
 from paceline.control.controller import Controller, FixedController, Load
 from paceline.draft.base import Drafter, DrafterNeeds
 from paceline.draft.ngram import NgramDrafter
@@ -84,13 +85,19 @@ class Changing(Controller):
 
 
 class Hosted(ScriptedDrafter):
-    """A drafter that is asked between two passes, and looks at no features."""
+    """A drafter that is asked while passes run, and looks at no features."""
 
     needs = DrafterNeeds()
     ahead = Drafter.ahead
 
     def observe(self, requests, verdicts, features):
         assert features is None
+
+
+class Led(Hosted):
+    """The same, and where it was wrong the decoder looks chains up."""
+
+    look_up = LookUp(1, 4)
 
 
 class LookedUp(NgramDrafter):
@@ -113,7 +120,7 @@ LENGTHS = st.one_of(st.just([]), st.just([3]), st.lists(st.integers(0, 3), min_s
     st.booleans(),
     LENGTHS,
     st.integers(1, 4),
-    st.sampled_from([ScriptedDrafter, Hosted, LookedUp]),
+    st.sampled_from([ScriptedDrafter, Hosted, Led, LookedUp]),
 )
 def test_requests_that_come_end_and_are_aborted_get_the_tokens_of_plain_steps(
     events, num_pages, page_size, caching, lengths, hold, kind

@@ -1,66 +1,274 @@
-"""Passes that are given what a drafter of the host makes between them."""
+"""Passes that follow what a drafter of the host has expected while the ones before them ran."""
 
 from __future__ import annotations
 
-from paceline.draft.trees import PLAIN
-from paceline.engine.ahead import LOOKED_UP
-from tests.engine.test_ahead import REQUESTS, Hosted, expected, outcome, params
+import pytest
+
+from paceline.backends.base import LookUp
+from paceline.control.controller import FixedController
+from paceline.draft.base import DrafterNeeds
+from paceline.draft.ngram import NgramDrafter
+from paceline.draft.suffix import SuffixDrafter, SuffixOptions
+from paceline.draft.trees import DraftPlan, DraftTrees
+from paceline.engine.drafting import LED_PASSES
+from paceline.engine.leads import MOST_ASKED
+from paceline.engine.turns import Turns
+from tests.engine.test_ahead import REQUESTS, Hosted, alone, expected, outcome, params
+from tests.engine.test_ahead_look_up import Repeating
 from tests.engine.test_exactness import prompt
 from tests.toy import ToyBackend, drain, toy_engine
+from tests.toy_ahead import ToyAhead
+from tests.toy_tokenizer import VOCAB
+
+LEVELS = 3
+LEAD = LED_PASSES * (1 + LEVELS)
+LONG = {"max_tokens": 42, "ignore_eos": True}
 
 
-def test_a_drafter_of_the_host_gives_the_next_pass_what_it_makes_of_the_last():
-    number = 2
-    drafter = Hosted({tuple(REQUESTS[number][0]): expected(number)[0]}, "right")
-    backend = ToyBackend(ahead=True)
-    engine = toy_engine(backend, drafter=drafter, budget=3, branching=1)
-    (request,) = engine.add_request(*REQUESTS[number])
-    drain(engine)
-    assert outcome(request) == expected(number)
-    counts = request.speculative
-    assert counts.num_accepted_draft_tokens == counts.num_draft_tokens > 0  # it is always right
-    assert backend.num_launched == -(-(request.num_output - 1) // 4)
+@pytest.fixture(autouse=True)
+def always(monkeypatch):
+    """Every pass drafts that can."""
+    monkeypatch.setattr(Turns, "looks_up", lambda self, requests: True)
 
 
-class Silent(Hosted):
-    """Finds something to draft behind some tokens only."""
+@pytest.fixture
+def given(monkeypatch):
+    """The leads of all passes that were begun, None of a plain one, with their slots."""
+    lines = []
+    launch = ToyAhead.launch
+
+    def recorded(self, slots, page_tables, draft, leads=None):
+        lines.append((list(slots), None if leads is None else leads.tolist()))
+        launch(self, slots, page_tables, draft, leads)
+
+    monkeypatch.setattr(ToyAhead, "launch", recorded)
+    return lines
+
+
+def truth_of(numbers, **options):
+    """What requests with these prompts get."""
+    return {tuple(prompt(n, 5)): alone(prompt(n, 5), params(n, **LONG, **options))[0] for n in numbers}
+
+
+def added(engine, numbers, **options):
+    return [engine.add_request(prompt(n, 5), params(n, **LONG, **options))[0] for n in numbers]
+
+
+class Counting(Hosted):
+    """Writes down for whom it was asked, and behind how many tokens."""
+
+    def __init__(self, truth, style="right"):
+        super().__init__(truth, style)
+        self.asked = []  # of each call
 
     def propose(self, requests, plans):
-        silent = [
-            plan if len(request.token_ids) % 8 > 4 else PLAIN
-            for request, plan in zip(requests, plans, strict=True)
-        ]
-        return super().propose(requests, silent)
+        self.asked.append([(request, request.num_output) for request in requests])
+        return super().propose(requests, plans)
 
 
-def test_while_a_drafter_of_the_host_finds_nothing_passes_are_plain_and_run_ahead():
-    number = 2
-    drafter = Silent({tuple(REQUESTS[number][0]): expected(number)[0]}, "right")
-    backend = ToyBackend(ahead=True)
-    engine = toy_engine(backend, drafter=drafter, budget=3, branching=1)
-    (request,) = engine.add_request(*REQUESTS[number])
-    in_flight = []
+def test_what_is_right_is_accepted_whole_though_the_host_is_a_pass_behind():
+    truth = truth_of([2])
+    drafter, backend = Counting(truth), ToyBackend(ahead=True)
+    engine = toy_engine(backend, drafter=drafter, budget=LEVELS, branching=1)
+    (request,) = added(engine, [2])
+    in_flight, gained = [], []
     while engine.has_unfinished:
-        engine.step()
+        gained += [len(delta.token_ids) for delta in engine.step()]
         in_flight.append(len(engine._ahead._flight))
-    assert outcome(request) == expected(number)
-    assert request.speculative.num_accepted_draft_tokens > 0
-    assert {0, 1} <= set(in_flight)  # behind plain passes there is another one
+    assert request.output_token_ids == truth[tuple(prompt(2, 5))]
+    assert gained == [1, *[1 + LEVELS] * 10, 1]
+    counts = request.speculative
+    assert counts.num_accepted_draft_tokens == counts.num_draft_tokens == 10 * LEVELS
+    assert backend.num_launched == 11
+    # another pass was always begun behind the one that was read, and the host has drafted behind that one
+    assert in_flight == [0, *[1] * 10, 0]
+    assert [number for ((_, number),) in drafter.asked] == [1, 5, 9, 13, 17, 21, 25, 29, 33, 37]
 
 
-def test_with_many_requests_a_drafter_of_the_host_that_finds_nothing_is_not_asked_before_every_pass():
-    asked = []
-
-    class Lost(Hosted):
-        def propose(self, requests, plans):
-            asked.append(len(requests))
-            return super().propose(requests, [PLAIN] * len(plans))
-
-    backend = ToyBackend(ahead=True)
-    drafter = Lost({tuple(prompt(number, 5)): [] for number in range(2 * LOOKED_UP)}, "right")
-    engine = toy_engine(backend, drafter=drafter, budget=3, branching=1, max_num_seqs=2 * LOOKED_UP)
-    for number in range(2 * LOOKED_UP):
-        engine.add_request(prompt(number, 5), params(number, max_tokens=14, ignore_eos=True))
+def test_leads_are_places_of_the_text_and_go_as_far_as_two_passes(given):
+    truth = truth_of([2])
+    engine = toy_engine(ToyBackend(ahead=True), drafter=Hosted(truth, "right"), budget=LEVELS, branching=1)
+    added(engine, [2])
     drain(engine)
-    together = [count for count in asked if count == 2 * LOOKED_UP]
-    assert len(together) <= 1 + 14 / 3
+    (whole,) = truth.values()
+    lines = [leads[0] for _, leads in given]
+    assert [start for start, *_ in lines] == [6, 6, 10, 14, 18, 22, 26, 30, 34, 38, 42]
+    for start, *tokens in lines:
+        known = start - 5
+        left = whole[known:][: min(2 * (1 + LEVELS), len(whole) - known - 1)]  # the last token comes anyway
+        assert tokens == left + [-1] * (LEAD - len(left))
+
+
+@pytest.mark.parametrize("look_up", [None, LookUp(1, 4)])
+@pytest.mark.parametrize("style", ["right", "partly", "wrong"])
+def test_tokens_are_those_of_plain_steps_however_good_leads_are(style, look_up):
+    truth = {tuple(ids): expected(number)[0] for number, (ids, _) in enumerate(REQUESTS)}
+    drafter = Hosted(truth, style)
+    drafter.look_up = look_up
+    engine = toy_engine(ToyBackend(ahead=True), drafter=drafter, budget=LEVELS, branching=1, max_num_seqs=4)
+    requests = [engine.add_request(*REQUESTS[number])[0] for number in range(len(REQUESTS))]
+    drain(engine)
+    assert [outcome(request) for request in requests] == [expected(n) for n in range(len(REQUESTS))]
+
+
+def test_where_leads_were_wrong_the_text_is_looked_up():
+    """A drafter that is always wrong drafts what ngram finds, but in the first pass, where nothing tells."""
+
+    def run(drafter, ahead=True):
+        engine = toy_engine(Repeating(ahead=ahead), drafter=drafter, budget=LEVELS, branching=1)
+        (request,) = added(engine, [2])
+        drain(engine)
+        own = request.speculative
+        counts = own.num_spec_steps, own.num_draft_tokens, own.num_accepted_draft_tokens
+        return request.output_token_ids, counts
+
+    ngram = NgramDrafter(NgramDrafter.Options())
+    whole, (steps, tokens, accepted) = run(ngram, ahead=False)
+    assert accepted > 15
+    lost = Hosted({tuple(prompt(2, 5)): whole}, "wrong")
+    assert run(lost) == (whole, (1, LEVELS, 0))
+    lost.look_up = ngram.look_up
+    assert run(lost) == (whole, (steps + 1, tokens + LEVELS, accepted))
+    silent = Hosted({tuple(prompt(2, 5)): []}, "right")
+    silent.look_up = ngram.look_up
+    assert run(silent) == (whole, (steps, tokens, accepted))
+
+
+def test_what_a_request_leaves_serves_nobody_who_has_its_slot_next(given):
+    truth = truth_of([2])
+    truth[tuple(prompt(3, 5))] = []  # nothing is expected of it
+    engine = toy_engine(
+        ToyBackend(ahead=True), drafter=Hosted(truth, "right"), budget=LEVELS, branching=1, max_num_seqs=1
+    )
+    first, second = added(engine, [2, 3])
+    while not first.finished:
+        engine.step()
+    before = len(given)
+    drain(engine)
+    assert first.speculative.num_accepted_draft_tokens == 10 * LEVELS
+    assert second.speculative.num_draft_tokens == 0
+    assert {tuple(slots) for slots, _ in given} == {(0,)}
+    assert len(given) > before
+    assert all(leads == [[-1] * (1 + LEAD)] for _, leads in given[before:])
+    assert list(engine._ahead._leads._leads) == [second]
+
+
+def test_with_many_requests_some_are_drafted_for_before_each_pass_by_turns():
+    """All go on meanwhile with what was expected of them before: it reaches over as many passes."""
+    count = 3 * MOST_ASKED
+    truth = truth_of(range(count), temperature=0.0)
+    drafter, backend = Counting(truth), ToyBackend(ahead=True, max_rows=256)
+    engine = toy_engine(
+        backend,
+        drafter=drafter,
+        budget=LEVELS,
+        branching=1,
+        max_num_seqs=count,
+        max_num_batched_tokens=256,
+        num_pages=2000,
+    )
+    requests = added(engine, range(count), temperature=0.0)
+    drain(engine)
+    assert [request.output_token_ids for request in requests] == list(truth.values())
+    assert {len(asked) for asked in drafter.asked} == {MOST_ASKED}
+    assert len(drafter.asked) <= backend.num_launched
+    for first in range(0, len(drafter.asked) - 2, 3):
+        turn = [request for asked in drafter.asked[first : first + 3] for request, _ in asked]
+        assert turn == requests
+    for request in requests[:MOST_ASKED]:  # the others' first pass or two found nothing
+        assert request.speculative.num_accepted_draft_tokens == 10 * LEVELS
+    assert backend.num_launched <= 14
+
+
+class Failing(Counting):
+    """Raises when it is asked for the third time."""
+
+    def propose(self, requests, plans):
+        trees = super().propose(requests, plans)
+        if len(self.asked) >= 3:
+            raise RuntimeError("lost")
+        return trees
+
+
+def test_a_drafter_that_raises_costs_nobody_and_is_followed_no_longer(given):
+    truth = truth_of([2, 4])
+    drafter = Failing(truth)
+    backend = ToyBackend(ahead=True)
+    engine = toy_engine(backend, drafter=drafter, budget=LEVELS, branching=1)
+    requests = added(engine, [2, 4])
+    drain(engine)
+    assert [request.output_token_ids for request in requests] == list(truth.values())
+    assert all(request.failed_drafters == {"scripted"} for request in requests)
+    assert len(drafter.asked) == 3  # of both
+    assert engine._drafting.failures == 1
+    drafted = [leads for _, leads in given if leads is not None]
+    assert drafted[-1] == [[-1] * (1 + LEAD)] * 2  # the pass that it was asked for
+    assert given[-1][1] is None  # then they are plain
+
+
+def test_whoever_wants_no_drafts_is_not_asked_for(given):
+    truth = truth_of([2, 4])
+    drafter = Counting(truth)
+    engine = toy_engine(ToyBackend(ahead=True), drafter=drafter, budget=LEVELS, branching=1)
+    (off,) = added(engine, [4], speculative="off")
+    (drafted,) = added(engine, [2])
+    drain(engine)
+    assert [own.output_token_ids for own in (drafted, off)] == list(truth.values())
+    assert {request for asked in drafter.asked for request, _ in asked} == {drafted}
+    assert off.speculative.num_spec_steps == 0
+    assert all(leads[0] == [-1] * (1 + LEAD) for _, leads in given if leads is not None and len(leads) == 2)
+
+
+def test_passes_that_the_host_must_decide_on_go_step_by_step():
+    """A decoder cannot follow leads, a controller looks at drafts, or guesses are in the target's pages."""
+    truth = truth_of([2])
+
+    class Trimming(FixedController):
+        def trim(self, parts, trees):
+            return trees
+
+    class InPages(Hosted):
+        needs = DrafterNeeds(target_pages=True)
+
+    plan = DraftPlan("scripted", LEVELS)
+    for backend, kind, controller in (
+        (ToyBackend(ahead=True, looks_up=False), Hosted, FixedController(plan)),
+        (ToyBackend(ahead=True), Hosted, Trimming(plan)),
+        (ToyBackend(ahead=True), InPages, FixedController(plan)),
+    ):
+        engine = toy_engine(backend, drafter=kind(truth, "right"), controller=controller)
+        (request,) = added(engine, [2])
+        drain(engine)
+        assert request.output_token_ids == truth[tuple(prompt(2, 5))]
+        assert backend.num_launched == 0
+        assert request.speculative.num_accepted_draft_tokens == 10 * LEVELS
+
+
+def test_suffix_drafting_says_a_response_that_it_has_seen_again():
+    drafter, backend = SuffixDrafter(SuffixOptions()), ToyBackend(ahead=True)
+    engine = toy_engine(backend, drafter=drafter, budget=LEVELS, branching=1)
+    launched, counts = [], []
+    for _ in range(2):
+        before = backend.num_launched
+        (request,) = added(engine, [2])
+        drain(engine)
+        assert request.output_token_ids == truth_of([2])[tuple(prompt(2, 5))]
+        launched.append(backend.num_launched - before)
+        counts.append(request.speculative)
+    assert launched[1] <= 12 < launched[0]
+    assert counts[1].num_accepted_draft_tokens >= 10 * LEVELS - 2
+
+
+def test_a_drafter_that_gives_nonsense_is_left_aside():
+    class Nonsense(Counting):
+        def propose(self, requests, plans):
+            super().propose(requests, plans)
+            return DraftTrees.chains([[VOCAB + 3] * plan.budget for plan in plans])
+
+    truth = truth_of([2])
+    drafter = Nonsense(truth)
+    engine = toy_engine(ToyBackend(ahead=True), drafter=drafter, budget=LEVELS, branching=1)
+    (request,) = added(engine, [2])
+    drain(engine)
+    assert request.output_token_ids == truth[tuple(prompt(2, 5))]
+    assert len(drafter.asked) == 1

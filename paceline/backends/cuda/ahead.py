@@ -41,10 +41,10 @@ class Buffer:
 
     said: torch.Tensor  # int32 [rows * (3 + length of drafts)] counts, found, tokens: see DecodeLoop
     counts: Int32Array  # [rows] the same memory
-    found: Int32Array | None  # [rows] the same memory: how many tokens were looked up, if they are
+    found: Int32Array | None  # [rows] the same memory: how many tokens were drafted, unless a head drafts
     tokens: Int32Array  # [rows, 1 + length of drafts] the same memory: what the pass chose
     features: torch.Tensor | None  # float32 [rows, width]
-    given: torch.Tensor  # int32 [rows, length of drafts] what the host drafted
+    leads: torch.Tensor | None  # int32 [rows, 1 + length of leads] what the host expects, if it is asked
     pages: torch.Tensor  # int64 [changes] where in the page table, then as often which page
     done: torch.cuda.Event | None  # None where there is no GPU: then everything is done at once
 
@@ -139,7 +139,7 @@ class CudaAhead:
         slots: Sequence[int],
         page_tables: Int32Array,
         draft: AheadDraft | None,
-        given: Int32Array | None = None,
+        leads: Int32Array | None = None,
     ) -> None:
         """Begin a pass over the known requests in these slots."""
         own, rows, loop = list(slots), bucket(len(slots)), self._loop(draft)
@@ -152,9 +152,11 @@ class CudaAhead:
             steps.begin(own, rows)
             self._share(steps, index)
             self._slots, self._last = own, loop
-        if given is not None:
-            buffer.given.numpy()[: len(own)] = given
-            steps.drafted(rows)[:, 1:].copy_(buffer.given[:rows], non_blocking=True)
+        if leads is not None:
+            assert buffer.leads is not None
+            assert steps.leads is not None
+            buffer.leads.numpy()[: len(own)] = leads  # rows behind them are nobody's
+            steps.leads[:rows].copy_(buffer.leads[:rows], non_blocking=True)
         steps.step(rows, bool(self._keeps_all[index].all()))
         used = 2 * loop.most + rows * loop.width
         buffer.said[:used].copy_(steps.said[:used], non_blocking=True)
@@ -226,7 +228,7 @@ class CudaAhead:
             return self._loops[draft]
         network, keeps, layers = None, None, self._feature_layers
         shape, most = chain_shape(0 if draft is None else draft.length), self._rows
-        look_up = None if draft is None else draft.look_up
+        by_text = draft is not None and draft.runner is None  # it drafts without a head
         if draft is not None and draft.most_requests is not None:
             most = min(most, bucket(draft.most_requests))
         if draft is not None and draft.runner is not None:
@@ -246,10 +248,11 @@ class CudaAhead:
             given=shape,
             feature_layers=layers,
             kept=keeps,
-            look_up=look_up,
+            look_up=None if draft is None else draft.look_up,
+            leads=0 if draft is None else draft.leads,
         )
         buffers = deque(
-            self._buffer(steps, most, gives_features=keeps is None, looks_up=look_up is not None)
+            self._buffer(steps, most, gives_features=keeps is None, gives_found=by_text)
             for _ in range(BUFFERS)
         )
         self._loops[draft] = Loop(steps, buffers, most, steps.output.shape[1])
@@ -275,7 +278,7 @@ class CudaAhead:
             there = sent(changes, self.device)
         self._requests.pages.view(-1)[there[: len(places)]] = there[len(places) :].int()
 
-    def _buffer(self, steps: DecodeLoop, most: int, gives_features: bool, looks_up: bool) -> Buffer:
+    def _buffer(self, steps: DecodeLoop, most: int, gives_features: bool, gives_found: bool) -> Buffer:
         pinned = self.device.type == "cuda"
 
         def like(values: torch.Tensor) -> torch.Tensor:
@@ -286,10 +289,10 @@ class CudaAhead:
         return Buffer(
             said,
             numbers[:most],
-            numbers[most : 2 * most] if looks_up else None,
+            numbers[most : 2 * most] if gives_found else None,
             numbers[2 * most :].reshape(most, -1),
             like(steps.features) if gives_features and steps.features is not None else None,
-            torch.zeros((most, steps.output.shape[1] - 1), dtype=torch.int32, pin_memory=pinned),
+            None if steps.leads is None else like(steps.leads),
             torch.zeros(8 * most * steps.output.shape[1], dtype=torch.int64, pin_memory=pinned),
             torch.cuda.Event() if pinned else None,  # type: ignore[no-untyped-call]
         )

@@ -59,7 +59,7 @@ class DecodeLoop:
 
     `output` int32 [max_rows, levels + 1] and `counts` int32 [max_rows] have the tokens of the last step and
     how many they are: none of padding or beyond a limit. A token of -1 means unusable logits. `found` int32
-    [max_rows] has how many tokens the step has looked up. All lie in `said`: counts, found and tokens.
+    [max_rows] has how many tokens of chains the step has found. All lie in `said`: counts, found and tokens.
     """
 
     def __init__(
@@ -74,17 +74,22 @@ class DecodeLoop:
         feature_layers: tuple[int, ...] = (),
         kept: HeadPool | None = None,
         look_up: LookUp | None = None,
+        leads: int = 0,
     ) -> None:
         """Steps of at most `max_rows` requests, plain if nothing drafts.
 
         With `given` the host writes drafts of this shape to `drafted` before each step, or a step finds them
-        itself, if they are to be looked up: chains. If no network drafts, `features` [rows of a pass, width]
-        has the hidden states of its rows at `feature_layers`. They are also left in a head's pool, if one is
-        to keep them.
+        itself, chains then: if they are to be looked up, or if the host writes what it expects to `leads`, of
+        so many tokens, as AheadDecoder.launch takes it. If no network drafts, `features` [rows of a pass,
+        width] has the hidden states of its rows at `feature_layers`. They are also left in a head's pool, if
+        one is to keep them.
         """
         device, config = weights.device, weights.config
         self.weights, self.pool, self.requests, self.page_size = weights, pool, requests, page_size
         self.draft, self._kept, self._look_up = draft, kept, look_up
+        self.leads = None  # int32 [max_rows, 1 + leads]
+        if leads:
+            self.leads = torch.full((max_rows, 1 + leads), -1, dtype=torch.int32, device=device)
         shape = draft.shape if draft is not None else given or chain_shape(0)
         self.feature_layers = feature_layers if draft is None else draft.feature_layers
         self.features = None if draft is None else draft.features
@@ -203,9 +208,9 @@ class DecodeLoop:
     def _step(self, rows: int, keeps_all: bool) -> None:
         if self.draft is not None:
             self._propose(self.draft, rows)
-        elif self._look_up is not None:
-            own = self._slots[:rows]
-            look_up(own, self.requests, self._look_up, self._rows, self.nodes, self.found)
+        elif self._look_up is not None or self.leads is not None:
+            own, leads = self._slots[:rows], None if self.leads is None else self.leads[:rows]
+            look_up(own, self.requests, self._look_up, leads, self._rows, self.nodes, self.found)
         self._verify(rows, keeps_all)
         if self._kept is not None and self.features is not None:
             places = self._rows.lines[PLACES, : rows * self.nodes]

@@ -30,13 +30,13 @@ PAGE, SLOTS, LONGEST = 4, 6, 32
 class Recording:
     """In place of the decode loop: a step's token is the page that its row writes to."""
 
-    def __init__(self, requests: object, rows: int, width: int) -> None:
+    def __init__(self, requests: object, rows: int, width: int, leads: int) -> None:
         self.requests, self.features = requests, torch.zeros(rows, 3)
         self.said = torch.full((rows * (2 + width),), -7, dtype=torch.int32)
         self.counts, self.found = self.said[: 2 * rows].view(2, rows)
         self.output = self.said[2 * rows :].view(rows, width)
-        self.nodes, self.tokens = width, torch.zeros((rows, width), dtype=torch.int32)
-        self.shared: list[object] = []
+        self.leads = torch.full((rows, 1 + leads), -1, dtype=torch.int32) if leads else None
+        self.nodes, self.shared = width, list[object]()
         self.begun: list[list[int]] = []
         self.kept_all: list[bool] = []
 
@@ -46,9 +46,6 @@ class Recording:
 
     def share(self, common: object) -> None:
         self.shared.append(common)
-
-    def drafted(self, rows: int) -> torch.Tensor:
-        return self.tokens[:rows]
 
     def step(self, rows: int, keeps_all: bool) -> None:
         self.kept_all.append(keeps_all)
@@ -67,8 +64,8 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
 
     made: list[Recording] = []
 
-    def loop(weights, pool, state, rows, size, network, given, feature_layers, kept, look_up):  # type: ignore[no-untyped-def]
-        made.append(Recording(state, rows, 1 + given.levels))
+    def loop(weights, pool, state, rows, size, network, given, feature_layers, kept, look_up, leads):  # type: ignore[no-untyped-def]
+        made.append(Recording(state, rows, 1 + given.levels, leads))
         return made[-1]
 
     def network(weights, pool, layers, shape, rows, longest, size):  # type: ignore[no-untyped-def]
@@ -173,13 +170,17 @@ def test_each_length_has_a_loop_that_begins_anew_when_it_takes_its_turn(decoder,
     assert [output.features is None for output in outputs] == [False, True, True, True, True]
 
 
-def test_what_the_host_drafts_is_there_before_its_pass(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+def test_what_the_host_expects_is_there_before_its_pass_and_for_no_other(decoder, loops) -> None:  # type: ignore[no-untyped-def]
     tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
     decoder.join(joining([4, 2], [3, 5]))
-    by_host = AheadDraft(2)
-    decoder.launch([4, 2], tables, by_host, np.array([[7, 8], [9, 0]], dtype=np.int32))
-    assert loops[0].tokens[:2, 1:].tolist() == [[7, 8], [9, 0]]
-    assert decoder.read().tokens.shape == (2, 3)
+    by_host = AheadDraft(2, leads=3)
+    lines = [[[4, 7, 8, -1], [6, 9, 0, 5]], [[-1, -1, -1, -1], [6, 9, 0, 5]], [[7, 1, -1, -1]]]
+    for slots, own in zip([[4, 2], [4, 2], [2]], lines, strict=True):
+        decoder.launch(slots, tables, by_host, np.array(own, dtype=np.int32))
+        assert loops[0].leads[: len(slots)].tolist() == own
+    outputs = [decoder.read() for _ in lines]
+    assert [output.tokens.shape for output in outputs] == [(2, 3), (2, 3), (1, 3)]
+    assert all(output.found is not None for output in outputs)
 
 
 def test_passes_that_are_dropped_are_not_read(decoder) -> None:  # type: ignore[no-untyped-def]
@@ -205,13 +206,20 @@ def test_passes_look_for_what_is_kept_while_a_request_has_such_options(decoder, 
 @needs_gpu
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_engine_that_runs_ahead_gives_the_tokens_of_one_that_does_not(
-    temperature: float, tmp_path: Path, device: torch.device, dtype: torch.dtype
+    temperature: float,
+    tmp_path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """More requests than slots, plain and with a head on the device; and each alone, sampled on the host."""
+    """More requests than slots, plain, with a head on the device and with leads of the host; and each alone,
+    sampled on the host."""
     from paceline.engine.admission import Limits
     from paceline.engine.engine import Engine
+    from paceline.engine.turns import Turns
     from paceline.models.registry import load_checkpoint
 
+    monkeypatch.setattr(Turns, "looks_up", lambda self, requests: True)
     checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
     limits = Limits(VOCAB_SIZE, 96, 4, 32)
 
@@ -255,7 +263,7 @@ def test_an_engine_that_runs_ahead_gives_the_tokens_of_one_that_does_not(
 
 
 class Copies(Drafter):
-    """Drafts what came three tokens ago, by the host."""
+    """Drafts what came three tokens ago, by the host, while passes run."""
 
     name = "eagle3"
 

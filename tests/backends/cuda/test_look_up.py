@@ -1,4 +1,4 @@
-"""Chains that are looked up on the device: those of the host's ngram drafter, whatever the text."""
+"""Chains that are found on the device: those of leads, or of the host's ngram drafter, whatever the text."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 
 from paceline.backends.base import LookUp
 from paceline.draft.ngram import NgramDrafter
+from paceline.draft.suffix import SuffixDrafter, SuffixOptions
 from paceline.draft.trees import DraftPlan
 from paceline.verify.params import SamplingParams
 from tests.backends.cuda.test_backend import make, needs_gpu
 from tests.backends.cuda.test_decode_loop import LENGTH, Case
-from tests.draft.reference import ngram_chain
+from tests.draft.reference import lead_chain, ngram_chain
 from tests.draft.requests import chains, make_request
 from tests.tiny import VOCAB_SIZE, save_checkpoint
 from tests.toy import ToyTokenizer, drain
 
-LONGEST, CHAIN, SLOTS = 80, 5, 6
+LONGEST, CHAIN, SLOTS, LEADS = 80, 5, 6, 11
+Lead = tuple[int, list[int]]  # the place of its first token, and its tokens
 BLOCK = 16  # so that texts have several
 EXAMPLES = 200 if torch.cuda.is_available() else 25  # the interpreter is slow
 
@@ -36,10 +38,11 @@ def on_the_host(text: list[int], shortest: int, longest: int, most: int) -> list
 def on_the_device(
     texts: dict[int, list[int]],
     slots: list[int],
-    options: LookUp,
+    options: LookUp | None,
     device: torch.device,
     limits: dict[int, int] | None = None,
     without: list[int] | None = None,
+    leads: list[Lead] | None = None,
 ) -> list[list[int]]:
     """The chains of these slots; behind each text the state has what would go on repeating it."""
     from paceline.backends.cuda.kernels.look_up import look_up
@@ -53,14 +56,18 @@ def on_the_device(
         state.limits[slot] = (limits or {}).get(slot, LONGEST)
     state.takes_drafts[without or []] = 0
     nodes = 1 + CHAIN
-    lines = torch.full((LINES, len(slots) * nodes), -9, dtype=torch.int32, device=device)
+    written = torch.full((LINES, len(slots) * nodes), -9, dtype=torch.int32, device=device)
     found = torch.full((len(slots),), -9, dtype=torch.int32, device=device)
-    rows = StepRows(lines, lines)
+    rows = StepRows(written, written)
     own = torch.tensor(slots, dtype=torch.int32, device=device)
-    look_up(own, state, options, rows, nodes, found, largest_block=BLOCK)
-    tokens = lines[0].view(len(slots), nodes)
+    lines = None if leads is None else torch.full((len(slots), 1 + LEADS), -1, dtype=torch.int32)
+    for line, (start, expected) in zip(() if lines is None else lines, leads or (), strict=True):
+        line[: 1 + len(expected)] = torch.tensor([start, *expected])
+    sent = None if lines is None else lines.to(device)
+    look_up(own, state, options, sent, rows, nodes, found, largest_block=BLOCK)
+    tokens = written[0].view(len(slots), nodes)
     assert (tokens[:, 0] == -9).all()  # the root's token is written by others
-    assert (lines[1:] == -9).all()
+    assert (written[1:] == -9).all()
     assert ((tokens[:, 1:] >= 0) | (found == -9)[:, None]).all()
     return [line[1 : 1 + count].tolist() for line, count in zip(tokens, found.tolist(), strict=True)]
 
@@ -101,6 +108,123 @@ def test_what_no_request_can_have_is_not_drafted(device: torch.device) -> None:
     found = on_the_device(texts, [0, 1, 2, 3, 4, -1], LookUp(2, 4), device, limits, without=[4])
     assert found == [[3, 4, 5, 6, 1], [3, 4], [], [], [], []]
     assert found[1] == on_the_host(text, 2, 4, limits[1] - len(text))
+
+
+def by_reference(text: list[int], lead: Lead, options: LookUp | None, most: int) -> list[int]:
+    """The chain behind a text: what the lead says, if it fits and goes on, or else what is looked up."""
+    most = min(most, CHAIN)
+    chain = lead_chain(text, *lead, most)
+    if not chain and options is not None:
+        chain = on_the_host(text, options.shortest, options.longest, most)
+    return chain
+
+
+@st.composite
+def leads_of(draw: st.DrawFn, text: list[int], letters: int) -> Lead:
+    """One that begins before or behind the end, often fits, and may say nothing."""
+    near = st.integers(max(len(text) - 4, 0), len(text))
+    start = draw(st.one_of(near, near, st.integers(-1, len(text) + 3)))
+    right = text[max(start, 0) :] if draw(st.integers(0, 3)) else []
+    guessed = draw(st.lists(st.integers(0, letters), max_size=LEADS))
+    return start, [*right, *guessed][:LEADS]
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.data(), st.booleans(), st.integers(1, 3))
+def test_the_device_follows_leads_as_the_reference_does(data, looks_up, letters):  # type: ignore[no-untyped-def]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    slots, texts, leads, limits = [5, -1, 0, 2, 1], {}, [], {}
+    for slot in slots:
+        text = data.draw(st.lists(st.integers(0, letters), min_size=1, max_size=LONGEST - 1))
+        leads.append(data.draw(leads_of(text, letters)))
+        if slot >= 0:
+            texts[slot], limits[slot] = text, min(len(text) + data.draw(st.integers(-1, CHAIN + 2)), LONGEST)
+    options = LookUp(1, 3) if looks_up else None
+    found = on_the_device(texts, slots, options, device, limits, without=[1], leads=leads)
+    for slot, lead, chain in zip(slots, leads, found, strict=True):
+        if slot in (-1, 1):
+            assert chain == []
+        else:
+            most = max(limits[slot] - len(texts[slot]), 0)
+            assert chain == by_reference(texts[slot], lead, options, most)
+
+
+LED = [40, 41, 42, 43, 44, 45]
+REPEATS = [1, 2, 30, 31, 40, 41, 1, 2]  # behind 1, 2 there is something to look up
+
+
+@pytest.mark.parametrize("options", [None, LookUp(2, 4)])
+@pytest.mark.parametrize(
+    ("text", "lead", "chain"),
+    [
+        ([1, 2], (2, LED), LED[:5]),  # nothing was chosen since
+        ([1, 2, 40], (2, LED), LED[1:6]),
+        ([1, 2, 40, 41, 42], (2, LED), LED[3:]),  # it ends before the chain is full
+        ([1, 2, *LED[:5]], (2, LED), LED[5:]),
+        ([1, 2, 40, 41, 42], (0, [1, 2, *LED]), LED[3:]),
+        ([7], (1, LED[:1]), LED[:1]),
+        ([1, 2, 40, 30, 31, 1, 2, 40], (7, LED), LED[1:6]),  # it is preferred to what could be looked up
+    ],
+)
+def test_a_lead_that_was_right_until_here_says_what_comes_next(text, lead, chain, options, device) -> None:  # type: ignore[no-untyped-def]
+    assert on_the_device({2: text}, [2], options, device, leads=[lead]) == [chain]
+    assert by_reference(text, lead, options, LONGEST) == chain
+
+
+@pytest.mark.parametrize(
+    "lead",
+    [
+        (-1, []),  # none
+        (-1, [*REPEATS, 40, 41]),
+        (8, []),
+        (6, [1, 2]),  # it ends where the text does
+        (3, [31, 40, 41]),  # and before
+        (6, [1, 3, *LED]),  # wrong at its end
+        (6, [2, 2, *LED]),  # wrong at its beginning
+        (9, LED),  # it begins behind what comes next
+        (70, LED),
+    ],
+)
+def test_where_no_lead_helps_the_text_does_if_it_is_looked_up(lead, device) -> None:  # type: ignore[no-untyped-def]
+    assert on_the_device({2: REPEATS}, [2], LookUp(2, 4), device, leads=[lead]) == [REPEATS[2:7]]
+    assert on_the_device({2: REPEATS}, [2], None, device, leads=[lead]) == [[]]
+
+
+def test_leads_are_those_of_rows_and_of_nobody_beyond_its_limit(device: torch.device) -> None:
+    texts = {slot: [1, 2, 40] for slot in range(5)}
+    limits = {0: LONGEST, 1: 5, 2: 3, 3: 2}
+    leads = [*[(2, LED)] * 5, (0, LED)]
+    slots = [0, 1, 2, 3, 4, -1]
+    found = on_the_device(texts, slots, None, device, limits, without=[4], leads=leads)
+    assert found == [LED[1:6], LED[1:3], [], [], [], []]
+    leads = [(-1, []), (2, LED)]
+    assert on_the_device(texts, [3, 0], None, device, leads=leads) == [[], LED[1:6]]
+
+
+def test_steps_that_follow_leads_leave_the_tokens_as_they_are(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    """The lead is right but for its end, and the second step goes on with it."""
+    from paceline.backends.cuda.decode_loop import DecodeLoop
+    from paceline.backends.cuda.draft_shape import chain_shape
+
+    expected, _ = Case(0.0, device, dtype).run(None, 5)
+    case = Case(0.0, device, dtype)
+    loop = DecodeLoop(case.weights, case.pool(), case.state, 2, 16, None, chain_shape(2), leads=LEADS)
+    assert loop.leads is not None
+    assert loop.leads.tolist() == [[-1] * (1 + LEADS)] * 2
+    lead = torch.tensor([LENGTH + 1, *expected[:4], (expected[4] + 1) % 40], dtype=torch.int32)
+    loop.leads[0, : len(lead)] = lead
+    loop.begin([1], 2)
+    given = []
+    for found, count in ((2, 3), (2, 2)):
+        loop.step(2)
+        assert loop.found.tolist() == [found, 0]
+        assert loop.counts.tolist() == [count, 0]
+        given += loop.output[0, :count].tolist()
+    assert given == expected
+    loop.step(2)  # it was wrong: nothing is drafted
+    assert loop.found.tolist() == [0, 0]
 
 
 def test_steps_that_look_up_leave_the_tokens_as_they_are(device: torch.device, dtype: torch.dtype) -> None:
@@ -171,7 +295,7 @@ def test_an_engine_whose_passes_look_up_gives_the_tokens_of_off(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """More requests than slots, and what was drafted is what the texts say.
+    """More requests than slots, and what was drafted is what the texts, or past responses, say.
 
     No chunk of a prompt is its last token alone: a pass that looks up would compute it.
     """
@@ -186,21 +310,24 @@ def test_an_engine_whose_passes_look_up_gives_the_tokens_of_off(
     checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
     prompts = [np.random.default_rng(n).integers(2, 5 + n, 3 + 4 * n).tolist() for n in range(7)]
 
-    def outputs(plan: DraftPlan) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
-        drafters = {"ngram": NgramDrafter(NgramDrafter.Options(prompt_lookup_min=1))}
+    def outputs(plan: DraftPlan, times: int = 1) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
+        ngram = NgramDrafter(NgramDrafter.Options(prompt_lookup_min=1))
+        drafters = {"ngram": ngram, "suffix": SuffixDrafter(SuffixOptions())}
         backend, limits = make(checkpoint, device, dtype), Limits(VOCAB_SIZE, 128, 4, 32)
         controller = FixedController(plan)
         engine = Engine(
             backend, ToyTokenizer(), limits, num_pages=80, drafters=drafters, controller=controller
         )
         results = []
-        for number, prompt in enumerate(prompts):
+        for number, prompt in [*enumerate(prompts)] * times:
             own = SamplingParams(
                 temperature=temperature, seed=number, max_tokens=60 + number, ignore_eos=True
             )
             results.append(engine.add_request(prompt, own)[0])
-        drain(engine, scribble=False)
+            if len(results) % len(prompts) == 0:
+                drain(engine, scribble=False)
         assert all(request.error is None and not request.failed_drafters for request in results)
+        results = results[-len(prompts) :]
         counts = [request.speculative for request in results]
         return [request.output_token_ids for request in results], [
             (own.num_spec_steps, own.num_draft_tokens, own.num_accepted_draft_tokens) for own in counts
@@ -211,3 +338,7 @@ def test_an_engine_whose_passes_look_up_gives_the_tokens_of_off(
     assert looked_up == expected
     assert counts == [foretold(prompt, own) for prompt, own in zip(prompts, expected, strict=True)]
     assert sum(accepted for _, _, accepted in counts) > 0
+    led, counts = outputs(DraftPlan("suffix", CHAIN), times=2)  # once more, when all responses are known
+    assert led == expected
+    for (_, _, accepted), own in zip(counts, expected, strict=True):
+        assert accepted > 0.75 * len(own) * CHAIN / (1 + CHAIN)
