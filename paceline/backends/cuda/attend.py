@@ -81,7 +81,7 @@ def _run(
     together, requests = min(even.tiles, TOGETHER), tiles // even.tiles
     groups = requests * -(-even.tiles // together)
     takers = programs_of(device) // (groups * kv_heads)
-    if takers == 0 or attention.PROGRAMS // (tiles * kv_heads) >= MERGED:
+    if attention.PROGRAMS // (tiles * kv_heads) >= MERGED or (takers == 0 and together == 1):
         return False  # Triton's are several on a multiprocessor, and those of few tiles share single blocks
     stretches = -(-scratch.blocks // MERGED)
     kernel = _kernel((heads, kv_heads, dim, page_size), together, crooks, device)
@@ -107,7 +107,8 @@ def _run(
     sizes = rows // requests, even.tiles, stretches, output.stride(0)
     of_rows = struct.pack(f"<{len(addresses)}Q6i", *addresses, *sizes, earliest, even.settled)
     maps = _map(keys, lines), _map(values, lines)
-    kernel.launch(argument(*maps, of_rows), (groups, kv_heads, min(takers, stretches)), (1,), _threads(dim))
+    grid = (groups, kv_heads, max(1, min(takers, stretches)))
+    kernel.launch(argument(*maps, of_rows), grid, (1,), _threads(dim))
     return True
 
 

@@ -129,6 +129,23 @@ def test_it_has_the_bits_of_triton(
 
 
 @needs_hopper
+@pytest.mark.parametrize(("rows", "runs"), [(6, True), (4, False)])
+def test_more_programs_than_find_room_at_once_run_if_each_has_two_tiles(rows: int, runs: bool) -> None:
+    from paceline.backends.cuda import attend
+    from paceline.backends.cuda.kernels import attention
+
+    case = Case(contexts(90, 700), [chain(rows)] * 90, 8, 2, 128)  # 180 programs
+    tables = even_tables(case, None, True, True)
+    ran: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        run = attend._run
+        patch.setattr(attend, "_run", lambda *arguments: ran.append(run(*arguments)) or ran[-1])
+        results = attended(case, tables, attend.attend, 1)
+    assert ran == [runs] * 2
+    assert torch.equal(results, attended(case, tables, attention.attend, 1))
+
+
+@needs_hopper
 @pytest.mark.parametrize(("requests", "tree"), [(11, False), (8, True)])
 def test_steps_have_the_bits_of_triton(requests: int, tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of earlier steps are asked for before the kernels ahead have ended, those of this one behind."""
