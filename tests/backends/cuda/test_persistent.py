@@ -159,7 +159,7 @@ def layers_of_a_suited_model(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def rows_at(address: int) -> Any:
     """Tables of rows that lie at this address."""
-    return SimpleNamespace(paths=None, positions=SimpleNamespace(data_ptr=lambda: address))
+    return SimpleNamespace(paths=None, common=None, positions=SimpleNamespace(data_ptr=lambda: address))
 
 
 def test_a_torch_without_the_compiler_is_told_once_and_runs_separate_kernels(
