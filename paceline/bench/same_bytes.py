@@ -45,10 +45,12 @@ def compare_bytes(
     backend: str,
     quantization: str,
     on_line: Callable[[Sameness], None],
+    finds_prefixes: bool = False,
 ) -> list[Sameness]:
     """How many answers differ, by draft, number of requests at once and temperature.
 
-    The first line of a temperature is the one that the others are compared with.
+    The first line of a temperature is the one that the others are compared with. Unless prefixes are to be
+    found again, every prompt is computed anew, in other company.
     """
     counts = sorted({1, *at_once})
 
@@ -60,7 +62,7 @@ def compare_bytes(
             quantization=quantization,
             max_num_seqs=counts[-1],
             kv_cache_memory_bytes=KV_BYTES,
-            enable_prefix_caching=False,  # every prompt is computed anew, in other company
+            enable_prefix_caching=finds_prefixes,
             speculative_config=draft,
         )
 

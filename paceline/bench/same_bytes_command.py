@@ -29,6 +29,9 @@ def same_bytes_command(
     concurrency: Annotated[str, typer.Option(help="Numbers of requests at once.")] = "16,64",
     backend: Annotated[str, typer.Option(help="Where the model runs: cpu, torch or cuda.")] = "cuda",
     quantization: Annotated[str, typer.Option(help="Of the weights, as the backend takes it.")] = "auto",
+    prefix_caching: Annotated[
+        bool, typer.Option(help="Find prefixes of prompts again, which requests then share.")
+    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Share of answers that are not those of one request at a time without a draft, greedy and sampled."""
@@ -50,6 +53,7 @@ def same_bytes_command(
             backend,
             quantization,
             lambda line: on_turn(f"{line.draft}, {line.at_once} at once: {line.differing} differ"),
+            prefix_caching,
         )
     facts = {"model": model, "backend": backend, "lines": [asdict(line) for line in lines]}
     report.show([same_bytes_table(model, lines)], [], facts)

@@ -12,15 +12,27 @@ from paceline.bench.commands import app
 from paceline.bench.engine_runner import EngineRunner
 
 
-def run(model: Path) -> tuple[int, str]:
+def run(model: Path, *more: str) -> tuple[int, str]:
     options = ["--limit", "2", "--max-tokens", "4", "--methods", "ngram", "--concurrency", "2"]
-    result = CliRunner().invoke(app, ["same-bytes", str(model), "--backend", "cpu", *options])
+    result = CliRunner().invoke(app, ["same-bytes", str(model), "--backend", "cpu", *options, *more])
     return result.exit_code, result.output
 
 
-def test_the_same_answers_alone_together_and_drafted(tiny_gguf: Path) -> None:
-    code, output = run(tiny_gguf)
+@pytest.mark.parametrize("more", [(), ("--prefix-caching",)])
+def test_the_same_answers_alone_together_and_drafted(
+    more: tuple[str, ...], tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finds: list[bool] = []
+    build = same_bytes.build_engine
+
+    def watched(config, loaded):  # type: ignore[no-untyped-def]
+        finds.append(config.enable_prefix_caching)
+        return build(config, loaded)
+
+    monkeypatch.setattr(same_bytes, "build_engine", watched)
+    code, output = run(tiny_gguf, *more)
     assert code == 0, output
+    assert finds == [bool(more)] * 2
     lines = [line.split("│")[1:7] for line in output.splitlines() if "│" in line]
     assert [[cell.strip() for cell in line] for line in lines] == [
         [draft, str(at_once), temperature, "2", "0", "0.0%"]

@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.backends.base import ForwardBatch, chain_parents
+from paceline.verify.params import SamplingParams
 from tests.backends.cuda.test_attend import chain, even_tables, some_tree
 from tests.backends.cuda.test_attention import PAGE_SIZE, Case
+from tests.backends.cuda.test_backend import needs_gpu
 from tests.backends.cuda.test_between import needs_hopper
 from tests.backends.cuda.test_decode_loop import CONFIG, random_weights
+from tests.toy import ToyTokenizer, drain
 
 STRETCH = 512
 PAGES = STRETCH // PAGE_SIZE  # of a stretch
@@ -295,3 +298,44 @@ def test_a_pass_over_a_prompt_reads_what_lies_before_it_once(
     if device.type == "cuda":
         assert (logits[0] == logits[1]).all()
     np.testing.assert_allclose(logits[0], logits[1], rtol=0, atol=2e-2)
+
+
+@needs_gpu
+def test_requests_that_begin_alike_get_the_tokens_that_each_gets_alone(
+    anything: None, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an engine that finds prefixes again: two texts of a stretch, and two requests behind each."""
+    from paceline.backends.cuda.backend import CudaBackend
+    from paceline.backends.cuda.decode_loop import DecodeLoop
+    from paceline.engine.admission import Limits
+    from paceline.engine.engine import Engine
+
+    shared: list[Any] = []
+    share = DecodeLoop.share
+
+    def watched(loop: DecodeLoop, common: Any) -> None:
+        shared.append(common)
+        share(loop, common)
+
+    monkeypatch.setattr(DecodeLoop, "share", watched)
+    texts = np.random.default_rng(5).integers(2, 60, (2, STRETCH + 2)).tolist()
+    prompts = [[*texts[number % 2], 2 + number] for number in range(5)]
+
+    def outputs(together: bool) -> list[list[int]]:
+        backend = CudaBackend(random_weights(device, dtype, config=FAR), max_rows=512)
+        engine = Engine(backend, ToyTokenizer(), Limits(60, 640, 4, 512), num_pages=160)
+        results = []
+        for number, prompt in enumerate(prompts):
+            options = SamplingParams(temperature=number % 2, seed=number, max_tokens=5, ignore_eos=True)
+            results.append(engine.add_request(prompt, options)[0])
+            if not together or number < 1:  # the first leaves its pages
+                drain(engine, scribble=False)
+        drain(engine, scribble=False)
+        assert all(request.error is None for request in results)
+        return [request.output_token_ids for request in results]
+
+    alone = outputs(together=False)
+    assert not any(own is not None and len(own.items) for own in shared)
+    assert outputs(together=True) == alone
+    found = [own.skipped.tolist() for own in shared if own is not None and len(own.items)]
+    assert any(sum(skipped) >= 2 for skipped in found)
