@@ -26,7 +26,7 @@ def test_the_same_answers_alone_together_and_drafted(
     build = same_bytes.build_engine
 
     def watched(config, loaded):  # type: ignore[no-untyped-def]
-        finds.append(config.enable_prefix_caching)
+        finds.append(config.cache.enable_prefix_caching)
         return build(config, loaded)
 
     monkeypatch.setattr(same_bytes, "build_engine", watched)
