@@ -128,11 +128,12 @@ def test_each_row_has_each_stretch_once_and_where_its_own_pages_lie(
 
 
 class CommonCase(Case):
-    """Requests whose first stretches lie in the pages of the first one."""
+    """Requests whose first stretches lie in the same pages; of more than two, not those of the first."""
 
     def __init__(self, stretches: int, contexts: list[int], parents: list[list[int]], *shape: int) -> None:
         super().__init__(contexts, parents, *shape)
-        tables = self.batch.page_tables
+        self.alike = slice(int(len(contexts) > 2), None)
+        tables = self.batch.page_tables[self.alike]
         tables[:, : stretches * PAGES] = tables[0, : stretches * PAGES]
 
     def common(self, device: torch.device) -> Any:
@@ -146,7 +147,7 @@ class CommonCase(Case):
         own = PassRows(batch.page_tables, begins, batch.context_lengths, counts, self.offsets[:-1])
         found = find_common(own, PAGE_SIZE, heads, kv_heads)
         assert found is not None
-        assert found.skipped.all()
+        assert found.skipped[self.alike].all()
         tables = CommonTables(batch.num_rows + 3, device)
         tables.send(found, -(-counts // tile_height(heads, kv_heads)))
         return tables.rows()
@@ -170,7 +171,7 @@ class CommonCase(Case):
     kind = torch.bfloat16
 
 
-CHAINS = (1, [515, 600, 530], [chain(2), chain(1), chain(3)])
+CHAINS = (1, [515, 600, 530, 512], [chain(1), chain(2), chain(1), chain(2)])
 CHUNK = (1, [540], [chain(18)])
 LONG = (9, [9 * STRETCH + 3, 10 * STRETCH], [chain(6), chain(6)])  # more stretches than a group has
 
@@ -193,6 +194,10 @@ def test_attention_is_the_same(
     torch.testing.assert_close(once.float().cpu(), own.expected(dtype), rtol=0, atol=1e-2)
     if device.type == "cuda":
         assert torch.equal(once, own.attended(attend, plain))
+    assert shared.common is not None
+    shared.common.count.zero_()  # what was to be read once is not read again by each
+    rows = slice(int(own.offsets[:-1][own.alike][0]), None)
+    assert own.attended(attend, shared)[rows].isnan().all()
 
 
 @needs_hopper
@@ -262,7 +267,7 @@ def test_steps_give_the_same_tokens(anything: None, device: torch.device, dtype:
 
 
 def test_a_pass_over_a_prompt_reads_what_lies_before_it_once(
-    anything: None, device: torch.device, dtype: torch.dtype
+    anything: None, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two requests go on behind a stretch that they have in common, each with a chunk of its own."""
     from paceline.backends.cuda import backend as backends
@@ -289,12 +294,16 @@ def test_a_pass_over_a_prompt_reads_what_lies_before_it_once(
         ran.append(found(*arguments))
         return ran[-1]
 
-    found, logits = backends.find_common, []
+    found, logits, names = backends.find_common, [], []
+    run = backend._graphs.run
+    monkeypatch.setattr(backend._graphs, "run", lambda name, work: names.append(name) or run(name, work))
     with pytest.MonkeyPatch.context() as patch:
         for find in (watched, lambda *arguments: None):
             patch.setattr(backends, "find_common", find)
             logits.append(backend.forward(batch).logits.copy())
     assert ran[0].skipped.tolist() == [1, 1]
+    assert names[0] != names[2]  # each has a graph of its own
+    assert names[1] == names[3]  # but for the logits
     if device.type == "cuda":
         assert (logits[0] == logits[1]).all()
     np.testing.assert_allclose(logits[0], logits[1], rtol=0, atol=2e-2)
