@@ -15,8 +15,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from paceline.backends.ahead import AheadDraft
 from paceline.backends.base import (
-    AheadDraft,
     Backend,
     Choices,
     Float32Array,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backends.base import AheadDraft, AheadOutput, Float32Array, ForwardBatch, Int32Array, Joining
+from paceline.backends.ahead import AheadDraft, AheadOutput, Joining
+from paceline.backends.base import Float32Array, ForwardBatch, Int32Array
 from paceline.verify.reference import choose_token_reference
 from tests.draft.reference import lead_chain, ngram_chain
 

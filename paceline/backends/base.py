@@ -17,12 +17,15 @@ table turns an index into a place. It attends to all committed indices and to it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from paceline.backends.ahead import AheadDecoder
 
 Int32Array = npt.NDArray[np.int32]
 UInt64Array = npt.NDArray[np.uint64]
@@ -98,121 +101,12 @@ class ForwardOutput:
 
 
 @dataclass(frozen=True)
-class Joining:
-    """Requests whose next token is to be computed and which a decoder does not know yet."""
-
-    slots: Int32Array  # [requests] their lines of the page table
-    tokens: (
-        Int32Array  # [requests, 2] the last but one, if there is one, and the last: its key is not there yet
-    )
-    lengths: Int32Array  # [requests] tokens whose keys and values are there
-    limits: Int32Array  # [requests] KV indices from here on are not computed
-    seeds: UInt64Array  # [requests]
-    temperatures: Float64Array  # [requests]
-    takes_drafts: BoolArray  # [requests] whether drafted tokens are theirs too, or only what follows the last
-    kept: Float64Array  # [requests, 3] top_k, top_p and min_p: of a decoder of a backend that keeps some
-    # [requests] all tokens of each, for passes that look up; None: nobody will ask for more than the last two
-    texts: Sequence[Int32Array] | None = None
-
-
-@dataclass(frozen=True)
-class LookUp:
-    """Chains of requests' own texts, as draft/ngram.py finds them."""
-
-    shortest: int  # tokens of an n-gram
-    longest: int
-
-
-@dataclass(frozen=True, eq=False)
-class AheadDraft:
-    """What a pass drafts with at its beginning: a head, or the requests' own texts and what the host expects.
-
-    A lead is what the host expects of a request's text from some place on, further than the passes in flight
-    reach. If these have chosen what it says, the chain is what it says next. Else, or if it ends there, the
-    chain is looked up, if chains are; and if nothing is found, there is none.
-    """
-
-    length: int  # of the chains, at least 1
-    runner: HeadRunner | None = None  # None: no head drafts
-    pool: KVPool | None = None  # of the head, which keeps features
-    feature_layers: tuple[int, ...] = ()  # that the head reads
-    most_requests: int | None = None  # of a pass; None: as many as there are slots
-    look_up: LookUp | None = None  # None: nothing is looked up
-    leads: int = 0  # tokens of the longest lead; 0: the host gives none
-
-
-@dataclass(frozen=True)
-class AheadOutput:
-    """What a pass that ran ahead gave. The arrays are valid until the decoder's next but one."""
-
-    tokens: Int32Array  # [slots, 1 + length of drafts] -1 where logits gave none
-    counts: Int32Array  # [slots] how many of these are tokens
-    features: Float32Array | None = None  # [slots, width] of the computed tokens, if asked
-    found: Int32Array | None = None  # [slots] how many tokens were drafted for each, unless a head did
-
-
-@dataclass(frozen=True)
 class DeviceMemory:
     """The memory of a device, in bytes."""
 
     total: int
     free: int
     needed: int  # of the free, for buffers that are still to be made
-
-
-class AheadDecoder(Protocol):
-    """Passes of decoding, each of which reads the tokens where the one before it has chosen them.
-
-    A pass that drafts gives a request up to as many tokens more as its drafts are long.
-    Passes and all other work of the backend run in the order in which they were begun.
-    """
-
-    @property
-    def looks_up(self) -> bool:
-        """Whether passes can look up chains, and follow leads, where they run."""
-        ...
-
-    def join(self, requests: Joining) -> None:
-        """Learn to know requests, or the present state of known ones."""
-        ...
-
-    def launch(
-        self,
-        slots: Sequence[int],
-        page_tables: Int32Array,
-        draft: AheadDraft | None,
-        leads: Int32Array | None = None,
-    ) -> None:
-        """Begin a pass over the known requests in these slots: it gives each of them its next token.
-
-        `page_tables` [all slots, most pages] are those of this pass. They have room for what another one of
-        its kind computes too, below the limits, and what they say of it stays: the pass may tell the next.
-        A head that drafts has computed all of the requests' tokens but the last, and those of passes that
-        it has not drafted in, and features of all computed tokens are in its pool. A pass that looks up or
-        follows leads has been told the texts of its requests. `leads` [slots, 1 + draft.leads], where the
-        host gives some: the place in the text of a lead's first token, -1 if there is none, and its tokens,
-        -1 behind the last. They are for this pass alone.
-        """
-        ...
-
-    def read(self) -> AheadOutput:
-        """What the oldest pass that was not read gave. Waits for it."""
-        ...
-
-    def skip(self) -> None:
-        """Nobody will read the oldest pass that was not read."""
-        ...
-
-    def drop(self) -> None:
-        """No pass that was begun until now will be read."""
-        ...
-
-    def prepare(self, draft: AheadDraft | None) -> Mapping[int, float]:
-        """Have ready what the first passes would wait for.
-
-        Gives the seconds that passes take by the number of their requests, of some numbers, if that is known.
-        """
-        ...
 
 
 class Backend(Protocol):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from paceline.backends.base import LookUp
+from paceline.backends.ahead import LookUp
 from paceline.backends.cuda.backend import PAGE_SIZE
 from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork, ModelNetwork
 from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, tree_shape

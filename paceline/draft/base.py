@@ -13,7 +13,8 @@ import numpy.typing as npt
 from paceline.draft.trees import DraftPlan, DraftTrees
 
 if TYPE_CHECKING:
-    from paceline.backends.base import AheadDraft, Backend, KeptFeatures, LookUp
+    from paceline.backends.ahead import AheadDraft, LookUp
+    from paceline.backends.base import Backend, KeptFeatures
     from paceline.config import BackendOptions
     from paceline.engine.request import Request
     from paceline.kv.cache import KVCache

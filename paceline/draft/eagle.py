@@ -20,15 +20,8 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.base import (
-    AheadDraft,
-    ChainNoise,
-    HeadBatch,
-    HeadChains,
-    HeadOutput,
-    HeadRunner,
-    KeptFeatures,
-)
+from paceline.backends.ahead import AheadDraft
+from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner, KeptFeatures
 from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Features, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part, Passes

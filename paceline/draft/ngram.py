@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backends.base import LookUp
+from paceline.backends.ahead import LookUp
 from paceline.draft.base import Drafter, Target
 from paceline.draft.matching import copy_longest
 from paceline.draft.occurrences import Occurrences

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backends.base import LookUp
+from paceline.backends.ahead import LookUp
 from paceline.draft.base import Drafter, Target
 from paceline.draft.matching import COLUMNS, draft_trees
 from paceline.draft.ngram import RequestIndexes

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.backends.base import AheadDecoder, AheadDraft, AheadOutput
+from paceline.backends.ahead import AheadDecoder, AheadDraft, AheadOutput
 from paceline.draft.base import Features
 from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.engine.drafting import Drafting

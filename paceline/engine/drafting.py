@@ -14,7 +14,8 @@ from itertools import compress
 
 import numpy as np
 
-from paceline.backends.base import AheadDraft, Float32Array, ForwardBatch
+from paceline.backends.ahead import AheadDraft
+from paceline.backends.base import Float32Array, ForwardBatch
 from paceline.constrain.constraint import MOST_FORCED
 from paceline.constrain.drafter import GrammarDrafter
 from paceline.constrain.pruning import Draft, fit_draft

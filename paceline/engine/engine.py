@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.backends.base import AheadDecoder, Backend, ForwardBatch, ForwardOutput
+from paceline.backends.ahead import AheadDecoder
+from paceline.backends.base import Backend, ForwardBatch, ForwardOutput
 from paceline.constrain.compiler import GrammarCompiler, GrammarTokenizer
 from paceline.constrain.drafter import GrammarDrafter
 from paceline.control.controller import Controller, FixedController, Load

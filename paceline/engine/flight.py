@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.backends.base import ForwardBatch, ForwardOutput, Joining
+from paceline.backends.ahead import Joining
+from paceline.backends.base import ForwardBatch, ForwardOutput
 from paceline.draft.base import Features
 from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.engine.facts import Shape

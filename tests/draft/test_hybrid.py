@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from paceline.backends.base import LookUp
+from paceline.backends.ahead import LookUp
 from paceline.draft.base import DrafterNeeds, DraftSampling
 from paceline.draft.hybrid import HybridDrafter, union
 from paceline.draft.methods import parse_speculative_config

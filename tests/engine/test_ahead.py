@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.backends.base import LookUp
+from paceline.backends.ahead import LookUp
 from paceline.control.controller import Controller, FixedController, Load
 from paceline.draft.base import Drafter, DrafterNeeds
 from paceline.draft.ngram import NgramDrafter

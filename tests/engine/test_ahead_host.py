@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.backends.base import LookUp
+from paceline.backends.ahead import LookUp
 from paceline.control.controller import FixedController
 from paceline.draft.base import DrafterNeeds
 from paceline.draft.ngram import NgramDrafter

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.backends.base import AheadDraft, AheadOutput, Float32Array, Int32Array, Joining, KeptFeatures
+from paceline.backends.ahead import AheadDraft, AheadOutput, Joining
+from paceline.backends.base import Float32Array, Int32Array, KeptFeatures
 from paceline.backends.cuda.common import even_rows, find_common, nothing_common
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
 from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork
@@ -60,7 +61,7 @@ class Loop:
 
 
 class CudaAhead:
-    """An AheadDecoder: see backends/base.py."""
+    """An AheadDecoder: see backends/ahead.py."""
 
     looks_up = True
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paceline.backends.base import LookUp
+from paceline.backends.ahead import LookUp
 from paceline.backends.cuda.common import Common, CommonTables
 from paceline.backends.cuda.draft_networks import DraftNetwork, DraftRows
 from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, plan_step

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backends.base import AheadDraft, Joining
+from paceline.backends.ahead import AheadDraft, Joining
 from paceline.control.controller import FixedController
 from paceline.draft.base import Drafter, DraftSampling
 from paceline.draft.heads.config import HeadConfig

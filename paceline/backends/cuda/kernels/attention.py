@@ -206,6 +206,22 @@ def _rounded(mixed, row, head, used, scales_at, heads: tl.constexpr, dim: tl.con
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _write(  # type: ignore[no-untyped-def]
+    whole, row, head, used, output, heads: tl.constexpr, dim: tl.constexpr, rounds: tl.constexpr
+) -> None:
+    """Write what lanes have mixed, which may be rounded."""
+    output_at, scales_at, stride = output
+    _, total, mixed = whole
+    part = tl.arange(0, mixed.shape[1])
+    places = row.to(tl.int64)[:, None] * stride + head[:, None] * dim + part[None, :]
+    mixed = mixed / total[:, None]
+    if rounds:
+        mixed = _rounded(mixed, row, head, used, scales_at, heads, dim)
+    mask = used[:, None] & (part < dim)[None, :]
+    tl.store(output_at + places, mixed.to(output_at.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _attention_kernel(  # type: ignore[no-untyped-def]
     query_at,
     keys_at,
@@ -286,11 +302,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     meeting = (counters_at + number * kv_heads + head, oldest, begin, end, takers)
     last, whole = _meet(whole, meeting, line * most_parts, left, used, dim)
     if last:
-        places = row.to(tl.int64)[:, None] * output_stride + query_head[:, None] * dim + part[None, :]
-        mixed = whole[2] / whole[1][:, None]
-        if rounds:
-            mixed = _rounded(mixed, row, query_head, used, output_scales_at, heads, dim)
-        tl.store(output_at + places, mixed.to(output_at.dtype.element_ty), mask=mask)
+        output = (output_at, output_scales_at, output_stride)
+        _write(whole, row, query_head, used, output, heads, dim, rounds)
 
 
 def leave_common(

@@ -42,6 +42,25 @@ def _store_halves(to, one, two, mask, half: tl.constexpr) -> None:  # type: igno
     tl.store(to + half, two.to(to.dtype.element_ty), mask=mask)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_heads(  # type: ignore[no-untyped-def]
+    one, two, head, token, place, to, heads: tl.constexpr, kv_heads: tl.constexpr, half: tl.constexpr
+) -> None:
+    """Store the halves of a head's lines: of queries by token, of keys and values at their places."""
+    query_at, keys_at, values_at = to
+    part = tl.arange(0, one.shape[0])
+    inside, kept = (part < half)[:, None], (place >= 0)[None, :]
+    if head < heads:
+        lines = query_at + (token * heads + head)[None, :] * (2 * half) + part[:, None]
+        _store_halves(lines, one, two, inside, half)
+    elif head < heads + kv_heads:
+        lines = keys_at + (place * kv_heads + head - heads)[None, :] * (2 * half) + part[:, None]
+        _store_halves(lines, one, two, inside & kept, half)
+    else:
+        lines = values_at + (place * kv_heads + head - heads - kv_heads)[None, :] * (2 * half) + part[:, None]
+        _store_halves(lines, one, two, inside & kept, half)
+
+
 @triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
 def _heads_kernel(  # type: ignore[no-untyped-def]
     rows_at,
@@ -85,7 +104,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     follow(overlap)
     head = tl.program_id(1)  # a tile is a head: of queries, then of keys, then of values
     half: tl.constexpr = dim // 2
-    token, part = tl.program_id(0) * tokens + tl.arange(0, tokens), tl.arange(0, columns // 2)
+    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
     squares, real = load_squares(squares_at, token, groups, most_groups), token < row_count
     position = tl.load(positions_at + token, mask=real, other=0)
     place = tl.load(places_at + token, mask=real, other=-1).to(tl.int64)
@@ -116,16 +135,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
                 factor = tl.rsqrt(tl.reshape(sum_of_squares(total), (tokens,)) / dim + eps)[None, :]
                 one, two = _normed(one, two, factor, query_norm_at if head < heads else key_norm_at, half)
             one, two = _turned(one, two, position, cosines_at, sines_at, half)
-        inside, kept = (part < half)[:, None], (place >= 0)[None, :]
-        if head < heads:
-            to = query_at + (token * heads + head)[None, :] * dim + part[:, None]
-            _store_halves(to, one, two, inside, half)
-        elif head < heads + kv_heads:
-            to = keys_at + (place * kv_heads + head - heads)[None, :] * dim + part[:, None]
-            _store_halves(to, one, two, inside & kept, half)
-        else:
-            to = values_at + (place * kv_heads + head - heads - kv_heads)[None, :] * dim + part[:, None]
-            _store_halves(to, one, two, inside & kept, half)
+        _store_heads(one, two, head, token, place, (query_at, keys_at, values_at), heads, kv_heads, half)
 
 
 def project_heads(

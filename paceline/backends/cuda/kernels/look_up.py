@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.base import LookUp
+from paceline.backends.ahead import LookUp
 from paceline.backends.cuda.kernels.launching import follow, overlaps
 from paceline.backends.cuda.kernels.step_rows import TOKENS, DeviceRequests, StepRows
 
