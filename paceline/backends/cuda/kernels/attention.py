@@ -34,6 +34,8 @@ import triton.language as tl
 from paceline.backends.cuda.kernels.common import CommonRows, attend_common
 from paceline.backends.cuda.kernels.launching import let_next_start, overlaps, wait
 from paceline.backends.cuda.kernels.rounding import rounding_scales, scale_place
+from paceline.backends.cuda.kernels.softmax import BLOCK as BLOCK
+from paceline.backends.cuda.kernels.softmax import MERGED as MERGED
 from paceline.backends.cuda.kernels.softmax import MOST_PATH as MOST_PATH
 from paceline.backends.cuda.kernels.softmax import (
     crooked_block,
@@ -43,12 +45,11 @@ from paceline.backends.cuda.kernels.softmax import (
     nothing,
     places_of,
     prefetch_lines,
+    rows_of_lanes,
     straight_block,
     visible_positions,
 )
 
-BLOCK = 64  # positions looked at together
-MERGED = 8  # blocks of a stretch, stretches of a group
 LANES = 16  # rows times query heads of a tile, at least
 WARPS = 4  # part of the result's bits, as BLOCK and MERGED are
 STAGES = 5  # of the loop over blocks: two for pages, as the places of keys follow from them
@@ -94,7 +95,7 @@ class AttentionScratch:
 
 def tile_height(heads: int, kv_heads: int) -> int:
     """How many rows of a request a tile has."""
-    return max(1, LANES // int(triton.next_power_of_2(heads // kv_heads)))
+    return rows_of_lanes(LANES, heads, kv_heads)
 
 
 def attention_scratch(
@@ -284,8 +285,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     mask, line = used[:, None] & (part < dim)[None, :], row * heads + query_head
     query = tl.load(query_at + line[:, None] * dim + part[None, :], mask=mask, other=0.0)
     left, tables = (mixed_at, totals_at), (positions_at, straight_at, paths_at)
-    tile = (first, count, in_tile, crooked)
-    whole = nothing(lanes, wide)
+    whole, tile = nothing(lanes, wide), (first, count, in_tile, crooked)
     if (each == 1) & ((begin + taker + 1) * _BLOCK <= crooked):
         visible = visible_positions(column, sight)
         whole = straight_block(query, place, seen, visible, scale, pool, dim)
@@ -302,8 +302,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     meeting = (counters_at + number * kv_heads + head, oldest, begin, end, takers)
     last, whole = _meet(whole, meeting, line * most_parts, left, used, dim)
     if last:
-        output = (output_at, output_scales_at, output_stride)
-        _write(whole, row, query_head, used, output, heads, dim, rounds)
+        _write(whole, row, query_head, used, (output_at, output_scales_at, output_stride), heads, dim, rounds)
 
 
 def leave_common(

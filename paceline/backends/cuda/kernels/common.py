@@ -22,15 +22,17 @@ import triton.language as tl
 
 from paceline.backends.cuda.kernels.launching import let_next_start, overlaps, wait
 from paceline.backends.cuda.kernels.softmax import (
+    BLOCK,
+    MERGED,
     leave,
     merge,
     nothing,
     places_of,
     read_lines,
+    rows_of_lanes,
     soften,
 )
 
-BLOCK, MERGED = 64, 8  # those of attention.py
 STRETCH = BLOCK * MERGED
 LANES = 64  # rows times query heads of a program
 WARPS = 4
@@ -52,7 +54,7 @@ class CommonRows:
 
 def rows_together(heads: int, kv_heads: int) -> int:
     """How many rows a program has."""
-    return max(1, LANES // int(triton.next_power_of_2(heads // kv_heads)))
+    return rows_of_lanes(LANES, heads, kv_heads)
 
 
 @triton.jit

@@ -11,8 +11,15 @@ import triton.language as tl
 
 from paceline.backends.cuda.kernels.launching import prefetch
 
+BLOCK = 64  # positions looked at together
+MERGED = 8  # blocks of a stretch, stretches of a group
 MOST_PATH = 64  # positions of a path that are not straight
 _PATH_LENGTH = tl.constexpr(MOST_PATH)
+
+
+def rows_of_lanes(lanes: int, heads: int, kv_heads: int) -> int:
+    """How many rows have room in so many lanes, each with the query heads that share a key head."""
+    return max(1, lanes // int(triton.next_power_of_2(heads // kv_heads)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
