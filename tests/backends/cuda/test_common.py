@@ -46,11 +46,13 @@ def find(tables: list[list[int]], rest: list[int], counts: list[int]) -> Any:
 def anything(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little it saves, what is common is read once; interpreted by few programs, one by one."""
     from paceline.backends.cuda import common
+    from paceline.backends.cuda.kernels import attention
     from paceline.backends.cuda.kernels import common as kernels
 
     monkeypatch.setattr(common, "LEAST_SAVED", 0)
     if not torch.cuda.is_available():
-        monkeypatch.setattr(kernels, "PROGRAMS", 3)
+        for module in (kernels, attention):
+            monkeypatch.setattr(module, "PROGRAMS", 3)
 
 
 def test_stretches_that_requests_have_in_common_are_found_and_others_are_left_to_each(anything: None) -> None:
