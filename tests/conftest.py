@@ -1,4 +1,4 @@
-"""Fixtures of the command line tests: the toy model in place of a real one, and commands run in process."""
+"""What property tests try, and fixtures of the command line tests: the toy model, commands run in process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import io
 import sys
 
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
+from hypothesis.internal.conjecture import providers
 
 from paceline import LLM
 from paceline.cli import main
@@ -15,9 +18,35 @@ from paceline.terminal import chat as chat_room
 from paceline.terminal import generate as generate_room
 from tests.toy import ToyTokenizer, toy_engine
 
+# `make test` tries the same examples everywhere and always: what passed for us passes for a newcomer.
+# `make fuzz` (tests/fuzz.py) tries others each time. How fast a machine is makes no test fail.
+settings.register_profile(
+    "fixed",
+    max_examples=100,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "fuzz",
+    max_examples=500,
+    derandomize=False,
+    database=DirectoryBasedExampleDatabase(".hypothesis/examples"),
+    deadline=20_000,  # milliseconds: whatever is made up, no example takes so long
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
+settings.load_profile("fixed")
 
-def pytest_configure() -> None:
+
+def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all tests are imported: there is much, and all of it stays
+    if config.getoption("--hypothesis-profile", None) != "fuzz":
+        # hypothesis also tries constants of the modules that are imported by then, which depends on the
+        # tests that ran before in the same process
+        assert callable(providers._get_local_constants)
+        providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_collection_finish() -> None:

@@ -109,7 +109,7 @@ def trees(draw):
     return Draft(tokens, parents, [-1] * len(tokens))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(trees(), st.lists(st.text("abcd", min_size=1, max_size=7), min_size=1, max_size=5), st.integers(0, 9))
 def test_all_that_was_legal_stays_in_order_and_all_that_is_added_is_forced(tree, texts, room):
     grammar = words(*texts)

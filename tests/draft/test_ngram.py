@@ -50,7 +50,7 @@ def test_a_text_without_repeats_or_of_one_token_gets_no_draft():
     assert draft([3]) == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=2, max_size=12),
     st.integers(1, 4),

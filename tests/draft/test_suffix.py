@@ -124,7 +124,7 @@ def test_plans_of_a_batch_are_kept_apart():
     assert drafted == [[20, 21], [20, 21, 22], []]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     responses=st.lists(
         st.tuples(

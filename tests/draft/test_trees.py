@@ -40,7 +40,7 @@ def test_unsound_trees_are_named(tokens, parents, problem):
 numbers = st.integers(-2, 4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     tokens=st.lists(numbers, max_size=5),
     parents=st.lists(numbers, max_size=5),
@@ -126,7 +126,6 @@ trees_of_nodes = (
 )
 
 
-@settings(deadline=None)
 @given(nodes=trees_of_nodes)
 def test_what_is_kept_of_trees_are_their_paths(nodes):
     parents = [[max(place - above, -1) for place, (above, _) in enumerate(tree)] for tree in nodes]

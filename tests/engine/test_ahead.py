@@ -112,7 +112,7 @@ class LookedUp(NgramDrafter):
 LENGTHS = st.one_of(st.just([]), st.just([3]), st.lists(st.integers(0, 3), min_size=2, max_size=4))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     EVENTS,
     st.sampled_from([20, 400]),

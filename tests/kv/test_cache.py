@@ -149,7 +149,7 @@ def test_commit_moves_only_accepted_rows_that_lie_apart():
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_sequence_of_operations_confuses_owners(operations):
     """Held, cached and free pages always make up the whole, and a found page has the right tokens."""
     kv = cache(num_pages=12)

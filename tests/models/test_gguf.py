@@ -183,7 +183,7 @@ def test_the_file_loads_when_nothing_is_changed(sound: bytes, folder: Path) -> N
     assert loads_or_says_why(use_whole_file, folder, sound)
 
 
-@settings(max_examples=200, deadline=2000)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_a_file_cut_anywhere_never_loads(sound: bytes, folder: Path, data: st.DataObject) -> None:
     # the writer pads the last tensor, so the cut must go into what is needed
@@ -191,7 +191,7 @@ def test_a_file_cut_anywhere_never_loads(sound: bytes, folder: Path, data: st.Da
     assert not loads_or_says_why(use_whole_file, folder, sound[:length])
 
 
-@settings(max_examples=400, deadline=2000)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_changed_bytes_load_or_are_told(sound: bytes, folder: Path, data: st.DataObject) -> None:
     changed = bytearray(sound)
@@ -202,7 +202,7 @@ def test_changed_bytes_load_or_are_told(sound: bytes, folder: Path, data: st.Dat
     loads_or_says_why(use_whole_file, folder, bytes(changed))
 
 
-@settings(max_examples=400, deadline=2000)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_lying_numbers_load_or_are_told(sound: bytes, folder: Path, data: st.DataObject) -> None:
     # overwrite a length, count, dimension or offset by another number

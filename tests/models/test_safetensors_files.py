@@ -175,7 +175,7 @@ def test_the_folder_loads_when_nothing_is_changed(sound: Path) -> None:
     assert loads_or_says_why(sound)
 
 
-@settings(max_examples=150, deadline=2000)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_file_cut_anywhere_never_loads(sound: Path, changed: Path, data: st.DataObject) -> None:
     content = (sound / "model.safetensors").read_bytes()
@@ -183,7 +183,7 @@ def test_a_file_cut_anywhere_never_loads(sound: Path, changed: Path, data: st.Da
     assert not loads_or_says_why(changed)
 
 
-@settings(max_examples=300, deadline=2000)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_changed_bytes_load_or_are_told(sound: Path, changed: Path, data: st.DataObject) -> None:
     content = bytearray((sound / "model.safetensors").read_bytes())
@@ -194,7 +194,7 @@ def test_changed_bytes_load_or_are_told(sound: Path, changed: Path, data: st.Dat
     loads_or_says_why(changed)
 
 
-@settings(max_examples=200, deadline=2000)
+@settings(max_examples=200)
 @given(
     shape=st.lists(st.integers(-2, 2**64), max_size=4),
     offsets=st.lists(st.one_of(st.integers(0, 64), st.integers(-(2**64), 2**64)), max_size=3),
@@ -210,7 +210,7 @@ def test_lying_headers_load_or_are_told(
             assert tensor.float32().shape == tuple(shape)
 
 
-@settings(max_examples=150, deadline=2000)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_changed_config_loads_or_is_told(sound: Path, changed: Path, data: st.DataObject) -> None:
     shutil.copy(sound / "model.safetensors", changed / "model.safetensors")

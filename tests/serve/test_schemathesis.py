@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 import hypothesis
+import pytest
 import schemathesis
 from schemathesis.checks import load_all_checks
 from schemathesis.generation import GenerationMode
@@ -50,9 +51,6 @@ def _of_any_model(case: schemathesis.Case) -> schemathesis.Case:
 def _check(cases: Any, examples: int, statuses: Counter[int]) -> None:
     @hypothesis.settings(
         max_examples=examples,
-        derandomize=True,
-        deadline=None,
-        database=None,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(case=cases)
@@ -64,6 +62,7 @@ def _check(cases: Any, examples: int, statuses: Counter[int]) -> None:
     check()
 
 
+@pytest.mark.fuzz
 def test_no_made_up_request_breaks_the_server() -> None:
     engine = toy_engine(max_model_len=1024, num_pages=2000)  # made-up requests ask for as much as there is
     with serving(engine) as client:

@@ -1,11 +1,13 @@
-"""The parser: text in any pieces gives the same content and calls, and nothing of a marker as content."""
+"""The parser: text in any pieces gives the same content and calls, and nothing of the text is lost."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from paceline.serve.tools import (
@@ -20,6 +22,7 @@ from paceline.serve.tools import (
     ToolParser,
     read_whole,
 )
+from paceline.serve.tools.formats import CALL_START, FENCE_END, FENCE_NAME_END, FENCE_START
 
 WEATHER = ("weather", '{"city": "Bern", "days": [1, 2]}')
 NOW = ("now", "{}")
@@ -146,11 +149,45 @@ def test_what_there_is_of_a_call_that_was_cut_off_is_given(
     assert not any(call.complete for call in cut)
 
 
-def test_a_second_call_that_was_cut_off_before_its_name_is_not_content() -> None:
-    text = FORMATS["hermes"].write([NOW]) + '\n<tool_call>\n{"name": "wea'
+HERMES_NOW = FORMATS["hermes"].write([NOW])
+MISTRAL_NOW = '[TOOL_CALLS] [{"name": "now", "arguments": {}}'
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "content"),
+    [
+        # a call that was cut off before its name is known: content, with the white space before it
+        ("mistral", ':: [TOOL_CALLS] [{"name": "0', ':: [TOOL_CALLS] [{"name": "0'),
+        ("hermes", 'a\n\n<tool_call>\n{"name": "', 'a\n\n<tool_call>\n{"name": "'),
+        ("hermes", HERMES_NOW + '\n<tool_call>\n{"name": "wea', '\n<tool_call>\n{"name": "wea'),
+        ("hermes", HERMES_NOW + "\n<tool_c", "\n<tool_c"),
+        ("mistral", MISTRAL_NOW + ', {"name": "wea', ', {"name": "wea'),
+        ("mistral", MISTRAL_NOW + ', {"na', ', {"na'),
+        ("llama3_json", '{"name": "now", "parameters": {}}; {"name": "wea', '; {"name": "wea'),
+        # the end of a call that was cut off: no content, the call is complete
+        ("hermes", HERMES_NOW[:-3], ""),
+        ("mistral", MISTRAL_NOW, ""),
+        # what follows calls and is neither another nor their end
+        ("hermes", HERMES_NOW + "\n\nDone.\n", "\n\nDone.\n"),
+        ("hermes", HERMES_NOW[:-3] + "-box>", "\n</tool_ca-box>"),
+        ("mistral", MISTRAL_NOW + "] Done.", " Done."),
+        ("mistral", MISTRAL_NOW + ", done.", ", done."),
+        ("llama3_json", '{"name": "now", "parameters": {}} Done.', " Done."),
+    ],
+)
+def test_what_follows_calls_but_is_no_call_is_content(format: str, text: str, content: str) -> None:
+    found, calls = read_whole(ToolParser(FORMATS[format]), text)
+    assert found == content
+    assert [(call.name, call.arguments, call.complete) for call in calls] == [("now", "{}", True)] * (
+        '"now"' in text
+    )
+
+
+def test_what_follows_a_name_but_is_not_the_arguments_is_content() -> None:
+    text = '<tool_call>\n{"name": "now", "args": {}}'
     content, calls = read_whole(ToolParser(FORMATS["hermes"]), text)
-    assert content == ""
-    assert calls == [ToolCall(calls[0].id, "now", "{}", complete=True)]
+    assert content == '", "args": {}}'
+    assert calls == [ToolCall(calls[0].id, "now", "", complete=False)]
 
 
 values = st.recursive(
@@ -165,35 +202,81 @@ calls_of = st.lists(
     ),
     max_size=3,
 )
-texts = st.text(alphabet="ab <>{}[]\n_tolcTOLCAS\"':", max_size=20)
+texts = st.text(alphabet="ab <>{}[]\n_tolcTOLCAS\"':;,`", max_size=20)
+TOOLS = ("weather", "weathers")
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    format=st.sampled_from(list(FORMATS.values())),
-    text=texts,
-    calls=calls_of,
-    fenced=st.booleans(),
-    keep=st.floats(0, 1),
-    anywhere=st.booleans(),
-    data=st.data(),
-)
-def test_pieces_do_not_matter(
-    format: ToolFormat,
-    text: str,
-    calls: list[tuple[str, str]],
-    fenced: bool,
-    keep: float,
-    anywhere: bool,
-    data: st.DataObject,
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[str, str]:
+    """A format's name and a text: content, calls and content, cut off anywhere."""
+    name = draw(st.sampled_from(sorted(FORMATS)))
+    calls = draw(calls_of)
+    written = FORMATS[name].write(calls) if calls else draw(st.sampled_from(["", FENCED]))
+    whole = draw(texts) + written + draw(texts)
+    return name, whole[: draw(st.integers(0, len(whole)))]
+
+
+def as_pattern(format: ToolFormat, facts: list[tuple[object, ...]]) -> str:
+    """A regular expression for the texts that these events may have been read from.
+
+    What is not in an event is what the format says, and white space before a call.
+    """
+    quoted = re.escape
+    starts = [r"\s*" + quoted(format.opening), quoted(format.between + CALL_START), quoted(FENCE_START)]
+    ends = [quoted("}" + format.end), quoted("}"), quoted(FENCE_END)]
+    cut_ends = [quoted(end[:size]) for end in ("}" + format.end, FENCE_END) for size in range(len(end))]
+    name_ends = (format.name_end, FENCE_NAME_END)
+    cut_name_ends = [quoted(end[:size]) for end in name_ends for size in range(len(end))]
+    pattern = ""
+    for (kind, _, value), following in itertools.zip_longest(facts, facts[1:]):
+        match kind:
+            case "call":
+                pattern += f"({'|'.join(starts)}){quoted(str(value))}"
+                if following is not None and following[0] == "arguments":
+                    pattern += f"({'|'.join(map(quoted, name_ends))})"
+                else:  # cut off, or other text follows
+                    pattern += f"(({'|'.join(cut_name_ends)})\\Z)?"
+            case "end":
+                pattern += f"({'|'.join(ends)}|({'|'.join(cut_ends)})\\Z|(?=\n))" if value else ""
+            case _:
+                pattern += quoted(str(value))
+    return pattern
+
+
+@settings(max_examples=200)
+@given(answer=answers(), cuts=st.lists(st.integers(0, 200), max_size=8), anywhere=st.booleans())
+@example(answer=("mistral", ':: [TOOL_CALLS] [{"name": "0'), cuts=[], anywhere=True)
+@example(answer=("hermes", HERMES_NOW + '\n<tool_call>\n{"name": "wea'), cuts=[], anywhere=True)
+@example(answer=("mistral", MISTRAL_NOW + ', {"name": "wea'), cuts=[], anywhere=True)
+@example(answer=("mistral", MISTRAL_NOW + ', {"na'), cuts=[], anywhere=False)
+@example(answer=("llama3_json", '{"name": "now", "parameters": {}}; {"name": "w'), cuts=[], anywhere=False)
+@example(answer=("hermes", HERMES_NOW + " a \n" + HERMES_NOW), cuts=[], anywhere=True)
+@example(answer=("hermes", '<tool_call>\n{"name": "now"}'), cuts=[], anywhere=True)
+@example(answer=("hermes", FENCED + "\nb"), cuts=[], anywhere=True)
+@example(answer=("hermes", FENCED[:-5] + "b"), cuts=[], anywhere=True)
+def test_pieces_do_not_matter_and_nothing_is_lost(
+    answer: tuple[str, str], cuts: list[int], anywhere: bool
 ) -> None:
-    whole = FENCED if fenced else text + (format.write(calls) if calls else "")
-    whole = whole[: round(len(whole) * keep)]  # cut off anywhere
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=8)))
-    pieces = [whole[start:end] for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
-    names = ("weather", "weathers")
-    at_once = joined(events_of(ToolParser(format, anywhere, names), [whole]))
-    assert joined(events_of(ToolParser(format, anywhere, names), pieces)) == at_once
-    assert joined(events_of(ToolParser(format, anywhere, names), list(whole))) == at_once
-    if not any(fact[0] == "call" for fact in at_once):  # then nothing may be lost
-        assert "".join(str(fact[2]) for fact in at_once) == whole
+    format, text = FORMATS[answer[0]], answer[1]
+
+    def read(pieces: list[str]) -> list[tuple[object, ...]]:
+        return joined(events_of(ToolParser(format, anywhere, TOOLS), pieces))
+
+    places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    at_once = read([text])
+    assert read([text[start:end] for start, end in itertools.pairwise(places)]) == at_once
+    assert read(list(text)) == at_once
+    assert re.fullmatch(as_pattern(format, at_once), text, re.DOTALL)
+
+
+@given(name=st.sampled_from(sorted(FORMATS)), text=texts, calls=calls_of.filter(bool), after=texts)
+def test_calls_after_text_are_read_back(
+    name: str, text: str, calls: list[tuple[str, str]], after: str
+) -> None:
+    format = FORMATS[name]
+    assume(format.marker or not text)
+    assume(not (format.end + after).startswith(format.between))
+    content, read = read_whole(ToolParser(format), text + format.write(calls) + after)
+    assert content == text.rstrip() + after
+    assert [(call.name, call.arguments) for call in read] == calls
+    assert all(call.complete for call in read)

@@ -47,7 +47,7 @@ def sampler(seed=0, prompt=(), ending=(), **options):
 
 @given(OPTIONS, st.integers(1, 700), st.booleans(), st.booleans(), st.integers(0, 2**32 - 1))
 @example({"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0}, 160, True, False, 187)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_distribution_is_what_the_sampler_draws_from(options, size, ties, masked, seed):
     logits = some_logits(seed, size, ties=ties, masked=masked)
     workspace = Workspace(size)
@@ -63,7 +63,7 @@ def test_the_distribution_is_what_the_sampler_draws_from(options, size, ties, ma
 
 
 @given(OPTIONS, st.integers(1, 700), st.integers(1, 9), st.booleans(), st.integers(0, 2**32 - 1))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_candidates_are_the_best_of_the_distribution(options, size, count, coupled, seed):
     logits = some_logits(seed, size)
     workspace = Workspace(size)
@@ -115,7 +115,7 @@ def test_unusable_logits_are_an_error(temperature, bad):
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(0, 2**24 - 1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_compiled_uniforms_have_the_bits_of_the_reference(seed, position, node):
     for stream in (STREAM_DRAFT, STREAM_ACCEPT, STREAM_RESIDUAL):
         assert uniform(seed, position, stream, node) == uniform_reference(seed, position, stream, node)
@@ -127,7 +127,7 @@ def test_every_part_of_the_key_gives_other_noise():
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 300), st.integers(0, 5))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_compiled_draws_are_those_of_the_reference_and_never_of_mass_0(seed, size, num_taken):
     rng = np.random.default_rng(seed)
     probs = rng.random(size) * (rng.random(size) < 0.5)
@@ -146,7 +146,7 @@ def test_draws_without_replacement_follow_what_is_left():
 
 
 @given(OPTIONS, st.booleans(), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_candidates_among_known_ids_are_those_of_a_row_where_nothing_else_is_possible(options, coupled, seed):
     known = np.sort(np.random.default_rng(seed).permutation(3000)[:1100])  # more than one block of noise
     logits = some_logits(seed, len(known))

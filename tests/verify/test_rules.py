@@ -150,7 +150,7 @@ def same(verdict: Verdict, expected: Verdict) -> bool:
     drawn=1.0,
     nan_node=0,
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_compiled_rules_decide_as_the_readable_ones(name, seed, options, num_nodes, drawn, nan_node):
     nan_node = nan_node if nan_node is not None and nan_node < num_nodes else None
     arguments = (seed, options, num_nodes, not RULES[name].trees, drawn, nan_node)

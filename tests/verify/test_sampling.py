@@ -52,7 +52,7 @@ def frequencies(logits, draws=4000, **options):
     seed=st.integers(0, 2**64 - 1),
     position=st.integers(0, 100_000),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_compiled_sampler_chooses_what_the_reference_chooses(
     size, spread, ties, masked, temperature, top_k, top_p, min_p, seed, position
 ):
@@ -83,7 +83,7 @@ def test_compiled_sampler_agrees_on_a_vocabulary_of_real_size(options, spread):
     spread=st.sampled_from([0.0, 1.0, 5.0, 50.0, 1e7]),
     seed=st.integers(0, 2**64 - 1),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_best_of_a_race_are_those_with_the_largest_sums(size, places, named, spread, seed):
     rng = np.random.default_rng(seed % 2**32)
     logits = (rng.normal(size=size) * spread).astype(np.float32)

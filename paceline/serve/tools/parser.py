@@ -1,7 +1,8 @@
 """The model's text, as it comes, to content and calls. How the text is cut into pieces changes nothing.
 
 The grammar (grammar.py) makes the model write calls byte for byte as the format says, so that the
-parser needs no guesses: what does not follow the format is content.
+parser needs no guesses: what does not follow the format is content. Nothing is lost: the events, written
+as the format writes them, are the text, except for white space before a call, which is not content.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from paceline.serve.tools.formats import CALL_START, FENCE_NAME_END, FENCE_START, ToolFormat
+from paceline.serve.tools.formats import CALL_START, FENCE_END, FENCE_NAME_END, FENCE_START, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +70,20 @@ class ToolParser:
         """
         self._names = names
         self._buffer = ""  # text that is not yet understood
+        self._held = ""  # text before the buffer that belongs to a call if its name comes, else is content
         self._index = -1  # of the last call
         self._json = _JsonEnd()
         self._events: list[Event] = []
         self._read: Callable[[], bool] = self._read_plain
+        self._read_rest = self._read_plain  # what follows calls
         if format is not None:
             self._opening, self._name_end, self._new_id = format.opening, format.name_end, format.new_id
-            self._read = self._read_text if anywhere and format.marker else self._read_start
-            if anywhere and format.fenced:
-                self._read = self._read_fence
+            self._next_call = "}" + format.between + CALL_START
+            self._end = "}" + format.end
+            self._read = self._read_start
+            if anywhere and format.marker:
+                self._read = self._read_fence if format.fenced else self._read_text
+                self._read_rest = self._read_text
 
     @property
     def num_calls(self) -> int:
@@ -95,8 +101,11 @@ class ToolParser:
         """What was held back; a call that was cut off ends with what there is of it."""
         if self._read in (self._read_name_end, self._read_arguments):
             self._end_call(complete=False)
-        elif self._index < 0:  # no call, but perhaps the beginning of one
-            self._content((self._opening if self._read == self._read_name else "") + self._buffer)
+        else:
+            if self._read == self._read_after:
+                self._skip(self._end_length(self._buffer))
+            self._content(self._held + self._buffer)
+        self._held = ""
         self._buffer = ""
         self._read = self._read_plain
         return self._take()
@@ -111,8 +120,7 @@ class ToolParser:
     def _read_start(self) -> bool:
         """Calls, if the very beginning is theirs."""
         if self._buffer.startswith(self._opening):
-            self._skip(len(self._opening))
-            self._read = self._read_name
+            self._hold(len(self._opening))
             return True
         if self._opening.startswith(self._buffer):
             return False
@@ -126,6 +134,7 @@ class ToolParser:
             if self._buffer.startswith(head):
                 self._start_call(name)
                 self._skip(len(head))
+                self._next_call, self._end, self._read_rest = "", FENCE_END, self._read_plain
                 self._read = self._read_arguments
                 return True
         if any(head.startswith(self._buffer) for head in heads):
@@ -137,9 +146,10 @@ class ToolParser:
         """Content up to the first call. White space is held back: before a call it is not content."""
         start = self._buffer.find(self._opening)
         if start >= 0:
-            self._content(self._buffer[:start].rstrip())
-            self._skip(start + len(self._opening))
-            self._read = self._read_name
+            text = self._buffer[:start].rstrip()
+            self._content(text)
+            self._skip(len(text))
+            self._hold(start - len(text) + len(self._opening))
             return True
         text = self._buffer[: len(self._buffer) - _overlap(self._buffer, self._opening)].rstrip()
         self._content(text)
@@ -151,15 +161,20 @@ class ToolParser:
         if end < 0:
             return False
         self._start_call(self._buffer[:end])
+        self._held = ""
         self._skip(end)
         self._read = self._read_name_end
         return True
 
     def _read_name_end(self) -> bool:
-        if len(self._buffer) < len(self._name_end):
+        if self._buffer.startswith(self._name_end):
+            self._skip(len(self._name_end))
+            self._read = self._read_arguments
+            return True
+        if self._name_end.startswith(self._buffer):
             return False
-        self._skip(len(self._name_end))
-        self._read = self._read_arguments
+        self._end_call(complete=False)
+        self._read = self._read_rest
         return True
 
     def _read_arguments(self) -> bool:
@@ -173,13 +188,28 @@ class ToolParser:
         return True
 
     def _read_after(self) -> bool:
-        """The way to the next call, if there is one: nothing else follows a call."""
-        start = self._buffer.find(CALL_START)
-        if start < 0:
+        """The way to the next call, or the end of the last; what is neither is text."""
+        if self._next_call and self._buffer.startswith(self._next_call):
+            self._skip(self._end_length(self._next_call))
+            self._hold(len(self._next_call) - self._end_length(self._next_call))
+            return True
+        if self._next_call.startswith(self._buffer) or self._end.startswith(self._buffer):
             return False
-        self._skip(start + len(CALL_START))
-        self._read = self._read_name
+        self._skip(self._end_length(self._buffer))
+        self._read = self._read_rest
         return True
+
+    def _end_length(self, text: str) -> int:
+        """How much of the text after a call's arguments belongs to that call."""
+        if self._end.startswith(text):  # cut off
+            return len(text)
+        return next((len(end) for end in (self._end, "}") if text.startswith(end)), 0)
+
+    def _hold(self, count: int) -> None:
+        """Take the start of a call off the buffer. It comes back if the call is cut off in its name."""
+        self._held = self._buffer[:count]
+        self._skip(count)
+        self._read = self._read_name
 
     def _start_call(self, name: str) -> None:
         self._index += 1

@@ -153,8 +153,6 @@ def trees(draw: st.DrawFn) -> list[int]:
 
 ANY = settings(
     max_examples=40,
-    deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

@@ -130,8 +130,6 @@ def test_a_slot_beside_other_requests(subject: Subject, threads: int) -> None:
 
 @settings(
     max_examples=25,
-    deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data(), length=st.integers(0, 40), threads=st.sampled_from([1, 2]))

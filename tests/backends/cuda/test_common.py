@@ -91,7 +91,7 @@ def test_what_there_is_no_room_for_is_left_to_each(anything: None, monkeypatch: 
     assert len(found.items) == 4
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.lists(st.integers(1, 2), max_size=4), st.integers(1, 40)), min_size=1, max_size=7)
 )

@@ -66,7 +66,7 @@ options_of_a_row = st.tuples(
 )
 
 
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
+@settings(max_examples=EXAMPLES)
 @given(
     seed=st.integers(0, 2**32 - 1),
     spreads=st.lists(st.sampled_from([0.0, 0.01, 1.0, 4.0, 40.0]), min_size=ROWS, max_size=ROWS),

@@ -72,7 +72,7 @@ def on_the_device(
     return [line[1 : 1 + count].tolist() for line, count in zip(tokens, found.tolist(), strict=True)]
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(st.data(), st.integers(1, 4), st.integers(0, 3), st.integers(1, 3))
 def test_the_device_finds_what_the_host_finds(data, shortest, more, letters):  # type: ignore[no-untyped-def]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -129,7 +129,7 @@ def leads_of(draw: st.DrawFn, text: list[int], letters: int) -> Lead:
     return start, [*right, *guessed][:LEADS]
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(st.data(), st.booleans(), st.integers(1, 3))
 def test_the_device_follows_leads_as_the_reference_does(data, looks_up, letters):  # type: ignore[no-untyped-def]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
