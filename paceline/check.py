@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import BackendError, PacelineError
+from paceline.extras import needs_extra
 from paceline.home import paceline_home
 from paceline.terminal.session import announce_compilation
 
@@ -140,8 +141,9 @@ def models() -> dict[str, Any]:
 def torch_facts() -> dict[str, Any]:
     """What torch sees."""
     try:
-        import torch
-    except ImportError as error:
+        with needs_extra("torch", "--torch"):
+            import torch
+    except (ImportError, PacelineError) as error:
         return {"torch": f"cannot be imported: {error}"}
     found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.cuda.is_available()}
     for number in range(torch.cuda.device_count()):

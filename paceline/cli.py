@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,8 @@ import typer
 from paceline import __version__
 from paceline.bench.simulate.flags import DRAFTS, MACHINE, TRAFFIC
 from paceline.config import DEFAULT_MODEL
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import PacelineError
+from paceline.extras import needs_extra
 from paceline.terminal.config_file import ConfigFile
 from paceline.terminal.flags import (
     ENGINE,
@@ -143,12 +145,8 @@ def check(
 @with_flags(server=SERVER, engine=(*ENGINE, SEED))
 def serve(server: Options, engine: Options, model: Model = DEFAULT_MODEL, config: ConfigFile = None) -> None:
     """Serve a model over HTTP, with the API of OpenAI."""
-    try:
+    with needs_extra("serve", "`paceline serve`"):
         from paceline.serve.server import serve
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"`paceline serve` needs the module {error.name}: run `pip install 'paceline[serve]'`."
-        ) from error
 
     serve(model, engine, server)
 
@@ -206,23 +204,21 @@ def simulate(
         simulate_engine(model, guesses, machine, traffic, drafts, as_json)
 
 
-def _mount(name: str, module: str, summary: str) -> None:
-    """Give a room's own commands a name here. The room is imported only when it is used."""
+def _mount(name: str, module: str, extra: str | None, summary: str) -> None:
+    """Give a room's own commands a name here. The room is imported only when it is used.
+
+    `extra` is the one that installs what its commands need beyond the package's own dependencies.
+    """
 
     @app.command(name, context_settings=ANY_ARGUMENTS, add_help_option=False, help=summary)
     def room(context: typer.Context) -> None:
-        try:
-            commands = importlib.import_module(module).app
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"`paceline {name}` needs the module {error.name}, which is not here."
-            ) from error
-        one_room = typer.Typer(**PLAIN)
-        one_room.add_typer(commands, name=name)
-        one_room([name, *context.args], prog_name="paceline")
+        with nullcontext() if extra is None else needs_extra(extra, f"`paceline {name}`"):
+            one_room = typer.Typer(**PLAIN)
+            one_room.add_typer(importlib.import_module(module).app, name=name)
+            one_room([name, *context.args], prog_name="paceline")
 
 
-_mount("models", "paceline.models.commands", "Models: list, pull, show.")
-_mount("bench", "paceline.bench.commands", "Measure speed, drafting and perplexity.")
-_mount("tune", "paceline.bench.tune_command", "Find the drafting that is quickest on your traffic.")
-_mount("train", "paceline.train.commands", "Train a draft head on the target's own answers.")
+_mount("models", "paceline.models.commands", None, "Models: list, pull, show.")
+_mount("bench", "paceline.bench.commands", "bench", "Measure speed, drafting and perplexity.")
+_mount("tune", "paceline.bench.tune_command", "bench", "Find the drafting that is quickest on your traffic.")
+_mount("train", "paceline.train.commands", "train", "Train a draft head on the target's own answers.")

@@ -16,6 +16,7 @@ from paceline.cli import main
 from paceline.config import EngineConfig
 from paceline.terminal import chat as chat_room
 from paceline.terminal import generate as generate_room
+from tests.planted import Plant
 from tests.toy import ToyTokenizer, toy_engine
 
 # `make test` tries the same examples everywhere and always: what passed for us passes for a newcomer.
@@ -56,6 +57,14 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Plants bugs; each must have been met by the end of the test."""
+    plant = Plant(monkeypatch)
+    yield plant
+    plant.assert_ran()
 
 
 @pytest.fixture

@@ -39,25 +39,27 @@ def test_every_weight_format_is_tested():
     assert tested == set(FORMAT_NAMES)
 
 
-def test_a_wrong_kernel_is_noticed(monkeypatch):
+def test_a_wrong_kernel_is_noticed(plant):
     right = check_kernels.multiply
 
-    def wrong(*arguments):
-        found = right(*arguments)
+    def wrong(tensor, quantization, activations):
+        found = right(tensor, quantization, activations)
         found[0, 0] *= 1.01
         return found
 
-    monkeypatch.setattr(check_kernels, "multiply", wrong)
+    plant(check_kernels, "multiply", wrong)
     with pytest.raises(BackendError, match="differs from numpy"):
         compare(CASES["int8"])
 
 
-def test_a_kernel_whose_rows_depend_on_each_other_is_noticed(monkeypatch):
+def test_a_kernel_whose_rows_depend_on_each_other_is_noticed(plant):
     right = check_kernels.multiply
+
     # below the tolerance, but other bits
-    monkeypatch.setattr(
-        check_kernels, "multiply", lambda t, q, rows: right(t, q, rows) * (1 + 2e-7 * (len(rows) > 1))
-    )
+    def wrong(tensor, quantization, activations):
+        return right(tensor, quantization, activations) * (1 + 2e-7 * (len(activations) > 1))
+
+    plant(check_kernels, "multiply", wrong)
     with pytest.raises(BackendError, match="alone has other bits"):
         compare(CASES["float32"])
 
@@ -77,16 +79,16 @@ def test_a_model_is_tested_alone_and_in_company(tiny_model):
     assert "the same bits alone, again and among other requests" in check_room.model_outcome(tiny_model)
 
 
-def test_a_model_whose_answer_depends_on_company_is_noticed(monkeypatch, tiny_model):
+def test_a_model_whose_answer_depends_on_company_is_noticed(plant, tiny_model):
     right = LLM.generate
 
-    def wrong(self, prompts, params):
-        outputs = right(self, prompts, params)
+    def wrong(self, prompts, sampling_params=None, *, use_tqdm=True):
+        outputs = right(self, prompts, sampling_params, use_tqdm=use_tqdm)
         if len(outputs) > 1:
             outputs[-1].outputs[0].token_ids[-1] += 1
         return outputs
 
-    monkeypatch.setattr(LLM, "generate", wrong)
+    plant(LLM, "generate", wrong)
     with pytest.raises(BackendError, match="among other requests it gave"):
         check_room.model_outcome(tiny_model)
 

@@ -9,6 +9,7 @@ from paceline.config import BackendOptions
 from paceline.draft.heads.checkpoint import HeadCheckpoint
 from paceline.draft.heads.medusa import MedusaCheckpoint, NumpyMedusa
 from paceline.errors import BackendError
+from paceline.extras import needs_extra
 from paceline.models.checkpoint import Checkpoint
 
 
@@ -57,9 +58,10 @@ def _load_cpu(
 def _load_torch(
     checkpoint: Checkpoint, options: BackendOptions, max_rows: int, beside: Backend | None
 ) -> Backend:
-    import torch  # here, because it takes seconds and the cpu backend does not need it
+    with needs_extra("torch", "the torch backend", BackendError):
+        import torch  # here, because it takes seconds and the cpu backend does not need it
 
-    from paceline.backends.torch_backend import TorchBackend
+        from paceline.backends.torch_backend import TorchBackend
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -70,12 +72,8 @@ def _load_torch(
 def _load_cuda(
     checkpoint: Checkpoint, options: BackendOptions, max_rows: int, beside: Backend | None
 ) -> Backend:
-    try:
+    with needs_extra("gpu", "the cuda backend", BackendError):
         from paceline.backends.cuda.backend import CudaBackend
-    except ModuleNotFoundError as error:
-        raise BackendError(
-            f"the cuda backend needs the module {error.name}: run `pip install 'paceline[gpu]'`."
-        ) from error
     dtype = "bfloat16" if options.dtype == "auto" else options.dtype
     quantization = "none" if options.quantization == "auto" else options.quantization
     return CudaBackend.load(

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from paceline.bench.reporting import JsonFile, Report, integers
 from paceline.errors import ConfigError
+from paceline.extras import needs_extra
 
 if TYPE_CHECKING:
     from paceline.bench.gpu import Measured
@@ -55,7 +56,8 @@ def gpu_command(
     json_file: JsonFile = None,
 ) -> None:
     """Greedy decoding on a CUDA device, plain and speculative, beside plain torch and the figures of vLLM."""
-    from paceline.bench.gpu import Setting, measure_gpu, planned
+    with needs_extra("gpu", "`paceline bench gpu`"):
+        from paceline.bench.gpu import Setting, measure_gpu, planned
     from paceline.bench.tables import progress
 
     report = Report(json_file)

@@ -92,7 +92,7 @@ class PagePool:
         """Make a full page findable."""
         key = (parent, tokens)
         assert key not in self._index
-        assert page not in self._keys
+        assert page not in self._keys, "a page of two sequences"
         self._index[key] = page
         self._keys[page] = key
         self._serials[page] = self._next_serial

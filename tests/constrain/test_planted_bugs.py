@@ -3,40 +3,62 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from paceline.constrain.constraint import Constraint
+from paceline.engine.request import Request
+from paceline.errors import GrammarError
+from paceline.verify.params import SamplingParams
 from paceline.verify.sampling import Sampler
-from tests.constrain.engines import PLANS, VOCAB, make_engine, requests, result, served
+from tests.constrain.engines import PLANS, TOKENIZER, VOCAB, make_engine, requests, result, served
 
 
-def outcome(plan: str, rule: str = "pathwise") -> list[object]:
-    return [result(request) for request in served(make_engine(rule), requests(PLANS[plan]))]
+def texts(plan: Any) -> Iterator[tuple[list[int], SamplingParams]]:
+    """Requests of which a wrong place in the grammar makes other text, not text that the grammar forbids."""
+    prompt = TOKENIZER.encode("abcabc abcab cabca bcabc abcbc abcab abc ab")
+    for number in range(24):
+        least = {"regex": f"[abc ]{{{4 + number % 2},400}}"}
+        yield (
+            prompt,
+            SamplingParams(seed=number // 2, max_tokens=16, structured_outputs=least, speculative=plan),
+        )
+
+
+def drafted(plan: str) -> list[Request]:
+    return served(make_engine(), [*requests(PLANS[plan]), *texts(PLANS[plan])])
+
+
+def results(ended: list[Request]) -> list[object]:
+    return [result(request) for request in ended]
 
 
 @pytest.fixture(scope="module")
 def truth():
-    return outcome("off")
+    return results(drafted("off"))
 
 
 def test_without_a_bug_all_agree(truth):
-    assert outcome("suffix tree") == truth
+    assert results(drafted("suffix tree")) == truth
 
 
-def test_a_branch_that_moves_the_request_itself_is_noticed(truth, monkeypatch):
+def test_a_branch_that_moves_the_request_itself_is_noticed(truth, plant):
     """The state is not put back after a draft that was refused."""
-    monkeypatch.setattr(Constraint, "branch", lambda self: self)
-    assert outcome("suffix tree") != truth
+    plant(Constraint, "branch", lambda self: self)
+    ended = drafted("suffix tree")
+    plant.assert_noticed(ended, results(ended), truth, beside=GrammarError)
 
 
-def test_siblings_that_share_a_state_are_noticed(truth, monkeypatch):
-    monkeypatch.setattr(Constraint, "branch", copy.copy)
-    assert outcome("suffix tree") != truth
+def test_siblings_that_share_a_state_are_noticed(truth, plant):
+    plant(Constraint, "branch", lambda self: copy.copy(self))
+    ended = drafted("suffix tree")
+    plant.assert_noticed(ended, results(ended), truth, beside=GrammarError)
 
 
-def test_the_mask_of_the_parent_used_for_the_child_is_noticed(truth, monkeypatch):
+def test_the_mask_of_the_parent_used_for_the_child_is_noticed(truth, plant):
     """The sampler's place in the grammar is that of the request's last token all along a draft."""
 
     def late(self: Sampler, token: int) -> None:
@@ -45,16 +67,17 @@ def test_the_mask_of_the_parent_used_for_the_child_is_noticed(truth, monkeypatch
             self.constraint.advance(earlier)
         self.waiting = [token]
 
-    monkeypatch.setattr(Sampler, "advance", late)
-    assert outcome("suffix tree") != truth
+    plant(Sampler, "advance", late)
+    ended = drafted("suffix tree")
+    plant.assert_noticed(ended, results(ended), truth, beside=GrammarError)
 
 
-def all_accepted() -> bool:
-    counts = [request.speculative for request in served(make_engine(), requests("grammar"))]
-    return all(one.num_accepted_draft_tokens == one.num_draft_tokens for one in counts)
+def all_accepted(ended: list[Request]) -> list[bool]:
+    counts = [request.speculative for request in ended]
+    return [one.num_accepted_draft_tokens == one.num_draft_tokens for one in counts]
 
 
-def test_a_forced_token_that_is_drafted_but_not_enforced_is_noticed(monkeypatch):
+def test_a_forced_token_that_is_drafted_but_not_enforced_is_noticed(plant):
     """Where the sampler also takes other tokens that spell the same, not all that is forced is accepted."""
 
     def spelled_right(self: Constraint) -> np.ndarray:
@@ -62,9 +85,10 @@ def test_a_forced_token_that_is_drafted_but_not_enforced_is_noticed(monkeypatch)
         mask[0] |= self._matcher.is_accepting()
         return np.array(mask)
 
-    assert all_accepted()
-    monkeypatch.setattr(Sampler, "_forced", lambda self, logits: None)
-    monkeypatch.setattr(Constraint, "mask", spelled_right)
-    monkeypatch.setattr(Constraint, "allows", lambda self, token: spelled_right(self)[token])
-    monkeypatch.setattr(Constraint, "advance", Constraint._take)
-    assert not all_accepted()
+    assert all(all_accepted(drafted("grammar")))
+    plant(Sampler, "_forced", lambda self, logits: None)
+    plant(Constraint, "mask", spelled_right)
+    plant(Constraint, "allows", lambda self, token: bool(spelled_right(self)[token]))
+    plant(Constraint, "advance", lambda self, token: self._take(token))
+    ended = drafted("grammar")
+    plant.assert_noticed(ended, all_accepted(ended), [True] * len(ended))

@@ -90,7 +90,7 @@ def test_outputs_have_the_targets_distribution(rule, plan):
     assert distance(outputs(rule, plan, DraftSampling.INDEPENDENT)) < 4.5
 
 
-def test_the_distance_tells_when_a_draft_names_another_distribution_than_it_drew_from(monkeypatch):
+def test_the_distance_tells_when_a_draft_names_another_distribution_than_it_drew_from(plant):
     """The negative control of the test above."""
     merged = model_drafter.merged
 
@@ -99,5 +99,5 @@ def test_the_distance_tells_when_a_draft_names_another_distribution_than_it_drew
         wrong = np.full_like(drafted.draws.draft_probs, 1 / VOCAB)
         return replace(drafted, draws=replace(drafted.draws, draft_probs=wrong))
 
-    monkeypatch.setattr(model_drafter, "merged", misnamed)
+    plant(model_drafter, "merged", misnamed)
     assert distance(outputs("rejection", chain(3), DraftSampling.INDEPENDENT)) > 7

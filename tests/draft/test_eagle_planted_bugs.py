@@ -1,6 +1,8 @@
-"""The tests of the head's bookkeeping can fail: each planted bug is noticed by the toy head."""
+"""The tests of the head's bookkeeping can fail: each planted bug is noticed, and by the toy head."""
 
 from __future__ import annotations
+
+import traceback
 
 import numpy as np
 import pytest
@@ -8,59 +10,62 @@ import pytest
 from paceline.draft.eagle import GuessedTree, HeadPasses
 from paceline.draft.head_pages import HeadPages
 from paceline.draft.trees import PLAIN
+from paceline.engine.request import Request
+from tests import toy
+from tests.draft.heads import toy_head
 from tests.draft.heads.toy_head import chain, drain, eagle_engine, toy_eagle, tree
 from tests.engine.test_exactness import requests
 
 
-def shifted_features(monkeypatch):
+def shifted_features(plant):
     """A slot reads the feature of its own token."""
     features = HeadPages.features
 
     def one_later(self, spans):
         return features(self, [(context, start + 1, end + 1) for context, start, end in spans])
 
-    monkeypatch.setattr(HeadPages, "features", one_later)
+    plant(HeadPages, "features", one_later)
 
 
-def forgotten_last_features(monkeypatch):
+def forgotten_last_features(plant):
     """The slot behind a page finds no feature."""
     put = HeadPages.put
 
-    def without_last(self, *args):
-        put(self, *args)
+    def without_last(self, spans, values, parts):
+        put(self, spans, values, parts)
         self._known[self._kv.page_size - 1 :: self._kv.page_size] = -1
 
-    monkeypatch.setattr(HeadPages, "put", without_last)
+    plant(HeadPages, "put", without_last)
 
 
-def trusted_stale_pages(monkeypatch):
+def trusted_stale_pages(plant):
     """Slots of a page's former life count as computed."""
 
     def without_generations(self, contexts):
         self._generations[:] = self._kv.pages.generations
         return [max(known, 1) for known in super(HeadPages, self).computed(contexts)]
 
-    monkeypatch.setattr(HeadPages, "computed", without_generations)
+    plant(HeadPages, "computed", without_generations)
 
 
-def states_of_oneself(monkeypatch):
+def states_of_oneself(plant):
     """A node reads the state of another node than its parent."""
     states_of = GuessedTree.states_of
-    monkeypatch.setattr(GuessedTree, "states_of", lambda self, part: states_of(self, part)[::-1])
+    plant(GuessedTree, "states_of", lambda self, part: states_of(self, part)[::-1])
 
 
-def positions_of_the_target(monkeypatch):
-    monkeypatch.setattr(HeadPasses, "first_position", 0)
+def positions_of_the_target(plant):
+    plant.value(HeadPasses, "first_position", 0)
 
 
-def unseen_passes(monkeypatch):
+def unseen_passes(plant):
     """What is accepted from drafts is not observed."""
     put = HeadPages.put
 
-    def only_first(self, spans, *args):
-        put(self, np.minimum(spans, [99, 999, 999, 1]), *args)
+    def only_first(self, spans, values, parts):
+        put(self, np.minimum(spans, [99, 999, 999, 1]), values, parts)
 
-    monkeypatch.setattr(HeadPages, "put", only_first)
+    plant(HeadPages, "put", only_first)
 
 
 BUGS = [
@@ -73,8 +78,8 @@ BUGS = [
 ]
 
 
-def failed_requests() -> list[bool]:
-    """Which of the usual requests the drafter failed for, run twice in few pages."""
+def served() -> list[Request]:
+    """The usual requests, run twice in few pages."""
     drafter = toy_eagle()
     plans = (PLAIN, chain(4), tree(9, 3))
     engine = eagle_engine(drafter, *plans, num_pages=26, max_model_len=100)
@@ -82,14 +87,22 @@ def failed_requests() -> list[bool]:
     for _ in range(2):
         added += [engine.add_request(ids, params)[0] for ids, params in requests()]
         drain(engine, drafter)
-    return [bool(request.failed_drafters) for request in added]
+    return added
 
 
 def test_without_a_bug_nothing_fails():
-    assert not any(failed_requests())
+    assert not any(request.failed_drafters for request in served())
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_a_bug_is_noticed(bug, monkeypatch):
-    bug(monkeypatch)
-    assert np.mean(failed_requests()) > 0.1
+def test_a_bug_is_noticed(bug, plant, caplog):
+    bug(plant)
+    requests = served()
+    assert [request.error for request in requests] == [None] * len(requests)
+    assert np.mean([bool(request.failed_drafters) for request in requests]) > 0.1
+    for record in caplog.records:  # one for each failure of the drafter
+        name, error = record.args
+        assert name == "eagle3"
+        assert isinstance(error, AssertionError)
+        *_, last = traceback.extract_tb(error.__traceback__)
+        assert last.filename in (toy.__file__, toy_head.__file__)

@@ -29,62 +29,70 @@ def prompts():
     ]
 
 
-def outputs(**options):
+def served(**options):
     engine = toy_engine(**options)
-    results = []
+    requests = []
     for _ in range(2):  # the second time with prefix hits
-        added = [engine.add_request(ids, params(number))[0] for number, ids in enumerate(prompts())]
+        requests += [engine.add_request(ids, params(number))[0] for number, ids in enumerate(prompts())]
         drain(engine)
-        results += [(request.output_token_ids, request.logprobs, request.finish_reason) for request in added]
-    return results
+    return requests
+
+
+def results(requests):
+    return [(request.output_token_ids, request.logprobs, request.finish_reason) for request in requests]
 
 
 @pytest.fixture(scope="module")
 def truth():
-    return outputs()
+    return results(served())
 
 
 def drafted(truth):
     tokens = {tuple(ids): truth[number][0] for number, ids in enumerate(prompts())}
-    return outputs(drafter=ScriptedDrafter(tokens, "tree"), budget=6)
+    return served(drafter=ScriptedDrafter(tokens, "tree"), budget=6)
 
 
 def test_without_a_bug_all_agree(truth):
-    assert drafted(truth) == truth
-    assert outputs(num_pages=30, max_model_len=64) == truth
+    assert results(drafted(truth)) == truth
+    assert results(served(num_pages=30, max_model_len=64)) == truth
 
 
-def test_a_commit_that_forgets_to_move_is_noticed(truth, monkeypatch):
-    monkeypatch.setattr(KVCache, "_move_together", lambda *_: None)
-    assert drafted(truth) != truth
+def test_a_commit_that_forgets_to_move_is_noticed(truth, plant):
+    plant(KVCache, "_move_together", lambda self, sequence, in_place, accepted_rows: None)
+    requests = drafted(truth)
+    plant.assert_noticed(requests, results(requests), truth)
 
 
-def test_a_prefix_found_without_looking_at_its_parent_is_noticed(truth, monkeypatch):
+def test_a_prefix_found_without_looking_at_its_parent_is_noticed(truth, plant):
     def careless(self, parent, tokens):
         return next((page for (_, known), page in self._index.items() if known == tokens), None)
 
-    monkeypatch.setattr(PagePool, "find", careless)
-    assert outputs() != truth
+    plant(PagePool, "find", careless)
+    requests = served()
+    plant.assert_noticed(requests, results(requests), truth)
 
 
-def test_pages_freed_while_in_use_are_noticed(truth, monkeypatch):
+def test_pages_freed_while_in_use_are_noticed(truth, plant):
     hold = PagePool.hold
 
     def forgetful(self, page):
         hold(self, page)
         self._holders[page] = 1
 
-    monkeypatch.setattr(PagePool, "hold", forgetful)
-    with pytest.raises((AssertionError, KeyError)):
-        assert outputs(num_pages=30, max_model_len=64) == truth
+    plant(PagePool, "hold", forgetful)
+    requests = served(num_pages=51, max_model_len=64)
+    plant.assert_noticed(requests, results(requests), truth)
+    with pytest.raises(AssertionError, match="a page of two sequences"):  # the pool sees it, if pages are few
+        served(num_pages=30, max_model_len=64)
 
 
-def test_a_node_that_sees_its_sibling_is_noticed(truth, monkeypatch):
+def test_a_node_that_sees_its_sibling_is_noticed(truth, plant):
     add_tree = BatchBuilder._add_tree
 
-    def chained(self, tree, start, end, outputs):
+    def chained(self, tree, start, end):
         tokens, _ = tree
-        return add_tree(self, (tokens, np.arange(-1, len(tokens) - 1)), start, end, outputs)
+        return add_tree(self, (tokens, np.arange(-1, len(tokens) - 1, dtype=np.int32)), start, end)
 
-    monkeypatch.setattr(BatchBuilder, "_add_tree", chained)
-    assert drafted(truth) != truth
+    plant(BatchBuilder, "_add_tree", chained)
+    requests = drafted(truth)
+    plant.assert_noticed(requests, results(requests), truth)

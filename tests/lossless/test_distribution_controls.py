@@ -71,8 +71,8 @@ def test_the_better_of_two_samples_kept(rule):
 
 
 @pytest.mark.parametrize("shape", [drawn_chain(2), TREE])
-def test_the_residual_taken_from_the_target_itself(shape, monkeypatch):
-    monkeypatch.setattr(reference_rules, "taken_away", lambda weight, target, proposed: (target, 1.0))
+def test_the_residual_taken_from_the_target_itself(shape, plant):
+    plant(reference_rules, "taken_away", lambda weight, target, proposed: (target, 1.0))
     assert worst(shape, rejection) > FAR
 
 
@@ -147,19 +147,19 @@ def test_the_chances_of_block_verification_wrong(weight_of_residual, chance_of_a
     assert (worst(drawn_chain(3), rule) > FAR) == seen
 
 
-def test_the_weight_of_a_node_recomputed_from_above(monkeypatch):
+def test_the_weight_of_a_node_recomputed_from_above(plant):
     """Traversal that forgets, when a leaf is taken away, what that says of the path above it."""
-    monkeypatch.setattr(reference_rules, "chance_to_end", lambda weight, total: weight)
+    plant(reference_rules, "chance_to_end", lambda weight, total: weight)
     assert worst(TREE, traversal) > FAR
     assert worst(drawn_chain(2), traversal) > FAR
 
 
 @pytest.mark.parametrize("rule", [block, traversal])
-def test_a_residual_without_mass_taken_for_a_certain_one(rule, monkeypatch):
+def test_a_residual_without_mass_taken_for_a_certain_one(rule, plant):
     def careless(weight, total):
         return total / (total + 1.0 - weight) if total > 0 else 1.0
 
-    monkeypatch.setattr(reference_rules, "chance_to_end", careless)
+    plant(reference_rules, "chance_to_end", careless)
     assert worst(drawn_chain(3), rule) > FAR
 
 
@@ -171,11 +171,11 @@ def test_a_text_that_goes_on_after_its_end(rule):
 
 
 @pytest.mark.parametrize("rule", CHAIN_RULES)
-def test_penalties_of_the_request_instead_of_the_nodes_path(rule, monkeypatch):
+def test_penalties_of_the_request_instead_of_the_nodes_path(rule, plant):
     options = {"presence_penalty": 1.9}
     world, grow_case = sampled_world(3, 0, options), grow_through_samplers(options)
     assert error(world, drawn_chain(2), rule, grow_case) < 1e-12
-    monkeypatch.setattr(Sampler, "branch", lambda self, tokens: self)
+    plant(Sampler, "branch", lambda self, tokens: self)
     assert error(world, drawn_chain(2), rule, grow_case) > FAR
 
 

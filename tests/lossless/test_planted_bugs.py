@@ -22,17 +22,20 @@ from paceline.kv.cache import KVCache
 from paceline.verify.pathwise import verify_pathwise
 from paceline.verify.sampling import Sampler, Workspace
 from paceline.verify.verdict import Case as VerifiedCase
-from paceline.verify.verdict import Verdict
+from paceline.verify.verdict import Rule, Verdict
 from tests.lossless.conftest import TOKENS
 from tests.lossless.subject import Case, Outcome, Truth, run
+from tests.planted import Plant
 from tests.toy import ScriptedDrafter
 
 pytestmark = pytest.mark.real
 
-Patch = pytest.MonkeyPatch
+Bug = Callable[[Plant], Rule | None]  # plants itself, or gives a rule with a bug
 
 
-def drafted(model: LoadedModel, truth: Truth, cases: Sequence[Case]) -> list[Outcome]:
+def drafted(
+    model: LoadedModel, truth: Truth, cases: Sequence[Case], rule: Rule = verify_pathwise
+) -> list[Outcome]:
     """The cases with a drafter that knows the truth and puts a wrong sibling beside every right node."""
     answers = {case.prompt: truth.of(case)[0][1] for case in cases}
     engine = Engine(
@@ -42,6 +45,7 @@ def drafted(model: LoadedModel, truth: Truth, cases: Sequence[Case]) -> list[Out
         num_pages=256,
         controller=FixedController(DraftPlan("scripted", 8, branching=2)),
         drafters={"scripted": ScriptedDrafter(answers, "tree")},
+        rule=rule,
     )
     return run(engine, cases, [None] * len(cases))
 
@@ -69,45 +73,45 @@ def test_without_a_bug_all_agree(model: LoadedModel, truth: Truth, few: list[Cas
     assert all(outcome.count("num_accepted_draft_tokens") > 0.56 * TOKENS for outcome in outcomes)
 
 
-def rows_are_not_moved(patch: Patch) -> None:
-    patch.setattr(KVCache, "_move_together", lambda *_: None)
+def rows_are_not_moved(plant: Plant) -> None:
+    plant(KVCache, "_move_together", lambda self, sequence, in_place, accepted_rows: None)
 
 
-def the_wrong_rows_are_moved(patch: Patch) -> None:
+def the_wrong_rows_are_moved(plant: Plant) -> None:
     move = KVCache._move_together
-    patch.setattr(
-        KVCache,
-        "_move_together",
-        lambda self, sequence, in_place, rows: move(self, sequence, in_place, [row - 1 for row in rows]),
-    )
+
+    def one_before(self: KVCache, sequence: Any, in_place: int, accepted_rows: Sequence[int]) -> None:
+        move(self, sequence, in_place, [row - 1 for row in accepted_rows])
+
+    plant(KVCache, "_move_together", one_before)
 
 
-def positions_of_drafted_rows_are_off_by_one(patch: Patch) -> None:
+def positions_of_drafted_rows_are_off_by_one(plant: Plant) -> None:
     add_tree = BatchBuilder._add_tree
 
-    def shifted(self: BatchBuilder, tree: Any, start: int, end: int, outputs: int) -> tuple[int, int]:
-        stop, after = add_tree(self, tree, start, end, outputs)
+    def shifted(self: BatchBuilder, tree: Any, start: int, end: int) -> int:
+        stop = add_tree(self, tree, start, end)
         self._positions[end:stop] += 1
-        return stop, after
+        return stop
 
-    patch.setattr(BatchBuilder, "_add_tree", shifted)
+    plant(BatchBuilder, "_add_tree", shifted)
 
 
-def nodes_see_their_siblings(patch: Patch) -> None:
+def nodes_see_their_siblings(plant: Plant) -> None:
     add_tree = BatchBuilder._add_tree
 
-    def chained(self: BatchBuilder, tree: Any, start: int, end: int, outputs: int) -> tuple[int, int]:
+    def chained(self: BatchBuilder, tree: Any, start: int, end: int) -> int:
         chain = np.arange(-1, len(tree[0]) - 1, dtype=np.int32)
-        return add_tree(self, (tree[0], chain), start, end, outputs)
+        return add_tree(self, (tree[0], chain), start, end)
 
-    patch.setattr(BatchBuilder, "_add_tree", chained)
-
-
-def penalties_do_not_follow_the_path(patch: Patch) -> None:
-    patch.setattr(Sampler, "advance", lambda *_: None)
+    plant(BatchBuilder, "_add_tree", chained)
 
 
-def noise_is_of_the_step_and_not_of_the_position(patch: Patch) -> None:
+def penalties_do_not_follow_the_path(plant: Plant) -> None:
+    plant(Sampler, "advance", lambda self, token: None)
+
+
+def noise_is_of_the_step_and_not_of_the_position(plant: Plant) -> Rule:
     class Stuck:
         def __init__(self, sampler: Sampler, position: int) -> None:
             self.advance, self._sampler, self._position = sampler.advance, sampler, position
@@ -118,18 +122,21 @@ def noise_is_of_the_step_and_not_of_the_position(patch: Patch) -> None:
     def stuck(case: VerifiedCase) -> VerifiedCase:
         return replace(case, sampler=Stuck(case.sampler, case.position))
 
-    plant_rule(patch, lambda cases, workspace: verify_pathwise([stuck(case) for case in cases], workspace))
+    return plant.instead_of(
+        verify_pathwise,
+        lambda cases, workspace: verify_pathwise([stuck(case) for case in cases], workspace),
+    )
 
 
-def logprobs_are_those_of_the_first_token(patch: Patch) -> None:
+def logprobs_are_those_of_the_first_token(plant: Plant) -> Rule:
     def repeated(cases: Sequence[VerifiedCase], workspace: Workspace) -> list[Verdict]:
         verdicts = verify_pathwise(cases, workspace)
         return [replace(one, logprobs=one.logprobs[:1] * len(one.logprobs)) for one in verdicts]
 
-    plant_rule(patch, repeated)
+    return plant.instead_of(verify_pathwise, repeated)
 
 
-def a_drafted_token_is_taken_though_the_target_said_another(patch: Patch) -> None:
+def a_drafted_token_is_taken_though_the_target_said_another(plant: Plant) -> Rule:
     def gullible(cases: Sequence[VerifiedCase], workspace: Workspace) -> list[Verdict]:
         verdicts = verify_pathwise(cases, workspace)
         return [
@@ -137,14 +144,7 @@ def a_drafted_token_is_taken_though_the_target_said_another(patch: Patch) -> Non
             for case, verdict in zip(cases, verdicts, strict=True)
         ]
 
-    plant_rule(patch, gullible)
-
-
-def plant_rule(patch: Patch, rule: Any) -> None:
-    made = Engine.__init__
-    patch.setattr(
-        Engine, "__init__", lambda self, *args, **options: made(self, *args, **{**options, "rule": rule})
-    )
+    return plant.instead_of(verify_pathwise, gullible)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,8 @@ def plant_rule(patch: Patch, rule: Any) -> None:
     ids=lambda bug: bug.__name__,
 )
 def test_a_planted_bug_is_noticed(
-    model: LoadedModel, truth: Truth, few: list[Case], monkeypatch: Patch, bug: Callable[[Patch], None]
+    model: LoadedModel, truth: Truth, few: list[Case], plant: Plant, bug: Bug
 ) -> None:
-    bug(monkeypatch)
-    assert truth.differences(few, drafted(model, truth, few)) != []
+    outcomes = drafted(model, truth, few, bug(plant) or verify_pathwise)
+    requests = [child for outcome in outcomes for child in outcome.children]
+    plant.assert_noticed(requests, [one.bytes() for one in outcomes], [truth.of(case) for case in few])

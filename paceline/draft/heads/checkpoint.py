@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from paceline.draft.heads.config import HeadConfig, TargetName, expected_tensors
 from paceline.draft.heads.formats import COPIES, FORMATS, our_name, read_config
-from paceline.errors import CheckpointError, ConfigError
+from paceline.errors import CheckpointError, ConfigError, ModelError
+from paceline.extras import needs_extra
 from paceline.models.checkpoint import Tensor
 from paceline.models.files import damaged, read_json
 from paceline.models.safetensors_files import SafeTensor, read_metadata, read_safetensors
@@ -109,7 +110,8 @@ def read_weights(path: Path) -> dict[str, SafeTensor]:
     """The tensors of a file under the file's own names."""
     if path.suffix == ".safetensors":
         return read_safetensors(path, integers=True)
-    import torch  # here, because only older heads need it
+    with needs_extra("torch", f"the draft head {path}, a pickle of torch,", ModelError):
+        import torch  # here, because only older heads need it
 
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
