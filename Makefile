@@ -1,54 +1,66 @@
 # Two commands do everything on a fresh machine with Python 3.11+: `make serve` and `make test`.
 PYTHON ?= python3
+ARGS ?=
+MINUTES ?= 10
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet
-BEGUN := $(VENV)/.begun
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+SERVING := $(VENV)/.serving
 READY := $(VENV)/.ready
+TIMES := $(VENV)/times
 
-.PHONY: install model serve test lint types check tests clean
+# $(call timed,PART,COMMANDS): run commands, and note how long the part took
+timed = @begin=$$(date +%s); ($(2)); status=$$?; \
+	printf '%-8s %5d s\n' $(1) $$(($$(date +%s) - begin)) >> $(TIMES); exit $$status
+
+.PHONY: install model serve test lint types check tests fuzz clean
+
+# what serving needs: no torch, nothing for tests
+$(SERVING): pyproject.toml constraints.txt
+	@echo "paceline: creating the environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "paceline: installing the server, about 45 packages, 90 MB to fetch"
+	$(call timed,server,$(PIP) '.[serve]' && touch $(SERVING))
+
+$(READY): $(SERVING)
+	@echo "paceline: installing what tests need, about 50 packages more, torch among them"
+	$(call timed,install,$(PIP) '.[serve,dev]' && touch $(READY))
 
 install: $(READY)
 
-# what `paceline check` needs comes first, so that it can compile kernels while the rest is installed
-$(BEGUN): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip
-	$(PIP) --constraint constraints.txt numpy numba tokenizers safetensors jinja2 typer rich
-	touch $(BEGUN)
+model: $(SERVING)
+	@$(BIN)/python -m paceline models pull smollm2-135m
 
-$(READY): $(BEGUN)
-	$(PIP) --constraint constraints.txt --editable '.[serve,dev]'
-	touch $(READY)
-
-model: $(BEGUN)
-	$(BIN)/python -m paceline models pull smollm2-135m
-
-serve: install model
-	$(BIN)/paceline serve
+serve: model
+	@echo "paceline: starting; the first start compiles kernels, which takes a minute or two"
+	@$(BIN)/paceline serve $(ARGS)
 
 lint: install
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(call timed,lint,$(BIN)/ruff check . && $(BIN)/ruff format --check .)
 
 types: install
-	$(BIN)/mypy
+	$(call timed,types,$(BIN)/mypy)
 
 # compiles kernels for the tests: two test processes would do it twice
 check: model
-	$(BIN)/python -m paceline check
+	$(call timed,check,$(BIN)/python -m paceline check)
 
 # other plugins are not used, and take seconds to import
 PLUGINS := -p xdist.plugin -p _hypothesis_pytestplugin
 tests: export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
 tests: export OMP_NUM_THREADS := 1
 tests: install model
-	$(BIN)/python -m pytest $(PLUGINS) --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(call timed,tests,$(BIN)/python -m pytest $(PLUGINS) --numprocesses 2 --dist loadfile --no-loadscope-reorder)
 
 # two cores always have something to do
 test:
-	$(MAKE) --jobs 2 install check
-	$(MAKE) --jobs 3 lint types tests
+	@rm -f $(TIMES)
+	@($(MAKE) --jobs 2 install check && $(MAKE) --jobs 3 lint types tests); status=$$?; \
+		echo "time by part; some run beside each other:"; cat $(TIMES); exit $$status
+
+# property tests with fresh seeds, until the time is up or one fails: `make fuzz MINUTES=60`
+fuzz: install model
+	@$(BIN)/python -m tests.fuzz $(MINUTES) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -55,10 +55,10 @@ class Report:
 
 def check(model: str | None = None, with_torch: bool = False) -> Report:
     """The report on this machine. `model` is tested too; without it the default one, if it was fetched."""
+    announce_compilation()
     facts: Facts = {"machine": machine(), "kernels": kernels(), "versions": versions(), "models": models()}
     if with_torch:
         facts["torch"] = torch_facts()
-    announce_compilation()
     return Report(facts, [*kernel_outcomes(), _guarded("model", lambda: model_outcome(model))])
 
 
@@ -104,12 +104,13 @@ def _lines(path: Path) -> list[str]:
 
 def kernels() -> dict[str, Any]:
     """Which instructions the cpu backend uses, and whether its code is compiled already."""
-    from paceline.backends.cpu.compiled import cache_folder
-    from paceline.backends.cpu.isa import ISA, target_features
+    from paceline.backends.kernel_cache import cache_folder
 
-    features = target_features()
     files = [path for path in cache_folder().rglob("*.nb[ic]") if path.is_file()]
     size = sum(path.stat().st_size for path in files)
+    from paceline.backends.cpu.isa import ISA, target_features  # after the look: this compiles some
+
+    features = target_features()
     return {
         "instruction set": ISA.name,
         "description": ISA.description,

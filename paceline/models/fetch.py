@@ -216,8 +216,20 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(name: str, total: int) -> Iterator[Report]:
-    """A function to report bytes to, shown as a bar on the terminal's error stream."""
+    """A function to report bytes to, shown as a bar on the error stream; as a line if that is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        told = False
+
+        def tell(done: int) -> None:
+            nonlocal told
+            if not told:
+                print(f"fetching {name} ({total / 1e6:.0f} MB)", file=sys.stderr, flush=True)
+            told = True
+
+        yield tell
+        return
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(f"fetching {name}", total=total)
         yield lambda done: progress.update(task, completed=done)

@@ -42,10 +42,10 @@ def load(model: str, options: Options) -> LLM:
 
 def announce_compilation() -> None:
     """Say why the first pass takes so long, if this version's kernels are not on disk yet."""
-    from paceline.backends.cpu.compiled import cache_folder
+    from paceline.backends.kernel_cache import cache_folder
 
     if next(cache_folder().rglob("*.nbi"), None) is None:
-        note("compiling kernels, once per machine: this takes about a minute")
+        note("compiling kernels, once per machine: this takes a minute or two")
 
 
 def sampling_params(options: Options) -> SamplingParams:

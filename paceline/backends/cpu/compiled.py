@@ -1,18 +1,11 @@
-"""`@compiled`: numba with the options every kernel of this room shares, cached on disk.
-
-The cache folder is named after the sources of this room and of what it calls elsewhere, because numba
-looks only at the file of the function itself: a change of an inlined intrinsic in another file would
-otherwise run old code.
-"""
+"""`@compiled`: numba with the options every kernel of this room shares, cached on disk."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -20,26 +13,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from paceline.home import paceline_home
+from paceline.backends.kernel_cache import cache_folder
 
 # emit(builder, arguments): write LLVM code at the builder's place
 Emit = Callable[[ir.IRBuilder, list[Any]], None]
-
-
-def _sources_fingerprint() -> str:
-    digest = hashlib.sha256()
-    verify = Path(__file__).parents[2] / "verify"
-    called = [verify / name for name in ("floats.py", "kernels.py", "noise.py")]
-    called.append(Path(__file__).parents[1] / "head_chains.py")
-    for path in [*sorted(Path(__file__).parent.glob("*.py")), *called]:
-        digest.update(path.read_bytes())
-    digest.update(numba.__version__.encode())
-    return digest.hexdigest()[:16]
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels of exactly these sources are kept."""
-    return paceline_home() / "kernels" / _sources_fingerprint()
 
 
 _CACHE_FOLDER = str(cache_folder())

@@ -1,0 +1,32 @@
+"""Where compiled kernels of the cpu backend are kept. Importing that backend compiles some; this does not.
+
+The folder is named after the sources of the backend and of what it calls elsewhere, because numba
+looks only at the file of the function itself: a change of an inlined intrinsic in another file would
+otherwise run old code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numba
+
+from paceline.home import paceline_home
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels of exactly these sources are kept."""
+    return paceline_home() / "kernels" / _sources_fingerprint()
+
+
+def _sources_fingerprint() -> str:
+    digest = hashlib.sha256()
+    backends = Path(__file__).parent
+    verify = backends.parent / "verify"
+    called = [verify / name for name in ("floats.py", "kernels.py", "noise.py")]
+    called.append(backends / "head_chains.py")
+    for path in [*sorted((backends / "cpu").glob("*.py")), *called]:
+        digest.update(path.read_bytes())
+    digest.update(numba.__version__.encode())
+    return digest.hexdigest()[:16]
