@@ -168,8 +168,8 @@ class ResponseCache:
         if with_prompts and not self._with_prompts:
             raise ConfigError(
                 f"suffix_cache_path {str(path)!r} has ends of prompts too, which share_suffix_cache "
-                "'responses' does not keep. Use share_suffix_cache 'prompts', delete the file to start with an "
-                "empty cache, or give another path."
+                "'responses' does not keep. Use share_suffix_cache 'prompts', delete the file to start with "
+                "an empty cache, or give another path."
             )
         sound = sizes.ndim == tokens.ndim == 1 and (sizes > 0).all() and sizes.sum() == len(tokens)
         if not sound or ((tokens < GAP) | (tokens >= vocab_size)).any():
