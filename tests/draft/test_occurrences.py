@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.draft import occurrences
-from paceline.draft.matching import GAP, NOBODY, SHARED, copy_longest, draft_tree
+from paceline.draft.matching import GAP, MOST_VISITS, NOBODY, SHARED, copy_longest, draft_tree
 from paceline.draft.occurrences import Occurrences
 from tests.draft import reference
 
@@ -92,6 +92,22 @@ def test_trees_are_those_of_a_plain_search_of_the_own_and_the_owners_text(
     expected_tokens, expected_parents, survivals = expected
     assert (tokens[:size].tolist(), parents[:size].tolist()) == (expected_tokens, expected_parents)
     assert chances[:size].tolist() == np.float32(survivals).tolist()
+
+
+def test_what_others_wrote_since_does_not_hide_what_is_there():
+    mine, others = MEETING[:2]
+    past, own = Occurrences([1], 100), Occurrences([1], 10)
+    past.append([1, 7, GAP], mine)
+    for _ in range(2 * MOST_VISITS):
+        past.append([1, 8, GAP], others)
+    own.append([1])
+    for owner, follower in ((mine, 7), (others, 8)):
+        tokens, parents = np.empty(1, dtype=np.int32), np.empty(1, dtype=np.int32)
+        size = draft_tree(
+            own.table, own.oldest, own.end, past.table, past.oldest, past.end, owner, past.levels,
+            1, 1.0, 0.0, 1, 1, tokens, parents, np.empty(1, dtype=np.float32),
+        )  # fmt: skip
+        assert (size, tokens[0]) == (1, follower)
 
 
 def test_what_was_forgotten_is_not_found():
