@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError
@@ -128,10 +128,16 @@ class SpeculativeOptions:
 
     speculative_config: Any = "auto"
     log_decisions: str | None = None  # a file: why "auto" drafts what it drafts, as lines of JSON
+    # of suffix and hybrid, also where "auto" uses them: responses | prompts | off. None: as they say
+    share_suffix_cache: str | None = None
 
     def __post_init__(self) -> None:
         if self.speculative_config not in (None, "off"):
             self.speculation()  # a mistake is told before a model is loaded
+        if self.share_suffix_cache is not None:
+            from paceline.draft.suffix import SHARES  # here, to keep `--help` quick
+
+            _check_choice("share_suffix_cache", self.share_suffix_cache, SHARES)
         if self.log_decisions is not None:
             _check_text("log_decisions", self.log_decisions, "Give the path of a file.")
             if not self.speculation().auto:
@@ -144,7 +150,16 @@ class SpeculativeOptions:
         """The drafters to load and how drafts are verified."""
         from paceline.draft.methods import parse_speculative_config  # here, to keep `--help` quick
 
-        return parse_speculative_config(self.speculative_config)
+        parsed = parse_speculative_config(self.speculative_config)
+        if self.share_suffix_cache is None:
+            return parsed
+        drafters = {
+            name: replace(own, options=replace(own.options, share_suffix_cache=self.share_suffix_cache))
+            if hasattr(own.options, "share_suffix_cache")
+            else own
+            for name, own in parsed.drafters.items()
+        }
+        return replace(parsed, drafters=drafters)
 
 
 @dataclass(frozen=True)

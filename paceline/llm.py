@@ -31,7 +31,8 @@ class LLM:
 
     Options: tokenizer, max_model_len, backend, dtype, quantization, device, threads, exact,
     kv_cache_memory_bytes, gpu_memory_utilization, enable_prefix_caching, max_num_seqs,
-    max_num_batched_tokens, speculative_config, seed. paceline/config.py describes each; others are refused.
+    max_num_batched_tokens, speculative_config, share_suffix_cache, seed. paceline/config.py describes each;
+    others are refused.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:

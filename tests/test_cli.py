@@ -206,7 +206,8 @@ def test_every_sampling_flag_reaches_the_request(monkeypatch, paceline, toy):
 
 def test_engine_flags_reach_the_engine(paceline, toy):
     flags = shlex.split("""--backend torch --dtype bfloat16 --device cuda --threads 2 --max-model-len 64
-        --max-num-seqs 3 --max-num-batched-tokens 32 --no-enable-prefix-caching --draft suffix,ngram""")
+        --max-num-seqs 3 --max-num-batched-tokens 32 --no-enable-prefix-caching --draft suffix,ngram
+        --share-suffix-cache prompts""")
     code, _, _ = paceline("generate", "a-model", "--prompt", "a", *flags)
     assert code == 0
     assert toy.asked == {
@@ -226,6 +227,7 @@ def test_engine_flags_reach_the_engine(paceline, toy):
         "enable_prefix_caching": False,
         "speculative_config": "suffix,ngram",
         "log_decisions": None,
+        "share_suffix_cache": "prompts",
     }
 
 

@@ -32,6 +32,20 @@ def test_defaults():
     assert config.backend.name == "cpu"
 
 
+@pytest.mark.parametrize("method", ["suffix", "hybrid"])
+def test_what_the_suffix_cache_shares_is_said_beside_the_method_or_in_it(method):
+    entry = {"method": method, **({"fallback": {"method": "ngram"}} if method == "hybrid" else {})}
+
+    def shared(entry, **options):
+        speculative = EngineConfig.from_options(speculative_config=[entry, "ngram"], **options).speculative
+        return speculative.speculation().drafters[method].options.share_suffix_cache
+
+    assert shared(entry) == "responses"
+    assert shared(entry, share_suffix_cache="prompts") == "prompts"
+    assert shared({**entry, "share_suffix_cache": "prompts"}) == "prompts"
+    assert shared({**entry, "share_suffix_cache": "prompts"}, share_suffix_cache="off") == "off"
+
+
 def test_auto_takes_torch_where_the_cpu_backend_cannot_run():
     assert EngineConfig.from_options(device="cuda").backend.name == "torch"
     assert EngineConfig.from_options(dtype="bfloat16").backend.name == "torch"
@@ -54,6 +68,10 @@ def test_auto_takes_torch_where_the_cpu_backend_cannot_run():
         ({"backend": "cuda"}, "use device='cuda'"),
         ({"dtype": "float16"}, "backend='cuda'"),
         ({"threads": 0}, "threads"),
+        (
+            {"share_suffix_cache": "all"},
+            "share_suffix_cache must be one of responses, prompts, off, got 'all'",
+        ),
         ({"exact": "yes"}, "True or False"),
         ({"exact": True, "backend": "torch"}, "always exact"),
         ({"exact": True, "device": "cuda"}, "backend='cuda'"),  # auto: that is torch

@@ -1,15 +1,21 @@
 """The compiled side of the model-free drafters: index n-grams, find them again, grow trees from them.
 
-A stream of tokens and the index of its n-grams are one table, int32 [1 + 2 * levels, capacity], the
+A stream of tokens and the index of its n-grams are one table, int32 [2 + 2 * levels, capacity], the
 capacity a power of two: handing one array to a compiled function takes a fraction of the time that
 several take. Position p of the stream is at column p modulo capacity. The rows:
 
     0                    the tokens
     1 + level            from each position to the one before it whose n-gram has the same hash
     1 + levels + level   by hash: the newest position
+    1 + 2 * levels       the owner of each token: only who has the same number may find it
 
 `levels` has the n of each level, ascending. Position 0 is never used, so that 0 can say "nowhere"
 and a new table is all zeros.
+
+Owners share the table, and what one finds is the same whether the others are there or not: hashes
+begin with the owner, and positions of others that have the same hash are passed over without being
+counted. On average that is less than one position for each level, whoever wrote what, as long as
+nobody knows the numbers of others; so they are drawn at random (`suffix_store.py`).
 
 `tests/draft/reference.py` says the same in plain Python, slowly.
 
@@ -35,12 +41,17 @@ MOST_VISITS = 12  # occurrences that are looked at on each level, newest first
 OWN_DOUBT = 3.0  # occurrences that the shorter match counts for: in the request's own text,
 PAST_DOUBT = 8.0  # and in past responses, which say less about this request
 _ODD = -7046029254386353131  # 2^64 / golden ratio
+_OTHER_ODD = 0x2545F4914F6CDD1D  # spreads owners over 64 bits, so that they differ in more than a token does
 _ROOT = -1
-COLUMNS = 9  # of a request, see draft_trees
+COLUMNS = 10  # of a request, see draft_trees
+SHARED = 0  # the owner of what everyone may find; also of a request's own text, in a table of its own
+NOBODY = -1  # owns nothing: there is nothing to be found
 
 
 @compiled
-def append_tokens(table: Int32Array, levels: Int64Array, oldest: int, end: int, new: Int32Array) -> None:
+def append_tokens(
+    table: Int32Array, levels: Int64Array, oldest: int, end: int, new: Int32Array, owner: int
+) -> None:
     """Put `new` into the stream at position `end` and on, and index the n-grams that end there."""
     mask = table.shape[1] - 1
     run = 0  # tokens since the last gap, as far as the longest n-gram reaches
@@ -49,8 +60,9 @@ def append_tokens(table: Int32Array, levels: Int64Array, oldest: int, end: int, 
     for token in new:
         place = end & mask
         table[0, place] = token
+        table[-1, place] = owner
         run = 0 if token == GAP else run + 1
-        state = 0
+        state = owner * _OTHER_ODD
         hashed = 0
         for level in range(len(levels)):
             table[1 + level, place] = 0
@@ -80,9 +92,9 @@ def _take_suffix(table: Int32Array, oldest: int, end: int, suffix: Int32Array) -
 
 
 @compiled
-def _newest(table: Int32Array, levels: Int64Array, level: int, suffix: Int32Array) -> int:
-    """The newest position where an n-gram with the hash of the suffix's ends."""
-    state = 0
+def _newest(table: Int32Array, levels: Int64Array, level: int, suffix: Int32Array, owner: int) -> int:
+    """The newest position where an n-gram with the hash of the owner's suffix ends."""
+    state = owner * _OTHER_ODD
     for index in range(levels[level]):
         state = (state ^ suffix[index]) * _ODD
     return int(table[1 + len(levels) + level, (state >> 24) & (table.shape[1] - 1)])
@@ -130,7 +142,7 @@ def copy_longest(table: Int32Array, levels: Int64Array, oldest: int, end: int, c
         size = levels[level]
         if size > known:
             continue
-        position = _newest(table, levels, level, suffix)
+        position = _newest(table, levels, level, suffix, SHARED)
         while position >= oldest:
             if position < end - 1 and _match_length(table, oldest, position, suffix, size) == size:
                 return _copy_continuation(table, end, position, len(chain), chain)
@@ -144,6 +156,7 @@ def _find(
     levels: Int64Array,
     oldest: int,
     end: int,
+    owner: int,
     suffix: Int32Array,
     known: int,
     factor: float,
@@ -151,7 +164,7 @@ def _find(
     lengths: Int64Array,
     continuations: Int32Array,
 ) -> int:
-    """The new count of candidates after those of this stream: how long they match, and what follows them.
+    """The new count of candidates after the owner's of this stream: how long they match, and what follows.
 
     The longest n-grams come first. What is found again with a shorter one is left out.
     """
@@ -161,9 +174,12 @@ def _find(
         size = levels[level]
         if size > known:
             continue
-        position = _newest(table, levels, level, suffix)
+        position = _newest(table, levels, level, suffix, owner)
         visits = 0
         while position >= oldest and visits < MOST_VISITS:
+            if table[-1, position & mask] != owner:
+                position = int(table[1 + level, position & mask])
+                continue
             visits += 1
             if position < end - 1:
                 length = _match_length(table, oldest, position, suffix, known)
@@ -320,16 +336,17 @@ def draft_trees(
     """Tokens, parents, offsets and chances of the trees of all requests, as `draft_tree` drafts each.
 
     A line of `requests` is what its index says of itself (`Occurrences.described`), how many of the `new`
-    tokens are to be appended to that, and the budget, branching and levels of its tree.
+    tokens are to be appended to that, the budget, branching and levels of its tree, and whose past
+    responses it may find.
     """
     most = requests[:, 6].sum()
     tokens, parents = np.empty(most, np.int32), np.empty(most, np.int32)
     chances, offsets = np.empty(most, np.float32), np.zeros(len(requests) + 1, np.int32)
     read = 0
     for request in range(len(requests)):
-        address, columns, capacity, oldest, end, unread, budget, branching, depth = requests[request]
-        own = carray(pointer_to(address), (1 + 2 * len(levels), columns), np.int32)
-        append_tokens(own, levels, oldest, end, new[read : read + unread])
+        address, columns, capacity, oldest, end, unread, budget, branching, depth, owner = requests[request]
+        own = carray(pointer_to(address), (2 + 2 * len(levels), columns), np.int32)
+        append_tokens(own, levels, oldest, end, new[read : read + unread], SHARED)
         read, end, first = read + unread, end + unread, offsets[request]
         room = slice(first, first + budget)
         offsets[request + 1] = first + draft_tree(
@@ -339,6 +356,7 @@ def draft_trees(
             past,
             past_oldest,
             past_end,
+            owner,
             levels,
             longest,
             factor,
@@ -360,6 +378,7 @@ def draft_tree(
     past: Int32Array,
     past_oldest: int,
     past_end: int,
+    past_owner: int,
     levels: Int64Array,
     longest: int,
     factor: float,
@@ -372,8 +391,8 @@ def draft_tree(
 ) -> int:
     """How many nodes were written to `tokens`, `parents` and `chances`.
 
-    The request's own text and the past responses are searched for the end of the former, up to
-    `longest` tokens of it. A match of n tokens is followed for up to `factor` * n. Nodes whose
+    The request's own text and the past responses of `past_owner` are searched for the end of the former,
+    up to `longest` tokens of it. A match of n tokens is followed for up to `factor` * n. Nodes whose
     path is accepted with a probability below `least` are left out.
     """
     suffix = np.empty(longest, np.int32)
@@ -381,8 +400,23 @@ def draft_tree(
     most = 2 * len(levels) * MOST_VISITS
     lengths = np.empty(most, np.int64)
     continuations = np.empty((most, depth), np.int32)
-    num_own = _find(own, levels, own_oldest, own_end, suffix, known, factor, 0, lengths, continuations)
-    count = _find(past, levels, past_oldest, past_end, suffix, known, factor, num_own, lengths, continuations)
+    count = num_own = _find(
+        own, levels, own_oldest, own_end, SHARED, suffix, known, factor, 0, lengths, continuations
+    )
+    if past_owner != NOBODY:
+        count = _find(
+            past,
+            levels,
+            past_oldest,
+            past_end,
+            past_owner,
+            suffix,
+            known,
+            factor,
+            num_own,
+            lengths,
+            continuations,
+        )
     if count == 0:
         return 0
     return _grow(count, num_own, lengths, continuations, branching, least, tokens, parents, chances)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.draft.matching import Int32Array, append_tokens
+from paceline.draft.matching import SHARED, Int32Array, append_tokens
 
 PAGE = 4096  # bytes that memory comes in, at least
 LAST_POSITION = 2**31 - 1  # positions are kept in 32 bits
@@ -28,7 +28,8 @@ class Occurrences:
 
     def _start_afresh(self) -> None:
         size = 1 << self._capacity.bit_length()  # more than the capacity: position 0 stays empty
-        self.table = np.zeros((1 + 2 * len(self.levels), size), np.int32)  # [tokens, links, heads][position]
+        # [tokens, links, heads, owners][position]
+        self.table = np.zeros((2 + 2 * len(self.levels), size), np.int32)
         self.oldest = 1  # the first position that is kept
         self.end = 1  # the position of the next token
         self._address = int(self.table.ctypes.data)
@@ -46,13 +47,22 @@ class Occurrences:
         """Memory of the index, once it is full."""
         return self.table.nbytes
 
-    def append(self, tokens: Sequence[int] | Int32Array) -> None:
-        """Add tokens (GAP: what comes next is another text). The oldest make room."""
+    def append(self, tokens: Sequence[int] | Int32Array, owner: int = SHARED) -> None:
+        """Add tokens (GAP: what comes next is another text), for this owner. The oldest make room.
+
+        Where owners change, the text must too.
+        """
         new = np.asarray(tokens, dtype=np.int32)
         if self.end + len(new) > LAST_POSITION:  # count from 1 again
-            new = np.concatenate([self.kept(), new])
+            kept, owners = self.kept(), self.owners()
             self._start_afresh()
-        append_tokens(self.table, self.levels, self.oldest, self.end, new)
+            changes = np.flatnonzero(np.diff(owners)) + 1
+            for part, whose in zip(np.split(kept, changes), np.split(owners, changes), strict=True):
+                self._append(part, int(whose[0]) if len(whose) else SHARED)
+        self._append(new, owner)
+
+    def _append(self, new: Int32Array, owner: int) -> None:
+        append_tokens(self.table, self.levels, self.oldest, self.end, new, owner)
         self.end += len(new)
         self.keep_newest(self._capacity)
 
@@ -71,6 +81,13 @@ class Occurrences:
 
     def kept(self) -> Int32Array:
         """The tokens that are kept, oldest first."""
+        return self._row(0)
+
+    def owners(self) -> Int32Array:
+        """Whose they are."""
+        return self._row(-1)
+
+    def _row(self, row: int) -> Int32Array:
         positions = np.arange(self.oldest, self.end)
-        tokens: Int32Array = self.table[0, positions & (self.table.shape[1] - 1)]
-        return tokens
+        values: Int32Array = self.table[row, positions & (self.table.shape[1] - 1)]
+        return values

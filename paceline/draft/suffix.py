@@ -1,9 +1,9 @@
 """Suffix drafting: all that followed the end of this text before, here and in past responses, votes.
 
-The end of the text is looked for in the request's own tokens and in a cache of past responses. A
-follower's probability mixes the shares of matches of every length, the longest last, so that it is
-high where a long match or many short ones agree. A draft goes on as long as the probability that
-all of it is accepted is worth a row of the pass.
+The end of the text is looked for in the request's own tokens and in a cache of past responses: those to
+requests of its own `cache_salt`, never those to others. A follower's probability mixes the shares of
+matches of every length, the longest last, so that it is high where a long match or many short ones
+agree. A draft goes on as long as the probability that all of it is accepted is worth a row of the pass.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ LEVELS = (1, 3, 8, 24)  # n-grams that are indexed; what lies between is found o
 # What a decoder looks up where it runs, if what was drafted in advance is of no help: rows of its passes are
 # computed anyway, so also behind one token. Longer matches gained nothing in simulation.
 LOOK_UP = LookUp(1, 4)
+SHARES = ("responses", "prompts", "off")
 
 
 @refuse_unknown(ConfigError)
@@ -43,6 +44,8 @@ class SuffixOptions:
     suffix_decoding_max_spec_factor: float = 4.0  # a match of n tokens is followed for this many times n
     suffix_decoding_min_token_prob: float = 0.2  # of a node's path, to be drafted
     suffix_cache_path: str | None = None  # a file where past responses survive a restart
+    # what a request leaves for later ones of its salt: its response, the end of its prompt too, or nothing
+    share_suffix_cache: str = "responses"
 
     def __post_init__(self) -> None:
         check_integer(
@@ -59,11 +62,18 @@ class SuffixOptions:
         path = self.suffix_cache_path
         if path is not None and (not isinstance(path, str) or not path):
             raise ConfigError(f"suffix_cache_path must be the path of a file, got {path!r}.")
-        if path is not None and cached == 0:
+        if self.share_suffix_cache not in SHARES:
             raise ConfigError(
-                "suffix_cache_path keeps past responses, but suffix_decoding_max_cached_requests is 0. "
-                "Leave one of them out."
+                f"share_suffix_cache must be one of {', '.join(SHARES)}, got {self.share_suffix_cache!r}."
             )
+        if path is not None and self.num_cached == 0:
+            off = "share_suffix_cache is off" if cached else "suffix_decoding_max_cached_requests is 0"
+            raise ConfigError(f"suffix_cache_path keeps past responses, but {off}. Leave one of them out.")
+
+    @property
+    def num_cached(self) -> int:
+        """How many past responses are kept."""
+        return 0 if self.share_suffix_cache == "off" else self.suffix_decoding_max_cached_requests
 
 
 class SuffixDrafter(Drafter):
@@ -79,7 +89,8 @@ class SuffixDrafter(Drafter):
         self._options = options
         self._levels = [level for level in LEVELS if level <= options.suffix_decoding_max_tree_depth]
         self._indexes = RequestIndexes(self._levels)
-        self._past = ResponseCache(self._levels, options.suffix_decoding_max_cached_requests)
+        with_prompts = options.share_suffix_cache == "prompts"
+        self._past = ResponseCache(self._levels, options.num_cached, with_prompts)
         self._path = Path(options.suffix_cache_path) if options.suffix_cache_path else None
         self._fingerprint = fingerprint
         if self._path is not None and self._path.exists():
@@ -106,7 +117,8 @@ class SuffixDrafter(Drafter):
         new: list[int] = []
         for request, plan in zip(requests, plans, strict=True):
             index, unread = self._indexes.unread(request, plan.prefix)
-            lines.append((*index.described(), len(unread), plan.budget, plan.branching, plan.levels))
+            asked = (len(unread), plan.budget, plan.branching, plan.levels)
+            lines.append((*index.described(), *asked, self._past.owner_of(request.cache_salt)))
             new += unread
             index.note_appended(len(unread))
         drafted = draft_trees(
@@ -123,10 +135,10 @@ class SuffixDrafter(Drafter):
         return DraftTrees(*drafted[:3], chances=drafted[3])
 
     def forget(self, request: Request) -> None:
-        """Keep the response for later requests, unless it failed."""
+        """Keep the response for later requests of its salt, unless it failed."""
         self._indexes.drop(request)
         if request.error is None:
-            self._past.add(request.prompt_token_ids, request.output_token_ids)
+            self._past.add(request.prompt_token_ids, request.output_token_ids, request.cache_salt)
 
     def save(self) -> None:
         """Write the past responses to the file that the options name; nothing if they name none."""

@@ -134,7 +134,9 @@ def _speculation(config: EngineConfig, model: LoadedModel) -> Speculation:
     if asked.auto and not asked.drafters:
         head = default_method(model.fingerprint) if model.backend.supports_features else None
         methods = [] if head is not None and model.backend.drafts_ahead else ["suffix"]
-        there = SpeculativeOptions(methods if head is None else [*methods, head]).speculation()
+        named = methods if head is None else [*methods, head]
+        share = config.speculative.share_suffix_cache
+        there = SpeculativeOptions(named, share_suffix_cache=share).speculation()
         return replace(asked, drafters=there.drafters)
     return asked
 

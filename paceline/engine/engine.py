@@ -98,7 +98,7 @@ class Engine:
         """The queued requests, one for each of the n outputs. RequestError if it cannot be served.
 
         `segment` names the kind of traffic, for statistics. Only requests of the same `cache_salt`
-        share pages of the prefix cache.
+        share pages of the prefix cache and past responses to draft from.
         """
         name = str(self._num_arrived) if request_id is None else request_id
         if name in self._live:

@@ -75,7 +75,7 @@ class Request:
     detokenizer: Detokenizer
     arrival_time: float
     segment: str = ""  # the kind of traffic it belongs to, for statistics
-    cache_salt: str = ""  # only requests of the same salt share pages of the prefix cache
+    cache_salt: str = ""  # only requests of the same salt share cached pages and past responses
     plan: DraftPlan | None = None  # what its options ask to be drafted; None leaves it to the controller
     leader: Request | None = None  # the first of the n children: the others wait for its prompt's pages
 

@@ -35,7 +35,11 @@ def make_app(
 def add_middleware(app: FastAPI, service: Service, options: ServeOptions, metrics: Metrics | None) -> None:
     """What every request passes on its way to the app; the last one added is the first it meets."""
     app.add_middleware(
-        Gate, engine=service.engine, keys=options.api_key, max_body_bytes=options.max_body_bytes
+        Gate,
+        engine=service.engine,
+        keys=options.api_key,
+        share_cache=options.share_cache_across_keys,
+        max_body_bytes=options.max_body_bytes,
     )
     if options.cors_origin:
         app.add_middleware(

@@ -39,6 +39,8 @@ class Generation:
         generation = Generation(params.n)
         request_id = request.state.request_id
         segment = segment_of(request, fields)
+        # a key's salt is always of one length: no cache_salt of another key's client makes the same of both
+        cache_salt = request.state.key_salt + (fields.cache_salt or "")
         request.state.record.note(generation, segment, fields.user)
 
         async def submit(number: int, prompt: Sequence[int]) -> None:
@@ -47,7 +49,7 @@ class Generation:
                 params,
                 f"{request_id}-{number}" if len(prompts) > 1 else request_id,
                 segment=segment,
-                cache_salt=fields.cache_salt or "",
+                cache_salt=cache_salt,
                 arrived=generation._arrived,
             )
 

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 
 from starlette._utils import get_route_path
@@ -101,10 +102,14 @@ async def _nothing() -> Message:
 class Gate:
     """Lets in who has a key, while the server takes requests, with a body that is not too large."""
 
-    def __init__(self, app: ASGIApp, engine: AsyncEngine, keys: Sequence[str], max_body_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, engine: AsyncEngine, keys: Sequence[str], share_cache: bool, max_body_bytes: int
+    ) -> None:
         self._app = app
         self._engine = engine
         self._keys = [_digest(key.encode()) for key in keys]
+        # of each key, for what the engine caches; drawn by chance: they tell nothing of a key
+        self._salts = ["" if share_cache else secrets.token_hex(16) for _ in keys]
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,7 +117,9 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        refusal = self._refuse(get_route_path(scope), headers)
+        salt = self._salt_of_key(headers)
+        scope.setdefault("state", {})["key_salt"] = salt
+        refusal = self._refuse(get_route_path(scope), has_key=salt is not None)
         if refusal is None:
             first = await self._read(headers, receive)
             if first is not None:
@@ -123,9 +130,9 @@ class Gate:
             refusal = _refusal(413, message, "invalid_request_error", "body_too_large")
         await refusal(scope, receive, send)
 
-    def _refuse(self, path: str, headers: Headers) -> JSONResponse | None:
+    def _refuse(self, path: str, has_key: bool) -> JSONResponse | None:
         """Why a request may not come in; None if it may. `path` is what the router goes by."""
-        if path != HEALTH and not self._has_key(headers):
+        if path != HEALTH and not has_key:
             message = "the API key is missing or wrong: send `Authorization: Bearer KEY`."
             challenge = {"WWW-Authenticate": "Bearer"}
             return _refusal(401, message, "authentication_error", "invalid_api_key", challenge)
@@ -135,14 +142,17 @@ class Gate:
             return _refusal(503, message, "service_unavailable_error", "draining", goodbye)
         return None
 
-    def _has_key(self, headers: Headers) -> bool:
-        """Whether the request brings one of the keys. Takes the same time whatever it brings."""
+    def _salt_of_key(self, headers: Headers) -> str | None:
+        """The salt of the key that a request brings; None if it is none of the keys, "" if none is needed.
+
+        Takes the same time whatever it brings.
+        """
         if not self._keys:
-            return True
+            return ""
         scheme, _, given = headers.get("authorization", "").partition(" ")
         digest = _digest(given.strip().encode("latin-1"))
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
-        return any(matches) and scheme.lower() == "bearer"
+        return self._salts[matches.index(True)] if any(matches) and scheme.lower() == "bearer" else None
 
     async def _read(self, headers: Headers, receive: Receive) -> Message | None:
         """The whole body as one message, or the client's disconnect; None if it is too large."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.options import check_integer, check_number, refuse_unknown
+from paceline.options import check_bool, check_integer, check_number, refuse_unknown
 from paceline.serve.tools.formats import named_format
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -27,6 +27,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any that is free
     api_key: tuple[str, ...] = ()  # any of them opens the door; none: everyone may come in
+    share_cache_across_keys: bool = False  # else each key has the prefix cache and past responses to itself
     served_model_name: tuple[str, ...] = ()  # what clients may call the model; none: its own name
     max_queue: int = 256  # requests that wait for the engine; more get 429
     max_connections: int = 512  # more get 503
@@ -48,6 +49,7 @@ class ServeOptions:
         check_integer(ConfigError, "max_connections", self.max_connections, 1, 1_000_000)
         check_integer(ConfigError, "max_body_bytes", self.max_body_bytes, 1024, 1 << 32)
         check_integer(ConfigError, "timeout_keep_alive", self.timeout_keep_alive, 1, 86400)
+        check_bool(ConfigError, "share_cache_across_keys", self.share_cache_across_keys)
         check_integer(ConfigError, "max_segments", self.max_segments, 0, 10_000)
         for name in ("request_timeout", "client_timeout", "drain_timeout"):
             check_number(ConfigError, name, getattr(self, name), 0, 1e6)

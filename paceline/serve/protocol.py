@@ -96,7 +96,7 @@ class SamplingFields(Body):
     structured_outputs: StructuredOutputs | None = None
     speculative: Name | Speculative | None = None  # "off", "auto", a method or an object
     segment: Name | None = None  # the kind of traffic; the header X-Segment says the same
-    cache_salt: Name | None = None  # only requests of the same salt share the prefix cache
+    cache_salt: Name | None = None  # only requests of the same salt share the prefix cache and past responses
     return_metrics: Bool | None = None  # the response then has `metrics`
     stream: Bool | None = None
     stream_options: StreamOptions | None = None

@@ -89,6 +89,13 @@ ENGINE: Group = (
     Flag(
         "log_decisions", str | None, None, "With --draft auto: a file that says why it drafts what it drafts."
     ),
+    Flag(
+        "share_suffix_cache",
+        str | None,
+        None,
+        "What suffix drafts from later, in requests of the same cache_salt: responses (the default), prompts "
+        "(ends of prompts too) or off (each request's own text only).",
+    ),
 )
 
 SAMPLING: Group = (
@@ -137,6 +144,13 @@ SERVER: Group = (
         list[str] | None,
         None,
         "Clients must send this key. May be repeated; PACELINE_API_KEY is one more.",
+    ),
+    Flag(
+        "share_cache_across_keys",
+        bool,
+        False,
+        "Let clients with different API keys share the prefix cache and past responses.",
+        "--share-cache-across-keys",
     ),
     Flag("served_model_name", list[str] | None, None, "What clients call the model. May be repeated."),
     Flag("max_queue", int, 256, "Most requests that wait; more get 429."),

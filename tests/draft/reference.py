@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.draft.matching import GAP, MOST_VISITS, OWN_DOUBT, PAST_DOUBT
+from paceline.draft.matching import GAP, MOST_VISITS, OWN_DOUBT, PAST_DOUBT, SHARED
 
 
 def ending(stream, size):
@@ -60,25 +60,28 @@ def lead_chain(text, start, tokens, budget):
     return tokens[known:][:budget]
 
 
-def slot(newest_first, ring_size):
+def slot(newest_first, ring_size, owner):
     """The place of an n-gram in a table of this size."""
-    state = np.int64(0)
     with np.errstate(over="ignore"):
+        state = np.int64(owner) * np.int64(0x2545F4914F6CDD1D)
         for token in newest_first:
             state = (state ^ np.int64(token)) * np.int64(-7046029254386353131)
     return int((state >> np.int64(24)) & np.int64(ring_size - 1))
 
 
-def candidates(stream, suffix, levels, factor, depth, ring_size):
-    """(match length, continuation) of the occurrences that are looked at, longest n-grams first."""
+def candidates(stream, suffix, levels, factor, depth, ring_size, owner=SHARED):
+    """(match length, continuation) of the occurrences that are looked at, longest n-grams first.
+
+    The stream has the texts of one owner: those of others do not matter.
+    """
     found = []
     longer = len(suffix) + 1
     for size in reversed([level for level in levels if level <= len(suffix)]):
-        wanted = slot(suffix[:size], ring_size)
+        wanted = slot(suffix[:size], ring_size, owner)
         visits = 0
         for position in range(len(stream) - 1, -1, -1):
             ngram = ending(stream[: position + 1], size)
-            if len(ngram) < size or slot(ngram, ring_size) != wanted:
+            if len(ngram) < size or slot(ngram, ring_size, owner) != wanted:
                 continue
             visits += 1
             if visits > MOST_VISITS:

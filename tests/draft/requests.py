@@ -9,7 +9,7 @@ from paceline.verify.params import SamplingParams
 from paceline.verify.sampling import Sampler
 
 
-def make_request(prompt, output=(), max_output=100) -> Request:
+def make_request(prompt, output=(), max_output=100, salt="") -> Request:
     """A running request with these tokens."""
     request = Request(
         request_id="r",
@@ -23,6 +23,7 @@ def make_request(prompt, output=(), max_output=100) -> Request:
         sampler=Sampler(SamplingParams(), 0, prompt, ()),
         detokenizer=cast(Any, None),
         arrival_time=0.0,
+        cache_salt=salt,
     )
     request.token_ids.extend(output)
     return request

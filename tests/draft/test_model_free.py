@@ -13,7 +13,9 @@ from tests.toy import ToyBackend, drain, toy_engine
 
 MAKERS = {
     "ngram": lambda: NgramDrafter(NgramDrafter.Options(prompt_lookup_min=1)),
-    "suffix": lambda: SuffixDrafter(SuffixDrafter.Options(suffix_decoding_min_token_prob=0.01)),
+    "suffix": lambda: SuffixDrafter(
+        SuffixDrafter.Options(suffix_decoding_min_token_prob=0.01, share_suffix_cache="prompts")
+    ),
 }
 
 

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.draft.matching import GAP
+from paceline.draft import suffix_store
+from paceline.draft.matching import GAP, NOBODY, SHARED
 from paceline.draft.suffix import LEVELS, SuffixDrafter
-from paceline.draft.suffix_store import PROMPT_TAIL, USUAL_RESPONSE, ResponseCache
+from paceline.draft.suffix_store import USUAL_RESPONSE, ResponseCache
 from paceline.draft.trees import DraftPlan
 from paceline.errors import ConfigError
 from tests.draft import reference
@@ -22,16 +23,17 @@ def suffix_drafter(**options):
         "cached": "suffix_decoding_max_cached_requests",
         "factor": "suffix_decoding_max_spec_factor",
         "least": "suffix_decoding_min_token_prob",
+        "share": "share_suffix_cache",
     }
     return SuffixDrafter(SuffixDrafter.Options(**{named[name]: value for name, value in options.items()}))
 
 
-def draft(drafter, tokens, budget=8):
-    return chains(drafter.propose([make_request(tokens)], [DraftPlan("suffix", budget)]))[0]
+def draft(drafter, tokens, budget=8, salt=""):
+    return chains(drafter.propose([make_request(tokens, salt=salt)], [DraftPlan("suffix", budget)]))[0]
 
 
-def ended(drafter, prompt, output, error=None):
-    request = make_request(prompt, output)
+def ended(drafter, prompt, output, error=None, salt=""):
+    request = make_request(prompt, output, salt=salt)
     request.error = error
     drafter.forget(request)
 
@@ -61,8 +63,8 @@ def test_many_short_matches_that_agree_outvote_a_single_newer_one():
     assert draft(suffix_drafter(), [*[5, 6] * 8, 5, 7, 5], budget=1) == [6]
 
 
-def test_the_first_answer_token_is_found_by_the_end_of_the_prompt():
-    drafter = suffix_drafter()
+def test_with_prompts_the_first_answer_token_is_found_by_the_end_of_the_prompt():
+    drafter = suffix_drafter(share="prompts")
     prompt, output = [*range(100, 150)], [*range(10)]
     assert draft(drafter, prompt) == []
     ended(drafter, prompt, output)
@@ -70,8 +72,42 @@ def test_the_first_answer_token_is_found_by_the_end_of_the_prompt():
     assert draft(drafter, [*prompt, *output[:5]]) == output[5:]
 
 
-def test_drafts_do_not_run_from_one_response_into_the_next():
+def test_nothing_of_a_prompt_is_kept_across_requests():
+    drafter = suffix_drafter(least=0.0)
+    prompt, output = [*range(100, 150)], [*range(10)]
+    ended(drafter, prompt, output)
+    for size in range(1, len(prompt) + 1):
+        assert draft(drafter, prompt[:size]) == []
+    assert draft(drafter, [*prompt, *output[:5]]) == output[5:]
+    assert drafter._past.occurrences.kept().tolist() == [*output, GAP]
+
+
+@pytest.mark.parametrize("share", ["responses", "prompts"])
+def test_only_requests_of_the_same_salt_draft_from_a_response(share):
+    drafter = suffix_drafter(share=share, least=0.0)
+    text = [*range(20)]
+    for salt in ("", "ann", "bob"):
+        assert draft(drafter, text[:10], salt=salt) == []
+    ended(drafter, [99], text, salt="ann")
+    assert draft(drafter, text[:10], salt="ann") == text[10:18]
+    assert draft(drafter, text[:10], salt="bob") == draft(drafter, text[:10]) == []
+    ended(drafter, [98], [*text[:10], 70, 71], salt="bob")
+    ended(drafter, [97], [*text[:10], 80, 81])
+    assert draft(drafter, text[:10], salt="ann") == text[10:18]
+    assert draft(drafter, text[:10], salt="bob") == [70, 71]
+    assert draft(drafter, text[:10]) == [80, 81]
+
+
+def test_requests_of_several_salts_in_one_batch_are_kept_apart():
     drafter = suffix_drafter()
+    text = [*range(20)]
+    ended(drafter, [99], text, salt="ann")
+    requests = [make_request(text[:10], salt=salt) for salt in ("bob", "ann", "")]
+    assert chains(drafter.propose(requests, [DraftPlan("suffix", 4)] * 3)) == [[], text[10:14], []]
+
+
+def test_drafts_do_not_run_from_one_response_into_the_next():
+    drafter = suffix_drafter(share="prompts")
     ended(drafter, [1, 2, 3], [4, 5])
     ended(drafter, [6, 7, 8], [9, 9])
     assert draft(drafter, [1, 2, 3, 4]) == [5]
@@ -92,10 +128,11 @@ def test_only_responses_that_did_not_fail_are_kept(prompt, output, error, cached
     assert len(drafter._past) == cached
 
 
-def test_the_cache_can_be_turned_off():
-    drafter = suffix_drafter(cached=0)
-    ended(drafter, [1, 2, 3], [4, 5, 6])
-    assert draft(drafter, [1, 2, 3]) == []
+@pytest.mark.parametrize("options", [{"cached": 0}, {"share": "off"}])
+def test_the_cache_can_be_turned_off(options):
+    drafter = suffix_drafter(**options)
+    ended(drafter, [1, 2, 3], [4, 5, 6, 7, 8, 9])
+    assert draft(drafter, [4, 5, 6, 7, 8]) == []
     assert draft(drafter, [1, 2, 3, 4, 1, 2, 3]) != []
 
 
@@ -127,33 +164,34 @@ def test_plans_of_a_batch_are_kept_apart():
 @settings(max_examples=60)
 @given(
     responses=st.lists(
-        st.tuples(
-            st.lists(st.integers(0, 3), min_size=1, max_size=40),
-            st.lists(st.integers(0, 3), min_size=1, max_size=30),
-        ),
+        st.tuples(st.sampled_from(["", "ann", "bob"]), st.lists(st.integers(0, 3), min_size=1, max_size=30)),
         max_size=6,
     ),
+    salt=st.sampled_from(["", "ann", "eve"]),
     prompt=st.lists(st.integers(0, 3), min_size=1, max_size=30),
     parts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=5),
     cached=st.integers(1, 4),
 )
-def test_a_growing_request_drafts_as_a_search_of_everything_would(responses, prompt, parts, cached):
+def test_a_growing_request_drafts_as_a_search_of_all_of_its_salt_would(
+    responses, salt, prompt, parts, cached
+):
     drafter = suffix_drafter(cached=cached, least=0.02)
-    kept: list[list[int]] = []
-    for before, output in responses:
-        ended(drafter, before, output)
-        entry = [*before[-PROMPT_TAIL:], *output, GAP]
+    kept: list[tuple[str, list[int]]] = []
+    for whose, output in responses:
+        ended(drafter, [1], output, salt=whose)
+        entry = (whose, [*output, GAP])
         kept = (kept if entry in kept else [*kept, entry])[-cached:]
-    past = [token for entry in kept for token in entry]
-    request = make_request(prompt, max_output=50)
+    past = [token for whose, entry in kept for token in entry if whose == salt]
+    owner = drafter._past.owner_of(salt)
+    request = make_request(prompt, max_output=50, salt=salt)
     for part in parts:
         request.token_ids.extend(part)
         trees = drafter.propose([request], [DraftPlan("suffix", 6, branching=2)])
         own_index, past_index = drafter._indexes.of(request), drafter._past.occurrences
         suffix = reference.ending(request.token_ids, 24)
         sources = [
-            reference.candidates(stream, suffix, LEVELS, 4.0, 6, index.table.shape[1])
-            for stream, index in ((request.token_ids, own_index), (past, past_index))
+            reference.candidates(stream, suffix, LEVELS, 4.0, 6, index.table.shape[1], whose)
+            for stream, index, whose in ((request.token_ids, own_index, SHARED), (past, past_index, owner))
         ]
         tokens, parents, chances = reference.suffix_tree(*sources, budget=6, branching=2, least=0.02)
         assert trees.tree_lists(0) == (tokens, parents)
@@ -174,23 +212,46 @@ class TestResponseCache:
         return found
 
     def test_the_oldest_response_goes_first(self):
-        cache = ResponseCache(LEVELS, 2)
+        cache = ResponseCache(LEVELS, 2, with_prompts=True)
         for number in range(5):
             cache.add([number], [number + 10])
         assert self.entries(cache) == [[3, 13], [4, 14]]
 
-    def test_the_same_response_is_kept_once(self):
+    def test_the_same_response_is_kept_once_for_each_salt(self):
         cache = ResponseCache(LEVELS, 10)
-        for _ in range(5):
-            cache.add([1, 2], [3, 4])
-        cache.add([1, 2], [3, 5])
-        assert self.entries(cache) == [[1, 2, 3, 4], [1, 2, 3, 5]]
+        for salt in ("", "ann", "ann", "", "bob", "ann"):
+            cache.add([1, 2], [3, 4], salt)
+        cache.add([1, 2], [3, 5], "ann")
+        assert self.entries(cache) == [[3, 4], [3, 4], [3, 4], [3, 5]]
+
+    def test_who_invents_salts_gets_no_more_memory_than_who_uses_one(self):
+        cache = ResponseCache(LEVELS, 8)
+        size = cache.occurrences.num_bytes
+        for number in range(1000):
+            cache.add([], [number] * 300, f"salt {number}")
+            assert len(cache) == cache.num_salts <= 8
+            assert len(cache.occurrences) <= 8 * 289
+        assert cache.occurrences.num_bytes == size
+        assert len(cache._keys) == len(cache._owners) == cache.num_salts
+        assert cache.owner_of("salt 0") == NOBODY
+        for _ in range(3):  # the last of the others go too
+            cache.add([], [*range(900 + _, 1600 + _)])
+        assert cache.num_salts == 1
+        assert not cache._owners
+
+    def test_no_two_salts_have_the_same_owner(self, monkeypatch):
+        drawn = iter([0, 5, 5, 0, 5, 6])
+        monkeypatch.setattr(suffix_store.secrets, "randbelow", lambda most: next(drawn))
+        cache = ResponseCache(LEVELS, 8)
+        for salt in ("", "ann", "bob"):
+            cache.add([], [1], salt)
+        assert [cache.owner_of(salt) for salt in ("", "ann", "bob")] == [SHARED, 5, 6]
 
     def test_a_response_that_was_evicted_can_come_back(self):
         cache = ResponseCache(LEVELS, 1)
         for output in ([3], [4], [3]):
             cache.add([1], output)
-        assert self.entries(cache) == [[1, 3]]
+        assert self.entries(cache) == [[3]]
 
     def test_long_responses_push_out_more_than_one(self):
         cache = ResponseCache(LEVELS, 4)
@@ -222,6 +283,11 @@ class TestResponseCache:
         ({"suffix_decoding_min_token_prob": 1.5}, "suffix_decoding_min_token_prob must be"),
         ({"suffix_cache_path": ""}, "suffix_cache_path must be"),
         ({"suffix_cache_path": "x", "suffix_decoding_max_cached_requests": 0}, "Leave one of them out"),
+        ({"suffix_cache_path": "x", "share_suffix_cache": "off"}, "share_suffix_cache is off. Leave one"),
+        (
+            {"share_suffix_cache": "all"},
+            "share_suffix_cache must be one of responses, prompts, off, got 'all'",
+        ),
         ({"suffix_min_prob": 0.1}, "unknown option 'suffix_min_prob'"),
     ],
 )

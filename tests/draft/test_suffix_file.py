@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from paceline.draft.matching import GAP
 from paceline.draft.suffix import SuffixDrafter
+from paceline.draft.suffix_store import fingerprint_of
 from paceline.draft.trees import DraftPlan
 from paceline.errors import ConfigError
 from tests.draft.requests import chains, make_request
@@ -23,9 +25,11 @@ class OtherTokenizer(ToyTokenizer):
 def load(tmp_path):
     """Load a drafter whose cache is in a file; `load.path` is the file."""
 
-    def load(tokenizer=None, cached=100, vocab_size=VOCAB, path=None):
+    def load(tokenizer=None, cached=100, vocab_size=VOCAB, path=None, share="responses"):
         options = SuffixDrafter.Options(
-            suffix_cache_path=str(path or load.path), suffix_decoding_max_cached_requests=cached
+            suffix_cache_path=str(path or load.path),
+            suffix_decoding_max_cached_requests=cached,
+            share_suffix_cache=share,
         )
         target = SimpleNamespace(
             tokenizer=tokenizer or ToyTokenizer(), config=SimpleNamespace(vocab_size=vocab_size)
@@ -38,33 +42,83 @@ def load(tmp_path):
 
 @pytest.fixture
 def saved(load):
-    """A file with 20 responses to different prompts; response n is n + 1, n + 2, ..."""
+    """A file with 20 different responses."""
     drafter = load()
     for number in range(20):
-        drafter.forget(make_request(prompt(number), range(number + 1, number + 11)))
+        drafter.forget(make_request([1, 2, 3], response(number)))
     drafter.close()
     return load.path
 
 
-def prompt(number):
+def response(number):
     return [token * (number + 2) % VOCAB for token in range(30, 60)]
 
 
-def draft(drafter, ids):
-    return chains(drafter.propose([make_request(ids)], [DraftPlan("suffix", 4)]))[0]
+def draft(drafter, ids, salt=""):
+    return chains(drafter.propose([make_request(ids, salt=salt)], [DraftPlan("suffix", 4)]))[0]
 
 
 def test_what_was_learned_survives_a_restart(load, saved):
     drafter = load()
     for number in range(20):
-        assert draft(drafter, prompt(number)) == [*range(number + 1, number + 5)]
+        assert draft(drafter, response(number)[:20]) == response(number)[20:24]
 
 
 def test_a_smaller_cache_takes_the_newest_responses(load, saved):
     drafter = load(cached=2)
-    assert draft(drafter, prompt(19)) == [20, 21, 22, 23]
-    assert draft(drafter, prompt(18)) == [19, 20, 21, 22]
+    assert draft(drafter, response(19)[:20]) == response(19)[20:24]
+    assert draft(drafter, response(18)[:20]) == response(18)[20:24]
     assert len(drafter._past) == 2
+
+
+def test_what_has_a_salt_is_not_written(load):
+    drafter = load()
+    drafter.forget(make_request([1], response(0), salt="a secret of ann's"))
+    drafter.forget(make_request([1], response(1)))
+    drafter.forget(make_request([1], response(2), salt="bob"))
+    drafter.close()
+    with np.load(load.path) as file:
+        arrays = dict(file)
+    assert arrays["tokens"].tolist() == [*response(1), GAP]
+    assert arrays["sizes"].tolist() == [31]
+    assert b"ann" not in load.path.read_bytes()
+    again = load()
+    assert draft(again, response(1)[:20]) == response(1)[20:24]
+    for number, salt in ((0, "a secret of ann's"), (0, ""), (1, "bob"), (2, "bob")):
+        assert draft(again, response(number)[:20], salt) == []
+
+
+def test_other_users_of_the_machine_cannot_read_it(saved):
+    assert saved.stat().st_mode & 0o077 == 0
+
+
+def test_a_file_with_prompts_is_taken_only_where_prompts_are_kept(load):
+    drafter = load(share="prompts")
+    drafter.forget(make_request(response(0), [1, 2, 3, 4, 5]))
+    drafter.close()
+    assert draft(load(share="prompts"), response(0)) == [1, 2, 3, 4]
+    with pytest.raises(
+        ConfigError, match=r"has ends of prompts too.*Use share_suffix_cache 'prompts', delete"
+    ):
+        load()
+
+
+def test_a_file_without_prompts_is_taken_where_prompts_are_kept(load, saved):
+    drafter = load(share="prompts")
+    assert draft(drafter, response(3)[:20]) == response(3)[20:24]
+
+
+def test_a_file_of_the_first_version_had_prompts(load):
+    np.savez(
+        load.path,
+        version=np.array(1),
+        fingerprint=np.array(fingerprint_of(ToyTokenizer())),
+        sizes=np.array([31]),
+        tokens=np.array([*response(0), GAP], dtype=np.int32),
+    )
+    assert draft(load(share="prompts"), response(0)[:20]) == response(0)[20:24]
+    with pytest.raises(ConfigError, match="has ends of prompts too"):
+        load()
 
 
 def test_saving_twice_or_an_empty_cache_is_fine(load):

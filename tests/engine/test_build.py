@@ -35,3 +35,10 @@ def test_auto_leaves_drafting_to_a_device_that_can_and_decides_elsewhere():
     assert {plan.drafter for plan in chosen.plans_ahead()} == {None, "eagle3"}
     assert isinstance(controller(False, "auto"), AutoController)
     assert isinstance(controller(True, ["auto", "suffix", "eagle3"]), AutoController)  # they were named
+
+
+def test_what_the_suffix_cache_shares_is_heard_where_auto_chooses_the_drafters():
+    model = SimpleNamespace(backend=ToyBackend(), fingerprint="none")
+    for given, heard in ((None, "responses"), ("prompts", "prompts"), ("off", "off")):
+        config = EngineConfig.from_options(speculative_config="auto", share_suffix_cache=given)
+        assert build._speculation(config, model).drafters["suffix"].options.share_suffix_cache == heard
