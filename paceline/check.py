@@ -105,9 +105,10 @@ def kernels() -> dict[str, Any]:
     """Which instructions the cpu backend uses, and whether its code is compiled already."""
     from paceline.backends.cpu.compiled import cache_folder
     from paceline.backends.cpu.isa import ISA, target_features
+    from paceline.kernel_cache import kept_files
 
     features = target_features()
-    files = [path for path in cache_folder().rglob("*.nb[ic]") if path.is_file()]
+    files = kept_files(cache_folder())
     size = sum(path.stat().st_size for path in files)
     return {
         "instruction set": ISA.name,

@@ -146,8 +146,9 @@ def _checked_entry(
 
 def _are_counts(values: object) -> TypeGuard[list[int]]:
     """Whether this can be a shape or a place: a few numbers that are not negative."""
-    few = isinstance(values, list) and len(values) <= MAX_DIMENSIONS
-    return few and all(type(value) is int and value >= 0 for value in values)  # type: ignore[union-attr]
+    if not isinstance(values, list) or len(values) > MAX_DIMENSIONS:
+        return False
+    return all(type(value) is int and value >= 0 for value in values)
 
 
 def _files(folder: Path) -> Mapping[Path, list[str] | None]:
