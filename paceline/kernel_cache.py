@@ -54,7 +54,8 @@ def jitted(function: Callable[..., Any], folder: Path, **options: Any) -> Any:
 
 def c_function(function: Callable[..., Any], signature: Any, folder: Path) -> Any:
     """A C function of this numba signature, compiled now or read from this folder."""
-    made: Any = CFunc(function, (signature.args, signature.return_type), locals={}, options={"nopython": True})
+    types = (signature.args, signature.return_type)
+    made: Any = CFunc(function, types, locals={}, options={"nopython": True})
     made._cache = _KernelCache(function, folder)
     made.compile()
     return made
