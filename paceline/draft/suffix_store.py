@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.draft.matching import GAP, Int32Array
 from paceline.draft.occurrences import Occurrences
+from paceline.draft.stored_arrays import stored_arrays
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class ResponseCache:
     def load(self, path: Path, fingerprint: str, vocab_size: int) -> None:
         """Add the responses of a file. ConfigError if it is damaged or another tokenizer's."""
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with stored_arrays(path) as file:
                 version, found = int(file["version"]), str(file["fingerprint"])
                 sizes, tokens = file["sizes"], file["tokens"]
         except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
@@ -91,8 +92,8 @@ class ResponseCache:
                 f"suffix_cache_path {str(path)!r} was written with another tokenizer. Give each model a file "
                 "of its own."
             )
-        sound = sizes.ndim == tokens.ndim == 1 and (sizes > 0).all() and sizes.sum() == len(tokens)
-        if not sound or ((tokens < GAP) | (tokens >= vocab_size)).any():
+        sound = sizes.ndim == tokens.ndim == 1 and ((sizes > 0) & (sizes <= len(tokens))).all()
+        if not sound or sizes.sum() != len(tokens) or ((tokens < GAP) | (tokens >= vocab_size)).any():
             raise _unreadable(path, "its sizes and tokens do not fit together")
         ends = np.cumsum(sizes)
         for start, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True):
@@ -108,8 +109,9 @@ def fingerprint_of(tokenizer: Tokenizer) -> str:
     return digest.hexdigest()
 
 
-def _unreadable(path: Path, reason: str) -> ConfigError:
-    return ConfigError(
-        f"suffix_cache_path {str(path)!r} cannot be used: {reason}. Delete it to start with an empty cache, "
-        "or give another path."
-    )
+class DamagedStoreError(ConfigError):
+    """The file of past responses is not one that this version wrote."""
+
+
+def _unreadable(path: Path, reason: str) -> DamagedStoreError:
+    return DamagedStoreError(f"suffix_cache_path {str(path)!r} cannot be used: {reason}")

@@ -266,8 +266,11 @@ class Drafting:
 
     def close(self) -> None:
         """Let drafters write down what is to survive the engine."""
-        for drafter in self._drafters.values():
-            drafter.close()
+        for name, drafter in self._drafters.items():
+            try:
+                drafter.close()
+            except Exception as error:  # a full disk: the others still have something to write
+                logger.warning("what drafter %s keeps could not be written: %s", name, error)
 
     def _guard(self, name: str, requests: Sequence[Request]) -> _Guard:
         """If a drafter raises in here, these requests are not drafted for by it again."""
