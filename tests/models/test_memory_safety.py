@@ -97,6 +97,15 @@ def test_a_config_without_an_end_is_not_read(tmp_path: Path) -> None:
     assert "at most" in str(refusal(tmp_path))
 
 
+def test_a_context_without_an_end_is_not_believed(tmp_path: Path) -> None:
+    """Backends have tables of all positions: 2 ** 31 of them would be 32 GiB for the tiniest head."""
+    write_folder(tmp_path, "llama", random_tensors(config_of("llama")))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**MODELS["llama"], "max_position_embeddings": 2**31 - 1})
+    )
+    assert "max_position_embeddings" in str(refusal(tmp_path))
+
+
 def test_files_that_lead_to_themselves(tmp_path: Path) -> None:
     """An index whose shard is a link to itself or to the index: no endless loop, a clear error."""
     write_folder(tmp_path, "llama", random_tensors(config_of("llama")), shards=2)
