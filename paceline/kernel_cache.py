@@ -23,13 +23,13 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvid
 from numba.core.ccallback import CFunc
 from numba.core.serialize import dumps
 
-from paceline.home import paceline_home
+from paceline.home import paceline_home, tell_unusable
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".kernel"
+WHAT = "compiled kernels"
 _DIGEST_BYTES = 32
-_told: set[Path] = set()  # folders that are of no use
 
 
 def kernels_folder(name: str) -> Path:
@@ -95,7 +95,8 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
         except FileNotFoundError:
             return None
         except OSError as error:
-            return _tell(self._cache_path, error)
+            tell_unusable(WHAT, self._cache_path, error)
+            return None
         digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         if hashlib.sha256(payload).digest() != digest:
             logger.warning("%s is damaged: it is compiled again, and replaced", path)
@@ -118,7 +119,7 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
             temporary.write_bytes(hashlib.sha256(payload).digest() + payload)
             temporary.replace(path)
         except OSError as error:
-            _tell(self._cache_path, error)
+            tell_unusable(WHAT, self._cache_path, error)
             try:
                 temporary.unlink(missing_ok=True)
             except OSError:
@@ -133,15 +134,3 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
         told_apart = f"{numba.__version__} {signature} {machine} {closure}"
         name = hashlib.sha256(told_apart.encode()).hexdigest()[:16]
         return self._cache_path / f"{self._impl.filename_base}.{name}{SUFFIX}"
-
-
-def _tell(folder: Path, error: OSError) -> None:
-    """Say once that the cache is of no use, and what to do."""
-    if not _told:
-        logger.warning(
-            "compiled kernels cannot be kept in %s (%s). Each start compiles them again, which takes about a "
-            "minute. Set PACELINE_HOME to a folder with 100 MB free that you may write to.",
-            folder,
-            error.strerror,
-        )
-    _told.add(folder)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline import kernel_cache
+from paceline import home, kernel_cache
+from paceline.errors import ConfigError
 from paceline.kernel_cache import jitted, kept_files
 
 
@@ -27,7 +28,7 @@ def run(folder: Path, number: Any = 3) -> int:
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     """The warnings of a process that has said nothing yet."""
-    monkeypatch.setattr(kernel_cache, "_told", set())
+    monkeypatch.setattr(home, "_told", set())
     caplog.set_level(logging.WARNING)
     return caplog
 
@@ -97,3 +98,9 @@ def test_a_folder_that_cannot_be_written_to(
     assert "Set PACELINE_HOME" in message
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     assert run(tmp_path) == 0  # nothing half written is taken for a kernel
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_HOME", "~no-such-user/cache")
+    with pytest.raises(ConfigError, match="Set PACELINE_HOME to a folder"):
+        home.paceline_home()

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline import __version__
 from paceline.bench.machine import cpu_name
-from paceline.home import paceline_home
+from paceline.home import paceline_home, tell_unusable
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +62,4 @@ class Memory:
         except OSError as error:
             with suppress(OSError):
                 own.unlink()
-            logger.warning(
-                "what the controller has learned could not be kept in %s (%s). Set PACELINE_HOME to a folder "
-                "that you may write to.",
-                self.path.parent,
-                error.strerror,
-            )
+            tell_unusable("what the controller has learned", self.path.parent, error)

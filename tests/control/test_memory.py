@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline import home
 from paceline.control.memory import MAX_BYTES, Memory
 from tests.control.simulation import SimulatedDrafter, World
 from tests.control.test_auto import controller
@@ -101,10 +102,12 @@ def test_a_kill_while_it_is_written_leaves_the_old_file(
 
 
 def test_a_folder_that_cannot_be_written_to_costs_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(home, "_told", set())
     (tmp_path / "costs").write_text("in the way")
-    start_and_end(Memory(tmp_path / "costs" / "memory.json"))
+    for _ in range(2):
+        start_and_end(Memory(tmp_path / "costs" / "memory.json"))
     (message,) = caplog.messages
     assert "Set PACELINE_HOME" in message
     assert str(tmp_path / "costs") in message
