@@ -31,8 +31,8 @@ def tell_unusable(what: str, folder: Path, error: OSError) -> None:
     """Say, once in a process, that something cannot be kept: that costs time at every start, no more."""
     if not _told:
         logger.warning(
-            "%s cannot be kept in %s (%s), so each start takes longer. Set PACELINE_HOME to a folder that you "
-            "may write to, with 100 MB free.",
+            "%s cannot be kept in %s (%s), so each start takes longer. Set PACELINE_HOME to a folder that "
+            "you may write to, with 100 MB free.",
             what,
             folder,
             error.strerror,

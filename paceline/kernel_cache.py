@@ -82,7 +82,7 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
 
     def __init__(self, function: Callable[..., Any], folder: Path) -> None:
         super().__init__(function)
-        self._cache_path = folder / _Locator.get_suitable_cache_subpath(function.__code__.co_filename)
+        self._cache_path: Path = folder / _Locator.get_suitable_cache_subpath(function.__code__.co_filename)
         self._stamp = self._impl.locator.get_source_stamp()
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
