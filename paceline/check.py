@@ -104,9 +104,10 @@ def _lines(path: Path) -> list[str]:
 
 def kernels() -> dict[str, Any]:
     """Which instructions the cpu backend uses, and whether its code is compiled already."""
-    from paceline.backends.kernel_cache import cache_folder
+    from paceline.backends.cpu_kernels import cache_folder
+    from paceline.kernel_cache import kept_files
 
-    files = [path for path in cache_folder().rglob("*.nb[ic]") if path.is_file()]
+    files = kept_files(cache_folder())
     size = sum(path.stat().st_size for path in files)
     from paceline.backends.cpu.isa import ISA, target_features  # after the look: this compiles some
 

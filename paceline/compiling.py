@@ -1,4 +1,4 @@
-"""How numba compiles the functions of the rooms. The cpu backend keeps its kernels in its own way."""
+"""How numba compiles the functions of the rooms. The cpu backend has options of its own."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import numba
 from numba import types
 from numba.extending import intrinsic
 
+from paceline.kernel_cache import jitted, kernels_folder
+
+_FOLDER = kernels_folder("rooms")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled(function: Function) -> Function:
     """A numba function, kept on disk, that runs without the GIL. No fast-math: bits are promised."""
-    return cast(Function, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+    return cast(Function, jitted(function, _FOLDER, nogil=True, error_model="numpy"))
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -94,7 +94,8 @@ class Answer:
         rest = b""
         for when, data in self.pieces:
             *whole, rest = (rest + data).split(b"\n\n")
-            events += [(when, line.removeprefix(b"data: ")) for line in whole if line.startswith(b"data: ")]
+            lines = [line for event in whole for line in event.split(b"\n")]  # `event:` may stand before
+            events += [(when, line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: ")]
         return events
 
     @cached_property

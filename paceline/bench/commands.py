@@ -200,7 +200,12 @@ def load_command(
         str | None, typer.Option(help="A server that runs already, instead of one started for this.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="The key that this server wants.")] = None,
-    clients: Annotated[int, typer.Option(help="Streaming clients at once.")] = 200,
+    duration: Annotated[
+        str | None, typer.Option(help="Soak: mixed traffic for so long, such as 30m, instead of rounds.")
+    ] = None,
+    clients: Annotated[
+        int | None, typer.Option(help="Clients at once; default 200, with --duration 50.")
+    ] = None,
     requests: Annotated[int, typer.Option(help="Requests of a round, all clients together.")] = 400,
     rounds: Annotated[int, typer.Option(help="How often all of it is done.")] = 2,
     cut: Annotated[float, typer.Option(help="Share of requests whose client leaves at some point.")] = 0.2,
@@ -214,31 +219,47 @@ def load_command(
     quantization: Quantization = "auto",
     json_file: JsonFile = None,
 ) -> None:
-    """Many streaming clients, some of whom leave or talk nonsense: are all other answers there, and right?"""
+    """Many clients, some of whom leave or talk nonsense: are all other answers there, and right?"""
     import asyncio
     from contextlib import nullcontext
+    from dataclasses import replace
 
     from paceline.bench.client import Server
     from paceline.bench.load import LoadOptions, run_load
     from paceline.bench.load_tables import load_facts, load_notes, load_table
     from paceline.bench.server_process import ServerProcess, serve_flags
+    from paceline.bench.soak import SAMPLES, SoakOptions, run_soak, seconds_of
+    from paceline.bench.soak_tables import soak_facts, soak_notes, soak_table
     from paceline.bench.tables import progress
     from paceline.bench.workloads import load_workload
 
     report = Report(json_file)
-    options = LoadOptions(clients, requests, rounds, cut, bad, seed)
+    soaking = None
+    if duration is not None:
+        soaking = SoakOptions(seconds_of(duration), clients or 50, cut, bad, seed)
+    options = LoadOptions(clients or 200, requests, rounds, cut, bad, seed)
     names = workload or ["code-edit", "summarize", "extract"]
     prompts = [one for name in names for one in load_workload(name, limit, max_tokens).prompts]
-    started = (
-        ServerProcess(model, *serve_flags(threads, quantization, ["--draft", draft]), api_key=api_key)
-        if url is None
-        else None
-    )
-    with started or nullcontext(), progress(len(prompts) + rounds * requests) as on_turn:
+    flags = serve_flags(threads, quantization, ["--draft", draft])
+    keys = [api_key]
+    if soaking is not None and url is None:  # tenants of a server of our own have keys of their own
+        keys = [api_key or "soak-0", "soak-1", "soak-2"]
+        flags += [word for key in keys[1:] for word in ("--api-key", str(key))]
+    started = ServerProcess(model, *flags, api_key=keys[0]) if url is None else None
+    turns = SAMPLES if soaking is not None else len(prompts) + rounds * requests
+    with started or nullcontext(), progress(turns) as on_turn:
         server = started.server if started else Server.at(url or "", api_key)
-        load = asyncio.run(run_load(server, prompts, options, on_turn))
-    report.show([load_table(load)], load_notes(load), load_facts(load))
-    if not load.good:
+        if soaking is not None:
+            servers = [replace(server, api_key=key) for key in keys]
+            process_id = started.process.pid if started else None
+            soak = asyncio.run(run_soak(servers, prompts, soaking, process_id, on_turn))
+        else:
+            load = asyncio.run(run_load(server, prompts, options, on_turn))
+    if soaking is not None:
+        report.show([soak_table(soak)], soak_notes(soak), soak_facts(soak))
+    else:
+        report.show([load_table(load)], load_notes(load), load_facts(load))
+    if not (load.good if soaking is None else soak.good):
         raise typer.Exit(1)
 
 

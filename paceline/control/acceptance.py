@@ -213,6 +213,8 @@ class AcceptanceModel:
         """Take in what was learned before; ValueError, TypeError or KeyError if that makes no sense."""
         calibration, drafts = Calibration.of_counts(facts["counts"]), int(facts["drafts"])
         said = [[min(max(float(chance), 0.0), 1.0) for chance in own[: self.depth]] for own in facts["said"]]
+        if not 0 <= drafts < 1e12:
+            raise ValueError(f"{facts['drafts']} is no number of drafts")
         self.calibration, self.drafts = calibration, drafts
         for own in reversed(said[:KEPT]):
             self.said.add(own + [0.0] * (self.depth - len(own)))

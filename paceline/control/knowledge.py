@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from paceline.draft.trees import DraftPlan
 if TYPE_CHECKING:
     from paceline.engine.request import Request
     from paceline.engine.stats import StepStats
+
+logger = logging.getLogger(__name__)
 
 DRAFTS = 128  # past drafts by which a step is judged, of all its requests together
 FEWEST, MOST_SCENES = 8, 48  # of one request
@@ -139,12 +141,16 @@ class Knowledge:
 
     def _begin_with(self, facts: Mapping[str, Any]) -> None:
         """Take in what was learned before, as far as it makes sense."""
-        with suppress(KeyError, TypeError, ValueError, AttributeError):
+        try:
             self.drafts.begin_with(facts.get("draft_calls", {}))
             for (name, greedy), model in self.models.items():
                 own = facts.get("models", {}).get(_name(name, greedy))
                 if own is not None:
                     model.begin_with(own)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            logger.warning(
+                "part of what the controller had learned makes no sense: %r. It learns anew.", error
+            )
 
 
 def key_of(request: Request) -> Key:

@@ -27,7 +27,7 @@ def step_costs(backend: Backend, longest: int, memory: Memory) -> StepCosts:
     kept = memory.read()
     try:
         return StepCosts.from_facts(kept["steps"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         costs = measure_steps(backend, longest)
         memory.write({**kept, "steps": costs.facts()})
         return costs

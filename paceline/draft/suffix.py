@@ -8,6 +8,8 @@ agree. A draft goes on as long as the probability that all of it is accepted is 
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +21,15 @@ from paceline.backends.ahead import LookUp
 from paceline.draft.base import Drafter, Target
 from paceline.draft.matching import COLUMNS, draft_trees
 from paceline.draft.ngram import RequestIndexes
-from paceline.draft.suffix_store import ResponseCache, fingerprint_of
+from paceline.draft.suffix_store import DamagedStoreError, ResponseCache, fingerprint_of
 from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number, refuse_unknown
 
 if TYPE_CHECKING:
     from paceline.engine.request import Request
+
+logger = logging.getLogger(__name__)
 
 LEVELS = (1, 3, 8, 24)  # n-grams that are indexed; what lies between is found on the level below
 # What a decoder looks up where it runs, if what was drafted in advance is of no help: rows of its passes are
@@ -93,8 +97,24 @@ class SuffixDrafter(Drafter):
         self._past = ResponseCache(self._levels, options.num_cached, with_prompts)
         self._path = Path(options.suffix_cache_path) if options.suffix_cache_path else None
         self._fingerprint = fingerprint
-        if self._path is not None and self._path.exists():
-            self._past.load(self._path, fingerprint, vocab_size)
+        if self._path is not None:
+            self._read(self._path, vocab_size)
+
+    def _read(self, path: Path, vocab_size: int) -> None:
+        """Begin with what a file has. A damaged one is kept aside, and the cache begins empty."""
+        if not os.access(path.parent, os.W_OK) or (path.exists() and not path.is_file()):
+            raise ConfigError(
+                f"suffix_cache_path {str(path)!r} cannot be written. Give a file in a folder that exists and "
+                "that you may write to."
+            )
+        if not path.exists():
+            return
+        try:
+            self._past.load(path, self._fingerprint, vocab_size)
+        except DamagedStoreError as error:
+            aside = path.with_name(f"{path.name}.damaged")
+            path.replace(aside)
+            logger.warning("%s. It is kept as %s, and the cache begins empty.", error, aside.name)
 
     @classmethod
     def load(cls, options: SuffixOptions, target: Target) -> SuffixDrafter:

@@ -20,6 +20,7 @@ import numpy as np
 
 from paceline.draft.matching import GAP, NOBODY, SHARED, Int32Array
 from paceline.draft.occurrences import Occurrences
+from paceline.draft.stored_arrays import stored_arrays
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class ResponseCache:
         """Add the responses of a file. ConfigError if it is damaged, another tokenizer's, or has prompts
         that are not to be kept."""
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with stored_arrays(path) as file:
                 version, found = int(file["version"]), str(file["fingerprint"])
                 sizes, tokens = file["sizes"], file["tokens"]
                 with_prompts = version == 1 or (version == VERSION and bool(file["with_prompts"]))
@@ -171,8 +172,8 @@ class ResponseCache:
                 "'responses' does not keep. Use share_suffix_cache 'prompts', delete the file to start with "
                 "an empty cache, or give another path."
             )
-        sound = sizes.ndim == tokens.ndim == 1 and (sizes > 0).all() and sizes.sum() == len(tokens)
-        if not sound or ((tokens < GAP) | (tokens >= vocab_size)).any():
+        sound = sizes.ndim == tokens.ndim == 1 and ((sizes > 0) & (sizes <= len(tokens))).all()
+        if not sound or sizes.sum() != len(tokens) or ((tokens < GAP) | (tokens >= vocab_size)).any():
             raise _unreadable(path, "its sizes and tokens do not fit together")
         ends = np.cumsum(sizes)
         for start, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True):
@@ -193,8 +194,9 @@ def _for_its_owner(path: str, flags: int) -> int:
     return os.open(path, flags, mode=0o600)
 
 
-def _unreadable(path: Path, reason: str) -> ConfigError:
-    return ConfigError(
-        f"suffix_cache_path {str(path)!r} cannot be used: {reason}. Delete it to start with an empty cache, "
-        "or give another path."
-    )
+class DamagedStoreError(ConfigError):
+    """The file of past responses is not one that this version wrote."""
+
+
+def _unreadable(path: Path, reason: str) -> DamagedStoreError:
+    return DamagedStoreError(f"suffix_cache_path {str(path)!r} cannot be used: {reason}")

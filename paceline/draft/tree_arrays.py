@@ -36,7 +36,7 @@ def are_sound(
         return False
     for request in range(len(offsets) - 1):
         first, end = offsets[request], offsets[request + 1]
-        if end < first or end - first > limits[request, 0]:
+        if not first <= end <= count or end - first > limits[request, 0]:
             return False
         for node in range(first, end):
             parent = parents[node]

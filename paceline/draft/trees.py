@@ -215,6 +215,8 @@ class DraftTrees:
         Drafters are plug-ins: a node out of order or a repeated sibling would corrupt the output
         or waste the pass, so their trees are checked before they are used.
         """
+        if self.tokens.ndim != 1 or self.parents.shape != self.tokens.shape or self.offsets.ndim != 1:
+            raise ValueError(f"{self.tokens.shape} tokens, but {self.parents.shape} parents")
         if self.num_requests != len(plans):
             raise ValueError(f"expected trees for {len(plans)} requests, got {self.num_requests}")
         if not self._are_sound(plans, vocab_size):
@@ -241,8 +243,6 @@ class DraftTrees:
             tokens, parents = self.tree_lists(request)
             if len(tokens) > plan.budget:
                 raise ValueError(f"tree {request} has {len(tokens)} nodes, its budget is {plan.budget}")
-            if len(parents) != len(tokens):
-                raise ValueError(f"tree {request} has {len(tokens)} tokens but {len(parents)} parents")
             if not all(-1 <= parent < node for node, parent in enumerate(parents)):
                 raise ValueError(f"tree {request} is not in topological order: parents {parents}")
             if not all(0 <= token < vocab_size for token in tokens):

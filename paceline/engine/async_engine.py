@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
@@ -29,7 +31,8 @@ from paceline.verify.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-STUCK_AFTER = 120.0  # seconds of one pass after which the engine counts as dead
+STUCK_AFTER = 120.0  # seconds in which a step of an engine that works should end
+LOOKS = 4  # that the watchdog takes in this time
 
 
 class Observer(Protocol):
@@ -48,9 +51,19 @@ class AsyncEngine:
     """An engine for an event loop. Make it, `start` it in the loop, `submit` requests, `stop` it."""
 
     def __init__(
-        self, engine: Engine, tokenizer: TextTokenizer, *, max_queue: int, observers: Sequence[Observer] = ()
+        self,
+        engine: Engine,
+        tokenizer: TextTokenizer,
+        *,
+        max_queue: int,
+        observers: Sequence[Observer] = (),
+        stuck_after: float = STUCK_AFTER,
     ) -> None:
-        """`max_queue` is how many requests may wait; more are refused with OverloadedError."""
+        """`max_queue` is how many requests may wait; more are refused with OverloadedError.
+
+        An engine that has work and ends no step within `stuck_after` seconds counts as stuck until it
+        does; 0: never.
+        """
         self._engine = engine
         self._tokenizer = tokenizer
         self._most_requests = engine.limits.max_num_seqs + max_queue
@@ -60,7 +73,9 @@ class AsyncEngine:
         self._stopping = False
         self._draining = False
         self._dead: Exception | None = None
-        self._step_began: float | None = None
+        self._stuck_after = stuck_after
+        self._busy_since: float | None = None  # when the thread began its turn; None: it waits for work
+        self._watching: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
         self._children: dict[str, list[Request]] = {}  # of the engine's thread
         self._streams: dict[str, tuple[Stream, int]] = {}  # of the loop: with how many outputs
@@ -92,10 +107,15 @@ class AsyncEngine:
         """Why the engine takes no requests any more; None while it is well."""
         if self._dead is not None:
             return f"the engine has died: {type(self._dead).__name__}"
-        began = self._step_began
-        if began is not None and time.monotonic() - began > STUCK_AFTER:
-            return f"the engine is stuck in a pass for more than {STUCK_AFTER:.0f} seconds"
+        if self.stuck:
+            return f"the engine has ended no step for more than {self._stuck_after:g} seconds"
         return None
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the engine has work and ends no step. It may go on: nobody can interrupt it."""
+        began = self._busy_since
+        return bool(self._stuck_after) and began is not None and time.monotonic() - began > self._stuck_after
 
     def compile(self, structure: StructuredOutputsParams) -> None:
         """Have the grammar ready for requests that need it. Any thread may call this; it can take seconds.
@@ -108,6 +128,8 @@ class AsyncEngine:
         """Let the engine run. Call it in the event loop that will use it."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+        if self._stuck_after:
+            self._watching = asyncio.create_task(self._watch())
 
     async def submit(
         self,
@@ -179,6 +201,8 @@ class AsyncEngine:
         self._wake.set()
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join)
+        if self._watching is not None:
+            self._watching.cancel()
 
     def _check_open(self, wanted: int) -> None:
         failure = self.failure
@@ -195,6 +219,21 @@ class AsyncEngine:
             raise OverloadedError(
                 f"{now} requests run or wait, and at most {most} may. Send the request again later."
             )
+
+    async def _watch(self) -> None:
+        """Log where the engine hangs, each time that it does, and when it goes on."""
+        told = False
+        while True:
+            await asyncio.sleep(self._stuck_after / LOOKS)
+            if self.stuck and not told:
+                frame = sys._current_frames().get(self._thread.ident or 0)
+                stack = "" if frame is None else "".join(traceback.format_stack(frame))
+                drafter = self._engine.asked_drafter
+                where = "" if drafter is None else f" It waits for the drafter {drafter}."
+                logger.error("%s.%s Restart the server. It is here:\n%s", self.failure, where, stack)
+            elif told and not self.stuck:
+                logger.warning("the engine goes on")
+            told = self.stuck
 
     def _forget(self, request_id: str) -> None:
         """In the loop: this request is no longer waited for."""
@@ -225,22 +264,23 @@ class AsyncEngine:
         try:
             while not self._stopping:
                 if not self._engine.has_unfinished and not self._commands:
+                    self._busy_since = None
                     self._wake.wait()
                 self._wake.clear()
+                self._busy_since = time.monotonic()
                 while self._commands:
                     self._commands.popleft()()
                 if self._engine.has_unfinished:
                     self._step()
             self._engine.close()
+            self._busy_since = None
         except Exception as error:  # a bug of ours: the requests get an answer and /health tells
             logger.exception("the engine has died")
             self._dead = error
             self._in_loop(self._fail_all, UnavailableError("the engine has died; restart the server."))
 
     def _step(self) -> None:
-        self._step_began = time.monotonic()
         deltas = self._engine.step()
-        self._step_began = None
         for observer in self._observers:  # first: who has an answer finds it counted
             observer.step(self._engine.stats, deltas)
         updates = [(delta.request.request_id, self._update(delta)) for delta in deltas if _tells(delta)]

@@ -55,6 +55,7 @@ class Drafting:
         self._clock = clock
         self.calls: list[DraftCall] = []  # of the last step
         self.failures = 0  # calls of drafters that raised
+        self.asked: str | None = None  # the drafter that is asked now, for whoever wonders what takes so long
         self.feature_layers = tuple(
             sorted({layer for drafter in self._drafters.values() for layer in drafter.needs.feature_layers})
         )
@@ -212,10 +213,12 @@ class Drafting:
         for name, drafter in self._observers.items():
             if features is None and drafter.needs.feature_layers:
                 continue  # a decoder has drafted: features are where it runs
+            self.asked = name
             try:  # not a guard: this is part of every step, also of those without drafts
                 drafter.observe(requests, verdicts, features)
             except Exception as error:
                 self.note_failure(name, requests, error)
+            self.asked = None
 
     def ahead(self, plan: DraftPlan) -> AheadDraft | None:
         """What a decoder needs to draft by this plan; None if none could, or if the plan asks for more."""
@@ -266,8 +269,11 @@ class Drafting:
 
     def close(self) -> None:
         """Let drafters write down what is to survive the engine."""
-        for drafter in self._drafters.values():
-            drafter.close()
+        for name, drafter in self._drafters.items():
+            try:
+                drafter.close()
+            except Exception as error:  # a full disk: the others still have something to write
+                logger.warning("what drafter %s keeps could not be written: %s", name, error)
 
     def _guard(self, name: str, requests: Sequence[Request]) -> _Guard:
         """If a drafter raises in here, these requests are not drafted for by it again."""
@@ -291,9 +297,10 @@ class _Guard:
         self._drafting, self._name, self._requests = drafting, name, requests
 
     def __enter__(self) -> None:
-        return
+        self._drafting.asked = self._name
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self._drafting.asked = None
         if isinstance(error, Exception):  # a drafter is a plug-in: anything may happen in it
             self._drafting.note_failure(self._name, self._requests, error)
             return True

@@ -86,6 +86,11 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
+    @property
+    def asked_drafter(self) -> str | None:
+        """The drafter that the engine's thread is in now; any thread may ask."""
+        return self._drafting.asked
+
     def add_request(
         self,
         prompt_token_ids: Sequence[int],

@@ -16,6 +16,7 @@ from paceline.models.fields import Fields
 
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 10_000
+MAX_CONTEXT = 1 << 24  # tokens, of which backends have tables; the longest published is 10 million
 ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
 
 Windows = tuple[int | None, ...]
@@ -59,7 +60,7 @@ def model_config(values: Mapping[str, object], source: str) -> ModelConfig:
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps", family.default_eps),
         rope=rope_config(fields, family.default_theta),
-        max_position=fields.integer("max_position_embeddings"),
+        max_position=fields.integer("max_position_embeddings", most=MAX_CONTEXT),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         qkv_bias=family.qkv_bias or optional_bias,
         output_bias=optional_bias,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from stat import S_ISREG
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import CheckpointError
+
+MAX_JSON_BYTES = 50_000_000  # three times the largest index known; parsed, up to 30 times as many
 
 
 def damaged(path: Path, what: str) -> CheckpointError:
@@ -32,6 +35,11 @@ def map_file(path: Path) -> npt.NDArray[np.uint8]:
 def read_json(path: Path) -> dict[str, object]:
     """The JSON object in a file."""
     try:
+        state = path.stat()
+        if not S_ISREG(state.st_mode):  # a pipe or a device has no end
+            raise damaged(path, "it is not a regular file")
+        if state.st_size > MAX_JSON_BYTES:
+            raise damaged(path, f"it has {state.st_size} bytes, and at most {MAX_JSON_BYTES} are read")
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(

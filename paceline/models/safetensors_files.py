@@ -22,13 +22,13 @@ import numpy.typing as npt
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.families import FAMILIES, model_config
-from paceline.models.files import damaged, map_file, parse_json, read_json
+from paceline.models.files import MAX_JSON_BYTES, damaged, map_file, parse_json, read_json
 from paceline.models.gguf_blocks import FORMATS, Bytes, dequantize
 from paceline.models.layout import select_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 8  # of a tensor; the product of very many lengths would take for ever
 KINDS = ("F32", "F16", "BF16")
 INTEGER_KINDS = {"I64": "<i8", "I32": "<i4", "BOOL": "|b1"}  # only where a reader asks for them
 
@@ -115,7 +115,7 @@ def _read_header(path: Path) -> tuple[dict[str, object], Bytes]:
     if len(content) < 8:
         raise damaged(path, f"it has only {len(content)} bytes")
     header_bytes = int.from_bytes(content[:8].tobytes(), "little")
-    if header_bytes > min(MAX_HEADER_BYTES, len(content) - 8):
+    if header_bytes > min(MAX_JSON_BYTES, len(content) - 8):
         raise damaged(path, f"its header claims {header_bytes} bytes, but the file has {len(content)}")
     return parse_json(content[8 : 8 + header_bytes].tobytes(), path), content[8 + header_bytes :]
 
@@ -145,7 +145,10 @@ def _checked_entry(
 
 
 def _are_counts(values: object) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    """Whether this can be a shape or a place: a few numbers that are not negative."""
+    if not isinstance(values, list) or len(values) > MAX_DIMENSIONS:
+        return False
+    return all(type(value) is int and value >= 0 for value in values)
 
 
 def _files(folder: Path) -> Mapping[Path, list[str] | None]:
@@ -177,13 +180,20 @@ def _shards(folder: Path) -> Mapping[Path, list[str] | None]:
         names = shards.setdefault(folder / file_name, [])
         assert names is not None
         names.append(name)
-    missing = sorted(path.name for path in shards if not path.is_file())
+    missing = sorted(path.name for path in shards if not _is_file(path))
     if missing:
         raise CheckpointError(
             f"{folder.name} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:5])}. "
             f"The download is incomplete: fetch the model again."
         )
     return shards
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name too long
+        return False
 
 
 def _our_name(name: str) -> str:

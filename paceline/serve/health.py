@@ -1,4 +1,4 @@
-"""`/health`: 200 while the server takes requests, 503 when it stops or its engine is dead. Needs no key."""
+"""`/health`: 200 while the server takes requests, 503 when it stops or its engine is stuck or dead."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from paceline.engine.async_engine import AsyncEngine
 
 
 class Health(BaseModel):
-    status: Literal["ok", "draining", "dead"]
+    status: Literal["ok", "draining", "stuck", "dead"]
 
 
 def router(engine: AsyncEngine) -> APIRouter:
     """The route of the health check."""
     routes = APIRouter(tags=["server"])
 
-    @routes.get("/health", responses={503: {"model": Health, "description": "Stopping, or dead."}})
+    @routes.get("/health", responses={503: {"model": Health, "description": "Stopping, stuck, or dead."}})
     async def health(response: Response) -> Health:
         """Whether requests are taken."""
         status = health_of(engine)
@@ -31,5 +31,5 @@ def router(engine: AsyncEngine) -> APIRouter:
 def health_of(engine: AsyncEngine) -> Health:
     """How the engine is."""
     if engine.failure is not None:
-        return Health(status="dead")
+        return Health(status="stuck" if engine.stuck else "dead")
     return Health(status="draining" if engine.draining else "ok")

@@ -36,6 +36,7 @@ class ServeOptions:
     client_timeout: float = 60.0  # for a client to send its request, or to read what it was sent
     timeout_keep_alive: int = 30  # of a connection without a request
     drain_timeout: float = 30.0  # for the requests at hand after the first SIGTERM
+    stuck_timeout: float = 120.0  # without the end of a step, though there is work: /health says so
     cors_origin: tuple[str, ...] = ()  # web pages that may call this server
     tool_call_parser: str | None = None  # None: by the model's chat template
     max_segments: int = 32  # segments that metrics tell apart; the others are "other"
@@ -51,7 +52,7 @@ class ServeOptions:
         check_integer(ConfigError, "timeout_keep_alive", self.timeout_keep_alive, 1, 86400)
         check_bool(ConfigError, "share_cache_across_keys", self.share_cache_across_keys)
         check_integer(ConfigError, "max_segments", self.max_segments, 0, 10_000)
-        for name in ("request_timeout", "client_timeout", "drain_timeout"):
+        for name in ("request_timeout", "client_timeout", "drain_timeout", "stuck_timeout"):
             check_number(ConfigError, name, getattr(self, name), 0, 1e6)
         if not self.host.strip():
             raise ConfigError("host must be an address or a name of this machine, such as 127.0.0.1; got ''.")

@@ -160,7 +160,13 @@ async def run(
 ) -> None:
     """Serve a loaded model on a bound socket until a signal ends it."""
     metrics = Metrics(names[0], options.max_segments, facts)
-    front = AsyncEngine(engine, tokenizer, max_queue=options.max_queue, observers=(metrics,))
+    front = AsyncEngine(
+        engine,
+        tokenizer,
+        max_queue=options.max_queue,
+        observers=(metrics,),
+        stuck_after=options.stuck_timeout,
+    )
     front.start()
     service = Service(front, tokenizer, names, options.tool_call_parser)
     app = make_app(service, options, metrics)
@@ -221,8 +227,8 @@ class Server(uvicorn.Server):
         """Let requests at hand end, for a while; then end them, and the server."""
         waiting = self._engine.num_requests
         log_event(logger, "draining", signal=signal.Signals(sig).name, requests=waiting)
-        try:
-            async with asyncio.timeout(self._options.drain_timeout):
+        try:  # a stuck engine ends no request, whatever it is given
+            async with asyncio.timeout(0 if self._engine.stuck else self._options.drain_timeout):
                 await self._engine.drain()
         except TimeoutError:
             log_event(logger, "drain timed out", level=logging.WARNING, requests=self._engine.num_requests)

@@ -160,6 +160,7 @@ SERVER: Group = (
     Flag("client_timeout", float, 60.0, "Seconds for a client to send its request, or to read its answer."),
     Flag("timeout_keep_alive", int, 30, "Seconds until a connection without requests is closed."),
     Flag("drain_timeout", float, 30.0, "Seconds that requests at hand have to end after SIGTERM."),
+    Flag("stuck_timeout", float, 120.0, "Seconds without the end of a step after which /health answers 503."),
     Flag("cors_origin", list[str] | None, None, "Let pages of this origin call. May be repeated; * is all."),
     Flag("tool_call_parser", str | None, None, "How the model writes tool calls; else by its template."),
     Flag("max_segments", int, 32, "Most segments that metrics tell apart."),

@@ -42,9 +42,10 @@ def load(model: str, options: Options) -> LLM:
 
 def announce_compilation() -> None:
     """Say why the first pass takes so long, if this version's kernels are not on disk yet."""
-    from paceline.backends.kernel_cache import cache_folder
+    from paceline.backends.cpu_kernels import cache_folder
+    from paceline.kernel_cache import kept_files
 
-    if next(cache_folder().rglob("*.nbi"), None) is None:
+    if not kept_files(cache_folder()):
         note("compiling kernels, once per machine: this takes a minute or two")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import tracemalloc
 from pathlib import Path
@@ -66,6 +67,43 @@ def test_safetensors_memory_safety(tmp_path: Path, damage: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS["llama"]))
     (tmp_path / "model.safetensors").write_bytes(SAFETENSORS[damage])
     refusal(tmp_path)
+
+
+def test_the_product_of_very_many_dimensions_is_not_computed(tmp_path: Path) -> None:
+    """With 200,000 of them it would take hours."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["llama"]))
+    (tmp_path / "model.safetensors").write_bytes(one_tensor({"shape": [HUGE] * 9}))
+    assert "impossible shape" in str(refusal(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "..", "", "a\0b", "\ud800", "../model.safetensors", "/dev/zero"])
+def test_an_index_that_names_what_is_no_file_here(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["llama"]))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    refusal(tmp_path)
+
+
+def test_a_config_without_an_end_is_not_read(tmp_path: Path) -> None:
+    """A pipe that nobody writes to, a device, a sparse file: a clear error at once."""
+    config = tmp_path / "config.json"
+    os.mkfifo(config)
+    assert "not a regular file" in str(refusal(tmp_path))
+    config.unlink()
+    config.symlink_to("/dev/zero")
+    assert "not a regular file" in str(refusal(tmp_path))
+    config.unlink()
+    config.touch()
+    os.truncate(config, 1 << 40)
+    assert "at most" in str(refusal(tmp_path))
+
+
+def test_a_context_without_an_end_is_not_believed(tmp_path: Path) -> None:
+    """Backends have tables of all positions: 2 ** 31 of them would be 32 GiB for the tiniest head."""
+    write_folder(tmp_path, "llama", random_tensors(config_of("llama")))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**MODELS["llama"], "max_position_embeddings": 2**31 - 1})
+    )
+    assert "max_position_embeddings" in str(refusal(tmp_path))
 
 
 def test_files_that_lead_to_themselves(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError
+from paceline.serve import server
 from paceline.serve.server import bind
+from tests.serve import running
 from tests.serve.running import PATIENCE, Client, read_answer, serving_process, until
 
 
@@ -136,3 +139,25 @@ def test_a_missing_library_is_named_with_the_remedy() -> None:
     assert ended.stderr == (
         "error: `paceline serve` needs the module fastapi: run `pip install 'paceline[serve]'`.\n"
     )
+
+
+def test_a_stuck_engine_does_not_keep_the_process_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass that never ends cannot be interrupted: SIGTERM does not wait for the drain."""
+
+    def hang(backend: object, batch: object) -> None:
+        threading.Event().wait()
+
+    monkeypatch.setattr(running.Slow, "forward", hang)
+    monkeypatch.setattr(server, "LAST_BYTES_SECONDS", 0.1)
+    log = tmp_path / "log"
+    with (
+        serving_process(log, drain_timeout=3600, stuck_timeout=0.05) as (process, client),
+        client.connect() as connection,
+    ):
+        connection.sendall(client.request("POST", "/v1/completions", {"prompt": "hello"}))
+        until(lambda: client.get("/health").json == {"status": "stuck"})
+        process.terminate()
+        assert exit_code(process) == 128 + signal.SIGTERM
+    assert "threading.Event().wait()" in log.read_text()  # where it hangs

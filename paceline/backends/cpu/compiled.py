@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -13,25 +11,14 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from paceline.backends.kernel_cache import cache_folder
+from paceline.backends.cpu_kernels import cache_folder
+from paceline.kernel_cache import c_function, jitted
 
 # emit(builder, arguments): write LLVM code at the builder's place
 Emit = Callable[[ir.IRBuilder, list[Any]], None]
 
 
-_CACHE_FOLDER = str(cache_folder())
-
-
-@contextmanager
-def _own_cache_folder() -> Iterator[None]:
-    """Numba reads its setting while it decorates, so it is ours only for that long."""
-    before = numba.config.CACHE_DIR
-    os.makedirs(_CACHE_FOLDER, exist_ok=True)
-    numba.config.CACHE_DIR = _CACHE_FOLDER
-    try:
-        yield
-    finally:
-        numba.config.CACHE_DIR = before
+_CACHE_FOLDER = cache_folder()
 
 
 def compiled(
@@ -45,14 +32,15 @@ def compiled(
     """
 
     def decorate(python_function: Callable[..., Any]) -> Any:
-        with _own_cache_folder():
-            return numba.njit(
-                cache=cached,
-                nogil=True,
-                boundscheck=False,
-                error_model="numpy",
-                inline="always" if inline else "never",
-            )(python_function)
+        options: dict[str, Any] = {
+            "nogil": True,
+            "boundscheck": False,
+            "error_model": "numpy",
+            "inline": "always" if inline else "never",
+        }
+        if cached:
+            return jitted(python_function, _CACHE_FOLDER, **options)
+        return numba.njit(**options)(python_function)
 
     return decorate(function) if function is not None else decorate
 
@@ -65,8 +53,7 @@ def kernel(*arguments: Any) -> Callable[[Callable[..., Any]], Any]:
     """
 
     def decorate(python_function: Callable[..., Any]) -> Any:
-        with _own_cache_folder():
-            return numba.cfunc(types.void(*arguments), nopython=True, cache=True)(python_function)
+        return c_function(python_function, types.void(*arguments), _CACHE_FOLDER)
 
     return decorate
 

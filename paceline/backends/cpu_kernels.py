@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numba
 
-from paceline.home import paceline_home
+from paceline.kernel_cache import kernels_folder
 
 
 def cache_folder() -> Path:
     """Where compiled kernels of exactly these sources are kept."""
-    return paceline_home() / "kernels" / _sources_fingerprint()
+    return kernels_folder(_sources_fingerprint())
 
 
 def _sources_fingerprint() -> str:

@@ -1,0 +1,153 @@
+"""After a pass that raised or gave NaN, everybody who was not in it gets the bytes of an undisturbed run.
+
+A pass that is lost leaves rubbish, or NaN, where it should have written keys and values, as a device would
+that stopped half way. Nobody who ends well has read any of it, and none of it stays in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.backends.base import ForwardBatch, ForwardOutput
+from paceline.control.controller import FixedController
+from paceline.draft.trees import DraftPlan
+from paceline.engine.engine import Engine
+from tests.engine.test_ahead import REQUESTS, Changing, Hosted, LookedUp, expected, outcome
+from tests.toy import ScriptedDrafter, ToyBackend, ToyPool, drain, scribble_free_pages, toy_engine
+
+RUBBISH = -555  # of a pass that raised: whoever reads it gets other bytes
+NAN = -666  # in keys and values: whoever reads it gets NaN
+
+
+class Disturbed(ToyBackend):
+    """Loses the next pass as it is told: it raises, or gives NaN to all or to the last of its requests."""
+
+    lose_next: str | None = None
+    lost = 0
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        output = super().forward(batch)
+        how, self.lose_next = self.lose_next, None
+        if how is None:
+            return output
+        self.lost += 1
+        first = batch.num_requests - 1 if how == "nan for one" else 0
+        for request in range(first, batch.num_requests):
+            self._spoil(batch, request, RUBBISH if how == "raise" else NAN)
+        if how == "raise":
+            raise RuntimeError("the device stopped")
+        spoiled = batch.row_offsets[first]
+        output.logits[batch.logit_rows >= spoiled] = np.nan
+        if output.chosen is not None and batch.choices is not None:
+            output.chosen[batch.choices.rows >= spoiled] = -1
+        return output
+
+    def _spoil(self, batch: ForwardBatch, request: int, token: int) -> None:
+        pool, context = batch.pool, int(batch.context_lengths[request])
+        assert isinstance(pool, ToyPool)
+        for index in range(context, context + int(np.diff(batch.row_offsets)[request])):
+            page = batch.page_tables[request, index // self.page_size]
+            pool.tokens[page * self.page_size + index % self.page_size] = token
+
+
+DRAFTS = {
+    "plain": None,
+    "tree": (ScriptedDrafter, "tree", [4]),
+    "chain": (ScriptedDrafter, "partly", [3]),
+    "changing": (Hosted, "partly", [0, 3, 2]),
+    "looked up": (LookedUp, "", [3]),
+}
+
+
+def disturbed_engine(
+    ahead: bool, drafts: str, caching: bool = True, rows: int = 16
+) -> tuple[Engine, Disturbed]:
+    backend = Disturbed(ahead=ahead, max_rows=rows, nan_after=NAN)
+    drafter, controller = None, None
+    if (given := DRAFTS[drafts]) is not None:
+        kind, style, lengths = given
+        truth = {tuple(ids): expected(number)[0] for number, (ids, _) in enumerate(REQUESTS)}
+        drafter = kind(truth, style)
+        controller = Changing(lengths, 2)
+        if style == "tree":
+            controller = FixedController(DraftPlan("scripted", 4, 2))
+    engine = toy_engine(
+        backend,
+        num_pages=100,
+        max_model_len=48,
+        max_num_seqs=4,
+        max_num_batched_tokens=rows,
+        enable_prefix_caching=caching,
+        drafter=drafter,
+        controller=controller,
+    )
+    return engine, backend
+
+
+def finish_and_judge(engine: Engine, added: list) -> None:
+    """Who has not failed has its own bytes; nothing is held; and whoever comes next is served as ever."""
+    drain(engine)
+    for request, number in added:
+        if request.finish_reason not in ("error", "abort"):
+            assert outcome(request) == expected(number)
+        else:
+            assert request.output_token_ids == expected(number)[0][: request.num_output]
+    assert engine.kv.usage == 0
+    again = dict.fromkeys([number for _, number in added][-5:])  # who would find pages of those before
+    later = [(engine.add_request(*REQUESTS[number])[0], number) for number in again]
+    drain(engine)
+    for request, number in later:
+        assert outcome(request) == expected(number)
+    assert engine.kv.usage == 0
+
+
+LOSSES = ["raise", "nan for all", "nan for one"]
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, len(REQUESTS) - 1)),
+        st.tuples(st.just("step"), st.integers(1, 6)),
+        st.tuples(st.just("lose"), st.sampled_from(LOSSES)),
+        st.tuples(st.just("abort"), st.integers(0, 10)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(EVENTS, st.booleans(), st.sampled_from(sorted(DRAFTS)), st.booleans())
+def test_survivors_have_the_bytes_of_an_undisturbed_run(events, ahead, drafts, caching):
+    engine, backend = disturbed_engine(ahead, drafts, caching)
+    added = []
+    for event, value in events:
+        if event == "add":
+            added.append((engine.add_request(*REQUESTS[value])[0], value))
+        elif event == "lose":
+            backend.lose_next = value
+        elif event == "abort" and added:
+            engine.abort(added[value % len(added)][0].request_id)
+        elif event == "step":
+            for _ in range(value):
+                engine.step()
+                scribble_free_pages(engine)
+    backend.lose_next = None
+    finish_and_judge(engine, added)
+
+
+@pytest.mark.parametrize("drafts", ["plain", "tree", "changing"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize(("how", "steps"), list(zip(LOSSES * 2, [0, 1, 5, 5, 0, 1], strict=True)))
+def test_who_is_not_in_a_lost_pass_goes_on(how, steps, drafts, ahead):
+    """Steps before the loss: 0 and 1 are chunks of prompts, 5 is decoding."""
+    engine, backend = disturbed_engine(ahead, drafts)
+    added = [(engine.add_request(*REQUESTS[number])[0], number) for number in (3, 7, 10, 2, 6)]
+    for _ in range(steps):
+        engine.step()
+    backend.lose_next = how
+    finish_and_judge(engine, added)
+    assert backend.lost == 1
+    failed = [request for request, _ in added if request.finish_reason == "error"]
+    assert 1 <= len(failed) < len(added)
+    assert len(failed) == 1 or how != "nan for one"

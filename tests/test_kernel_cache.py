@@ -1,0 +1,106 @@
+"""Compiled functions on disk: a cache that is damaged, full or read-only costs time, never a run."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import home, kernel_cache
+from paceline.errors import ConfigError
+from paceline.kernel_cache import jitted, kept_files
+
+
+def doubled(number: Any) -> Any:
+    return 2 * number
+
+
+def run(folder: Path, number: Any = 3) -> int:
+    """How often a new process would find what it needs in this folder."""
+    function = jitted(doubled, folder)
+    assert function(number) == 2 * number
+    return sum(function.stats.cache_hits.values())
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """The warnings of a process that has said nothing yet."""
+    monkeypatch.setattr(home, "_told", set())
+    caplog.set_level(logging.WARNING)
+    return caplog
+
+
+def test_what_was_compiled_is_found_again(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+    assert run(tmp_path) == 0
+    assert run(tmp_path) == 1
+    assert told.messages == []
+
+
+def test_processes_that_compile_at_once_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    first, second = jitted(doubled, tmp_path), jitted(doubled, tmp_path)  # both know of nothing on disk
+    first(3)
+    second(2.5)
+    assert len(kept_files(tmp_path)) == 2
+    assert (run(tmp_path, 3), run(tmp_path, 2.5)) == (1, 1)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "changed", "other"])
+def test_a_damaged_file_is_compiled_again_and_replaced(
+    tmp_path: Path, told: pytest.LogCaptureFixture, damage: str
+) -> None:
+    run(tmp_path)
+    (file,) = kept_files(tmp_path)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged = {"empty": b"", "cut": content[:1000], "changed": content, "other": b"\x80" * 5000}
+    file.write_bytes(damaged[damage])
+    assert run(tmp_path) == 0
+    (message,) = told.messages
+    assert file.name in message
+    assert run(tmp_path) == 1
+
+
+def test_a_file_of_an_older_source_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(kernel_cache._Locator, "get_source_stamp", lambda _: "older")
+        run(tmp_path)
+    assert run(tmp_path) == 0
+    assert run(tmp_path) == 1
+    assert len(kept_files(tmp_path)) == 1
+
+
+def test_where_the_folder_should_be_is_a_file(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "kernels").write_text("in the way")
+    assert run(tmp_path / "kernels") == 0
+    assert run(tmp_path / "kernels", 2.5) == 0
+    (message,) = told.messages  # once, though two were to be read and written
+    assert "Not a directory" in message
+    assert "Set PACELINE_HOME" in message
+    assert str(tmp_path) in message
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
+def test_a_folder_that_cannot_be_written_to(
+    tmp_path: Path, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(path: Path, content: bytes) -> int:
+        path.touch()  # a full disk leaves an empty file
+        raise OSError(number, errno.errorcode[number])
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", fail)
+        assert run(tmp_path) == 0
+    (message,) = told.messages
+    assert errno.errorcode[number] in message
+    assert "Set PACELINE_HOME" in message
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert run(tmp_path) == 0  # nothing half written is taken for a kernel
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_HOME", "~no-such-user/cache")
+    with pytest.raises(ConfigError, match="Set PACELINE_HOME to a folder"):
+        home.paceline_home()
