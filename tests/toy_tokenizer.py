@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.models.tokenizer import TooManyTokens
+
 VOCAB = 97
 
 
@@ -15,7 +17,10 @@ class ToyTokenizer:
     vocab_size = VOCAB
     chat_template = None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        count = add_special_tokens + len(text)
+        if most is not None and count > most:
+            raise TooManyTokens(count, most, exact=True)
         return [1] * add_special_tokens + [2 + ord(letter) % 64 for letter in text]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -121,12 +121,18 @@ def _checked_prompt(prompt_token_ids: Sequence[int], limits: Limits) -> list[int
             f"{limits.vocab_size - 1}. Use ids of this model's own tokenizer."
         )
     if len(prompt) >= limits.max_model_len:
-        raise RequestError(
-            f"the prompt has {len(prompt)} tokens and the context holds {limits.max_model_len}, at least one "
-            f"of them output. Shorten the prompt by {len(prompt) - limits.max_model_len + 1} tokens, or "
-            "raise max_model_len if the model allows it."
-        )
+        raise prompt_too_long(len(prompt), limits)
     return prompt
+
+
+def prompt_too_long(count: int, limits: Limits, exact: bool = True) -> RequestError:
+    """The refusal of a prompt of `count` tokens; of more than `count`, if that is not exact."""
+    less = f" by {count - limits.max_model_len + 1} tokens" if exact else ""
+    return RequestError(
+        f"the prompt has {'' if exact else 'more than '}{count} tokens and the context holds "
+        f"{limits.max_model_len}, at least one of them output. Shorten the prompt{less}, or raise "
+        "max_model_len if the model allows it."
+    )
 
 
 def _asked_plan(

@@ -16,7 +16,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, TypeAlias
 
 from paceline.constrain.params import StructuredOutputsParams
@@ -79,6 +80,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
         self._children: dict[str, list[Request]] = {}  # of the engine's thread
         self._streams: dict[str, tuple[Stream, int]] = {}  # of the loop: with how many outputs
+        self._num_preparing = 0  # of the loop
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -89,8 +91,8 @@ class AsyncEngine:
 
     @property
     def num_requests(self) -> int:
-        """Outputs that are waited for now."""
-        return sum(count for _, count in self._streams.values())
+        """Outputs that are waited for now, and requests that are being prepared."""
+        return sum(count for _, count in self._streams.values()) + self._num_preparing
 
     @property
     def draining(self) -> bool:
@@ -130,6 +132,19 @@ class AsyncEngine:
         self._thread.start()
         if self._stuck_after:
             self._watching = asyncio.create_task(self._watch())
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """A place in the queue for a request that is still read and tokenized. Leave it to submit.
+
+        OverloadedError if there is none.
+        """
+        self._check_room(1)
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
 
     async def submit(
         self,
@@ -210,11 +225,14 @@ class AsyncEngine:
             raise UnavailableError(f"{failure}; restart the server.")
         if self._draining:
             raise UnavailableError("the server is stopping; send the request to another one.")
-        most, now = self._most_requests, self.num_requests
-        if wanted > most:
+        if wanted > self._most_requests:
             raise RequestError(
-                f"n is {wanted}, but at most {most} outputs may run and wait. Use a smaller n."
+                f"n is {wanted}, but at most {self._most_requests} outputs may run and wait. Use a smaller n."
             )
+        self._check_room(wanted)
+
+    def _check_room(self, wanted: int) -> None:
+        most, now = self._most_requests, self.num_requests
         if now + wanted > most:
             raise OverloadedError(
                 f"{now} requests run or wait, and at most {most} may. Send the request again later."

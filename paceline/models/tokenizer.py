@@ -16,6 +16,19 @@ from paceline.models.files import damaged, read_json
 SURROGATES = re.compile("[\ud800-\udfff]")
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 WORD_SPACE = "▁"  # how sentencepiece vocabularies spell a space
+HEAD_CHARACTERS = 2  # for each token that a text may have: of a longer text its beginning is tried first
+
+
+class TooManyTokens(RequestError):
+    """A text has more tokens than asked for: `count`, or more than that if it is not `exact`."""
+
+    def __init__(self, count: int, most: int, exact: bool) -> None:
+        super().__init__(
+            f"the prompt has {'' if exact else 'more than '}{count} tokens, and at most {most} are taken. "
+            "Shorten the prompt."
+        )
+        self.count = count
+        self.exact = exact
 
 
 class Tokenizer:
@@ -41,20 +54,44 @@ class Tokenizer:
         self.eos_ids = frozenset(eos_ids)
         self.chat_template = chat_template
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """The token ids of `text`. Special tokens written in it count as such.
 
-        Lone surrogates, which are no text, are replaced by U+FFFD.
+        Lone surrogates, which are no text, are replaced by U+FFFD. If there are more than `most`
+        ids, TooManyTokens is raised, as soon as that is certain. The GIL is released meanwhile.
         """
         if not isinstance(text, str):
             raise RequestError(f"A prompt must be a text, not {type(text).__name__}.")
-        encoding = self._backend.encode(replace_surrogates(text), add_special_tokens=add_special_tokens)
+        text = replace_surrogates(text)
+        if most is not None:
+            self._check_heads(text, most)
+        encoding = self._encoding(text, add_special_tokens)
+        if most is not None and len(encoding) > most:
+            raise TooManyTokens(len(encoding), most, exact=True)
         return list(encoding.ids)
+
+    def _check_heads(self, text: str, most: int) -> None:
+        """Refuse a long text by its beginning.
+
+        The end of a beginning may be cut into other tokens than it is in the whole text, but not so
+        that half of its tokens are gone: more than twice `most` are enough.
+        """
+        size = HEAD_CHARACTERS * most
+        while size < len(text):
+            count = len(self._encoding(text[:size], add_special_tokens=False))
+            if count > 2 * most:
+                raise TooManyTokens(count // 2, most, exact=False)
+            size *= 4
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        # `encode` would hold the GIL, and find out where in the text each token is
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
-        try:
-            return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        try:  # `decode` would hold the GIL
+            (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+            return str(text)
         except (OverflowError, TypeError) as error:
             raise RequestError(
                 f"Token ids must be integers from 0 to {self.vocab_size - 1}: {error}."
@@ -101,7 +138,11 @@ class Tokenizer:
 
 def replace_surrogates(text: str) -> str:
     """`text` with every lone surrogate replaced by U+FFFD."""
-    return SURROGATES.sub("\ufffd", text)
+    try:
+        text.encode()  # several times as fast as a search
+        return text
+    except UnicodeEncodeError:
+        return SURROGATES.sub("\ufffd", text)
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from paceline.engine.outputs import RequestOutput
 from paceline.engine.stream import Update
+from paceline.errors import RequestError
 from paceline.serve.errors import FieldError
 from paceline.serve.generation import Generation
 from paceline.serve.protocol import Metrics, SamplingFields, usage, usage_of
-from paceline.serve.sse import DONE, event, to_json
+from paceline.serve.service import Service
+from paceline.serve.sse import DONE, event, to_json, to_json_pieces
+from paceline.verify.params import MOST_LOGPROBS, SamplingParams
+
+LARGE_ANSWER = 4096  # values: writing a smaller one takes a few milliseconds
+MOST_PROMPT_LOGPROBS = 2**19  # of one answer: 128 prompts of 2,000 tokens with the likeliest of each
 
 
 class ErrorDetails(BaseModel):
@@ -51,13 +59,47 @@ def documented(*statuses: int, stream: bool = False) -> dict[int | str, dict[str
 
 
 GENERATES = documented(*map(int, _ERRORS), stream=True)
-READS = documented(400, 401, 404, 408, 413, 415, 500, 503, 504)
+READS = documented(400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 ASKS = documented(401, 500, 503)
 
 
 def json_response(body: dict[str, Any]) -> Response:
-    """The answer with this body."""
+    """The answer with this body, written in one go: the GIL is held meanwhile."""
     return Response(to_json(body), media_type="application/json")
+
+
+async def json_answer(service: Service, write: Callable[[], dict[str, Any]], size: int) -> Response:
+    """The answer whose body `write` gives: about `size` values. A large one is written beside the loop."""
+    if size <= LARGE_ANSWER:
+        return json_response(write())
+
+    def in_pieces() -> Response:
+        return Response("".join(to_json_pieces(write())), media_type="application/json")
+
+    return await service.in_thread(in_pieces)
+
+
+def size_of(outputs: Sequence[RequestOutput], echoed: Sequence[str] = ()) -> int:
+    """About how many values an answer has. Sixteen characters count as one."""
+    size = 0
+    for number, output in enumerate(outputs):
+        per_token = 1 + (output.outputs[0].logprobs is not None) * MOST_LOGPROBS
+        own = len(output.prompt_logprobs or ()) * MOST_LOGPROBS
+        own += len(echoed[number]) // 16 if echoed else 0
+        size += sum(len(one.token_ids) * per_token + own for one in output.outputs)
+    return size
+
+
+def check_prompt_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    """Refuse log-probabilities of prompts that would fill an answer with more than anyone reads."""
+    if params.prompt_logprobs is None:
+        return
+    size = params.n * sum(map(len, prompts)) * (params.prompt_logprobs + 1)
+    if size > MOST_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"prompt_logprobs asks for {size} log-probabilities of prompts, and at most "
+            f"{MOST_PROMPT_LOGPROBS} are given in one answer. Ask for fewer, or send several requests."
+        )
 
 
 class ChunkMaker:

@@ -1,7 +1,8 @@
 """Request bodies: from bytes to a checked model, and from what is wrong with them to a message.
 
 JSON is taken strictly: what two parsers would read differently (a key twice, NaN, half a
-surrogate pair) is refused, and so is what could exhaust the stack or hold up the event loop.
+surrogate pair) is refused. So is what has too many values, before it is parsed: parsing and checking
+hold the GIL, and with it every other client.
 """
 
 from __future__ import annotations
@@ -9,21 +10,27 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, get_args
 
 from fastapi import Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from paceline.errors import RequestError
 from paceline.options import unknown_option
 from paceline.serve.errors import ApiError, FieldError
 from paceline.serve.fields import Unsupported
+from paceline.serve.scanning import MOST_DEPTH, shape_of
+from paceline.serve.service import Service, is_large
 
-MOST_DEPTH = 100  # lists and objects in each other
-MOST_OBJECTS = 20_000  # of a body: checking one takes microseconds, and the event loop waits meanwhile
+# of a body; what each of them costs is the time that the GIL is held in one go
+MOST_VALUES = 300_000  # 64 prompts of 4,096 token ids, and some; parsing takes 0.1 us each, 30 ms
+MOST_CONTAINERS = 20_000  # lists and objects: several times as dear, and the garbage collector sees them
+MOST_KEYS = 2048  # of one object, twice what logit_bias may have; each that is unknown is an error of its own
+MOST_DIGITS = 512  # of a number: the time to read one grows with their square
+MOST_TOLD = 64  # complaints that are looked at, to tell of those at the first place
+MOST_SHOWN = 80  # characters of a client's own words that an error repeats
 _BOUNDS = {"less_than_equal", "less_than", "greater_than_equal", "greater_than"}
 _OBJECTS = {"model_type", "model_attributes_type", "dict_type"}
 
@@ -39,80 +46,103 @@ _ABOUT = {
 }
 
 
-class JsonRoute(APIRoute):
-    """A route whose body is JSON, and whose errors name the field that is wrong."""
+def json_route(service: Service) -> type[APIRoute]:
+    """Routes whose body is JSON, and whose errors name the field that is wrong.
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-        body_field = self.body_field
-        if body_field is None:
-            return handle
-        model: type[BaseModel] = body_field.field_info.annotation  # type: ignore[assignment]
+    A body takes a place in the queue until its handler has started or answered its request.
+    """
+    shape_of(b"{}")  # compiled now, not while a client waits
 
-        async def read_and_handle(request: Request) -> Response:
-            _check_content_type(request)
-            read = _JsonRequest(request.scope, request.receive)
-            read.data = parse_json(await read.body())
-            try:
-                return await handle(read)
-            except RequestValidationError as error:
-                raise validation_error(error.errors(), model, read.data) from None
-            except RequestError as error:
-                raise _with_param(error, model) from error
+    class JsonRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+            body_field = self.body_field
+            if body_field is None:
+                return handle
+            model: type[BaseModel] = body_field.field_info.annotation  # type: ignore[assignment]
 
-        return read_and_handle
+            async def read_and_handle(request: Request) -> Response:
+                _check_content_type(request)
+                read = _JsonRequest(request.scope, request.receive)
+                raw = await read.body()
+                with await service.place(len(raw)) as place:
+                    request.state.place = place
+                    if is_large(len(raw)):
+                        read.data = await service.in_thread(_read_alone, service, raw, model)
+                    else:
+                        read.data = read_body(raw, model)
+                    try:
+                        return await handle(read)
+                    except RequestError as error:
+                        raise _with_param(error, model) from error
+
+            return read_and_handle
+
+    return JsonRoute
 
 
 class _JsonRequest(Request):
-    """A request whose body has been parsed."""
+    """A request whose body has been read. FastAPI takes a model that is made already as it is."""
 
-    data: Any
+    data: BaseModel
 
     async def json(self) -> Any:
         return self.data
+
+
+def _read_alone(service: Service, raw: bytes, model: type[BaseModel]) -> BaseModel:
+    """The model that a large body spells. One at a time: two would take turns with the GIL between them."""
+    with service.reading:
+        return read_body(raw, model)
+
+
+def read_body(raw: bytes, model: type[BaseModel]) -> BaseModel:
+    """The model that a body spells. FieldError if it spells none."""
+    data = parse_json(raw)
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        complaints = error.errors(include_url=False, include_context=False)[:MOST_TOLD]
+        raise validation_error(complaints, model, data) from None
 
 
 def parse_json(raw: bytes) -> Any:
     """The value that a body spells. FieldError if it is not JSON that can be read in one way only."""
     if not raw:
         raise FieldError("body", "the body is empty: send a JSON object.")
+    shape = shape_of(raw)
+    if shape.depth > MOST_DEPTH:
+        raise _too_much(f"more than {MOST_DEPTH} lists and objects in each other")
+    if shape.containers > MOST_CONTAINERS:
+        raise _too_much(f"{shape.containers} lists and objects, and at most {MOST_CONTAINERS} are taken")
+    if shape.keys > MOST_KEYS:
+        raise _too_much(f"an object of {shape.keys} keys, and at most {MOST_KEYS} are taken")
+    if shape.values > MOST_VALUES:
+        raise _too_much(f"about {shape.values} values, and at most {MOST_VALUES} are taken")
+    if shape.digits > MOST_DIGITS:
+        raise _too_much(f"a number of {shape.digits} digits, and at most {MOST_DIGITS} are taken")
     try:
         text = raw.decode("utf-8")
-        data = json.loads(
-            text, object_pairs_hook=_Objects().make, parse_constant=_refuse, parse_float=_finite
-        )
-        if "\\ud" in text or "\\uD" in text:  # pairs are characters, halves are not
-            json.dumps(data, ensure_ascii=False).encode("utf-8")
+        data = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite)
     except UnicodeDecodeError:
         raise FieldError("body", "the body is not UTF-8.") from None
-    except UnicodeEncodeError:
-        raise FieldError(
-            "body", "a text in the body has half a surrogate pair, which is no character."
-        ) from None
-    except RecursionError:
-        raise _too_deep() from None
     except ValueError as error:
         raise FieldError("body", f"the body is not JSON: {str(error)[:200]}.") from None
-    if text.count("[") + text.count("{") > MOST_DEPTH:
-        _check_depth(data)
+    if shape.lone_surrogates:
+        raise FieldError("body", "a text in the body has half a surrogate pair, which is no character.")
     return data
 
 
-class _Objects:
-    """Makes the objects of one body, and counts them."""
+def _too_much(what: str) -> FieldError:
+    return FieldError("body", f"the body has {what}. Send less, or several requests.")
 
-    def __init__(self) -> None:
-        self._count = 0
 
-    def make(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        self._count += 1
-        if self._count > MOST_OBJECTS:
-            raise FieldError("body", f"the body has more than {MOST_OBJECTS} objects.")
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise FieldError("body", f"an object in the body has the key {_shown(twice)} twice.")
-        return made
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise FieldError("body", f"an object in the body has the key {_shown(twice)} twice.")
+    return made
 
 
 def _refuse(constant: str) -> Any:
@@ -124,25 +154,6 @@ def _finite(digits: str) -> float:
     if number in (float("inf"), float("-inf")):
         raise ValueError(f"the number {digits[:40]} is too large")
     return number
-
-
-def _check_depth(data: Any) -> None:
-    """Refuse nesting deeper than MOST_DEPTH, without recursion."""
-    level = [data]
-    for _ in range(MOST_DEPTH):
-        inner: list[Any] = []
-        for value in level:
-            children: Iterable[Any] = value.values() if type(value) is dict else value
-            if type(value) in (dict, list):
-                inner.extend(child for child in children if type(child) in (dict, list))
-        if not inner:
-            return
-        level = inner
-    raise _too_deep()
-
-
-def _too_deep() -> FieldError:
-    return FieldError("body", f"the body has more than {MOST_DEPTH} lists and objects in each other.")
 
 
 def _check_content_type(request: Request) -> None:
@@ -161,10 +172,12 @@ def validation_error(errors: Sequence[Any], model: type[BaseModel], data: Any) -
     first = _place(errors[0], data)
     places = [_place(error, data) for error in errors]
     place = max((one for one in places if one[: len(first)] == first), key=len)
-    name = ".".join(map(str, place))
+    name = ".".join(str(part)[:MOST_SHOWN] for part in place)
     here = [error for error, one in zip(errors, places, strict=True) if one == place]
     if here[0]["type"] == "extra_forbidden":
-        return FieldError(name, unknown_option(str(place[-1])[:80], _fields_at(model, place), "this request"))
+        return FieldError(
+            name, unknown_option(str(place[-1])[:MOST_SHOWN], _fields_at(model, place), "this request")
+        )
     wrong = " or ".join(dict.fromkeys(map(_message, here)))
     return FieldError(name or "body", f"{name or 'the body'} {wrong}.")
 
@@ -172,7 +185,7 @@ def validation_error(errors: Sequence[Any], model: type[BaseModel], data: Any) -
 def _place(error: Any, data: Any) -> tuple[str | int, ...]:
     """Where in the data the error is: pydantic's place without its names for the members of unions."""
     place: list[str | int] = []
-    parts = error["loc"][1:]  # after "body"
+    parts = error["loc"]
     for number, part in enumerate(parts):
         within = part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int)
         if within:
@@ -236,4 +249,4 @@ def _with_param(error: RequestError, model: type[BaseModel]) -> RequestError:
 
 
 def _shown(text: str) -> str:
-    return repr(text[:80])
+    return repr(text[:MOST_SHOWN])

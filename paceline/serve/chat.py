@@ -10,8 +10,15 @@ from fastapi import APIRouter, Request, Response
 
 from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.stream import Update
-from paceline.serve.answers import GENERATES, ChunkMaker, check_fields, json_response
-from paceline.serve.bodies import JsonRoute
+from paceline.serve.answers import (
+    GENERATES,
+    ChunkMaker,
+    check_fields,
+    check_prompt_logprobs,
+    json_answer,
+    size_of,
+)
+from paceline.serve.bodies import json_route
 from paceline.serve.chat_protocol import ChatCompletion, ChatRequest
 from paceline.serve.errors import FieldError
 from paceline.serve.generation import Generation
@@ -26,15 +33,13 @@ from paceline.verify.params import SamplingParams
 
 def router(service: Service) -> APIRouter:
     """The routes of chat completions."""
-    routes = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
+    routes = APIRouter(route_class=json_route(service), tags=["OpenAI"])
 
     @routes.post("/v1/chat/completions", response_model=ChatCompletion, responses=GENERATES)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """The next message of a conversation. With `stream`, chunks as server-sent events."""
         model = service.check_model(body.model)
-        plan, params = _plan(service, body)
-        messages = [message.plain() for message in body.messages]
-        prompt = await service.encode_chat(messages, plan, body.add_generation_prompt is not False)
+        plan, params, prompt = await service.in_thread(_prepare, service, body)
         generation = await service.start(request, [prompt], params, body, plan)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = service.head(request, "chatcmpl", kind, model)
@@ -42,9 +47,18 @@ def router(service: Service) -> APIRouter:
         if body.stream:
             return EventResponse(answer.chunks(generation, len(prompt)), generation.abort)
         (output,) = await service.finished(request, generation)
-        return json_response(answer.whole(output))
+        return await json_answer(service, lambda: answer.whole(output), size_of([output]))
 
     return routes
+
+
+def _prepare(service: Service, body: ChatRequest) -> tuple[ToolPlan, SamplingParams, list[int]]:
+    """What the tools and what the engine is asked for, and the prompt's token ids."""
+    plan, params = _plan(service, body)
+    messages = [message.plain() for message in body.messages]
+    prompt = service.encode_chat(messages, plan, body.add_generation_prompt is not False)
+    check_prompt_logprobs([prompt], params)
+    return plan, params, prompt
 
 
 def _plan(service: Service, body: ChatRequest) -> tuple[ToolPlan, SamplingParams]:

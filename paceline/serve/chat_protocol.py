@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from paceline.serve.answers import FinishReason
 from paceline.serve.errors import FieldError
-from paceline.serve.fields import Body, Bool, Int, Name, Unsupported
+from paceline.serve.fields import Body, Bool, Int, Items, Name, Unsupported
 from paceline.serve.protocol import Metrics, SamplingFields, Usage
 from paceline.serve.tools.chat_fields import ChatToolChoice, FunctionTool
 from paceline.verify.params import MOST_LOGPROBS
@@ -36,9 +36,9 @@ _ONLY_TEXT = Unsupported("is not served: this model takes and gives text only")
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None  # may be left out beside tool_calls
+    content: str | Items[TextPart] | None = None  # may be left out beside tool_calls
     name: Name | None = None
-    tool_calls: list[CalledTool] | None = None  # what the assistant called
+    tool_calls: Items[CalledTool] | None = None  # what the assistant called
     tool_call_id: Name | None = None  # which call a message of role tool answers
     refusal: str | None = None  # answers have it, so that they can be sent back as they are
     annotations: list[Any] | None = None  # likewise
@@ -77,14 +77,14 @@ class ResponseFormat(Body):
 
 class ChatRequest(SamplingFields):
     model: Name | None = None
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     max_completion_tokens: Int | None = Field(None, ge=1, le=2**31)  # left out: until the context is full
     max_tokens: Int | None = Field(None, ge=1, le=2**31)  # the old name, used if the new one is not given
     logprobs: Bool | None = None
     top_logprobs: Int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     prompt_logprobs: Int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     response_format: ResponseFormat | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Items[FunctionTool] | None = None
     tool_choice: ChatToolChoice | None = None  # "auto" if there are tools
     parallel_tool_calls: Bool | None = None
     add_generation_prompt: Bool | None = None  # false: the answer goes on where the messages end
@@ -99,7 +99,7 @@ class ChatRequest(SamplingFields):
     store: Annotated[
         Literal[False] | None, Unsupported("is not served: nothing is kept. Set it to false")
     ] = None
-    modalities: Annotated[list[Literal["text"]] | None, _ONLY_TEXT] = None
+    modalities: Annotated[Items[Literal["text"]] | None, _ONLY_TEXT] = None
     audio: Annotated[None, _ONLY_TEXT] = None
     functions: Annotated[None, _USE_TOOLS] = None
     function_call: Annotated[None, _USE_TOOLS] = None

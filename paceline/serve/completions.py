@@ -12,8 +12,16 @@ from pydantic_core import PydanticCustomError
 
 from paceline.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from paceline.engine.stream import Update
-from paceline.serve.answers import GENERATES, ChunkMaker, FinishReason, check_fields, json_response
-from paceline.serve.bodies import JsonRoute
+from paceline.serve.answers import (
+    GENERATES,
+    ChunkMaker,
+    FinishReason,
+    check_fields,
+    check_prompt_logprobs,
+    json_answer,
+    size_of,
+)
+from paceline.serve.bodies import json_route
 from paceline.serve.errors import FieldError
 from paceline.serve.fields import Bool, Int, Name, Unsupported
 from paceline.serve.generation import Generation
@@ -43,7 +51,7 @@ def _checked_prompt(prompt: Any) -> list[str | list[int]]:
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 Text = Annotated[str, Field(min_length=1)]
@@ -103,22 +111,34 @@ class Completion(BaseModel):
 
 def router(service: Service) -> APIRouter:
     """The routes of completions."""
-    routes = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
+    routes = APIRouter(route_class=json_route(service), tags=["OpenAI"])
 
     @routes.post("/v1/completions", response_model=Completion, responses=GENERATES)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """How a prompt goes on. With `stream`, chunks as server-sent events."""
         model = service.check_model(body.model)
-        params = _params(body)
-        prompts = await service.encode(body.prompt, body.add_special_tokens is not False)
+        params, prompts, echoed = await service.in_thread(_prepare, service, body)
         head = service.head(request, "cmpl", "text_completion", model)
-        answer = _Answer(service, body, params, prompts, head)
+        answer = _Answer(service, body, params, prompts, echoed, head)
         generation = await service.start(request, prompts, params, body)
         if body.stream:
             return EventResponse(answer.chunks(generation), generation.abort)
-        return json_response(answer.whole(await service.finished(request, generation)))
+        outputs = await service.finished(request, generation)
+        return await json_answer(service, lambda: answer.whole(outputs), size_of(outputs, echoed))
 
     return routes
+
+
+def _prepare(service: Service, body: CompletionRequest) -> tuple[SamplingParams, list[list[int]], list[str]]:
+    """What the engine is asked for, the token ids of the prompts, and their texts if they are echoed."""
+    params = _params(body)
+    prompts = service.encode(body.prompt, body.add_special_tokens is not False)
+    check_prompt_logprobs(prompts, params)
+    echoed = []
+    if body.echo:
+        decode = service.tokenizer.decode
+        echoed = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in body.prompt]
+    return params, prompts, echoed
 
 
 def _params(body: CompletionRequest) -> SamplingParams:
@@ -155,6 +175,7 @@ class _Answer:
     body: CompletionRequest
     params: SamplingParams
     prompts: list[list[int]]
+    echoed: list[str]  # the prompts' texts; empty without echo
     head: dict[str, Any]
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -175,8 +196,8 @@ class _Answer:
         count = len(self.prompts) * self.params.n
         logprobs = [self._logprobs() for _ in range(count)]
         if self.body.echo:
-            texts = [self._prompt_text(index // self.params.n) for index in range(count)]
-            yield b"".join(maker.chunk(_choice(index, text)) for index, text in enumerate(texts))
+            for index in range(count):  # one by one: each may be long
+                yield maker.chunk(_choice(index, self.echoed[index // self.params.n]))
         async for batch in generation:
             written = []
             for index, update in batch:
@@ -195,7 +216,7 @@ class _Answer:
     def _choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
         choice = _choice(index, one.text)
         if self.body.echo:
-            choice["text"] = self._prompt_text(index // self.params.n) + one.text
+            choice["text"] = self.echoed[index // self.params.n] + one.text
         if one.logprobs is not None:
             tokens: list[int] = one.token_ids
             entries: list[TokenLogprobs | None] = [*one.logprobs]
@@ -211,10 +232,6 @@ class _Answer:
         return CompletionLogprobs(
             self.service.tokenizer, self.body.logprobs or 0, self.params.skip_special_tokens
         )
-
-    def _prompt_text(self, number: int) -> str:
-        prompt = self.body.prompt[number]
-        return prompt if isinstance(prompt, str) else self.service.tokenizer.decode(prompt)
 
 
 def _choice(index: int, text: str) -> dict[str, Any]:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MOST_NAME = 256  # characters of a name: a segment, a salt, a user
@@ -27,6 +34,10 @@ Int = Annotated[int, Field(strict=True), BeforeValidator(_integral)]
 Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Bool = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(max_length=MOST_NAME)]
+
+Item = TypeVar("Item")
+# a list that is refused at its first wrong item: there may be a hundred thousand more
+Items: TypeAlias = Annotated[list[Item], Field(fail_fast=True)]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from paceline.engine.outputs import RequestOutput, SpeculativeMetrics
 from paceline.serve.errors import FieldError
-from paceline.serve.fields import Body, Bool, Float, Int, Name, Unsupported
+from paceline.serve.fields import Body, Bool, Float, Int, Items, Name, Unsupported
 from paceline.verify.params import MOST_CHILDREN, SamplingParams
 
 MOST_STOPS = 16  # every token is compared with each
@@ -44,7 +44,7 @@ class StructuredOutputs(Body):
     json_: dict[str, Any] | str | None = Field(None, alias="json")  # a JSON schema
     json_object: Bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None  # Lark or GBNF
     whitespace_pattern: str | None = None
 
@@ -88,7 +88,7 @@ class SamplingFields(Body):
     seed: Int | None = Field(None, ge=-(2**63), lt=2**64)
     n: Int | None = Field(None, ge=1, le=MOST_CHILDREN)
     stop: Stop = None
-    stop_token_ids: list[Int] | None = Field(None, max_length=MOST_STOP_IDS)
+    stop_token_ids: Items[Int] | None = Field(None, max_length=MOST_STOP_IDS)
     min_tokens: Int | None = Field(None, ge=0, le=2**31)
     ignore_eos: Bool | None = None
     skip_special_tokens: Bool | None = None

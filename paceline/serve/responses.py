@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from paceline.engine.outputs import RequestOutput
 from paceline.serve.answers import GENERATES, json_response
-from paceline.serve.bodies import JsonRoute
+from paceline.serve.bodies import json_route
 from paceline.serve.errors import describe
 from paceline.serve.generation import Generation
 from paceline.serve.protocol import Metrics
@@ -29,23 +29,28 @@ logger = logging.getLogger(__name__)
 
 def router(service: Service) -> APIRouter:
     """The route of responses."""
-    routes = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
+    routes = APIRouter(route_class=json_route(service), tags=["OpenAI"])
 
     @routes.post("/v1/responses", response_model=ResponseObject, responses=GENERATES)
     async def responses(body: ResponseRequest, request: Request) -> Response:
         """The answer to an input. With `stream`, events as server-sent events."""
         model = service.check_model(body.model)
-        messages = messages_of(body)
-        plan, params = _plan(service, body)
-        prompt = await service.encode_chat(messages, plan)
-        answer = _Answer(body, params, plan, model, f"resp_{request.state.request_id}")
+        plan, params, prompt = await service.in_thread(_prepare, service, body)
         generation = await service.start(request, [prompt], params, body, plan)
+        answer = _Answer(body, params, plan, model, f"resp_{request.state.request_id}")
         if body.stream:
             return EventResponse(answer.events(generation), generation.abort)
         (output,) = await service.finished(request, generation)
         return json_response(answer.whole(output))
 
     return routes
+
+
+def _prepare(service: Service, body: ResponseRequest) -> tuple[ToolPlan, SamplingParams, list[int]]:
+    """What the tools and what the engine is asked for, and the prompt's token ids."""
+    messages = messages_of(body)
+    plan, params = _plan(service, body)
+    return plan, params, service.encode_chat(messages, plan)
 
 
 def _plan(service: Service, body: ResponseRequest) -> tuple[ToolPlan, SamplingParams]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from paceline.serve.errors import FieldError
-from paceline.serve.fields import Body, Bool, Int, Name, Unsupported
+from paceline.serve.fields import Body, Bool, Int, Items, Name, Unsupported
 from paceline.serve.protocol import Metrics, SamplingFields
 from paceline.serve.tools.declared import Tool, ToolChoice
 
@@ -31,7 +31,7 @@ class TextPart(Body):
 class InputMessage(Body):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
     id: Name | None = None
     status: Status | None = None
     phase: Name | None = None
@@ -49,7 +49,7 @@ class InputCall(Body):
 class InputCallOutput(Body):
     type: Literal["function_call_output"]
     call_id: Name
-    output: str | list[TextPart]
+    output: str | Items[TextPart]
     id: Name | None = None
     status: Status | None = None
 
@@ -91,7 +91,7 @@ class NamedTool(Body):
 class AllowedTools(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: Items[NamedTool]
 
 
 def _kind_of_choice(choice: Any) -> str:
@@ -137,11 +137,11 @@ class ResponseStreamOptions(Body):
 
 class ResponseRequest(SamplingFields):
     model: Name | None = None
-    input: str | list[InputItem]
+    input: str | Items[InputItem]
     instructions: str | None = None  # a system message before the input
     max_output_tokens: Int | None = Field(None, ge=1, le=2**31)  # left out: until the context is full
     text: TextOptions | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Items[FunctionTool] | None = None
     tool_choice: ChoiceField | None = None  # "auto" if there are tools
     parallel_tool_calls: Bool | None = None
     # what cannot change an answer here
@@ -152,7 +152,7 @@ class ResponseRequest(SamplingFields):
         Literal["auto", "default"] | None, Unsupported("is not served: there is one tier. Leave it out")
     ] = None
     include: Annotated[
-        list[Literal["reasoning.encrypted_content"]] | None,
+        Items[Literal["reasoning.encrypted_content"]] | None,
         Unsupported("has what this server does not give: leave it out; log-probabilities are in chat"),
     ] = None
     # what is not done

@@ -1,16 +1,18 @@
 """What every endpoint works with: the model's names, its tokenizer, and the way from a prompt to a stream.
 
-Whatever may take long (templates, tokenizing, compiling grammars) runs in threads beside the event
-loop.
+Whatever may take long (large bodies, templates, tokenizing, compiling grammars) runs in threads
+beside the event loop, and holds the GIL for a few milliseconds at a time only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
@@ -18,11 +20,11 @@ from typing import Any, ParamSpec, TypeVar
 from starlette.requests import Request
 
 from paceline import __version__
-from paceline.engine.admission import Limits
+from paceline.engine.admission import Limits, prompt_too_long
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.outputs import RequestOutput
-from paceline.errors import RequestError
-from paceline.models.tokenizer import Tokenizer
+from paceline.errors import OverloadedError
+from paceline.models.tokenizer import Tokenizer, TooManyTokens
 from paceline.serve.errors import ApiError, ClientGone
 from paceline.serve.generation import Generation
 from paceline.serve.protocol import SamplingFields
@@ -33,9 +35,16 @@ from paceline.verify.params import SamplingParams
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-WORKERS = 4  # threads for templates, tokenizing and grammars
+WORKERS = 6  # threads for bodies, templates, tokenizing and grammars
 COMPILERS = 2  # of them that may be busy with grammars
-MOST_CHARACTERS = 256  # of a token: a text with more for each token of the context cannot fit
+READERS = 2  # of them that may be busy with large bodies
+LARGE_BODY = 64 * 1024  # bytes: a smaller one is read within a few milliseconds, whatever it has
+MOST_WAITING_BYTES = 64 * 1024 * 1024  # of large bodies that wait for a reader; more get 429
+
+
+def is_large(size: int) -> bool:
+    """Whether a body of so many bytes is read beside the event loop."""
+    return size > LARGE_BODY
 
 
 @dataclass
@@ -51,6 +60,9 @@ class Service:
         default_factory=lambda: ThreadPoolExecutor(WORKERS, thread_name_prefix="paceline-serve")
     )
     compilers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(COMPILERS))
+    readers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READERS))
+    reading: threading.Lock = field(default_factory=threading.Lock)  # held while a large body is parsed
+    waiting_bytes: int = 0  # of large bodies that wait for a reader
 
     @property
     def limits(self) -> Limits:
@@ -70,6 +82,27 @@ class Service:
             raise ApiError(404, message, "model", "model_not_found")
         return name or self.model_names[0]
 
+    async def place(self, size: int) -> ExitStack:
+        """A place for a body of so many bytes until it is started; leave it by closing it.
+
+        It counts as one request of the queue. Of large bodies only a few are at work at a time, so
+        that small ones need not wait behind them. OverloadedError if there is no room.
+        """
+        with ExitStack() as place:
+            place.enter_context(self.engine.preparing())
+            if is_large(size):
+                if self.waiting_bytes and self.waiting_bytes + size > MOST_WAITING_BYTES:
+                    raise OverloadedError(
+                        "too many large bodies wait to be read. Send the request again later."
+                    )
+                self.waiting_bytes += size
+                try:
+                    await self.readers.acquire()
+                finally:
+                    self.waiting_bytes -= size
+                place.callback(self.readers.release)
+            return place.pop_all()
+
     async def in_thread(
         self, function: Callable[Parameters, Result], *args: Parameters.args, **options: Parameters.kwargs
     ) -> Result:
@@ -77,43 +110,47 @@ class Service:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.workers, lambda: function(*args, **options))
 
-    async def encode(
-        self, prompts: Sequence[str | list[int]], add_special_tokens: bool = True
-    ) -> list[list[int]]:
-        """The token ids of prompts, of which some may be token ids already."""
+    def encode(self, prompts: Sequence[str | list[int]], add_special_tokens: bool = True) -> list[list[int]]:
+        """The token ids of prompts, of which some may be token ids already. Call it in a thread."""
+        return [
+            self.encode_text(prompt, add_special_tokens) if isinstance(prompt, str) else self._checked(prompt)
+            for prompt in prompts
+        ]
 
-        def encode() -> list[list[int]]:
-            return [
-                self._encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-                for prompt in prompts
-            ]
+    def encode_text(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
+        """The token ids of a text; RequestError if there are more than `most`, or than the context holds."""
+        room = self.limits.max_model_len - 1
+        try:
+            return self.tokenizer.encode(text, add_special_tokens, room if most is None else most)
+        except TooManyTokens as error:
+            if most is None:
+                raise prompt_too_long(error.count, self.limits, error.exact) from None
+            raise
 
-        return await self.in_thread(encode)
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        plan: ToolPlan = NO_TOOLS,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt of a conversation, by the model's own template. Call it in a thread."""
+        chat, tools = self.toolbox.conversation(messages, plan)
+        return self.tokenizer.apply_chat_template(chat, add_generation_prompt, tools)
 
-    async def encode_chat(
+    def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         plan: ToolPlan = NO_TOOLS,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """The token ids of a conversation, by the model's own template."""
+        """The token ids of a conversation. Call it in a thread."""
+        return self.encode_text(self.chat_text(messages, plan, add_generation_prompt), False)
 
-        def encode() -> list[int]:
-            chat, tools = self.toolbox.conversation(messages, plan)
-            text = self.tokenizer.apply_chat_template(chat, add_generation_prompt, tools)
-            return self._encode(text, add_special_tokens=False)
-
-        return await self.in_thread(encode)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The token ids of a text; of one that is far too long nobody needs them."""
-        most = self.limits.max_model_len * MOST_CHARACTERS
-        if len(text) > most:
-            raise RequestError(
-                f"the prompt has {len(text)} characters, and the context of {self.limits.max_model_len} "
-                f"tokens holds at most {most}. Shorten the prompt."
-            )
-        return self.tokenizer.encode(text, add_special_tokens)
+    def _checked(self, prompt: list[int]) -> list[int]:
+        """Token ids that fit into the context. The engine checks the rest, between two passes."""
+        if len(prompt) >= self.limits.max_model_len:
+            raise prompt_too_long(len(prompt), self.limits)
+        return prompt
 
     async def start(
         self,
@@ -127,6 +164,7 @@ class Service:
         if params.structure is not None:
             async with self.compilers:
                 await self.in_thread(plan.compile, self.engine.compile, params.structure)
+        request.state.place.close()  # the engine's queue has it from here
         return await Generation.start(self.engine, request, prompts, params, fields)
 
     async def finished(self, request: Request, generation: Generation) -> list[RequestOutput]:

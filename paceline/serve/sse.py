@@ -17,7 +17,9 @@ logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 
 # compact, characters as they are; lone surrogates, which a model cannot write, would raise
-to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+to_json = _encoder.encode
+to_json_pieces = _encoder.iterencode  # slower, but others get the GIL between two pieces
 
 
 def event(data: object, name: str | None = None) -> bytes:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field
 
 from paceline.serve.answers import READS, json_response
-from paceline.serve.bodies import JsonRoute
+from paceline.serve.bodies import json_route
 from paceline.serve.chat_protocol import Message
 from paceline.serve.errors import FieldError
-from paceline.serve.fields import Body, Bool, Int, Name
+from paceline.serve.fields import Body, Bool, Int, Items, Name
 from paceline.serve.service import Service
+from paceline.serve.sse import to_json
 from paceline.serve.tools.chat_fields import FunctionTool, chat_tools
+
+MOST_TOKENS = 2**18  # that /tokenize gives, or the context's length if that is more
+PIECE = 4096  # values of a list that are written in one go
 
 
 class TokenizeRequest(Body):
     model: Name | None = None
     prompt: str | None = None  # either this
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None  # or these
-    tools: list[FunctionTool] | None = None  # with messages
+    messages: Annotated[Items[Message], Field(min_length=1)] | None = None  # or these
+    tools: Items[FunctionTool] | None = None  # with messages
     add_generation_prompt: Bool | None = None  # with messages; true by default
     add_special_tokens: Bool | None = None  # with a prompt; true by default
     return_token_strs: Bool | None = None
@@ -35,7 +40,7 @@ class Tokens(BaseModel):
 
 class DetokenizeRequest(Body):
     model: Name | None = None
-    tokens: list[Annotated[Int, Field(ge=0)]]
+    tokens: Items[Annotated[Int, Field(ge=0)]]
 
 
 class Text(BaseModel):
@@ -44,42 +49,54 @@ class Text(BaseModel):
 
 def router(service: Service) -> APIRouter:
     """The routes of the tokenizer."""
-    routes = APIRouter(route_class=JsonRoute, tags=["Tokens"])
+    routes = APIRouter(route_class=json_route(service), tags=["Tokens"])
 
     @routes.post("/tokenize", response_model=Tokens, responses=READS)
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a prompt, or of a conversation as the model gets it."""
         service.check_model(body.model)
-        tokens = await _encode(service, body)
-        answer: dict[str, Any] = {
-            "count": len(tokens),
-            "max_model_len": service.limits.max_model_len,
-            "tokens": tokens,
-        }
-        if body.return_token_strs:
-            spelled = [service.tokenizer.token_bytes(token) for token in tokens]
-            answer["token_strs"] = [one.decode("utf-8", errors="replace") for one in spelled]
-        return json_response(answer)
+        return await service.in_thread(_tokenized, service, body)
 
     @routes.post("/detokenize", response_model=Text, responses=READS)
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids, special tokens included."""
         service.check_model(body.model)
-        size = service.limits.vocab_size
-        if any(token >= size for token in body.tokens):
-            raise FieldError("tokens", f"tokens has {max(body.tokens)}, but ids go from 0 to {size - 1}.")
-        text = await service.in_thread(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return json_response({"prompt": text})
+        return await service.in_thread(_detokenized, service, body)
 
     return routes
 
 
-async def _encode(service: Service, body: TokenizeRequest) -> list[int]:
+def _tokenized(service: Service, body: TokenizeRequest) -> Response:
+    tokens = _encode(service, body)
+    size = service.limits.max_model_len
+    parts = [f'"count":{len(tokens)},"max_model_len":{size},"tokens":{_json_list(tokens)}']
+    if body.return_token_strs:
+        spelled = [service.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+        parts.append(f'"token_strs":{_json_list(spelled)}')
+    return Response(f"{{{','.join(parts)}}}", media_type="application/json")
+
+
+def _detokenized(service: Service, body: DetokenizeRequest) -> Response:
+    size = service.limits.vocab_size
+    highest = max(body.tokens, default=0)
+    if highest >= size:
+        raise FieldError("tokens", f"tokens has {highest}, but ids go from 0 to {size - 1}.")
+    return json_response({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+
+def _json_list(items: Sequence[object]) -> str:
+    """The JSON of a list that may be long, written in pieces: each holds the GIL until it is done."""
+    pieces = (to_json(items[start : start + PIECE])[1:-1] for start in range(0, len(items), PIECE))
+    return f"[{','.join(pieces)}]"
+
+
+def _encode(service: Service, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise FieldError("prompt", "give either a prompt or messages.")
+    most = max(MOST_TOKENS, service.limits.max_model_len)
     if body.prompt is not None:
-        (tokens,) = await service.encode([body.prompt], body.add_special_tokens is not False)
-        return tokens
+        return service.encode_text(body.prompt, body.add_special_tokens is not False, most)
     plan = service.toolbox.plan(chat_tools(body.tools))
     messages = [message.plain() for message in body.messages or ()]
-    return await service.encode_chat(messages, plan, body.add_generation_prompt is not False)
+    text = service.chat_text(messages, plan, body.add_generation_prompt is not False)
+    return service.encode_text(text, False, most)

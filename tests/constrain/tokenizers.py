@@ -30,7 +30,7 @@ class PieceTokenizer:
         self._ids = {piece: 259 + number for number, piece in enumerate(map(str.encode, PIECES))}
         self._longest = max(map(len, self._ids))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         ids = [2] * add_special_tokens
         for part in re.split("(<eos>|<end>|<bos>)", text):
             ids += [self.special.index(part)] if part in self.special else self._plain(part.encode())

@@ -187,7 +187,7 @@ def test_a_field_may_be_null_as_clients_send_it(api: Api) -> None:
         ({"prompt": [97]}, "prompt", "outside the vocabulary"),
         ({"prompt": [-1]}, "prompt", "outside the vocabulary"),
         ({"prompt": "x" * 500}, "prompt", "501 tokens"),
-        ({"prompt": "x" * 200_000}, "prompt", "200000 characters"),
+        ({"prompt": "x" * 200_000}, "prompt", "200001 tokens"),
         ({"prompt": ["a"] * 65, "n": 2}, "prompt", "130 outputs"),
         ({"suffix": "end"}, "suffix", "is not served"),
         ({"best_of": 3}, "best_of", "use n"),

@@ -11,7 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import RequestError
+from paceline.serve.scanning import MOST_DEPTH, shape_of
 from paceline.serve.tools.formats import ToolFormat
+
+MOST_ARGUMENTS = 20_000  # values of one call's arguments, all in all
 
 
 def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -73,13 +76,21 @@ def _with_object(number: int, call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            arguments = None
+        arguments = _parsed(arguments)
     if not isinstance(arguments, dict):
         raise RequestError(
             f"messages.{number}: the arguments of the call of {str(function.get('name'))[:64]!r} must be "
-            "the JSON text of an object."
+            f"the JSON text of an object of at most {MOST_ARGUMENTS} values."
         )
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _parsed(arguments: str) -> Any:
+    """The value of a JSON text; None if it is none, or too large to parse while others wait for the GIL."""
+    shape = shape_of(arguments.encode())
+    if shape.values > MOST_ARGUMENTS or shape.depth > MOST_DEPTH:
+        return None
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return None
