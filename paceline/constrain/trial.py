@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -27,6 +28,8 @@ STACK_BYTES = 64 << 20  # the library follows rules and references by recursion
 MEMORY_BYTES = 2 << 30  # address space of the child
 STEPS = 32  # tokens of a random text that are tried
 STEP_SECONDS = 0.25  # of processor time for a token: the engine waits for it, and all requests with it
+RULE = re.compile(r"^[ \t]*+[?!]?((?!start\b)[a-z_]\w*+)[^\n:\"/]*+:", re.MULTILINE)  # not of a terminal
+START = re.compile(r"^[ \t]*+[?!]?start\b[^\n:\"/]*+:", re.MULTILINE)
 END = 256  # the id that ends a text of bytes
 
 
@@ -144,12 +147,20 @@ def _try(vocabulary: LLTokenizer, source: str, limits: dict[str, Any], faults: l
     from llguidance import LLMatcher, LLParserLimits
 
     own = LLParserLimits(**limits, verbose_errors=False)
-    faults.append(_fault(LLMatcher(vocabulary, source, log_level=0, limits=own)))
+    tried = [source] if source.startswith("{") else [source, _with_all_rules_at_once(source)]
+    found = (_fault(LLMatcher(vocabulary, text, log_level=0, limits=own)) for text in tried)
+    faults.append(next(filter(None, found), ""))
+
+
+def _with_all_rules_at_once(lark: str) -> str:
+    """The grammar with each rule as one more beginning: a costly one shows wherever a text would meet it."""
+    rules = dict.fromkeys(RULE.findall(lark))
+    return START.sub(lambda head: head.group() + " ".join(f" {rule} |" for rule in rules), lark, count=1)
 
 
 def _fault(matcher: LLMatcher) -> str:
     """What is wrong with a grammar's first steps; what is wrong with itself is told where it is compiled."""
-    choose = random.Random(0).choice
+    any_byte = random.Random(0).randrange
     text = matcher.deep_copy()
     for _ in range(STEPS):
         began = time.thread_time()
@@ -157,8 +168,10 @@ def _fault(matcher: LLMatcher) -> str:
         bits = text.compute_bitmask()
         if time.thread_time() - began > STEP_SECONDS:
             return f"one of its tokens takes longer than {STEP_SECONDS:g} s"
-        allowed = [token for token in range(END) if bits[token >> 3] >> (token & 7) & 1]
-        if text.is_error() or not allowed or not text.consume_token(choose(allowed)):
+        first = any_byte(END)
+        order = (*range(first, END), *range(first))
+        token = next((token for token in order if bits[token >> 3] >> (token & 7) & 1), None)
+        if text.is_error() or token is None or not text.consume_token(token):
             break
     return ""
 
