@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import resource
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -37,6 +38,11 @@ app = typer.Typer(
     **PLAIN,
 )
 
+LEAST_ADDRESS_SPACE = 1 << 30  # bytes: no model runs in less
+MEMORY_REMEDY = (
+    "Use a smaller model, lower --kv-cache-memory-bytes, --max-model-len or --threads, or raise the memory "
+    "limit of this process (`ulimit -v`)."
+)
 ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 Model = Annotated[str, typer.Argument(help="An alias, a .gguf file, a folder of safetensors or a hub id.")]
@@ -51,8 +57,26 @@ def main() -> None:
     try:
         app()
     except PacelineError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(2) from None
+        _fail(str(error))
+    except Exception as error:
+        if not _lacks_memory(error):
+            raise
+        _fail(f"there is not enough memory{f' ({error})' if str(error) else ''}. {MEMORY_REMEDY}")
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether an error comes from a lack of memory. Libraries that cannot be loaded say many things."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return (
+        isinstance(error, MemoryError)
+        or "can't start new thread" in str(error)
+        or (isinstance(error, OSError | ImportError) and 0 <= limit < LEAST_ADDRESS_SPACE)
+    )
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    raise SystemExit(2) from None
 
 
 def _print_version(wanted: bool) -> None:

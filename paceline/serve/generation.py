@@ -9,6 +9,7 @@ from itertools import starmap
 
 from starlette.requests import Request
 
+from paceline.constrain.compiler import Grammar
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.stream import Stream, Update
@@ -34,6 +35,7 @@ class Generation:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         fields: SamplingFields,
+        grammar: Grammar | None,
     ) -> Generation:
         """A generation whose prompts have all been accepted by the engine; if one is refused, none runs."""
         generation = Generation(params.n)
@@ -50,6 +52,7 @@ class Generation:
                 f"{request_id}-{number}" if len(prompts) > 1 else request_id,
                 segment=segment,
                 cache_salt=cache_salt,
+                grammar=grammar,
                 arrived=generation._arrived,
             )
 

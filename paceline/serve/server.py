@@ -1,6 +1,6 @@
 """`paceline serve`: load a model, warm it up, open the port, and stop when asked to.
 
-The first SIGTERM or SIGINT drains: no new requests, those at hand may end. The second stops now.
+The first SIGTERM, SIGINT or SIGHUP drains: no new requests, those at hand may end. The second stops now.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -192,7 +194,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=cast(Any, partial(Connection, limits=limits)),
+                http=cast(Any, partial(Connection, limits=limits, idle={})),
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -214,6 +216,22 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         assert sockets is not None
         log_event(logger, "listening", url=_url(self._options.host, sockets[0]))
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while serving: those of uvicorn, and the hangup of a terminal unless under nohup."""
+        with super().capture_signals():
+            if (
+                threading.current_thread() is not threading.main_thread()
+                or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            ):
+                yield
+                return
+            before = signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come. (uvicorn's own would raise it again at the end, and the exit code be not 0.)"""

@@ -20,6 +20,8 @@ from typing import Any, ParamSpec, TypeVar
 from starlette.requests import Request
 
 from paceline import __version__
+from paceline.constrain.compiler import Grammar
+from paceline.constrain.params import StructuredOutputsParams
 from paceline.engine.admission import Limits, prompt_too_long
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.outputs import RequestOutput
@@ -37,6 +39,7 @@ Result = TypeVar("Result")
 
 WORKERS = 6  # threads for bodies, templates, tokenizing and grammars
 COMPILERS = 2  # of them that may be busy with grammars
+COMPILER_WAIT = 10.0  # seconds that a request waits for one of them
 READERS = 2  # of them that may be busy with large bodies
 LARGE_BODY = 64 * 1024  # bytes: a smaller one is read within a few milliseconds, whatever it has
 MOST_WAITING_BYTES = 64 * 1024 * 1024  # of large bodies that wait for a reader; more get 429
@@ -161,11 +164,24 @@ class Service:
         plan: ToolPlan = NO_TOOLS,
     ) -> Generation:
         """The running generation of a request. Hand it to `finished` or to an EventResponse, which end it."""
+        grammar = None
         if params.structure is not None:
-            async with self.compilers:
-                await self.in_thread(plan.compile, self.engine.compile, params.structure)
+            grammar = await self._compile(plan, params.structure)
         request.state.place.close()  # the engine's queue has it from here
-        return await Generation.start(self.engine, request, prompts, params, fields)
+        return await Generation.start(self.engine, request, prompts, params, fields, grammar)
+
+    async def _compile(self, plan: ToolPlan, structure: StructuredOutputsParams) -> Grammar:
+        """The request's grammar; OverloadedError if those of other requests take too long."""
+        try:
+            async with asyncio.timeout(COMPILER_WAIT):
+                await self.compilers.acquire()
+        except TimeoutError:
+            message = "grammars of other requests are being compiled. Send the request again later."
+            raise OverloadedError(message) from None
+        try:
+            return await self.in_thread(plan.compile, self.engine.compile, structure)
+        finally:
+            self.compilers.release()
 
     async def finished(self, request: Request, generation: Generation) -> list[RequestOutput]:
         """The whole outputs, for a client that does not stream; ClientGone if it does not wait for them."""

@@ -57,6 +57,9 @@ REFUSED = {
         {"grammar": "root ::= a0\n" + "\n".join(f"a{i} ::= a{i + 1}" for i in range(4000))},
         "4001 rules",
     ),
+    # these two would be read for minutes by a regular expression that goes back
+    "one long word": ({"grammar": "a" * 130_000}, "at most 32768 bytes"),
+    "empty lines": ({"grammar": "\n" * 130_000}, "at most 32768 bytes"),
     "nested grammar": ({"grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}, "nested"),
     "schema in a grammar": (
         {"grammar": f"start: %json {{'items': {nested(70)}}}".replace("'", '"')},

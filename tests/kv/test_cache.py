@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from paceline.backends.base import DeviceMemory
 from paceline.errors import ConfigError
+from paceline.kv import sizing
 from paceline.kv.cache import KVCache
-from paceline.kv.sizing import size_cache
+from paceline.kv.sizing import available_memory, check_memory_limit, size_cache
 from tests.toy import ToyBackend, ToyPool
 
 PAGE = 4
@@ -236,3 +237,25 @@ def test_an_asked_context_gets_its_memory_or_a_refusal_with_numbers():
     with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
         size(memory_bytes=1000)
     assert size(memory_bytes=100 * 16 * 46_080).num_pages == 100
+
+
+def test_a_cache_larger_than_the_memory_is_refused():
+    """The system would promise it, and end the process when it is used."""
+    with pytest.raises(
+        ConfigError, match="kv_cache_memory_bytes is 20,000,000,000, but 17,179,869,184 bytes"
+    ):
+        size(memory_bytes=20 * 10**9)
+
+
+def test_a_memory_limit_that_is_too_small_is_told_before_anything_is_loaded(tmp_path, monkeypatch):
+    model = tmp_path / "model.gguf"
+    model.write_bytes(bytes(1000))
+    check_memory_limit(model, threads=2)
+    free = available_memory()
+    limit = sizing.PROCESS_BYTES
+    monkeypatch.setattr(sizing.resource, "getrlimit", lambda _: (limit, limit))
+    assert available_memory() < min(free, limit)
+    with pytest.raises(
+        ConfigError, match=r"model.gguf needs about 1,207,961,552. Raise the limit \(`ulimit -v`"
+    ):
+        check_memory_limit(model, threads=2)

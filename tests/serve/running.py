@@ -109,9 +109,10 @@ class Client:
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + data
 
 
-def read_answer(connection: socket.socket) -> Answer:
-    """The next answer on a connection; ConnectionError if it is closed without one."""
-    data = b""
+def read_answer(connection: socket.socket, data: bytes = b"") -> Answer:
+    """The next answer on a connection, whose first bytes may have been read; ConnectionError if it is closed
+    without one.
+    """
     while b"\r\n\r\n" not in data:
         data += _received(connection)
     head, body = data.split(b"\r\n\r\n", 1)
@@ -141,7 +142,12 @@ def until(condition: Callable[[], object]) -> None:
 
 
 @contextmanager
-def serving(engine: Engine | None = None, send_buffer: int | None = None, **options: Any) -> Iterator[Client]:
+def serving(
+    engine: Engine | None = None,
+    send_buffer: int | None = None,
+    new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    **options: Any,
+) -> Iterator[Client]:
     """A client of a server in a thread of this process, for as long as the context lasts.
 
     With a small `send_buffer` the system keeps little of what a client does not read.
@@ -159,7 +165,11 @@ def serving(engine: Engine | None = None, send_buffer: int | None = None, **opti
         loops.append((asyncio.get_running_loop(), task))
         await asyncio.wait([task])
 
-    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    def serve() -> None:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(main())
+
+    thread = threading.Thread(target=serve)
     thread.start()
     client = Client(port)
     until(lambda: _is_open(port))

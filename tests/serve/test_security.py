@@ -71,6 +71,14 @@ def test_no_pickle_and_no_sockets_between_processes() -> None:
     assert [place for place, _ in used(r"socket\.socket$")] == ["serve/server.py: socket.socket"]
 
 
+def test_the_one_child_of_a_server_is_spoken_to_in_json_over_pipes() -> None:
+    started = [place for place, _ in used(r"subprocess\.|os\.(fork|posix_spawn|spawn|exec)")]
+    serving = ("serve/", "engine/", "constrain/", "kv/", "verify/", "control/")
+    assert [place for place in started if place.startswith(serving)] == [
+        "constrain/trial.py: subprocess.Popen"
+    ]
+
+
 def test_the_server_listens_on_loopback_unless_told_otherwise() -> None:
     assert ServeOptions().host == "127.0.0.1"
 
@@ -80,6 +88,7 @@ def test_the_server_listens_on_loopback_unless_told_otherwise() -> None:
 
 def test_no_code_is_loaded_from_checkpoints() -> None:
     assert used(r"torch\.(jit\.load|hub\.)") == []
+    assert [place for place, _ in used(r"torch\.load$")] == ["draft/heads/checkpoint.py: torch.load"]
     for place, node in used(r"torch\.load$"):
         assert isinstance(node, ast.Call)
         assert {word.arg: ast.unparse(word.value) for word in node.keywords}["weights_only"] == "True", place

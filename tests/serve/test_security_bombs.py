@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from paceline.constrain import compiler
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
+from paceline.serve import service
 from tests.constrain.tokenizers import PieceTokenizer
 from tests.serve.running import Client, read_answer, serving
 from tests.toy import VOCAB, ToyBackend
@@ -83,10 +85,10 @@ def test_grammars_are_compiled_beside_the_event_loop(grammar_engine: Engine, mon
     begun, go_on = threading.Event(), threading.Event()
     compile_grammar = grammar_engine.grammars.compile
 
-    def slow(structure: Any) -> Any:
+    def slow(structure: Any, **options: Any) -> Any:
         begun.set()
         assert go_on.wait(30)
-        return compile_grammar(structure)
+        return compile_grammar(structure, **options)
 
     with serving(grammar_engine) as client:
         monkeypatch.setattr(grammar_engine.grammars, "compile", slow)
@@ -100,6 +102,50 @@ def test_grammars_are_compiled_beside_the_event_loop(grammar_engine: Engine, mon
             answer = read_answer(waiting)
     assert answer.status == 200
     assert re.fullmatch("[a-c]{3}", answer.json["choices"][0]["text"])
+
+
+def test_a_grammar_travels_with_its_request(grammar_engine: Engine, monkeypatch: Any) -> None:
+    """Also if it leaves the cache before the request is taken, the engine's thread compiles nothing."""
+    compile_grammar = grammar_engine.grammars.compile
+    threads: list[str] = []
+
+    def compile_here(structure: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return compile_grammar(structure, **options)
+
+    monkeypatch.setattr(compiler, "CACHED_GRAMMARS", 0)
+    with serving(grammar_engine) as client:
+        monkeypatch.setattr(grammar_engine.grammars, "compile", compile_here)
+        answer = client.complete(n=2, structured_outputs={"regex": "[a-c]{3}"})
+    assert answer.status == 200
+    assert len(threads) == 1
+    assert threads[0].startswith("paceline-serve")
+
+
+def test_requests_whose_grammars_wait_too_long_are_told_to_come_again(
+    grammar_engine: Engine, monkeypatch: Any
+) -> None:
+    compile_grammar = grammar_engine.grammars.compile
+    begun, go_on = threading.Semaphore(0), threading.Event()
+
+    def slow(structure: Any, **options: Any) -> Any:
+        begun.release()
+        assert go_on.wait(30)
+        return compile_grammar(structure, **options)
+
+    monkeypatch.setattr(service, "COMPILER_WAIT", 0.05)
+    with serving(grammar_engine) as client:
+        monkeypatch.setattr(grammar_engine.grammars, "compile", slow)
+        held = [client.connect() for _ in range(service.COMPILERS)]
+        body = {"prompt": "hello", "structured_outputs": {"regex": "[a-c]{3}"}}
+        for connection in held:
+            connection.sendall(client.request("POST", "/v1/completions", body))
+            assert begun.acquire(timeout=30)
+        answer = client.post("/v1/completions", body)
+        assert answer.status == 429
+        assert "retry-after" in answer.headers
+        go_on.set()
+        assert [read_answer(connection).status for connection in held] == [200] * len(held)
 
 
 # Parameters ---------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def ask(client: Client, max_tokens: int) -> socket.socket:
     return connection
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_first_signal_lets_requests_at_hand_end_and_takes_no_others(tmp_path: Path, sig: int) -> None:
     log = tmp_path / "log"
     with serving_process(log) as (process, client):
@@ -62,6 +62,20 @@ def test_the_first_signal_lets_requests_at_hand_end_and_takes_no_others(tmp_path
         assert answer.json["usage"]["completion_tokens"] == 60
         assert exit_code(process) == 0
     assert [event["event"] for event in events_of(log)][-1] == "stopped"
+
+
+def test_a_hangup_that_is_ignored_stays_so(tmp_path: Path) -> None:
+    """As `nohup paceline serve` asks for."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a child has it from its parent
+    try:
+        with serving_process(tmp_path / "log") as (process, client):
+            os.kill(process.pid or 0, signal.SIGHUP)
+            assert client.complete(max_tokens=2).status == 200
+            process.terminate()
+            assert exit_code(process) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert [event["signal"] for event in events_of(tmp_path / "log") if "signal" in event] == ["SIGTERM"]
 
 
 def test_requests_that_outlast_the_drain_are_ended_with_an_answer(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from paceline.constrain.compiler import Grammar
 from paceline.constrain.params import StructuredOutputsParams
 from paceline.errors import PacelineError, RequestError
 from paceline.models.tokenizer import Tokenizer
@@ -55,13 +56,13 @@ class ToolPlan:
         return options
 
     def compile(
-        self, compiler: Callable[[StructuredOutputsParams], None], structure: StructuredOutputsParams
-    ) -> None:
-        """Compile the request's structure. An error names the tool whose schema is at fault, if that is
-        found soon.
+        self, compiler: Callable[[StructuredOutputsParams], Grammar], structure: StructuredOutputsParams
+    ) -> Grammar:
+        """The grammar of the request's structure. An error names the tool whose schema is at fault, if that
+        is found soon.
         """
         try:
-            compiler(structure)
+            return compiler(structure)
         except RequestError:
             began = time.monotonic()
             for number, tool in enumerate(self.tools):

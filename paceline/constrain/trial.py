@@ -1,0 +1,186 @@
+"""Trying out a grammar in a process of its own, before it is compiled here.
+
+The library cannot be interrupted, its fuel does not bound all that it does, and what it cannot survive ends
+the process. So a server first has a child process compile the grammar and take a few steps by it: a child
+that takes too long or too much memory is killed. It has the 256 bytes as its vocabulary: it starts
+quickly, and a grammar costs there what it costs with a model's tokens.
+
+The child speaks JSON over its standard input and output, a line for each grammar and for each answer.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+STACK_BYTES = 64 << 20  # the library follows rules and references by recursion
+MEMORY_BYTES = 2 << 30  # address space of the child
+STEPS = 32  # tokens of a random text that are tried
+STEP_SECONDS = 0.25  # of processor time for a token: the engine waits for it, and all requests with it
+RULE = re.compile(r"^[ \t]*+[?!]?((?!start\b)[a-z_]\w*+)[^\n:\"/]*+:", re.MULTILINE)  # not of a terminal
+START = re.compile(r"^[ \t]*+[?!]?start\b[^\n:\"/]*+:", re.MULTILINE)
+END = 256  # the id that ends a text of bytes
+
+
+class GrammarTrial:
+    """Tries grammars, one at a time. The child starts with the first, and anew after one that ended it."""
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds` that a grammar may take."""
+        self._seconds = seconds
+        self._child: subprocess.Popen[str] | None = None
+
+    def fault_of(self, source: str, limits: Mapping[str, int]) -> str | None:
+        """Why the grammar should not be compiled here; None if it may. `limits` are LLParserLimits."""
+        child = self._started()
+        ended = threading.Event()
+
+        def watch() -> None:
+            if not ended.wait(self._seconds):
+                child.kill()
+
+        threading.Thread(target=watch, name="paceline-grammar-trial", daemon=True).start()
+        began = time.monotonic()
+        try:
+            answer = self._ask(child, [source, dict(limits), self._seconds])
+        finally:
+            ended.set()
+        if answer is not None:
+            return str(answer["fault"]) if answer["fault"] else None
+        self.close()
+        if time.monotonic() - began >= self._seconds:
+            return f"it takes longer than {self._seconds:g} s"
+        return "it takes too much memory, or is too deep"
+
+    def kill(self) -> None:
+        """End the child, and with it what it tries. Any thread may call this."""
+        if self._child is not None:
+            self._child.kill()
+
+    def close(self) -> None:
+        """End the child and forget it."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.communicate()
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._child is None:
+            self._child = subprocess.Popen(
+                [sys.executable, "-P", __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C is for the server
+                text=True,
+            )
+            if self._ask(self._child, None) is None:  # else it is ready
+                self.close()
+                raise RuntimeError("the process that tries out grammars has not started")
+        return self._child
+
+    @staticmethod
+    def _ask(child: subprocess.Popen[str], question: object) -> dict[str, Any] | None:
+        """The child's answer; None if it has ended."""
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            child.stdin.write(json.dumps(question) + "\n")
+            child.stdin.flush()
+            line = child.stdout.readline()
+        except OSError:
+            return None
+        answer: dict[str, Any] | None = json.loads(line) if line.endswith("\n") else None
+        return answer
+
+
+# --- the child ---
+
+
+class _Bytes:
+    """A vocabulary of bytes, with the members that the library asks for."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    eos_token_id = END
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+    special_token_ids = (END,)
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def main() -> None:
+    """Answer until the input ends. A child whose parent was killed ends too: its time is limited."""
+    from llguidance import LLTokenizer
+
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    threading.stack_size(STACK_BYTES)
+    vocabulary = LLTokenizer(_Bytes(), eos_token=[END])  # type: ignore[arg-type]
+    for line in sys.stdin:
+        question = json.loads(line)
+        faults = [""]
+        if question is not None:
+            source, limits, seconds = question
+            _limit(resource.RLIMIT_CPU, int(time.process_time() + seconds) + 2)
+            faults = []
+            thread = threading.Thread(target=_try, args=(vocabulary, source, limits, faults))
+            thread.start()
+            thread.join()
+        print(json.dumps({"fault": faults[0]}), flush=True)  # IndexError if it raised: there was no memory
+
+
+def _try(vocabulary: LLTokenizer, source: str, limits: dict[str, Any], faults: list[str]) -> None:
+    """Add what is wrong with a grammar, or an empty text."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    own = LLParserLimits(**limits, verbose_errors=False)
+    tried = [source] if source.startswith("{") else [source, _with_all_rules_at_once(source)]
+    found = (_fault(LLMatcher(vocabulary, text, log_level=0, limits=own)) for text in tried)
+    faults.append(next(filter(None, found), ""))
+
+
+def _with_all_rules_at_once(lark: str) -> str:
+    """The grammar with each rule as one more beginning: a costly one shows wherever a text would meet it."""
+    rules = dict.fromkeys(RULE.findall(lark))
+    return START.sub(lambda head: head.group() + " ".join(f" {rule} |" for rule in rules), lark, count=1)
+
+
+def _fault(matcher: LLMatcher) -> str:
+    """What is wrong with a grammar's first steps; what is wrong with itself is told where it is compiled."""
+    any_byte = random.Random(0).randrange
+    text = matcher.deep_copy()
+    for _ in range(STEPS):
+        began = time.thread_time()
+        text.compute_ff_tokens()
+        bits = text.compute_bitmask()
+        if time.thread_time() - began > STEP_SECONDS:
+            return f"one of its tokens takes longer than {STEP_SECONDS:g} s"
+        first = any_byte(END)
+        order = (*range(first, END), *range(first))
+        token = next((token for token in order if bits[token >> 3] >> (token & 7) & 1), None)
+        if text.is_error() or token is None or not text.consume_token(token):
+            break
+    return ""
+
+
+def _limit(kind: int, most: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (soft, hard))
+
+
+if __name__ == "__main__":
+    main()
