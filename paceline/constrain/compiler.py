@@ -6,6 +6,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -98,6 +99,11 @@ class GrammarCompiler:
                 "structured_outputs needs the package llguidance: pip install 'paceline[serve]'."
             ) from error
         return found
+
+    def prepare(self) -> None:
+        """Have ready what the first grammar would wait for: the library holds up other threads for it."""
+        with suppress(ImportError):  # a request that needs the library is told
+            _ = self._vocabulary
 
     def _cached(self, source: str) -> Grammar | None:
         with self._changing:

@@ -113,6 +113,7 @@ def load(config: EngineConfig) -> Loaded:
     model = load_model(config)
     warm_up(config, model)
     loaded = build_engine(config, model)
+    loaded.engine.grammars.prepare()
     loaded.engine.prepare()
     return loaded
 
