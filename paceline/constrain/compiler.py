@@ -102,7 +102,7 @@ class GrammarCompiler:
 
     def prepare(self) -> None:
         """Have ready what the first grammar would wait for: the library holds up other threads for it."""
-        with suppress(ImportError):  # a request that needs the library is told
+        with suppress(ImportError, RequestError):  # a request that needs a grammar is told
             _ = self._vocabulary
 
     def _cached(self, source: str) -> Grammar | None:
@@ -169,6 +169,10 @@ class GrammarCompiler:
         """The tokens as the library wants them."""
         from llguidance import LLTokenizer
 
+        if not self._tokenizer.eos_ids:
+            raise RequestError(
+                "structured_outputs needs a model with an end-of-sequence token, and this one has none."
+            )
         return LLTokenizer(
             _Vocabulary(self._tokenizer, self._vocab_size),  # type: ignore[arg-type]
             eos_token=sorted(self._tokenizer.eos_ids),

@@ -125,6 +125,19 @@ def test_without_the_library_a_request_is_told_what_to_install(monkeypatch):
         GrammarCompiler(PieceTokenizer(), 400).compile(StructuredOutputsParams(regex="a"))
 
 
+class Endless(PieceTokenizer):
+    """Nothing ends a text."""
+
+    eos_ids = frozenset()
+
+
+def test_a_model_that_cannot_end_a_text_follows_no_grammar():
+    own = GrammarCompiler(Endless(), Endless.vocab_size)
+    own.prepare()
+    with pytest.raises(RequestError, match="needs a model with an end-of-sequence token"):
+        own.compile(StructuredOutputsParams(regex="a"))
+
+
 def test_a_grammar_that_a_request_has_used_up_is_compiled_anew():
     """Requests of one grammar share its automaton, whose size is limited. The next is not to inherit it."""
     tight = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, GrammarLimits(max_lexer_states=60))
