@@ -16,6 +16,7 @@ from paceline.models.files import damaged, read_json
 SURROGATES = re.compile("[\ud800-\udfff]")
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 WORD_SPACE = "▁"  # how sentencepiece vocabularies spell a space
+NORMALIZED = 4  # characters, at most, that a normalizer makes one of
 HEAD_CHARACTERS = 2  # for each token that a text may have: of a longer text its beginning is tried first
 
 
@@ -71,11 +72,13 @@ class Tokenizer:
         return list(encoding.ids)
 
     def _check_heads(self, text: str, most: int) -> None:
-        """Refuse a long text by its beginning.
+        """Refuse a long text by its length, or by its beginning.
 
         The end of a beginning may be cut into other tokens than it is in the whole text, but not so
         that half of its tokens are gone: more than twice `most` are enough.
         """
+        if len(text) > most * self._most_characters:
+            raise TooManyTokens(most, most, exact=False)
         size = HEAD_CHARACTERS * most
         while size < len(text):
             count = len(self._encoding(text[:size], add_special_tokens=False))
@@ -124,6 +127,12 @@ class Tokenizer:
         if self._template is None:
             raise RequestError("This model has no chat template: give it a plain prompt instead of messages.")
         return replace_surrogates(self._template.render(messages, add_generation_prompt, tools))
+
+    @cached_property
+    def _most_characters(self) -> int:
+        """Characters of a text that one token may stand for. A normalizer may make one of several."""
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+        return longest if self._backend.normalizer is None else NORMALIZED * longest
 
     @cached_property
     def _bytes(self) -> list[bytes]:

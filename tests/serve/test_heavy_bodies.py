@@ -329,12 +329,19 @@ def test_texts_are_tokenized_and_spelled_beside_the_event_loop(api: Api, path: s
 
 
 def test_a_text_that_cannot_fit_is_not_tokenized_to_its_end() -> None:
-    tokenizer = byte_tokenizer()
     with pytest.raises(TooManyTokens) as refused:
-        tokenizer.encode("😀" * MEBIBYTE, most=1000)
+        byte_tokenizer().encode("😀" * 9_000, most=1000)
     assert not refused.value.exact
-    assert 1000 < refused.value.count < 100_000  # of 4 million
+    assert 1000 < refused.value.count < 9_000  # of 36,000
     assert "more than" in str(refused.value)
+
+
+def test_a_text_longer_than_all_its_tokens_can_be_is_not_tokenized(monkeypatch: Any) -> None:
+    """Each token of this vocabulary is at most as long as <|answer|>."""
+    tokenizer = byte_tokenizer()
+    monkeypatch.setattr(tokenizer, "_encoding", None)
+    with pytest.raises(TooManyTokens):
+        tokenizer.encode("a" * 10_001, most=1000)
 
 
 @pytest.mark.parametrize("text", ["a", "é ", "😀", " ", "<|end|>", "word and word\n"])
