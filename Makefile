@@ -19,11 +19,11 @@ timed = @begin=$$(date +%s); ($(2)); status=$$?; \
 $(SERVING): pyproject.toml constraints.txt
 	@echo "paceline: creating the environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "paceline: installing the server, about 45 packages, 90 MB to fetch"
+	@echo "paceline: installing the server, about 45 packages"
 	$(call timed,server,$(PIP) '.[serve]' && touch $(SERVING))
 
 $(READY): $(SERVING)
-	@echo "paceline: installing what tests need, about 50 packages more, torch among them"
+	@echo "paceline: installing what tests need, about 45 packages more, torch among them"
 	$(call timed,install,$(PIP) '.[serve,dev]' && touch $(READY))
 
 install: $(READY)
