@@ -9,7 +9,10 @@ SERVING := $(VENV)/.serving
 READY := $(VENV)/.ready
 TIMES := $(VENV)/times
 
-# $(call timed,PART,COMMANDS): run commands, and note how long the part took
+EVERYTHING := '.[serve,dev]'
+
+# $(call timed,PART,COMMANDS): run commands, and note how long the part took. A comma would end an argument:
+# what has one goes into a variable.
 timed = @begin=$$(date +%s); ($(2)); status=$$?; \
 	printf '%-8s %5d s\n' $(1) $$(($$(date +%s) - begin)) >> $(TIMES); exit $$status
 
@@ -19,12 +22,12 @@ timed = @begin=$$(date +%s); ($(2)); status=$$?; \
 $(SERVING): pyproject.toml constraints.txt
 	@echo "paceline: creating the environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "paceline: installing the server, about 45 packages, 90 MB to fetch"
+	@echo "paceline: installing the server, about 45 packages"
 	$(call timed,server,$(PIP) '.[serve]' && touch $(SERVING))
 
 $(READY): $(SERVING)
-	@echo "paceline: installing what tests need, about 50 packages more, torch among them"
-	$(call timed,install,$(PIP) '.[serve,dev]' && touch $(READY))
+	@echo "paceline: installing what tests need, about 45 packages more, torch among them"
+	$(call timed,install,$(PIP) $(EVERYTHING) && touch $(READY))
 
 install: $(READY)
 
