@@ -9,6 +9,9 @@ SERVING := $(VENV)/.serving
 READY := $(VENV)/.ready
 TIMES := $(VENV)/times
 
+# some machines set it: every process, of which tests start a hundred, would compile the package again
+unexport PYTHONDONTWRITEBYTECODE
+
 EVERYTHING := '.[serve,dev]'
 
 # $(call timed,PART,COMMANDS): run commands, and note how long the part took. A comma would end an argument:

@@ -1,22 +1,20 @@
-"""Prompts of our own: text that repeats and text that does not."""
+"""Prompts of our own: text that repeats and text that does not. Short, because most of a test's time is theirs."""
 
-EDIT = """Rename `total` to `amount` and change nothing else.
+EDIT = """Rename `total` to `amount`:
 ```python
 def invoice(items):
-    total = 0
-    for item in items:
-        total += item.price
+    total = sum(items)
     return total
 ```"""
 
-SUMMARIZE = """Summarize: The lighthouse on Skerry Point was lit for the first time in 1871. Its keeper, \
-Marta Lind, wrote down the weather every evening for thirty-four years. Her notebooks are kept there."""
+SUMMARIZE = """Summarize: The lighthouse on Skerry Point was lit in 1871. Its keeper, Marta Lind, \
+wrote down the weather every evening."""
 
-EXTRACT = """Write as a JSON list of objects with the keys name, city and age.
-Ada Moss lives in Lisbon and is 36. Ben Okafor lives in Nairobi and is 41. Chen Li lives in Oslo and is 29."""
+EXTRACT = """List as JSON with the keys name, city and age:
+Ada Moss, Lisbon, 36. Ben Okafor, Nairobi, 41. Chen Li, Oslo, 29."""
 
-WRITE = "Write a short poem about a bicycle that dreams of the sea."
+WRITE = "Write a short poem about a bicycle."
 
-REPEAT = "Repeat this three times: the quick brown fox jumps over the lazy dog, and the dog does not mind."
+REPEAT = "Repeat three times: the quick brown fox jumps over the lazy dog."
 
 PROMPTS = {"edit": EDIT, "summarize": SUMMARIZE, "extract": EXTRACT, "write": WRITE, "repeat": REPEAT}

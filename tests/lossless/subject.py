@@ -42,7 +42,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     },
     "T 1, n 2": {"temperature": 1.0, "n": 2, "seed": 3},
     "T 1, min_p, bias": {"temperature": 1.0, "min_p": 0.05, "logit_bias": {28: -3.0, 198: 2.0}, "seed": 4},
-    "T 1, top_p, min_tokens": {"temperature": 1.0, "top_p": 0.8, "min_tokens": 20, "seed": 5},
+    "T 1, top_p, min_tokens": {"temperature": 1.0, "top_p": 0.8, "min_tokens": 16, "seed": 5},
 }
 
 MEDUSA_TOKENS = 2048  # of untrained heads: the most frequent ones have low ids
