@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
+from paceline.constrain.limits import GrammarLimits
 from paceline.engine.outputs import RequestOutput, SpeculativeMetrics
 from paceline.serve.errors import FieldError
 from paceline.serve.fields import Body, Bool, Float, Int, Items, Name, Unsupported
@@ -38,15 +39,18 @@ class Speculative(Body):
     depth: Int | None = None
 
 
+GrammarText = Annotated[str, Field(max_length=GrammarLimits.source_bytes)]  # no more is compiled
+
+
 class StructuredOutputs(Body):
     """The form of an output: exactly one of the first five."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")  # a JSON schema
+    json_: dict[str, Any] | GrammarText | None = Field(None, alias="json")  # a JSON schema
     json_object: Bool | None = None
-    regex: str | None = None
-    choice: Items[str] | None = None
-    grammar: str | None = None  # Lark or GBNF
-    whitespace_pattern: str | None = None
+    regex: GrammarText | None = None
+    choice: Items[GrammarText] | None = None
+    grammar: GrammarText | None = None  # Lark or GBNF
+    whitespace_pattern: GrammarText | None = None
 
 
 def _checked_stop(stop: Any) -> Any:
