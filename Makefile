@@ -56,7 +56,7 @@ PLUGINS := -p xdist.plugin -p _hypothesis_pytestplugin
 tests: export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
 tests: export OMP_NUM_THREADS := 1
 tests: install model
-	$(call timed,tests,$(BIN)/python -m pytest $(PLUGINS) --numprocesses 2 --dist loadfile --no-loadscope-reorder)
+	$(call timed,tests,$(BIN)/python -m pytest $(PLUGINS) --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15)
 
 # two cores always have something to do
 test:
