@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -44,10 +46,20 @@ def ask(client: Client, max_tokens: int) -> socket.socket:
     return connection
 
 
+@contextmanager
+def hangups(handler: signal.Handlers) -> Iterator[None]:
+    """What a child does with SIGHUP by default: it has that from its parent, which may run under nohup."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_first_signal_lets_requests_at_hand_end_and_takes_no_others(tmp_path: Path, sig: int) -> None:
     log = tmp_path / "log"
-    with serving_process(log) as (process, client):
+    with hangups(signal.SIG_DFL), serving_process(log) as (process, client):
         running = ask(client, max_tokens=60)
         os.kill(process.pid or 0, sig)
         until(lambda: has_event(log, "draining"))
@@ -66,15 +78,11 @@ def test_the_first_signal_lets_requests_at_hand_end_and_takes_no_others(tmp_path
 
 def test_a_hangup_that_is_ignored_stays_so(tmp_path: Path) -> None:
     """As `nohup paceline serve` asks for."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a child has it from its parent
-    try:
-        with serving_process(tmp_path / "log") as (process, client):
-            os.kill(process.pid or 0, signal.SIGHUP)
-            assert client.complete(max_tokens=2).status == 200
-            process.terminate()
-            assert exit_code(process) == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with hangups(signal.SIG_IGN), serving_process(tmp_path / "log") as (process, client):
+        os.kill(process.pid or 0, signal.SIGHUP)
+        assert client.complete(max_tokens=2).status == 200
+        process.terminate()
+        assert exit_code(process) == 0
     assert [event["signal"] for event in events_of(tmp_path / "log") if "signal" in event] == ["SIGTERM"]
 
 
