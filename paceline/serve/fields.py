@@ -46,6 +46,18 @@ Item = TypeVar("Item")
 Items: TypeAlias = Annotated[list[Annotated[Item, BeforeValidator(_as_it_is)]], Field(fail_fast=True)]
 
 
+def _all_integral(values: Any) -> Any:
+    """_integral for a list that may be long: where all are integers, no Python is called for each."""
+    if isinstance(values, list) and float in set(map(type, values)):
+        return [_integral(value) for value in values]
+    return values
+
+
+TokenIds = Annotated[
+    list[Annotated[int, Field(strict=True, ge=0)]], Field(fail_fast=True), BeforeValidator(_all_integral)
+]
+
+
 @dataclass(frozen=True)
 class Unsupported:
     """Marks a field that clients know and this server does not serve: only neutral values pass.

@@ -41,7 +41,7 @@ WORKERS = 6  # threads for bodies, templates, tokenizing and grammars
 COMPILERS = 2  # of them that may be busy with grammars
 COMPILER_WAIT = 10.0  # seconds that a request waits for one of them
 READERS = 2  # of them that may be busy with large bodies
-LARGE_BODY = 64 * 1024  # bytes: a smaller one is read within a few milliseconds, whatever it has
+LARGE_BODY = 16 * 1024  # bytes: a smaller one is read within a few milliseconds, whatever it has
 MOST_WAITING_BYTES = 64 * 1024 * 1024  # of large bodies that wait for a reader; more get 429
 
 

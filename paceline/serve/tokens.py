@@ -12,7 +12,7 @@ from paceline.serve.answers import READS, json_response
 from paceline.serve.bodies import json_route
 from paceline.serve.chat_protocol import Message
 from paceline.serve.errors import FieldError
-from paceline.serve.fields import Body, Bool, Int, Items, Name
+from paceline.serve.fields import Body, Bool, Items, Name, TokenIds
 from paceline.serve.service import Service
 from paceline.serve.sse import to_json
 from paceline.serve.tools.chat_fields import FunctionTool, chat_tools
@@ -40,7 +40,7 @@ class Tokens(BaseModel):
 
 class DetokenizeRequest(Body):
     model: Name | None = None
-    tokens: Items[Annotated[Int, Field(ge=0)]]
+    tokens: TokenIds
 
 
 class Text(BaseModel):

@@ -193,6 +193,13 @@ def test_a_list_is_refused_at_its_first_wrong_item(model: type[BaseModel], data:
     assert refused.value.error_count() <= 12  # one for each member of a union
 
 
+def test_token_ids_may_be_written_with_a_point_and_must_be_integers() -> None:
+    assert DetokenizeRequest.model_validate({"tokens": [1, 2.0, 3]}).tokens == [1, 2, 3]
+    for wrong in ("1", 1.5, True, None, -1, [1]):
+        with pytest.raises(ValidationError):
+            DetokenizeRequest.model_validate({"tokens": [5, wrong]})
+
+
 def test_an_error_does_not_repeat_a_long_name(api: Api) -> None:
     error = api.refusal("/v1/completions", {"prompt": "a", "x" * MEBIBYTE: 1})
     assert len(json.dumps(error)) < 2000
