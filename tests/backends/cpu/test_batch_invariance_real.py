@@ -23,7 +23,7 @@ from tests.backends.cpu.subject import (
 from tests.backends.driver import run
 
 # The numbers of threads that are held to the truth; float32 weights take 0.5 GB for each.
-REAL_MODELS = {"auto": (1, 2, 3), "int8": (1, 2), "none": (1, 2)}
+REAL_MODELS = {"native": (1, 3), "int8": (1, 2), "none": (1, 2)}
 
 
 @pytest.fixture(scope="module", params=REAL_MODELS)
