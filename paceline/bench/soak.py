@@ -104,7 +104,7 @@ class Soak:
     turned_away: int = 0  # by a full queue, and sent again
     lost: int = 0  # stayed, and got no complete answer
     wrong: int = 0  # stayed, and got other bytes than alone
-    misjudged: int = 0  # nonsense that was not refused as it must be, or a status that nobody may get
+    misjudged: int = 0  # bad requests that were not refused, or a status that no request should get
     examples: list[str] = field(default_factory=list)  # of what went wrong, the first few
     samples: list[Sample] = field(default_factory=list)
     before: Gauges | None = None
@@ -118,7 +118,7 @@ class Soak:
 
     @property
     def leaked_files(self) -> int:
-        """Files that are open at the end, when nobody is connected, beyond those at the begin."""
+        """Open files at the end, with no client connected, minus those at the beginning."""
         known = [sample.files for sample in self.samples if sample.files is not None]
         more = int(known[-1] - known[0]) if len(known) > 1 else 0
         return more if more > SPARE_FILES else 0
@@ -221,7 +221,7 @@ def _requests(
 
 
 async def _persist(server: Server, one: Asked, soak: Soak) -> Answer | None:
-    """The answer to a request, which is sent again when the queue is full; None if nobody answers."""
+    """The answer to a request, sent again while the queue is full; None if there is none."""
     while True:
         soak.requests += 1
         try:

@@ -53,8 +53,8 @@ class Response:
 class ResponseCache:
     """The newest responses. When there are too many, or too many tokens of them, the oldest go first.
 
-    These bounds are for all salts together, and a salt without responses is forgotten: whoever invents
-    salts gets no more memory than who uses one.
+    These bounds are for all salts together, and a salt without responses is forgotten: a client
+    that invents salts gets no more memory than one that uses a single salt.
     """
 
     def __init__(self, levels: Sequence[int], max_responses: int, with_prompts: bool = False) -> None:
@@ -115,7 +115,7 @@ class ResponseCache:
         return oldest.size
 
     def _new_owner(self, salt: str) -> int:
-        """A number that no other salt has, and that nobody outside can know."""
+        """A random number that no other salt has."""
         if salt == WITHOUT_SALT:
             return SHARED
         owner = SHARED

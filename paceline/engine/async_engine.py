@@ -116,7 +116,7 @@ class AsyncEngine:
 
     @property
     def stuck(self) -> bool:
-        """Whether the engine has work and ends no step. It may go on: nobody can interrupt it."""
+        """Whether the engine has work and ends no step. It cannot be interrupted, but may recover."""
         began = self._busy_since
         return bool(self._stuck_after) and began is not None and time.monotonic() - began > self._stuck_after
 

@@ -55,7 +55,7 @@ class Drafting:
         self._clock = clock
         self.calls: list[DraftCall] = []  # of the last step
         self.failures = 0  # calls of drafters that raised
-        self.asked: str | None = None  # the drafter that is asked now, for whoever wonders what takes so long
+        self.asked: str | None = None  # the drafter being called now; the watchdog logs it
         self.feature_layers = tuple(
             sorted({layer for drafter in self._drafters.values() for layer in drafter.needs.feature_layers})
         )

@@ -26,7 +26,7 @@ from paceline.serve.service import Service, is_large
 
 # of a body; what each of them costs is the time that the GIL is held in one go
 MOST_VALUES = 300_000  # 64 prompts of 4,096 token ids, and some; parsing takes 0.12 us each, 36 ms
-MOST_CONTAINERS = 20_000  # lists and objects: several times as dear, and the garbage collector sees them
+MOST_CONTAINERS = 20_000  # lists and objects: several times as expensive, and tracked by the collector
 MOST_KEYS = 2048  # of one object, twice what logit_bias may have; each that is unknown is an error of its own
 MOST_DIGITS = 512  # of a number: the time to read one grows with their square
 MOST_TOLD = 64  # complaints that are looked at, to tell of those at the first place

@@ -25,7 +25,7 @@ from paceline.serve.middleware import HEALTH
 MOST_HEAD_BYTES = 64 * 1024  # of the request line, headers and trailers together
 MOST_HEADERS = 128  # and trailers
 MOST_PIPELINED = 16  # requests that a client sends before it has read the first answer
-PLACES_FOR_HEALTH = 16  # at least so many connections beyond the limit are read: they may ask for /health
+PLACES_FOR_HEALTH = 16  # connections over the limit that are still read, because they may ask for /health
 LEAST_IDLE = 1.0  # seconds that a connection may be without a request even if its place is needed
 PROBE_AFTER = 0.01  # seconds until a half-closed connection is tried again; then 4 times as many, and so on
 STATUS_START = b"HTTP/1.1 "  # of every answer
@@ -104,7 +104,7 @@ class Connection(HttpToolsProtocol):
         self._make_room()
         self._one_too_many = len(self.connections) > self._limits.most
         if len(self.connections) > 2 * self._limits.most + PLACES_FOR_HEALTH:
-            transport.abort()  # no words for those who send nothing
+            transport.abort()  # they have sent nothing: close without an answer
         self._idle[self] = self.loop.time()
         self._start_timer()
 

@@ -1,6 +1,6 @@
 """`paceline serve`: load a model, warm it up, open the port, and stop when asked to.
 
-The first SIGTERM, SIGINT or SIGHUP drains: no new requests, those at hand may end. The second stops now.
+The first SIGTERM, SIGINT or SIGHUP drains: no new requests, running ones may finish. The second stops now.
 """
 
 from __future__ import annotations

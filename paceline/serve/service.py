@@ -46,7 +46,7 @@ MOST_WAITING_BYTES = 64 * 1024 * 1024  # of large bodies that wait for a reader;
 
 
 def is_large(size: int) -> bool:
-    """Whether a body of so many bytes is read beside the event loop."""
+    """Whether a body of `size` bytes is parsed in a thread."""
     return size > LARGE_BODY
 
 
@@ -86,7 +86,7 @@ class Service:
         return name or self.model_names[0]
 
     async def place(self, size: int) -> ExitStack:
-        """A place for a body of so many bytes until it is started; leave it by closing it.
+        """A place in the queue for a body of `size` bytes, held until it is closed.
 
         It counts as one request of the queue. Of large bodies only a few are at work at a time, so
         that small ones need not wait behind them. OverloadedError if there is no room.
