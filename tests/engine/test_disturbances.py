@@ -1,7 +1,7 @@
 """After a pass that raised or gave NaN, everybody who was not in it gets the bytes of an undisturbed run.
 
 A pass that is lost leaves rubbish, or NaN, where it should have written keys and values, as a device would
-that stopped half way. Nobody who ends well has read any of it, and none of it stays in the prefix cache.
+that stopped half way. No request that ends well has read any of it, and none of it stays in the prefix cache.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from paceline.engine.engine import Engine
 from tests.engine.test_ahead import REQUESTS, Changing, Hosted, LookedUp, expected, outcome
 from tests.toy import ScriptedDrafter, ToyBackend, ToyPool, drain, scribble_free_pages, toy_engine
 
-RUBBISH = -555  # of a pass that raised: whoever reads it gets other bytes
-NAN = -666  # in keys and values: whoever reads it gets NaN
+RUBBISH = -555  # of a pass that raised: a request that reads it gets other bytes
+NAN = -666  # in keys and values: a request that reads it gets NaN
 
 
 class Disturbed(ToyBackend):
@@ -88,7 +88,7 @@ def disturbed_engine(
 
 
 def finish_and_judge(engine: Engine, added: list) -> None:
-    """Who has not failed has its own bytes; nothing is held; and whoever comes next is served as ever."""
+    """Survivors have their own bytes, no page is held, and the next request is served."""
     drain(engine)
     for request, number in added:
         if request.finish_reason not in ("error", "abort"):

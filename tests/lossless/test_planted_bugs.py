@@ -70,7 +70,7 @@ def test_without_a_bug_all_agree(model: LoadedModel, truth: Truth, few: list[Cas
     outcomes = drafted(model, truth, few)
     assert truth.differences(few, outcomes) == []
     # more than half of each answer was drafted
-    assert all(outcome.count("num_accepted_draft_tokens") > TOKENS / 2 for outcome in outcomes)
+    assert all(outcome.count("num_accepted_draft_tokens") > 0.56 * TOKENS for outcome in outcomes)
 
 
 def rows_are_not_moved(plant: Plant) -> None:
