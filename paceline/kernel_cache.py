@@ -1,8 +1,11 @@
 """Compiled functions kept on disk, one file each. A cache that cannot be used costs time, never a run.
 
 Numba's own cache raises where its folder cannot be made, read or written, unpickles whatever it finds,
-and lets two processes that compile at once write under one name. Ours differs in three ways:
+and lets two processes that compile at once write under one name. It also keys by the path of the source,
+and looks at no source but the function's own. Ours differs in four ways:
 
+    a function is known by its module and by the text of all sources it calls: a second checkout compiles
+        nothing again, and a change of a called function in another file is not missed
     a file holds one compiled signature, behind its SHA-256: what is cut or changed is compiled again
     a file appears whole, by a rename, under a name of its own signature: processes may fill it together
     what cannot be read or written is told once, and the process compiles for itself
@@ -14,11 +17,14 @@ import hashlib
 import logging
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numba
+from numba.core.dispatcher import Dispatcher
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 from numba.core.ccallback import CFunc
 from numba.core.serialize import dumps
@@ -61,6 +67,32 @@ def c_function(function: Callable[..., Any], signature: Any, folder: Path) -> An
     return made
 
 
+def source_digest(function: Callable[..., Any]) -> str:
+    """The SHA-256 of the sources of a function and of all compiled functions that it calls."""
+    found, pending = {function}, [function]
+    while pending:
+        for called in _called(pending.pop()):
+            if called not in found:
+                found.add(called)
+                pending.append(called)
+    digests = {_file_digest(each.__code__.co_filename) for each in found}
+    return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
+
+
+def _called(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    names = function.__code__.co_names
+    used = [function.__globals__.get(name) for name in names]
+    modules = [value for value in used if isinstance(value, ModuleType)]
+    used += [getattr(module, name, None) for module in modules for name in names]
+    used += [cell.cell_contents for cell in function.__closure__ or ()]
+    return (value.py_func for value in used if isinstance(value, Dispatcher))
+
+
+@cache
+def _file_digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
 class _Locator(UserProvidedCacheLocator):  # type: ignore[misc]
     """Says of which source a function is; where its files are, the cache knows."""
 
@@ -82,8 +114,12 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
 
     def __init__(self, function: Callable[..., Any], folder: Path) -> None:
         super().__init__(function)
-        self._cache_path: Path = folder / _Locator.get_suitable_cache_subpath(function.__code__.co_filename)
-        self._stamp = self._impl.locator.get_source_stamp()
+        self._cache_path: Path = folder / function.__module__
+
+    @cached_property
+    def _stamp(self) -> str:
+        """Not at decoration: what a function calls may be defined after it."""
+        return source_digest(self._py_func)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """What was compiled for this signature; None if that is not there, or of no use."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import logging
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -65,11 +68,61 @@ def test_a_damaged_file_is_compiled_again_and_replaced(
 
 def test_a_file_of_an_older_source_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as older:
-        older.setattr(kernel_cache._Locator, "get_source_stamp", lambda _: "older")
+        older.setattr(kernel_cache, "source_digest", lambda _: "older")
         run(tmp_path)
     assert run(tmp_path) == 0
     assert run(tmp_path) == 1
     assert len(kept_files(tmp_path)) == 1
+
+
+CALLER = """
+from paceline.kernel_cache import jitted
+from {name}_called import called
+
+def caller(number):
+    return called(number) + 1
+
+def compiled(folder):
+    return jitted(caller, folder)
+"""
+CALLED = """
+import numba
+
+@numba.njit
+def called(number):
+    return {factor} * number
+"""
+
+
+def checkout(folder: Path, monkeypatch: pytest.MonkeyPatch, factor: int) -> ModuleType:
+    """A function and what it calls, in two files of a folder, as a new process would import them."""
+    name = "twofiles"
+    folder.mkdir()
+    (folder / f"{name}_caller.py").write_text(CALLER.format(name=name))
+    (folder / f"{name}_called.py").write_text(CALLED.format(factor=factor))
+    monkeypatch.syspath_prepend(str(folder))
+    for module in (f"{name}_caller", f"{name}_called"):
+        sys.modules.pop(module, None)
+    return importlib.import_module(f"{name}_caller")
+
+
+def test_a_second_checkout_compiles_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hits = []
+    for place in ("first", "second"):
+        function = checkout(tmp_path / place, monkeypatch, factor=2).compiled(tmp_path / "kernels")
+        assert function(3) == 7
+        hits.append(sum(function.stats.cache_hits.values()))
+    assert hits == [0, 1]
+
+
+def test_a_change_of_a_called_function_in_another_file_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [
+        checkout(tmp_path / f"times{factor}", monkeypatch, factor).compiled(tmp_path / "kernels")(3)
+        for factor in (2, 5)
+    ]
+    assert answers == [7, 16]
 
 
 def test_where_the_folder_should_be_is_a_file(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
