@@ -42,7 +42,7 @@ serve: model
 	@$(BIN)/paceline serve $(ARGS)
 
 lint: install
-	$(call timed,lint,$(BIN)/ruff check . && $(BIN)/ruff format --check .)
+	$(call timed,lint,$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports)
 
 types: install
 	$(call timed,types,$(BIN)/mypy)

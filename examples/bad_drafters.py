@@ -12,6 +12,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.draft.trees import DraftPlan, DraftTrees
+from paceline.engine.request import Request
+
 from paceline.bench.builtin_workloads import BUILT_IN
 from paceline.bench.contest import SpeculationOptions, run_contest
 from paceline.bench.grid import NEVER_SLOWER, empty_memory
@@ -21,8 +24,6 @@ from paceline.bench.workloads import load_workload
 from paceline.draft.base import Drafter, Target
 from paceline.draft.methods import METHODS, Method
 from paceline.draft.ngram import NgramDrafter
-from paceline.draft.trees import DraftPlan, DraftTrees
-from paceline.engine.request import Request
 
 SURE = 0.95  # what `wrong` says of each token, given those before it
 SLEEP = 0.03  # seconds

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError
+from paceline.version import __version__
 
 if TYPE_CHECKING:
-    from paceline.constrain.params import StructuredOutputsParams
+    from paceline.core.params import SamplingParams
+    from paceline.core.structured_outputs import StructuredOutputsParams
     from paceline.engine.outputs import CompletionOutput, RequestOutput
     from paceline.llm import LLM
-    from paceline.verify.params import SamplingParams
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
@@ -25,8 +25,8 @@ __all__ = [
 
 _HOMES = {
     "LLM": "paceline.llm",
-    "SamplingParams": "paceline.verify.params",
-    "StructuredOutputsParams": "paceline.constrain.params",
+    "SamplingParams": "paceline.core.params",
+    "StructuredOutputsParams": "paceline.core.structured_outputs",
     "RequestOutput": "paceline.engine.outputs",
     "CompletionOutput": "paceline.engine.outputs",
 }

@@ -166,9 +166,9 @@ def model_outcome(model: str | None) -> str | None:
 
     All three must agree in every token and in every bit of every log-probability.
     """
+    from paceline.core.params import SamplingParams
     from paceline.llm import LLM
     from paceline.models.registry import is_pulled
-    from paceline.verify.params import SamplingParams
 
     if model is None and not is_pulled(DEFAULT_MODEL):
         return None

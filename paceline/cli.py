@@ -187,7 +187,7 @@ def export(
     ] = "",
 ) -> None:
     """Write a draft head for another engine."""
-    from paceline.draft.heads.checkpoint import load_head, write_head
+    from paceline.models.heads.checkpoint import load_head, write_head
 
     write_head(load_head(head), folder, form, target)
     typer.echo(folder)

@@ -5,16 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from paceline.backends.options import BackendOptions
 from paceline.errors import ConfigError
-from paceline.options import check_bool, check_integer, check_number, refuse_unknown, unknown_option
+from paceline.options import (
+    check_bool,
+    check_choice,
+    check_integer,
+    check_number,
+    check_text,
+    refuse_unknown,
+    unknown_option,
+)
 
 if TYPE_CHECKING:
     from paceline.draft.methods import Speculation
 
 DEFAULT_MODEL = "smollm2-135m"
-BACKENDS = ("auto", "cpu", "torch", "cuda")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-CUDA_QUANTIZATIONS = ("auto", "none", "native", "fp8", "int8", "int4")
 
 
 @refuse_unknown(ConfigError)
@@ -27,61 +33,11 @@ class ModelOptions:
     max_model_len: int | None = None  # None: the model's context, or what the KV cache holds if that is less
 
     def __post_init__(self) -> None:
-        _check_text("model", self.model)
+        check_text(ConfigError, "model", self.model)
         if self.tokenizer is not None:
-            _check_text("tokenizer", self.tokenizer)
+            check_text(ConfigError, "tokenizer", self.tokenizer)
         if self.max_model_len is not None:
             check_integer(ConfigError, "max_model_len", self.max_model_len, 2, None)
-
-
-@refuse_unknown(ConfigError)
-@dataclass(frozen=True)
-class BackendOptions:
-    """How a forward pass runs."""
-
-    backend: str = "auto"  # auto: cpu where it can run the model, else torch
-    dtype: str = "auto"  # of the torch backend, where auto is float32, and of cuda, where it is bfloat16
-    quantization: str = "auto"  # of cpu: auto | native | int8 | none (float32); of cuda: CUDA_QUANTIZATIONS
-    device: str = "cpu"
-    threads: int | None = None  # None: one for each core
-    exact: bool = False  # refuse what cannot promise the same bytes alone and among others, drafted or not
-
-    def __post_init__(self) -> None:
-        _check_choice("backend", self.backend, BACKENDS)
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_text("quantization", self.quantization, "Use 'auto' or 'none'.")
-        _check_text("device", self.device, "Use 'cpu' or 'cuda'.")
-        if self.threads is not None:
-            check_integer(ConfigError, "threads", self.threads, 1, 1024)
-        check_bool(ConfigError, "exact", self.exact)
-        if self.backend == "cpu" and self.device != "cpu":
-            raise ConfigError(f"the cpu backend cannot run on device {self.device!r}; use backend='torch'.")
-        if self.dtype == "float16" and self.backend != "cuda":
-            raise ConfigError("dtype 'float16' is for the cuda backend; use backend='cuda' or 'bfloat16'.")
-        if self.backend == "cuda" and not self.device.startswith("cuda"):
-            raise ConfigError(f"the cuda backend cannot run on device {self.device!r}; use device='cuda'.")
-        if self.backend == "cpu" and self.dtype not in ("auto", "float32"):
-            raise ConfigError(
-                f"dtype {self.dtype!r} is for the torch backend; the cpu backend takes quantization instead."
-            )
-        if self.name == "torch" and self.quantization not in ("auto", "none"):
-            raise ConfigError(
-                f"quantization {self.quantization!r} is for the backends cpu and cuda; torch takes dtype."
-            )
-        if self.name == "cuda":
-            _check_choice("quantization of the cuda backend", self.quantization, CUDA_QUANTIZATIONS)
-        if self.exact and self.name == "torch":
-            raise ConfigError(
-                "exact: on the torch backend a request's bytes may depend on what runs beside it; use "
-                "backend='cpu' or backend='cuda', which are always exact."
-            )
-
-    @property
-    def name(self) -> str:
-        """The backend that runs."""
-        if self.backend != "auto":
-            return self.backend
-        return "cpu" if self.device == "cpu" and self.dtype != "bfloat16" else "torch"
 
 
 @refuse_unknown(ConfigError)
@@ -137,9 +93,9 @@ class SpeculativeOptions:
         if self.share_suffix_cache is not None:
             from paceline.draft.suffix import SHARES  # here, to keep `--help` quick
 
-            _check_choice("share_suffix_cache", self.share_suffix_cache, SHARES)
+            check_choice(ConfigError, "share_suffix_cache", self.share_suffix_cache, SHARES)
         if self.log_decisions is not None:
-            _check_text("log_decisions", self.log_decisions, "Give the path of a file.")
+            check_text(ConfigError, "log_decisions", self.log_decisions, "Give the path of a file.")
             if not self.speculation().auto:
                 raise ConfigError(
                     "log_decisions says why 'auto' drafts what it drafts, but speculative_config is "
@@ -228,13 +184,3 @@ _SLICES: dict[str, type[Any]] = {
 def option_names() -> list[str]:
     """The names of all engine options."""
     return [item.name for kind in _SLICES.values() for item in fields(kind)] + ["seed"]
-
-
-def _check_text(name: str, value: object, remedy: str = "") -> None:
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{name} must be a non-empty string, got {value!r}. {remedy}".rstrip())
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")

@@ -24,9 +24,9 @@ from types import ModuleType
 from typing import Any
 
 import numba
-from numba.core.dispatcher import Dispatcher
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 from numba.core.ccallback import CFunc
+from numba.core.dispatcher import Dispatcher
 from numba.core.serialize import dumps
 
 from paceline.home import paceline_home, tell_unusable

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from paceline.config import DEFAULT_MODEL, EngineConfig
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
 from paceline.engine.admission import TextTokenizer
 from paceline.engine.engine import Engine
 from paceline.engine.outputs import RequestOutput, request_output
-from paceline.engine.request import Request
 from paceline.errors import RequestError
 from paceline.models.chat import PromptTokenizer
 from paceline.options import unknown_option
-from paceline.verify.params import SamplingParams
 
 # a text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
@@ -36,7 +36,7 @@ class LLM:
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
-        from paceline.engine.build import build_engine
+        from paceline.build import build_engine
 
         config = EngineConfig.from_options(model=model, **options)
         loaded = build_engine(config)

@@ -79,3 +79,15 @@ def check_bool(error: type[PacelineError], name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise error(f"{name} must be True or False, got {value!r} ({type(value).__name__}).")
     return value
+
+
+def check_text(error: type[PacelineError], name: str, value: object, remedy: str = "") -> None:
+    """Refuse what is not a non-empty string."""
+    if not isinstance(value, str) or not value:
+        raise error(f"{name} must be a non-empty string, got {value!r}. {remedy}".rstrip())
+
+
+def check_choice(error: type[PacelineError], name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse what is not one of these."""
+    if value not in choices:
+        raise error(f"{name} must be one of {', '.join(choices)}, got {value!r}.")

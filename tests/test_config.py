@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from paceline.config import EngineConfig
+from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import DraftSampling
-from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.errors import ConfigError
 
 

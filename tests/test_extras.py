@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from paceline.backends.load import load_backend
-from paceline.config import BackendOptions
-from paceline.draft.heads.checkpoint import read_weights
+from paceline.backends.options import BackendOptions
 from paceline.errors import BackendError, ModelError
 from paceline.extras import needs_extra
+from paceline.models.heads.checkpoint import read_weights
 from tests.models.files import config_of, random_tensors, write_gguf
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
@@ -27,8 +27,8 @@ for name in ("torch", "triton", "transformers"):
 
 GENERATE = """
 from paceline import LLM, SamplingParams
-from paceline.draft.heads.checkpoint import load_head
-from paceline.draft.heads.shipped import SHIPPED
+from paceline.models.heads.checkpoint import load_head
+from paceline.models.heads.shipped import SHIPPED
 llm = LLM(sys.argv[1], threads=1, max_model_len=64)
 (output,) = llm.generate({"prompt_token_ids": [5, 6, 5, 6]}, SamplingParams(max_tokens=8, ignore_eos=True))
 print(len(output.outputs[0].token_ids))

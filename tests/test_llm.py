@@ -156,6 +156,6 @@ def test_a_context_beyond_the_models_is_refused(tiny_model):
 
 
 def test_torch_is_not_imported_until_its_backend_is_used():
-    modules = "sys, paceline.llm, paceline.engine.build, paceline.backends.cpu"
+    modules = "sys, paceline.llm, paceline.build, paceline.backends.cpu"
     code = f"import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -16,23 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.ahead import AheadDraft
-from paceline.backends.base import (
-    Backend,
-    Choices,
-    Float32Array,
-    ForwardBatch,
-    ForwardOutput,
-    Int32Array,
-    KeptFeatures,
-    KVPool,
-)
+from paceline.backends.base import Backend
 from paceline.control.controller import Controller, FixedController
-from paceline.draft.base import Drafter, DrafterNeeds, Features
-from paceline.draft.trees import DraftPlan, DraftTrees
+from paceline.core.arrays import Float32Array, Int32Array
+from paceline.core.features import Features
+from paceline.core.forward import Choices, ForwardBatch, ForwardOutput, KeptFeatures, KVPool
+from paceline.core.request import Request
+from paceline.core.trees import DraftPlan, DraftTrees
+from paceline.core.verdict import Verdict
+from paceline.draft.base import Drafter, DrafterNeeds
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
-from paceline.engine.request import Request
-from paceline.verify.verdict import Verdict
 from tests.toy_ahead import ToyAhead, reference_token
 from tests.toy_logits import hashed_logits
 from tests.toy_tokenizer import VOCAB, ToyTokenizer

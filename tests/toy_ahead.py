@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.backends.ahead import AheadDraft, AheadOutput, Joining
-from paceline.backends.base import Float32Array, ForwardBatch, Int32Array
+from paceline.core.arrays import Float32Array, Int32Array
+from paceline.core.forward import ForwardBatch
 from paceline.verify.reference import choose_token_reference
 from tests.draft.reference import lead_chain, ngram_chain
 

@@ -6,15 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.backends.base import (
-    BoolArray,
-    Float32Array,
-    Float64Array,
-    HeadRunner,
-    Int32Array,
-    KVPool,
-    UInt64Array,
-)
+from paceline.backends.base import HeadRunner
+from paceline.core.arrays import BoolArray, Float32Array, Float64Array, Int32Array, UInt64Array
+from paceline.core.forward import KVPool
 
 
 @dataclass(frozen=True)

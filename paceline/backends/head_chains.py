@@ -6,15 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from paceline.backends.base import (
-    ChainNoise,
-    Float32Array,
-    ForwardBatch,
-    HeadBatch,
-    HeadChains,
-    HeadOutput,
-    Int32Array,
-)
+from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput
+from paceline.core.arrays import Float32Array, Int32Array
+from paceline.core.forward import ForwardBatch
 from paceline.verify.kernels import race
 
 TO_GO_ON = 1.4  # times the least chance: another guess costs a pass of the head, and not only a row

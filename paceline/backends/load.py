@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.backends.base import Backend, HeadRunner, MedusaRunner
-from paceline.config import BackendOptions
-from paceline.draft.heads.checkpoint import HeadCheckpoint
-from paceline.draft.heads.medusa import MedusaCheckpoint, NumpyMedusa
+from paceline.backends.options import BackendOptions
 from paceline.errors import BackendError
 from paceline.extras import needs_extra
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.heads.checkpoint import HeadCheckpoint
+from paceline.models.heads.medusa import MedusaCheckpoint, NumpyMedusa
 
 
 def load_backend(
@@ -126,7 +126,7 @@ _HEAD_LOADERS: dict[str, Callable[[HeadCheckpoint, BackendOptions, int, Backend]
 
 def _load_torch_medusa(checkpoint: MedusaCheckpoint, beside: Backend) -> MedusaRunner:
     from paceline.backends.torch_backend import TorchBackend
-    from paceline.draft.heads.torch_medusa import TorchMedusa
+    from paceline.models.heads.torch_medusa import TorchMedusa
 
     assert isinstance(beside, TorchBackend), "the options name the backend that the target runs on"
     return TorchMedusa.load(checkpoint, beside.device, beside.dtype)
@@ -134,7 +134,7 @@ def _load_torch_medusa(checkpoint: MedusaCheckpoint, beside: Backend) -> MedusaR
 
 def _load_cuda_medusa(checkpoint: MedusaCheckpoint, beside: Backend) -> MedusaRunner:
     from paceline.backends.cuda.backend import CudaBackend
-    from paceline.draft.heads.torch_medusa import TorchMedusa
+    from paceline.models.heads.torch_medusa import TorchMedusa
 
     assert isinstance(beside, CudaBackend), "the options name the backend that the target runs on"
     return TorchMedusa.load(checkpoint, beside.device, beside.dtype)

@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.backends.base import Backend, ForwardBatch, ForwardOutput, Int32Array, KVPool
+from paceline.backends.base import Backend
+from paceline.core.arrays import Int32Array
+from paceline.core.forward import ForwardBatch, ForwardOutput, KVPool
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.transformer import KeyValues, Rows, RowView, Take, Transformer

@@ -9,15 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.backends.base import (
-    ChainNoise,
-    ForwardBatch,
-    HeadBatch,
-    HeadChains,
-    HeadOutput,
-    HeadRunner,
-    Int32Array,
-)
+from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner
 from paceline.backends.head_chains import chains_by_passes
 from paceline.backends.torch_backend import (
     PAGE_SIZE,
@@ -27,8 +19,10 @@ from paceline.backends.torch_backend import (
     kv_places,
     make_torch_pool,
 )
-from paceline.draft.heads.checkpoint import HeadCheckpoint
-from paceline.draft.heads.torch_head import Head, Shared, make_head
+from paceline.core.arrays import Int32Array
+from paceline.core.forward import ForwardBatch
+from paceline.models.heads.checkpoint import HeadCheckpoint
+from paceline.models.heads.torch_head import Head, Shared, make_head
 from paceline.models.transformer import KeyValues, RowView, attend
 
 

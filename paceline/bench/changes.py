@@ -21,11 +21,11 @@ from paceline.bench.grid import empty_memory
 from paceline.bench.loading import bench_config
 from paceline.bench.timing import OnTurn
 from paceline.bench.workloads import Prompt
+from paceline.build import LoadedModel, build_engine, load_model
 from paceline.config import DEFAULT_MODEL
+from paceline.core.params import SamplingParams
 from paceline.draft.methods import AUTO
-from paceline.engine.build import LoadedModel, build_engine, load_model
 from paceline.engine.engine import Engine
-from paceline.verify.params import SamplingParams
 
 MOST_STEPS, MOST_SECONDS = 50, 2.0  # within which the controller must follow; one of them is enough
 LEAST_CHANGE = 0.5  # tokens drafted for a request in a step

@@ -281,7 +281,7 @@ def overhead_command(
     from paceline.bench.perplexity import text_ids
     from paceline.bench.server_process import ServerProcess, serve_flags
     from paceline.bench.tables import overhead_table, progress
-    from paceline.engine.build import build_engine
+    from paceline.build import build_engine
 
     report = Report(json_file)
     config = bench_config(model, quantization, threads, concurrency, draft)

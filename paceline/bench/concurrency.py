@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from paceline.bench.timing import OnTurn, Timing, take_turns
+from paceline.core.params import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.options import check_integer
-from paceline.verify.params import SamplingParams
 
 DEFAULT_COUNTS = (1, 4, 16)
 PROMPT_TOKENS = 16

@@ -19,14 +19,14 @@ from paceline.bench.speculation import COLD, OFF, ONE_BY_ONE, WARM, group_size, 
 from paceline.bench.speculation_rows import Row, rows
 from paceline.bench.timing import OnTurn
 from paceline.bench.workloads import Prompt, Workload
+from paceline.build import LoadedModel, build_engine, load_model
 from paceline.config import DEFAULT_MODEL, EngineConfig, SchedulerOptions
-from paceline.draft.heads.shipped import default_method
+from paceline.core.params import SamplingParams
 from paceline.draft.methods import AUTO, parse_speculative_config
-from paceline.engine.build import LoadedModel, build_engine, load_model
 from paceline.errors import ConfigError
+from paceline.models.heads.shipped import default_method
 from paceline.models.registry import resolve
 from paceline.options import check_integer, check_number
-from paceline.verify.params import SamplingParams
 from paceline.verify.rules import RULES
 
 COPIES = ("ngram", "suffix")  # methods that need no weights

@@ -18,11 +18,11 @@ from paceline.bench.contestants import (
     start_llama_cpp,
     start_paceline,
 )
-from paceline.bench.machine import has_amx
 from paceline.bench.perplexity import text_ids
 from paceline.bench.timing import OnTurn, Timing
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError
+from paceline.machine import has_amx
 from paceline.models.registry import load_tokenizer, resolve
 from paceline.options import check_integer
 

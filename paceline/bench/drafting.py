@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 
 from paceline.bench.timing import OnTurn
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
+from paceline.core.trees import DraftPlan
+from paceline.core.verdict import Verdict
 from paceline.draft.base import Drafter
 from paceline.draft.methods import METHODS
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.suffix import SuffixDrafter
-from paceline.draft.trees import DraftPlan
 from paceline.engine.admission import Limits, make_requests
-from paceline.engine.request import Request
 from paceline.errors import ConfigError
 from paceline.options import check_integer
-from paceline.verify.params import SamplingParams
-from paceline.verify.verdict import Verdict
 
 VOCAB = 50_000
 STEPS = 400  # that are timed

@@ -17,9 +17,9 @@ from paceline.bench.schemas import fits_schema
 from paceline.bench.served_counters import NAMES, DraftCounters, read_counters
 from paceline.bench.turns import Answer, Slices, Turn
 from paceline.bench.workloads import Prompt
-from paceline.constrain.params import StructuredOutputsParams
+from paceline.core.params import SamplingParams
+from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.errors import ConfigError
-from paceline.verify.params import SamplingParams
 
 WARM_UP_TOKENS = 4
 

@@ -11,10 +11,10 @@ from paceline.bench.profiles import Profile
 from paceline.bench.schemas import fits_schema
 from paceline.bench.slices import Disturbances, OwnClock, alone
 from paceline.bench.turns import Answer, Slices, Turn
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
 from paceline.engine.engine import Delta, Engine
-from paceline.engine.request import Request
 from paceline.errors import ConfigError, RequestError
-from paceline.verify.params import SamplingParams
 
 WARM_UP_TOKENS, WARM_UP_REQUESTS = 16, 4
 

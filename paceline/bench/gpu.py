@@ -15,7 +15,6 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from paceline.backends.base import ForwardBatch, chain_parents
 from paceline.backends.cuda.backend import PAGE_SIZE, CudaBackend
 from paceline.backends.cuda.common import even_rows, find_common
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
@@ -33,6 +32,7 @@ from paceline.bench.gpu_drafting import (
 )
 from paceline.bench.gpu_power import Power, watched
 from paceline.bench.gpu_torch import PlainDecode
+from paceline.core.forward import ForwardBatch, chain_parents
 from paceline.errors import BackendError, ConfigError
 from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
 from paceline.models.layout import expected_tensors

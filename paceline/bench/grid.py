@@ -22,12 +22,12 @@ from paceline.bench.speculation import OFF
 from paceline.bench.speculation_rows import Row
 from paceline.bench.timing import OnTurn
 from paceline.bench.workloads import load_workload
+from paceline.build import LoadedModel, load_model
 from paceline.config import DEFAULT_MODEL
-from paceline.draft.heads.shipped import default_method
 from paceline.draft.methods import AUTO
-from paceline.engine.build import LoadedModel, load_model
 from paceline.errors import ConfigError
 from paceline.home import paceline_home
+from paceline.models.heads.shipped import default_method
 
 NEVER_SLOWER = 0.98  # of off, in every cell
 NEAR_BEST = 0.95  # of the best fixed setting, in every cell

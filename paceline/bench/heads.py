@@ -18,14 +18,14 @@ from paceline.bench.contestants import Contestant
 from paceline.bench.engine_runner import Task, run_group
 from paceline.bench.timing import OnTurn
 from paceline.bench.workloads import Workload
+from paceline.build import build_engine
 from paceline.config import EngineConfig
-from paceline.draft.heads.checkpoint import load_head, write_head
-from paceline.engine.build import build_engine
+from paceline.core.params import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
+from paceline.models.heads.checkpoint import load_head, write_head
 from paceline.models.registry import resolve
 from paceline.models.tokenizer import Tokenizer
-from paceline.verify.params import SamplingParams
 
 PEER = "vllm"
 ROOM = 32  # tokens of vLLM's context beyond the longest answer: it drafts past the end

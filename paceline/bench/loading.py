@@ -7,8 +7,9 @@ from typing import Any
 
 from paceline.backends.base import Backend
 from paceline.backends.load import load_backend
-from paceline.config import BackendOptions, EngineConfig, SchedulerOptions
-from paceline.engine.build import Loaded, build_engine
+from paceline.backends.options import BackendOptions
+from paceline.build import Loaded, build_engine
+from paceline.config import EngineConfig, SchedulerOptions
 from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer
 

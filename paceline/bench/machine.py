@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from importlib import metadata
-from pathlib import Path
 
-# Arm systems tell part numbers instead of names
-ARM_PARTS = {
-    "0xd0c": "Arm Neoverse-N1",
-    "0xd40": "Arm Neoverse-V1",
-    "0xd49": "Arm Neoverse-N2",
-    "0xd4f": "Arm Neoverse-V2",
-}
+from paceline.machine import cpu_name, has_amx
+
 PACKAGES = ("paceline", "numpy", "numba", "llvmlite", "tokenizers")
 
 
@@ -38,29 +31,6 @@ def machine_facts() -> dict[str, object]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
     }
-
-
-def cpu_name(cpuinfo: str | None = None) -> str:
-    """The processor's name from the text of /proc/cpuinfo, or what Python knows of it."""
-    text = _read("/proc/cpuinfo") if cpuinfo is None else cpuinfo
-    if named := re.search(r"^(?:model name|Model)\s*:\s*(.+)$", text, re.MULTILINE):
-        return named[1].strip()
-    if part := re.search(r"^CPU part\s*:\s*(\w+)", text, re.MULTILINE):
-        return ARM_PARTS.get(part[1], f"Arm part {part[1]}")
-    return platform.processor() or platform.machine()
-
-
-def has_amx(cpuinfo: str | None = None) -> bool:
-    """Whether the processor multiplies int8 matrices in tiles (AMX), by the text of /proc/cpuinfo."""
-    text = _read("/proc/cpuinfo") if cpuinfo is None else cpuinfo
-    return re.search(r"^flags\s*:.*\bamx_int8\b", text, re.MULTILINE) is not None
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
 
 
 def _version(package: str) -> str | None:

@@ -15,9 +15,9 @@ from typing import Any
 from paceline.bench.client import Answer, Server, post
 from paceline.bench.load import model_name
 from paceline.bench.timing import OnTurn, Timing, take_turns
+from paceline.core.params import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.errors import PacelineError
-from paceline.verify.params import SamplingParams
 
 PAUSE = 0.3  # seconds between turns: threads of an engine go on spinning for a moment
 

@@ -11,7 +11,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.base import Backend, Float32Array, ForwardBatch, Int32Array, chain_parents
+from paceline.backends.base import Backend
+from paceline.core.arrays import Float32Array, Int32Array
+from paceline.core.forward import ForwardBatch, chain_parents
 from paceline.errors import ConfigError, RequestError
 
 CHUNK = 64  # rows per pass: with logits wanted for all of them, more would need much memory

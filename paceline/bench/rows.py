@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.backends.base import Backend, ForwardBatch, KVPool, chain_parents
+from paceline.backends.base import Backend
 from paceline.bench.timing import OnTurn, Timing, take_turns
+from paceline.core.forward import ForwardBatch, KVPool, chain_parents
 from paceline.errors import ConfigError
 from paceline.options import check_integer
 

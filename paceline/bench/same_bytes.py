@@ -13,9 +13,9 @@ from paceline.bench.engine_runner import EngineRunner, Task
 from paceline.bench.profiles import closed
 from paceline.bench.speculation import OFF, parse_methods
 from paceline.bench.workloads import Prompt
+from paceline.build import build_engine, load_model
 from paceline.config import EngineConfig
-from paceline.engine.build import build_engine, load_model
-from paceline.verify.params import SamplingParams
+from paceline.core.params import SamplingParams
 
 KV_BYTES = 8 << 30  # enough for all, and little enough for the engines of several drafts
 

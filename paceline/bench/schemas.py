@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from paceline.constrain.params import StructuredOutputsParams
+from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.errors import ConfigError
 
 

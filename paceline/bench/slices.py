@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.bench.turns import Slices, Turn
-from paceline.engine.stats import StepStats
+from paceline.core.stats import StepStats
 
 SLICE_SECONDS = 0.02  # at least: a slice ends with a step
 FEW_ROWS = 32  # passes of up to so many are compared with those of just as many

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Protocol, TypeVar
 
 from paceline.bench.profiles import Profile
-from paceline.engine.request import SpeculativeCounts
+from paceline.core.request import SpeculativeCounts
 
 
 class Asked(Protocol):

@@ -3,6 +3,6 @@
 from paceline.constrain.compiler import Grammar, GrammarCompiler
 from paceline.constrain.constraint import Constraint
 from paceline.constrain.limits import GrammarLimits
-from paceline.constrain.params import StructuredOutputsParams
+from paceline.core.structured_outputs import StructuredOutputsParams
 
 __all__ = ["Constraint", "Grammar", "GrammarCompiler", "GrammarLimits", "StructuredOutputsParams"]

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.constrain.constraint import Constraint, Endings
 from paceline.constrain.limits import GrammarLimits
-from paceline.constrain.params import StructuredOutputsParams
 from paceline.constrain.sources import grammar_source
 from paceline.constrain.trial import STACK_BYTES, GrammarTrial
+from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.errors import GrammarError, RequestError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from paceline.constrain.limits import (
     check_size,
     checked_schema,
 )
-from paceline.constrain.params import StructuredOutputsParams
+from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.errors import RequestError
 
 ANY_OBJECT = {"type": "object"}

@@ -29,13 +29,13 @@ from paceline.control.planned import Asked, Planned, Shortfall, Wish, is_open
 from paceline.control.probes import Probe, Probes
 from paceline.control.routine import Judge, Routine
 from paceline.control.segments import SegmentGains
-from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
-from paceline.engine.stats import ControlFacts
+from paceline.core.stats import ControlFacts
+from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 
 if TYPE_CHECKING:
-    from paceline.engine.request import Request
-    from paceline.engine.scheduler import Scheduled
-    from paceline.engine.stats import DraftFacts, StepStats
+    from paceline.core.request import Request
+    from paceline.core.schedule import Scheduled
+    from paceline.core.stats import DraftFacts, StepStats
 
 GAIN, NO_GAIN = "gain", "no gain"
 HOLDS, LONGEST = 32, 128  # steps that a choice holds while about the same requests run: at first, and at most

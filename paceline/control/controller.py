@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
+from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 
 if TYPE_CHECKING:
-    from paceline.engine.request import Request
-    from paceline.engine.scheduler import Scheduled
-    from paceline.engine.stats import ControlFacts, StepStats
+    from paceline.core.request import Request
+    from paceline.core.schedule import Scheduled
+    from paceline.core.stats import ControlFacts, StepStats
 
 
 @dataclass(frozen=True, slots=True)

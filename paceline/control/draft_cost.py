@@ -11,7 +11,7 @@ import numpy as np
 from paceline.control.cost import Float64Array, Numbers
 
 if TYPE_CHECKING:
-    from paceline.engine.stats import DraftCall
+    from paceline.core.stats import DraftCall
 
 TERMS = 5  # of a call's price: the call, each request, each level, each node, each token to catch up with
 # How far from what is thought each of them may lie before anything was seen, in plain passes. What could be

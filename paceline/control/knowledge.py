@@ -14,11 +14,11 @@ from paceline.control.choice import Prospect
 from paceline.control.cost import StepCosts
 from paceline.control.draft_cost import DraftCosts
 from paceline.control.memory import Memory
-from paceline.draft.trees import DraftPlan
+from paceline.core.trees import DraftPlan
 
 if TYPE_CHECKING:
-    from paceline.engine.request import Request
-    from paceline.engine.stats import StepStats
+    from paceline.core.request import Request
+    from paceline.core.stats import StepStats
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ import numpy as np
 from paceline.control.choice import Choice
 from paceline.control.controller import Controller, Load
 from paceline.control.decision import Decision
-from paceline.draft.trees import PLAIN, DraftPlan
-from paceline.engine.stats import ControlFacts
+from paceline.core.stats import ControlFacts
+from paceline.core.trees import PLAIN, DraftPlan
 
 if TYPE_CHECKING:
-    from paceline.engine.request import Request
-    from paceline.engine.stats import DraftFacts, StepStats
+    from paceline.core.request import Request
+    from paceline.core.stats import DraftFacts, StepStats
 
 LENGTHS = (2, 3, 5, 7)  # of chains that are offered beside plain decoding
 USUAL_CHANCE = 0.7  # of a guess whose like was never seen, given those before it

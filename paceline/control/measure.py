@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paceline.backends.base import Backend, ForwardBatch, KVPool
+from paceline.backends.base import Backend
 from paceline.control.cost import StepCosts
 from paceline.control.memory import Memory
+from paceline.core.forward import ForwardBatch, KVPool
 
 ROWS = (1, 8, 4, 2, 16, 5, 9, 3, 6, 32, 12, 7, 17, 64, 24)  # the most telling first
 LONG = 1024  # keys of the context that is held against an empty one

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline import __version__
-from paceline.bench.machine import cpu_name
 from paceline.home import paceline_home, tell_unusable
+from paceline.machine import cpu_name
+from paceline.version import __version__
 
 logger = logging.getLogger(__name__)
 

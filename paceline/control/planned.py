@@ -11,10 +11,10 @@ from paceline.control.acceptance import Key
 from paceline.control.choice import BoolArray, Choice
 from paceline.control.floor import Floor
 from paceline.control.probes import Probe
-from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.core.trees import PLAIN, DraftPlan
 
 if TYPE_CHECKING:
-    from paceline.engine.request import Request
+    from paceline.core.request import Request
 
 SHORT = 3  # tokens that a request may still have: below, a draft has nothing to save
 NO_OPINION = 0.7  # what is said of each token for a drafter that says nothing

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.engine.request import Request
+    from paceline.core.request import Request
 
 SHARE = 0.004  # of all time
 MOST = 12  # steps' time that can be kept for later

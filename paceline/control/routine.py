@@ -15,10 +15,10 @@ import numpy as np
 from paceline.control.calibration import POINTS
 from paceline.control.choice import PassPrices, worth_verifying
 from paceline.control.planned import Planned
-from paceline.draft.trees import DraftPlan, DraftTrees
+from paceline.core.trees import DraftPlan, DraftTrees
 
 if TYPE_CHECKING:
-    from paceline.engine.request import Request
+    from paceline.core.request import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from paceline.compiling import compiled
 from paceline.kv.cache import KVCache, PoolOwner
 
 if TYPE_CHECKING:
-    from paceline.backends.base import Backend, KVPool
-    from paceline.engine.request import Request
+    from paceline.backends.base import Backend
+    from paceline.core.forward import KVPool
+    from paceline.core.request import Request
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

@@ -9,7 +9,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from paceline.backends.base import Backend, Float32Array, ForwardBatch, Int32Array
+from paceline.backends.base import Backend
+from paceline.core.arrays import Float32Array, Int32Array
+from paceline.core.forward import ForwardBatch
 from paceline.draft.draft_cache import Context, DraftCache
 from paceline.kv.pages import pages_for
 

@@ -21,24 +21,26 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.ahead import AheadDraft
-from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner, KeptFeatures
-from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Features, Target
+from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner
+from paceline.core.features import Features
+from paceline.core.forward import KeptFeatures
+from paceline.core.trees import DraftPlan, DraftTrees
+from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part, Passes
 from paceline.draft.growth import GrowingTree, Scales, make_tree, merged
 from paceline.draft.head_options import EagleOptions, find_head
 from paceline.draft.head_pages import HeadPages
-from paceline.draft.heads.checkpoint import HeadCheckpoint, load_head
-from paceline.draft.heads.fingerprint import check_target
-from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.draft.vocabulary import Vocabulary, trimmed_vocabulary
 from paceline.errors import ConfigError
+from paceline.models.heads.checkpoint import HeadCheckpoint, load_head
+from paceline.models.heads.fingerprint import check_target
 from paceline.verify.sampling import Workspace
 
 if TYPE_CHECKING:
-    from paceline.engine.request import Request
+    from paceline.core.request import Request
+    from paceline.core.verdict import Verdict
     from paceline.kv.cache import KVCache
-    from paceline.verify.verdict import Verdict
 
 Float32Array = npt.NDArray[np.float32]
 

@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.head_chains import RIVALS, TO_GO_ON
+from paceline.core.tree_shapes import ROOT, static_shape
+from paceline.core.trees import DraftPlan, DraftTrees, Draws
 from paceline.draft.base import DraftSampling
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part
-from paceline.draft.trees import DraftPlan, DraftTrees, Draws
 from paceline.draft.vocabulary import Vocabulary
 from paceline.errors import BackendError
 from paceline.verify.draws import draw
@@ -36,8 +37,6 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
 _EVERY: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)  # logits are those of all ids
-ROOT = -1
-FIRST_CHILD = 0.7  # the chance that a drawn child is accepted, given that its elder siblings were not
 
 
 @dataclass(frozen=True)
@@ -290,23 +289,3 @@ class DrawnTree(GrowingTree):
             taken.append(token)
             self._numbers[self._add(node, token)] = number
             self._rows.append(len(self._distributions) - 1)
-
-
-def static_shape(budget: int, branching: int, levels: int) -> dict[int, list[int]]:
-    """The children of each node of a tree with `budget` nodes that has any, and of the ROOT.
-
-    The nodes most likely to be reached, if every child has the same chance once its elder siblings
-    were refused.
-    """
-    children: dict[int, list[int]] = {}
-    waiting = [(-FIRST_CHILD, 1, 0, ROOT)]  # (-chance, depth, order, parent): the next child of each parent
-    for number in range(budget):
-        if not waiting:
-            break
-        chance, depth, _, parent = heapq.heappop(waiting)
-        children.setdefault(parent, []).append(number)
-        if len(children[parent]) < branching:
-            heapq.heappush(waiting, (chance * (1.0 - FIRST_CHILD), depth, 2 * number + 1, parent))
-        if depth < levels:
-            heapq.heappush(waiting, (chance * FIRST_CHILD, depth + 1, 2 * number + 2, number))
-    return children

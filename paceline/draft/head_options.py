@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.draft.base import Target
-from paceline.draft.heads.shipped import shipped_head
 from paceline.errors import ConfigError
+from paceline.models.heads.shipped import shipped_head
 from paceline.options import check_bool, check_number, refuse_unknown
 
 logger = logging.getLogger(__name__)

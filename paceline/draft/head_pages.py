@@ -14,7 +14,7 @@ from paceline.kv.cache import KVCache
 
 if TYPE_CHECKING:
     from paceline.backends.base import HeadRunner
-    from paceline.engine.request import Request
+    from paceline.core.request import Request
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

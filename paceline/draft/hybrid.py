@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.draft.base import Drafter, DraftSampling, Features, Target
+from paceline.core.features import Features
+from paceline.core.trees import DraftPlan, DraftTrees
+from paceline.draft.base import Drafter, DraftSampling, Target
 from paceline.draft.methods import PLAN_KEYS, SHARED_KEYS, load_drafter, parse_speculative_config
 from paceline.draft.suffix import SuffixDrafter, SuffixOptions
-from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.errors import ConfigError
 from paceline.options import check_number, refuse_unknown
 
 if TYPE_CHECKING:
-    from paceline.backends.base import KeptFeatures
-    from paceline.engine.request import Request
+    from paceline.core.forward import KeptFeatures
+    from paceline.core.request import Request
+    from paceline.core.verdict import Verdict
     from paceline.kv.cache import KVCache
-    from paceline.verify.verdict import Verdict
 
 COMBINE = ("either", "tree")
 Tree = tuple[list[int], list[int], list[float]]  # tokens, parents, chances

@@ -15,22 +15,23 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.base import MedusaRunner
-from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Features, Target
+from paceline.core.features import Features
+from paceline.core.trees import DraftPlan, DraftTrees
+from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.growth import GrowingTree, Scales, make_tree, merged
 from paceline.draft.head_options import HeadOptions, find_head
-from paceline.draft.heads.fingerprint import check_fingerprint
-from paceline.draft.heads.medusa import load_medusa
 from paceline.draft.ranked import Path, make_ranked_tree
-from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.draft.vocabulary import Vocabulary, trimmed_vocabulary
 from paceline.errors import ConfigError
+from paceline.models.heads.fingerprint import check_fingerprint
+from paceline.models.heads.medusa import load_medusa
 from paceline.verify.sampling import Workspace
 
 if TYPE_CHECKING:
-    from paceline.engine.request import Request
+    from paceline.core.request import Request
+    from paceline.core.verdict import Verdict
     from paceline.kv.cache import KVCache
-    from paceline.verify.verdict import Verdict
 
 Float32Array = npt.NDArray[np.float32]
 

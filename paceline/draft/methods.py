@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import Any
 
 from paceline.constrain.constraint import MOST_FORCED
+from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import Drafter, DraftSampling, Target
-from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.errors import ConfigError, PacelineError
 from paceline.options import check_integer, unknown_option
 from paceline.verify.rules import RULES
@@ -74,7 +74,7 @@ METHODS: dict[str, Method] = {
         argument=Argument("exit_layer", "LAYERS", int),
     ),
     "grammar": Method(
-        "paceline.constrain.drafter", "GrammarDrafter", num_speculative_tokens=MOST_FORCED, trees=False
+        "paceline.draft.grammar", "GrammarDrafter", num_speculative_tokens=MOST_FORCED, trees=False
     ),
     "hybrid": Method("paceline.draft.hybrid", "HybridDrafter", num_speculative_tokens=7, trees=True),
 }

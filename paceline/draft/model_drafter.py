@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.draft.base import Drafter, DraftSampling, Features
+from paceline.core.features import Features
+from paceline.core.trees import DraftPlan, DraftTrees
+from paceline.draft.base import Drafter, DraftSampling
 from paceline.draft.draft_cache import DraftCache
 from paceline.draft.draft_pass import DraftRunner
 from paceline.draft.growth import Scales, make_tree, merged
-from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.draft.vocabulary import Vocabulary
 from paceline.verify.sampling import Workspace
 
 if TYPE_CHECKING:
     from paceline.backends.base import Backend
-    from paceline.engine.request import Request
+    from paceline.core.request import Request
+    from paceline.core.verdict import Verdict
     from paceline.kv.cache import KVCache
-    from paceline.verify.verdict import Verdict
 
 
 class ModelDrafter(Drafter):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from paceline.draft.base import Target
 from paceline.draft.eagle import HeadDrafter
 from paceline.draft.head_options import check_features, check_min_prob, check_quantization
-from paceline.draft.heads.mtp import mtp_head
 from paceline.errors import ConfigError
+from paceline.models.heads.mtp import mtp_head
 from paceline.options import refuse_unknown
 
 

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.backends.ahead import LookUp
+from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, Target
 from paceline.draft.matching import copy_longest
 from paceline.draft.occurrences import Occurrences
-from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.errors import ConfigError
 from paceline.options import check_integer, refuse_unknown
 
 if TYPE_CHECKING:
-    from paceline.engine.request import Request
+    from paceline.core.request import Request
 
 
 class RequestIndexes:

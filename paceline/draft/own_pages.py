@@ -13,7 +13,7 @@ from paceline.kv.cache import KVCache
 
 if TYPE_CHECKING:
     from paceline.backends.base import Backend
-    from paceline.engine.request import Request
+    from paceline.core.request import Request
 
 
 @dataclass(slots=True)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.core.tree_shapes import ROOT
+from paceline.core.trees import DraftPlan
 from paceline.draft.base import DraftSampling
 from paceline.draft.draft_cache import Context
-from paceline.draft.growth import ROOT, ChosenTree, DrawnTree, Float32Array, GrowingTree, Scales
-from paceline.draft.trees import DraftPlan
+from paceline.draft.growth import ChosenTree, DrawnTree, Float32Array, GrowingTree, Scales
 from paceline.errors import BackendError
 
 Path = tuple[int, ...]

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.backends.ahead import LookUp
+from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, Target
 from paceline.draft.matching import COLUMNS, draft_trees
 from paceline.draft.ngram import RequestIndexes
 from paceline.draft.suffix_store import DamagedStoreError, ResponseCache, fingerprint_of
-from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number, refuse_unknown
 
 if TYPE_CHECKING:
-    from paceline.engine.request import Request
+    from paceline.core.request import Request
 
 logger = logging.getLogger(__name__)
 

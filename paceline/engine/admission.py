@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from paceline.constrain.compiler import Grammar
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
+from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.methods import METHODS, PLAN_KEYS, parse_plan
-from paceline.draft.trees import PLAIN, DraftPlan
-from paceline.engine.detokenizer import Detokenizer
-from paceline.engine.request import Request
 from paceline.errors import RequestError
+from paceline.models.detokenizer import Detokenizer
 from paceline.options import unknown_option
 from paceline.verify.noise import derive_seed
-from paceline.verify.params import SamplingParams
 from paceline.verify.sampling import Sampler
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.engine.request import Request
-from paceline.engine.scheduler import Scheduled
+from paceline.core.request import Request
+from paceline.core.schedule import Scheduled
+from paceline.core.verdict import Verdict
 from paceline.kv.cache import KVCache
-from paceline.verify.verdict import Verdict
 
 
 @dataclass(slots=True)

@@ -23,14 +23,14 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.backends.ahead import AheadDecoder, AheadDraft, AheadOutput
-from paceline.draft.base import Features
-from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.core.features import Features
+from paceline.core.request import Request, Status
+from paceline.core.schedule import Scheduled
+from paceline.core.stats import StepStats
+from paceline.core.trees import PLAIN, DraftPlan
 from paceline.engine.drafting import Drafting
 from paceline.engine.flight import Flying, PassAhead, PromptPass, joining
 from paceline.engine.leads import Leads
-from paceline.engine.request import Request, Status
-from paceline.engine.scheduler import Scheduled
-from paceline.engine.stats import StepStats
 from paceline.engine.turns import Turns
 from paceline.engine.verification import chosen_verdict
 from paceline.kv.cache import KVCache

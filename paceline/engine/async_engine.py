@@ -21,15 +21,15 @@ from contextlib import contextmanager
 from typing import Protocol, TypeAlias
 
 from paceline.constrain.compiler import Grammar
-from paceline.constrain.params import StructuredOutputsParams
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
+from paceline.core.stats import StepStats
+from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.engine.admission import Limits, TextTokenizer
 from paceline.engine.engine import Delta, Engine
 from paceline.engine.outputs import RequestOutput, request_output, with_texts
-from paceline.engine.request import Request
-from paceline.engine.stats import StepStats
 from paceline.engine.stream import Stream, Update
 from paceline.errors import OverloadedError, RequestError, UnavailableError
-from paceline.verify.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.backends.base import Choices, ForwardBatch, Int32Array, KeptFeatures, KVPool
-from paceline.draft.trees import DraftTrees
-from paceline.engine.request import Request
-from paceline.engine.scheduler import Scheduled
+from paceline.core.arrays import Int32Array
+from paceline.core.forward import Choices, ForwardBatch, KeptFeatures, KVPool
+from paceline.core.request import Request
+from paceline.core.schedule import Scheduled
+from paceline.core.trees import DraftTrees
 from paceline.kv.cache import KVCache
 
 

@@ -15,17 +15,19 @@ from itertools import compress
 import numpy as np
 
 from paceline.backends.ahead import AheadDraft
-from paceline.backends.base import Float32Array, ForwardBatch
 from paceline.constrain.constraint import MOST_FORCED
-from paceline.constrain.drafter import GrammarDrafter
 from paceline.constrain.pruning import Draft, fit_draft
-from paceline.draft.base import Drafter, DrafterNeeds, Features
-from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees, Draws
-from paceline.engine.request import Request
-from paceline.engine.scheduler import Scheduled
-from paceline.engine.stats import DraftCall
+from paceline.core.arrays import Float32Array
+from paceline.core.features import Features
+from paceline.core.forward import ForwardBatch
+from paceline.core.request import Request
+from paceline.core.schedule import Scheduled
+from paceline.core.stats import DraftCall
+from paceline.core.trees import PLAIN, DraftPlan, DraftTrees, Draws
+from paceline.core.verdict import Verdict
+from paceline.draft.base import Drafter, DrafterNeeds
+from paceline.draft.grammar import GrammarDrafter
 from paceline.kv.cache import KVCache
-from paceline.verify.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 

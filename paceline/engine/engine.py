@@ -10,12 +10,19 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.backends.ahead import AheadDecoder
-from paceline.backends.base import Backend, ForwardBatch, ForwardOutput
+from paceline.backends.base import Backend
 from paceline.constrain.compiler import Grammar, GrammarCompiler, GrammarTokenizer
-from paceline.constrain.drafter import GrammarDrafter
 from paceline.control.controller import Controller, FixedController, Load
-from paceline.draft.base import Drafter, Features
-from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
+from paceline.core.features import Features
+from paceline.core.forward import ForwardBatch, ForwardOutput
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
+from paceline.core.schedule import Scheduled
+from paceline.core.stats import StepStats
+from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
+from paceline.core.verdict import Verdict
+from paceline.draft.base import Drafter
+from paceline.draft.grammar import GrammarDrafter
 from paceline.engine.admission import Limits, make_requests
 from paceline.engine.advancing import Advancing, Delta
 from paceline.engine.ahead import RunAhead
@@ -23,15 +30,12 @@ from paceline.engine.batch import BatchBuilder
 from paceline.engine.drafting import FORCED_ONLY, Drafting, features_of
 from paceline.engine.facts import add_facts, shapes_of
 from paceline.engine.flight import PromptPass
-from paceline.engine.request import Request
-from paceline.engine.scheduler import Scheduled, Scheduler
-from paceline.engine.stats import StepStats
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.verification import Verification
 from paceline.errors import RequestError
 from paceline.kv.cache import KVCache
-from paceline.verify.params import SamplingParams
 from paceline.verify.pathwise import verify_pathwise
-from paceline.verify.verdict import Rule, Verdict
+from paceline.verify.verdict import Rule
 
 __all__ = ["Delta", "Engine"]
 

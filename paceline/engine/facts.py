@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from paceline.draft.trees import DraftTrees
-from paceline.engine.scheduler import Scheduled
-from paceline.engine.stats import DraftFacts, StepStats
-from paceline.verify.verdict import Verdict
+from paceline.core.schedule import Scheduled
+from paceline.core.stats import DraftFacts, StepStats
+from paceline.core.trees import DraftTrees
+from paceline.core.verdict import Verdict
 
 Shape = tuple[int, int]  # nodes and levels of a draft
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.backends.ahead import Joining
-from paceline.backends.base import ForwardBatch, ForwardOutput
-from paceline.draft.base import Features
-from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.core.features import Features
+from paceline.core.forward import ForwardBatch, ForwardOutput
+from paceline.core.request import Request
+from paceline.core.schedule import Scheduled
+from paceline.core.trees import PLAIN, DraftPlan
+from paceline.core.verdict import Verdict
 from paceline.engine.facts import Shape
-from paceline.engine.request import Request
-from paceline.engine.scheduler import Scheduled
-from paceline.verify.verdict import Verdict
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.backends.base import Int32Array
-from paceline.draft.trees import DraftPlan
+from paceline.core.arrays import Int32Array
+from paceline.core.request import Request
+from paceline.core.trees import DraftPlan
 from paceline.engine.drafting import Drafting
-from paceline.engine.request import Request
 
 MOST_ASKED = 8  # requests that are drafted for before a pass: by suffix in 0.2 ms, on a slow machine
 SURE_ENOUGH = 1e-9  # chance of a lead: rows of a pass are computed anyway, so what is likeliest is drafted

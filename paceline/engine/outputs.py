@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from paceline.core.request import Request
+from paceline.core.verdict import Logprob
 from paceline.engine.admission import TextTokenizer
-from paceline.engine.request import Request
-from paceline.verify.logprobs import Logprob
 
 TokenLogprobs = dict[int, Logprob]
 

@@ -11,27 +11,14 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from paceline.draft.trees import PLAIN, DraftPlan
-from paceline.engine.request import Request, Status
+from paceline.core.request import Request, Status
+from paceline.core.schedule import Scheduled
+from paceline.core.trees import DraftPlan
 from paceline.kv.cache import KVCache
 
 PROMPT_LOGPROB_ROWS = 64  # each such row has the whole vocabulary's logits: keep the chunk small
-
-
-@dataclass(slots=True)
-class Scheduled:
-    """One request's part of a pass: known tokens to compute, then a draft below the last of them."""
-
-    request: Request
-    num_tokens: int
-    plan: DraftPlan = PLAIN
-
-    @property
-    def reaches_end(self) -> bool:
-        """Whether the pass computes all known tokens, so that a new one can be chosen."""
-        return self.num_tokens == self.request.num_pending
 
 
 class Scheduler:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.engine.stats import StepStats
+    from paceline.core.stats import StepStats
 
 USUAL = 1.25  # times a plain pass, while nobody knows
 EXPECTED, BELIEVED = 1.5, 16.0  # tokens of a pass that looks up, and how many passes that counts for at first

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.backends.base import Float32Array, ForwardOutput
-from paceline.draft.trees import NO_TREE, DraftTrees, Draws
+from paceline.core.arrays import Float32Array
+from paceline.core.forward import ForwardOutput
+from paceline.core.request import Request
+from paceline.core.schedule import Scheduled
+from paceline.core.trees import NO_TREE, DraftTrees, Draws
+from paceline.core.verdict import NOTHING, Verdict
 from paceline.engine.batch import prompt_rows
-from paceline.engine.request import Request
-from paceline.engine.scheduler import Scheduled
 from paceline.errors import BackendError
 from paceline.verify.logprobs import token_logprobs
 from paceline.verify.sampling import Workspace, unusable_logits
-from paceline.verify.verdict import NOTHING, Case, Rule, Verdict
+from paceline.verify.verdict import Case, Rule
 
 
 class Verification:

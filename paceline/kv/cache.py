@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.base import KVPool
+from paceline.core.forward import KVPool
 from paceline.kv.pages import PagePool, page_tokens, pages_for
 
 Int32Array = npt.NDArray[np.int32]

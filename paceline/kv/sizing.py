@@ -7,7 +7,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.backends.base import DeviceMemory
+from paceline.core.forward import DeviceMemory
 from paceline.errors import ConfigError
 from paceline.kv.pages import pages_for
 

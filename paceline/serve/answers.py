@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from paceline.core.params import MOST_LOGPROBS, SamplingParams
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.stream import Update
 from paceline.errors import RequestError
@@ -16,7 +17,6 @@ from paceline.serve.generation import Generation
 from paceline.serve.protocol import Metrics, SamplingFields, usage, usage_of
 from paceline.serve.service import Service
 from paceline.serve.sse import DONE, event, to_json, to_json_pieces
-from paceline.verify.params import MOST_LOGPROBS, SamplingParams
 
 LARGE_ANSWER = 4096  # values: writing a smaller one takes a few milliseconds
 MOST_PROMPT_LOGPROBS = 2**19  # of one answer: 128 prompts of 2,000 tokens with the likeliest of each

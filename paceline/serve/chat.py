@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from paceline.core.params import SamplingParams
 from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.stream import Update
 from paceline.serve.answers import (
@@ -28,7 +29,6 @@ from paceline.serve.service import Service
 from paceline.serve.sse import EventResponse
 from paceline.serve.tools import Arguments, CallStarted, Content, Event, ToolParser, ToolPlan, read_whole
 from paceline.serve.tools.chat_fields import chat_choice, chat_tools
-from paceline.verify.params import SamplingParams
 
 
 def router(service: Service) -> APIRouter:

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from paceline.core.params import MOST_LOGPROBS
 from paceline.serve.answers import FinishReason
 from paceline.serve.errors import FieldError
 from paceline.serve.fields import Body, Bool, Int, Items, Name, Unsupported
 from paceline.serve.protocol import Metrics, SamplingFields, Usage
 from paceline.serve.tools.chat_fields import ChatToolChoice, FunctionTool
-from paceline.verify.params import MOST_LOGPROBS
 
 
 class TextPart(Body):

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
+from paceline.core.params import MOST_CHILDREN, MOST_LOGPROBS, SamplingParams
 from paceline.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from paceline.engine.stream import Update
 from paceline.serve.answers import (
@@ -29,7 +30,6 @@ from paceline.serve.logprobs import CompletionLogprobs, prompt_logprobs
 from paceline.serve.protocol import Metrics, SamplingFields, Usage, usage_of
 from paceline.serve.service import Service
 from paceline.serve.sse import EventResponse
-from paceline.verify.params import MOST_CHILDREN, MOST_LOGPROBS, SamplingParams
 
 MOST_OUTPUTS = MOST_CHILDREN  # of all prompts together
 DEFAULT_MAX_TOKENS = 16  # OpenAI's

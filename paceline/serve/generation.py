@@ -10,12 +10,12 @@ from itertools import starmap
 from starlette.requests import Request
 
 from paceline.constrain.compiler import Grammar
+from paceline.core.params import SamplingParams
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.stream import Stream, Update
 from paceline.serve.errors import FieldError
 from paceline.serve.protocol import SamplingFields
-from paceline.verify.params import SamplingParams
 
 _SEGMENT = re.compile(r"[\w.:/-]{1,64}", re.ASCII)  # what can be a label of a metric
 

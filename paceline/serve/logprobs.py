@@ -6,9 +6,9 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.core.verdict import Logprob
 from paceline.engine.admission import TextTokenizer
 from paceline.engine.outputs import TokenLogprobs
-from paceline.verify.logprobs import Logprob
 
 LOWEST = -9999.0  # OpenAI's word for minus infinity, which JSON does not have
 

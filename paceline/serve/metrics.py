@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
+from paceline.core.request import Request
+from paceline.core.stats import ControlFacts, DraftFacts, StepStats
 from paceline.engine.engine import Delta
-from paceline.engine.request import Request
-from paceline.engine.stats import ControlFacts, DraftFacts, StepStats
 
 OTHER = "other"  # the segments beyond the limit, taken together
 

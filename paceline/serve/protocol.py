@@ -14,10 +14,10 @@ from pydantic import BaseModel, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from paceline.constrain.limits import GrammarLimits
+from paceline.core.params import MOST_CHILDREN, SamplingParams
 from paceline.engine.outputs import RequestOutput, SpeculativeMetrics
 from paceline.serve.errors import FieldError
 from paceline.serve.fields import Body, Bool, Float, Int, Items, Name, Unsupported
-from paceline.verify.params import MOST_CHILDREN, SamplingParams
 
 MOST_STOPS = 16  # every token is compared with each
 MOST_STOP_TEXT = 256  # characters of a stop string

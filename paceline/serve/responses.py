@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from paceline.core.params import SamplingParams
 from paceline.engine.outputs import RequestOutput
 from paceline.serve.answers import GENERATES, json_response
 from paceline.serve.bodies import json_route
@@ -22,7 +23,6 @@ from paceline.serve.responses_protocol import ResponseObject, ResponseRequest
 from paceline.serve.service import Service
 from paceline.serve.sse import EventResponse, event
 from paceline.serve.tools import ToolPlan
-from paceline.verify.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

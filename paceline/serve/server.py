@@ -26,11 +26,12 @@ import uvicorn
 import uvicorn.server
 
 from paceline import __version__
+from paceline.build import Loaded, LoadedModel, build_engine, load_model
 from paceline.config import CacheOptions, EngineConfig
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
 from paceline.engine.async_engine import AsyncEngine
-from paceline.engine.build import Loaded, LoadedModel, build_engine, load_model
 from paceline.engine.engine import Engine
-from paceline.engine.request import Request
 from paceline.errors import ConfigError
 from paceline.models.registry import resolve
 from paceline.models.tokenizer import Tokenizer
@@ -41,7 +42,6 @@ from paceline.serve.metrics import Metrics
 from paceline.serve.options import ServeOptions
 from paceline.serve.service import Service
 from paceline.terminal.session import announce_compilation, note
-from paceline.verify.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

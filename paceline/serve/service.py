@@ -21,7 +21,8 @@ from starlette.requests import Request
 
 from paceline import __version__
 from paceline.constrain.compiler import Grammar
-from paceline.constrain.params import StructuredOutputsParams
+from paceline.core.params import SamplingParams
+from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.engine.admission import Limits, prompt_too_long
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.outputs import RequestOutput
@@ -32,7 +33,6 @@ from paceline.serve.generation import Generation
 from paceline.serve.protocol import SamplingFields
 from paceline.serve.sse import disconnected
 from paceline.serve.tools.toolbox import NO_TOOLS, Toolbox, ToolPlan
-from paceline.verify.params import SamplingParams
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from paceline.core.params import SamplingParams
 from paceline.errors import PacelineError
 from paceline.home import paceline_home
 from paceline.llm import LLM
 from paceline.terminal.flags import Options
 from paceline.terminal.session import Interrupt, load, note, sampling_params, show, stream
-from paceline.verify.params import SamplingParams
 
 HISTORY_LINES = 1000
 HELP = """\

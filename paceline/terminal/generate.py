@@ -9,13 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from paceline.core.params import SamplingParams
 from paceline.engine.outputs import RequestOutput, request_output
 from paceline.errors import RequestError
 from paceline.llm import LLM
 from paceline.terminal.flags import Options
 from paceline.terminal.session import load, note, sampling_params, show, stream
 from paceline.terminal.structure import structured_outputs
-from paceline.verify.params import SamplingParams
 
 
 def generate(

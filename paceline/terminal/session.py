@@ -10,12 +10,12 @@ from types import FrameType
 from typing import Any
 
 from paceline.config import EngineConfig
-from paceline.engine.request import Request
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
 from paceline.errors import RequestError
 from paceline.llm import LLM
 from paceline.models.registry import resolve
 from paceline.terminal.flags import Options
-from paceline.verify.params import SamplingParams
 
 # a model may write anything; escape sequences must not reach the terminal
 _CONTROL = {code: "\ufffd" for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}

@@ -98,7 +98,7 @@ def eagle3_command(
     evaluate: Evaluate = 40,
 ) -> None:
     """Train an EAGLE-3 head: the target answers the prompts, the head learns to guess the answers."""
-    from paceline.draft.heads.checkpoint import load_head
+    from paceline.models.heads.checkpoint import load_head
     from paceline.train.eagle3_objective import Eagle3Objective
     from paceline.train.job import Job, train
     from paceline.train.options import Eagle3Options
@@ -126,7 +126,7 @@ def medusa_command(
     evaluate: Evaluate = 40,
 ) -> None:
     """Train Medusa heads: the target answers the prompts, each head learns to guess a token further ahead."""
-    from paceline.draft.heads.medusa import load_medusa
+    from paceline.models.heads.medusa import load_medusa
     from paceline.train.job import Job, train
     from paceline.train.medusa import MedusaObjective
     from paceline.train.options import MedusaOptions

@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from paceline.draft.heads.torch_head import Head
+from paceline.models.heads.torch_head import Head
 from paceline.train.losses import DraftIds, Loss, StepLosses, cross_entropy, taught_losses
 from paceline.train.sequences import TargetStates
 

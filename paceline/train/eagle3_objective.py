@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from paceline.draft.heads.checkpoint import HeadCheckpoint, write_head
-from paceline.draft.heads.config import TargetName
+from paceline.models.heads.checkpoint import HeadCheckpoint, write_head
+from paceline.models.heads.config import TargetName
 from paceline.models.transformer import Transformer
 from paceline.train.batches import Batch
 from paceline.train.eagle3 import step_losses

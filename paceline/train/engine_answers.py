@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.core.params import SamplingParams
 from paceline.llm import LLM
-from paceline.verify.params import SamplingParams
 
 
 class EngineAnswerer:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.core.params import SamplingParams
 from paceline.llm import LLM
 from paceline.train.batches import Indices
 from paceline.train.examples import Examples
 from paceline.train.objective import NEW
-from paceline.verify.params import SamplingParams
 
 DRAFTED = 5  # tokens of a draft, in a chain
 TREE_NODES, TREE_BRANCHING = 16, 4  # of a tree that is as deep

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from paceline.draft.heads.config import TargetName
-from paceline.draft.heads.medusa import MedusaCheckpoint, MedusaConfig, write_medusa
-from paceline.draft.heads.torch_medusa import TorchMedusa
 from paceline.errors import ConfigError
+from paceline.models.heads.config import TargetName
+from paceline.models.heads.medusa import MedusaCheckpoint, MedusaConfig, write_medusa
+from paceline.models.heads.torch_medusa import TorchMedusa
 from paceline.models.transformer import Transformer
 from paceline.train.batches import Batch
 from paceline.train.examples import Examples

@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.draft.heads.checkpoint import HeadCheckpoint
-from paceline.draft.heads.config import HeadConfig, TargetName, usual_feature_layers
-from paceline.draft.heads.torch_head import Head, Shared, make_head
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
+from paceline.models.heads.checkpoint import HeadCheckpoint
+from paceline.models.heads.config import HeadConfig, TargetName, usual_feature_layers
+from paceline.models.heads.torch_head import Head, Shared, make_head
 from paceline.models.transformer import Transformer
 from paceline.train.options import Eagle3Options
 

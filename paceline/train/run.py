@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from paceline.draft.heads.config import TargetName
-from paceline.draft.heads.fingerprint import target_fingerprint
 from paceline.errors import ConfigError
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.heads.config import TargetName
+from paceline.models.heads.fingerprint import target_fingerprint
 from paceline.models.transformer import Transformer
 from paceline.train.batches import Indices
 from paceline.train.examples import Examples, answer_settings, read_examples

@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from paceline.core.verdict import Verdict
 from paceline.errors import BackendError
 from paceline.verify.kernels import uniforms
 from paceline.verify.logprobs import token_logprobs
@@ -22,7 +23,7 @@ from paceline.verify.noise import STREAM_ACCEPT, STREAM_RESIDUAL, lane
 from paceline.verify.pathwise import verify_pathwise
 from paceline.verify.rule_kernels import decide_by_block, decide_by_rejection, decide_by_traversal
 from paceline.verify.sampling import Workspace
-from paceline.verify.verdict import Case, Verdict
+from paceline.verify.verdict import Case
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.core.verdict import Logprob
 from paceline.errors import BackendError
 from paceline.verify.kernels import log_normalizer
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """One token's log-probability and its rank, 1 being the likeliest."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
 
 
 def token_logprobs(logits: npt.NDArray[np.float32], token: int, count: int) -> dict[int, Logprob]:

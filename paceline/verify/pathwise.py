@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.core.verdict import Logprob, Verdict
 from paceline.errors import BackendError
-from paceline.verify.logprobs import Logprob, token_logprobs
+from paceline.verify.logprobs import token_logprobs
 from paceline.verify.sampling import Workspace, unusable_logits
-from paceline.verify.verdict import Case, Verdict
+from paceline.verify.verdict import Case
 
 
 def verify_pathwise(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.constrain.constraint import Constraint
+from paceline.core.params import SamplingParams
 from paceline.errors import BackendError
 from paceline.verify.choosing import EVERY, best_candidates, choose_token, target_probabilities
-from paceline.verify.params import SamplingParams
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.draft.trees import Draws
-from paceline.verify.logprobs import Logprob
+from paceline.core.trees import Draws
+from paceline.core.verdict import Verdict
 from paceline.verify.sampling import Sampler, Workspace
 
 
@@ -29,20 +29,6 @@ class Case:
     # [1 + nodes] the tokens that the backend has chosen, -1 where it could not; then there are no logits
     chosen: Sequence[int] | None = None
 
-
-@dataclass(slots=True)  # not frozen: there is one for each request of every pass
-class Verdict:
-    """What a pass decided for one request. Nobody changes it."""
-
-    accepted: tuple[int, ...]  # nodes of the draft on the target's path, from the root down
-    # their tokens and the bonus token, or without it if the last of them ends the request; empty for a
-    # chunk that ends inside a prompt
-    tokens: tuple[int, ...]
-    logprobs: tuple[dict[int, Logprob], ...] = ()  # one per token, if asked
-    error: Exception | None = None  # the request cannot go on
-
-
-NOTHING = Verdict((), ())
 
 # One verdict for each case. Unusable logits are the error of their own case only.
 Rule = Callable[[Sequence[Case], Workspace], list[Verdict]]

@@ -6,15 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.backends.base import (
-    Backend,
-    Choices,
-    ForwardBatch,
-    ForwardOutput,
-    KeptFeatures,
-    KVPool,
-    chain_parents,
-)
+from paceline.backends.base import Backend
+from paceline.core.forward import Choices, ForwardBatch, ForwardOutput, KeptFeatures, KVPool, chain_parents
 
 
 class Driven:

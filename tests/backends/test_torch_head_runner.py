@@ -8,8 +8,8 @@ import torch
 
 from paceline.backends.torch_head_runner import TorchHeadRunner
 from paceline.models.transformer import attend
-from tests.draft.heads.driver import drive_heads, run_heads
-from tests.draft.heads.tiny_heads import CONFIGS, VOCAB, random_shared, torch_head
+from tests.models.heads.driver import drive_heads, run_heads
+from tests.models.heads.tiny_heads import CONFIGS, VOCAB, random_shared, torch_head
 
 LENGTH = 41
 KINDS = ("eagle3", "all flags", "eagle with bias")

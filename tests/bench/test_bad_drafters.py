@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.bench.engine_runner import Task, run_group
-from paceline.verify.params import SamplingParams
+from paceline.core.params import SamplingParams
 from tests.toy import toy_engine
 
 EXAMPLE = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "examples" / "bad_drafters.py")))

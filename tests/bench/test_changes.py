@@ -10,8 +10,8 @@ from paceline.bench.changes import Changes, Course, Moment, Phase, run_course
 from paceline.bench.changes_report import changes_page, show_changes
 from paceline.bench.engine_runner import Task
 from paceline.bench.machine import machine_facts
+from paceline.core.params import SamplingParams
 from paceline.draft.ngram import NgramDrafter
-from paceline.verify.params import SamplingParams
 from tests.toy import toy_engine
 
 STEP = 0.01  # seconds

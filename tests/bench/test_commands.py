@@ -10,10 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.bench.commands import app
-from paceline.bench.machine import cpu_name, has_amx, machine_facts
+from paceline.bench.machine import machine_facts
 from paceline.bench.tables import machine_notes
 from paceline.bench.timing import take_turns
 from paceline.errors import ConfigError
+from paceline.machine import cpu_name, has_amx
 
 
 def run(*arguments: str) -> str:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.base import ForwardBatch
 from paceline.bench.concurrency import Concurrency, measure_concurrency
 from paceline.bench.tables import concurrency_notes
 from paceline.bench.timing import Timing
+from paceline.core.forward import ForwardBatch
 from paceline.errors import ConfigError
 from tests.toy import ToyBackend, toy_engine
 

@@ -10,12 +10,12 @@ import pytest
 
 from paceline.bench.heads import HeadOptions, HeadRow, compare_head
 from paceline.bench.workloads import Prompt, Workload
-from paceline.draft.heads.checkpoint import write_head
 from paceline.errors import ConfigError
+from paceline.models.heads.checkpoint import write_head
 from tests.bench.test_commands import run_json
-from tests.draft.heads.driver import random_checkpoint
-from tests.draft.heads.tiny_heads import EAGLE3
 from tests.draft.test_draft_model_cpu import save_model
+from tests.models.heads.driver import random_checkpoint
+from tests.models.heads.tiny_heads import EAGLE3
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from paceline.bench.commands import app
 from paceline.bench.contest import usual_methods
 from paceline.bench.loading import bench_config
 from paceline.bench.plots import nice_ticks
-from paceline.engine.build import load_model
+from paceline.build import load_model
 from paceline.errors import ConfigError, PacelineError
 from tests.bench.test_commands import run
 

@@ -10,8 +10,8 @@ import pytest
 
 from paceline.bench.engine_runner import EngineRunner, Task
 from paceline.bench.profiles import Profile, closed, poisson, replay
+from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
-from paceline.verify.params import SamplingParams
 from tests.toy import toy_engine
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

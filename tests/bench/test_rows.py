@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.base import ForwardBatch
 from paceline.bench.rows import RowCosts, measure_rows
 from paceline.bench.timing import Timing
+from paceline.core.forward import ForwardBatch
 from paceline.errors import ConfigError
 from tests.toy import ToyBackend
 

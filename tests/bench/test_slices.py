@@ -19,9 +19,9 @@ from paceline.bench.slices import (
     alone,
     in_slices,
 )
+from paceline.core.params import SamplingParams
+from paceline.core.stats import StepStats
 from paceline.engine.engine import Delta, Engine
-from paceline.engine.stats import StepStats
-from paceline.verify.params import SamplingParams
 from tests.toy import toy_engine
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.base import ForwardBatch, ForwardOutput
 from paceline.bench.client import Answer, Server
 from paceline.bench.gauges import Gauges
 from paceline.bench.load import Asked
@@ -17,6 +16,7 @@ from paceline.bench.soak import Sample, Soak, SoakOptions, memory_slope, run_soa
 from paceline.bench.soak_tables import soak_facts, soak_notes, soak_table
 from paceline.bench.traffic import KINDS, essence, mixed_traffic
 from paceline.bench.workloads import Prompt
+from paceline.core.forward import ForwardBatch, ForwardOutput
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from tests.serve.running import serving

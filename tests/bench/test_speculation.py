@@ -23,11 +23,11 @@ from paceline.bench.speculation_rows import rows
 from paceline.bench.speculation_tables import show_contest
 from paceline.bench.turns import Answer, Turn
 from paceline.constrain import StructuredOutputsParams
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request, SpeculativeCounts
+from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter
-from paceline.draft.trees import DraftPlan, DraftTrees
-from paceline.engine.request import Request, SpeculativeCounts
 from paceline.errors import ConfigError
-from paceline.verify.params import SamplingParams
 from tests.toy import toy_engine
 
 

@@ -13,8 +13,8 @@ from paceline.bench import peers
 from paceline.bench.contestants import Generation
 from paceline.bench.engine_runner import Task
 from paceline.bench.peers import LOOKUP_TOKENS, PeerOptions, measure_peer, parse_peers, peer_row
+from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
-from paceline.verify.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
 TASKS = [Task("one", "a", [3, 4, 5], GREEDY), Task("two", "a", [6, 7], GREEDY)]

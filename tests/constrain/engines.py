@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 from paceline.control.controller import FixedController
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
+from paceline.core.trees import DraftPlan
 from paceline.draft.base import Drafter
 from paceline.draft.hybrid import HybridDrafter, HybridOptions
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.suffix import SuffixDrafter, SuffixOptions
-from paceline.draft.trees import DraftPlan
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
-from paceline.engine.request import Request
-from paceline.verify.params import SamplingParams
 from paceline.verify.rules import RULES
 from tests.constrain.walks import GRAMMARS, TOKENIZER
 from tests.toy import ToyBackend, drain

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from paceline.control.controller import FixedController
-from paceline.draft.trees import DraftPlan
-from paceline.verify.params import SamplingParams
+from paceline.core.params import SamplingParams
+from paceline.core.trees import DraftPlan
 from paceline.verify.rules import RULES
 from tests.constrain.engines import VOCAB, make_engine, requests, result, served
 from tests.lossless.test_classic_in_engine import CLASSIC, SHAPES, HazyDrafter

@@ -11,10 +11,10 @@ import pytest
 
 from paceline.constrain import GrammarCompiler, GrammarLimits
 from paceline.control.controller import FixedController
-from paceline.draft.trees import DraftPlan
+from paceline.core.params import SamplingParams
+from paceline.core.trees import DraftPlan
 from paceline.errors import RequestError
 from paceline.verify.logprobs import token_logprobs
-from paceline.verify.params import SamplingParams
 from tests.constrain.engines import PLANS, VOCAB, make_engine, requests, result, served
 from tests.constrain.walks import CALL, TOKENIZER
 from tests.toy import ScriptedDrafter, ToyBackend, drain

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from paceline.constrain.constraint import Constraint
-from paceline.engine.request import Request
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
 from paceline.errors import GrammarError
-from paceline.verify.params import SamplingParams
 from paceline.verify.sampling import Sampler
 from tests.constrain.engines import PLANS, TOKENIZER, VOCAB, make_engine, requests, result, served
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from paceline.control.controller import Controller, Load
 from paceline.control.cost import StepCosts
-from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
-from paceline.engine.stats import DraftCall, DraftFacts, StepStats
+from paceline.core.stats import DraftCall, DraftFacts, StepStats
+from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 
 MEASURED = (1, 2, 4, 8, 9, 16, 17, 32, 64)
 

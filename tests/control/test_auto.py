@@ -17,7 +17,7 @@ from paceline.control.controller import Load
 from paceline.control.cost import StepCosts
 from paceline.control.decision import DecisionLog
 from paceline.control.memory import Memory
-from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees, Draws
+from paceline.core.trees import PLAIN, DraftPlan, DraftTrees, Draws
 from tests.control.simulation import (
     Always,
     SimulatedDrafter,

@@ -10,7 +10,7 @@ import pytest
 from paceline.control.choice import Batch, Choice, Market, PassPrices, Prospect, worth_verifying
 from paceline.control.cost import StepCosts
 from paceline.control.draft_cost import DraftCosts
-from paceline.engine.stats import DraftCall
+from paceline.core.stats import DraftCall
 
 FLAT = StepCosts([1, 64], [0.004, 0.0041])
 LINEAR = StepCosts([1, 64], [0.004, 4 * 0.064])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.control.draft_cost import DraftCosts
-from paceline.engine.stats import DraftCall
+from paceline.core.stats import DraftCall
 
 
 def costs_of(*drafters: str) -> DraftCosts:

@@ -9,12 +9,12 @@ import pytest
 from paceline.config import EngineConfig
 from paceline.control.auto import AutoController
 from paceline.control.cost import StepCosts
+from paceline.core.params import SamplingParams
+from paceline.core.trees import DraftPlan
 from paceline.draft.methods import parse_speculative_config
-from paceline.draft.trees import DraftPlan
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
-from paceline.verify.params import SamplingParams
 from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, ToyTokenizer, drain, toy_engine
 
 PROMPTS = [[3 + index, 9, 33, 71 - index] for index in range(5)]

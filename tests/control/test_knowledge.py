@@ -8,7 +8,7 @@ import pytest
 
 from paceline.control.draft_cost import LATE
 from paceline.control.knowledge import Knowledge
-from paceline.draft.trees import DraftPlan
+from paceline.core.trees import DraftPlan
 from tests.control.simulation import SimulatedCounts, SimulatedRequest, World
 
 PROMPT = 99  # tokens of a request's prompt

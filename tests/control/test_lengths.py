@@ -9,8 +9,8 @@ import pytest
 from paceline.control.controller import Load
 from paceline.control.decision import Decision
 from paceline.control.lengths import ChainChances, LengthController
-from paceline.draft.trees import PLAIN, DraftPlan
-from paceline.engine.stats import DraftFacts, StepStats
+from paceline.core.stats import DraftFacts, StepStats
+from paceline.core.trees import PLAIN, DraftPlan
 from tests.control.simulation import SimulatedDrafter, SimulatedRequest, Step, World
 
 LENGTHS = [plan.levels for plan in LengthController("eagle3", 7).plans_ahead()]

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.backends.base import ForwardBatch, ForwardOutput
 from paceline.control.measure import SECONDS, measure_steps, step_costs
 from paceline.control.memory import Memory
+from paceline.core.forward import ForwardBatch, ForwardOutput
 from tests.toy import ToyBackend
 
 

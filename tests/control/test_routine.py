@@ -11,7 +11,7 @@ from paceline.control.calibration import Calibration
 from paceline.control.choice import Batch, PassPrices
 from paceline.control.cost import StepCosts
 from paceline.control.routine import Judge
-from paceline.draft.trees import DraftTrees, Draws
+from paceline.core.trees import DraftTrees, Draws
 
 RATE = 250.0
 

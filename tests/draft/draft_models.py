@@ -8,17 +8,18 @@ from functools import partial
 
 import numpy as np
 
-from paceline.backends.base import Float32Array
 from paceline.control.controller import Controller, Load
+from paceline.core.arrays import Float32Array
+from paceline.core.request import Request
+from paceline.core.tree_shapes import ROOT
+from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling
 from paceline.draft.draft_cache import Context, SharedPages
 from paceline.draft.draft_model import DraftModelDrafter
-from paceline.draft.growth import ROOT, GrowingTree, make_tree, merged
-from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
+from paceline.draft.growth import GrowingTree, make_tree, merged
 from paceline.draft.vocabulary import Vocabulary
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
-from paceline.engine.request import Request
 from paceline.kv.cache import KVCache
 from tests.toy import VOCAB, ToyBackend, ToyTokenizer, scribble_free_pages
 

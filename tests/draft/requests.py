@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from paceline.engine.request import Request
-from paceline.verify.params import SamplingParams
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
 from paceline.verify.sampling import Sampler
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.core.params import SamplingParams
+from paceline.core.trees import PLAIN
 from paceline.draft.base import DraftSampling
-from paceline.draft.trees import PLAIN
-from paceline.verify.params import SamplingParams
 from tests.draft.draft_models import (
     MIXED,
     AgainstReference,

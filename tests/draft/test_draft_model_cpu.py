@@ -9,16 +9,16 @@ import tokenizers
 
 from paceline import LLM
 from paceline.backends.cpu import CpuBackend
+from paceline.core.params import SamplingParams
+from paceline.core.trees import PLAIN
 from paceline.draft.base import DraftSampling
 from paceline.draft.draft_cache import SharedPages
 from paceline.draft.draft_model import DraftModelDrafter
-from paceline.draft.trees import PLAIN
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.models.registry import load_checkpoint
 from paceline.models.tokenizer import byte_alphabet
-from paceline.verify.params import SamplingParams
 from tests.draft.draft_models import MIXED, AgainstFresh, Plans, chain, same_ids, tree
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engine.test_exactness_cpu import requests as cpu_requests

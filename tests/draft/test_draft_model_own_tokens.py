@@ -11,11 +11,11 @@ from functools import partial
 import numpy as np
 import pytest
 
+from paceline.core.params import SamplingParams
 from paceline.draft.base import DraftSampling
 from paceline.draft.draft_model import DraftModelDrafter
 from paceline.draft.own_pages import OwnPages
 from paceline.draft.vocabulary import vocabulary_intersection
-from paceline.verify.params import SamplingParams
 from tests.draft.draft_models import MIXED, chain, drafting_engine, tree
 from tests.draft.test_draft_model import alone, counts  # noqa: F401
 from tests.draft.test_vocabulary import Texts

@@ -8,11 +8,11 @@ from itertools import product
 import numpy as np
 import pytest
 
+from paceline.core.params import SamplingParams
 from paceline.draft import model_drafter
 from paceline.draft.base import DraftSampling
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
-from paceline.verify.params import SamplingParams
 from paceline.verify.rules import RULES
 from tests.draft.draft_models import HazyToy, Plans, chain, toy_drafter, tree
 from tests.toy import ToyBackend, ToyTokenizer

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from paceline.control.controller import Controller
+from paceline.core.params import SamplingParams
+from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling
-from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
-from paceline.verify.params import SamplingParams
 from tests.draft.draft_models import Plans
-from tests.draft.heads.toy_head import chain, drain, eagle_engine, toy_eagle, tree
 from tests.engine.test_exactness import prompt, requests, result
+from tests.models.heads.toy_head import chain, drain, eagle_engine, toy_eagle, tree
 from tests.toy import VOCAB, ToyBackend, toy_engine
 from tests.toy import drain as drain_plain
 

@@ -12,25 +12,25 @@ import pytest
 
 from paceline import LLM
 from paceline.backends.cpu import CpuBackend
+from paceline.backends.options import BackendOptions
 from paceline.backends.torch_backend import kv_places
-from paceline.config import BackendOptions
+from paceline.core.params import SamplingParams
+from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling, Target
 from paceline.draft.eagle import Eagle3Drafter, EagleDrafter, HeadDrafter
 from paceline.draft.head_options import EagleOptions
-from paceline.draft.heads.checkpoint import write_head
-from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.kv.cache import KVCache
+from paceline.models.heads.checkpoint import write_head
 from paceline.models.registry import load_checkpoint
-from paceline.verify.params import SamplingParams
 from tests.backends.driver import Driven, run
 from tests.draft.draft_models import Plans
-from tests.draft.heads.driver import random_checkpoint
-from tests.draft.heads.tiny_heads import CONFIGS, EAGLE3
 from tests.draft.test_draft_model_cpu import requests, results, save_model
 from tests.engine.test_exactness_cpu import Tokenizer
+from tests.models.heads.driver import random_checkpoint
+from tests.models.heads.tiny_heads import CONFIGS, EAGLE3
 from tests.tiny import VOCAB_SIZE, save_checkpoint
 
 ROWS = 64

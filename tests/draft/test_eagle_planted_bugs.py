@@ -7,14 +7,14 @@ import traceback
 import numpy as np
 import pytest
 
+from paceline.core.request import Request
+from paceline.core.trees import PLAIN
 from paceline.draft.eagle import GuessedTree, HeadPasses
 from paceline.draft.head_pages import HeadPages
-from paceline.draft.trees import PLAIN
-from paceline.engine.request import Request
 from tests import toy
-from tests.draft.heads import toy_head
-from tests.draft.heads.toy_head import chain, drain, eagle_engine, toy_eagle, tree
 from tests.engine.test_exactness import requests
+from tests.models.heads import toy_head
+from tests.models.heads.toy_head import chain, drain, eagle_engine, toy_eagle, tree
 
 
 def shifted_features(plant):

@@ -12,31 +12,31 @@ import pytest
 import torch
 
 from paceline import LLM
+from paceline.backends.options import BackendOptions
 from paceline.backends.torch_backend import TorchBackend
-from paceline.config import BackendOptions
+from paceline.core.params import SamplingParams
+from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.eagle import Eagle3Drafter, EagleDrafter
 from paceline.draft.growth import make_tree, merged
 from paceline.draft.head_options import EagleOptions
-from paceline.draft.heads import shipped
-from paceline.draft.heads.checkpoint import HeadCheckpoint, write_head
-from paceline.draft.heads.config import TargetName
-from paceline.draft.heads.fingerprint import target_fingerprint
-from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.errors import PacelineError
+from paceline.models.heads import shipped
+from paceline.models.heads.checkpoint import HeadCheckpoint, write_head
+from paceline.models.heads.config import TargetName
+from paceline.models.heads.fingerprint import target_fingerprint
 from paceline.models.registry import load_checkpoint
 from paceline.models.transformer import attend
-from paceline.verify.params import SamplingParams
 from tests.backends.driver import drive, run
 from tests.draft.draft_models import Plans, path_of
-from tests.draft.heads.driver import random_checkpoint
-from tests.draft.heads.tiny_heads import CONFIGS, EAGLE3
 from tests.draft.test_draft_model_cpu import save_model
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engine.test_exactness_cpu import requests as all_requests
+from tests.models.heads.driver import random_checkpoint
+from tests.models.heads.tiny_heads import CONFIGS, EAGLE3
 from tests.tiny import VOCAB_SIZE, save_checkpoint
 
 ROWS = 64

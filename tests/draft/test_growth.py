@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from paceline.core.params import SamplingParams
+from paceline.core.tree_shapes import ROOT, static_shape
+from paceline.core.trees import DraftPlan
 from paceline.draft.draft_cache import Context
-from paceline.draft.growth import ROOT, ChosenTree, DrawnTree, Scales, static_shape
-from paceline.draft.trees import DraftPlan
+from paceline.draft.growth import ChosenTree, DrawnTree, Scales
 from paceline.engine.admission import Limits, make_requests
-from paceline.verify.params import SamplingParams
 from paceline.verify.sampling import Workspace
 from tests.draft.draft_models import path_of, same_ids
 from tests.toy import VOCAB, ToyBackend, ToyTokenizer

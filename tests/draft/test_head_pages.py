@@ -10,7 +10,7 @@ import pytest
 from paceline.draft.draft_cache import Context
 from paceline.draft.head_pages import HeadPages
 from paceline.kv.cache import KVCache
-from tests.draft.heads.toy_head import ToyHeadRunner
+from tests.models.heads.toy_head import ToyHeadRunner
 from tests.toy import ToyBackend
 
 SIZE = 4  # of a page

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from paceline.backends.ahead import LookUp
+from paceline.core.trees import DraftPlan, DraftTrees, Draws
 from paceline.draft.base import DrafterNeeds, DraftSampling
 from paceline.draft.hybrid import HybridDrafter, union
 from paceline.draft.methods import parse_speculative_config
 from paceline.draft.suffix import SuffixDrafter
-from paceline.draft.trees import DraftPlan, DraftTrees, Draws
 from paceline.errors import ConfigError
 from tests.draft.requests import make_request
 from tests.engine.test_exactness import requests, result

@@ -10,18 +10,18 @@ import pytest
 
 from paceline import LLM
 from paceline.backends.cpu import CpuBackend
+from paceline.backends.options import BackendOptions
 from paceline.backends.torch_backend import TorchBackend
-from paceline.config import BackendOptions
+from paceline.core.params import SamplingParams
+from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling, Target
 from paceline.draft.draft_cache import SharedPages, TargetPages
 from paceline.draft.draft_model import DraftModelDrafter
 from paceline.draft.layerskip import LayerSkipDrafter, LayerSkipOptions, usual_exit_layer
 from paceline.draft.methods import parse_speculative_config
-from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.errors import ConfigError
 from paceline.models.layout import expected_tensors
 from paceline.models.registry import load_checkpoint
-from paceline.verify.params import SamplingParams
 from tests.backends.driver import drive
 from tests.backends.driver import run as run_pass
 from tests.draft.draft_models import AgainstFresh, HazyToy, drafting_engine, same_ids

@@ -10,28 +10,28 @@ import pytest
 import torch
 
 from paceline import LLM
+from paceline.backends.options import BackendOptions
 from paceline.backends.torch_backend import TorchBackend
-from paceline.config import BackendOptions
+from paceline.core.params import SamplingParams
+from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.growth import make_tree, merged
 from paceline.draft.head_options import HeadOptions
-from paceline.draft.heads.config import TargetName
-from paceline.draft.heads.medusa import NumpyMedusa, load_medusa, write_medusa
 from paceline.draft.medusa import MedusaDrafter
 from paceline.draft.ranked import make_ranked_tree
-from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
+from paceline.models.heads.config import TargetName
+from paceline.models.heads.medusa import NumpyMedusa, load_medusa, write_medusa
 from paceline.models.registry import load_checkpoint
-from paceline.verify.params import SamplingParams
 from tests.backends.driver import drive, run
 from tests.draft.draft_models import Plans
-from tests.draft.heads.test_medusa_heads import CONFIG, random_medusa
 from tests.draft.test_draft_model_cpu import save_model
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engine.test_exactness_cpu import requests as all_requests
+from tests.models.heads.test_medusa_heads import CONFIG, random_medusa
 from tests.tiny import VOCAB_SIZE, save_checkpoint
 
 ROWS = 64

@@ -12,25 +12,25 @@ from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
 
 from paceline import LLM
 from paceline.backends.cpu import CpuBackend, CpuHeadRunner
+from paceline.backends.options import BackendOptions
 from paceline.backends.torch_backend import TorchBackend
 from paceline.backends.torch_head_runner import TorchHeadRunner
-from paceline.config import BackendOptions
 from paceline.control.controller import FixedController
+from paceline.core.params import SamplingParams
+from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import DraftSampling, Target
-from paceline.draft.heads.mtp import mtp_head
 from paceline.draft.mtp import MtpDrafter, MtpOptions
-from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.errors import PacelineError
+from paceline.models.heads.mtp import mtp_head
 from paceline.models.registry import load_checkpoint
-from paceline.verify.params import SamplingParams
 from tests.backends.driver import drive, run
-from tests.draft.heads.driver import drive_heads, run_heads
 from tests.draft.mimo import PREFIX, Block, make_mimo, random_mimo
 from tests.draft.test_draft_model_cpu import results, save_model
 from tests.draft.test_eagle_cpu import ROWS, AgainstFresh, run_engine
 from tests.engine.test_exactness_cpu import Tokenizer
+from tests.models.heads.driver import drive_heads, run_heads
 from tests.tiny import VOCAB_SIZE, random_model
 
 LENGTH = 21

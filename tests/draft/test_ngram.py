@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.trees import DraftPlan
 from paceline.draft.ngram import NgramDrafter
-from paceline.draft.trees import DraftPlan
 from paceline.errors import ConfigError
 from tests.draft import reference
 from tests.draft.requests import chains, make_request

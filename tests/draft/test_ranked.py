@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from paceline.core.tree_shapes import ROOT
+from paceline.core.trees import DraftPlan
 from paceline.draft.base import DraftSampling
-from paceline.draft.growth import ROOT, Scales, merged
+from paceline.draft.growth import Scales, merged
 from paceline.draft.ranked import make_ranked_tree, shape_of
-from paceline.draft.trees import DraftPlan
 from paceline.draft.vocabulary import trimmed_vocabulary
 from paceline.verify.sampling import Workspace
 from tests.draft.test_growth import context_of, request_of

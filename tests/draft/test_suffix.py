@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.trees import DraftPlan
 from paceline.draft import suffix_store
 from paceline.draft.matching import GAP, NOBODY, SHARED
 from paceline.draft.suffix import LEVELS, SuffixDrafter
 from paceline.draft.suffix_store import USUAL_RESPONSE, ResponseCache
-from paceline.draft.trees import DraftPlan
 from paceline.errors import ConfigError
 from tests.draft import reference
 from tests.draft.requests import chains, make_request

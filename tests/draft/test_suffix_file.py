@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline.core.trees import DraftPlan
 from paceline.draft.matching import GAP
 from paceline.draft.suffix import SuffixDrafter
 from paceline.draft.suffix_store import fingerprint_of
-from paceline.draft.trees import DraftPlan
 from paceline.errors import ConfigError
 from tests.draft.requests import chains, make_request
 from tests.toy import VOCAB, ToyTokenizer, toy_engine

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from paceline.backends.ahead import LookUp
 from paceline.control.controller import Controller, FixedController, Load
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
+from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import Drafter, DrafterNeeds
 from paceline.draft.ngram import NgramDrafter
-from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.engine.ahead import MOST_DRAFTS
 from paceline.engine.engine import Engine
-from paceline.engine.request import Request
-from paceline.verify.params import SamplingParams
 from tests.engine.test_exactness import prompt
 from tests.toy import ScriptedDrafter, ToyBackend, drain, scribble_free_pages, toy_engine
 

@@ -6,10 +6,10 @@ import pytest
 
 from paceline.backends.ahead import LookUp
 from paceline.control.controller import FixedController
+from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import DrafterNeeds
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.suffix import SuffixDrafter, SuffixOptions
-from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.engine.drafting import LED_PASSES
 from paceline.engine.leads import MOST_ASKED
 from paceline.engine.turns import Turns

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from paceline.control.controller import Controller
+from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.ngram import NgramDrafter
-from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.engine import ahead
 from paceline.engine.turns import Turns
 from tests.engine.test_ahead import params

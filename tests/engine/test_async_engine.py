@@ -10,14 +10,14 @@ from typing import TypeVar
 
 import pytest
 
-from paceline.backends.base import ForwardBatch, ForwardOutput
+from paceline.core.forward import ForwardBatch, ForwardOutput
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
+from paceline.core.stats import StepStats
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Delta, Engine
-from paceline.engine.request import Request
-from paceline.engine.stats import StepStats
 from paceline.engine.stream import Stream
 from paceline.errors import OverloadedError, RequestError, UnavailableError
-from paceline.verify.params import SamplingParams
 from tests.toy import ENDLESS, OneByOne, ToyBackend, ToyTokenizer, drain, roomy_engine, toy_engine
 
 Result = TypeVar("Result")

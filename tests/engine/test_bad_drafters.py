@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
+from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import DrafterNeeds
-from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.engine.async_engine import AsyncEngine
-from paceline.engine.request import Request
-from paceline.verify.params import SamplingParams
 from tests.engine.test_async_engine import text_of
 from tests.serve.running import Gate, serving, until
 from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, ToyTokenizer, drain, toy_engine

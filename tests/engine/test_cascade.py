@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from paceline.control.controller import Controller, FixedController
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
+from paceline.core.schedule import Scheduled
+from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter
-from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
-from paceline.engine.request import Request
-from paceline.engine.scheduler import Scheduled
-from paceline.verify.params import SamplingParams
 from tests.engine.test_speculative_facts import IDS, PLAIN_OUTPUT, truth
 from tests.toy import VOCAB, ToyBackend, ToyTokenizer, drain
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.verify.params import SamplingParams
+from paceline.core.params import SamplingParams
 from tests.engine.test_exactness import OPTIONS, prompt
 from tests.toy import ScriptedDrafter, ToyBackend, drain, toy_engine
 

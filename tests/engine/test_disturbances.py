@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.backends.base import ForwardBatch, ForwardOutput
 from paceline.control.controller import FixedController
-from paceline.draft.trees import DraftPlan
+from paceline.core.forward import ForwardBatch, ForwardOutput
+from paceline.core.trees import DraftPlan
 from paceline.engine.engine import Engine
 from tests.engine.test_ahead import REQUESTS, Changing, Hosted, LookedUp, expected, outcome
 from tests.toy import ScriptedDrafter, ToyBackend, ToyPool, drain, scribble_free_pages, toy_engine

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.core.params import SamplingParams
 from paceline.errors import RequestError
-from paceline.verify.params import SamplingParams
 from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, drain, toy_engine
 
 IDS = [5, 6, 7]

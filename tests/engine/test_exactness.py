@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.verify.params import SamplingParams
+from paceline.core.params import SamplingParams
 from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, drain, toy_engine
 
 OPTIONS = [

@@ -7,11 +7,11 @@ import pytest
 
 from paceline.backends.cpu import CpuBackend
 from paceline.control.controller import FixedController
-from paceline.draft.trees import DraftPlan
+from paceline.core.params import SamplingParams
+from paceline.core.trees import DraftPlan
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.models.registry import load_checkpoint
-from paceline.verify.params import SamplingParams
 from tests.tiny import VOCAB_SIZE, save_checkpoint
 from tests.toy import ScriptedDrafter, ToyTokenizer
 

@@ -14,10 +14,10 @@ import pytest
 from paceline.control import acceptance, knowledge, segments
 from paceline.control.auto import AutoController
 from paceline.control.cost import StepCosts
+from paceline.core.params import SamplingParams
+from paceline.core.trees import DraftPlan
 from paceline.draft.suffix import SuffixDrafter
-from paceline.draft.trees import DraftPlan
 from paceline.engine.engine import Engine
-from paceline.verify.params import SamplingParams
 from tests.growth import grown, lengths
 from tests.toy import VOCAB, ToyBackend, toy_engine
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from paceline.core.params import SamplingParams
 from paceline.engine.batch import BatchBuilder
 from paceline.kv.cache import KVCache
 from paceline.kv.pages import PagePool
-from paceline.verify.params import SamplingParams
 from tests.toy import VOCAB, ScriptedDrafter, drain, toy_engine
 
 

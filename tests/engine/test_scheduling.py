@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.core.params import SamplingParams
+from paceline.core.trees import PLAIN, DraftPlan
 from paceline.engine.scheduler import Scheduler
-from paceline.verify.params import SamplingParams
 from tests.toy import ScriptedDrafter, ToyBackend, drain, toy_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

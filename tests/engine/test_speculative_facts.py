@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import pytest
 
 from paceline.control.controller import FixedController
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
+from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter
-from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.engine.outputs import request_output
-from paceline.engine.request import Request
 from paceline.errors import RequestError
 from paceline.kv.pages import pages_for
-from paceline.verify.params import SamplingParams
 from tests.toy import VOCAB, ToyBackend, ToyTokenizer, drain, toy_engine
 
 IDS = [5, 9, 33, 71]

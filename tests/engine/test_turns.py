@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.engine.stats import StepStats
+from paceline.core.stats import StepStats
 from paceline.engine.turns import EXPECTED, MOST_LOST, USUAL, Turns
 
 LEVELS = 5

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.backends.base import DeviceMemory
+from paceline.core.forward import DeviceMemory
 from paceline.errors import ConfigError
 from paceline.kv import sizing
 from paceline.kv.cache import KVCache

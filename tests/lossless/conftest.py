@@ -6,8 +6,8 @@ from itertools import cycle
 
 import pytest
 
+from paceline.build import LoadedModel, load_model
 from paceline.config import EngineConfig
-from paceline.engine.build import LoadedModel, load_model
 from tests.lossless.prompts import PROMPTS
 from tests.lossless.subject import (
     SAMPLINGS,

@@ -6,9 +6,9 @@ from functools import cache
 
 import numpy as np
 
-from paceline.draft.trees import Draws
+from paceline.core.params import SamplingParams
+from paceline.core.trees import Draws
 from paceline.verify.classic import open_draft
-from paceline.verify.params import SamplingParams
 from paceline.verify.reference_rules import Drafted
 from paceline.verify.sampling import Sampler, Workspace
 from paceline.verify.verdict import Case

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from paceline.backends.cpu.isa import ISA
+from paceline.build import LoadedModel, build_engine
 from paceline.config import EngineConfig
-from paceline.draft.heads.medusa import MedusaCheckpoint, MedusaConfig, write_medusa
-from paceline.engine.build import LoadedModel, build_engine
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
 from paceline.engine.engine import Engine
-from paceline.engine.request import Request
+from paceline.models.heads.medusa import MedusaCheckpoint, MedusaConfig, write_medusa
 from paceline.models.registry import load_checkpoint, resolve
 from paceline.models.safetensors_writer import encode
-from paceline.verify.params import SamplingParams
 
 # every option of sampling is somewhere; ids of the bias are frequent tokens of any byte-level vocabulary
 SAMPLINGS: dict[str, dict[str, Any]] = {

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.bench.workloads import load_workload
+from paceline.build import LoadedModel, load_model
 from paceline.config import EngineConfig
-from paceline.engine.build import LoadedModel, load_model
 from paceline.engine.engine import Engine
 from tests.lossless.subject import PLANS, SAMPLINGS, Case, Outcome, Truth, drafters, make_engine, run
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from paceline.control.controller import FixedController
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
+from paceline.core.trees import DraftPlan, DraftTrees, Draws
 from paceline.draft.base import Drafter
-from paceline.draft.trees import DraftPlan, DraftTrees, Draws
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
-from paceline.engine.request import Request
 from paceline.verify.draws import draw
 from paceline.verify.logprobs import token_logprobs
 from paceline.verify.noise import STREAM_DRAFT
-from paceline.verify.params import SamplingParams
 from paceline.verify.rules import RULES
 from tests.toy import VOCAB, ToyBackend, ToyTokenizer, drain
 

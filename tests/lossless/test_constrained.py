@@ -10,10 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from paceline.engine.build import LoadedModel
+from paceline.build import LoadedModel
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
 from paceline.engine.engine import Engine
-from paceline.engine.request import Request
-from paceline.verify.params import SamplingParams
 from tests.lossless.conftest import MODEL
 from tests.lossless.prompts import EXTRACT
 from tests.lossless.subject import PLANS, Configs, Outcome, make_engine

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from paceline.constrain.pruning import Draft, fit_draft
-from paceline.draft.trees import Draws
+from paceline.core.params import SamplingParams
+from paceline.core.trees import Draws
 from paceline.verify.classic import open_draft
-from paceline.verify.params import SamplingParams
 from paceline.verify.reference_rules import Drafted, block, rejection, traversal
 from paceline.verify.sampling import Sampler, Workspace
 from paceline.verify.verdict import Case

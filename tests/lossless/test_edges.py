@@ -14,14 +14,15 @@ import pytest
 
 from paceline import LLM, SamplingParams
 from paceline.control.controller import Controller, Load
-from paceline.draft.base import Drafter, Features
+from paceline.core.features import Features
+from paceline.core.request import Request
+from paceline.core.trees import DraftPlan, DraftTrees
+from paceline.core.verdict import Verdict
+from paceline.draft.base import Drafter
 from paceline.draft.ngram import NgramDrafter
-from paceline.draft.trees import DraftPlan, DraftTrees
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
-from paceline.engine.request import Request
 from paceline.errors import ConfigError, RequestError
-from paceline.verify.verdict import Verdict
 from tests.models.files import config_of, random_tensors, write_gguf
 from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, ToyTokenizer, drain, toy_engine
 

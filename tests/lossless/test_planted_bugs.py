@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.build import LoadedModel
 from paceline.control.controller import FixedController
-from paceline.draft.trees import DraftPlan
+from paceline.core.trees import DraftPlan
+from paceline.core.verdict import Verdict
 from paceline.engine.admission import Limits
 from paceline.engine.batch import BatchBuilder
-from paceline.engine.build import LoadedModel
 from paceline.engine.engine import Engine
 from paceline.kv.cache import KVCache
 from paceline.verify.pathwise import verify_pathwise
 from paceline.verify.sampling import Sampler, Workspace
 from paceline.verify.verdict import Case as VerifiedCase
-from paceline.verify.verdict import Rule, Verdict
+from paceline.verify.verdict import Rule
 from tests.lossless.conftest import TOKENS
 from tests.lossless.subject import Case, Outcome, Truth, run
 from tests.planted import Plant

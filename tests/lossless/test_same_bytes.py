@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.engine.build import LoadedModel
+from paceline.build import LoadedModel
 from paceline.engine.engine import Engine
 from tests.lossless.conftest import MODEL, TOKENS
 from tests.lossless.subject import PLANS, SAMPLINGS, Case, Configs, Outcome, Truth, drafters, make_engine, run

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from paceline.backends.base import Float32Array
 from paceline.control.controller import FixedController
+from paceline.core.arrays import Float32Array
 from paceline.engine.admission import Limits
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Engine

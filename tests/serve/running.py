@@ -16,7 +16,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from paceline.backends.base import ForwardBatch, ForwardOutput
+from paceline.core.forward import ForwardBatch, ForwardOutput
 from paceline.engine.engine import Engine
 from paceline.serve.logs import set_up_logs
 from paceline.serve.options import ServeOptions

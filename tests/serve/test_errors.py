@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies
 
-from paceline.backends.base import ForwardBatch, ForwardOutput
+from paceline.core.forward import ForwardBatch, ForwardOutput
 from paceline.errors import OverloadedError, UnavailableError
 from paceline.serve.bodies import parse_json
 from tests.serve.api import Api

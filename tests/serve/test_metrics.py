@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.core.params import SamplingParams
+from paceline.core.stats import ControlFacts, DraftFacts, StepStats
 from paceline.engine.engine import Engine
-from paceline.engine.stats import ControlFacts, DraftFacts, StepStats
 from paceline.serve.metrics import HISTOGRAMS, OTHER, Histogram, Metrics
 from paceline.serve.metrics_page import Page
 from paceline.terminal.flags import SERVER
-from paceline.verify.params import SamplingParams
 from tests.serve.running import Client, serving
 from tests.toy import ENDLESS, ScriptedDrafter, ToyBackend, ToyTokenizer, drain, roomy_engine, toy_engine
 

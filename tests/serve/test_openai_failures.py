@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from paceline.backends.base import ForwardBatch, ForwardOutput
+from paceline.core.forward import ForwardBatch, ForwardOutput
 from tests.serve.running import serving
 from tests.toy import ToyBackend, toy_engine
 

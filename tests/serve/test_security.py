@@ -89,7 +89,7 @@ def test_the_server_listens_on_loopback_unless_told_otherwise() -> None:
 
 def test_no_code_is_loaded_from_checkpoints() -> None:
     assert used(r"torch\.(jit\.load|hub\.)") == []
-    assert [place for place, _ in used(r"torch\.load$")] == ["draft/heads/checkpoint.py: torch.load"]
+    assert [place for place, _ in used(r"torch\.load$")] == ["models/heads/checkpoint.py: torch.load"]
     for place, node in used(r"torch\.load$"):
         assert isinstance(node, ast.Call)
         assert {word.arg: ast.unparse(word.value) for word in node.keywords}["weights_only"] == "True", place

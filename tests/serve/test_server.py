@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from paceline.backends.cpu.backend import CpuBackend
+from paceline.build import build_engine
 from paceline.config import EngineConfig
-from paceline.engine.build import build_engine
+from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
 from paceline.serve.options import ServeOptions
 from paceline.serve.server import allow_files, load, model_names
-from paceline.verify.params import SamplingParams
 from tests.draft.test_draft_model_cpu import save_model
 
 

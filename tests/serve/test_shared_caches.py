@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from paceline.core.params import SamplingParams
 from paceline.draft.base import Drafter
 from paceline.draft.hybrid import HybridDrafter, HybridOptions
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.suffix import SuffixDrafter, SuffixOptions
 from paceline.engine.engine import Engine
-from paceline.verify.params import SamplingParams
 from tests.serve.running import Client, serving
 from tests.toy import drain, toy_engine
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.constrain.compiler import GrammarCompiler
-from paceline.constrain.params import StructuredOutputsParams
+from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.errors import GrammarError, RequestError
 from paceline.models.tokenizer import Tokenizer
 from paceline.serve.tools import FORMATS, Tool, Toolbox, ToolChoice, ToolPlan

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from paceline.draft.heads.config import HeadConfig
-from paceline.draft.heads.torch_head import Head, Shared, make_head
 from paceline.models.config import RopeConfig
+from paceline.models.heads.config import HeadConfig
+from paceline.models.heads.torch_head import Head, Shared, make_head
 from paceline.models.transformer import Transformer
 from tests import tiny
 

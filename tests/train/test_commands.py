@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.draft.heads.checkpoint import load_head
-from paceline.draft.heads.medusa import load_medusa
+from paceline.models.heads.checkpoint import load_head
+from paceline.models.heads.medusa import load_medusa
 from paceline.models.registry import load_checkpoint
 from paceline.terminal.flags import Group
 from paceline.train import job

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.draft.heads.torch_head import Head
+from paceline.models.heads.torch_head import Head
 from paceline.models.transformer import Transformer, attend
 from paceline.train import losses as losses_module
 from paceline.train.eagle3 import step_losses, unroll

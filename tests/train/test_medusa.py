@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.draft.heads.config import TargetName
-from paceline.draft.heads.medusa import load_medusa
 from paceline.errors import ConfigError
+from paceline.models.heads.config import TargetName
+from paceline.models.heads.medusa import load_medusa
 from paceline.models.transformer import Transformer
 from paceline.train.batches import Batch
 from paceline.train.examples import Examples
@@ -20,7 +20,7 @@ from paceline.train.options import MedusaOptions
 from paceline.train.sequences import target_states
 from paceline.train.trainer import Trainer
 from tests import tiny
-from tests.draft.heads.test_medusa_heads import random_medusa
+from tests.models.heads.test_medusa_heads import random_medusa
 
 OPTIONS = MedusaOptions(
     heads=3, layers=1, max_steps=60, draft_vocab_size=80, batch_tokens=96, warmup_steps=5, held_out=0.1

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from paceline.core.params import SamplingParams
 from paceline.errors import BackendError
 from paceline.verify.draws import draw, draw_reference, uniform
 from paceline.verify.noise import (
@@ -16,7 +17,6 @@ from paceline.verify.noise import (
     gumbel_reference,
     uniform_reference,
 )
-from paceline.verify.params import SamplingParams
 from paceline.verify.reference import probabilities_reference
 from paceline.verify.sampling import Sampler, Workspace
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.params import SamplingParams
 from paceline.errors import BackendError
 from paceline.verify import kernels
 from paceline.verify.choosing import choose_token
 from paceline.verify.logprobs import token_logprobs
 from paceline.verify.noise import gumbel_reference
-from paceline.verify.params import SamplingParams
 from paceline.verify.reference import choose_token_reference, log_normalizer_reference
 from paceline.verify.sampling import Sampler, TokenCounts, Workspace
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.backends.base import Backend, Float32Array, ForwardBatch, ForwardOutput, KeptFeatures, KVPool
+from paceline.backends.base import Backend
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.compiled_model import CompiledModel, CpuPool
 from paceline.backends.cpu.features import KEPT_FIELDS
 from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.team import default_threads
 from paceline.backends.cpu.workspace import Workspace, address_of
+from paceline.core.arrays import Float32Array
+from paceline.core.forward import ForwardBatch, ForwardOutput, KeptFeatures, KVPool
 from paceline.errors import BackendError, ConfigError
 from paceline.models.checkpoint import Checkpoint
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.base import Float32Array, ForwardBatch, Int32Array, KVPool
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.attention import copy_key_value
 from paceline.backends.cpu.attention_tiles import PAGE
@@ -16,6 +15,8 @@ from paceline.backends.cpu.forward_pass import run_passes
 from paceline.backends.cpu.team import Team
 from paceline.backends.cpu.tiles import GROUP
 from paceline.backends.cpu.workspace import Workspace, address_of, round_up
+from paceline.core.arrays import Float32Array, Int32Array
+from paceline.core.forward import ForwardBatch, KVPool
 from paceline.errors import BackendError
 
 SMALLEST_PAGE = 4096  # bytes of memory that a system gives at once

@@ -7,17 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.backends.base import (
-    ChainNoise,
-    Float32Array,
-    HeadBatch,
-    HeadChains,
-    HeadOutput,
-    HeadRunner,
-    Int32Array,
-    KVPool,
-    first_slots,
-)
+from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner, first_slots
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.attention_tiles import PAGE
 from paceline.backends.cpu.backend import CpuBackend
@@ -33,8 +23,10 @@ from paceline.backends.cpu.guesses import (
 from paceline.backends.cpu.head_workspace import HeadWorkspace
 from paceline.backends.cpu.workspace import address_of
 from paceline.backends.head_chains import TO_GO_ON
-from paceline.draft.heads.checkpoint import HeadCheckpoint
+from paceline.core.arrays import Float32Array, Int32Array
+from paceline.core.forward import KVPool
 from paceline.errors import BackendError, ConfigError
+from paceline.models.heads.checkpoint import HeadCheckpoint
 
 
 class CpuHeadRunner(CompiledModel, HeadRunner):

@@ -9,9 +9,9 @@ from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.packing import PackedMatrix, pack
 from paceline.backends.cpu.tiles import GROUP
 from paceline.backends.cpu.workspace import Workspace, round_up
-from paceline.draft.heads.checkpoint import HeadCheckpoint
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import ModelConfig
+from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.safetensors_writer import encode
 
 Float32Array = npt.NDArray[np.float32]

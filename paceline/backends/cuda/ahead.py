@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 
 from paceline.backends.ahead import AheadDraft, AheadOutput, Joining
-from paceline.backends.base import Float32Array, Int32Array, KeptFeatures
 from paceline.backends.cuda.common import even_rows, find_common, nothing_common
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
 from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork
@@ -28,6 +27,8 @@ from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.model import Pool
 from paceline.backends.cuda.tables import sent
 from paceline.backends.cuda.weights import Weights
+from paceline.core.arrays import Float32Array, Int32Array
+from paceline.core.forward import KeptFeatures
 
 Int64Array = npt.NDArray[np.int64]
 

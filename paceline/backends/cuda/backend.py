@@ -10,16 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from paceline.backends.base import (
-    Backend,
-    Choices,
-    DeviceMemory,
-    ForwardBatch,
-    ForwardOutput,
-    Int32Array,
-    KeptFeatures,
-    KVPool,
-)
+from paceline.backends.base import Backend
 from paceline.backends.cuda.ahead import CudaAhead
 from paceline.backends.cuda.common import Common, CommonTables, PassRows, find_common, nothing_common
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets
@@ -31,6 +22,8 @@ from paceline.backends.cuda.kernels.sampling import candidates_for, race, take_b
 from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers, select, workspace_bytes
 from paceline.backends.cuda.tables import DeviceTables, rows_of
 from paceline.backends.cuda.weights import Weights, load_weights, packing_for
+from paceline.core.arrays import Int32Array
+from paceline.core.forward import Choices, DeviceMemory, ForwardBatch, ForwardOutput, KeptFeatures, KVPool
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import ModelConfig

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from paceline.backends.base import Int32Array
 from paceline.backends.cuda.attend import TOGETHER
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.common import ITEM, STRETCH, CommonRows, rows_together
 from paceline.backends.cuda.tables import sent
+from paceline.core.arrays import Int32Array
 
 MOST_ITEMS = 4096  # that there is room for; what lies deeper is left to each request
 # Stretches of a key head that are read less often, for a pass to be worth another kernel in every layer:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.backends.base import Int32Array
-from paceline.draft.growth import ROOT, static_shape
+from paceline.core.arrays import Int32Array
+from paceline.core.tree_shapes import ROOT, static_shape
 
 # Fields of the tables that kernels/step_rows.py reads.
 # Of a row: rows before its pass, rows of its pass, its own number among them, node, depth, how many nodes of

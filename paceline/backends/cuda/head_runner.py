@@ -9,18 +9,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from paceline.backends.base import (
-    ChainNoise,
-    Float32Array,
-    ForwardBatch,
-    HeadBatch,
-    HeadChains,
-    HeadOutput,
-    HeadRunner,
-    Int32Array,
-    KVPool,
-    first_slots,
-)
+from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner, first_slots
 from paceline.backends.cuda.backend import FIRST_LONGEST, MAX_PAGES, PAGE_SIZE, CudaBackend
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets
 from paceline.backends.cuda.head import (
@@ -38,8 +27,10 @@ from paceline.backends.cuda.kernels.guess import choose, guess, guesses_for
 from paceline.backends.cuda.model import Pool
 from paceline.backends.cuda.tables import DeviceTables, rows_of, sent
 from paceline.backends.head_chains import RIVALS, TO_GO_ON
-from paceline.draft.heads.checkpoint import HeadCheckpoint
+from paceline.core.arrays import Float32Array, Int32Array
+from paceline.core.forward import ForwardBatch, KVPool
 from paceline.errors import BackendError
+from paceline.models.heads.checkpoint import HeadCheckpoint
 
 CHAIN_LINES = 5  # positions, places, straight, counts and pages of the rows of a pass
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from paceline.backends.base import Int32Array
 from paceline.backends.cuda.kernels.draft import NO_RESIDUAL, NORMED_RESIDUAL, STATE_RESIDUAL
 from paceline.backends.cuda.kernels.matrix import Matrix, tile_matrix, tile_pair
 from paceline.backends.cuda.weights import Layer, Weights, heads_matrix, padded_size, tiling_for
-from paceline.draft.heads.checkpoint import HeadCheckpoint
-from paceline.draft.heads.config import HeadConfig
+from paceline.core.arrays import Int32Array
+from paceline.models.heads.checkpoint import HeadCheckpoint
+from paceline.models.heads.config import HeadConfig
 from paceline.models.rope import rope_frequencies
 from paceline.models.transformer import Take
 

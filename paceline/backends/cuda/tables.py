@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.backends.base import Choices, ForwardBatch, Int32Array
 from paceline.backends.cuda.kernels.attention import MOST_PATH, RowTables
+from paceline.core.arrays import Int32Array
+from paceline.core.forward import Choices, ForwardBatch
 from paceline.errors import BackendError
 
 LINES = 14  # of max_rows numbers each, before the pages: eight about rows, five about outputs, and sources

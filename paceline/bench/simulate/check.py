@@ -28,11 +28,11 @@ from paceline.bench.speculation_rows import rows
 from paceline.bench.timing import OnTurn
 from paceline.bench.turns import Answer, Slices, Turn
 from paceline.bench.workloads import load_workload
+from paceline.build import LoadedModel, build_engine, load_model
 from paceline.config import EngineConfig
+from paceline.core.params import SamplingParams
 from paceline.draft.methods import AUTO, parse_speculative_config
-from paceline.engine.build import LoadedModel, build_engine, load_model
 from paceline.engine.engine import Engine
-from paceline.verify.params import SamplingParams
 
 TOLERANCE = 0.1
 LEAST_TASKS = 6  # requests of a setting, or as many as run at once

@@ -25,8 +25,8 @@ from paceline.bench.slices import Disturbances, OwnClock
 from paceline.bench.turns import Slices, Turn
 from paceline.control.cost import Float64Array, StepCosts
 from paceline.control.measure import chain_batch
+from paceline.core.stats import StepStats
 from paceline.engine.engine import Engine
-from paceline.engine.stats import StepStats
 
 PROMPT_ROWS = (32, 64, 128, 256, 512)
 VERIFIED_ROWS = (*ROWS, 128)

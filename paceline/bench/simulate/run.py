@@ -26,13 +26,13 @@ from paceline.bench.turns import Turn
 from paceline.control.auto import AutoController
 from paceline.control.controller import Controller, FixedController
 from paceline.control.decision import Decision
+from paceline.core.params import SamplingParams
+from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.methods import AUTO
-from paceline.draft.trees import PLAIN, DraftPlan
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.options import check_integer
-from paceline.verify.params import SamplingParams
 
 LEAST_REQUESTS = 32  # of a setting: percentiles of less say nothing
 WAVES = 2  # requests of a setting for each that runs at once

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.base import Backend, ForwardBatch, ForwardOutput, Int32Array
+from paceline.backends.base import Backend
 from paceline.bench.simulate.prices import Call, PassSize, Prices
+from paceline.core.arrays import Int32Array
+from paceline.core.forward import ForwardBatch, ForwardOutput
+from paceline.core.request import Request
+from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter
-from paceline.draft.trees import DraftPlan, DraftTrees
-from paceline.engine.request import Request
 
 VOCABULARY = 4  # numbers that it counts with
 PAGE_SIZE = 16

@@ -16,13 +16,13 @@ from paceline.bench.simulate.sources import CHAIN, Drafters
 from paceline.bench.slices import Disturbances, alone
 from paceline.bench.speculation import OFF
 from paceline.bench.workloads import load_workload
+from paceline.build import build_engine, load_model
 from paceline.config import SchedulerOptions
+from paceline.core.params import SamplingParams
 from paceline.draft.methods import AUTO, parse_speculative_config
-from paceline.engine.build import build_engine, load_model
 from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number
 from paceline.terminal.flags import Options
-from paceline.verify.params import SamplingParams
 
 PARAMS, BITS = 8e9, 16.0
 GPU_ROWS = 2048  # most of a pass

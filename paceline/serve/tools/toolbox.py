@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from paceline.constrain.compiler import Grammar
-from paceline.constrain.params import StructuredOutputsParams
+from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.errors import PacelineError, RequestError
 from paceline.models.tokenizer import Tokenizer
 from paceline.serve.tools.conversation import with_instructions, with_objects, with_spelled_calls

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.backends.base import HeadOutput
-from paceline.draft.heads.config import HeadConfig
-from tests.draft.heads.driver import DrivenHead, run_heads
+from paceline.models.heads.config import HeadConfig
+from tests.models.heads.driver import DrivenHead, run_heads
 
 
 def random_slots(config: HeadConfig, count: int) -> tuple[list[int], np.ndarray, np.ndarray]:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.backends.base import Choices, ForwardOutput
 from paceline.backends.cpu import CpuBackend
+from paceline.core.forward import Choices, ForwardOutput
 from paceline.models.checkpoint import Checkpoint
 from paceline.verify.reference import choose_token_reference
 from tests.backends.cpu.checkpoints import floats

@@ -11,12 +11,12 @@ import pytest
 from paceline.backends.base import ChainNoise, HeadBatch, HeadChains
 from paceline.backends.cpu import CpuBackend, CpuHeadRunner
 from paceline.backends.head_chains import chains_by_passes
-from paceline.draft.heads.checkpoint import HeadCheckpoint
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.verify.noise import gumbel_reference
 from tests.backends.cpu.heads import extend, random_slots
-from tests.draft.heads.driver import batch_of, drive_heads, random_checkpoint
-from tests.draft.heads.tiny_heads import CONFIGS
+from tests.models.heads.driver import batch_of, drive_heads, random_checkpoint
+from tests.models.heads.tiny_heads import CONFIGS
 
 PAGES = 6
 # KV indices 17 and 33 begin pages; a request whose slots are all new, one with a single new one

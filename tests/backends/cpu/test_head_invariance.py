@@ -18,8 +18,8 @@ from paceline.models.checkpoint import Checkpoint
 from tests.backends.cpu.heads import draft, extend, random_slots
 from tests.backends.cpu.numbers import assert_same_bits
 from tests.backends.cpu.subject import TREES, path_to
-from tests.draft.heads.driver import DrivenHead, drive_heads, random_checkpoint, run_heads
-from tests.draft.heads.tiny_heads import CONFIGS
+from tests.models.heads.driver import DrivenHead, drive_heads, random_checkpoint, run_heads
+from tests.models.heads.tiny_heads import CONFIGS
 
 LENGTH = 60
 PAGES = 6

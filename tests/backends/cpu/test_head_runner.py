@@ -12,14 +12,14 @@ from paceline.backends.base import HeadOutput, HeadRunner
 from paceline.backends.cpu import CpuBackend, CpuHeadRunner
 from paceline.backends.torch_backend import TorchBackend
 from paceline.backends.torch_head_runner import TorchHeadRunner
-from paceline.draft.heads.config import HeadConfig
 from paceline.errors import BackendError, ConfigError
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.heads.config import HeadConfig
 from tests.backends.cpu.heads import draft, extend, random_slots
 from tests.backends.cpu.numbers import assert_same_bits
 from tests.backends.driver import drive
-from tests.draft.heads.driver import DrivenHead, drive_heads, random_checkpoint, run_heads
-from tests.draft.heads.tiny_heads import CONFIGS, EAGLE3
+from tests.models.heads.driver import DrivenHead, drive_heads, random_checkpoint, run_heads
+from tests.models.heads.tiny_heads import CONFIGS, EAGLE3
 
 CLOSE = 1e-4
 LENGTH = 40

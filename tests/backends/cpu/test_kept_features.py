@@ -8,14 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.backends.base import KeptFeatures, first_slots
+from paceline.backends.base import first_slots
 from paceline.backends.cpu import CpuBackend, CpuHeadRunner
 from paceline.backends.cpu.compiled_model import CpuPool
+from paceline.core.forward import KeptFeatures
 from paceline.models.checkpoint import Checkpoint
 from tests.backends.cpu.numbers import assert_same_bits
 from tests.backends.driver import Driven, drive, run
-from tests.draft.heads.driver import random_checkpoint
-from tests.draft.heads.tiny_heads import EAGLE3
+from tests.models.heads.driver import random_checkpoint
+from tests.models.heads.tiny_heads import EAGLE3
 
 MAX_ROWS = 48
 PAGES = 3

@@ -12,15 +12,15 @@ import torch
 
 from paceline.backends.ahead import AheadDraft, Joining
 from paceline.control.controller import FixedController
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
+from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, DraftSampling
-from paceline.draft.heads.config import HeadConfig
-from paceline.draft.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.vocabulary import trimmed_vocabulary
-from paceline.engine.request import Request
 from paceline.models.config import RopeConfig
-from paceline.verify.params import SamplingParams
+from paceline.models.heads.config import HeadConfig
 from tests.backends.cuda.test_backend import make, needs_gpu
-from tests.draft.heads.driver import random_checkpoint
+from tests.models.heads.driver import random_checkpoint
 from tests.tiny import VOCAB_SIZE, save_checkpoint
 from tests.toy import ToyTokenizer, drain
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backends.base import chain_parents
+from paceline.core.forward import chain_parents
 from tests.backends.cuda.test_attention import PAGE_SIZE, TREE, Case
 from tests.backends.cuda.test_between import decode, needs_hopper, random_weights
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backends.base import ForwardBatch, chain_parents
 from paceline.backends.torch_backend import ancestors
+from paceline.core.forward import ForwardBatch, chain_parents
 from paceline.models import transformer
 
 PAGE_SIZE = 16

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backends.base import Choices
 from paceline.backends.torch_backend import TorchBackend
+from paceline.core.forward import Choices
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint
@@ -83,7 +83,7 @@ def test_a_token_has_the_same_bits_in_any_pass(
 def test_it_chooses_what_the_host_would_sample_from_its_logits(
     temperature: float, folder: Path, device: torch.device, dtype: torch.dtype
 ) -> None:
-    from paceline.verify.params import SamplingParams
+    from paceline.core.params import SamplingParams
     from paceline.verify.sampling import Sampler, Workspace
 
     backend = make(load_checkpoint(save_checkpoint("llama", folder / f"choice{temperature}")), device, dtype)
@@ -106,7 +106,7 @@ def test_the_loop_gives_the_tokens_of_single_passes(
 ) -> None:
     """Three requests decode on the device. A pass and the host's sampler at a time give the same tokens."""
     from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
-    from paceline.verify.params import SamplingParams
+    from paceline.core.params import SamplingParams
     from paceline.verify.sampling import Sampler, Workspace
 
     checkpoint = load_checkpoint(save_checkpoint("qwen2", folder / f"loop{temperature}"))

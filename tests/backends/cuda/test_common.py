@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.backends.base import ForwardBatch, chain_parents
-from paceline.verify.params import SamplingParams
+from paceline.core.forward import ForwardBatch, chain_parents
+from paceline.core.params import SamplingParams
 from tests.backends.cuda.test_attend import chain, even_tables, some_tree
 from tests.backends.cuda.test_attention import PAGE_SIZE, Case
 from tests.backends.cuda.test_backend import needs_gpu

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backends.base import ForwardBatch, HeadBatch, chain_parents
-from paceline.draft.heads.config import HeadConfig
+from paceline.backends.base import HeadBatch
+from paceline.core.forward import ForwardBatch, chain_parents
 from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.heads.config import HeadConfig
 from paceline.models.layout import expected_tensors
-from tests.draft.heads.driver import random_checkpoint
+from tests.models.heads.driver import random_checkpoint
 
 PAGE_SIZE, PAGES, LONGEST, ROWS = 16, 3, 48, 2
 CONFIG = ModelConfig("llama", 60, 32, 1, 2, 1, 16, 64, 1e-5, RopeConfig(500.0), 64, tie_embeddings=True)

@@ -13,9 +13,9 @@ from paceline.backends.base import ChainNoise, HeadRunner
 from paceline.backends.head_chains import chains_by_passes
 from paceline.backends.torch_head_runner import TorchHeadRunner
 from paceline.models.config import ModelConfig, RopeConfig
-from tests.draft.heads.driver import DrivenHead, batch_of, drive_heads, random_checkpoint, run_heads
-from tests.draft.heads.tiny_heads import CONFIGS as ALL
-from tests.draft.heads.tiny_heads import TARGET_EPS, VOCAB, random_shared, torch_head
+from tests.models.heads.driver import DrivenHead, batch_of, drive_heads, random_checkpoint, run_heads
+from tests.models.heads.tiny_heads import CONFIGS as ALL
+from tests.models.heads.tiny_heads import TARGET_EPS, VOCAB, random_shared, torch_head
 
 CONFIGS = {name: replace(config, max_position=64) for name, config in ALL.items()}  # short, as tests are
 # interpreted, a pass takes half a second

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.verify.params import SamplingParams
+from paceline.core.params import SamplingParams
 from paceline.verify.reference import kept_reference
 from paceline.verify.sampling import Sampler, Workspace
 

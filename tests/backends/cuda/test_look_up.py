@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.backends.ahead import LookUp
+from paceline.core.params import SamplingParams
+from paceline.core.trees import DraftPlan
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.suffix import SuffixDrafter, SuffixOptions
-from paceline.draft.trees import DraftPlan
-from paceline.verify.params import SamplingParams
 from tests.backends.cuda.test_backend import make, needs_gpu
 from tests.backends.cuda.test_decode_loop import LENGTH, Case
 from tests.draft.reference import lead_chain, ngram_chain
@@ -300,7 +300,7 @@ def test_an_engine_whose_passes_look_up_gives_the_tokens_of_off(
     No chunk of a prompt is its last token alone: a pass that looks up would compute it.
     """
     from paceline.control.controller import FixedController
-    from paceline.draft.trees import PLAIN
+    from paceline.core.trees import PLAIN
     from paceline.engine.admission import Limits
     from paceline.engine.engine import Engine
     from paceline.engine.turns import Turns

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.verify.params import SamplingParams
+from paceline.core.params import SamplingParams
 from paceline.verify.sampling import Sampler, Workspace
 
 SEEDS = [0, 7, 2**40 + 5, 2**63 + 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paceline.backends.base import Choices, ForwardBatch, chain_parents
+from paceline.core.forward import Choices, ForwardBatch, chain_parents
 from tests.toy import ToyBackend
 
 

@@ -15,10 +15,10 @@ from paceline.bench.simulate.sources import of_bench, of_depths
 from paceline.bench.simulate.world import Acceptance
 from paceline.bench.turns import Answer
 from paceline.cli import app
-from paceline.engine.request import SpeculativeCounts
-from paceline.engine.stats import DraftFacts
+from paceline.core.params import SamplingParams
+from paceline.core.request import SpeculativeCounts
+from paceline.core.stats import DraftFacts
 from paceline.errors import ConfigError
-from paceline.verify.params import SamplingParams
 
 SMALL = ("--input-tokens", "16", "--output-tokens", "8", "--concurrency", "1,4")
 

@@ -8,7 +8,6 @@ from functools import partial
 import numpy as np
 import pytest
 
-from paceline.backends.base import ForwardBatch, ForwardOutput
 from paceline.bench.engine_runner import Task
 from paceline.bench.simulate.hardware import GPUS, RooflinePrices, find_gpu, model_size
 from paceline.bench.simulate.measuring import PassMeter, Watched, measure_prices, watching
@@ -23,12 +22,13 @@ from paceline.bench.simulate.world import (
 from paceline.bench.slices import Disturbances, alone
 from paceline.control.controller import FixedController
 from paceline.control.cost import StepCosts
-from paceline.draft.trees import PLAIN, DraftPlan
+from paceline.core.forward import ForwardBatch, ForwardOutput
+from paceline.core.params import SamplingParams
+from paceline.core.stats import StepStats
+from paceline.core.trees import PLAIN, DraftPlan
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
-from paceline.engine.stats import StepStats
 from paceline.errors import ConfigError
-from paceline.verify.params import SamplingParams
 
 LLAMA_8B = RooflinePrices(GPUS["h200"], model_size(8.03e9))
 

@@ -1,0 +1,64 @@
+"""How a forward pass runs, as a user sets it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError
+from paceline.options import check_bool, check_choice, check_integer, check_text, refuse_unknown
+
+BACKENDS = ("auto", "cpu", "torch", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+CUDA_QUANTIZATIONS = ("auto", "none", "native", "fp8", "int8", "int4")
+
+
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class BackendOptions:
+    """How a forward pass runs."""
+
+    backend: str = "auto"  # auto: cpu where it can run the model, else torch
+    dtype: str = "auto"  # of the torch backend, where auto is float32, and of cuda, where it is bfloat16
+    quantization: str = "auto"  # of cpu: auto | native | int8 | none (float32); of cuda: CUDA_QUANTIZATIONS
+    device: str = "cpu"
+    threads: int | None = None  # None: one for each core
+    exact: bool = False  # refuse what cannot promise the same bytes alone and among others, drafted or not
+
+    def __post_init__(self) -> None:
+        check_choice(ConfigError, "backend", self.backend, BACKENDS)
+        check_choice(ConfigError, "dtype", self.dtype, DTYPES)
+        check_text(ConfigError, "quantization", self.quantization, "Use 'auto' or 'none'.")
+        check_text(ConfigError, "device", self.device, "Use 'cpu' or 'cuda'.")
+        if self.threads is not None:
+            check_integer(ConfigError, "threads", self.threads, 1, 1024)
+        check_bool(ConfigError, "exact", self.exact)
+        if self.backend == "cpu" and self.device != "cpu":
+            raise ConfigError(f"the cpu backend cannot run on device {self.device!r}; use backend='torch'.")
+        if self.dtype == "float16" and self.backend != "cuda":
+            raise ConfigError("dtype 'float16' is for the cuda backend; use backend='cuda' or 'bfloat16'.")
+        if self.backend == "cuda" and not self.device.startswith("cuda"):
+            raise ConfigError(f"the cuda backend cannot run on device {self.device!r}; use device='cuda'.")
+        if self.backend == "cpu" and self.dtype not in ("auto", "float32"):
+            raise ConfigError(
+                f"dtype {self.dtype!r} is for the torch backend; the cpu backend takes quantization instead."
+            )
+        if self.name == "torch" and self.quantization not in ("auto", "none"):
+            raise ConfigError(
+                f"quantization {self.quantization!r} is for the backends cpu and cuda; torch takes dtype."
+            )
+        if self.name == "cuda":
+            check_choice(
+                ConfigError, "quantization of the cuda backend", self.quantization, CUDA_QUANTIZATIONS
+            )
+        if self.exact and self.name == "torch":
+            raise ConfigError(
+                "exact: on the torch backend a request's bytes may depend on what runs beside it; use "
+                "backend='cpu' or backend='cuda', which are always exact."
+            )
+
+    @property
+    def name(self) -> str:
+        """The backend that runs."""
+        if self.backend != "auto":
+            return self.backend
+        return "cpu" if self.device == "cpu" and self.dtype != "bfloat16" else "torch"

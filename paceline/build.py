@@ -1,0 +1,169 @@
+"""From a configuration to a running engine. Several engines can share one model's weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from paceline.backends.base import Backend
+from paceline.backends.load import load_backend
+from paceline.config import EngineConfig, SpeculativeOptions
+from paceline.control.auto import AutoController
+from paceline.control.controller import Controller, FixedController
+from paceline.control.decision import DecisionLog
+from paceline.control.lengths import LengthController, chances_of
+from paceline.control.measure import step_costs
+from paceline.control.memory import Memory
+from paceline.core.arrays import Float32Array
+from paceline.draft.base import Drafter, Target
+from paceline.draft.methods import Speculation, load_drafter
+from paceline.engine.admission import Limits
+from paceline.engine.engine import Engine
+from paceline.kv.sizing import available_memory, check_memory_limit, size_cache
+from paceline.models.checkpoint import Tensor
+from paceline.models.config import ModelConfig
+from paceline.models.heads.fingerprint import target_fingerprint
+from paceline.models.heads.shipped import default_method, known_drafts
+from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
+from paceline.models.tokenizer import Tokenizer
+from paceline.verify.rules import RULES
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model's weights in a backend, and its tokenizer: what engines can share."""
+
+    backend: Backend
+    tokenizer: Tokenizer
+    config: ModelConfig
+    fingerprint: str = ""  # of the weights: draft heads name the model they were trained for by it
+    final_norm: Float32Array | None = None  # [hidden] the weights of the last norm, for draft heads
+    mtp: Mapping[str, Tensor] = field(default_factory=dict)  # for the method mtp: see Checkpoint
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to serve."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    model_config: ModelConfig
+    drafters: tuple[str, ...] = ()  # the methods that draft, the default first
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """The model, tokenizer and backend that the configuration names."""
+    path = resolve(config.model.model)
+    check_memory_limit(path, config.backend.threads or os.cpu_count() or 1)
+    tokenizer = load_tokenizer(resolve(config.model.tokenizer) if config.model.tokenizer else path)
+    checkpoint = load_checkpoint(path)
+    backend = load_backend(checkpoint, config.backend, config.scheduler.max_num_batched_tokens)
+    return LoadedModel(
+        backend,
+        tokenizer,
+        checkpoint.config,
+        target_fingerprint(checkpoint),
+        checkpoint.tensors["model.norm.weight"].float32(),
+        checkpoint.mtp,
+    )
+
+
+def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Loaded:
+    """An engine as configured, around the model that the configuration names or around one that is loaded.
+
+    Engines around one model take turns: a pass of one ends before that of another begins.
+    """
+    model = model or load_model(config)
+    backend, tokenizer = model.backend, model.tokenizer
+    speculation = _speculation(config, model)
+    target = Target(
+        config=model.config,
+        tokenizer=tokenizer,
+        backend=config.backend,
+        loaded=backend,
+        max_rows=config.scheduler.max_num_batched_tokens,
+        sampling=speculation.sampling,
+        fingerprint=model.fingerprint,
+        final_norm=model.final_norm,
+        mtp=model.mtp,
+    )
+    drafters = {name: load_drafter(name, own, target) for name, own in speculation.drafters.items()}
+    deepest = max([own.plan.levels for own in speculation.drafters.values()], default=0)
+    size = size_cache(
+        page_size=backend.page_size,
+        bytes_per_page=backend.bytes_per_page()
+        + sum(drafter.needs.bytes_per_page for drafter in drafters.values()),
+        model_context=model.config.max_position,
+        max_model_len=config.model.max_model_len,
+        memory_bytes=config.cache.kv_cache_memory_bytes,
+        available_bytes=available_memory(),
+        device=backend.device_memory(
+            config.scheduler.max_num_seqs * 3 * (2 + deepest),  # several lengths of chains have buffers
+            config.model.max_model_len or model.config.max_position,
+        ),
+        utilization=config.cache.gpu_memory_utilization,
+    )
+    limits = Limits(
+        model.config.vocab_size,
+        size.max_model_len,
+        config.scheduler.max_num_seqs,
+        config.scheduler.max_num_batched_tokens,
+        draft_trees=RULES[speculation.rule].trees,
+    )
+    engine = Engine(
+        backend,
+        tokenizer,
+        limits,
+        num_pages=size.num_pages,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        seed=config.seed,
+        controller=_controller(config, model, speculation, drafters),
+        drafters=drafters,
+        plans={name: own.plan for name, own in speculation.drafters.items()},
+        rule=RULES[speculation.rule].verify,
+        draft_forced=speculation.forced,
+    )
+    return Loaded(engine, tokenizer, model.config, tuple(drafters))
+
+
+def _speculation(config: EngineConfig, model: LoadedModel) -> Speculation:
+    """What was asked for. "auto" by itself chooses between copies and the head shipped for the model.
+
+    Where the head drafts on the device there are no copies: they would be looked up beside every pass.
+    """
+    asked = config.speculative.speculation()
+    if asked.auto and not asked.drafters:
+        head = default_method(model.fingerprint) if model.backend.supports_features else None
+        methods = [] if head is not None and model.backend.drafts_ahead else ["suffix"]
+        named = methods if head is None else [*methods, head]
+        share = config.speculative.share_suffix_cache
+        there = SpeculativeOptions(named, share_suffix_cache=share).speculation()
+        return replace(asked, drafters=there.drafters)
+    return asked
+
+
+def _controller(
+    config: EngineConfig, model: LoadedModel, speculation: Speculation, drafters: Mapping[str, Drafter]
+) -> Controller:
+    """Who decides what is drafted."""
+    plans = {name: own.plan for name, own in speculation.drafters.items() if own.plan.budget}
+    if not (speculation.auto and plans):
+        return FixedController(speculation.default_plan)
+    log, asked = config.speculative.log_decisions, config.speculative.speculation()
+    decisions = None if log is None else DecisionLog(Path(log))
+    ahead = [name for name in plans if type(drafters[name]).ahead is not Drafter.ahead]
+    if model.backend.drafts_ahead and ahead and {*asked.drafters} <= {ahead[0]}:
+        # a head on the device gained at every load that was tried, and what the host decides on did not
+        beginning = {} if asked.drafters else known_drafts(model.fingerprint)
+        return LengthController(ahead[0], plans[ahead[0]].levels, chances_of(beginning, ahead[0]), decisions)
+    memory = Memory.of(f"{model.fingerprint} {config.backend} {model.backend.name}")
+    return AutoController(
+        {name: replace(plan, least_chance=drafters[name].least_chance) for name, plan in plans.items()},
+        step_costs(model.backend, model.config.max_position, memory),
+        log=decisions,
+        backlogs={name: drafters[name].backlog for name in plans},
+        memory=memory,
+        beginning=None if asked.drafters else known_drafts(model.fingerprint),  # of others nothing is known
+    )

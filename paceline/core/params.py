@@ -1,0 +1,152 @@
+"""SamplingParams: how a request wants its tokens chosen. The names are vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.structured_outputs import StructuredOutputsParams, as_structured_outputs
+from paceline.errors import RequestError
+from paceline.options import check_bool, check_integer, check_number, refuse_unknown
+
+GREEDY_BELOW = 1e-5  # temperatures under this are temperature 0
+MOST_LOGPROBS = 20
+MOST_CHILDREN = 128
+
+
+@refuse_unknown(RequestError)
+@dataclass(frozen=True)
+class SamplingParams:
+    """Options of one request. Out-of-range values and unknown names raise RequestError.
+
+    Every option is exact under speculation, and none changes what a neighbour in the batch gets.
+    """
+
+    n: int = 1  # how many outputs; they share the prompt's KV pages
+    temperature: float = 1.0  # 0 is greedy: the largest logit, ties to the lowest id
+    top_k: int = 0  # keep the k likeliest; 0 or -1 keeps all
+    top_p: float = 1.0  # keep the likeliest that together reach this probability
+    min_p: float = 0.0  # keep what has at least this share of the likeliest one's probability
+    repetition_penalty: float = (
+        1.0  # divides positive and multiplies negative logits of prompt and output ids
+    )
+    presence_penalty: float = 0.0  # subtracted from the logits of output ids
+    frequency_penalty: float = 0.0  # subtracted as often as the id is in the output
+    logit_bias: Mapping[int, float] | None = None  # added to the logits of the given ids, -100 to 100
+    seed: int | None = None  # None: derived from the engine's seed and the order of arrival
+    stop: str | Sequence[str] | None = None  # strings that end the output
+    stop_token_ids: Sequence[int] | None = None  # token ids that end the output, besides end-of-sequence
+    min_tokens: int = 0  # no end-of-sequence and no stop before this many tokens
+    max_tokens: int | None = 16  # None: until the context is full
+    ignore_eos: bool = False  # end-of-sequence is a token like any other
+    logprobs: int | None = None  # log-probabilities of the chosen token and of this many likeliest
+    prompt_logprobs: int | None = None  # the same for every prompt token
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+    include_stop_str_in_output: bool = False  # keep the stop string that ended the output in the text
+    # what is drafted: None or "auto" leaves it to the engine, "off" is plain decoding, a method's name, or
+    # {"method": ..., "num_speculative_tokens": ..., "branching": ..., "depth": ...}, each of them optional
+    speculative: str | Mapping[str, Any] | None = None
+    # the form that the output must have: a JSON schema, a regular expression, choices or a grammar
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field and give it its plain form: tuples, ints and floats."""
+        error = RequestError
+        settled: dict[str, Any] = {
+            "n": check_integer(error, "n", self.n, 1, MOST_CHILDREN),
+            "temperature": check_number(
+                error, "temperature", self.temperature, 0, 1000, remedy="Use 0 for greedy decoding."
+            ),
+            "top_k": max(0, check_integer(error, "top_k", self.top_k, -1, None, "Use 0 to keep all.")),
+            "top_p": check_number(
+                error, "top_p", self.top_p, 0, 1, low_open=True, remedy="Use 1 to keep all."
+            ),
+            "min_p": check_number(error, "min_p", self.min_p, 0, 1, remedy="Use 0 to keep all."),
+            # far from 1 the quotient would leave what float32 can hold
+            "repetition_penalty": check_number(
+                error, "repetition_penalty", self.repetition_penalty, 0.01, 100, remedy="1 is none."
+            ),
+            "presence_penalty": check_number(error, "presence_penalty", self.presence_penalty, -2, 2),
+            "frequency_penalty": check_number(error, "frequency_penalty", self.frequency_penalty, -2, 2),
+            "logit_bias": _checked_bias(self.logit_bias),
+            "stop": _checked_stop(self.stop),
+            "stop_token_ids": _checked_ids(self.stop_token_ids),
+            "min_tokens": check_integer(error, "min_tokens", self.min_tokens, 0, None),
+            "ignore_eos": check_bool(error, "ignore_eos", self.ignore_eos),
+            "skip_special_tokens": check_bool(error, "skip_special_tokens", self.skip_special_tokens),
+            "include_stop_str_in_output": check_bool(
+                error, "include_stop_str_in_output", self.include_stop_str_in_output
+            ),
+            "structured_outputs": as_structured_outputs(self.structured_outputs),
+        }
+        if not isinstance(self.speculative, str | Mapping | None):
+            raise RequestError(
+                "speculative must be 'off', 'auto', a method's name or an object such as "
+                f"{{'method': 'ngram', 'num_speculative_tokens': 4}}, got {self.speculative!r}."
+            )
+        if self.seed is not None:
+            seed = check_integer(error, "seed", self.seed, -(2**63), 2**64 - 1)
+            settled["seed"] = seed % 2**64
+        if self.max_tokens is not None:
+            settled["max_tokens"] = check_integer(
+                error, "max_tokens", self.max_tokens, 1, None, "Use None to fill the context."
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None:
+                settled[name] = check_integer(error, name, count, 0, MOST_LOGPROBS, "Use None for none.")
+        if settled["temperature"] < GREEDY_BELOW:
+            settled["temperature"] = 0.0
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}. "
+                "Lower min_tokens or raise max_tokens."
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the token is the largest logit, without noise."""
+        return self.temperature == 0.0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return self.stop  # type: ignore[return-value]  # __post_init__ made it a tuple
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self.stop_token_ids  # type: ignore[return-value]  # __post_init__ made it a tuple
+
+    @property
+    def structure(self) -> StructuredOutputsParams | None:
+        return self.structured_outputs  # type: ignore[return-value]  # __post_init__ made it one
+
+
+def _checked_bias(bias: object) -> dict[int, float]:
+    if bias is None:
+        return {}
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias must map token ids to numbers, got {bias!r} ({type(bias).__name__}).")
+    return {
+        check_integer(RequestError, "a token id of logit_bias", token, 0, None): check_number(
+            RequestError, f"logit_bias[{token!r}]", value, -100, 100
+        )
+        for token, value in bias.items()
+    }
+
+
+def _checked_stop(stop: object) -> tuple[str, ...]:
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence) or not all(isinstance(text, str) and text for text in strings):
+        raise RequestError(f"stop must be a non-empty string or a list of them, got {stop!r}.")
+    return tuple(dict.fromkeys(strings))
+
+
+def _checked_ids(ids: object) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        raise RequestError(f"stop_token_ids must be a list of token ids, got {ids!r} ({type(ids).__name__}).")
+    return tuple(check_integer(RequestError, "an id of stop_token_ids", token, 0, None) for token in ids)

@@ -1,0 +1,158 @@
+"""A request: one prompt and the one output that grows from it. Plain Python, no tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from paceline.core.params import SamplingParams
+from paceline.core.stats import DraftFacts
+from paceline.core.trees import DraftPlan
+from paceline.core.verdict import Logprob
+
+if TYPE_CHECKING:  # a request carries them, and calls nothing of theirs but what its properties ask
+    from paceline.models.detokenizer import Detokenizer
+    from paceline.verify.sampling import Sampler
+
+
+class Status(Enum):
+    WAITING = "waiting"  # in the queue, holds no KV
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class SpeculativeCounts:
+    """What drafting did for a request. All zero when nothing was drafted."""
+
+    num_spec_steps: int = 0  # steps with at least one drafted token
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)  # [i] steps that accepted i tokens
+    depth_histogram: list[int] = field(default_factory=list)  # [d] drafts that reached depth d, not d + 1
+    draft_time: float = 0.0  # seconds; those of a step are shared evenly by the requests it drafted for
+    verify_time: float = 0.0
+
+    def add(self, draft: DraftFacts) -> None:
+        """Count one step's draft."""
+        self.num_spec_steps += 1
+        self.num_draft_tokens += draft.nodes
+        self.num_accepted_draft_tokens += draft.accepted
+        _count(self.acceptance_histogram, draft.accepted)
+        _count(self.depth_histogram, draft.depth)
+
+    @property
+    def drafts_per_position(self) -> list[int]:
+        """[d] drafts that reached depth d + 1."""
+        return [sum(self.depth_histogram[depth:]) for depth in range(1, len(self.depth_histogram))]
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """[d] drafts whose token at depth d + 1 was accepted."""
+        steps = self.acceptance_histogram
+        return [sum(steps[depth + 1 :]) for depth in range(len(self.depth_histogram) - 1)]
+
+
+def _count(histogram: list[int], place: int) -> None:
+    """Count one more at a place, which may be beyond the end."""
+    if place >= len(histogram):
+        histogram.extend([0] * (place + 1 - len(histogram)))
+    histogram[place] += 1
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """The engine changes a request only between two passes; drafters and controllers only read it."""
+
+    request_id: str
+    child: int  # which of the n outputs of request_id
+    arrival_order: tuple[int, int]  # (order of request_id, child): who came first
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_output: int  # tokens until max_tokens or the end of the context
+    ending_ids: frozenset[int]  # end-of-sequence (unless ignored) and stop ids
+    sampler: Sampler
+    detokenizer: Detokenizer
+    arrival_time: float
+    segment: str = ""  # the kind of traffic it belongs to, for statistics
+    cache_salt: str = ""  # only requests of the same salt share cached pages and past responses
+    plan: DraftPlan | None = None  # what its options ask to be drafted; None leaves it to the controller
+    leader: Request | None = None  # the first of the n children: the others wait for its prompt's pages
+
+    token_ids: list[int] = field(default_factory=list)  # prompt and output
+    status: Status = Status.WAITING
+    slot: int = -1  # line of the KV page table while running
+    num_computed: int = 0  # tokens whose keys and values are committed
+    finish_reason: str | None = None  # stop | length | abort | error
+    stop_reason: int | str | None = None  # the stop id or stop string that ended it
+    error: Exception | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    scheduled_time: float | None = None  # when it first took part in a pass
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_cached_tokens: int = 0  # found in the prefix cache when first admitted
+    num_preemptions: int = 0
+    speculative: SpeculativeCounts = field(default_factory=SpeculativeCounts)
+    failed_drafters: set[str] = field(default_factory=set)  # raised for this request: not asked again
+    _races_from: float = math.inf  # tokens of output from which on it races among what is kept
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+        self._races_from = self._first_race()
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens it may have in all."""
+        return len(self.prompt_token_ids) + self.max_output
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens still to compute before the next one can be chosen; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still missing. Child 0 gets them for all n."""
+        asked = self.params.prompt_logprobs is not None and self.child == 0
+        return asked and len(self.prompt_logprobs) < len(self.prompt_token_ids)
+
+    @property
+    def undrafted(self) -> bool:
+        """Whether it has asked not to be drafted for."""
+        return self.plan is not None and self.plan.budget == 0
+
+    @property
+    def races(self) -> bool:
+        """Whether its next tokens are argmax(logits / temperature + noise), and nothing else is asked for."""
+        return self.races_among_kept and (self.sampler.greedy or self.sampler.keeps_all)
+
+    @property
+    def races_among_kept(self) -> bool:
+        """Whether that is so among the tokens that top_k, top_p and min_p keep."""
+        return self.num_output >= self._races_from
+
+    def _first_race(self) -> float:
+        params = self.params
+        if params.logprobs is not None or not self.sampler.leaves_logits(params.min_tokens):
+            return math.inf
+        return 0 if self.sampler.leaves_logits(0) else params.min_tokens
+
+    def ends_by(self, token: int, num_output: int) -> bool:
+        """Whether the output ends with this token, by itself, when `num_output` tokens precede it."""
+        return token in self.ending_ids or num_output + 1 >= self.max_output

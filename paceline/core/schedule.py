@@ -1,0 +1,22 @@
+"""What the scheduler gives a request in one pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.core.request import Request
+from paceline.core.trees import PLAIN, DraftPlan
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """One request's part of a pass: known tokens to compute, then a draft below the last of them."""
+
+    request: Request
+    num_tokens: int
+    plan: DraftPlan = PLAIN
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the pass computes all known tokens, so that a new one can be chosen."""
+        return self.num_tokens == self.request.num_pending

@@ -1,0 +1,288 @@
+"""Drafted nodes of a batch, and what a request may draft in a step.
+
+A chain is the degenerate tree and an empty tree is plain decoding, so nothing downstream asks which
+of the three it got.
+
+What is compiled is imported where it is used: the command line knows plans, and should not wait for numba.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+
+import numpy as np
+
+from paceline.core.arrays import BoolArray, Float32Array, Float64Array, Int32Array
+
+ROUNDING = 1e-6  # by which a chance may be above that of the node above
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """What the controller allows a request this step. Budget 0 is plain decoding."""
+
+    drafter: str | None = None  # a name of the engine's drafters
+    budget: int = 0  # most nodes of the tree
+    branching: int = 1  # most children of a node; 1 is a chain
+    depth: int | None = None  # most levels of the tree; None: as many as the budget has nodes
+    forced: int = 0  # nodes of the budget that are kept for tokens that a constraint forces
+    prefix: tuple[int, ...] = ()  # tokens that are sure to come first: what is drafted follows them
+    least_chance: float = 0.0  # of a path, by its drafter: less is not worth a row; 0: as the drafter is set
+    otherwise: DraftPlan | None = None  # for another drafter, which is asked too, within the same budget,
+    enough: float = 0.0  # if the draft promises fewer tokens than this; the surer of both drafts is used
+
+    @property
+    def levels(self) -> int:
+        """Most levels that the tree can have."""
+        return self.budget if self.depth is None else min(self.depth, self.budget)
+
+    def shrunk(self, budget: int) -> DraftPlan:
+        """This plan with at most `budget` nodes; the plain plan when none are left."""
+        if budget >= self.budget:
+            return self
+        return replace(self, budget=budget) if budget > 0 else PLAIN
+
+    def second(self) -> DraftPlan:
+        """What `otherwise` asks for within the budget and levels of this plan; the plain plan if nothing."""
+        other = (self.otherwise or PLAIN).shrunk(self.budget)
+        return other if other.levels <= self.levels else replace(other, depth=self.levels)
+
+    def __post_init__(self) -> None:
+        assert (self.budget > 0) == (self.drafter is not None), "a budget belongs to a drafter"
+
+
+PLAIN = DraftPlan()
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Where nodes that were drawn at random come from."""
+
+    draft_probs: Float64Array  # [distributions, vocab] each sums to 1
+    rows: Int32Array  # [nodes] the distribution a node was drawn from, -1: it was chosen
+
+    def check(self, tokens: Int32Array, vocab_size: int) -> None:
+        """Nothing, if these tokens can have been drawn so; ValueError names what is not sound."""
+        shape = self.draft_probs.shape
+        if len(shape) != 2 or shape[1] != vocab_size or self.draft_probs.dtype != np.float64:
+            raise ValueError(f"draft_probs must be float64 [distributions, {vocab_size}], got {shape}")
+        if len(self.rows) != len(tokens) or (self.rows >= shape[0]).any():
+            raise ValueError(f"rows must name one of {shape[0]} distributions or -1 for each node")
+        drawn = np.flatnonzero(self.rows >= 0)
+        if not (self.draft_probs[self.rows[drawn], tokens[drawn]] > 0).all():
+            raise ValueError("a node's token has probability 0 in the distribution it was drawn from")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTrees:
+    """The drafted nodes of several requests, flat.
+
+    A node's parent is a node before it of the same request, or -1: the request's last token.
+
+    A node may have been chosen (a copy, the likeliest token, shared noise) or drawn at random from
+    a distribution of the drafter's. Rules other than pathwise must know which, and the distribution.
+    Siblings drawn from one distribution are drawn without replacement, in order: the second from
+    what is left of it when the tokens of all earlier siblings, drawn or chosen, are taken out.
+
+    A drafter may say how likely its nodes are to be right, for the controller. Of drawn nodes it says
+    nothing: a rule must see them whatever they are, so nothing may be decided by how likely they were.
+    """
+
+    tokens: Int32Array  # [nodes]
+    parents: Int32Array  # [nodes] local to the request, -1 for the root's children
+    offsets: Int32Array  # [requests + 1] nodes of request i are offsets[i]:offsets[i + 1]
+    draws: Draws | None = None  # None: every node was chosen
+    # [nodes] that the path down to a node is right, as its drafter sees it; NaN, or None for all: no opinion
+    chances: Float32Array | None = None
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tokens)
+
+    def sizes(self) -> list[int]:
+        """How many nodes each tree has."""
+        ends = self.offsets.tolist()
+        return [end - start for start, end in pairwise(ends)]
+
+    def tree(self, request: int) -> tuple[Int32Array, Int32Array]:
+        """Tokens and parents of one request's nodes."""
+        start, end = self.offsets[request], self.offsets[request + 1]
+        return self.tokens[start:end], self.parents[start:end]
+
+    def tree_lists(self, request: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of one request's nodes, as lists: quicker to walk."""
+        tokens, parents = self.tree(request)
+        return tokens.tolist(), parents.tolist()
+
+    def draws_of(self, request: int) -> Draws | None:
+        """Where one request's nodes were drawn from; None if all of them were chosen."""
+        if self.draws is None:
+            return None
+        rows = self.draws.rows[self.offsets[request] : self.offsets[request + 1]]
+        return Draws(self.draws.draft_probs, rows) if (rows >= 0).any() else None
+
+    def chances_of(self, request: int) -> list[float]:
+        """The chances of one request's nodes; NaN: no opinion."""
+        start, end = self.offsets[request], self.offsets[request + 1]
+        return [math.nan] * int(end - start) if self.chances is None else self.chances[start:end].tolist()
+
+    def expected(self) -> list[float]:
+        """How many nodes of each tree should be accepted. NaN where there is no opinion."""
+        known = [math.nan] * self.num_nodes if self.chances is None else self.chances.tolist()
+        return [sum(known[start:end]) for start, end in pairwise(self.offsets.tolist())]
+
+    @staticmethod
+    def from_lists(
+        trees: Sequence[tuple[Sequence[int], Sequence[int]]], chances: Sequence[Sequence[float]] | None = None
+    ) -> DraftTrees:
+        """The trees given as one (tokens, parents) pair per request, and chances of each. All were chosen."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        offsets = [0]
+        for tree_tokens, tree_parents in trees:
+            tokens += tree_tokens
+            parents += tree_parents
+            offsets.append(len(tokens))
+        return DraftTrees(
+            np.array(tokens, dtype=np.int32),
+            np.array(parents, dtype=np.int32),
+            np.array(offsets, dtype=np.int32),
+            chances=None if chances is None else np.array([*chain.from_iterable(chances)], dtype=np.float32),
+        )
+
+    @staticmethod
+    def chains(
+        chains: Sequence[Sequence[int]], chances: Sequence[Sequence[float]] | None = None
+    ) -> DraftTrees:
+        """One chain of tokens per request, and chances of each."""
+        return DraftTrees.from_lists([(line, range(-1, len(line) - 1)) for line in chains], chances)
+
+    @staticmethod
+    def merged(num_requests: int, groups: Sequence[tuple[Sequence[int], DraftTrees]]) -> DraftTrees:
+        """The trees of several drafters as one: each group's trees belong to the requests it names.
+
+        Where two groups have nodes for a request, it gets those of the later one.
+        """
+        from paceline.core.tree_arrays import run_numbers
+
+        if not groups:
+            return DraftTrees.chains([()] * num_requests)
+        runs = [(0, 0)] * num_requests  # of each request's nodes among those of all groups
+        first = 0
+        for requests, trees in groups:
+            ends = trees.offsets.tolist()
+            for request, start, end in zip(requests, ends[:-1], ends[1:], strict=True):
+                if end > start:
+                    runs[request] = first + start, end - start
+            first += trees.num_nodes
+        nodes, offsets = run_numbers(np.array(runs, dtype=np.int32))
+        proposed = [trees for _, trees in groups]
+        return DraftTrees(
+            np.concatenate([trees.tokens for trees in proposed])[nodes],
+            np.concatenate([trees.parents for trees in proposed])[nodes],
+            offsets,
+            _joined_draws(proposed, nodes),
+            _joined_chances(proposed, nodes),
+        )
+
+    def kept(self, keep: BoolArray) -> DraftTrees:
+        """The trees with only these nodes: [nodes]. With a node its ancestors must be kept."""
+        from paceline.core.tree_arrays import kept_nodes
+
+        nodes, parents, offsets = kept_nodes(keep, self.parents, self.offsets)
+        return DraftTrees(
+            self.tokens[nodes],
+            parents,
+            offsets,
+            None if self.draws is None else replace(self.draws, rows=self.draws.rows[nodes]),
+            None if self.chances is None else self.chances[nodes],
+        )
+
+    def check(self, plans: Sequence[DraftPlan], vocab_size: int) -> None:
+        """Nothing, if these are sound trees within the plans; ValueError names what is not.
+
+        Drafters are plug-ins: a node out of order or a repeated sibling would corrupt the output
+        or waste the pass, so their trees are checked before they are used.
+        """
+        if self.tokens.ndim != 1 or self.parents.shape != self.tokens.shape or self.offsets.ndim != 1:
+            raise ValueError(f"{self.tokens.shape} tokens, but {self.parents.shape} parents")
+        if self.num_requests != len(plans):
+            raise ValueError(f"expected trees for {len(plans)} requests, got {self.num_requests}")
+        if not self._are_sound(plans, vocab_size):
+            self._name_fault(plans, vocab_size)
+        if self.draws is not None:
+            self.draws.check(self.tokens, vocab_size)
+
+    def _are_sound(self, plans: Sequence[DraftPlan], vocab_size: int) -> bool:
+        from paceline.core.tree_arrays import are_sound
+
+        nodes = self.tokens, self.parents, self.offsets
+        chances = np.empty(0, dtype=np.float32) if self.chances is None else self.chances
+        if not plans or any(array.dtype != np.int32 for array in nodes) or chances.dtype != np.float32:
+            return False  # other numbers go the slow way
+        limits = np.array([(plan.budget, plan.branching) for plan in plans], dtype=np.int32)
+        return are_sound(*nodes, limits, vocab_size, chances)
+
+    def _name_fault(self, plans: Sequence[DraftPlan], vocab_size: int) -> None:
+        """Raise ValueError for what is not sound, if anything is."""
+        ends = self.offsets.tolist()
+        if ends[0] != 0 or ends[-1] != self.num_nodes or ends != sorted(ends):
+            raise ValueError(f"offsets must go from 0 up to {self.num_nodes} nodes, got {ends}")
+        for request, plan in enumerate(plans):
+            tokens, parents = self.tree_lists(request)
+            if len(tokens) > plan.budget:
+                raise ValueError(f"tree {request} has {len(tokens)} nodes, its budget is {plan.budget}")
+            if not all(-1 <= parent < node for node, parent in enumerate(parents)):
+                raise ValueError(f"tree {request} is not in topological order: parents {parents}")
+            if not all(0 <= token < vocab_size for token in tokens):
+                raise ValueError(f"tree {request} has a token outside 0..{vocab_size - 1}: {tokens}")
+            if len(set(zip(parents, tokens, strict=True))) != len(tokens):
+                raise ValueError(f"tree {request} repeats a token among siblings: {tokens}")
+            if plan.branching == 1 and len(set(parents)) != len(parents):
+                raise ValueError(f"tree {request} branches, its plan is a chain: parents {parents}")
+        if self.chances is not None:
+            self._check_chances(self.chances)
+
+    def _check_chances(self, chances: Float32Array) -> None:
+        """Nothing, if these can be the chances of paths; else ValueError."""
+        if chances.shape != self.tokens.shape:
+            raise ValueError(f"expected a chance for each of {self.num_nodes} nodes, got {chances.shape}")
+        starts = np.repeat(self.offsets[:-1], np.diff(self.offsets))
+        above = np.where(self.parents < 0, 1.0, chances[starts + self.parents])
+        if (chances < 0.0).any() or (chances > above + ROUNDING).any():  # NaN is neither
+            raise ValueError(f"a chance must be between 0 and that of the node above: {chances.tolist()}")
+
+
+def _joined_draws(groups: Sequence[DraftTrees], nodes: Int32Array) -> Draws | None:
+    """Where these nodes of all groups' were drawn from."""
+    rows, distributions = [], []
+    first = 0
+    for trees in groups:
+        if trees.draws is None:
+            rows.append(np.full(trees.num_nodes, -1, dtype=np.int32))
+        else:
+            rows.append(np.where(trees.draws.rows < 0, np.int32(-1), trees.draws.rows + np.int32(first)))
+            distributions.append(trees.draws.draft_probs)
+            first += len(trees.draws.draft_probs)
+    return Draws(np.concatenate(distributions), np.concatenate(rows)[nodes]) if distributions else None
+
+
+def _joined_chances(groups: Sequence[DraftTrees], nodes: Int32Array) -> Float32Array | None:
+    """The chances of these nodes of all groups'."""
+    if all(trees.chances is None for trees in groups):
+        return None
+    unknown = np.float32(np.nan)
+    known = [
+        np.full(trees.num_nodes, unknown) if trees.chances is None else trees.chances for trees in groups
+    ]
+    return np.concatenate(known)[nodes]
+
+
+NO_TREE: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())

@@ -1,0 +1,118 @@
+"""Token ids to text, as they come: never half a character, never part of a stop string.
+
+Text is made from bytes. A character whose bytes are not complete is held back; bytes that are no
+UTF-8 become U+FFFD just as in a decode of the whole. Text that may turn out to be the beginning of
+a stop string is held back too.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from typing import Protocol
+
+from paceline.core.params import SamplingParams
+
+
+class TokenBytes(Protocol):
+    """The part of a tokenizer that streaming needs."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def is_special(self, token_id: int) -> bool: ...
+
+
+class Detokenizer:
+    """The text of one output, growing token by token."""
+
+    def __init__(self, tokenizer: TokenBytes, params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = params.skip_special_tokens
+        self._stops = params.stop_strings
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._text = ""  # all that is decoded, or what is left of it after a stop
+        self._search_from = 0  # no stop string may begin before this
+        self._released = 0  # characters already given to the stream
+        self._holding = True  # false at the end: then everything is released
+
+    @property
+    def text(self) -> str:
+        """All text that is certain by now."""
+        return self._text[: self._certain()]
+
+    def append(self, token: int, num_output: int) -> str | None:
+        """Take the num_output-th token (from 1); the stop string that it completes, if it does."""
+        if self._skip_special and self._tokenizer.is_special(token):
+            return None
+        return self._grow(self._decoder.decode(self._tokenizer.token_bytes(token)), num_output)
+
+    @property
+    def has_stops(self) -> bool:
+        """Whether stop strings are looked for."""
+        return bool(self._stops)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Take tokens of an output without stop strings."""
+        bytes_of, is_special = self._tokenizer.token_bytes, self._tokenizer.is_special
+        shown = [token for token in tokens if not is_special(token)] if self._skip_special else tokens
+        self._text += self._decoder.decode(b"".join([bytes_of(token) for token in shown]))
+
+    def finish(self) -> None:
+        """End the text: held-back characters are released, half a character becomes U+FFFD."""
+        self._text += self._decoder.decode(b"", final=True)
+        self._holding = False
+
+    def take(self) -> str:
+        """The text that became certain since the last call."""
+        certain = self._certain()
+        delta = self._text[self._released : certain]
+        self._released = certain
+        return delta
+
+    def _grow(self, piece: str, num_output: int) -> str | None:
+        before = len(self._text)
+        self._text += piece
+        if not self._stops:
+            return None
+        if num_output <= self._min_tokens:
+            self._search_from = len(self._text)
+            return None
+        match = self._first_stop(before)
+        if match is None:
+            return None
+        start, stop = match
+        self._text = self._text[: start + len(stop) if self._include_stop else start]
+        self._decoder.reset()
+        return stop
+
+    def _first_stop(self, before: int) -> tuple[int, str] | None:
+        """Where which stop string is complete first, among those that end after `before` characters.
+
+        As if characters came one by one, so that the result does not depend on how tokens cut the
+        text; of two that end together, the longer.
+        """
+        matches = []
+        for stop in self._stops:
+            start = self._text.find(stop, max(self._search_from, before - len(stop) + 1))
+            if start >= 0:
+                matches.append((start + len(stop), start, stop))
+        if not matches:
+            return None
+        _, start, stop = min(matches)
+        return start, stop
+
+    def _certain(self) -> int:
+        """How many characters can no longer become part of a stop string."""
+        if not self._holding or not self._stops:
+            return len(self._text)
+        return min(self._possible_start(stop) for stop in self._stops)
+
+    def _possible_start(self, stop: str) -> int:
+        """Where this stop string may have begun without being complete; the end of the text if nowhere."""
+        end = len(self._text)
+        start = self._text.find(stop[0], max(self._search_from, end - len(stop) + 1))
+        while start >= 0 and not stop.startswith(self._text[start:]):
+            start = self._text.find(stop[0], start + 1)
+        return start if start >= 0 else end

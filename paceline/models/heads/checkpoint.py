@@ -1,0 +1,178 @@
+"""Heads on disk: what a loaded one is, reading it from the files of others, writing it for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import CheckpointError, ConfigError, ModelError
+from paceline.extras import needs_extra
+from paceline.models.checkpoint import Tensor
+from paceline.models.files import damaged, read_json
+from paceline.models.heads.config import HeadConfig, TargetName, expected_tensors
+from paceline.models.heads.formats import COPIES, FORMATS, our_name, read_config
+from paceline.models.safetensors_files import SafeTensor, read_metadata, read_safetensors
+from paceline.models.safetensors_writer import encode_flags, encode_integers, write_safetensors
+
+Int32Array = npt.NDArray[np.int32]
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+TORCH_KINDS = {
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.bool": "BOOL",
+}
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # what a config.json calls them
+FINGERPRINT, TARGET_NAME = "paceline_target_fingerprint", "paceline_target_name"  # notes in safetensors
+
+
+@dataclass(frozen=True)
+class HeadCheckpoint:
+    """A head ready to be given to a runner. Its tensors have the names of config.py."""
+
+    config: HeadConfig
+    tensors: Mapping[str, Tensor]
+    draft_ids: Int32Array | None  # [draft vocabulary] the target's id of each guess; None: the same ids
+    source: Path
+
+
+def load_head(path: Path) -> HeadCheckpoint:
+    """The head in a folder, or in a file with its config.json beside it, in any format that is known."""
+    folder = path if path.is_dir() else path.parent
+    weights = path if path.is_file() else _find_weights(folder)
+    found = {our_name(name): tensor for name, tensor in read_weights(weights).items()}
+    found = {name: tensor for name, tensor in found.items() if name not in COPIES}
+    offsets, mask = found.pop("d2t", None), found.pop("t2d", None)
+    source = f"{folder.name}/config.json"
+    shapes = {name: tensor.shape for name, tensor in found.items()}
+    config = read_config(read_json(folder / "config.json"), source, shapes)
+    if config.kind == "eagle":  # it has no head of its own: one in the file is a copy of the target's
+        found.pop("lm_head.weight", None)
+        config = replace(config, draft_vocab_size=config.vocab_size, own_lm_head=False)
+    config = replace(config, target=read_target_name(weights))
+    ids = _draft_ids(config, offsets, mask, weights)
+    return HeadCheckpoint(config, _selected(config, found, weights), ids, path)
+
+
+def write_head(head: HeadCheckpoint, folder: Path, form: str, target: str = "") -> None:
+    """Write a head into a folder in the format `form`; `target` is what others call its target."""
+    if form not in FORMATS:
+        raise ConfigError(f"{form!r} is no format of heads. Use one of {', '.join(FORMATS)}.")
+    written = FORMATS[form]
+    known = head.config.target
+    values = written.config(head.config, target or (known.name if known else ""))
+    values["torch_dtype"] = DTYPES[head.tensors["fc.weight"].kind]
+    layer = written.layer if head.config.kind == "eagle3" else "layers.0."
+    tensors = {_their_name(name, layer): cast(SafeTensor, tensor) for name, tensor in head.tensors.items()}
+    if head.draft_ids is not None:
+        ids = head.draft_ids.astype(np.int64)
+        mask = np.zeros(head.config.vocab_size, dtype=np.bool_)
+        mask[ids] = True
+        tensors["d2t"] = encode_integers(ids - np.arange(len(ids)))
+        tensors["t2d"] = encode_flags(mask)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_safetensors(folder / WEIGHTS[0], tensors, target_notes(known))
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+def target_notes(target: TargetName | None) -> dict[str, str]:
+    """What a safetensors file says about the target of the head in it."""
+    notes = {"format": "pt"}  # others want to be told that the tensors are torch's
+    if target is not None:
+        notes |= {FINGERPRINT: target.fingerprint, TARGET_NAME: target.name}
+    return notes
+
+
+def _their_name(name: str, layer: str) -> str:
+    return layer + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+
+
+def _find_weights(folder: Path) -> Path:
+    for name in WEIGHTS:
+        if (folder / name).is_file():
+            return folder / name
+    raise CheckpointError(
+        f"{folder} has no draft head: neither {' nor '.join(WEIGHTS)} is there. "
+        "Give a folder with one of them and config.json."
+    )
+
+
+def read_weights(path: Path) -> dict[str, SafeTensor]:
+    """The tensors of a file under the file's own names."""
+    if path.suffix == ".safetensors":
+        return read_safetensors(path, integers=True)
+    with needs_extra("torch", f"the draft head {path}, a pickle of torch,", ModelError):
+        import torch  # here, because only older heads need it
+
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged pickle does; code in it is never run
+        raise damaged(path, f"it is no file of tensors ({str(error)[:200]})") from error
+    if not isinstance(content, dict) or not all(
+        isinstance(value, torch.Tensor) for value in content.values()
+    ):
+        raise damaged(path, "it is no table of tensors")
+    tensors = {}
+    for name, value in content.items():
+        kind = TORCH_KINDS.get(str(value.dtype))
+        if kind is None or value.ndim == 0 or value.numel() == 0:
+            raise damaged(path, f"the tensor {name} is a {value.dtype} of shape {list(value.shape)}")
+        data = value.contiguous().view(torch.uint8).numpy()
+        tensors[name] = SafeTensor(tuple(value.shape), kind, data.reshape(-1, data.shape[-1]))
+    return tensors
+
+
+def read_target_name(path: Path) -> TargetName | None:
+    """Which target the head was trained for, if its file says so."""
+    notes = read_metadata(path) if path.suffix == ".safetensors" else {}
+    return TargetName(notes[FINGERPRINT], notes.get(TARGET_NAME, "")) if FINGERPRINT in notes else None
+
+
+def _draft_ids(
+    config: HeadConfig, offsets: SafeTensor | None, mask: SafeTensor | None, path: Path
+) -> Int32Array | None:
+    """The target's ids of the guesses. The file has how far each is from the draft's own id."""
+    if offsets is None:
+        if config.draft_vocab_size != config.vocab_size:
+            raise damaged(
+                path, f"it guesses {config.draft_vocab_size} tokens, but d2t, which says which, is missing"
+            )
+        return None
+    ids = offsets.integers() + np.arange(len(offsets.integers()))
+    if len(ids) != config.draft_vocab_size or len(np.unique(ids)) != len(ids):
+        raise damaged(path, f"d2t does not name {config.draft_vocab_size} different tokens")
+    if ids.min() < 0 or ids.max() >= config.vocab_size:
+        raise damaged(path, f"d2t names tokens outside 0..{config.vocab_size - 1}")
+    if mask is not None and not np.array_equal(np.flatnonzero(mask.integers()), np.sort(ids)):
+        raise damaged(path, "d2t and t2d name different tokens")
+    return ids.astype(np.int32)
+
+
+def _selected(config: HeadConfig, found: Mapping[str, SafeTensor], path: Path) -> dict[str, Tensor]:
+    """Exactly the tensors that the config asks for, each found and of the right shape."""
+    selected: dict[str, Tensor] = {}
+    for name, shape in expected_tensors(config):
+        if name not in found:
+            raise damaged(path, f"it lacks the tensor {name} of an {config.kind} head")
+        if found[name].shape != shape or not found[name].kind.endswith(("F32", "F16")):
+            raise damaged(
+                path,
+                f"tensor {name} is {found[name].kind} of shape {list(found[name].shape)}, but config.json "
+                f"asks for floats of shape {list(shape)}",
+            )
+        selected[name] = found[name]
+    if unknown := sorted(set(found) - set(selected)):
+        raise CheckpointError(
+            f"{path} has tensors that an {config.kind} head of this configuration does not have: "
+            f"{', '.join(unknown[:5])}. This kind of head is not supported."
+        )
+    return selected

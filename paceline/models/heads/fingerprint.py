@@ -1,0 +1,66 @@
+"""Which model a head was trained for: a fingerprint of the target, and the refusal of another one."""
+
+from __future__ import annotations
+
+import hashlib
+
+from paceline.errors import ConfigError
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.config import ModelConfig
+from paceline.models.heads.config import HeadConfig, TargetName
+from paceline.models.safetensors_writer import encode
+
+
+def target_fingerprint(checkpoint: Checkpoint) -> str:
+    """A text that tells models apart, the same for all quantizations of one model.
+
+    It is made of the sizes and of the norms' weights, which training changes and quantization does
+    not: files hold them as they were trained, rounded to bfloat16 or not.
+    """
+    config = checkpoint.config
+    digest = hashlib.sha256()
+    digest.update(f"{config.vocab_size} {config.hidden_size} {config.num_layers}".encode())
+    for name in sorted(name for name in checkpoint.tensors if name.endswith("norm.weight")):
+        digest.update(name.encode())
+        digest.update(encode(checkpoint.tensors[name].float32(), "BF16").data.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def check_target(
+    head: HeadConfig, target: ModelConfig, fingerprint: str, source: str, any_target: bool = False
+) -> None:
+    """Nothing, if the head is for this target; ConfigError says why it is not.
+
+    `any_target` lets another model of the same sizes pass. An empty fingerprint is an unknown one.
+    """
+    sizes = (head.vocab_size, head.target_hidden_size)
+    if sizes != (target.vocab_size, target.hidden_size):
+        raise ConfigError(
+            f"the head {source} is for a target with {sizes[0]} tokens and hidden size {sizes[1]}, but this "
+            f"one has {target.vocab_size} and {target.hidden_size}. Use a head that was trained for it."
+        )
+    layers = head.layers_of(target.num_layers)
+    if not all(0 <= layer <= target.num_layers for layer in layers):
+        raise ConfigError(
+            f"the head {source} reads the hidden states {list(layers)}, but this target has only 0 to "
+            f"{target.num_layers}. Use a head that was trained for it."
+        )
+    if not head.own_embedding and head.hidden_size != target.hidden_size:
+        raise ConfigError(
+            f"the head {source} has no embedding of its own, and its hidden size {head.hidden_size} is not "
+            f"the target's, {target.hidden_size}. Fetch the head again, with all of its files."
+        )
+    check_fingerprint(head.target, fingerprint, source, any_target)
+
+
+def check_fingerprint(
+    trained_for: TargetName | None, fingerprint: str, source: str, any_target: bool
+) -> None:
+    """Nothing, if a head may be used for the target of this fingerprint; ConfigError says why it may not."""
+    if trained_for is None or not fingerprint or trained_for.fingerprint == fingerprint or any_target:
+        return
+    raise ConfigError(
+        f"the head {source} was trained for another target, {trained_for.name or 'without a name'} "
+        f"({trained_for.fingerprint}; this one is {fingerprint}). It would guess badly, though never change "
+        "the output. Use a head that was trained for this target, or set any_target to use it all the same."
+    )

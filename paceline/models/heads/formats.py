@@ -1,0 +1,196 @@
+"""How others call the parts of a head: the configurations of three formats.
+
+SafeAILab    config.json of a llama with draft_vocab_size; tensors midlayer.* (eagle: layers.0.*)
+SGLang       the same with an architecture of its own; vLLM loads it too
+speculators  config.json with speculators_model_type and a transformer_layer_config; tensors layers.0.*
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError, UnsupportedModelError
+from paceline.models.config import RopeConfig
+from paceline.models.families import rope_config
+from paceline.models.fields import Fields
+from paceline.models.heads.config import HeadConfig
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+FLAGS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+SPECULATIVE_TOKENS = 5  # what a speculators file recommends
+
+# Beginnings of names in files -> ours
+PREFIXES = {"model.": "", "layers.0.": "midlayer.", "transformer.": "midlayer.", "fusion_fc.": "fc."}
+# Copies of the target's weights that some trainers leave in their files
+COPIES = ("verifier_norm.weight", "verifier_lm_head.weight", "midlayer.self_attn.rotary_emb.inv_freq")
+
+
+def our_name(name: str) -> str:
+    """The name of config.py for a tensor's name in a file."""
+    for theirs, ours in PREFIXES.items():
+        if name.startswith(theirs):
+            name = ours + name.removeprefix(theirs)
+    return name
+
+
+def read_config(
+    values: Mapping[str, object], source: str, shapes: Mapping[str, tuple[int, ...]]
+) -> HeadConfig:
+    """The HeadConfig that a config.json of any of the formats means, for tensors of these shapes."""
+    fields = Fields(values, source)
+    speculators = fields.has("speculators_model_type")
+    layer = fields.group("transformer_layer_config") if speculators else fields
+    _refuse_unsupported(layer)
+    hidden = layer.integer("hidden_size")
+    heads = layer.integer("num_attention_heads")
+    vocab = layer.integer("vocab_size")
+    own_lm_head = "lm_head.weight" in shapes
+    eagle3 = "midlayer.hidden_norm.weight" in shapes
+    # vLLM, which most heads are served with, takes this flag for set where a speculators file lacks it
+    defaults = {"norm_before_residual": speculators and eagle3}
+    flags = {name: fields.flag(name, defaults.get(name, False)) for name in FLAGS}
+    if flags["fc_norm"] and flags["norm_before_fc"]:
+        raise fields.wrong("fc_norm", "false where norm_before_fc is true")
+    return HeadConfig(
+        kind="eagle3" if eagle3 else "eagle",
+        vocab_size=vocab,
+        draft_vocab_size=shapes["lm_head.weight"][0] if own_lm_head else vocab,
+        hidden_size=hidden,
+        target_hidden_size=fields.integer("target_hidden_size", hidden),
+        num_heads=heads,
+        num_kv_heads=layer.integer("num_key_value_heads", heads),
+        head_dim=layer.integer("head_dim", max(1, hidden // heads)),
+        intermediate_size=layer.integer("intermediate_size"),
+        rms_norm_eps=layer.number("rms_norm_eps", 1e-6),
+        rope=rope_config(layer, 10000.0),
+        max_position=layer.integer("max_position_embeddings", 2048),
+        feature_layers=_feature_layers(fields) if eagle3 else None,
+        fc_bias="fc.bias" in shapes,
+        own_embedding="embed_tokens.weight" in shapes,
+        own_lm_head=own_lm_head,
+        fc_norm=flags["fc_norm"],
+        norm_before_fc=flags["norm_before_fc"],
+        norm_output=flags["norm_output"],
+        norm_before_residual=flags["norm_before_residual"],
+    )
+
+
+def _refuse_unsupported(layer: Fields) -> None:
+    if layer.integer("num_hidden_layers", 1) != 1:
+        raise UnsupportedModelError(
+            f"{layer.source}: the head has {layer.values['num_hidden_layers']} layers; only one is supported."
+        )
+    if (activation := layer.text("hidden_act", "silu")) != "silu":
+        raise UnsupportedModelError(f"{layer.source}: hidden_act {activation!r} is not supported, only silu.")
+
+
+def _feature_layers(fields: Fields) -> tuple[int, ...] | None:
+    """The hidden states that the head reads; None: the usual ones."""
+    nested = fields.group("eagle_config")
+    at_top = fields.has(LAYER_IDS)
+    found = (fields if at_top else nested).values.get(LAYER_IDS)
+    if found is None:
+        return None
+    if not isinstance(found, list) or not found or not all(type(layer) is int for layer in found):
+        raise fields.wrong(LAYER_IDS, "a list of layer numbers")
+    # vLLM numbers hidden states, 0 is the embedding; SGLang numbers layers
+    return tuple(layer if at_top else layer + 1 for layer in found)
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to write a head."""
+
+    config: Callable[[HeadConfig, str], dict[str, object]]  # (config, name of the target): its config.json
+    layer: str  # what the tensors of the layer begin with
+
+
+def _sglang_config(config: HeadConfig, target: str) -> dict[str, object]:
+    if config.norm_before_residual:
+        raise ConfigError("SGLang does not know norm_before_residual: export this head as speculators.")
+    eagle3 = config.kind == "eagle3"
+    values = _llama_fields(config)
+    values |= {
+        "architectures": ["LlamaForCausalLMEagle3" if eagle3 else "LlamaForCausalLMEagle"],
+        "tie_word_embeddings": False,
+    }
+    if config.target_hidden_size != config.hidden_size:
+        values["target_hidden_size"] = config.target_hidden_size
+    if eagle3 and config.own_lm_head:
+        values["draft_vocab_size"] = config.draft_vocab_size
+    if config.feature_layers is not None:
+        values[LAYER_IDS] = list(config.feature_layers)
+        values["eagle_config"] = {LAYER_IDS: [layer - 1 for layer in config.feature_layers]}
+    return values | {name: True for name in FLAGS if getattr(config, name)}
+
+
+def _speculators_config(config: HeadConfig, target: str) -> dict[str, object]:
+    if config.kind != "eagle3":
+        raise ConfigError(
+            f"only eagle3 heads are written as speculators; export this {config.kind} head as sglang."
+        )
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "model_type": "speculators",
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS, "accept_tolerance": 0.0}
+            ],
+            "verifier": {"name_or_path": target or None, "architectures": []},
+        },
+        "transformer_layer_config": _llama_fields(config),
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        LAYER_IDS: None if config.feature_layers is None else list(config.feature_layers),
+        "tie_word_embeddings": False,
+        **{name: getattr(config, name) for name in FLAGS},
+    }
+
+
+def _llama_fields(config: HeadConfig) -> dict[str, object]:
+    """The keys that describe a llama of one layer."""
+    return {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position,
+        "vocab_size": config.vocab_size,
+        "attention_bias": False,
+        "mlp_bias": False,
+        **_rope_fields(config.rope),
+    }
+
+
+def _rope_fields(rope: RopeConfig) -> dict[str, object]:
+    if rope.frequency_divisors:
+        raise ConfigError(
+            "the rotary embedding of this head has divisors from a GGUF file, which no config.json can say. "
+            "Train the head for a safetensors folder of its target."
+        )
+    if rope.scaling == "none":
+        return {"rope_theta": rope.theta}
+    scaling: dict[str, object] = {"rope_type": rope.scaling, "factor": rope.factor}
+    if rope.scaling == "llama3":
+        scaling |= {
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_position,
+        }
+    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+
+
+FORMATS = {
+    "sglang": Format(_sglang_config, "midlayer."),
+    "speculators": Format(_speculators_config, "layers.0."),
+}

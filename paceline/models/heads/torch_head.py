@@ -1,0 +1,249 @@
+"""The networks of the heads in torch: what the runners are tested against, and what is trained.
+
+A network says what happens to a slot; what a slot attends to is the caller's: `attend` gets the
+rotated query, the rotated key and the value of every slot, and gives back the mixed values. So the
+same code runs over pages, over whole sequences, and over the masks of training. The leading axes of
+states, tokens and positions are free, as long as they are the same: [rows] or [batch, length].
+
+    features --fuse--> state --+-- forward(state, token, position) --> output --feed_back--> state
+                                                                          +----logits
+
+Parameters have the names of config.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.models.heads.config import HeadConfig
+from paceline.models.rope import rope_frequencies
+from paceline.models.transformer import rotate
+
+# From query [..., heads, head_dim], key and value [..., kv_heads, head_dim] to mixed values, like query.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Weights of the target that a head uses and that are never trained with it."""
+
+    embedding: Tensor  # [vocabulary, hidden]
+    lm_head: Tensor  # [vocabulary, hidden]
+    norm: Tensor  # [hidden] the final norm
+    norm_eps: float
+
+
+class Norm(nn.Module):
+    """Scale the last axis to a root mean square of one, then by a learned weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return normed(hidden, self.weight, self.eps)
+
+
+def normed(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last axis, its mean in float32, in the precision of what it norms."""
+    wide = hidden.float()
+    scaled = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(hidden.dtype)
+    return (weight * scaled).to(hidden.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: HeadConfig, input_size: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(input_size, query_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(input_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(input_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.register_buffer(
+            "frequencies", torch.from_numpy(rope_frequencies(config.rope, config.head_dim)), persistent=False
+        )
+        self.frequencies: Tensor  # float32 [head_dim // 2]
+
+    def forward(self, inputs: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        shape = (*inputs.shape[:-1], -1, self.head_dim)
+        # Angles stay float32 in every dtype: bfloat16 cannot count positions above 256.
+        angles = (positions.float()[..., None] * self.frequencies.float())[..., None, :]
+        rotation = angles.cos().to(inputs.dtype), angles.sin().to(inputs.dtype)
+        query = rotate(self.q_proj(inputs).view(shape), rotation)
+        key = rotate(self.k_proj(inputs).view(shape), rotation)
+        mixed = attend(query, key, self.v_proj(inputs).view(shape))
+        output: Tensor = self.o_proj(mixed.flatten(-2))
+        return output
+
+
+class MLP(nn.Module):
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return output
+
+
+class Layer(nn.Module):
+    """The one decoder layer. What it norms of its input, if anything, its head says."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        eagle3 = config.kind == "eagle3"
+        if config.kind != "eagle":
+            self.input_layernorm = Norm(hidden, eps)
+        if eagle3:
+            self.hidden_norm = Norm(hidden, eps)
+        self.self_attn = Attention(config, 2 * hidden if eagle3 else hidden)
+        self.post_attention_layernorm = Norm(hidden, eps)
+        self.mlp = MLP(config)
+
+    def forward(self, residual: Tensor, inputs: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        hidden = residual + self.self_attn(inputs, positions, attend)
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
+
+
+class Head(nn.Module, ABC):
+    """What all kinds of heads have in common. `make_head` gives the right one."""
+
+    def __init__(self, config: HeadConfig, shared: Shared) -> None:
+        super().__init__()
+        self.config = config
+        self.shared = shared  # no parameters of this module: neither trained nor written
+        self.midlayer = Layer(config)
+        if config.own_lm_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+
+    def compile_small_steps(self) -> None:
+        """Compile what is many small kernels on a GPU; the attention is the caller's."""
+        for module in self.modules():
+            if isinstance(module, (Norm, MLP)):
+                module.compile(dynamic=True)
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """The state [..., H] of slots that read the target's features [..., features * Ht]."""
+
+    @abstractmethod
+    def forward(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The output [..., H] of slots with these states [..., H], tokens [...] and positions [...]."""
+
+    def feed_back(self, outputs: Tensor) -> Tensor:
+        """The state that the slot behind a guess reads."""
+        return outputs
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Scores over the draft vocabulary [..., draft vocabulary]."""
+        return F.linear(outputs, self.lm_head.weight if self.config.own_lm_head else self.shared.lm_head)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        table = self.embed_tokens.weight if self.config.own_embedding else self.shared.embedding
+        return F.embedding(tokens, table)
+
+
+class Eagle3Head(Head):
+    """EAGLE-3: several hidden states, norms on both inputs, an output norm and a vocabulary of its own."""
+
+    def __init__(self, config: HeadConfig, shared: Shared) -> None:
+        super().__init__(config, shared)
+        eps = config.rms_norm_eps
+        self.fc = nn.Linear(config.feature_width, config.hidden_size, bias=config.fc_bias)
+        if config.fc_norm:
+            sizes = [config.target_hidden_size] * config.num_features
+            self.fc_norm = nn.ModuleList(Norm(size, eps) for size in sizes)
+        if config.norm_before_fc:
+            self.input_norm = Norm(config.feature_width, eps)
+        self.norm = Norm(config.hidden_size, eps)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        if self.config.fc_norm:
+            each = features.chunk(self.config.num_features, dim=-1)
+            features = torch.cat([norm(one) for norm, one in zip(self.fc_norm, each, strict=True)], dim=-1)
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
+        state: Tensor = self.fc(features)
+        return state
+
+    def forward(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        normed_states = self.midlayer.hidden_norm(states)
+        inputs = torch.cat((self.midlayer.input_layernorm(self.embed(tokens)), normed_states), dim=-1)
+        residual = normed_states if self.config.norm_before_residual else states
+        output: Tensor = self.midlayer(residual, inputs, positions, attend)
+        return output
+
+    def feed_back(self, outputs: Tensor) -> Tensor:
+        state: Tensor = self.norm(outputs) if self.config.norm_output else outputs
+        return state
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        return super().logits(self.norm(outputs))
+
+
+class EagleHead(Head):
+    """EAGLE-1 and 2: guesses the target's last state itself, so the target's own head reads it."""
+
+    def __init__(self, config: HeadConfig, shared: Shared) -> None:
+        super().__init__(config, shared)
+        inputs = config.hidden_size + config.target_hidden_size
+        self.fc = nn.Linear(inputs, config.hidden_size, bias=config.fc_bias)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return normed(features, self.shared.norm, self.shared.norm_eps)
+
+    def forward(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        inputs = self.fc(torch.cat((self.embed(tokens), states), dim=-1))
+        output: Tensor = self.midlayer(inputs, inputs, positions, attend)
+        return output
+
+
+class MtpHead(Head):
+    """The block for multi-token prediction that some targets have: norms on both inputs, a whole layer."""
+
+    def __init__(self, config: HeadConfig, shared: Shared) -> None:
+        super().__init__(config, shared)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.embedding_norm = Norm(hidden, eps)
+        self.state_norm = Norm(hidden, eps)
+        self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
+        self.norm = Norm(hidden, eps)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        shared = self.shared
+        return normed(features, shared.norm, shared.norm_eps) if self.config.norm_features else features
+
+    def forward(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        both = self.embedding_norm(self.embed(tokens)), self.state_norm(states)
+        residual = self.fc(torch.cat(both, dim=-1))
+        output: Tensor = self.midlayer(residual, self.midlayer.input_layernorm(residual), positions, attend)
+        return output
+
+    def feed_back(self, outputs: Tensor) -> Tensor:
+        state: Tensor = self.norm(outputs) if self.config.norm_output else outputs
+        return state
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        return super().logits(self.norm(outputs))
+
+
+_KINDS: dict[str, type[Head]] = {"eagle3": Eagle3Head, "eagle": EagleHead, "mtp": MtpHead}
+
+
+def make_head(config: HeadConfig, shared: Shared) -> Head:
+    """The network of a head with fresh parameters; `shared` are weights of its target."""
+    return _KINDS[config.kind](config, shared)

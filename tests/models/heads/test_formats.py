@@ -1,0 +1,238 @@
+"""Heads in the files of others: read in every format, written in two, refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.errors import CheckpointError, ConfigError, UnsupportedModelError
+from paceline.models.config import RopeConfig
+from paceline.models.heads.checkpoint import HeadCheckpoint, load_head, write_head
+from paceline.models.heads.config import TargetName
+from paceline.models.heads.fingerprint import check_target, target_fingerprint
+from paceline.models.safetensors_files import safetensors_checkpoint
+from paceline.models.safetensors_writer import encode
+from tests.models.heads.driver import random_checkpoint
+from tests.models.heads.tiny_heads import CONFIGS, EAGLE, EAGLE3, VOCAB, random_tensors
+from tests.tiny import save_checkpoint
+
+LLAMA3_ROPE = RopeConfig(500.0, "llama3", 8.0, 1.0, 4.0, 64)
+TARGET = TargetName("0123456789abcdef", "some/target")
+
+
+def assert_equal(ours: HeadCheckpoint, theirs: HeadCheckpoint) -> None:
+    assert ours.config == theirs.config
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for name, tensor in ours.tensors.items():
+        assert theirs.tensors[name].kind == tensor.kind
+        assert np.array_equal(theirs.tensors[name].blocks(), tensor.blocks())
+    assert (ours.draft_ids is None) == (theirs.draft_ids is None)
+    assert ours.draft_ids is None or np.array_equal(ours.draft_ids, theirs.draft_ids)
+
+
+@pytest.mark.parametrize("form", ["sglang", "speculators"])
+@pytest.mark.parametrize(
+    "name",
+    [name for name, config in CONFIGS.items() if config.kind != "mtp"] + ["llama3 rope", "with a target"],
+)
+def test_what_is_written_is_what_is_read(tmp_path, name, form):
+    more = {
+        "llama3 rope": replace(EAGLE3, rope=LLAMA3_ROPE),
+        "with a target": replace(EAGLE3, target=TARGET),
+    }
+    config = (CONFIGS | more)[name]
+    refused = config.norm_before_residual if form == "sglang" else config.kind == "eagle"
+    head = random_checkpoint(config)
+    if refused:
+        with pytest.raises(ConfigError, match="export this"):
+            write_head(head, tmp_path, form)
+        return
+    write_head(head, tmp_path, form)
+    assert_equal(head, load_head(tmp_path))
+    assert_equal(head, load_head(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_halves_stay_the_same_bits(tmp_path, kind):
+    tensors = {name: encode(values, kind) for name, values in random_tensors(EAGLE3).items()}
+    head = replace(random_checkpoint(EAGLE3), tensors=tensors)
+    write_head(head, tmp_path, "sglang")
+    assert_equal(head, load_head(tmp_path))
+    dtype = json.loads((tmp_path / "config.json").read_text())["torch_dtype"]
+    assert dtype == {"F16": "float16", "BF16": "bfloat16"}[kind]
+
+
+def test_bfloat16_is_rounded_as_torch_rounds():
+    values = np.random.default_rng(0).standard_normal(4096).astype(np.float32) * 1e3
+    expected = torch.from_numpy(values).bfloat16().float().numpy()
+    assert np.array_equal(encode(values, "BF16").float32(), expected)
+
+
+def llama_config(**more: object) -> dict[str, object]:
+    return {
+        "model_type": "llama",
+        "hidden_size": 60,
+        "intermediate_size": 85,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 14,
+        "rms_norm_eps": 1e-4,
+        "rope_theta": 500.0,
+        "max_position_embeddings": 256,
+        "vocab_size": VOCAB,
+        **more,
+    }
+
+
+def torch_tensors(head: HeadCheckpoint, layer: str) -> dict[str, torch.Tensor]:
+    named = {name: torch.from_numpy(tensor.float32()) for name, tensor in head.tensors.items()}
+    named = {name.replace("midlayer.", layer): tensor for name, tensor in named.items()}
+    if head.draft_ids is not None:
+        ids = torch.from_numpy(head.draft_ids.astype(np.int64))
+        named["d2t"] = ids - torch.arange(len(ids))
+        named["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
+    return named
+
+
+def test_a_head_as_safeailab_publishes_it(tmp_path):
+    head = random_checkpoint(EAGLE3)
+    torch.save(torch_tensors(head, "midlayer."), tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text(json.dumps(llama_config(draft_vocab_size=91)))
+    assert_equal(head, load_head(tmp_path))
+
+
+def test_an_eagle_1_head_with_a_copy_of_the_targets_head(tmp_path):
+    head = random_checkpoint(EAGLE)
+    tensors = torch_tensors(head, "layers.0.") | {"lm_head.weight": torch.zeros(VOCAB, 60)}
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text(json.dumps(llama_config()))
+    assert_equal(head, load_head(tmp_path))
+
+
+def test_an_eagle_1_head_as_speculators_publishes_it(tmp_path):
+    head = random_checkpoint(EAGLE)
+    tensors = torch_tensors(head, "transformer.")
+    tensors["fusion_fc.weight"] = tensors.pop("fc.weight")
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    config = {"speculators_model_type": "eagle", "transformer_layer_config": llama_config()}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_equal(head, load_head(tmp_path))
+
+
+def test_sglang_numbers_layers_and_vllm_hidden_states(tmp_path):
+    head = random_checkpoint(replace(EAGLE3, feature_layers=(1, 2, 3)))
+    write_head(head, tmp_path, "sglang")
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert values["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    del values["eagle_aux_hidden_state_layer_ids"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert load_head(tmp_path).config.feature_layers == (1, 2, 3)
+
+
+def test_paceline_export(tmp_path, paceline):
+    head = random_checkpoint(replace(EAGLE3, target=TARGET))
+    write_head(head, tmp_path / "ours", "sglang")
+    out = str(tmp_path / "theirs")
+    given = ("export", str(tmp_path / "ours"), out)
+    assert paceline(*given, "--format", "speculators", "--target", "their/name") == (0, f"{out}\n", "")
+    assert_equal(head, load_head(tmp_path / "theirs"))
+    values = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert values["speculators_config"]["verifier"]["name_or_path"] == "their/name"
+    code, _, error = paceline(*given, "--format", "gguf")
+    assert code == 2
+    assert "Use one of sglang, speculators." in error
+
+
+def test_a_missing_norm_before_residual_is_read_as_vllm_reads_it(tmp_path):
+    for form, expected in (("sglang", False), ("speculators", True)):
+        write_head(random_checkpoint(EAGLE3), tmp_path / form, form)
+        path = tmp_path / form / "config.json"
+        values = json.loads(path.read_text())
+        values.pop("norm_before_residual", None)
+        path.write_text(json.dumps(values))
+        assert load_head(tmp_path / form).config.norm_before_residual is expected
+
+
+def edited(tmp_path, **more: object):
+    write_head(random_checkpoint(EAGLE3), tmp_path, "sglang")
+    values = json.loads((tmp_path / "config.json").read_text()) | more
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"num_hidden_layers": 2}, UnsupportedModelError, "2 layers"),
+        ({"hidden_act": "gelu"}, UnsupportedModelError, "gelu"),
+        ({"hidden_size": 61}, CheckpointError, "asks for floats of shape"),
+        ({"fc_norm": True}, CheckpointError, r"lacks the tensor fc_norm.0.weight"),
+        ({"fc_norm": True, "norm_before_fc": True}, CheckpointError, "norm_before_fc"),
+        ({"vocab_size": 80}, CheckpointError, "outside 0..79"),
+        ({"eagle_aux_hidden_state_layer_ids": "all"}, CheckpointError, "a list of layer numbers"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(tmp_path, more, error, message):
+    with pytest.raises(error, match=message):
+        load_head(edited(tmp_path, **more))
+
+
+def test_a_folder_without_a_head_or_with_other_tensors_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no draft head"):
+        load_head(tmp_path)
+    head = random_checkpoint(EAGLE3)
+    write_head(replace(head, tensors={**head.tensors, "more.weight": encode(np.ones(3))}), tmp_path, "sglang")
+    with pytest.raises(CheckpointError, match=r"more\.weight"):
+        load_head(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match="no file of tensors"):
+        load_head(tmp_path / "pytorch_model.bin")
+
+
+def test_code_in_a_pickle_is_never_run(tmp_path):
+    class Harm:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "harm"), "w"))
+
+    torch.save({"fc.weight": Harm()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError):
+        load_head(tmp_path)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_head_is_refused_by_another_target(tmp_path):
+    target = safetensors_checkpoint(save_checkpoint("llama", tmp_path))
+    fingerprint = target_fingerprint(target)
+    config = replace(EAGLE3, target=TargetName(fingerprint, "me"), feature_layers=(1, 2, 3))
+    check_target(config, target.config, fingerprint, "head")
+    check_target(replace(config, target=None), target.config, fingerprint, "head")
+    check_target(replace(config, target=TARGET), target.config, "", "head")
+    check_target(replace(config, target=TARGET), target.config, fingerprint, "head", any_target=True)
+    for wrong, reason in (
+        ({"target": TARGET}, r"trained for another target, some/target \(0123456789abcdef; this one is "),
+        ({"vocab_size": 999}, "999 tokens"),
+        ({"target_hidden_size": 64}, "hidden size 64"),
+        ({"feature_layers": (2, 3, 4)}, r"only 0 to 3"),
+        ({"hidden_size": 44}, "no embedding of its own"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            check_target(replace(config, **wrong), target.config, fingerprint, "head")
+
+
+def test_a_fingerprint_is_that_of_the_weights_and_not_of_their_rounding(tmp_path):
+    checkpoint = safetensors_checkpoint(save_checkpoint("llama", tmp_path))
+    fingerprint = target_fingerprint(checkpoint)
+    rounded = {
+        name: encode(tensor.float32(), "BF16" if "norm" in name else "F16")
+        for name, tensor in checkpoint.tensors.items()
+    }
+    assert target_fingerprint(replace(checkpoint, tensors=rounded)) == fingerprint
+    name = "model.layers.1.input_layernorm.weight"
+    trained = rounded | {name: encode(checkpoint.tensors[name].float32() * 1.01)}
+    assert target_fingerprint(replace(checkpoint, tensors=trained)) != fingerprint

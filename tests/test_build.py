@@ -1,0 +1,44 @@
+"""Who decides what is drafted, for each backend and what was asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from paceline import build
+from paceline.config import EngineConfig
+from paceline.control.auto import AutoController
+from paceline.control.lengths import LengthController
+from paceline.draft.methods import parse_speculative_config
+from paceline.draft.suffix import SuffixDrafter
+from tests.toy import ScriptedDrafter, ToyBackend
+
+
+def controller(drafts_ahead: bool, asked: object):
+    backend = ToyBackend()
+    backend.drafts_ahead = drafts_ahead
+    model = SimpleNamespace(backend=backend, fingerprint="none", config=SimpleNamespace(max_position=64))
+    drafters = {"suffix": SuffixDrafter.__new__(SuffixDrafter), "eagle3": ScriptedDrafter({}, "right")}
+    own = parse_speculative_config(["auto", "suffix", "eagle3"])
+    return build._controller(EngineConfig.from_options(speculative_config=asked), model, own, drafters)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+
+
+def test_auto_leaves_drafting_to_a_device_that_can_and_decides_elsewhere():
+    chosen = controller(True, "auto")
+    assert isinstance(chosen, LengthController)
+    assert {plan.drafter for plan in chosen.plans_ahead()} == {None, "eagle3"}
+    assert isinstance(controller(False, "auto"), AutoController)
+    assert isinstance(controller(True, ["auto", "suffix", "eagle3"]), AutoController)  # they were named
+
+
+def test_what_the_suffix_cache_shares_is_heard_where_auto_chooses_the_drafters():
+    model = SimpleNamespace(backend=ToyBackend(), fingerprint="none")
+    for given, heard in ((None, "responses"), ("prompts", "prompts"), ("off", "off")):
+        config = EngineConfig.from_options(speculative_config="auto", share_suffix_cache=given)
+        assert build._speculation(config, model).drafters["suffix"].options.share_suffix_cache == heard
