@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.backends.base import Backend
 from paceline.backends.load import load_backend
@@ -13,11 +14,12 @@ from paceline.config import EngineConfig, SpeculativeOptions
 from paceline.control.auto import AutoController
 from paceline.control.controller import Controller, FixedController
 from paceline.control.decision import DecisionLog
-from paceline.control.lengths import LengthController, chances_of
+from paceline.control.device import Arm, ChainAcceptance, DevicePlanner, known_chances
 from paceline.control.measure import step_costs
 from paceline.control.memory import Memory
 from paceline.core.arrays import Float32Array
-from paceline.draft.base import Drafter, Target
+from paceline.core.trees import DraftPlan
+from paceline.draft.base import Drafter, Target, TextDrafts
 from paceline.draft.methods import Speculation, load_drafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
@@ -153,11 +155,7 @@ def _controller(
         return FixedController(speculation.default_plan)
     log, asked = config.speculative.log_decisions, config.speculative.speculation()
     decisions = None if log is None else DecisionLog(Path(log))
-    ahead = [name for name in plans if type(drafters[name]).ahead is not Drafter.ahead]
-    if model.backend.drafts_ahead and ahead and {*asked.drafters} <= {ahead[0]}:
-        # a head on the device gained at every load that was tried, and what the host decides on did not
-        beginning = {} if asked.drafters else known_drafts(model.fingerprint)
-        return LengthController(ahead[0], plans[ahead[0]].levels, chances_of(beginning, ahead[0]), decisions)
+    beginning = {} if asked.drafters else known_drafts(model.fingerprint)  # of others nothing is known
     memory = Memory.of(f"{model.fingerprint} {config.backend} {model.backend.name}")
     return AutoController(
         {name: replace(plan, least_chance=drafters[name].least_chance) for name, plan in plans.items()},
@@ -165,5 +163,29 @@ def _controller(
         log=decisions,
         backlogs={name: drafters[name].backlog for name in plans},
         memory=memory,
-        beginning=None if asked.drafters else known_drafts(model.fingerprint),  # of others nothing is known
+        beginning=beginning,
+        device=_device_planner(plans, drafters, beginning) if model.backend.drafts_ahead else None,
     )
+
+
+HEAD_LENGTHS = (2, 3, 5, 7)  # chains of a head that are made ready on the device
+TEXT_LENGTHS = (3, 7)  # the same from texts
+HEAD_CHANCE, HEAD_DRAFTS = 0.7, 12  # what is thought of a head that nobody knows, and for how many drafts
+TEXT_CHANCES, TEXT_DRAFTS = (0.2, 0.7), 16  # the same of drafts from texts: most passes find nothing
+
+
+def _device_planner(
+    plans: Mapping[str, DraftPlan], drafters: Mapping[str, Drafter], beginning: Mapping[str, Any]
+) -> DevicePlanner | None:
+    """Plans passes on the device: by the first head that can draft there, or by what drafts from texts."""
+    on_device = {name: drafters[name].device for name in plans if drafters[name].device is not None}
+    heads = [name for name in on_device if not isinstance(on_device[name], TextDrafts)]
+    arms: list[Arm] = []
+    acceptance: dict[str, ChainAcceptance] = {}
+    for name in heads[:1] or on_device:
+        lengths = HEAD_LENGTHS if heads else TEXT_LENGTHS
+        chosen = sorted({min(length, plans[name].levels) for length in lengths})
+        arms += [Arm(DraftPlan(name, length), attaches=bool(heads)) for length in chosen]
+        thought = known_chances(beginning, name) or [HEAD_CHANCE] if heads else TEXT_CHANCES
+        acceptance[name] = ChainAcceptance(chosen[-1], thought, HEAD_DRAFTS if heads else TEXT_DRAFTS)
+    return DevicePlanner(arms, acceptance) if arms else None

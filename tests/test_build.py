@@ -9,18 +9,17 @@ import pytest
 from paceline import build
 from paceline.config import EngineConfig
 from paceline.control.auto import AutoController
-from paceline.control.lengths import LengthController
 from paceline.draft.methods import parse_speculative_config
 from paceline.draft.suffix import SuffixDrafter
 from tests.toy import ScriptedDrafter, ToyBackend
 
 
-def controller(drafts_ahead: bool, asked: object):
+def controller(drafts_ahead: bool, asked: object, methods=("suffix", "eagle3")):
     backend = ToyBackend()
     backend.drafts_ahead = drafts_ahead
     model = SimpleNamespace(backend=backend, fingerprint="none", config=SimpleNamespace(max_position=64))
     drafters = {"suffix": SuffixDrafter.__new__(SuffixDrafter), "eagle3": ScriptedDrafter({}, "right")}
-    own = parse_speculative_config(["auto", "suffix", "eagle3"])
+    own = parse_speculative_config(["auto", *methods])
     return build._controller(EngineConfig.from_options(speculative_config=asked), model, own, drafters)
 
 
@@ -30,11 +29,16 @@ def home(tmp_path, monkeypatch):
 
 
 def test_auto_leaves_drafting_to_a_device_that_can_and_decides_elsewhere():
-    chosen = controller(True, "auto")
-    assert isinstance(chosen, LengthController)
-    assert {plan.drafter for plan in chosen.plans_ahead()} == {None, "eagle3"}
-    assert isinstance(controller(False, "auto"), AutoController)
-    assert isinstance(controller(True, ["auto", "suffix", "eagle3"]), AutoController)  # they were named
+    for asked in ("auto", ["auto", "suffix", "eagle3"]):
+        chosen = controller(True, asked)
+        assert isinstance(chosen, AutoController)
+        assert {plan.drafter for plan in chosen.device_plans()} == {None, "eagle3"}
+        assert controller(False, asked).device_plans() == ()
+
+
+def test_without_a_head_the_device_drafts_from_texts():
+    chosen = controller(True, "auto", ["suffix"])
+    assert {plan.drafter for plan in chosen.device_plans()} == {None, "suffix"}
 
 
 def test_what_the_suffix_cache_shares_is_heard_where_auto_chooses_the_drafters():

@@ -245,7 +245,9 @@ class ScriptedDrafter(Drafter):
         self.style = style
         self.seen: dict[Request, int] = {}
         self.forgotten: list[Request] = []
-        self.handed_over: set[Request] = set()
+        if type(self).device is Drafter.device:
+            self.device = self
+        self.attached: set[Request] = set()
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         trees: list[tuple[list[int], list[int]]] = []
@@ -295,19 +297,22 @@ class ScriptedDrafter(Drafter):
     def forget(self, request: Request) -> None:
         self.forgotten.append(request)
 
-    def ahead(self, plan: DraftPlan) -> AheadDraft | None:
+    def device_draft(self, plan: DraftPlan) -> AheadDraft | None:
         if plan.branching > 1:
             return None
         return AheadDraft(plan.levels, self, None, self.needs.feature_layers)  # type: ignore[arg-type]
 
-    def hand_over(self, requests: Sequence[Request]) -> bool:
-        self.handed_over.update(requests)
+    def prefill_ahead(self, requests: Sequence[Request]) -> None:
+        return
+
+    def attach(self, requests: Sequence[Request]) -> bool:
+        self.attached.update(requests)
         return True
 
-    def take_back(self, requests: Sequence[Request], unsure: int) -> None:
+    def detach(self, requests: Sequence[Request], unsure: int) -> None:
         for request in requests:
-            assert request.slot >= 0, "taken back without its pages"
-            self.handed_over.remove(request)
+            assert request.slot >= 0, "detached without its pages"
+            self.attached.remove(request)
 
 
 def toy_engine(

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.control.acceptance import Key
-from paceline.control.choice import Batch, BoolArray, Market, PassPrices, worth_verifying
-from paceline.control.controller import Controller, Load
+from paceline.control.choice import Batch, BoolArray, Choice, Market, PassPrices, worth_verifying
+from paceline.control.controller import Controller, Load, StepPlan
 from paceline.control.cost import StepCosts
 from paceline.control.decision import Decision
+from paceline.control.device import DevicePlanner
 from paceline.control.floor import Floor
 from paceline.control.knowledge import Knowledge, key_of
 from paceline.control.memory import Memory
@@ -65,10 +66,11 @@ class AutoController(Controller):
         backlogs: Mapping[str, Callable[[Request], int]] | None = None,
         memory: Memory | None = None,
         beginning: Mapping[str, Any] | None = None,
+        device: DevicePlanner | None = None,
     ) -> None:
         """`plans` are those of the drafters that may be chosen, each with the most it may draft; `backlogs`
         say how many tokens a drafter would have to catch up with. What is learned is kept in the memory;
-        `beginning` is what is thought before, in the same form."""
+        `beginning` is what is thought before, in the same form. `device` plans passes on the device."""
         assert plans, "there must be something to choose from"
         prepare()
         self.plans = dict(plans)
@@ -85,7 +87,7 @@ class AutoController(Controller):
         self._wishes: dict[Request, Wish] = {}  # what was chosen
         self._routine: Routine | None = None  # what follows the last step that was looked at
         self._gained: Counter[str] = Counter()  # accepted tokens since the last choice, by segment
-        self._planned: Planned | None = None
+        self._device = device
         self.reasons: Counter[str] = Counter()  # steps, by why they were planned as they were
         self._facts: ControlFacts | None = None  # of the last step that there was something to decide in
 
@@ -97,7 +99,7 @@ class AutoController(Controller):
     @property
     def regret(self) -> float:
         """Seconds that were spent on trying what turned out worse."""
-        return self._probes.regret
+        return self._probes.regret + (0.0 if self._device is None else self._device.regret)
 
     @property
     def poor_segments(self) -> frozenset[str]:
@@ -107,19 +109,47 @@ class AutoController(Controller):
     def facts(self) -> ControlFacts | None:
         return self._facts
 
-    def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
+    def device_plans(self) -> Sequence[DraftPlan]:
+        return () if self._device is None else list(self._device.arms)
+
+    def expect(self, plan: DraftPlan, seconds: Mapping[int, float]) -> None:
+        if self._device is not None:
+            self._device.expect(plan, seconds)
+
+    def plan(self, running: Sequence[Request], load: Load) -> StepPlan:
+        if load.on_device and self._device is not None and running:
+            return self._plan_device(self._device, running, load)
+        plans, planned = self._plan_host(running, load)
+        return StepPlan(plans, planned)
+
+    def _plan_device(self, device: DevicePlanner, running: Sequence[Request], load: Load) -> StepPlan:
+        keys = sum([request.num_computed for request in running]) / len(running)
+        settled = all(request.num_pending == 1 for request in running)
+        plan = device.choose(len(running), keys, settled)
+        self.reasons[device.reason] += 1
+        facts = ControlFacts(device.reason, self.regret, device.gain, self.poor_segments)
+        if self._log is not None and (self._facts is None or self._facts.reason != facts.reason):
+            drafts = (("all", plan.drafter or "", plan.levels),) if plan.budget else ()
+            expected, plain = self._expected_of(device, plan, load), self._expected_of(device, PLAIN, load)
+            self._log(Decision(self._step, device.reason, load, drafts, expected, plain))
+        self._facts = facts
+        return StepPlan([plan if own.plan is None else own.plan for own in running], plan)
+
+    @staticmethod
+    def _expected_of(device: DevicePlanner, plan: DraftPlan, load: Load) -> Choice:
+        return Choice(None, load.running * device.tokens(plan), device.seconds(plan))
+
+    def _plan_host(self, running: Sequence[Request], load: Load) -> tuple[list[DraftPlan], Planned | None]:
         self._step += 1
         routine = None if load.coming or self._step >= self._holds_until else self._routine
         if routine is not None and routine.goes_on(running):
             routine.left -= 1
-            self._planned = routine.planned
             self.reasons[self._facts.reason if self._facts else NO_GAIN] += 1
-            return routine.plans
-        self._planned = None
+            return routine.plans, routine.planned
         plans = [PLAIN if request.plan is None else request.plan for request in running]
         places = [place for place, request in enumerate(running) if is_open(request)]
         if not places:
-            return plans
+            return plans, None
         requests = [running[place] for place in places]
         crowd = len(running) + load.coming  # a choice is for the steps behind their prompts
         rows = crowd + sum([plan.budget for plan in plans])
@@ -135,7 +165,7 @@ class AutoController(Controller):
                 one.late = self.known.backlog(one.names[-1], request)
                 plans[place] = one.plan = self._plan_of(one)
         by_key = {key_of(request): one for request, one in asked.items()}
-        self._planned = Planned(by_key, self._best, floor, probe)
+        planned = Planned(by_key, self._best, floor, probe)
         self.reasons[reason] += 1
         self._facts = ControlFacts(reason, self.regret, math.exp(floor.gain.mean), self.poor_segments)
         if self._log is not None:
@@ -145,7 +175,7 @@ class AutoController(Controller):
         if rows == len(running) and all(request.num_pending == 1 for request in running):
             self._routine = Routine(list(running), plans, Planned({}, self._best, floor, None), 0)
             self._let_follow(self._routine, reason, running)
-        return plans
+        return plans, planned
 
     def _let_follow(self, routine: Routine, reason: str, running: Sequence[Request]) -> None:
         """Say how many steps can be as this one, and how their drafts are judged."""
@@ -302,9 +332,9 @@ class AutoController(Controller):
         probe = Probe(key_of(request), line, drafter, left, missed + rate * seconds, rate)
         return probe if self._probes.can_afford(probe) else None
 
-    def trim(self, parts: Sequence[Scheduled], trees: DraftTrees) -> DraftTrees:
-        planned = self._planned
-        if planned is None:
+    def trim(self, step: StepPlan, parts: Sequence[Scheduled], trees: DraftTrees) -> DraftTrees:
+        planned = step.record
+        if not isinstance(planned, Planned):
             return trees
         if self._routine is not None and planned is self._routine.planned:
             drafters = [part.plan.drafter for part in parts]
@@ -325,7 +355,7 @@ class AutoController(Controller):
             asked.believed = model.chances(key, part.request.segment, asked.said)
             if trees.draws_of(index) is None:  # what was drawn must not decide what is verified of it
                 candidates += zip([-chance for chance in asked.believed], range(first, end), strict=True)
-        keep = self._worth_keeping(sum(part.num_tokens for part in parts), trees, sorted(candidates))
+        keep = self._worth_keeping(planned, sum(part.num_tokens for part in parts), trees, sorted(candidates))
         if keep is None:
             return trees
         for asked in planned.asked.values():
@@ -333,11 +363,9 @@ class AutoController(Controller):
         return trees.kept(keep)
 
     def _worth_keeping(
-        self, rows: int, trees: DraftTrees, candidates: Sequence[tuple[float, int]]
+        self, planned: Planned, rows: int, trees: DraftTrees, candidates: Sequence[tuple[float, int]]
     ) -> BoolArray | None:
         """[nodes] whether a node is verified, in a pass that has so many other rows; None if all are."""
-        planned = self._planned
-        assert planned is not None
         prices, rows = self._market.prices, rows + trees.num_nodes - len(candidates)
         if rows != self._market.batch.rows:
             prices = PassPrices(replace(self._market.batch, rows=rows), self.known.steps, len(candidates))
@@ -350,10 +378,14 @@ class AutoController(Controller):
         keep[[own.first for own in lessons]] = True
         return keep
 
-    def observe(self, stats: StepStats) -> None:
-        planned, self._planned = self._planned, None
+    def observe(self, step: StepPlan, stats: StepStats) -> None:
         if stats.failed or stats.rows == 0:
             return
+        if isinstance(step.record, DraftPlan):
+            if self._device is not None and stats.plan is not None:
+                self._device.observe(stats.plan, stats)
+            return
+        planned: Planned | None = step.record
         self._probes.earn(self._earning * stats.total_time)
         is_quiet = planned is not None and not planned.asked and planned.choice.offer is None
         if stats.prefill_tokens == 0 and not (is_quiet and self._step % SELDOM):

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from paceline.models.tokenizer import Tokenizer
 
 
+# Passes that an optimistic draft reaches over at most: the one in flight, the one that follows it, and two
+# more, since with many requests it is a while until one is drafted for again.
+OPTIMISTIC_PASSES = 4
+
+
 @dataclass(frozen=True)
 class DrafterNeeds:
     """What a drafter wants from the engine, declared as data."""
@@ -56,6 +61,58 @@ class Target:
     mtp: Mapping[str, Tensor] = field(default_factory=dict)  # of its files: see Checkpoint
 
 
+class DeviceDrafter(Protocol):
+    """The side of a drafter that lets passes draft on the device, while the host does not wait for them."""
+
+    def device_draft(self, plan: DraftPlan) -> AheadDraft | None:
+        """What passes by this plan draft with; None if they cannot."""
+        ...
+
+    def attach(self, requests: Sequence[Request]) -> bool:
+        """Whether the device can draft for these requests from now on: all their tokens but the last are
+        computed."""
+        ...
+
+    def prefill_ahead(self, requests: Sequence[Request]) -> None:
+        """A pass over all tokens of these requests has begun, and the device will probably draft for them.
+
+        What `attach` would compute then can be computed behind that pass, while others wait for it.
+        """
+        ...
+
+    def detach(self, requests: Sequence[Request], unsure: int) -> None:
+        """The device has drafted for these requests, up to the tokens that they have now.
+
+        Of the last `unsure` it may have computed guesses only.
+        """
+        ...
+
+
+class TextDrafts(DeviceDrafter):
+    """Chains from the requests' own texts, found on the device, or drafted optimistically by the host."""
+
+    def __init__(self, look_up: LookUp | None = None, optimistic: bool = True) -> None:
+        """`optimistic`: the drafter is asked while passes run, and texts are looked up only where that was of
+        no help."""
+        self.look_up = look_up
+        self._optimistic = optimistic
+
+    def device_draft(self, plan: DraftPlan) -> AheadDraft | None:
+        from paceline.backends.ahead import AheadDraft  # here: drafters load without a backend
+
+        reach = OPTIMISTIC_PASSES * (1 + plan.levels) if self._optimistic else 0
+        return AheadDraft(plan.levels, look_up=self.look_up, leads=reach)
+
+    def attach(self, requests: Sequence[Request]) -> bool:
+        return True
+
+    def prefill_ahead(self, requests: Sequence[Request]) -> None:
+        return
+
+    def detach(self, requests: Sequence[Request], unsure: int) -> None:
+        return
+
+
 class Drafter(Protocol):
     """Proposes trees, and learns from what became of every pass, its own or not.
 
@@ -68,9 +125,8 @@ class Drafter(Protocol):
     follows_prefix: bool = False  # whether it can draft behind a plan's prefix; if not, it is not asked then
     least_chance: float = 0.0  # of a path, as it is set: less is not worth a row on this machine
     only_forced: bool = False  # whether all it drafts is forced, so that its budget is for that
-    look_up: LookUp | None = None  # how a decoder finds chains of the text where it runs, if it can
-    # whether it is asked for leads while passes run, so that those look up only where these are of no help
-    leads: bool = True
+    # how it drafts on the device; None: on the host only. Without needs, the host drafts while passes run
+    device: DeviceDrafter | None = TextDrafts()
 
     def bind(self, kv: KVCache) -> None:
         """Called once, before the first request: the place to take a KV pool on the engine's pages."""
@@ -104,32 +160,9 @@ class Drafter(Protocol):
         """Drop what is kept for a request that has ended."""
         return  # not abstract
 
-    def ahead(self, plan: DraftPlan) -> AheadDraft | None:
-        """What a decoder needs to draft by this plan where it runs; None if none could."""
-        return None
-
     def kept(self) -> KeptFeatures | None:
         """What passes leave in its pool by themselves, instead of features that it is shown."""
         return None
-
-    def hand_over(self, requests: Sequence[Request]) -> bool:
-        """Whether a decoder can draft for these requests from now on: all their tokens but the last are
-        computed."""
-        return False
-
-    def foresee(self, requests: Sequence[Request]) -> None:
-        """A pass over all tokens of these requests has begun, and a decoder will probably draft for them.
-
-        What `hand_over` would compute then can be computed behind that pass, while others wait for it.
-        """
-        return  # not abstract
-
-    def take_back(self, requests: Sequence[Request], unsure: int) -> None:
-        """A decoder has drafted for these requests, up to the tokens that they have now.
-
-        Of the last `unsure` it may have computed guesses only.
-        """
-        return  # not abstract
 
     def close(self) -> None:
         """The engine ends: the place to write down what is to survive it."""

@@ -124,6 +124,8 @@ class HeadDrafter(Drafter):
             kept = HeadPages.feature_bytes_per_page(runner.page_size, shape.feature_width)
             self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + kept)
         self.least_chance = least_chance
+        on_device = runner.keeps_features and sampling is not DraftSampling.INDEPENDENT
+        self.device = self if on_device else None
         self._runner = runner
         self._shape = shape
         self._sampling = sampling
@@ -208,13 +210,12 @@ class HeadDrafter(Drafter):
         keeps = self._runner.keeps_features
         return KeptFeatures(self._pages.pool, self._shape.feature_layers) if keeps else None
 
-    def ahead(self, plan: DraftPlan) -> AheadDraft | None:
-        independent = self._sampling is DraftSampling.INDEPENDENT
-        if plan.branching != 1 or independent or not self._runner.keeps_features:
+    def device_draft(self, plan: DraftPlan) -> AheadDraft | None:
+        if plan.branching != 1:
             return None
         return AheadDraft(plan.levels, self._runner, self._pages.pool, self._shape.feature_layers)
 
-    def hand_over(self, requests: Sequence[Request]) -> bool:
+    def attach(self, requests: Sequence[Request]) -> bool:
         ends = [len(request.prompt_token_ids) + request.max_output for request in requests]
         contexts = self._pages.open(requests, [1] * len(requests))
         known = [context for context in contexts if context is not None]
@@ -223,12 +224,12 @@ class HeadDrafter(Drafter):
         self._passes.compute(known)
         return True
 
-    def foresee(self, requests: Sequence[Request]) -> None:
+    def prefill_ahead(self, requests: Sequence[Request]) -> None:
         # their last tokens have successors then, so that their slots are computed too: which ones is all one
         opened = self._pages.open_computing(requests)
         self._passes.compute([replace(context, tokens=[*context.tokens, 0]) for context in opened])
 
-    def take_back(self, requests: Sequence[Request], unsure: int) -> None:
+    def detach(self, requests: Sequence[Request], unsure: int) -> None:
         opened = self._pages.open(requests, [1] * len(requests))
         known = [context for context in opened if context is not None]
         starts = zip(known, self._pages.computed(known), strict=True)
@@ -241,6 +242,8 @@ class HeadDrafter(Drafter):
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:
+        if self._runner.keeps_features:
+            return  # passes leave them in its pool
         assert features is not None, "the engine gives what the needs ask for"
         if features.layers != self._seen_layers:
             self._seen_layers = features.layers

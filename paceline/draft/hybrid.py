@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.core.features import Features
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import Drafter, DraftSampling, Target
+from paceline.draft.base import Drafter, DraftSampling, Target, TextDrafts
 from paceline.draft.methods import PLAN_KEYS, SHARED_KEYS, load_drafter, parse_speculative_config
 from paceline.draft.suffix import SuffixDrafter, SuffixOptions
 from paceline.errors import ConfigError
@@ -78,7 +78,7 @@ class HybridDrafter(Drafter):
         self._parts: tuple[Drafter, Drafter] = (suffix, other)
         self.needs = other.needs
         self.follows_prefix = suffix.follows_prefix and other.follows_prefix
-        self.look_up = other.look_up
+        self.device = TextDrafts(other.device.look_up if isinstance(other.device, TextDrafts) else None)
 
     @classmethod
     def load(cls, options: HybridOptions, target: Target) -> HybridDrafter:

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.backends.ahead import LookUp
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import Drafter, Target
+from paceline.draft.base import Drafter, Target, TextDrafts
 from paceline.draft.matching import copy_longest
 from paceline.draft.occurrences import Occurrences
 from paceline.errors import ConfigError
@@ -58,7 +58,6 @@ class NgramDrafter(Drafter):
 
     name = "ngram"
     follows_prefix = True
-    leads = False  # a decoder finds the very same chains, and finds them in time
 
     @refuse_unknown(ConfigError)
     @dataclass(frozen=True)
@@ -81,7 +80,8 @@ class NgramDrafter(Drafter):
 
     def __init__(self, options: Options) -> None:
         self._indexes = RequestIndexes(range(options.shortest, options.prompt_lookup_max + 1))
-        self.look_up = LookUp(options.shortest, options.prompt_lookup_max)
+        # not optimistic: the device finds the very same chains, and finds them in time
+        self.device = TextDrafts(LookUp(options.shortest, options.prompt_lookup_max), optimistic=False)
 
     @classmethod
     def load(cls, options: Options, target: Target) -> NgramDrafter:

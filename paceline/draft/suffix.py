@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline.backends.ahead import LookUp
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import Drafter, Target
+from paceline.draft.base import Drafter, Target, TextDrafts
 from paceline.draft.matching import COLUMNS, draft_trees
 from paceline.draft.ngram import RequestIndexes
 from paceline.draft.suffix_store import DamagedStoreError, ResponseCache, fingerprint_of
@@ -85,7 +85,7 @@ class SuffixDrafter(Drafter):
 
     name = "suffix"
     follows_prefix = True
-    look_up = LOOK_UP
+    device = TextDrafts(LOOK_UP)
     Options = SuffixOptions
 
     def __init__(self, options: SuffixOptions, fingerprint: str = "", vocab_size: int = 0) -> None:

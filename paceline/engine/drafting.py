@@ -17,15 +17,13 @@ import numpy as np
 from paceline.backends.ahead import AheadDraft
 from paceline.constrain.constraint import MOST_FORCED
 from paceline.constrain.pruning import Draft, fit_draft
-from paceline.core.arrays import Float32Array
 from paceline.core.features import Features
-from paceline.core.forward import ForwardBatch
 from paceline.core.request import Request
 from paceline.core.schedule import Scheduled
 from paceline.core.stats import DraftCall
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees, Draws
 from paceline.core.verdict import Verdict
-from paceline.draft.base import Drafter, DrafterNeeds
+from paceline.draft.base import DeviceDrafter, Drafter, DrafterNeeds
 from paceline.draft.grammar import GrammarDrafter
 from paceline.kv.cache import KVCache
 
@@ -34,9 +32,6 @@ logger = logging.getLogger(__name__)
 Group = tuple[list[int], DraftTrees]  # parts, and what one drafter proposes for them
 
 FORCED_ONLY = DraftPlan(GrammarDrafter.name, MOST_FORCED)
-# Passes that a lead reaches over at most: the one in flight, the one that follows it, and two more, since
-# with many requests it is a while until one is drafted for again.
-LED_PASSES = 4
 ROOM_AT_ENDS = 8  # nodes for what is forced at the ends of a draft
 
 
@@ -55,24 +50,23 @@ class Drafting:
         self._vocab_size = vocab_size
         self._draft_forced = draft_forced
         self._clock = clock
-        self.calls: list[DraftCall] = []  # of the last step
-        self.failures = 0  # calls of drafters that raised
+        self._calls: list[DraftCall] = []  # since they were last taken
+        self.failures = 0  # calls of drafters that raised, since the start
         self.asked: str | None = None  # the drafter being called now; the watchdog logs it
         self.feature_layers = tuple(
             sorted({layer for drafter in self._drafters.values() for layer in drafter.needs.feature_layers})
         )
         for drafter in self._drafters.values():
             drafter.bind(kv)
-        kept = {name: drafter.kept() for name, drafter in self._drafters.items()}
-        # what passes leave to heads by themselves
-        self.kept = tuple(own for own in kept.values() if own is not None)
-        self._observers = {  # a step should not pay for those who do not look
-            name: drafter
-            for name, drafter in self._drafters.items()
-            if kept[name] is None and type(drafter).observe is not Drafter.observe
-        }
+        kept = [drafter.kept() for drafter in self._drafters.values()]
+        self.kept = tuple(own for own in kept if own is not None)  # what passes leave to heads by themselves
         nothing = DraftTrees.merged(1, [([0], DraftTrees.chains([()]))]).kept(np.empty(0, dtype=bool))
         nothing.check([PLAIN], vocab_size)  # so that all of it is compiled before the first step
+
+    def take_calls(self) -> tuple[DraftCall, ...]:
+        """Calls of drafters since the last time this was asked."""
+        taken, self._calls = tuple(self._calls), []
+        return taken
 
     def prepare(self) -> None:
         """Let drafters have ready what their first drafts would wait for."""
@@ -102,7 +96,6 @@ class Drafting:
     def propose(self, parts: Sequence[Scheduled]) -> tuple[DraftTrees | None, list[Scheduled]]:
         """The trees of all parts, None when nothing is drafted, and the parts with the plans behind them."""
         parts = list(parts)
-        self.calls = []
         groups = self._ask(parts, range(len(parts)))
         if any(part.plan.otherwise is not None for part in parts):
             self._ask_others(parts, groups)
@@ -134,7 +127,7 @@ class Drafting:
                     deepest = max(trees.sizes())
                 levels = min(deepest + 1, max([plan.levels for plan in plans]))
                 seconds = self._clock() - start
-                self.calls.append(DraftCall(name, len(plans), levels, trees.num_nodes, seconds))
+                self._calls.append(DraftCall(name, len(plans), levels, trees.num_nodes, seconds))
         return groups
 
     def _ask_others(self, parts: list[Scheduled], groups: list[Group]) -> None:
@@ -209,12 +202,10 @@ class Drafting:
         self, parts: Sequence[Scheduled], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:
         """Show a pass to every drafter, also to those that did not propose."""
-        if not self._observers:
-            return
         requests = [part.request for part in parts]
-        for name, drafter in self._observers.items():
+        for name, drafter in self._drafters.items():
             if features is None and drafter.needs.feature_layers:
-                continue  # a decoder has drafted: features are where it runs
+                continue  # the device has drafted: features are there
             self.asked = name
             try:  # not a guard: this is part of every step, also of those without drafts
                 drafter.observe(requests, verdicts, features)
@@ -222,18 +213,21 @@ class Drafting:
                 self.note_failure(name, requests, error)
             self.asked = None
 
-    def ahead(self, plan: DraftPlan) -> AheadDraft | None:
-        """What a decoder needs to draft by this plan; None if none could, or if the plan asks for more."""
+    @property
+    def reads_texts(self) -> bool:
+        """Whether passes may draft from the requests' own texts on the device."""
+        return not self.feature_layers and any(map(_drafts_from_texts, self._drafters.values()))
+
+    def device_draft(self, plan: DraftPlan) -> AheadDraft | None:
+        """What passes by this plan draft with on the device; None if they cannot."""
         chain = plan.drafter is not None and plan.branching == 1 and plan.otherwise is None
         if not chain or plan.forced or plan.least_chance:  # by chances the host decides
             return None
         drafter = self._drafters[plan.drafter or ""]
-        if type(drafter).ahead is not Drafter.ahead:
-            return drafter.ahead(plan)
-        if drafter.needs != DrafterNeeds() or self.feature_layers:
-            return None
-        leads = LED_PASSES * (1 + plan.levels) if drafter.leads else 0  # it is asked while passes run
-        return AheadDraft(plan.levels, look_up=drafter.look_up, leads=leads)
+        draft = None if drafter.device is None else drafter.device.device_draft(plan)
+        if draft is None or draft.runner is not None:
+            return draft
+        return draft if _drafts_from_texts(drafter) and not self.feature_layers else None
 
     def chains(self, plan: DraftPlan, requests: Sequence[Request]) -> list[Sequence[int]]:
         """The chain that a drafter proposes for each request by this plan, which can be empty."""
@@ -245,22 +239,26 @@ class Drafting:
             return [()] * len(requests)
         return [trees.tree_lists(index)[0] for index in range(len(requests))]
 
-    def hand_over(self, plan: DraftPlan, requests: Sequence[Request]) -> bool:
-        """Whether a decoder can draft for these requests now."""
-        name = plan.drafter or ""
-        with self._guard(name, requests):
-            return self._drafters[name].hand_over(requests)
+    def attach(self, plan: DraftPlan, requests: Sequence[Request]) -> bool:
+        """Whether the device can draft for these requests now."""
+        with self._guard(plan.drafter or "", requests):
+            return self._device_drafter(plan).attach(requests)
         return False
 
-    def foresee(self, plan: DraftPlan, requests: Sequence[Request]) -> None:
-        """A decoder will probably draft for these requests, all of whose tokens a pass is computing."""
+    def prefill_ahead(self, plan: DraftPlan, requests: Sequence[Request]) -> None:
+        """The device will probably draft for these requests, all of whose tokens a pass is computing."""
         with self._guard(plan.drafter or "", requests):
-            self._drafters[plan.drafter or ""].foresee(requests)
+            self._device_drafter(plan).prefill_ahead(requests)
 
-    def take_back(self, plan: DraftPlan, requests: Sequence[Request]) -> None:
-        """A decoder drafts for these requests no longer."""
+    def detach(self, plan: DraftPlan, requests: Sequence[Request]) -> None:
+        """The device drafts for these requests no longer."""
         with self._guard(plan.drafter or "", requests):
-            self._drafters[plan.drafter or ""].take_back(requests, unsure=1 + plan.levels)
+            self._device_drafter(plan).detach(requests, unsure=1 + plan.levels)
+
+    def _device_drafter(self, plan: DraftPlan) -> DeviceDrafter:
+        device = self._drafters[plan.drafter or ""].device
+        assert device is not None, "it gave a device draft"
+        return device
 
     def forget(self, requests: Sequence[Request]) -> None:
         """Let drafters drop what they keep for requests that have ended."""
@@ -309,10 +307,9 @@ class _Guard:
         return False
 
 
-def features_of(parts: Sequence[Scheduled], batch: ForwardBatch, values: Float32Array) -> Features:
-    """The hidden states that a pass gave."""
-    num_tokens = [part.num_tokens for part in parts]
-    return Features(values, batch.feature_layers, batch.row_offsets, batch.context_lengths, num_tokens)
+def _drafts_from_texts(drafter: Drafter) -> bool:
+    """Whether a drafter needs nothing but texts, so that the host can draft while passes run."""
+    return drafter.device is not None and drafter.needs == DrafterNeeds() and not drafter.only_forced
 
 
 def _without_failed(request: Request, plan: DraftPlan) -> DraftPlan:

@@ -5,32 +5,28 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from paceline.backends.ahead import AheadDecoder
 from paceline.backends.base import Backend
 from paceline.constrain.compiler import Grammar, GrammarCompiler, GrammarTokenizer
-from paceline.control.controller import Controller, FixedController, Load
-from paceline.core.features import Features
-from paceline.core.forward import ForwardBatch, ForwardOutput
+from paceline.control.controller import Controller, FixedController, Load, StepPlan
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
-from paceline.core.schedule import Scheduled
 from paceline.core.stats import StepStats
-from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
-from paceline.core.verdict import Verdict
+from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import Drafter
 from paceline.draft.grammar import GrammarDrafter
 from paceline.engine.admission import Limits, make_requests
-from paceline.engine.advancing import Advancing, Delta
-from paceline.engine.ahead import RunAhead
 from paceline.engine.batch import BatchBuilder
-from paceline.engine.drafting import FORCED_ONLY, Drafting, features_of
-from paceline.engine.facts import add_facts, shapes_of
-from paceline.engine.flight import PromptPass
+from paceline.engine.device_executor import DeviceExecutor, common_plan
+from paceline.engine.drafting import FORCED_ONLY, Drafting
+from paceline.engine.host_executor import HostExecutor
+from paceline.engine.output_processor import Delta, OutputProcessor
+from paceline.engine.overlap import OverlapScheduler
+from paceline.engine.pipeline import InFlight, Pipeline, Schedule, StepResult, StepTimer, failing
 from paceline.engine.scheduler import Scheduler
+from paceline.engine.step_stats import add_pass
 from paceline.engine.verification import Verification
 from paceline.errors import RequestError
 from paceline.kv.cache import KVCache
@@ -75,13 +71,23 @@ class Engine:
         self._controller = controller or FixedController()
         self._drafting = Drafting(drafters or {}, limits.vocab_size, self.kv, draft_forced, clock)
         self._plans = {**(plans or {}), GrammarDrafter.name: FORCED_ONLY}
-        self._choosing = backend.chooses and rule is verify_pathwise  # other rules need whole distributions
-        self._builder = BatchBuilder(limits.max_num_batched_tokens, limits.max_num_seqs, self._choosing)
-        trims = type(self._controller).trim is not Controller.trim
-        self._ahead = RunAhead(self._make_decoder, self._drafting, self.kv, trims)
-        self._kept_plans: dict[Request, DraftPlan] = {}  # that passes in flight have delayed
-        self._verification = Verification(rule, limits.vocab_size)
-        self._advancing = Advancing(self.kv, clock)
+        samples = backend.chooses and rule is verify_pathwise  # other rules need whole distributions
+        self._processor = OutputProcessor(self.kv, clock)
+        self._pipeline = Pipeline()
+        self._host = HostExecutor(
+            backend,
+            self._pool,
+            self.kv,
+            BatchBuilder(limits.max_num_batched_tokens, limits.max_num_seqs, samples),
+            self._drafting,
+            self._controller,
+            Verification(rule, limits.vocab_size),
+        )
+        self._device = DeviceExecutor(self._make_decoder if samples else _no_decoder, self._drafting, self.kv)
+        truncates = backend.keeps_ahead
+        self._overlap = OverlapScheduler(self.scheduler, self._device, self._host, self._plan, truncates)
+        self._next_plan: _Planned | None = None  # that no pass was scheduled by yet
+        self._counted = (0, 0)  # preemptions and failures of drafters that statistics have
         self._clock = clock
         self._live: dict[str, list[Request]] = {}
         self._num_arrived = 0
@@ -141,7 +147,7 @@ class Engine:
         """The requests of this id that were still unfinished and are now ended with reason "abort"."""
         aborted = self._live.get(request_id, [])
         for request in list(aborted):
-            self._advancing.end(request, "abort")
+            self._processor.end(request, "abort")
             self._remove(request)
         self._drafting.forget(aborted)
         return aborted
@@ -152,8 +158,8 @@ class Engine:
         self.backend.prepare(self._pool, self.limits.max_model_len, layers, kept)
         self._drafting.prepare()
         self.tokenizer.token_bytes(0)  # makes the table of all
-        for plan in dict.fromkeys([PLAIN, *self._controller.plans_ahead()]):
-            self._controller.expect(plan, self._ahead.prepare(plan))
+        for plan in dict.fromkeys([PLAIN, *self._controller.device_plans()]):
+            self._controller.expect(plan, self._device.prepare(plan))
         gc.unfreeze()  # engines that are gone
         gc.collect()
         gc.freeze()  # to look through all that was loaded takes a quarter of a second, between any two steps
@@ -166,192 +172,100 @@ class Engine:
         self._controller.close()
 
     def step(self) -> list[Delta]:
-        """What one pass over the model adds to the requests in it."""
-        times = [self._clock()]
-        if self._ahead.is_offered and self._runs_ahead():
-            return self._step_ahead(times)
-        plans = self._plan()
-        self._ahead.leave()
-        before = (self.scheduler.num_preemptions, self._drafting.failures)
-        parts = self.scheduler.schedule(plans)
-        if not parts:
+        """What one pass adds to its requests: launch every pass that can overlap, commit the oldest."""
+        timer = StepTimer(self._clock)
+        while (schedule := self._next_schedule()) is not None:
+            timer.end("plan")
+            self._pipeline.append(self._begin(schedule, timer))
+        timer.end("plan")
+        oldest = self._pipeline.pop()
+        if oldest is None:
             self.stats = self.state()
             return []
-        self._note_start(parts)
-        times.append(self._clock())
-        try:
-            trees, parts = self._drafting.propose(parts)
-            times.append(self._clock())
-            trees = self._trimmed(parts, trees)
-            times.append(self._clock())
-            batch = self._build(parts, trees)
-            times.append(self._clock())
-            begun = self.backend.begin(batch)
-            self._ahead.foresee(parts)
-            output = begun()
-        except Exception as error:  # the pass is lost, the engine is not
-            return self._fail([part.request for part in parts], error)
-        deltas = self._finish(parts, trees, batch, output, times)
-        self.stats.preemptions = self.scheduler.num_preemptions - before[0]
-        self.stats.draft_calls = tuple(self._drafting.calls)
-        self.stats.draft_failures = self._drafting.failures - before[1]
-        if not self.stats.failed:
-            self._ahead.observe(self.stats)
-            self._controller.observe(self.stats)
-            self.stats.control = self._controller.facts()
-        return deltas
+        return self._commit(oldest, timer)
 
-    def _finish(
-        self,
-        parts: list[Scheduled],
-        trees: DraftTrees | None,
-        batch: ForwardBatch,
-        output: ForwardOutput,
-        times: list[float],
-    ) -> list[Delta]:
-        """What a pass that was just waited for adds to its requests. `stats` has its facts then."""
-        times.append(self._clock())
+    def _next_schedule(self) -> Schedule | None:
+        """The next pass that can begin, KV reserved. One of the host waits for all passes in flight."""
+        schedule = self._overlap.next(self._pipeline)
+        if schedule is None and not self._pipeline and self.has_unfinished:
+            step_plan = self._plan(self._overlap.takes(self.scheduler.running))
+            self._device.leave()
+            parts = self.scheduler.schedule(step_plan.plans)
+            schedule = Schedule(parts, self._host, step_plan) if parts else None
+        if schedule is not None and schedule.step_plan is not None:
+            self._next_plan = None
+        return schedule
+
+    def _plan(self, on_device: bool) -> StepPlan:
+        """The plan of the next step: made once, though passes in flight may delay it."""
+        running, kept = self.scheduler.running, self._next_plan
+        if kept is None or kept.running != running or kept.on_device != on_device:
+            waiting, coming = len(self.scheduler.waiting), self.scheduler.num_admissible
+            step_plan = self._controller.plan(running, Load(len(running), waiting, coming, on_device))
+            step_plan.plans = self._drafting.settled(running, step_plan.plans)
+            self._next_plan = kept = _Planned(list(running), on_device, step_plan)
+        return kept.step_plan
+
+    def _begin(self, schedule: Schedule, timer: StepTimer) -> InFlight:
+        """Begin a pass. One that cannot is lost when it is waited for, as one that fails later is."""
+        for part in schedule.parts:
+            if part.request.scheduled_time is None:
+                part.request.scheduled_time = self._clock()
         try:
-            verdicts = self._verification.verdicts(parts, trees, output)
+            begun = schedule.executor.begin(schedule, timer)
         except Exception as error:
-            return self._fail([part.request for part in parts], error)
-        times.append(self._clock())
-        attended, features = int(np.diff(batch.row_offsets) @ batch.context_lengths), None
-        if output.features is not None:
-            features = features_of(parts, batch, output.features)
-        left = [index for index, part in enumerate(parts) if not part.request.finished]
-        if len(left) < len(parts):  # some were aborted meanwhile
-            parts, verdicts = [parts[index] for index in left], [verdicts[index] for index in left]
-            features = None if features is None else features.of_requests(left)
-        deltas = self._take(parts, verdicts, features)
-        times.append(self._clock())
-        self.stats = self.state()
-        gained = [len(delta.token_ids) for delta in deltas]
-        add_facts(self.stats, parts, shapes_of(trees), verdicts, gained, batch.num_rows, attended, times)
+            return failing(schedule, error)
+        if not schedule.executor.on_device:
+            self._device.prefill_ahead(schedule.parts)
+        return begun
+
+    def _commit(self, done: InFlight, timer: StepTimer) -> list[Delta]:
+        """Wait for a pass and give its requests their tokens; show it to drafters and the controller."""
+        try:
+            result = done.wait(timer)
+        except Exception as error:  # the pass is lost, the engine is not
+            return self._fail(self._lost_with(done), error)
+        advance, lookahead = self._processor.advance, self._device.lookahead
+        pairs = zip(result.parts, result.verdicts, strict=True)
+        deltas = [advance(part, verdict, lookahead) for part, verdict in pairs]
+        self._drafting.observe(result.parts, result.verdicts, result.features)
+        ended = [part.request for part in result.parts if part.request.finish_reason is not None]
+        for request in ended:  # only now: drafters observe requests that still hold their pages
+            self._remove(request)
+        self._drafting.forget(ended)
+        timer.end("commit")
+        self.stats = self._stats_of(result, done.schedule, deltas, timer)
+        if done.schedule.step_plan is not None:
+            self._controller.observe(done.schedule.step_plan, self.stats)
+        self.stats.control = self._controller.facts()
         return deltas
 
-    def _build(self, parts: Sequence[Scheduled], trees: DraftTrees | None) -> ForwardBatch:
-        layers, kept = self._drafting.feature_layers, self._drafting.kept
-        return self._builder.build(parts, trees, self.kv, self._pool, layers, kept)
+    def _stats_of(
+        self, result: StepResult, schedule: Schedule, deltas: Sequence[Delta], timer: StepTimer
+    ) -> StepStats:
+        stats = self.state()
+        stats.rows, stats.attended = result.num_rows, result.attended
+        stats.ahead = schedule.executor.on_device
+        stats.plan = common_plan(schedule.parts) if stats.ahead else None
+        gained = [len(delta.token_ids) for delta in deltas]
+        add_pass(stats, result.parts, result.shapes, result.verdicts, gained, timer.seconds)
+        stats.draft_calls = self._drafting.take_calls()
+        preemptions, failures = self._counted
+        self._counted = self.scheduler.num_preemptions, self._drafting.failures
+        stats.preemptions, stats.draft_failures = self._counted[0] - preemptions, self._counted[1] - failures
+        return stats
+
+    def _lost_with(self, done: InFlight) -> list[Request]:
+        """The requests of a lost pass, and of those behind it that build on its tokens."""
+        lost = done.schedule.requests
+        if done.schedule.executor.on_device:
+            lost += self._pipeline.drop_decodes()
+            self._device.drop()
+        return [request for request in dict.fromkeys(lost) if not request.finished]
 
     def _make_decoder(self) -> AheadDecoder | None:
         limits, layers, kept = self.limits, self._drafting.feature_layers, self._drafting.kept
         return self.backend.decode_ahead(self._pool, limits.max_num_seqs, limits.max_model_len, layers, kept)
-
-    def _plan(self) -> list[DraftPlan]:
-        """The plans of the running requests: new ones, or those that passes in flight have delayed."""
-        running, kept = self.scheduler.running, self._kept_plans
-        self._kept_plans = {}
-        if kept and list(kept) == running:
-            return list(kept.values())
-        load = Load(len(running), len(self.scheduler.waiting), self.scheduler.num_admissible)
-        plans = self._controller.plan(running, load)
-        return self._drafting.settled(running, plans)
-
-    def _runs_ahead(self) -> bool:
-        """Begin what can begin behind the passes in flight; whether there is one to read."""
-        has_pass, running = self._ahead.has_pass(), self.scheduler.running
-        if not self._choosing or not running:
-            return has_pass
-        coming, decoding = self.scheduler.num_admissible, running
-        comes = self._ahead.are_enough(coming, len(running))
-        if comes or not self._ahead.holds(running):
-            computing = self._ahead.computing
-            decoding = [
-                request for request in running if request.num_pending == 1 and request not in computing
-            ]
-            comes = not computing and (comes or len(decoding) < len(running))
-            keeps = self.backend.keeps_ahead
-            if not decoding or not all(own.races or (keeps and own.races_among_kept) for own in decoding):
-                return has_pass
-        plans = self._plan()
-        planned = dict(zip(running, plans, strict=True))
-        plan = next((planned[request] for request in decoding if not request.undrafted), PLAIN)
-        alike = all(own.undrafted or planned[own] is plan or planned[own] == plan for own in decoding)
-        goes_on = alike and self._ahead.offers(plan)
-        if comes and goes_on:
-            self._begin_prompts(decoding)
-        goes_on = goes_on and self._ahead.launch(decoding, plan)
-        has_pass = self._ahead.has_pass()
-        if not (has_pass and goes_on):
-            self._kept_plans = planned
-        return has_pass
-
-    def _begin_prompts(self, decoding: Sequence[Request]) -> None:
-        """Begin a pass over the prompts of those who have come, behind the passes in flight."""
-        plans = [PLAIN] * len(self.scheduler.running)
-        parts = self.scheduler.schedule(plans, set(decoding))
-        if not parts:
-            return
-        self._note_start(parts)
-        batch = self._build(parts, None)
-        try:
-            output = self.backend.begin(batch)
-        except Exception as error:
-            output = _raising(error)  # whoever waits for the pass is told
-        self._ahead.add_prompts(PromptPass(parts, batch, output))
-        self._ahead.foresee(parts)
-
-    def _step_ahead(self, times: list[float]) -> list[Delta]:
-        """What the oldest pass in flight adds to the requests in it."""
-        times += [self._clock()] * 4  # launching was all that there is to plan, and drafting is in the pass
-        prompts = self._ahead.take_prompts()
-        if prompts is not None:
-            return self._end_prompts(prompts, times)
-        try:
-            done = self._ahead.read()
-        except Exception as error:  # the passes in flight are lost, the engine is not
-            return self._fail(self._ahead.drop(), error)
-        times += [self._clock()] * 2
-        attended = done.attended
-        deltas = self._take(done.parts, done.verdicts, done.features)
-        times.append(self._clock())
-        self.stats = self.state()
-        gained = [len(delta.token_ids) for delta in deltas]
-        add_facts(self.stats, done.parts, done.shapes, done.verdicts, gained, done.num_rows, attended, times)
-        self.stats.ahead = True
-        self._ahead.observe(self.stats)
-        if not self._kept_plans:  # else the controller has planned another step already
-            self._controller.observe(self.stats)
-        self.stats.control = self._controller.facts()
-        return deltas
-
-    def _end_prompts(self, prompts: PromptPass, times: list[float]) -> list[Delta]:
-        """What a pass over prompts adds to those of them that are still there."""
-        parts = [part for part in prompts.parts if not part.request.finished]
-        try:
-            output = prompts.output()
-        except Exception as error:  # the pass is lost, those behind it are not
-            return self._fail([part.request for part in parts], error)
-        deltas = self._finish(prompts.parts, None, prompts.batch, output, times)
-        self.stats.control = self._controller.facts()
-        return deltas
-
-    def _take(
-        self, parts: Sequence[Scheduled], verdicts: Sequence[Verdict], features: Features | None
-    ) -> list[Delta]:
-        """Give the requests of a pass their tokens, show it to the drafters, and let go of who has ended."""
-        room, advance = self._ahead.room, self._advancing.advance
-        deltas = [advance(part, verdict, room) for part, verdict in zip(parts, verdicts, strict=True)]
-        self._drafting.observe(parts, verdicts, features)
-        ended = [part.request for part in parts if part.request.finish_reason is not None]
-        for request in ended:  # only now: drafters observe requests that still hold their pages
-            self._remove(request)
-        self._drafting.forget(ended)
-        return deltas
-
-    def _trimmed(self, parts: Sequence[Scheduled], trees: DraftTrees | None) -> DraftTrees | None:
-        """What the controller leaves of the trees."""
-        if trees is None:
-            return None
-        trimmed = self._controller.trim(parts, trees)
-        return trimmed if trimmed.num_nodes else None
-
-    def _note_start(self, parts: Sequence[Scheduled]) -> None:
-        """Write down when requests take part in their first pass."""
-        for part in parts:
-            if part.request.scheduled_time is None:
-                part.request.scheduled_time = self._clock()
 
     def _remove(self, request: Request) -> None:
         """Take out a request that ended. After an error its keys and values are not offered to others."""
@@ -364,7 +278,7 @@ class Engine:
     def _fail(self, requests: Sequence[Request], error: Exception) -> list[Delta]:
         """End the requests of a pass that raised."""
         for request in requests:
-            self._advancing.end(request, "error", error=error)
+            self._processor.end(request, "error", error=error)
             self._remove(request)
         self._drafting.forget(requests)
         self.stats = replace(self.state(), requests=len(requests), failed=True)
@@ -381,10 +295,14 @@ class Engine:
         )
 
 
-def _raising(error: Exception) -> Callable[[], ForwardOutput]:
-    """A pass that was lost when it was to begin."""
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A step that was planned, and for what."""
 
-    def output() -> ForwardOutput:
-        raise error
+    running: list[Request]
+    on_device: bool
+    step_plan: StepPlan
 
-    return output
+
+def _no_decoder() -> None:
+    """The rule of verification needs logits on the host."""

@@ -33,7 +33,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.num_preemptions = 0
+        self.num_preemptions = 0  # since the start
 
     def add(self, request: Request) -> None:
         """Queue a request."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.control.controller import Controller, Load
+from paceline.control.controller import Controller, Load, StepPlan
 from paceline.control.cost import StepCosts
 from paceline.core.stats import DraftCall, DraftFacts, StepStats
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
@@ -101,6 +101,7 @@ class World:
     noise: float = 0.05  # of times
     seed: int = 0
     max_output: int = 150
+    on_device: bool = False  # passes are planned before the one before them is observed
 
     def costs(self) -> StepCosts:
         """What a measurement at the start would have found."""
@@ -111,23 +112,62 @@ class World:
         running: list[SimulatedRequest] = []
         arrived = 0
         done = []
+        before: tuple[StepPlan, StepStats] | None = None
         for step in range(steps):
             running = [request for request in running if request.num_output < request.max_output]
             while len(running) < self.concurrency(step):
                 running.append(SimulatedRequest(str(arrived), self.max_output))
                 arrived += 1
             running = running[: self.concurrency(step)]
-            plans = controller.plan(running, Load(len(running), 0))
-            stats, nodes, names = self._step(step, running, plans, controller, rng)
-            controller.observe(stats)
+            planned = controller.plan(running, Load(len(running), 0, on_device=self.on_device))
+            if self.on_device:
+                stats, nodes, names = self._device_step(step, running, planned, rng)
+                if before is not None:
+                    controller.observe(*before)
+                before = planned, stats
+            else:
+                stats, nodes, names = self._step(step, running, planned, controller, rng)
+                controller.observe(planned, stats)
             done.append(Step(stats.new_tokens, stats.total_time, nodes, names))
         return done
+
+    def _device_step(
+        self, step: int, running: Sequence[SimulatedRequest], planned: StepPlan, rng: np.random.Generator
+    ) -> tuple[StepStats, list[int], list[str]]:
+        """All requests have the same plan, and every row of it is computed, drafted or not."""
+        plan = planned.plans[0]
+        name, length = plan.drafter or "", plan.levels
+        drafts, tokens = [], 0
+        for request in running:
+            drafter = self.drafters.get(name)
+            accepted = 0
+            if drafter is not None and rng.random() < drafter.finds(step):
+                while accepted < length and rng.random() < drafter.right(step):
+                    accepted += 1
+                facts = (request.request_id, request.segment, name, length, length, accepted)
+                drafts.append(DraftFacts(*facts, path=tuple(range(accepted))))
+            request.num_output += 1 + accepted
+            tokens += 1 + accepted
+        rows = len(running) * (1 + length)
+        seconds = self.pass_seconds(rows)
+        if plan.budget:
+            seconds += length * self.drafters[name].seconds_per_level
+        stats = StepStats(
+            requests=len(running),
+            ahead=True,
+            plan=plan,
+            rows=rows,
+            new_tokens=tokens,
+            drafts=tuple(drafts),
+            forward_time=seconds * float(rng.lognormal(0.0, self.noise)),
+        )
+        return stats, [length] * len(running), [name] * len(running)
 
     def _step(
         self,
         step: int,
         running: Sequence[SimulatedRequest],
-        plans: Sequence[DraftPlan],
+        planned: StepPlan,
         controller: Controller,
         rng: np.random.Generator,
     ) -> tuple[StepStats, list[int], list[str]]:
@@ -135,7 +175,7 @@ class World:
         levels: dict[str, int] = {}  # that were looked at
         said: list[list[float]] = []
         names: list[str] = []
-        for request, plan in zip(running, plans, strict=True):
+        for request, plan in zip(running, planned.plans, strict=True):
             asked: DraftPlan | None = plan
             own: list[float] = []
             name = ""
@@ -152,7 +192,7 @@ class World:
         trees = DraftTrees.chains([range(len(own)) for own in said], said)
         if trees.num_nodes:
             plans = [DraftPlan(name, 1) if name else PLAIN for name in names]
-            trees = controller.trim(list(map(SimulatedPart, running, plans)), trees)
+            trees = controller.trim(planned, list(map(SimulatedPart, running, plans)), trees)
         drafts, tokens, rows = [], 0, len(running)
         for request, name, nodes in zip(running, names, np.diff(trees.offsets).tolist(), strict=True):
             accepted = 0
@@ -200,5 +240,5 @@ class Always(Controller):
     def __init__(self, drafter: str | None, budget: int) -> None:
         self._plan = DraftPlan(drafter, budget) if budget else PLAIN
 
-    def plan(self, running: Sequence[object], load: Load) -> list[DraftPlan]:
-        return [self._plan] * len(running)
+    def plan(self, running: Sequence[object], load: Load) -> StepPlan:
+        return StepPlan([self._plan] * len(running))

@@ -54,7 +54,7 @@ def test_what_is_tried_before_the_chosen_draft_leaves_that_as_it_is():
 
     def plan(running, load):
         plans = plan_of(running, load)
-        (own,), reason = plans, auto.facts().reason
+        (own,), reason = plans.plans, auto.facts().reason
         if reason == "gain" and own.drafter == "head":
             usual.append(own.least_chance)
         elif reason == "probe" and own.otherwise is not None:
@@ -191,7 +191,7 @@ def test_requests_that_ask_or_are_nearly_done_are_left_alone():
         request(num_pending=50),
         request(failed_drafters={"d"}),
     ]
-    plans = controller(world).plan(running, Load(len(running), 0))
+    plans = controller(world).plan(running, Load(len(running), 0)).plans
     assert plans[0].budget == 7
     assert plans[1:] == [PLAIN, wish, PLAIN, PLAIN, PLAIN]
 
@@ -204,7 +204,7 @@ def test_those_who_come_count_before_their_prompts_are_computed():
     alone, beside = (controller(World(drafters)) for _ in range(2))
     for auto, load in ((alone, Load(1, 0)), (beside, Load(1, 3, coming=3))):
         auto.known.steps = dear
-        assert (auto.plan([request()], load)[0].budget > 0) == (auto is alone)
+        assert (auto.plan([request()], load).plans[0].budget > 0) == (auto is alone)
 
 
 def test_less_is_tried_where_very_good_drafts_would_gain_little():
@@ -234,7 +234,7 @@ def test_a_new_drafter_is_tried_on_one_request_before_it_drafts_for_all():
 
 def test_a_draft_is_never_longer_than_what_a_request_may_still_have():
     world = World({"d": SimulatedDrafter(lambda step: 0.9)}, pass_seconds=gpu_seconds)
-    (plan,) = controller(world).plan([request(num_output=95)], Load(1, 0))
+    (plan,) = controller(world).plan([request(num_output=95)], Load(1, 0)).plans
     assert plan.budget == 4  # and the token of the target behind them
 
 
@@ -309,14 +309,14 @@ def test_what_was_drawn_at_random_is_verified_whole():
     world = World({"d": SimulatedDrafter(lambda step: 0.9)})
     auto = controller(world)
     running = [request()]
-    auto.plan(running, Load(1, 0))
+    step = auto.plan(running, Load(1, 0))
     chances = np.full((1, 4), 0.25)
     low = DraftTrees.chains([[0, 1]], [[0.001, 0.0005]])
     drawn = replace(low, draws=Draws(chances, np.zeros(2, dtype=np.int32)))
     parts = [SimulatedPart(running[0], DraftPlan("d", 2))]
-    assert auto.trim(parts, drawn) is drawn
-    auto.plan(running, Load(1, 0))
-    assert auto.trim(parts, low).num_nodes < 2
+    assert auto.trim(step, parts, drawn) is drawn
+    step = auto.plan(running, Load(1, 0))
+    assert auto.trim(step, parts, low).num_nodes < 2
 
 
 def test_what_it_did_can_be_told():

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from paceline.control.controller import Controller, Load
+from paceline.control.controller import Controller, Load, StepPlan
 from paceline.core.arrays import Float32Array
 from paceline.core.request import Request
 from paceline.core.tree_shapes import ROOT
@@ -126,10 +126,10 @@ class Plans(Controller):
         self.plans = plans
         self._random = np.random.default_rng(0)
 
-    def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
-        return [self.plans[self._random.integers(len(self.plans))] for _ in running]
+    def plan(self, running: Sequence[Request], load: Load) -> StepPlan:
+        return StepPlan([self.plans[self._random.integers(len(self.plans))] for _ in running])
 
-    def observe(self, stats: object) -> None:
+    def observe(self, step: StepPlan, stats: object) -> None:
         pass
 
 

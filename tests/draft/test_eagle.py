@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from paceline.control.controller import Controller
+from paceline.control.controller import Controller, StepPlan
 from paceline.core.params import SamplingParams
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling
@@ -137,9 +137,9 @@ class ByRequest(Controller):
         self.plans = plans
 
     def plan(self, running, load):
-        return [self.plans[int(request.request_id)] for request in running]
+        return StepPlan([self.plans[int(request.request_id)] for request in running])
 
-    def observe(self, stats):
+    def observe(self, step, stats):
         return
 
 
@@ -257,15 +257,15 @@ def test_a_request_that_outgrows_the_heads_context_goes_on_without_drafts():
     assert long.speculative.num_draft_tokens == 0
 
 
-def test_what_was_foreseen_is_not_computed_again_when_it_is_handed_over():
+def test_what_was_prefilled_ahead_is_not_computed_again_when_it_is_attached():
     drafter = toy_eagle()
     engine = eagle_engine(drafter, PLAIN)
     lengths = (1, 5, 16, 33)
     added = [engine.add_request(prompt(number, length), LONG)[0] for number, length in enumerate(lengths)]
     while any(request.num_output == 0 for request in added):
         engine.step()
-    drafter.foresee(added)
+    drafter.prefill_ahead(added)
     passes = list(drafter._runner.passes)
     assert sum(rows for rows, _ in passes) == sum(len(request.token_ids) - 1 for request in added)
-    assert drafter.hand_over(added)
+    assert drafter.attach(added)
     assert drafter._runner.passes == passes

@@ -185,7 +185,7 @@ def test_loading_brings_both_parts():
     target = SimpleNamespace(sampling=DraftSampling.COUPLED)
     drafter = HybridDrafter.load(config.options, target)
     assert tree_of(drafter, [5, 6, 7, 8, 9, 5], DraftPlan("hybrid", 4))[0] == [6, 7]
-    assert drafter.look_up == LookUp(1, 4)  # where a decoder can, as the other would
+    assert drafter.device.look_up == LookUp(1, 4)  # where a decoder can, as the other would
 
 
 def test_chosen_and_drawn_nodes_in_one_tree_are_refused():

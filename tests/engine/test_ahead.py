@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.backends.ahead import LookUp
-from paceline.control.controller import Controller, FixedController, Load
+from paceline.control.controller import Controller, FixedController, Load, StepPlan
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.trees import PLAIN, DraftPlan
-from paceline.draft.base import Drafter, DrafterNeeds
+from paceline.draft.base import DrafterNeeds, TextDrafts
 from paceline.draft.ngram import NgramDrafter
-from paceline.engine.ahead import MOST_DRAFTS
+from paceline.engine.device_executor import MAX_DRAFTS
 from paceline.engine.engine import Engine
 from tests.engine.test_exactness import prompt
 from tests.toy import ScriptedDrafter, ToyBackend, drain, scribble_free_pages, toy_engine
@@ -78,17 +78,17 @@ class Changing(Controller):
     def __init__(self, lengths: list[int], hold: int) -> None:
         self.lengths, self.hold, self.step = lengths, hold, 0
 
-    def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
+    def plan(self, running: Sequence[Request], load: Load) -> StepPlan:
         self.step += 1
         length = self.lengths[self.step // self.hold % len(self.lengths)]
-        return [DraftPlan("scripted", length) if length else PLAIN for _ in running]
+        return StepPlan([DraftPlan("scripted", length) if length else PLAIN for _ in running])
 
 
 class Hosted(ScriptedDrafter):
     """A drafter that is asked while passes run, and looks at no features."""
 
     needs = DrafterNeeds()
-    ahead = Drafter.ahead
+    device = TextDrafts()
 
     def observe(self, requests, verdicts, features):
         assert features is None
@@ -97,7 +97,7 @@ class Hosted(ScriptedDrafter):
 class Led(Hosted):
     """The same, and where it was wrong the decoder looks chains up."""
 
-    look_up = LookUp(1, 4)
+    device = TextDrafts(LookUp(1, 4))
 
 
 class LookedUp(NgramDrafter):
@@ -200,7 +200,7 @@ def test_no_pass_is_begun_when_those_in_flight_will_probably_end_all():
     (request,) = engine.add_request(prompt(1, 5), params(1, max_tokens=40, ignore_eos=True))
     while engine.has_unfinished:
         engine.step()
-        flying = sum(request in flying.requests for flying in engine._ahead._flight)
+        flying = engine._pipeline.num_decodes
         assert request.finished or flying < 2 or request.num_output + 2 < 40
     assert request.num_output == 40
 
@@ -231,7 +231,7 @@ def test_while_a_request_that_comes_is_prefilled_the_others_go_on(drafting):
     chunk, others_go_on = [False, True], [True, False]
     turns = [chunk, others_go_on, others_go_on]
     assert tokens == [others_go_on, *turns, *turns, chunk]
-    assert drafter.handed_over == (set(others) if drafting else set())  # they have not been taken back
+    assert drafter.attached == (set(others) if drafting else set())  # they have not been taken back
     drain(engine)
     assert late.output_token_ids == alone(prompt(9, 20), params(9))[0]
 
@@ -240,7 +240,7 @@ def test_a_drafter_sees_prompts_whose_ends_are_being_computed():
     foreseen = []
 
     class Foreseeing(ScriptedDrafter):
-        def foresee(self, requests):
+        def prefill_ahead(self, requests):
             foreseen.extend((request, request.num_output) for request in requests)
 
     drafter = Foreseeing({tuple(prompt(number, 5)): [] for number in range(3)}, "right")
@@ -268,7 +268,7 @@ def test_who_asks_not_to_be_drafted_for_decodes_beside_those_who_are():
     assert outcome(drafted) == expected(9)
     assert gained == [1] * 20
     assert plain.speculative.num_spec_steps == 0
-    assert plain not in drafter.handed_over
+    assert plain not in drafter.attached
     assert drafted.speculative.num_accepted_draft_tokens > 0
 
 
@@ -295,6 +295,7 @@ def test_a_pass_that_fails_ends_its_requests_and_the_engine_goes_on():
     engine, backend = steady_engine()
     requests = list(engine.scheduler.running)
     backend.fail_next = RuntimeError("lost")
+    engine.step()  # what was in flight before the lost pass is theirs
     assert [delta.request for delta in engine.step()] == requests
     assert [request.finish_reason for request in requests] == ["error"] * 3
     assert engine.stats.failed
@@ -341,7 +342,7 @@ def test_a_controller_that_drafts_now_and_then_is_heard_at_every_change(branchin
 
     def plan(running, load):
         planned.append(len(planned) % 4 == 3)
-        return [DraftPlan("scripted", 3, branching) if planned[-1] else PLAIN for _ in running]
+        return StepPlan([DraftPlan("scripted", 3, branching) if planned[-1] else PLAIN for _ in running])
 
     engine._controller.plan = plan
     (request,) = engine.add_request(*REQUESTS[number])
@@ -368,4 +369,4 @@ def test_requests_cannot_make_the_decoder_have_buffers_for_every_length():
         engine.add_request(prompt(length, 5), params(length, max_tokens=9, ignore_eos=True))
         drain(engine)
         launched.append(backend.num_launched > before)
-    assert launched == [True] * MOST_DRAFTS + [False] * (7 - MOST_DRAFTS)
+    assert launched == [True] * MAX_DRAFTS + [False] * (7 - MAX_DRAFTS)

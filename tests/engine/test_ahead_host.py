@@ -7,12 +7,10 @@ import pytest
 from paceline.backends.ahead import LookUp
 from paceline.control.controller import FixedController
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import DrafterNeeds
+from paceline.draft.base import OPTIMISTIC_PASSES, DrafterNeeds, TextDrafts
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.suffix import SuffixDrafter, SuffixOptions
-from paceline.engine.drafting import LED_PASSES
-from paceline.engine.leads import MOST_ASKED
-from paceline.engine.turns import Turns
+from paceline.engine.optimistic import MAX_DRAFTED
 from tests.engine.test_ahead import REQUESTS, Hosted, alone, expected, outcome, params
 from tests.engine.test_ahead_look_up import Repeating
 from tests.engine.test_exactness import prompt
@@ -21,14 +19,8 @@ from tests.toy_ahead import ToyAhead
 from tests.toy_tokenizer import VOCAB
 
 LEVELS = 3
-LEAD = LED_PASSES * (1 + LEVELS)
+LEAD = OPTIMISTIC_PASSES * (1 + LEVELS)
 LONG = {"max_tokens": 42, "ignore_eos": True}
-
-
-@pytest.fixture(autouse=True)
-def always(monkeypatch):
-    """Every pass drafts that can."""
-    monkeypatch.setattr(Turns, "looks_up", lambda self, requests: True)
 
 
 @pytest.fixture
@@ -74,7 +66,7 @@ def test_what_is_right_is_accepted_whole_though_the_host_is_a_pass_behind():
     in_flight, gained = [], []
     while engine.has_unfinished:
         gained += [len(delta.token_ids) for delta in engine.step()]
-        in_flight.append(len(engine._ahead._flight))
+        in_flight.append(len(engine._pipeline))
     assert request.output_token_ids == truth[tuple(prompt(2, 5))]
     assert gained == [1, *[1 + LEVELS] * 10, 1]
     counts = request.speculative
@@ -104,7 +96,7 @@ def test_leads_are_places_of_the_text_and_go_as_far_as_two_passes(given):
 def test_tokens_are_those_of_plain_steps_however_good_leads_are(style, look_up):
     truth = {tuple(ids): expected(number)[0] for number, (ids, _) in enumerate(REQUESTS)}
     drafter = Hosted(truth, style)
-    drafter.look_up = look_up
+    drafter.device = TextDrafts(look_up)
     engine = toy_engine(ToyBackend(ahead=True), drafter=drafter, budget=LEVELS, branching=1, max_num_seqs=4)
     requests = [engine.add_request(*REQUESTS[number])[0] for number in range(len(REQUESTS))]
     drain(engine)
@@ -127,10 +119,10 @@ def test_where_leads_were_wrong_the_text_is_looked_up():
     assert accepted > 15
     lost = Hosted({tuple(prompt(2, 5)): whole}, "wrong")
     assert run(lost) == (whole, (1, LEVELS, 0))
-    lost.look_up = ngram.look_up
+    lost.device = TextDrafts(ngram.device.look_up)
     assert run(lost) == (whole, (steps + 1, tokens + LEVELS, accepted))
     silent = Hosted({tuple(prompt(2, 5)): []}, "right")
-    silent.look_up = ngram.look_up
+    silent.device = TextDrafts(ngram.device.look_up)
     assert run(silent) == (whole, (steps, tokens, accepted))
 
 
@@ -150,12 +142,12 @@ def test_what_a_request_leaves_serves_nobody_who_has_its_slot_next(given):
     assert {tuple(slots) for slots, _ in given} == {(0,)}
     assert len(given) > before
     assert all(leads == [[-1] * (1 + LEAD)] for _, leads in given[before:])
-    assert list(engine._ahead._leads._leads) == [second]
+    assert list(engine._device._optimistic._drafts) == [second]
 
 
 def test_with_many_requests_some_are_drafted_for_before_each_pass_by_turns():
     """All go on meanwhile with what was expected of them before: it reaches over as many passes."""
-    count = 3 * MOST_ASKED
+    count = 3 * MAX_DRAFTED
     truth = truth_of(range(count), temperature=0.0)
     drafter, backend = Counting(truth), ToyBackend(ahead=True, max_rows=256)
     engine = toy_engine(
@@ -170,12 +162,12 @@ def test_with_many_requests_some_are_drafted_for_before_each_pass_by_turns():
     requests = added(engine, range(count), temperature=0.0)
     drain(engine)
     assert [request.output_token_ids for request in requests] == list(truth.values())
-    assert {len(asked) for asked in drafter.asked} == {MOST_ASKED}
+    assert {len(asked) for asked in drafter.asked} == {MAX_DRAFTED}
     assert len(drafter.asked) <= backend.num_launched
     for first in range(0, len(drafter.asked) - 2, 3):
         turn = [request for asked in drafter.asked[first : first + 3] for request, _ in asked]
         assert turn == requests
-    for request in requests[:MOST_ASKED]:  # the others' first pass or two found nothing
+    for request in requests[:MAX_DRAFTED]:  # the others' first pass or two found nothing
         assert request.speculative.num_accepted_draft_tokens == 10 * LEVELS
     assert backend.num_launched <= 14
 
@@ -220,12 +212,8 @@ def test_whoever_wants_no_drafts_is_not_asked_for(given):
 
 
 def test_passes_that_the_host_must_decide_on_go_step_by_step():
-    """A decoder cannot follow leads, a controller looks at drafts, or guesses are in the target's pages."""
+    """A decoder cannot follow leads, or guesses are in the target's pages."""
     truth = truth_of([2])
-
-    class Trimming(FixedController):
-        def trim(self, parts, trees):
-            return trees
 
     class InPages(Hosted):
         needs = DrafterNeeds(target_pages=True)
@@ -233,7 +221,6 @@ def test_passes_that_the_host_must_decide_on_go_step_by_step():
     plan = DraftPlan("scripted", LEVELS)
     for backend, kind, controller in (
         (ToyBackend(ahead=True, looks_up=False), Hosted, FixedController(plan)),
-        (ToyBackend(ahead=True), Hosted, Trimming(plan)),
         (ToyBackend(ahead=True), InPages, FixedController(plan)),
     ):
         engine = toy_engine(backend, drafter=kind(truth, "right"), controller=controller)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.control.controller import Controller
+from paceline.control.controller import Controller, StepPlan
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.ngram import NgramDrafter
-from paceline.engine import ahead
-from paceline.engine.turns import Turns
+from paceline.engine import device_executor
 from tests.engine.test_ahead import params
 from tests.engine.test_exactness import prompt
 from tests.toy import ToyBackend, drain, toy_engine
@@ -45,13 +44,7 @@ def results(backend, count=5, drafts=True, **options):
     ]
 
 
-@pytest.fixture
-def always(monkeypatch):
-    """Every pass looks up that can."""
-    monkeypatch.setattr(Turns, "looks_up", lambda self, requests: True)
-
-
-def test_tokens_are_those_of_off_and_drafts_those_that_the_host_makes_between_two_steps(always):
+def test_tokens_are_those_of_off_and_drafts_those_that_the_host_makes_between_two_steps():
     plain, nothing = results(Repeating(), drafts=False)
     by_host, host_counts = results(Repeating())  # step by step
     backend = Repeating(ahead=True)
@@ -63,7 +56,7 @@ def test_tokens_are_those_of_off_and_drafts_those_that_the_host_makes_between_tw
     assert backend.num_launched < 40  # of up to 41 tokens
 
 
-def test_a_pass_is_always_begun_before_the_last_is_read(always):
+def test_a_pass_is_always_begun_before_the_last_is_read():
     engine = toy_engine(
         Repeating(ahead=True),
         drafter=NgramDrafter(NgramDrafter.Options()),
@@ -74,22 +67,22 @@ def test_a_pass_is_always_begun_before_the_last_is_read(always):
     in_flight = []
     while engine.has_unfinished:
         engine.step()
-        in_flight.append(len(engine._ahead._flight))
+        in_flight.append(len(engine._pipeline))
     assert request.speculative.num_accepted_draft_tokens > 20
     assert in_flight[1:-3] == [1] * len(in_flight[1:-3])  # another one, behind the one that was read
 
 
-def test_where_a_decoder_cannot_look_up_the_host_does(always):
+def test_where_a_decoder_cannot_look_up_the_host_does():
     plain, _ = results(Repeating(), drafts=False)
     by_host, counts = results(Repeating(ahead=True, looks_up=False))
     assert by_host == plain
     assert counts[0][2] > 10
 
 
-def test_with_more_requests_than_pay_passes_are_plain(always, monkeypatch):
+def test_with_more_requests_than_pay_passes_are_plain(monkeypatch):
     plain, _ = results(Repeating(), drafts=False)
     few, some_counts = results(Repeating(ahead=True))
-    monkeypatch.setattr(ahead, "MOST_LOOKED_UP_ROWS", 3 * (1 + LENGTH))
+    monkeypatch.setattr(device_executor, "MAX_TEXT_DRAFT_ROWS", 3 * (1 + LENGTH))
     looked_up, counts = results(Repeating(ahead=True))
     assert looked_up == few == plain
     accepted, all_accepted = (sum(own[2] for own in counts) for counts in (counts, some_counts))
@@ -99,26 +92,21 @@ def test_with_more_requests_than_pay_passes_are_plain(always, monkeypatch):
 class Alternating(Controller):
     """Now these passes, now those."""
 
-    def __init__(self, hold):
-        self.hold, self.step = hold, 0
+    def __init__(self, turns):
+        self.turns, self.step = turns, 0
 
     def plan(self, running, load):
         self.step += 1
-        return [DraftPlan("ngram", LENGTH) if self.step // self.hold % 2 else PLAIN for _ in running]
+        plan = DraftPlan("ngram", LENGTH) if self.turns[self.step % len(self.turns)] else PLAIN
+        return StepPlan([plan for _ in running])
 
 
-@pytest.mark.parametrize("hold", [1, 3, 8])
-def test_who_was_known_without_its_text_is_told_it_when_passes_begin_to_look_up(always, hold):
+RANDOM = np.random.default_rng(0).integers(0, 2, 1000).tolist()
+
+
+@pytest.mark.parametrize("turns", [[0, 1], [0] * 3 + [1] * 3, [0] * 8 + [1] * 8, RANDOM])
+def test_plain_passes_and_such_that_look_up_may_take_turns(turns):
     plain, _ = results(Repeating(), drafts=False)
-    looked_up, counts = results(Repeating(ahead=True), controller=Alternating(hold))
-    assert looked_up == plain
-    assert counts[0][2] > 5
-
-
-def test_plain_passes_and_such_that_look_up_may_take_turns(monkeypatch):
-    turns = iter(np.random.default_rng(0).integers(0, 2, 10_000).tolist())
-    monkeypatch.setattr(Turns, "looks_up", lambda self, requests: bool(next(turns)))
-    plain, _ = results(Repeating(), drafts=False)
-    looked_up, counts = results(Repeating(ahead=True))
+    looked_up, counts = results(Repeating(ahead=True), controller=Alternating(turns))
     assert looked_up == plain
     assert counts[0][2] > 5

@@ -13,7 +13,7 @@ import pytest
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import DrafterNeeds
+from paceline.draft.base import DrafterNeeds, TextDrafts
 from paceline.engine.async_engine import AsyncEngine
 from tests.engine.test_async_engine import text_of
 from tests.serve.running import Gate, serving, until
@@ -74,7 +74,7 @@ class Nonsense(ScriptedDrafter):
     """Gives one thing whatever it is asked. It looks at no features, so passes may run ahead of it."""
 
     needs = DrafterNeeds()
-    ahead = ScriptedDrafter.__base__.ahead  # type: ignore[union-attr]
+    device = TextDrafts()
 
     def __init__(self, given: Callable[[], object]) -> None:
         super().__init__({}, "right")
@@ -106,7 +106,7 @@ def test_chances_that_are_no_numbers_are_no_opinion(truth, ahead):
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
-@pytest.mark.parametrize("method", ["propose", "observe", "forget", "hand_over", "take_back", "foresee"])
+@pytest.mark.parametrize("method", ["propose", "observe", "forget", "attach", "detach", "prefill_ahead"])
 def test_who_has_a_drafter_that_raises_is_decoded_plainly(truth, method, ahead):
     class Raises(ScriptedDrafter):
         pass

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from paceline.control.controller import Controller, FixedController
+from paceline.control.controller import Controller, FixedController, StepPlan
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.schedule import Scheduled
@@ -130,7 +130,7 @@ class Trims(FixedController):
         self.least = least
         self.asked: list[list[str]] = []
 
-    def trim(self, parts: Sequence[Scheduled], trees: DraftTrees) -> DraftTrees:
+    def trim(self, step: StepPlan, parts: Sequence[Scheduled], trees: DraftTrees) -> DraftTrees:
         self.asked.append([part.request.request_id for part in parts])
         assert trees.chances is not None
         return trees.kept(trees.chances >= self.least)
@@ -155,9 +155,9 @@ def test_the_time_of_trimming_is_planning():
     now = [0.0]
 
     class Slow(Trims):
-        def trim(self, parts, trees):
+        def trim(self, step, parts, trees):
             now[0] += 1.0
-            return super().trim(parts, trees)
+            return super().trim(step, parts, trees)
 
     class SlowChains(Chains):
         def propose(self, requests, plans):

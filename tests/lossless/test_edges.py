@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from paceline import LLM, SamplingParams
-from paceline.control.controller import Controller, Load
+from paceline.control.controller import Controller, Load, StepPlan
 from paceline.core.features import Features
 from paceline.core.request import Request
 from paceline.core.trees import DraftPlan, DraftTrees
@@ -90,10 +90,10 @@ class Faulty(ScriptedDrafter):
 class ByRequest(Controller):
     """A controller that gives each request the drafter its id begins with."""
 
-    def plan(self, running: Sequence[Request], load: Load) -> list[DraftPlan]:
-        return [DraftPlan(request.request_id.split()[0], 4, branching=2) for request in running]
+    def plan(self, running: Sequence[Request], load: Load) -> StepPlan:
+        return StepPlan([DraftPlan(request.request_id.split()[0], 4, branching=2) for request in running])
 
-    def observe(self, stats: object) -> None:
+    def observe(self, step: StepPlan, stats: object) -> None:
         pass
 
 

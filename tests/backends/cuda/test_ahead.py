@@ -210,16 +210,13 @@ def test_an_engine_that_runs_ahead_gives_the_tokens_of_one_that_does_not(
     tmp_path: Path,
     device: torch.device,
     dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """More requests than slots, plain, with a head on the device and with leads of the host; and each alone,
     sampled on the host."""
     from paceline.engine.admission import Limits
     from paceline.engine.engine import Engine
-    from paceline.engine.turns import Turns
     from paceline.models.registry import load_checkpoint
 
-    monkeypatch.setattr(Turns, "looks_up", lambda self, requests: True)
     checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
     limits = Limits(VOCAB_SIZE, 96, 4, 32)
 

@@ -293,7 +293,6 @@ def test_an_engine_whose_passes_look_up_gives_the_tokens_of_off(
     tmp_path: Path,
     device: torch.device,
     dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """More requests than slots, and what was drafted is what the texts, or past responses, say.
 
@@ -303,10 +302,8 @@ def test_an_engine_whose_passes_look_up_gives_the_tokens_of_off(
     from paceline.core.trees import PLAIN
     from paceline.engine.admission import Limits
     from paceline.engine.engine import Engine
-    from paceline.engine.turns import Turns
     from paceline.models.registry import load_checkpoint
 
-    monkeypatch.setattr(Turns, "looks_up", lambda self, requests: True)
     checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
     prompts = [np.random.default_rng(n).integers(2, 5 + n, 3 + 4 * n).tolist() for n in range(7)]
 

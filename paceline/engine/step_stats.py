@@ -1,9 +1,8 @@
-"""The facts of a step, from its parts and what became of them."""
+"""StepStats of a pass, from its parts and what became of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 
 from paceline.core.schedule import Scheduled
 from paceline.core.stats import DraftFacts, StepStats
@@ -26,30 +25,26 @@ def shapes_of(trees: DraftTrees | None) -> list[Shape]:
     return shapes
 
 
-def add_facts(
+def add_pass(
     stats: StepStats,
     parts: Sequence[Scheduled],
     shapes: Sequence[Shape],
     verdicts: Sequence[Verdict],
     gained: Sequence[int],
-    rows: int,
-    attended: int,
-    times: Sequence[float],
+    seconds: Mapping[str, float],
 ) -> None:
-    """Write down a step whose parts gained so many tokens and whose phases ended at `times`.
-
-    The parts' drafts had these shapes, if anything was drafted.
-    """
+    """Add a pass whose parts gained so many tokens, whose drafts had these shapes, and whose phases took
+    so many seconds. `rows` and `attended` are set by the caller."""
     known = sum([part.num_tokens for part in parts])
-    drafts = _count_drafts(parts, shapes, verdicts, gained, times)
-    stats.requests, stats.rows, stats.attended = len(parts), rows, attended
+    drafts = _count_drafts(parts, shapes, verdicts, gained, seconds)
+    stats.requests = len(parts)
     stats.prefill_tokens = known - sum([part.num_tokens == 1 for part in parts])
     stats.new_tokens = sum(gained)
-    stats.drafted, stats.drafts = rows - known, tuple(drafts)
+    stats.drafted, stats.drafts = max(stats.rows - known, 0), tuple(drafts)
     stats.accepted = sum([draft.accepted for draft in drafts])
-    planned, stats.draft_time, trimmed, *rest = [after - before for before, after in pairwise(times)]
-    stats.plan_time = planned + trimmed
-    stats.build_time, stats.forward_time, stats.verify_time, stats.commit_time = rest
+    stats.plan_time, stats.draft_time = seconds["plan"], seconds["draft"]
+    stats.build_time, stats.forward_time = seconds["build"], seconds["forward"]
+    stats.verify_time, stats.commit_time = seconds["verify"], seconds["commit"]
 
 
 def _count_drafts(
@@ -57,12 +52,12 @@ def _count_drafts(
     shapes: Sequence[Shape],
     verdicts: Sequence[Verdict],
     gained: Sequence[int],
-    times: Sequence[float],
+    seconds: Mapping[str, float],
 ) -> list[DraftFacts]:
     """What became of each draft, counted for its request too, with an even share of the time."""
     planned = [part.request.speculative for part in parts if part.plan.drafter is not None]
     if planned:
-        drafting, verifying = (times[2] - times[1]) / len(planned), (times[6] - times[5]) / len(parts)
+        drafting, verifying = seconds["draft"] / len(planned), seconds["verify"] / len(parts)
         for counts in planned:
             counts.draft_time += drafting
             counts.verify_time += verifying

@@ -20,8 +20,8 @@ class Delta:
     token_ids: tuple[int, ...]
 
 
-class Advancing:
-    """Gives requests their tokens, between two passes."""
+class OutputProcessor:
+    """Gives requests the tokens of a committed pass."""
 
     def __init__(self, kv: KVCache, clock: Callable[[], float]) -> None:
         self._kv = kv

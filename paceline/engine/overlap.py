@@ -1,0 +1,95 @@
+"""Overlap scheduling: which pass is launched next behind those in flight.
+
+Requests that merely decode are launched again before their last pass was read. New requests are prefilled in
+their own pass, queued behind the passes in flight, and join the decode batch once it has been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from paceline.control.controller import StepPlan
+from paceline.core.request import Request
+from paceline.core.schedule import Scheduled
+from paceline.core.trees import PLAIN, DraftPlan
+from paceline.engine.device_executor import DeviceExecutor
+from paceline.engine.pipeline import DEPTH, Executor, Pipeline, Schedule
+from paceline.engine.scheduler import Scheduler
+
+# A prefill starts once the waiting requests have waited this many passes per decoding request, at most so
+# many: it costs everybody who decodes about one pass, whether it is over one prompt or over three.
+PREFILL_WAIT_PER_DECODE = 0.25  # passes
+MAX_PREFILL_WAIT = 8  # passes
+
+
+class OverlapScheduler:
+    """Schedules passes that can begin before those in flight were read."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        device: DeviceExecutor,
+        host: Executor,
+        plan: Callable[[bool], StepPlan],
+        truncates: bool,
+    ) -> None:
+        """`plan` plans the next step. `truncates`: the device knows top_k, top_p and min_p."""
+        self._scheduler = scheduler
+        self._device = device
+        self._host = host
+        self._plan = plan
+        self._truncates = truncates
+        self._waited = 0  # passes, of all waiting requests together
+
+    def next(self, pipeline: Pipeline) -> Schedule | None:
+        """The next pass, KV reserved; None if none can follow those in flight."""
+        running = self._scheduler.running
+        if not running or pipeline.num_decodes >= DEPTH or self._device.decoder() is None:
+            return None
+        prefill_is_due = self._counts_as_due(len(running))
+        decoding = running
+        if prefill_is_due or not pipeline.decodes(running):
+            prefilling = pipeline.prefilling
+            decoding = [own for own in running if own.num_pending == 1 and own not in prefilling]
+            prefill_is_due = not prefilling and (prefill_is_due or len(decoding) < len(running))
+            if not decoding or not self.takes(decoding):
+                return None
+        step_plan = self._plan(True)
+        plan = self._common_plan(decoding, step_plan)
+        if plan is None or not self._device.offers(plan):
+            return None
+        if prefill_is_due and (parts := self._prefill(decoding)):
+            return Schedule(parts, self._host)
+        plan = self._device.fitting(plan, len(decoding))
+        if not self._device.can_follow(plan):
+            return None
+        going = self._device.admit(decoding, plan)
+        parts = [Scheduled(request, 1, PLAIN if request.undrafted else plan) for request in going]
+        return Schedule(parts, self._device, step_plan) if parts else None
+
+    def takes(self, requests: Sequence[Request]) -> bool:
+        """Whether the device can choose the next tokens of all of these."""
+        return self._device.decoder() is not None and all(self._samples(own) for own in requests)
+
+    def _samples(self, request: Request) -> bool:
+        return request.races or (self._truncates and request.races_among_kept)
+
+    def _counts_as_due(self, decoding: int) -> bool:
+        """Count another pass that the waiting requests wait for; whether they have waited long enough."""
+        coming = self._scheduler.num_admissible
+        self._waited = self._waited + coming if coming else 0
+        if not coming or self._waited < min(PREFILL_WAIT_PER_DECODE * decoding, MAX_PREFILL_WAIT):
+            return False
+        self._waited = 0
+        return True
+
+    def _common_plan(self, decoding: Sequence[Request], step_plan: StepPlan) -> DraftPlan | None:
+        """The plan of all requests that want drafts; None if they differ."""
+        planned = dict(zip(self._scheduler.running, step_plan.plans, strict=True))
+        plan = next((planned[own] for own in decoding if not own.undrafted), PLAIN)
+        same = all(own.undrafted or planned[own] is plan or planned[own] == plan for own in decoding)
+        return plan if same else None
+
+    def _prefill(self, decoding: Sequence[Request]) -> list[Scheduled]:
+        """The parts of a pass over the prompts of those who do not decode."""
+        return self._scheduler.schedule([PLAIN] * len(self._scheduler.running), set(decoding))
