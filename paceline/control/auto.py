@@ -396,7 +396,9 @@ class AutoController(Controller):
             self._gained[draft.segment] += draft.accepted
         if planned.asked or (not is_quiet and self._routine and planned is self._routine.planned):
             expected = planned.choice.tokens - self._market.plain.tokens
-            if self._missing.add(expected, sum([draft.accepted for draft in stats.drafts]), stats.requests):
+            if not stats.prefill_tokens and self._missing.add(
+                expected, sum([draft.accepted for draft in stats.drafts]), stats.requests
+            ):
                 self._holds_until = self._step
         if planned.asked:
             self._observe_drafts(planned, stats)
@@ -410,6 +412,8 @@ class AutoController(Controller):
         """Take in what drafts cost, and what became of them."""
         drafts = {(draft.request_id, draft.child): draft for draft in stats.drafts}
         for key, asked in planned.asked.items():
+            if key not in stats.asked:
+                continue  # prompts have left no rows for its draft
             accepted = self._learn(key, asked, drafts.get(key))
             if planned.probe is not None and planned.probe.request == key:
                 self._probes.observe(planned.probe, accepted)

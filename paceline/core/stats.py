@@ -57,6 +57,8 @@ class StepStats:
     drafted: int = 0  # draft nodes in the pass
     accepted: int = 0  # draft nodes on accepted paths
     drafts: tuple[DraftFacts, ...] = ()  # of the requests that were drafted for
+    # (request_id, child) of those whose drafters were asked: rows may have left no room for some
+    asked: frozenset[tuple[str, int]] = frozenset()
     draft_calls: tuple[DraftCall, ...] = ()
     draft_failures: int = 0  # drafters that raised
     control: ControlFacts | None = None  # None: there was nothing to decide

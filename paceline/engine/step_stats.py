@@ -42,6 +42,8 @@ def add_pass(
     stats.new_tokens = sum(gained)
     stats.drafted, stats.drafts = max(stats.rows - known, 0), tuple(drafts)
     stats.accepted = sum([draft.accepted for draft in drafts])
+    planned = [part.request for part in parts if part.plan.budget]
+    stats.asked = frozenset([(request.request_id, request.child) for request in planned])
     stats.plan_time, stats.draft_time = seconds["plan"], seconds["draft"]
     stats.build_time, stats.forward_time = seconds["build"], seconds["forward"]
     stats.verify_time, stats.commit_time = seconds["verify"], seconds["commit"]

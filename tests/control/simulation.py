@@ -222,6 +222,7 @@ class World:
             attended=100 * rows,
             new_tokens=tokens,
             drafts=tuple(drafts),
+            asked=frozenset((own.request_id, own.child) for own in running),
             forward_time=self.pass_seconds(rows) * float(rng.lognormal(0.0, self.noise)),
             draft_time=sum(call.seconds for call in calls),
             draft_calls=tuple(calls),
