@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline import LLM, SamplingParams
-from paceline.bench.grid import empty_memory
-from paceline.bench.workloads import BUILT_IN, load_workload
+from paceline.bench.loading import empty_memory
+from paceline.bench.traffic.workloads import BUILT_IN, load_workload
 from paceline.home import paceline_home
 
 PROMPTS, TOKENS = 8, 96  # of each workload

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from paceline import __version__
-from paceline.bench.simulate.flags import DRAFTS, MACHINE, TRAFFIC
+from paceline.bench.simulate.flags import simulate_command
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import PacelineError
 from paceline.extras import needs_extra
@@ -52,10 +52,10 @@ System = Annotated[
 ]
 
 
-def main() -> None:
+def main(commands: typer.Typer = app) -> None:
     """Run the command line. A user's mistake ends with one line and exit code 2, no traceback."""
     try:
-        app()
+        commands()
     except PacelineError as error:
         _fail(str(error))
     except Exception as error:
@@ -193,39 +193,7 @@ def export(
     typer.echo(folder)
 
 
-@app.command()
-@with_flags(machine=MACHINE, traffic=TRAFFIC, drafts=DRAFTS)
-def simulate(
-    machine: Options,
-    traffic: Options,
-    drafts: Options,
-    model: Annotated[
-        str | None, typer.Argument(help="A model to measure prices with, here; instead of a --gpu.")
-    ] = None,
-    alpha: Annotated[float, typer.Option(help="Chance that a drafted token is right.")] = 0.7,
-    gamma: Annotated[int, typer.Option(help="Drafted tokens, from 1 to 64.")] = 5,
-    draft_cost: Annotated[
-        float | None,
-        typer.Option(help="Of drafting a token, in passes of the target over one row; 0.1 if left out."),
-    ] = None,
-    row_cost: Annotated[
-        float | None, typer.Option(help="Of verifying one, in the same; 0.05 if left out.")
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Run the MODEL too, and hold the simulation against it.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Work out what drafting would give: of chains alone, or by the engine on a MODEL's or a GPU's prices."""
-    from paceline.bench.simulate.command import Guesses, check_engine, simulate_arithmetic, simulate_engine
-
-    guesses = Guesses(alpha, gamma, draft_cost, row_cost)
-    if check:
-        raise typer.Exit(0 if check_engine(model, machine, traffic, drafts, as_json) else 1)
-    if model is None and machine["gpu"] is None and machine["bandwidth"] is None:
-        simulate_arithmetic(guesses, (machine, traffic, drafts), as_json)
-    else:
-        simulate_engine(model, guesses, machine, traffic, drafts, as_json)
+app.command("simulate")(simulate_command)
 
 
 def _mount(name: str, module: str, extra: str | None, summary: str) -> None:
@@ -243,6 +211,6 @@ def _mount(name: str, module: str, extra: str | None, summary: str) -> None:
 
 
 _mount("models", "paceline.models.commands", None, "Models: list, pull, show.")
-_mount("bench", "paceline.bench.commands", "bench", "Measure speed, drafting and perplexity.")
-_mount("tune", "paceline.bench.tune_command", "bench", "Find the drafting that is quickest on your traffic.")
+_mount("bench", "paceline.bench.commands", "bench", "Measure speed on this machine and your traffic.")
+_mount("tune", "paceline.bench.tune.command", "bench", "Find the drafting that is quickest on your traffic.")
 _mount("train", "paceline.train.commands", "train", "Train a draft head on the target's own answers.")

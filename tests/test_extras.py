@@ -37,11 +37,12 @@ for folder in (SHIPPED / "eagle3").iterdir():
 """
 
 COMMANDS = """
-from paceline.cli import main
+from benchmarks.__main__ import app as benchmarks
+from paceline.cli import app, main
 for line in sys.stdin.read().splitlines():
-    sys.argv = ["paceline", *line.split()]
+    name, *sys.argv[1:] = line.split()
     try:
-        main()
+        main(benchmarks if name == "benchmarks" else app)
     except SystemExit as end:
         print(end.code, file=sys.stderr)
 """
@@ -69,9 +70,10 @@ def test_the_cpu_backend_generates_and_shipped_heads_load_without_torch(tmp_path
 
 def test_what_needs_torch_says_which_extra_to_install(tmp_path: Path) -> None:
     lines = {
-        f"train eagle3 --out {tmp_path}/new": "`paceline train` needs the module torch: run `pip install "
-        "'paceline[train]'`.",
-        "bench gpu": "`paceline bench gpu` needs the module torch: run `pip install 'paceline[gpu]'`.",
+        f"paceline train eagle3 --out {tmp_path}/new": "`paceline train` needs the module torch: "
+        "run `pip install 'paceline[train]'`.",
+        "benchmarks gpu": "`python -m benchmarks gpu` needs the module torch: "
+        "run `pip install 'paceline[gpu]'`.",
     }
     ended = run_without_torch(COMMANDS, stdin="\n".join(lines))
     assert ended.stderr.splitlines() == [said for text in lines.values() for said in (f"error: {text}", "2")]

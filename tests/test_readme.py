@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from paceline.bench.server_process import ServerProcess
+from benchmarks.server.process import ServerProcess
 
 README = Path(__file__).parents[1] / "README.md"
 

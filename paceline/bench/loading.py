@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from paceline.backends.base import Backend
@@ -10,10 +15,12 @@ from paceline.backends.load import load_backend
 from paceline.backends.options import BackendOptions
 from paceline.build import Loaded, build_engine
 from paceline.config import EngineConfig, SchedulerOptions
+from paceline.home import paceline_home
 from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer
 
 DEVICE_KV_BYTES = 6 << 30  # of a GPU, for each of the engines that are compared
+LEARNED_COSTS = "costs"  # the folder of PACELINE_HOME in which the controller keeps what it has learned
 TORCH = "torch"  # named like a quantization: the reference backend in float32
 
 
@@ -85,3 +92,21 @@ def bench_config(
 def load_engine_for_bench(model: str, quantization: str, threads: int | None, max_num_seqs: int) -> Loaded:
     """The model's engine. It keeps no prefixes."""
     return build_engine(bench_config(model, quantization, threads, max_num_seqs))
+
+
+@contextmanager
+def empty_memory() -> Iterator[None]:
+    """Within it controllers know nothing of earlier runs; what they learn is deleted at the end."""
+    home, before = paceline_home(), os.environ.get("PACELINE_HOME")
+    with tempfile.TemporaryDirectory() as folder:
+        for entry in home.iterdir() if home.is_dir() else ():
+            if entry.name != LEARNED_COSTS:
+                (Path(folder) / entry.name).symlink_to(entry.resolve())
+        os.environ["PACELINE_HOME"] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["PACELINE_HOME"]
+            else:
+                os.environ["PACELINE_HOME"] = before

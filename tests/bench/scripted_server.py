@@ -7,7 +7,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from paceline.bench.client import Server
+from paceline.bench.servers.client import Server
 
 Result = TypeVar("Result")
 MODELS = json.dumps({"data": [{"id": "scripted"}]}).encode()

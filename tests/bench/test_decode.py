@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.contestants import ContestantError, start_llama_cpp, start_paceline
-from paceline.bench.decode import (
+from paceline.bench.decode.measure import (
     Contest,
     DecodeOptions,
     FreshStart,
-    Result,
-    decode_facts,
+    Measured,
     handicap,
     measure_decode,
 )
-from paceline.bench.tables import decode_notes, decode_table
+from paceline.bench.decode.view import decode_facts, decode_result
+from paceline.bench.peers.contestants import ContestantError, start_llama_cpp, start_paceline
 from paceline.bench.timing import Timing
 from paceline.errors import ConfigError
 
@@ -88,8 +87,8 @@ def test_both_do_the_same_jobs_in_turns_and_are_reported_side_by_side(
     assert facts["paceline"]["start_to_first_token_seconds"] > 0
     assert facts["paceline"]["peak_memory_bytes"] > 10e6
     json.dumps(facts)
-    assert [column.header for column in decode_table(contest).columns][2] == "llama.cpp 0.0.fake"
-    assert any(note.startswith("both chose the same first") for note in decode_notes(contest))
+    assert decode_result(contest).tables[0].columns[2] == "llama.cpp 0.0.fake"
+    assert any(note.startswith("both chose the same first") for note in decode_result(contest).notes)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +112,14 @@ def test_our_own_numbers_come_without_the_peers(play: Play, mode: str, message: 
     contest = play(mode)
     assert contest.peer is None
     assert len(contest.paceline.decode.seconds) == len(contest.paceline.prefill.seconds) == 2
-    note = decode_notes(contest)[-1]
+    note = decode_result(contest).notes[-1]
     assert note.startswith("no numbers of llama.cpp: ")
     assert re.search(message, note)
     facts = decode_facts(contest)
     assert facts["peer"] is None
     assert facts["peer_error"] in note
     assert facts["ratio"]["decode"]["best"] is None
-    assert [column.header for column in decode_table(contest).columns] == ["tokens per second", "paceline"]
+    assert decode_result(contest).tables[0].columns == ["tokens per second", "paceline"]
 
 
 def test_without_a_peer_none_is_started(play: Play, log_file: Path) -> None:
@@ -134,14 +133,15 @@ def test_a_peer_that_leaves_instructions_unused_is_told_of() -> None:
     assert handicap({"system_info": "CPU : AMX_INT8 = 1"}, amx=True) is None
     told = handicap({"system_info": "CPU : AVX512 = 1"}, amx=True)
     assert told is not None
-    result = Result({"version": "1"}, Timing((1.0,)), Timing((1.0,)), Timing((1.0,)), [5])
+    second = Timing((1.0,))
+    result = Measured({"version": "1", "quantization": "int8"}, second, second, second, [5])
     contest = Contest(DecodeOptions(), 1, result, FreshStart(1.0, 1), result, None, told)
-    assert f"llama.cpp ran under a handicap: {told}" in decode_notes(contest)
+    assert f"llama.cpp ran under a handicap: {told}" in decode_result(contest).notes
 
 
 def test_agreement_ends_at_the_first_differing_token() -> None:
     def contest(ours: list[int], theirs: list[int]) -> Contest:
-        results = [Result({}, Timing(()), Timing(()), Timing(()), ids) for ids in (ours, theirs)]
+        results = [Measured({}, Timing(()), Timing(()), Timing(()), ids) for ids in (ours, theirs)]
         return Contest(DecodeOptions(), 1, results[0], FreshStart(1.0, 1), results[1], None)
 
     assert contest([5, 6, 7, 8], [5, 6, 9, 8]).agreeing_tokens == 2

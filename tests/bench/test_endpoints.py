@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.client import ClientError, Server
-from paceline.bench.contest import Contest, SpeculationOptions
-from paceline.bench.endpoints import Endpoint, EndpointRunner, served_task
-from paceline.bench.html_report import html_report
-from paceline.bench.machine import machine_facts
-from paceline.bench.profiles import Profile, closed
-from paceline.bench.served_contest import parse_addresses, run_served
-from paceline.bench.served_counters import read_counters
-from paceline.bench.slices import alone
-from paceline.bench.speculation import OFF
-from paceline.bench.speculation_tables import show_contest
-from paceline.bench.workloads import Prompt, Workload
+from paceline.bench.report.page import html_page
+from paceline.bench.run.contest import Contest, SpeculationOptions
+from paceline.bench.run.slices import alone
+from paceline.bench.run.speculation import OFF
+from paceline.bench.run.view import contest_result
+from paceline.bench.servers.client import ClientError, Server
+from paceline.bench.servers.contest import parse_addresses, run_served
+from paceline.bench.servers.counters import read_counters
+from paceline.bench.servers.endpoints import Endpoint, EndpointRunner, served_task
+from paceline.bench.traffic.profiles import Profile, closed
+from paceline.bench.traffic.workloads import Prompt, Workload
 from paceline.errors import ConfigError
 from tests.bench import scripted_server
 from tests.bench.scripted_server import ScriptedServer, with_server
@@ -180,11 +179,12 @@ def test_a_request_that_fails_is_counted_and_a_server_that_refuses_all_is_told_o
 
     contest = measure(Picky(), monkeypatch)
     assert [(row.segment, row.failed) for row in contest.rows] == [("short", 0), ("long", 1), ("all", 1)]
-    _, notes = show_contest(contest)
-    assert "mixed all x1 server, server: 1 of 2 requests got no whole answer." in notes
-    page = html_report(contest, machine_facts())
+    result = contest_result(contest)
+    told = "mixed all x1 server, server: 1 of 2 requests got no whole answer."
+    assert told in result.notes
+    page = html_page(result)
     assert "Outputs were not compared" in page
-    assert "1 (1 failed)" in page
+    assert told in page
 
     class Closed(Drafting):
         def refusal(self, body: dict[str, Any]) -> int | None:

@@ -8,14 +8,14 @@ import random
 import numpy as np
 import pytest
 
-from paceline.bench.figures import (
+from paceline.bench.run.figures import (
     RESAMPLES,
     Objective,
     parse_objective,
     percentiles,
     ratio_interval,
 )
-from paceline.bench.turns import Answer
+from paceline.bench.run.turns import Answer
 from paceline.errors import ConfigError
 
 

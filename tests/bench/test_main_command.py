@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from paceline.bench import contest
 from paceline.bench.commands import app
-from paceline.bench.contest import usual_methods
 from paceline.bench.loading import bench_config
-from paceline.bench.plots import nice_ticks
+from paceline.bench.run import contest
+from paceline.bench.run.contest import usual_methods
 from paceline.build import load_model
 from paceline.errors import ConfigError, PacelineError
-from tests.bench.test_commands import run
+from tests.bench.cli import run
 
 ISSUE_KEYS = {
     *("workload", "segment", "concurrency", "method", "output_tokens", "seconds", "tokens_per_second"),
@@ -92,7 +91,9 @@ def test_rows_have_the_documented_keys_and_the_page_has_every_row(tmp_path: Path
     for profile, _ in profiles:
         for segment in ("a&b", "c", "all"):
             assert f"letters {segment} {profile} cold" in page.cells
-    assert page.cells.count("ngram") == page.cells.count("off") == 9
+    tables = page.tags.count("table")
+    assert tables == 5
+    assert page.cells.count("ngram") == page.cells.count("off") == 9 * tables
     assert page.tags.count("svg") > 6
     assert "Every output was identical" in text
     assert "letters a&b x2 cold" in output
@@ -113,16 +114,16 @@ def test_the_first_word_is_a_command_if_it_is_one_and_else_a_model(tmp_path: Pat
     assert "--workload" in runner.invoke(app, ["run", "--help"]).output
     assert "--workload" in runner.invoke(app, ["some-model", "--help"]).output
     assert "--workload" in runner.invoke(app, ["speculation", "--help"]).output
-    rows_help = runner.invoke(app, ["rows", "--help"]).output
-    assert "--workload" not in rows_help
+    decode_help = runner.invoke(app, ["decode", "--help"]).output
+    assert "--workload" not in decode_help
     assert "A model that has the name of a command is written as a path" in " ".join(
         runner.invoke(app, ["--help"]).output.split()
     )
     mistyped = runner.invoke(app, ["decoed", "--rounds", "1"])
     assert mistyped.exit_code == 2
     assert "Did you mean 'decode'?" in " ".join(mistyped.output.split())
-    with pytest.raises(PacelineError, match="rows"):  # no such file: it is looked for as a model
-        run(str(tmp_path / "rows"), "--workload", "chat", "--limit", "1")
+    with pytest.raises(PacelineError, match="decode"):  # no such file: it is looked for as a model
+        run(str(tmp_path / "decode"), "--workload", "chat", "--limit", "1")
 
 
 @pytest.mark.parametrize(
@@ -147,16 +148,6 @@ def test_the_first_word_is_a_command_if_it_is_one_and_else_a_model(tmp_path: Pat
 def test_mistakes_are_refused_before_anything_is_loaded(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run("no-such-model", *arguments)
-
-
-def test_ticks_are_round_and_reach_beyond_the_highest_value() -> None:
-    assert nice_ticks(1.93) == [0, 0.5, 1.0, 1.5, 2.0]
-    assert nice_ticks(100) == [0, 20, 40, 60, 80, 100]
-    assert nice_ticks(0) == [0, 1]
-    for high in (0.0031, 7.7, 999, 12345.6):
-        ticks = nice_ticks(high)
-        assert high <= ticks[-1] <= 1.5 * high
-        assert 4 <= len(ticks) <= 8
 
 
 def test_engines_on_a_gpu_leave_room_for_each_other():

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.engine_runner import EngineRunner, Task
-from paceline.bench.profiles import Profile, closed, poisson, replay
+from paceline.bench.run.engine_runner import EngineRunner, Task
+from paceline.bench.traffic.profiles import Profile, closed, poisson, replay
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
 from tests.toy import toy_engine

@@ -8,9 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from paceline.bench.engine_runner import EngineRunner, Task
-from paceline.bench.profiles import Profile, closed
-from paceline.bench.slices import (
+from paceline.bench.run.engine_runner import EngineRunner, Task
+from paceline.bench.run.slices import (
     FEWEST,
     SLICE_SECONDS,
     Disturbances,
@@ -19,6 +18,7 @@ from paceline.bench.slices import (
     alone,
     in_slices,
 )
+from paceline.bench.traffic.profiles import Profile, closed
 from paceline.core.params import SamplingParams
 from paceline.core.stats import StepStats
 from paceline.engine.engine import Delta, Engine

@@ -11,23 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from paceline.bench.commands import app
-from paceline.bench.contest import Contest, SpeculationOptions
-from paceline.bench.engine_runner import EngineRunner, Task
-from paceline.bench.profiles import closed
-from paceline.bench.schemas import fits_schema
-from paceline.bench.speculation import COLD, OFF, ONE_BY_ONE, WARM, Runs, measure_workload, parse_methods
-from paceline.bench.speculation_rows import rows
-from paceline.bench.speculation_tables import show_contest
-from paceline.bench.turns import Answer, Turn
+from paceline.bench.run.contest import Contest, SpeculationOptions
+from paceline.bench.run.engine_runner import EngineRunner, Task
+from paceline.bench.run.rows import rows
+from paceline.bench.run.speculation import COLD, OFF, ONE_BY_ONE, WARM, Runs, measure_workload, parse_methods
+from paceline.bench.run.turns import Answer, Turn
+from paceline.bench.run.view import contest_result
+from paceline.bench.traffic.profiles import closed
+from paceline.bench.traffic.schemas import fits_schema
 from paceline.constrain import StructuredOutputsParams
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request, SpeculativeCounts
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter
 from paceline.errors import ConfigError
+from tests.bench.cli import run
 from tests.toy import toy_engine
 
 
@@ -166,7 +165,7 @@ def test_a_token_that_differs_in_any_round_is_told_and_fails() -> None:
     assert found[1].differing_prompts == ["task 1"]
     contest = Contest(SpeculationOptions((), {OFF: None, "lookup": "x"}), 2, "native", found)
     assert not contest.identical
-    _, notes = show_contest(contest)
+    notes = contest_result(contest).notes
     assert any("other tokens than plain decoding for task 1" in note for note in notes)
 
 
@@ -175,7 +174,7 @@ def test_a_rule_that_keeps_only_the_distribution_may_give_other_tokens() -> None
     options = SpeculationOptions((), {OFF: None, "lookup": "x"})
     contest = Contest(options, 2, "native", found, inexact=frozenset({"lookup"}))
     assert contest.identical
-    _, notes = show_contest(contest)
+    notes = contest_result(contest).notes
     assert any("lookup: the rule of verification keeps the distribution" in note for note in notes)
     assert not any("other tokens" in note for note in notes)
 
@@ -199,7 +198,7 @@ def test_answers_that_do_not_fit_their_schema_are_told_and_fail() -> None:
     fine = contest((True, True), (False, False))  # the second was cut
     assert [(row.structured, row.finished, row.valid) for row in fine.rows] == [(4, 2, 2)] * 2  # two rounds
     assert fine.valid
-    _, notes = show_contest(fine)
+    notes = contest_result(fine).notes
     assert any("4 answers by a schema, 2 came to their end, 2 of these fit" in note for note in notes)
     assert not contest((True, True), (True, False)).valid
     assert contest((True, None), (False, None)).valid
@@ -225,16 +224,10 @@ def test_methods_are_short_forms_or_objects_and_off_is_always_among_them() -> No
             parse_methods(given)
 
 
-def invoke(*arguments: str) -> str:
-    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
 def test_the_command_prints_tables_and_writes_rows(tmp_path: Path, tiny_gguf: Path) -> None:
     prompts = [{"prompt": "abcabcabc", "max_tokens": 12}, {"prompt": "ababab", "max_tokens": 12}]
     (tmp_path / "letters.jsonl").write_text("\n".join(json.dumps(prompt) for prompt in prompts))
-    output = invoke(
+    output = run(
         *("speculation", str(tiny_gguf), "--workload", str(tmp_path / "letters.jsonl"), "--warm"),
         *("--methods", "off,ngram,suffix", "--rounds", "1", "--threads", "1", "--concurrency", "1,2"),
         *("--json", str(tmp_path / "facts.json")),
@@ -254,14 +247,3 @@ def test_the_command_prints_tables_and_writes_rows(tmp_path: Path, tiny_gguf: Pa
         "e2e_ms",
     }
     assert all(wanted <= set(row) for row in facts["rows"])
-
-
-def test_drafting_alone_is_timed_without_a_model(tmp_path: Path) -> None:
-    output = invoke(
-        *("drafting", "--context", "200", "--responses", "20", "--response-tokens", "30"),
-        *("--json", str(tmp_path / "facts.json")),
-    )
-    assert "20 past responses of 30 tokens" in output
-    facts = json.loads((tmp_path / "facts.json").read_text())
-    assert [step["method"] for step in facts["steps"]] == ["ngram", "suffix"]
-    assert all(step["tokens_per_step"] > 1 for step in facts["steps"]), "nothing was drafted right"

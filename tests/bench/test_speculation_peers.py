@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench import peers
-from paceline.bench.contestants import Generation
-from paceline.bench.engine_runner import Task
-from paceline.bench.peers import LOOKUP_TOKENS, PeerOptions, measure_peer, parse_peers, peer_row
+from paceline.bench.peers import lookup
+from paceline.bench.peers.contestants import Generation
+from paceline.bench.peers.lookup import LOOKUP_TOKENS, PeerOptions, measure_peer, parse_peers, peer_row
+from paceline.bench.run.engine_runner import Task
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
 
@@ -30,7 +30,7 @@ def log_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (package / "llama_speculative.py").write_text("class LlamaPromptLookupDecoding(dict):\n    pass\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("FAKE_LLAMA_LOG", str(tmp_path / "log.jsonl"))
-    monkeypatch.setattr(peers, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(lookup, "SETTLE_SECONDS", 0.0)
     return tmp_path / "log.jsonl"
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from paceline.bench import tune as tune_room
-from paceline.bench.contest import Contest, SpeculationOptions
-from paceline.bench.speculation import OFF
-from paceline.bench.speculation_rows import Row, rows
-from paceline.bench.tune import advice, candidates, sglang_flags, tune, vllm_flags
-from paceline.bench.workloads import Prompt, Workload
+from paceline.bench.run.contest import Contest, SpeculationOptions
+from paceline.bench.run.rows import Row, rows
+from paceline.bench.run.speculation import OFF
+from paceline.bench.traffic.workloads import Prompt, Workload
+from paceline.bench.tune import search as tune_room
+from paceline.bench.tune.search import candidates, tune
+from paceline.bench.tune.view import advice, sglang_flags, vllm_flags
 from paceline.draft.methods import parse_speculative_config
 from paceline.errors import ConfigError
 from tests.bench.test_speculation import made_up_runs

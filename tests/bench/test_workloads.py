@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.builtin_workloads import BUILT_IN
-from paceline.bench.workloads import DEFAULT_MAX_TOKENS, load_workload
+from paceline.bench.traffic.builtin_workloads import BUILT_IN
+from paceline.bench.traffic.workloads import DEFAULT_MAX_TOKENS, load_workload
 from paceline.errors import ConfigError
 from tests.toy import ToyTokenizer
 

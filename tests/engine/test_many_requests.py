@@ -1,7 +1,7 @@
 """Nothing grows with the number of requests ever served.
 
-`paceline bench load --duration` tries that for real. Here a hundred requests fill every bounded thing to its
-bound, and as many more make nothing longer.
+`python -m benchmarks load --duration` tries that for real. Here a hundred requests fill every bounded thing
+to its bound, and as many more make nothing longer.
 """
 
 from __future__ import annotations

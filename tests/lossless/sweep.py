@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.workloads import load_workload
+from paceline.bench.traffic.workloads import load_workload
 from paceline.build import LoadedModel, load_model
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine

@@ -7,8 +7,8 @@ from collections.abc import Generator, Iterator
 import openai
 import pytest
 
+from benchmarks.server.process import ServerProcess
 from paceline import LLM
-from paceline.bench.server_process import ServerProcess
 
 MODEL = "smollm2-135m"
 KEY = "sk-test-1"

@@ -11,9 +11,9 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
+from benchmarks.server.gauges import metric_sums
+from benchmarks.server.process import ServerProcess
 from paceline import LLM
-from paceline.bench.gauges import metric_sums
-from paceline.bench.server_process import ServerProcess
 from tests.serve.conftest import KEY, MODEL, ROOM
 
 pytestmark = pytest.mark.real

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from paceline.bench.client import Server, post
-from paceline.bench.server_process import ServerProcess
+from benchmarks.server.process import ServerProcess
+from paceline.bench.servers.client import Server, post
 
 pytestmark = pytest.mark.real
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.server.process import ServerProcess
 from paceline import LLM, SamplingParams
-from paceline.bench.client import Answer, Server, post
-from paceline.bench.server_process import ServerProcess
+from paceline.bench.servers.client import Answer, Server, post
 from tests.serve.conftest import MODEL
 
 pytestmark = pytest.mark.real

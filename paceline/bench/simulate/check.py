@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from paceline.bench.builtin_workloads import BUILT_IN
-from paceline.bench.contest import usual_methods
-from paceline.bench.engine_runner import EngineRunner, Task
 from paceline.bench.loading import bench_config
-from paceline.bench.profiles import Profile, closed
+from paceline.bench.run.contest import usual_methods
+from paceline.bench.run.engine_runner import EngineRunner, Task
+from paceline.bench.run.rows import rows
+from paceline.bench.run.slices import Disturbances, in_slices
+from paceline.bench.run.speculation import COLD, OFF, ONE_BY_ONE, Key, Runs
+from paceline.bench.run.turns import Answer, Slices, Turn
 from paceline.bench.simulate.measuring import PassMeter, Watched, measure_prices, watching
 from paceline.bench.simulate.prices import Prices
 from paceline.bench.simulate.run import Method, World, simulated_turn
 from paceline.bench.simulate.world import Acceptance
-from paceline.bench.slices import Disturbances, in_slices
-from paceline.bench.speculation import COLD, OFF, ONE_BY_ONE, Key, Runs
-from paceline.bench.speculation_rows import rows
 from paceline.bench.timing import OnTurn
-from paceline.bench.turns import Answer, Slices, Turn
-from paceline.bench.workloads import load_workload
+from paceline.bench.traffic.builtin_workloads import BUILT_IN
+from paceline.bench.traffic.profiles import Profile, closed
+from paceline.bench.traffic.workloads import load_workload
 from paceline.build import LoadedModel, build_engine, load_model
 from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams

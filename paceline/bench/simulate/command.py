@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-import typer
-from rich.table import Table
-
-from paceline.bench.reporting import integers, report_console
-from paceline.bench.simulate.check import TOLERANCE, Compared, check
+from paceline.bench.flags import integers
+from paceline.bench.report.result import Result
+from paceline.bench.report.terminal import progress
+from paceline.bench.run.speculation import OFF
+from paceline.bench.simulate.check import TOLERANCE, check
 from paceline.bench.simulate.flags import DRAFTS, MACHINE, TRAFFIC
-from paceline.bench.simulate.run import Result, parse_methods, simulate
+from paceline.bench.simulate.run import parse_methods, simulate
 from paceline.bench.simulate.sources import Drafters, of_alpha, of_bench, of_depths
+from paceline.bench.simulate.view import arithmetic_result, check_result, simulated_result
 from paceline.bench.simulate.worlds import given_world, measured_world
-from paceline.bench.speculation import OFF
-from paceline.bench.tables import progress
-from paceline.bench.wording import shown, three
 from paceline.config import DEFAULT_MODEL
-from paceline.control.arithmetic import MOST, arithmetic, arithmetic_table
+from paceline.control.arithmetic import MOST, arithmetic
 from paceline.draft.methods import AUTO
 from paceline.errors import ConfigError
 from paceline.options import check_integer
@@ -42,7 +39,7 @@ class Guesses:
     row_cost: float | None
 
 
-def simulate_arithmetic(guesses: Guesses, engine: Sequence[Options], as_json: bool) -> None:
+def simulate_arithmetic(guesses: Guesses, engine: Sequence[Options]) -> Result:
     """What chains would give, worked out; flags of the `engine`'s simulation are refused."""
     for group, values in zip((MACHINE, TRAFFIC, DRAFTS), engine, strict=True):
         _refuse_given(group, values, "needs a machine: name a MODEL, which is measured here, or a --gpu.")
@@ -52,10 +49,7 @@ def simulate_arithmetic(guesses: Guesses, engine: Sequence[Options], as_json: bo
         DRAFT_COST if guesses.draft_cost is None else guesses.draft_cost,
         ROW_COST if guesses.row_cost is None else guesses.row_cost,
     )
-    if as_json:
-        typer.echo(json.dumps(asdict(found), indent=2))
-    else:
-        report_console().print(arithmetic_table(found))
+    return arithmetic_result(found)
 
 
 def simulate_engine(
@@ -64,8 +58,7 @@ def simulate_engine(
     machine: Options,
     traffic: Options,
     drafts: Options,
-    as_json: bool,
-) -> None:
+) -> Result:
     """What each method gives at each concurrency, by the engine on the machine that is named."""
     check_integer(ConfigError, "gamma", guesses.gamma, 1, MOST)
     if guesses.row_cost is not None or (model is None and guesses.draft_cost is not None):
@@ -83,29 +76,21 @@ def simulate_engine(
         cost = DRAFT_COST if guesses.draft_cost is None else guesses.draft_cost
         world, lengths = measured_world(model, cost, traffic, drafters, methods, drafts["chances"])
     with progress(len(concurrency) * len(methods)) as on_turn, _without_advice():
-        result = simulate(world, methods, lengths, concurrency, on_turn)
-    if as_json:
-        typer.echo(json.dumps({"machine": name, "simulated": True, "rows": result.facts()}, indent=2))
-    else:
-        report_console().print(result_table(name, result))
+        return simulated_result(name, simulate(world, methods, lengths, concurrency, on_turn))
 
 
 def check_engine(
-    model: str | None, machine: Options, traffic: Options, drafts: Options, as_json: bool
-) -> bool:
-    """Whether the simulation meets the real engine; prints both."""
+    model: str | None, machine: Options, traffic: Options, drafts: Options
+) -> tuple[Result, bool]:
+    """The simulation beside the real engine, and whether it meets it."""
     at_once = integers("--concurrency", traffic["concurrency"] or CHECKED)
     other = traffic | {"concurrency": None, "threads": None}
     for group, values in zip((MACHINE, TRAFFIC, DRAFTS), (machine, other, drafts), strict=True):
         _refuse_given(group, values, "has no effect with --check: leave it out.")
     with progress(COURSES * len(at_once)) as on_turn, _without_advice():
         found = check(model or DEFAULT_MODEL, at_once, traffic["threads"], on_turn)
-    if as_json:
-        rows = [asdict(one) | {"ratio": one.ratio} for one in found]
-        typer.echo(json.dumps({"model": model or DEFAULT_MODEL, "rows": rows}, indent=2))
-    else:
-        report_console().print(check_table(model or DEFAULT_MODEL, found))
-    return all(abs(one.ratio - 1) <= TOLERANCE for one in found)
+    good = all(abs(one.ratio - 1) <= TOLERANCE for one in found)
+    return check_result(model or DEFAULT_MODEL, found), good
 
 
 @contextmanager
@@ -135,53 +120,3 @@ def _refuse_given(group: Group, values: Options, why: str) -> None:
         if values[flag.name] != flag.default:
             spelling = (flag.spelling or "--" + flag.name.replace("_", "-")).split("/")[-1]
             raise ConfigError(f"{spelling} {why}")
-
-
-def result_table(name: str, result: Result) -> Table:
-    """What each method gives at each concurrency; times are p50 / p90 / p99."""
-    table = Table(title=f"{name}, simulated; milliseconds: p50 / p90 / p99", title_justify="left")
-    table.add_column("at once", justify="right")
-    table.add_column("method")
-    for heading in ("tok/s", "speedup", "first token", "per token", "whole answer", "tokens/pass", "drafted"):
-        table.add_column(heading, justify="right")
-    table.add_column("steps by reason")
-    for row, reasons in zip(result.rows, result.decisions, strict=True):
-        times = row.percentiles
-        table.add_row(
-            str(row.concurrency),
-            row.method,
-            f"{row.tokens_per_second:,.0f}",
-            shown(row.speedup_vs_off, ".2f"),
-            three(times["ttft_ms"]),
-            three(times["tpot_ms"]),
-            three(times["e2e_ms"]),
-            shown(row.tokens_per_pass, ".2f"),
-            shown(row.drafted_share and row.draft_tokens_per_step, ".1f"),
-            ", ".join(f"{count} {reason}" for reason, count in reasons.items()),
-        )
-    return table
-
-
-def check_table(name: str, found: Sequence[Compared]) -> Table:
-    """Both throughputs, and how near they are."""
-    worst = max(abs(one.ratio - 1) for one in found)
-    within = sum(abs(one.ratio - 1) <= TOLERANCE for one in found)
-    table = Table(
-        title=f"{name}: {within} of {len(found)} settings within {TOLERANCE:.0%}, the worst {worst:.0%} off",
-        title_justify="left",
-    )
-    table.add_column("at once", justify="right")
-    table.add_column("method")
-    for heading in ("measured tok/s", "simulated tok/s", "ratio", "tokens/pass", "simulated"):
-        table.add_column(heading, justify="right")
-    for one in found:
-        table.add_row(
-            str(one.concurrency),
-            one.method,
-            f"{one.measured:,.1f}",
-            f"{one.simulated:,.1f}",
-            f"{one.ratio:.3f}",
-            f"{one.measured_length:.2f}",
-            f"{one.simulated_length:.2f}",
-        )
-    return table

@@ -1,10 +1,15 @@
-"""The flags of `paceline simulate` that are of the whole engine."""
+"""`paceline simulate`: its flags, and what they choose."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Annotated
 
-from paceline.terminal.flags import Flag, Group
+import typer
+
+from paceline.bench.flags import HtmlFile
+from paceline.terminal.flags import Flag, Group, Options, with_flags
 
 MACHINE: Group = (
     Flag("gpu", str | None, None, "A GPU to simulate: h200, h100, a100, l40s, l4, rtx4090, rtx3090."),
@@ -32,3 +37,51 @@ DRAFTS: Group = (
     Flag("methods", str | None, None, "Such as off,auto,chain:5; off, auto and one of --gamma if left out."),
     Flag("chances", bool, True, "Drafters say how sure they are.", "--chances/--no-chances"),
 )
+
+
+@with_flags(machine=MACHINE, traffic=TRAFFIC, drafts=DRAFTS)
+def simulate_command(
+    machine: Options,
+    traffic: Options,
+    drafts: Options,
+    model: Annotated[
+        str | None, typer.Argument(help="A model to measure prices with, here; instead of a --gpu.")
+    ] = None,
+    alpha: Annotated[float, typer.Option(help="Chance that a drafted token is right.")] = 0.7,
+    gamma: Annotated[int, typer.Option(help="Drafted tokens, from 1 to 64.")] = 5,
+    draft_cost: Annotated[
+        float | None,
+        typer.Option(help="Of drafting a token, in passes of the target over one row; 0.1 if left out."),
+    ] = None,
+    row_cost: Annotated[
+        float | None, typer.Option(help="Of verifying one, in the same; 0.05 if left out.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run the MODEL too, and hold the simulation against it.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: HtmlFile = None,
+) -> None:
+    """Work out what drafting would give: of chains alone, or by the engine on a MODEL's or a GPU's prices."""
+    from paceline.bench.report.output import check_writable
+    from paceline.bench.report.page import html_page
+    from paceline.bench.report.terminal import print_result
+    from paceline.bench.simulate.command import Guesses, check_engine, simulate_arithmetic, simulate_engine
+
+    check_writable("--html", html)
+    guesses = Guesses(alpha, gamma, draft_cost, row_cost)
+    good = True
+    if check:
+        result, good = check_engine(model, machine, traffic, drafts)
+    elif model is None and machine["gpu"] is None and machine["bandwidth"] is None:
+        result = simulate_arithmetic(guesses, (machine, traffic, drafts))
+    else:
+        result = simulate_engine(model, guesses, machine, traffic, drafts)
+    if as_json:
+        typer.echo(json.dumps(result.facts, indent=2))
+    else:
+        print_result(result)
+    if html is not None:
+        html.write_text(html_page(result), encoding="utf-8")
+    if not good:
+        raise typer.Exit(1)

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.backends.base import Backend
-from paceline.bench.engine_runner import Task
+from paceline.bench.run.engine_runner import Task
+from paceline.bench.run.slices import Disturbances, OwnClock
+from paceline.bench.run.turns import Slices, Turn
 from paceline.bench.simulate.prices import (
     LONG,
     ROWS,
@@ -21,8 +23,6 @@ from paceline.bench.simulate.prices import (
     fit,
     overhead_terms,
 )
-from paceline.bench.slices import Disturbances, OwnClock
-from paceline.bench.turns import Slices, Turn
 from paceline.control.cost import Float64Array, StepCosts
 from paceline.control.measure import chain_batch
 from paceline.core.stats import StepStats

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from paceline.bench.engine_runner import EngineRunner, Task
-from paceline.bench.profiles import Profile, closed
+from paceline.bench.run.engine_runner import EngineRunner, Task
+from paceline.bench.run.rows import Row, rows
+from paceline.bench.run.speculation import COLD, OFF, Key, Runs
+from paceline.bench.run.turns import Turn
 from paceline.bench.simulate.prices import Prices, start_costs
 from paceline.bench.simulate.world import (
     PAGE_SIZE,
@@ -19,10 +21,8 @@ from paceline.bench.simulate.world import (
     SimulatedDrafter,
     VirtualClock,
 )
-from paceline.bench.speculation import COLD, OFF, Key, Runs
-from paceline.bench.speculation_rows import Row, rows
 from paceline.bench.timing import OnTurn
-from paceline.bench.turns import Turn
+from paceline.bench.traffic.profiles import Profile, closed
 from paceline.control.auto import AutoController
 from paceline.control.controller import Controller, FixedController
 from paceline.control.decision import Decision
@@ -69,7 +69,7 @@ class World:
 
 
 @dataclass
-class Result:
+class Simulation:
     """Rows as of `paceline bench`, and why the controller decided as it did."""
 
     rows: list[Row] = field(default_factory=list)
@@ -108,9 +108,9 @@ def simulate(
     lengths: Sequence[Length],
     concurrency: Sequence[int],
     on_turn: OnTurn = lambda _: None,
-) -> Result:
+) -> Simulation:
     """What each method gives at each concurrency. Requests take `lengths` in turn."""
-    result = Result()
+    result = Simulation()
     for profile in map(closed, concurrency):
         count = max(LEAST_REQUESTS, WAVES * (profile.concurrency or 1))
         tasks = [_task(number, lengths[number % len(lengths)]) for number in range(count)]

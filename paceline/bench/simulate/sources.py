@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.run.speculation import OFF
 from paceline.bench.simulate.world import Acceptance
-from paceline.bench.speculation import OFF
 from paceline.draft.methods import AUTO
 from paceline.errors import ConfigError
 from paceline.options import check_number

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from paceline.bench.engine_runner import Task
 from paceline.bench.loading import bench_config
+from paceline.bench.run.engine_runner import Task
+from paceline.bench.run.slices import Disturbances, alone
+from paceline.bench.run.speculation import OFF
 from paceline.bench.simulate.hardware import STEP_OVERHEAD, RooflinePrices, find_gpu, model_size
 from paceline.bench.simulate.measuring import PROMPT, STEPS, PassMeter, Watched, measure_prices, watching
 from paceline.bench.simulate.prices import PassSize
 from paceline.bench.simulate.run import Length, Method, World
 from paceline.bench.simulate.sources import CHAIN, Drafters
-from paceline.bench.slices import Disturbances, alone
-from paceline.bench.speculation import OFF
-from paceline.bench.workloads import load_workload
+from paceline.bench.traffic.workloads import load_workload
 from paceline.build import build_engine, load_model
 from paceline.config import SchedulerOptions
 from paceline.core.params import SamplingParams

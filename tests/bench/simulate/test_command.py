@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.engine_runner import Task
+from paceline.bench.run.engine_runner import Task
+from paceline.bench.run.turns import Answer
 from paceline.bench.simulate import check
 from paceline.bench.simulate.check import acceptance_of
 from paceline.bench.simulate.sources import of_bench, of_depths
 from paceline.bench.simulate.world import Acceptance
-from paceline.bench.turns import Answer
 from paceline.cli import app
 from paceline.core.params import SamplingParams
 from paceline.core.request import SpeculativeCounts

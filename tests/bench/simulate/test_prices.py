@@ -8,7 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from paceline.bench.engine_runner import Task
+from paceline.bench.run.engine_runner import Task
+from paceline.bench.run.slices import Disturbances, alone
 from paceline.bench.simulate.hardware import GPUS, RooflinePrices, find_gpu, model_size
 from paceline.bench.simulate.measuring import PassMeter, Watched, measure_prices, watching
 from paceline.bench.simulate.prices import Call, MeasuredPrices, PassSize, Prices, fit, start_costs
@@ -19,7 +20,6 @@ from paceline.bench.simulate.world import (
     SimulatedDrafter,
     VirtualClock,
 )
-from paceline.bench.slices import Disturbances, alone
 from paceline.control.controller import FixedController
 from paceline.control.cost import StepCosts
 from paceline.core.forward import ForwardBatch, ForwardOutput

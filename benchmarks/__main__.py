@@ -1,0 +1,35 @@
+"""`python -m benchmarks`: measurements that only developers of paceline take. See docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import typer
+
+from benchmarks.control.commands import bad_drafters_command, changes_command, grid_command
+from benchmarks.engine.commands import (
+    concurrency_command,
+    drafting_command,
+    head_command,
+    perplexity_command,
+    rows_command,
+    same_bytes_command,
+)
+from benchmarks.gpu.command import gpu_command
+from benchmarks.server.commands import load_command, overhead_command
+from paceline.cli import PLAIN, main
+
+app = typer.Typer(help="Measurements for developers of paceline.", no_args_is_help=True, **PLAIN)
+app.command("grid")(grid_command)
+app.command("changes")(changes_command)
+app.command("bad-drafters")(bad_drafters_command)
+app.command("gpu")(gpu_command)
+app.command("same-bytes")(same_bytes_command)
+app.command("load")(load_command)
+app.command("overhead")(overhead_command)
+app.command("rows")(rows_command)
+app.command("concurrency")(concurrency_command)
+app.command("drafting")(drafting_command)
+app.command("head")(head_command)
+app.command("perplexity")(perplexity_command)
+
+if __name__ == "__main__":
+    main(app)

@@ -1,0 +1,240 @@
+"""`python -m benchmarks changes`: how soon `auto` follows when the traffic or the load changes.
+
+One engine with the controller, stepped through phases: text that repeats itself, random text, text that
+repeats itself; and one request, many, one. What it drafts is held against where it settles.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from paceline.bench.loading import bench_config, empty_memory
+from paceline.bench.run.engine_runner import Task
+from paceline.bench.timing import OnTurn
+from paceline.bench.traffic.builtin_workloads import CITIES, GOODS, NAMES, QUESTIONS, writing
+from paceline.bench.traffic.workloads import Prompt
+from paceline.build import LoadedModel, build_engine, load_model
+from paceline.config import DEFAULT_MODEL
+from paceline.core.params import SamplingParams
+from paceline.draft.methods import AUTO
+from paceline.engine.engine import Engine
+
+MOST_STEPS, MOST_SECONDS = 50, 2.0  # within which the controller must follow; one of them is enough
+LEAST_CHANGE = 0.5  # tokens drafted for a request in a step
+WINDOW = 8  # steps whose mean says what is drafted
+BLOCKS = 4  # times that a text which repeats itself is in its prompt
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Some requests of one kind, so many at once."""
+
+    name: str
+    tasks: Sequence[Task]
+    concurrency: int = 1
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One step of the engine."""
+
+    phase: int
+    seconds: float  # since the start, of steps alone
+    requests: int
+    new_tokens: int
+    drafted: int
+    accepted: int
+    drafters: tuple[str, ...]
+
+    @property
+    def drafted_each(self) -> float:
+        return self.drafted / max(self.requests, 1)
+
+    @property
+    def tokens_each(self) -> float:
+        return self.new_tokens / max(self.requests, 1)
+
+
+@dataclass(frozen=True)
+class Reaction:
+    """How soon the controller followed a change."""
+
+    change: str
+    before: float  # tokens drafted for a request in a step, where it had settled
+    after: float
+    steps: int
+    seconds: float
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether it was in time; None: there was nothing to follow."""
+        if abs(self.after - self.before) < LEAST_CHANGE:
+            return None
+        return self.steps <= MOST_STEPS or self.seconds <= MOST_SECONDS
+
+
+@dataclass(frozen=True)
+class Course:
+    """One run through phases."""
+
+    name: str
+    phases: tuple[str, ...]
+    moments: list[Moment]
+
+    def starts(self) -> list[int]:
+        """The first step of each phase."""
+        found = [moment.phase for moment in self.moments]
+        return [found.index(phase) for phase in range(len(self.phases))]
+
+    def reactions(self) -> list[Reaction]:
+        """One for each change from a phase to the next."""
+        starts = [*self.starts(), len(self.moments)]
+        drafted = [moment.drafted_each for moment in self.moments]
+        # where it has settled: the second half of a phase
+        levels = [statistics.fmean(drafted[(start + end) // 2 : end]) for start, end in pairwise(starts)]
+        return [
+            self._reaction(number, starts[number], starts[number + 1], levels[number - 1], levels[number])
+            for number in range(1, len(self.phases))
+        ]
+
+    def _reaction(self, number: int, start: int, end: int, before: float, after: float) -> Reaction:
+        """The steps until what is drafted is, in the mean of the next few steps, nearer to the new level."""
+        drafted = [moment.drafted_each for moment in self.moments]
+        followed = next(
+            step
+            for step in range(start, end)
+            for now in [statistics.fmean(drafted[step : min(step + WINDOW, end)])]
+            if abs(now - after) <= abs(now - before) or step == end - 1
+        )
+        begun = self.moments[start - 1].seconds
+        change = f"{self.phases[number - 1]} to {self.phases[number]}"
+        return Reaction(change, before, after, followed + 1 - start, self.moments[followed].seconds - begun)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """All that was found."""
+
+    model: str
+    courses: list[Course]
+
+    @property
+    def reactions(self) -> list[Reaction]:
+        return [reaction for course in self.courses for reaction in course.reactions()]
+
+    def facts(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {
+            "model": self.model,
+            "most_steps": MOST_STEPS,
+            "most_seconds": MOST_SECONDS,
+            "reactions": [{**asdict(reaction), "holds": reaction.holds} for reaction in self.reactions],
+            "courses": [asdict(course) for course in self.courses],
+        }
+
+
+def run_changes(
+    model: str = DEFAULT_MODEL,
+    threads: int | None = None,
+    quantization: str = "auto",
+    crowd: int = 32,
+    on_turn: OnTurn = lambda _: None,
+) -> Changes:
+    """A change of traffic and one of load, each by a new engine whose controller knows nothing yet."""
+    config = bench_config(model, quantization, threads, crowd, AUTO)
+    with empty_memory():
+        loaded = load_model(config)
+        courses = []
+        for name, make in (("traffic", traffic_phases), ("load", partial(load_phases, crowd=crowd))):
+            phases = make(loaded)
+            engine = build_engine(config, loaded).engine
+            courses.append(run_course(name, engine, phases, on_turn))
+            engine.close()
+    return Changes(model, courses)
+
+
+def run_course(
+    name: str, engine: Engine, phases: Sequence[Phase], on_turn: OnTurn = lambda _: None
+) -> Course:
+    """All steps of an engine through phases, one after the other."""
+    moments: list[Moment] = []
+    seconds = 0.0
+    for number, phase in enumerate(phases):
+        waiting = deque(phase.tasks)
+        running = 0
+        while waiting or engine.has_unfinished:
+            while waiting and running < phase.concurrency:
+                task = waiting.popleft()
+                engine.add_request(task.token_ids, task.params, segment=task.segment)
+                running += 1
+            running -= sum(delta.request.finished for delta in engine.step())
+            stats = engine.stats
+            seconds += stats.total_time
+            drafters = tuple(sorted({draft.drafter for draft in stats.drafts}))
+            moments.append(
+                Moment(
+                    number,
+                    seconds,
+                    stats.requests,
+                    stats.new_tokens,
+                    stats.drafted,
+                    stats.accepted,
+                    drafters,
+                )
+            )
+        on_turn(f"{name}: {phase.name}")
+    return Course(name, tuple(phase.name for phase in phases), moments)
+
+
+def traffic_phases(model: LoadedModel) -> list[Phase]:
+    """Text that repeats itself, random text, and text that repeats itself; all of one segment."""
+    return [
+        Phase("repetitive", [_repetitive(model, number) for number in range(8)]),
+        Phase("random", [_task(model, number, text, 96, 2.0) for number, text in enumerate(_subjects(4))]),
+        Phase("repetitive", [_repetitive(model, number) for number in range(8, 16)]),
+    ]
+
+
+def load_phases(model: LoadedModel, crowd: int) -> list[Phase]:
+    """One request, many, one."""
+    few = [_task(model, number, text, 64, 0.0) for number, text in enumerate(QUESTIONS)]
+    many = [_task(model, number, text, 64, 0.0) for number, text in enumerate(_subjects(crowd))]
+    half = len(few) // 2  # nobody is asked twice: answers could be copied
+    return [
+        Phase("1 request", few[:half]),
+        Phase(f"{crowd} requests", many, crowd),
+        Phase("1 request", few[half:]),
+    ]
+
+
+def _subjects(count: int) -> list[str]:
+    """So many pieces of free writing to ask for."""
+    asked = [line["messages"][0]["content"] for line in writing()]
+    return [asked[number % len(asked)] for number in range(count)]
+
+
+def _repetitive(model: LoadedModel, number: int) -> Task:
+    """A list of orders, written several times: the model goes on with it."""
+    rng = random.Random(number)
+    lines = [
+        f"{rng.choice(NAMES)} ordered {rng.randint(2, 90)} {rng.choice(GOODS)} for {rng.choice(CITIES)}.\n"
+        for _ in range(4)
+    ]
+    return _task(model, number, "".join(lines) * BLOCKS, 192, 0.0, chat=False)
+
+
+def _task(
+    model: LoadedModel, number: int, text: str, tokens: int, temperature: float, chat: bool = True
+) -> Task:
+    """A request of just so many tokens."""
+    messages = [{"role": "user", "content": text}] if chat else None
+    prompt = Prompt(str(number), "stream", tokens, messages, None if chat else text)
+    params = SamplingParams(temperature=temperature, seed=number, max_tokens=tokens, ignore_eos=True)
+    return Task(prompt.id, prompt.segment, prompt.token_ids(model.tokenizer), params)

@@ -1,0 +1,113 @@
+"""`python -m benchmarks` grid, changes and bad-drafters."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from paceline.bench.flags import HtmlFile, JsonFile, Model, Quantization, Threads, Workloads, integers
+from paceline.config import DEFAULT_MODEL
+
+WRITING = "writing"  # always among the workloads: what is hardest to draft for
+SMALL, WHOLE = (4, 64), (16, 128)  # prompts of a cell, and tokens of an answer
+
+
+def grid_command(
+    model: Model = DEFAULT_MODEL,
+    workload: Workloads = None,
+    concurrency: Annotated[str, typer.Option(help="Numbers of requests at once.")] = "1,4,16",
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Such as auto,suffix; or one JSON object. May be repeated.",
+            show_default="off, auto, and a sweep of methods and lengths",
+        ),
+    ] = None,
+    whole: Annotated[
+        bool, typer.Option("--whole", help=f"{WHOLE[0]} prompts a cell and {WHOLE[1]} tokens, not {SMALL}.")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option(help="Prompts of a cell; never less than run at once, if there are so many.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Cut answers that may be longer.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy.", show_default="each prompt's own, 0 unless it says")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="How often all of it is done.")] = 1,
+    learned: Annotated[
+        bool, typer.Option("--learned", help="Let auto begin with what earlier runs have learned.")
+    ] = False,
+    backend: Annotated[str, typer.Option(help="What runs the model: cpu, torch, cuda.")] = "cpu",
+    threads: Threads = None,
+    quantization: Quantization = "auto",
+    json_file: JsonFile = None,
+    html: HtmlFile = None,
+) -> None:
+    """Is auto never slower than off, and near the best fixed setting, on all workloads at all loads?"""
+    from benchmarks.control.grid import GridOptions, run_grid
+    from benchmarks.control.grid_report import grid_result
+    from paceline.bench.report.output import Report
+    from paceline.bench.report.terminal import progress
+    from paceline.bench.run.speculation import parse_methods
+    from paceline.bench.traffic.builtin_workloads import BUILT_IN
+
+    report = Report(json_file, html)
+    prompts, tokens = WHOLE if whole else SMALL
+    options = GridOptions(
+        workloads=tuple(dict.fromkeys([*(workload or BUILT_IN), WRITING])),
+        concurrencies=tuple(integers("--concurrency", concurrency)),
+        methods=parse_methods(methods) if methods else None,
+        model=model,
+        prompts=prompts if limit is None else limit,
+        max_tokens=tokens if max_tokens is None else max_tokens,
+        temperature=temperature,
+        rounds=rounds,
+        learned=learned,
+        backend=backend,
+        threads=threads,
+        quantization=quantization,
+    )
+    with progress(options.num_turns()) as on_turn:
+        grid = run_grid(options, on_turn)
+    report.show(grid_result(grid))
+    if not grid.identical:
+        raise typer.Exit(1)
+
+
+def changes_command(
+    model: Model = DEFAULT_MODEL,
+    crowd: Annotated[int, typer.Option(help="Requests at once while the load is high.")] = 32,
+    threads: Threads = None,
+    quantization: Quantization = "auto",
+    json_file: JsonFile = None,
+    html: HtmlFile = None,
+) -> None:
+    """How soon auto follows when text repeats itself, then is random, or when load comes and goes."""
+    from benchmarks.control.changes import run_changes
+    from benchmarks.control.changes_report import changes_result
+    from paceline.bench.report.output import Report
+    from paceline.bench.report.terminal import progress
+
+    report = Report(json_file, html)
+    with progress(6) as on_turn:
+        changes = run_changes(model, threads, quantization, crowd, on_turn)
+    report.show(changes_result(changes))
+
+
+def bad_drafters_command(
+    model: Model = DEFAULT_MODEL,
+    concurrency: Annotated[str, typer.Option(help="Numbers of requests at once.")] = "1,4,16",
+    limit: Annotated[int, typer.Option(help="Prompts of each built-in workload.")] = 16,
+    json_file: JsonFile = None,
+    html: HtmlFile = None,
+) -> None:
+    """What auto makes of a drafter that is always wrong and of one that is slow, beside off."""
+    from benchmarks.control.bad_drafters import bad_drafters_result, run_bad_drafters
+    from paceline.bench.report.output import Report
+
+    report = Report(json_file, html)
+    contest = run_bad_drafters(model, integers("--concurrency", concurrency), limit)
+    report.show(bad_drafters_result(contest))
+    if not contest.identical:
+        raise typer.Exit(1)

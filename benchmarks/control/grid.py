@@ -1,0 +1,213 @@
+"""`python -m benchmarks grid`: is `auto` never slower than off, and near the best fixed setting, everywhere?
+
+A cell is a workload at a concurrency. In each, plain decoding, the controller and a sweep of fixed methods
+and lengths are compared.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.bench.loading import bench_config, empty_memory
+from paceline.bench.run.contest import Contest, SpeculationOptions, run_contest
+from paceline.bench.run.rows import Row
+from paceline.bench.run.speculation import OFF
+from paceline.bench.timing import OnTurn
+from paceline.bench.traffic.profiles import closed
+from paceline.bench.traffic.workloads import load_workload
+from paceline.build import LoadedModel, load_model
+from paceline.config import DEFAULT_MODEL
+from paceline.draft.methods import AUTO
+from paceline.errors import ConfigError
+from paceline.models.heads.shipped import default_method
+
+NEVER_SLOWER = 0.98  # of off, in every cell
+NEAR_BEST = 0.95  # of the best fixed setting, in every cell
+COPIES = {"suffix": (3, 7), "ngram": (4,)}  # lengths of the sweep
+HEAD_LENGTHS = (1, 3, 7)
+
+
+@dataclass(frozen=True)
+class GridOptions:
+    """What to measure."""
+
+    workloads: tuple[str, ...]  # names or files
+    concurrencies: tuple[int, ...] = (1, 4, 16)
+    methods: Mapping[str, Any] | None = None  # None: off, auto and the sweep
+    model: str = DEFAULT_MODEL
+    prompts: int = 4  # of a cell; never less than run at once, if there are so many
+    max_tokens: int = 64
+    temperature: float | None = None  # None: each prompt's own
+    rounds: int = 1
+    learned: bool = False  # the controller begins with what it knows of earlier runs
+    backend: str = "cpu"
+    threads: int | None = None
+    quantization: str = "auto"
+
+    def contest(self, concurrency: int, methods: Mapping[str, Any]) -> SpeculationOptions:
+        """What is measured at one concurrency."""
+        limit = max(self.prompts, concurrency)
+        return SpeculationOptions(
+            workloads=tuple(load_workload(name, limit, self.max_tokens) for name in self.workloads),
+            methods=methods,
+            model=self.model,
+            rounds=self.rounds,
+            profiles=(closed(concurrency),),
+            temperature=self.temperature,
+            backend=self.backend,
+            threads=self.threads,
+            quantization=self.quantization,
+        )
+
+    def num_turns(self) -> int:
+        """About how many turns there will be, for a progress bar."""
+        contestants = len(self.methods) if self.methods else 2 + len(HEAD_LENGTHS) + 3
+        return sum(self.contest(number, {}).num_turns(contestants) for number in self.concurrencies)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One workload at one concurrency."""
+
+    workload: str
+    concurrency: int
+    tokens_per_second: Mapping[str, float]  # of each method
+
+    def speedup(self, method: str) -> float:
+        return self.tokens_per_second[method] / self.tokens_per_second[OFF]
+
+    @property
+    def best_fixed(self) -> str:
+        """The quickest but auto; off is one of them."""
+        return max((name for name in self.tokens_per_second if name != AUTO), key=self.speedup)
+
+    @property
+    def auto_of_best(self) -> float:
+        return self.speedup(AUTO) / self.speedup(self.best_fixed)
+
+    @property
+    def label(self) -> str:
+        return f"{self.workload} x{self.concurrency}"
+
+    def facts(self) -> dict[str, Any]:
+        best = self.best_fixed
+        return {
+            "workload": self.workload,
+            "concurrency": self.concurrency,
+            "off_tokens_per_second": self.tokens_per_second[OFF],
+            "speedups_vs_off": {method: self.speedup(method) for method in self.tokens_per_second},
+            "best_fixed": best,
+            "auto_vs_best_fixed": self.auto_of_best,
+        }
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One thing that was to be shown."""
+
+    says: str
+    holds: bool
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All that was found."""
+
+    options: GridOptions
+    cells: list[Cell]  # workload by workload
+    contests: list[Contest]  # one for each concurrency
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for contest in self.contests for row in contest.rows]
+
+    @property
+    def identical(self) -> bool:
+        return all(contest.identical for contest in self.contests)
+
+    @property
+    def means(self) -> dict[str, float]:
+        """The mean speedup of each method over the cells."""
+        methods = self.cells[0].tokens_per_second
+        return {method: statistics.fmean(cell.speedup(method) for cell in self.cells) for method in methods}
+
+    def bars(self) -> list[Bar]:
+        """What was to be shown, and whether it was."""
+        means = self.means
+        others = {method: mean for method, mean in means.items() if method != AUTO}
+        best = max(others, key=others.__getitem__)
+        mean = f"auto gains {means[AUTO]:.3f} in the mean, the best fixed setting, {best}, {others[best]:.3f}"
+        return [
+            self._every("off", NEVER_SLOWER, {cell.label: cell.speedup(AUTO) for cell in self.cells}),
+            self._every(
+                "the best fixed setting", NEAR_BEST, {cell.label: cell.auto_of_best for cell in self.cells}
+            ),
+            Bar(mean, means[AUTO] > others[best]),
+            Bar("every output is that of plain decoding", self.identical),
+        ]
+
+    def _every(self, what: str, least: float, found: Mapping[str, float]) -> Bar:
+        below = [f"{label} {value:.3f}" for label, value in found.items() if value < least]
+        worst = min(found, key=found.__getitem__)
+        told = (
+            f"below in {len(below)}: {', '.join(below)}" if below else f"least {found[worst]:.3f} ({worst})"
+        )
+        return Bar(
+            f"auto is at least {least} of {what} in each of {len(found)} cells; {told}", holds=not below
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {
+            **{key: value for key, value in asdict(self.options).items() if key != "methods"},
+            "threads": self.contests[0].threads,
+            "quantization": self.contests[0].quantization,
+            "identical": self.identical,
+            "bars": [asdict(bar) for bar in self.bars()],
+            "mean_speedups": self.means,
+            "cells": [cell.facts() for cell in self.cells],
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+def run_grid(options: GridOptions, on_turn: OnTurn = lambda _: None) -> Grid:
+    """All cells, by engines in this process."""
+    if options.methods is not None and AUTO not in options.methods:
+        raise ConfigError("--methods must have auto: the grid is about it. Add it, such as auto,suffix.")
+    with nullcontext() if options.learned else empty_memory():
+        model = load_model(
+            bench_config(options.model, options.quantization, options.threads, 1, backend=options.backend)
+        )
+        methods = options.methods or sweep(model)
+        contests = [
+            run_contest(options.contest(concurrency, methods), on_turn, model)
+            for concurrency in options.concurrencies
+        ]
+    cells = [cell for contest in contests for cell in _cells(contest)]
+    order = [cell.workload for cell in cells]
+    return Grid(options, sorted(cells, key=lambda cell: order.index(cell.workload)), contests)
+
+
+def _cells(contest: Contest) -> Iterator[Cell]:
+    """A contest's workloads; of those with several segments the rows of all together, which come last."""
+    speeds: dict[tuple[str, int], dict[str, float]] = {}
+    for row in contest.rows:
+        assert row.concurrency is not None
+        speeds.setdefault((row.workload, row.concurrency), {})[row.method] = row.tokens_per_second
+    return (Cell(*key, own) for key, own in speeds.items())
+
+
+def sweep(model: LoadedModel) -> dict[str, Any]:
+    """Plain decoding, the controller, and fixed methods and lengths, by label."""
+    head = default_method(model.fingerprint)
+    lengths: Mapping[str, Sequence[int]] = {**COPIES, **({} if head is None else {head: HEAD_LENGTHS})}
+    fixed = {
+        f"{method} {length}": {"method": method, "num_speculative_tokens": length}
+        for method, own in lengths.items()
+        for length in own
+    }
+    return {OFF: OFF, AUTO: AUTO, **fixed}

@@ -1,0 +1,96 @@
+"""The grid, described: every cell, the means, and whether the bars hold."""
+
+from __future__ import annotations
+
+from benchmarks.control.grid import NEAR_BEST, NEVER_SLOWER, Cell, Grid
+from paceline.bench.report.result import Figure, Finding, Mark, Ranges, Result, Table
+from paceline.bench.run.speculation import OFF
+from paceline.draft.methods import AUTO
+
+HEADINGS = ("cell", "off\ntok/s", "auto\n/ off", "best fixed", "best\n/ off", "auto\n/ best", "bars")
+FIXED = "fixed settings"  # all series but auto
+
+
+def grid_result(grid: Grid) -> Result:
+    """Tables of cells, of all methods in them and of means; auto in every cell as a chart."""
+    options = grid.options
+    title = (
+        f"{options.model}: at least {options.prompts} prompts a cell, answers of up to {options.max_tokens} "
+        f"tokens, {options.rounds} round{'s' * (options.rounds > 1)}"
+    )
+    return Result(
+        title,
+        [
+            Table(title, HEADINGS, [(cell.label, *_cells(cell)) for cell in grid.cells]),
+            _all_speedups(grid),
+            _means(grid),
+        ],
+        grid.facts(),
+        findings=[
+            Finding(f"{'held' if bar.holds else 'MISSED'}: {bar.says}.", bar.holds) for bar in grid.bars()
+        ],
+        notes=_notes(grid),
+        figures=_figures(grid),
+        series=(FIXED, AUTO),
+    )
+
+
+def _cells(cell: Cell) -> list[str]:
+    best = cell.best_fixed
+    bars = ("" if cell.speedup(AUTO) >= NEVER_SLOWER else "SLOWER ") + (
+        "" if cell.auto_of_best >= NEAR_BEST else "BEHIND"
+    )
+    return [
+        f"{cell.tokens_per_second[OFF]:,.0f}",
+        f"{cell.speedup(AUTO):.3f}",
+        best,
+        f"{cell.speedup(best):.3f}",
+        f"{cell.auto_of_best:.3f}",
+        bars.strip() or "held",
+    ]
+
+
+def _all_speedups(grid: Grid) -> Table:
+    methods = [method for method in grid.means if method != OFF]
+    rows = [[cell.label, *(f"{cell.speedup(method):.3f}" for method in methods)] for cell in grid.cells]
+    return Table("Speedup of each method", ("cell", *methods), rows)
+
+
+def _means(grid: Grid) -> Table:
+    rows = []
+    for method, mean in _by_mean(grid):
+        own = [cell.speedup(method) for cell in grid.cells]
+        rows.append((method, f"{mean:.3f}", f"{min(own):.3f}", f"{max(own):.3f}"))
+    return Table("Speedups over all cells", ("method", "mean", "least", "most"), rows)
+
+
+def _by_mean(grid: Grid) -> list[tuple[str, float]]:
+    """Methods and their mean speedups, the best first."""
+    return sorted(grid.means.items(), key=lambda item: -item[1])
+
+
+def _notes(grid: Grid) -> list[str]:
+    began = "what earlier runs had learned" if grid.options.learned else "an empty memory"
+    return [
+        f"auto began with {began}; what it learns in a cell and what that costs is in the figures.",
+        "best fixed: the quickest of all others in that cell, off among them. It is chosen afterwards, so "
+        "where several are as good, luck makes it look better than it is.",
+    ]
+
+
+def _figures(grid: Grid) -> list[Figure]:
+    sections: dict[str, list[Mark]] = {}
+    for cell in grid.cells:
+        auto, name = cell.speedup(AUTO), cell.best_fixed
+        best = cell.speedup(name)
+        mark = Mark(cell.workload, f"auto {auto:.2f}, {name} {best:.2f}", AUTO, auto, 1.0, best, (best,))
+        sections.setdefault(f"{cell.concurrency} at once", []).append(mark)
+    means = [
+        Mark(method, f"{mean:.2f}", AUTO if method == AUTO else FIXED, mean, 0, mean)
+        for method, mean in _by_mean(grid)
+    ]
+    axis = "times as fast as off: auto (dot), from off to the best fixed setting (line)"
+    return [
+        Figure("auto in every cell", [Ranges(axis, sections, 1.0)]),
+        Figure("Mean over all cells", [Ranges("times as fast as off", {"": means}, 1.0)]),
+    ]

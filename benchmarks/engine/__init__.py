@@ -1,0 +1,1 @@
+"""Single measurements of the engine: passes, requests at once, drafters, quantization, same bytes."""

@@ -1,0 +1,186 @@
+"""`python -m benchmarks` rows, concurrency, head, drafting, perplexity and same-bytes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from paceline.bench.flags import JsonFile, Model, Quantization, Threads, Workloads, integers
+from paceline.config import DEFAULT_MODEL
+
+TEMPERATURES = (0.0, 1.0)  # of same-bytes
+
+
+def rows_command(
+    model: Model = DEFAULT_MODEL,
+    rows: Annotated[str, typer.Option(help="Numbers of rows.")] = "1,2,3,4,5,6,7,8,12,16,24,32,48,64",
+    context: Annotated[int, typer.Option(help="Tokens committed before.")] = 64,
+    rounds: Annotated[int, typer.Option(help="How often each number of rows has its turn.")] = 20,
+    threads: Threads = None,
+    quantization: Quantization = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """The cost of one pass over n rows, compared with one row."""
+    from benchmarks.engine.rows import measure_rows
+    from benchmarks.engine.views import rows_result
+    from paceline.bench.loading import load_backend_for_bench, settings
+    from paceline.bench.report.output import Report
+    from paceline.bench.report.terminal import progress
+    from paceline.bench.text import text_ids
+
+    report = Report(json_file)
+    counts = sorted({1, *integers("--rows", rows)})
+    loaded = load_backend_for_bench(model, quantization, threads, max_rows=counts[-1])
+    ids = text_ids(loaded.tokenizer)
+    with progress(rounds * len(counts)) as on_turn:
+        costs = measure_rows(loaded.backend, ids, loaded.max_position, counts, context, rounds, on_turn)
+    facts = {"model": model, **asdict(settings(loaded.backend)), "context": context, "rounds": rounds}
+    report.show(rows_result(costs, facts))
+
+
+def concurrency_command(
+    model: Model = DEFAULT_MODEL,
+    concurrency: Annotated[str, typer.Option(help="Numbers of requests at once.")] = "1,4,16",
+    tokens: Annotated[int, typer.Option(help="Tokens of each output.")] = 128,
+    rounds: Annotated[int, typer.Option(help="How often each number of requests has its turn.")] = 3,
+    threads: Threads = None,
+    quantization: Quantization = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Total speed of n requests at once, and whether each gets what it gets alone."""
+    from benchmarks.engine.concurrency import measure_concurrency
+    from benchmarks.engine.views import concurrency_result
+    from paceline.bench.loading import load_engine_for_bench, settings
+    from paceline.bench.report.output import Report
+    from paceline.bench.report.terminal import progress
+    from paceline.bench.text import text_ids
+
+    report = Report(json_file)
+    counts = sorted({1, *integers("--concurrency", concurrency)})
+    loaded = load_engine_for_bench(model, quantization, threads, max_num_seqs=counts[-1])
+    with progress(counts[-1] + rounds * len(counts)) as on_turn:
+        result = measure_concurrency(
+            loaded.engine, text_ids(loaded.tokenizer), counts, tokens, rounds, on_turn
+        )
+    facts = {"model": model, **asdict(settings(loaded.engine.backend)), "tokens": tokens, "rounds": rounds}
+    report.show(concurrency_result(result, facts))
+    if not result.identical:
+        raise typer.Exit(1)
+
+
+def head_command(
+    model: Annotated[str, typer.Argument(help="The target: a folder of safetensors.")],
+    head: Annotated[str, typer.Argument(help="The EAGLE-3 head: a folder or a hub id.")],
+    workload: Workloads = None,
+    limit: Annotated[int, typer.Option(help="Take the first prompts of each workload only.")] = 10,
+    max_tokens: Annotated[int, typer.Option(help="Cut answers that may be longer.")] = 128,
+    num_speculative_tokens: Annotated[int, typer.Option(help="Tokens of a draft.")] = 5,
+    form: Annotated[
+        str, typer.Option("--format", help="How the head is written for vLLM: sglang or speculators.")
+    ] = "sglang",
+    threads: Annotated[int, typer.Option(help="Threads of each.")] = 1,
+    peer_python: Annotated[
+        str, typer.Option(help="The interpreter that has vllm.", show_default="this one")
+    ] = sys.executable,
+    json_file: JsonFile = None,
+) -> None:
+    """A draft head here and in vLLM: its mean acceptance length on the same target and prompts, greedy."""
+    from benchmarks.engine.heads import HeadOptions, compare_head
+    from benchmarks.engine.views import head_result
+    from paceline.bench.report.output import Report
+    from paceline.bench.report.terminal import progress
+    from paceline.bench.traffic.workloads import load_workload
+
+    report = Report(json_file)
+    workloads = tuple(load_workload(name, limit, max_tokens) for name in workload or ["code-edit"])
+    options = HeadOptions(model, head, workloads, num_speculative_tokens, form, threads, peer_python)
+    with progress(options.num_turns) as on_turn:
+        comparison = compare_head(options, on_turn)
+    report.show(head_result(comparison))
+
+
+def drafting_command(
+    context: Annotated[int, typer.Option(help="Tokens of the request that is drafted for.")] = 8000,
+    responses: Annotated[int, typer.Option(help="Past responses that suffix remembers.")] = 10_000,
+    response_tokens: Annotated[int, typer.Option(help="Tokens of each of them.")] = 256,
+    json_file: JsonFile = None,
+) -> None:
+    """What drafting itself costs: microseconds a step at a long context, and memory of past responses."""
+    from benchmarks.engine.drafting import measure_drafting
+    from benchmarks.engine.views import drafting_result
+    from paceline.bench.report.output import Report
+    from paceline.bench.report.terminal import progress
+
+    report = Report(json_file)
+    with progress(3) as on_turn:
+        costs = measure_drafting(context, responses, response_tokens, on_turn)
+    report.show(drafting_result(costs))
+
+
+def perplexity_command(
+    model: Model = DEFAULT_MODEL,
+    against: Annotated[
+        str, typer.Option(help="What to compare with: a quantization (none is float32), or torch.")
+    ] = "none",
+    context: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    threads: Threads = None,
+    quantization: Quantization = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Perplexity of a fixed text with quantized weights, and how much worse it is than with float32."""
+    from benchmarks.engine.quantization import compare_quantizations
+    from benchmarks.engine.views import perplexity_result
+    from paceline.bench.report.output import Report
+    from paceline.bench.report.terminal import progress
+
+    report = Report(json_file)
+    with progress(2) as on_turn:
+        comparison = compare_quantizations(model, quantization, against, threads, context, on_turn)
+    report.show(perplexity_result(model, context, comparison))
+
+
+def same_bytes_command(
+    model: Model = DEFAULT_MODEL,
+    workload: Workloads = None,
+    limit: Annotated[int, typer.Option(help="Take the first prompts of each workload only.")] = 40,
+    max_tokens: Annotated[int, typer.Option(help="Cut answers that may be longer.")] = 96,
+    methods: Annotated[
+        str, typer.Option(help="What drafts beside off: a method, or a JSON object as speculative_config.")
+    ] = "eagle3",
+    concurrency: Annotated[str, typer.Option(help="Numbers of requests at once.")] = "16,64",
+    backend: Annotated[str, typer.Option(help="Where the model runs: cpu, torch or cuda.")] = "cuda",
+    quantization: Annotated[str, typer.Option(help="Of the weights, as the backend takes it.")] = "auto",
+    prefix_caching: Annotated[
+        bool, typer.Option(help="Find prefixes of prompts again, which requests then share.")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Share of answers that are not those of one request at a time without a draft, greedy and sampled."""
+    from benchmarks.engine.same_bytes import compare_bytes
+    from benchmarks.engine.views import same_bytes_result
+    from paceline.bench.report.output import Report
+    from paceline.bench.report.terminal import progress
+    from paceline.bench.traffic.workloads import load_workload
+
+    report = Report(json_file)
+    names = workload or ["chat"]
+    prompts = [one for name in names for one in load_workload(name, limit, max_tokens).prompts]
+    counts = sorted({1, *integers("--concurrency", concurrency)})
+    with progress(2 * len(counts) * len(TEMPERATURES)) as on_turn:
+        lines = compare_bytes(
+            model,
+            prompts,
+            [methods],
+            counts,
+            TEMPERATURES,
+            backend,
+            quantization,
+            lambda line: on_turn(f"{line.draft}, {line.at_once} at once: {line.differing} differ"),
+            prefix_caching,
+        )
+    report.show(same_bytes_result(model, backend, lines))
+    if any(line.differing for line in lines):
+        raise typer.Exit(1)

@@ -1,0 +1,173 @@
+"""A draft head here and in vLLM: the same target, head and prompts must give the same acceptance length."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.peers import worker
+from paceline.bench.peers.contestants import Contestant
+from paceline.bench.run.engine_runner import Task, run_group
+from paceline.bench.timing import OnTurn
+from paceline.bench.traffic.workloads import Workload
+from paceline.build import build_engine
+from paceline.config import EngineConfig
+from paceline.core.params import SamplingParams
+from paceline.engine.engine import Engine
+from paceline.errors import ConfigError
+from paceline.models.heads.checkpoint import load_head, write_head
+from paceline.models.registry import resolve
+from paceline.models.tokenizer import Tokenizer
+
+PEER = "vllm"
+ROOM = 32  # tokens of vLLM's context beyond the longest answer: it drafts past the end
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """What to compare: a head on a folder of safetensors, because vLLM reads nothing else."""
+
+    model: str
+    head: str
+    workloads: tuple[Workload, ...]
+    num_speculative_tokens: int = 5
+    form: str = "sglang"  # how the head is written for vLLM
+    threads: int = 1
+    python: str = sys.executable  # the interpreter that has vLLM
+
+    @property
+    def num_turns(self) -> int:
+        return 2 * sum(len(workload.prompts) for workload in self.workloads)
+
+
+@dataclass(frozen=True)
+class HeadRow:
+    """What came of one workload. The names are those of the JSON."""
+
+    workload: str
+    prompts: int
+    same_tokens: int  # prompts whose answer was the same in both
+    drafts: int
+    accepted: int  # drafted tokens
+    peer_drafts: int
+    peer_accepted: int
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens of a drafted pass, the bonus token included."""
+        return 1 + self.accepted / max(self.drafts, 1)
+
+    @property
+    def peer_acceptance_length(self) -> float:
+        return 1 + self.peer_accepted / max(self.peer_drafts, 1)
+
+    @property
+    def ratio(self) -> float:
+        """Ours to the peer's."""
+        return self.acceptance_length / self.peer_acceptance_length
+
+
+@dataclass(frozen=True)
+class HeadComparison:
+    """All that was found."""
+
+    options: HeadOptions
+    version: str  # vLLM's
+    rows: list[HeadRow] = field(default_factory=list)  # by workload, then all of them together
+
+    def facts(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        derived = ("acceptance_length", "peer_acceptance_length", "ratio")
+        return {
+            **{key: value for key, value in vars(self.options).items() if key != "workloads"},
+            "version": self.version,
+            "rows": [{**asdict(row), **{key: getattr(row, key) for key in derived}} for row in self.rows],
+        }
+
+
+def compare_head(options: HeadOptions, on_turn: OnTurn = lambda _: None) -> HeadComparison:
+    """The head's acceptance in our torch backend and in vLLM: float32, greedy, one prompt at a time."""
+    if shutil.which(options.python) is None:
+        raise ConfigError(f"--peer-python {options.python} cannot be run. Give an interpreter that has vllm.")
+    path = resolve(options.model)
+    if not path.is_dir():
+        raise ConfigError(f"vLLM reads folders of safetensors, and {path.name} is none. Give such a folder.")
+    with tempfile.TemporaryDirectory() as folder:
+        write_head(load_head(resolve(options.head)), Path(folder), options.form, str(path))
+        drafting = {
+            "method": "eagle3",
+            "model": folder,
+            "num_speculative_tokens": options.num_speculative_tokens,
+        }
+        config = EngineConfig.from_options(
+            model=str(path),
+            backend="torch",
+            dtype="float32",
+            threads=options.threads,
+            enable_prefix_caching=False,
+            speculative_config={**drafting, "min_prob": 0.0},  # chains of full length, as vLLM drafts
+        )
+        loaded = build_engine(config)
+        tasks = {workload.name: _tasks(workload, loaded.tokenizer) for workload in options.workloads}
+        stop_ids = sorted(loaded.tokenizer.eos_ids)
+        with _start_vllm(path, options, drafting, list(tasks.values())) as peer:
+            rows = [_row(name, own, loaded.engine, peer, stop_ids, on_turn) for name, own in tasks.items()]
+            return HeadComparison(options, str(peer.facts["version"]), [*rows, _total(rows)])
+
+
+def _tasks(workload: Workload, tokenizer: Tokenizer) -> list[Task]:
+    return [
+        Task(
+            prompt.id,
+            prompt.segment,
+            prompt.token_ids(tokenizer),
+            SamplingParams(temperature=0, max_tokens=prompt.max_tokens),
+        )
+        for prompt in workload.prompts
+    ]
+
+
+def _start_vllm(
+    path: Path, options: HeadOptions, drafting: dict[str, Any], tasks: Sequence[Sequence[Task]]
+) -> Contestant:
+    """vLLM with the head, in a process of its own."""
+    longest = max(len(task.token_ids) + (task.params.max_tokens or 0) for own in tasks for task in own)
+    told = {"model": str(path), "threads": options.threads, "context": longest + ROOM, "head": drafting}
+    command = [options.python, str(Path(worker.__file__).resolve()), PEER, json.dumps(told)]
+    missing = f"It is not installed for {options.python}: name an interpreter that has it by --peer-python."
+    return Contestant(PEER, command, {"ModuleNotFoundError": missing})
+
+
+def _row(
+    name: str,
+    tasks: Sequence[Task],
+    engine: Engine,
+    peer: Contestant,
+    stop_ids: Sequence[int],
+    on_turn: OnTurn,
+) -> HeadRow:
+    """All prompts of a workload, in both."""
+    same = 0
+    counts = [0, 0, 0, 0]
+    for task in tasks:
+        (ours,) = run_group(engine, [task]).answers
+        on_turn(f"{name}: paceline")
+        theirs = peer.generate(task.token_ids, task.params.max_tokens or 1, stop_ids=stop_ids)
+        on_turn(f"{name}: {peer.name}")
+        same += ours.token_ids == theirs.token_ids
+        own = ours.speculative
+        found = (own.num_spec_steps, own.num_accepted_draft_tokens, theirs.drafts, theirs.accepted)
+        counts = [count + more for count, more in zip(counts, found, strict=True)]
+    return HeadRow(name, len(tasks), same, *counts)
+
+
+def _total(rows: Sequence[HeadRow]) -> HeadRow:
+    """All workloads together."""
+    columns = list(zip(*(astuple(row)[1:] for row in rows), strict=True))
+    return HeadRow("all", *(sum(column) for column in columns))

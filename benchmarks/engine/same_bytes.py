@@ -1,0 +1,109 @@
+"""`python -m benchmarks same-bytes MODEL`: does a request get the same tokens alone and among many?
+
+What an engine gives one request at a time, without a draft, is what every other way of running the same
+requests is held to: more of them at once, with a draft, greedy and sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.bench.run.engine_runner import EngineRunner, Task
+from paceline.bench.run.speculation import OFF, parse_methods
+from paceline.bench.traffic.profiles import closed
+from paceline.bench.traffic.workloads import Prompt
+from paceline.build import build_engine, load_model
+from paceline.config import EngineConfig
+from paceline.core.params import SamplingParams
+
+KV_BYTES = 8 << 30  # enough for all, and little enough for the engines of several drafts
+
+
+@dataclass(frozen=True)
+class Sameness:
+    """One way to run all requests, and what was not as it is alone."""
+
+    draft: str
+    temperature: float
+    at_once: int
+    answers: int
+    differing: int  # answers
+    first: int | None  # the earliest token that differs
+
+    @property
+    def share(self) -> float:
+        return self.differing / self.answers
+
+
+def compare_bytes(
+    model: str,
+    prompts: Sequence[Prompt],
+    drafts: Sequence[str],
+    at_once: Sequence[int],
+    temperatures: Sequence[float],
+    backend: str,
+    quantization: str,
+    on_line: Callable[[Sameness], None],
+    finds_prefixes: bool = False,
+) -> list[Sameness]:
+    """How many answers differ, by draft, number of requests at once and temperature.
+
+    The first line of a temperature is the one that the others are compared with. Unless prefixes are to be
+    found again, every prompt is computed anew, in other company.
+    """
+    counts = sorted({1, *at_once})
+
+    def config(draft: str) -> EngineConfig:
+        return EngineConfig.from_options(
+            model=model,
+            backend=backend,
+            device="cuda" if backend == "cuda" else "cpu",
+            quantization=quantization,
+            max_num_seqs=counts[-1],
+            kv_cache_memory_bytes=KV_BYTES,
+            enable_prefix_caching=finds_prefixes,
+            speculative_config=draft,
+        )
+
+    loaded = load_model(config(OFF))
+    ids = [prompt.token_ids(loaded.tokenizer) for prompt in prompts]
+    alone: dict[float, list[list[int]]] = {}
+    lines: list[Sameness] = []
+    for label, draft in parse_methods(drafts).items():
+        runner = EngineRunner(build_engine(config(draft), loaded).engine)
+        for count in counts:
+            for temperature in temperatures:
+                answers = runner.run(_tasks(prompts, ids, temperature), closed(count)).answers
+                tokens = [answer.token_ids for answer in answers]
+                expected = alone.setdefault(temperature, tokens)
+                lines.append(_compared(label, temperature, count, tokens, expected))
+                on_line(lines[-1])
+        runner.close()
+    return lines
+
+
+def _tasks(prompts: Sequence[Prompt], ids: Sequence[list[int]], temperature: float) -> list[Task]:
+    """The requests, each with a seed of its own."""
+    return [
+        Task(
+            prompt.id,
+            prompt.segment,
+            own,
+            SamplingParams(temperature=temperature, seed=seed, max_tokens=prompt.max_tokens),
+        )
+        for seed, (prompt, own) in enumerate(zip(prompts, ids, strict=True))
+    ]
+
+
+def _compared(
+    draft: str, temperature: float, at_once: int, answers: Sequence[list[int]], expected: Sequence[list[int]]
+) -> Sameness:
+    wrong = [(ours, own) for ours, own in zip(answers, expected, strict=True) if ours != own]
+    places = [
+        next(
+            (at for at, (one, two) in enumerate(zip(*both, strict=False)) if one != two), min(map(len, both))
+        )
+        for both in wrong
+    ]
+    return Sameness(draft, temperature, at_once, len(answers), len(wrong), min(places, default=None))

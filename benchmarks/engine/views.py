@@ -1,0 +1,137 @@
+"""Single measurements of the engine, described for reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.engine.concurrency import Concurrency
+from benchmarks.engine.drafting import DraftingCosts
+from benchmarks.engine.heads import HeadComparison
+from benchmarks.engine.quantization import Comparison
+from benchmarks.engine.rows import RowCosts
+from benchmarks.engine.same_bytes import Sameness
+from paceline.bench.report.result import Finding, Result, Table
+
+
+def rows_result(costs: RowCosts, facts: Mapping[str, Any]) -> Result:
+    """The cost of a pass by its rows. `facts`: model, context and rounds, and what else is to be told."""
+    title = (
+        f"{facts['model']}: one pass after {facts['context']} tokens, best and median of {facts['rounds']}, "
+        "in turns"
+    )
+    rows = [
+        (
+            str(line["rows"]),
+            f"{line['ms']:.2f}",
+            f"{line['median_ms']:.2f}",
+            f"{line['ratio']:.2f}",
+            f"{line['median_ratio']:.2f}",
+        )
+        for line in costs.facts()
+    ]
+    columns = ("rows", "best ms", "median ms", "best / 1 row", "median / 1 row")
+    return Result(title, [Table(title, columns, rows)], {**facts, "rows": costs.facts()})
+
+
+def concurrency_result(found: Concurrency, facts: Mapping[str, Any]) -> Result:
+    """Total tokens per second by how many requests run at once. `facts`: model, rounds, and what else."""
+    title = (
+        f"{facts['model']}: {found.tokens} greedy tokens a request, prompts included, "
+        f"best and median of {facts['rounds']}, in turns"
+    )
+    rows = [
+        (
+            str(count),
+            f"{line['tokens_per_second']:,.1f}",
+            f"{line['median_tokens_per_second']:,.1f}",
+            f"{line['ratio']:.2f}",
+            f"{line['median_ratio']:.2f}",
+            f"{len(found.differing[count])} differ" if found.differing[count] else "identical",
+        )
+        for count, line in zip(found.timings, found.facts(), strict=True)
+    ]
+    columns = ("requests", "best tok/s", "median tok/s", "best / 1", "median / 1", "outputs as alone")
+    text = (
+        "Every request got, token for token, what it gets alone."
+        if found.identical
+        else "Outputs depended on what else was running: this is a bug, please report it."
+    )
+    facts = {**facts, "identical_to_alone": found.identical, "concurrency": found.facts()}
+    return Result(title, [Table(title, columns, rows)], facts, findings=[Finding(text, found.identical)])
+
+
+def drafting_result(costs: DraftingCosts) -> Result:
+    """Microseconds of a step, and memory of past responses."""
+    title = "Drafting alone: propose and observe, one request, no model"
+    rows = [
+        (
+            cost.method,
+            f"{cost.context:,}",
+            f"{cost.mean_us:.1f}",
+            f"{cost.median_us:.1f}",
+            f"{cost.worst_us:,.0f}",
+            f"{cost.tokens_per_step:.1f}",
+            f"{cost.first_us:,.0f}",
+        )
+        for cost in costs.steps
+    ]
+    columns = ("method", "context", "mean us", "median us", "worst us", "tokens/step", "first step us")
+    note = (
+        f"{costs.responses:,} past responses of {costs.response_tokens} tokens, which suffix looks through: "
+        f"{costs.response_bytes / 1e6:,.0f} MB, {costs.response_us:.2f} us a token to take them in"
+    )
+    return Result(title, [Table(title, columns, rows)], costs.facts(), notes=[note])
+
+
+def perplexity_result(model: str, context: int, comparison: Comparison) -> Result:
+    """Both perplexities and their difference."""
+    title = f"{model}: {comparison.measured.tokens} tokens of the fixed text"
+    rows = [
+        *((one.quantization, f"{one.perplexity:.4f}") for one in (comparison.measured, comparison.against)),
+        ("difference", f"{comparison.difference_percent:+.2f} %"),
+    ]
+    facts = {"model": model, "context": context, **comparison.facts()}
+    return Result(title, [Table(title, ("quantization", "perplexity"), rows)], facts, timed=False)
+
+
+def head_result(comparison: HeadComparison) -> Result:
+    """Mean acceptance lengths of a head, here and in vLLM."""
+    options = comparison.options
+    title = (
+        f"Mean acceptance length, greedy, chains of {options.num_speculative_tokens}, {options.form} format"
+    )
+    rows = [
+        (
+            row.workload,
+            str(row.prompts),
+            str(row.same_tokens),
+            f"{row.acceptance_length:.3f}",
+            f"{row.peer_acceptance_length:.3f}",
+            f"{row.ratio:.3f}",
+        )
+        for row in comparison.rows
+    ]
+    columns = ("workload", "prompts", "same\ntokens", "paceline", f"vLLM\n{comparison.version}", "ratio")
+    return Result(title, [Table(title, columns, rows)], comparison.facts(), timed=False)
+
+
+def same_bytes_result(model: str, backend: str, lines: Sequence[Sameness]) -> Result:
+    """How many answers differ, by draft, requests at once and temperature."""
+    title = f"{model}: answers that differ from those of one request alone"
+    rows = [
+        (
+            line.draft,
+            str(line.at_once),
+            f"{line.temperature:g}",
+            str(line.answers),
+            str(line.differing),
+            f"{line.share:.1%}",
+            "" if line.first is None else str(line.first),
+        )
+        for line in lines
+    ]
+    columns = ("draft", "at once", "temperature", "answers", "differ", "share", "first at token")
+    facts = {"model": model, "backend": backend, "lines": [asdict(line) for line in lines]}
+    return Result(title, [Table(title, columns, rows)], facts, timed=False)

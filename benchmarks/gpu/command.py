@@ -1,0 +1,122 @@
+"""The command `python -m benchmarks gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.bench.flags import JsonFile, integers
+from paceline.bench.report.result import Result, Table
+from paceline.errors import ConfigError
+from paceline.extras import needs_extra
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.plan import Measured
+    from benchmarks.gpu.power import Power
+
+DEFAULT_SHAPES = "llama-3.2-1b,qwen2.5-1.5b,llama-3.1-8b"
+DEFAULT_METHODS = "plain,eagle3,tree,model,ngram"
+QUANTIZATIONS = ("none", "fp8", "int8", "int4")
+WORDS = {
+    "plain": "plain",
+    "eagle3": "EAGLE-3 head, chain of 5",
+    "tree": "EAGLE-3 head, tree of 32",
+    "model": "draft of llama-3.2-1b, chain of 5",
+    "ngram": "chain of 5, looked up",
+}
+
+
+def gpu_command(
+    shapes: Annotated[
+        str, typer.Option(help="Shapes of models, whose weights are random; qwen3-30b-a3b is there too.")
+    ] = DEFAULT_SHAPES,
+    methods: Annotated[
+        str, typer.Option(help="Ways to decode. All but plain are measured with llama-3.1-8b alone.")
+    ] = DEFAULT_METHODS,
+    requests: Annotated[
+        str | None, typer.Option(help="Numbers of requests at once.", show_default="those of the bars")
+    ] = None,
+    input_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
+    common_tokens: Annotated[
+        int, typer.Option(help="How many of them are the same in all prompts, and stored once.")
+    ] = 0,
+    output_tokens: Annotated[int, typer.Option(help="Steps, which are tokens of plain answers.")] = 256,
+    quantization: Annotated[str, typer.Option(help="Of the weights: none, fp8, int8 or int4.")] = "none",
+    without: Annotated[
+        str,
+        typer.Option(
+            help="Measure also with other kernels instead of these, twice each by turns, and take the "
+            "better: attend, between, logits and persistent (Triton's run instead), common (what requests "
+            "have in common is read for each)."
+        ),
+    ] = "",
+    json_file: JsonFile = None,
+) -> None:
+    """Greedy decoding on a CUDA device, plain and speculative, beside plain torch and the figures of vLLM."""
+    with needs_extra("gpu", "`python -m benchmarks gpu`"):
+        from benchmarks.gpu.measure import measure_gpu
+        from benchmarks.gpu.plan import Setting, planned
+    from paceline.bench.report.output import Report
+    from paceline.bench.report.terminal import progress
+
+    report = Report(json_file)
+    names, ways = ([name.strip() for name in given.split(",")] for given in (shapes, methods))
+    if quantization not in QUANTIZATIONS:
+        raise ConfigError(f"--quantization is one of {', '.join(QUANTIZATIONS)}, not {quantization!r}.")
+    left_out = tuple(name.strip() for name in without.split(",") if name.strip())
+    setting = Setting(input_tokens, output_tokens, quantization, left_out, common_tokens)
+    plan = planned(names, ways, None if requests is None else integers("--requests", requests))
+    with progress(len(plan)) as on_turn:
+
+        def tell(line: Measured) -> None:
+            text = f"{line.shape}, {line.method}, {line.requests}: {line.milliseconds:.2f} ms"
+            on_turn(text)
+            typer.echo(text, err=True)  # what was measured stays, whatever becomes of the next line
+
+        lines = measure_gpu(plan, setting, tell)
+    report.show(gpu_result(lines))
+
+
+NOTES = (
+    "A step gives one token of every request, and with a draft one more for each that was accepted. Random "
+    "weights accept next to nothing, but a step takes as long whatever is accepted.",
+    "vLLM: version 0.26 on an H200, on another day. Floor: to read the weights of a step once, at the "
+    "bandwidth of a reduction in this run. Bar of a tree: 1.1 times the chain.",
+    "W, MHz: what the card drew, and the clock of its multiprocessors, on average. With a star its power "
+    "limit lowered the clock most of the time: another card of the same kind may be quicker, or slower.",
+)
+HELD_BACK = 0.5  # of the time
+
+
+def gpu_result(lines: Sequence[Measured]) -> Result:
+    """Milliseconds per step, by shape, method and number of requests."""
+    title = "Decoding on the GPU, random weights, greedy"
+    compares = any(line.without is not None for line in lines)
+    columns = ["shape", "method", "requests", "ms/step", *(["without"] if compares else [])]
+    columns += ["steps x requests/s", "torch", "vLLM", "floor", "bar", "W", "MHz", ""]
+    rows = [
+        (
+            line.shape,
+            WORDS[line.method],
+            str(line.requests),
+            f"{line.milliseconds:.3f}",
+            *([] if line.without is None else [f"{line.without:.3f}"]),
+            f"{1e3 * line.requests / line.milliseconds:,.0f}",
+            *("" if ms is None else f"{ms:.2f}" for ms in (line.torch, line.vllm, line.floor, line.bar)),
+            *_power(line.power),
+            line.verdict,
+        )
+        for line in lines
+    ]
+    facts = {"lines": [asdict(line) for line in lines]}
+    return Result(title, [Table(title, columns, rows, text=("method",))], facts, notes=NOTES)
+
+
+def _power(own: Power | None) -> tuple[str, str]:
+    """Watts and megahertz, if the driver says."""
+    if own is None:
+        return "", ""
+    return f"{own.watts:.0f}", f"{own.megahertz:,.0f}" + "*" * (own.held_back > HELD_BACK)

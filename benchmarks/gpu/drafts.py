@@ -1,0 +1,119 @@
+"""Speculative steps of `benchmarks gpu`: what drafts, in which shape, and what a step must read.
+
+Weights are random, so hardly a guess is accepted and requests grow by one token a step. That is no help: a
+step computes all its rows whatever is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from paceline.backends.ahead import LookUp
+from paceline.backends.cuda.backend import PAGE_SIZE
+from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork, ModelNetwork
+from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, tree_shape
+from paceline.backends.cuda.head_weights import HeadWeights, make_head_weights
+from paceline.backends.cuda.model import Pool
+from paceline.backends.cuda.weights import Weights
+from paceline.models.heads.config import HeadConfig, expected_tensors
+from paceline.models.config import ModelConfig
+
+CHAIN = 5  # drafted tokens
+TREE = (32, 3, CHAIN)  # rows with the root, most children, levels
+DRAFT_VOCABULARY = 32000
+LOOK_UP = LookUp(2, 4)  # what `ngram` does if nothing is said
+
+# from the pages of requests and their longest length to what drafts
+MakeDraft = Callable[[int, int, int], DraftNetwork]
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """One way to draft beside a target."""
+
+    shape: DraftShape
+    make: MakeDraft | None  # None: there is no network
+    bytes_read: int  # of the draft's weights, in a step
+    look_up: LookUp | None = None  # None, and no network: nothing is drafted
+
+
+def eagle3(target: Weights, shape: DraftShape) -> Drafting:
+    """A random EAGLE-3 head of one layer of the target's sizes."""
+    head = _random_head(target)
+    layers = head.config.layers_of(target.config.num_layers)
+
+    def make(requests: int, num_pages: int, longest: int) -> DraftNetwork:
+        pool = _pool(num_pages, 1, head.config, target)
+        return HeadNetwork(head, pool, layers, shape, requests, longest, PAGE_SIZE)
+
+    once = sum(matrix.weight.nbytes for matrix in head.matrices)
+    fusion = head.fusion.matrix
+    assert fusion is not None, "an eagle3 head has one"
+    return Drafting(shape, make, shape.levels * (once - fusion.weight.nbytes) + fusion.weight.nbytes)
+
+
+def draft_model(target: Weights, draft: Weights, weight_bytes: int) -> Drafting:
+    """A smaller model, which guesses a chain."""
+    shape = chain_shape(CHAIN)
+
+    def make(requests: int, num_pages: int, longest: int) -> DraftNetwork:
+        pool = _pool(num_pages, draft.config.num_layers, draft.config, target)
+        size = target.config.vocab_size
+        return ModelNetwork(draft, pool, shape, requests, longest, PAGE_SIZE, size)
+
+    return Drafting(shape, make, shape.levels * weight_bytes)
+
+
+def ngram(target: Weights) -> Drafting:
+    """A chain that is looked up in the request's text, where there is one: both take as long."""
+    return Drafting(chain_shape(CHAIN), None, 0, LOOK_UP)
+
+
+def eagle3_chain(target: Weights) -> Drafting:
+    return eagle3(target, chain_shape(CHAIN))
+
+
+def eagle3_tree(target: Weights) -> Drafting:
+    return eagle3(target, tree_shape(*TREE))
+
+
+def _pool(num_pages: int, layers: int, config: ModelConfig | HeadConfig, target: Weights) -> Pool:
+    """Pages of a draft; what is in them costs the same."""
+    shape = (layers, num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
+    keys, values = (torch.zeros(shape, dtype=target.dtype, device=target.device) for _ in range(2))
+    return Pool(num_pages, 0, keys, values)
+
+
+def _random_head(target: Weights) -> HeadWeights:
+    own = target.config
+    config = HeadConfig(
+        kind="eagle3",
+        vocab_size=own.vocab_size,
+        draft_vocab_size=DRAFT_VOCABULARY,
+        hidden_size=own.hidden_size,
+        target_hidden_size=own.hidden_size,
+        num_heads=own.num_heads,
+        num_kv_heads=own.num_kv_heads,
+        head_dim=own.head_dim,
+        intermediate_size=own.intermediate_size,
+        rms_norm_eps=own.rms_norm_eps,
+        rope=own.rope,
+        max_position=own.max_position,
+    )
+    shapes = dict(expected_tensors(config))
+
+    def take(name: str) -> torch.Tensor:
+        return random_tensor(shapes[name], target.device)
+
+    return make_head_weights(config, np.arange(DRAFT_VOCABULARY, dtype=np.int32), take, target)
+
+
+def random_tensor(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """A norm's weight, or a matrix that keeps the size of what it multiplies."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16, device=device)
+    return torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(shape[1] ** -0.5)

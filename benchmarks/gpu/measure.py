@@ -1,0 +1,244 @@
+"""`python -m benchmarks gpu`: decoding on a CUDA device, plain and speculative, with random weights.
+
+Speed does not depend on what the weights are, so nothing needs to be fetched. Beside plain decoding of our
+backend runs the same model in plain torch: library products, a static cache, the whole step captured as one
+graph. What vLLM gave on the same kind of card is told beside it, and so is the bar of each line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.drafts import (
+    Drafting,
+    draft_model,
+    eagle3_chain,
+    eagle3_tree,
+    ngram,
+    random_tensor,
+)
+from benchmarks.gpu.plain_torch import PlainDecode
+from benchmarks.gpu.plan import DRAFT_MODEL, SHAPES, VLLM, Measured, Setting, bar_of
+from benchmarks.gpu.power import Power, watched
+from paceline.core.forward import ForwardBatch, chain_parents
+from paceline.backends.cuda.backend import PAGE_SIZE, CudaBackend
+from paceline.backends.cuda.common import even_rows, find_common
+from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
+from paceline.backends.cuda.draft_shape import chain_shape
+from paceline.backends.cuda.kernels.matrix import Matrix
+from paceline.backends.cuda.native import leaving_out
+from paceline.backends.cuda.weights import Weights, load_weights, packing_for
+from paceline.errors import BackendError
+from paceline.models.config import ModelConfig
+from paceline.models.layout import expected_tensors
+from paceline.models.transformer import Transformer
+
+WARM_UP = 4  # steps
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second that a reduction of a large array reads here."""
+    data = torch.ones(1 << 30, dtype=torch.int32, device=device)
+    return data.nbytes / (1e-3 * min(_timed(lambda: data.max()) for _ in range(10)))
+
+
+def random_weights(config: ModelConfig, device: torch.device) -> Callable[[str], torch.Tensor]:
+    """Random bfloat16 tensors of the names and shapes that a model of this config has."""
+    shapes = dict(expected_tensors(config))
+    return lambda name: random_tensor(shapes[name], device)
+
+
+def measure_gpu(
+    plan: Sequence[tuple[str, str, int]], setting: Setting, on_line: Callable[[Measured], None]
+) -> list[Measured]:
+    """The lines of a plan."""
+    if not torch.cuda.is_available():
+        raise BackendError(
+            "`python -m benchmarks gpu` needs a CUDA device, and torch sees none: run it where there is one, "
+            "with a torch build for CUDA."
+        )
+    device = torch.device("cuda")
+    speed = bandwidth(device)
+    lines: list[Measured] = []
+    for shape, of_shape in groupby(plan, key=lambda line: line[0]):
+        packing = packing_for(setting.quantization, lambda name: "random")
+        weights = load_weights(SHAPES[shape], random_weights(SHAPES[shape], device), packing)
+        as_trained = setting.quantization == "none"
+        in_torch, is_usual = as_trained and SHAPES[shape].moe is None, setting.is_usual
+        for method, of_method in groupby(of_shape, key=lambda line: line[1]):
+            drafting = _DRAFTS[method](weights)
+            for _, _, count in of_method:
+                target_bytes = weight_bytes(weights, count * len(drafting.shape))
+                floor = 1e3 * (target_bytes + drafting.bytes_read) / speed
+                step, power, without = measure_both(weights, count, setting, drafting)
+                plain = measure_torch(shape, count, setting) if method == "plain" and in_torch else None
+                vllm = VLLM.get((shape, method), {}).get(count) if is_usual else None
+                bar = bar_of(shape, method, count, lines) if is_usual else None
+                lines.append(Measured(shape, method, count, step, floor, plain, vllm, bar, without, power))
+                on_line(lines[-1])
+    return lines
+
+
+def _plain(target: Weights) -> Drafting:
+    return Drafting(chain_shape(0), None, 0)
+
+
+def _with_model(target: Weights) -> Drafting:
+    config = SHAPES[DRAFT_MODEL]
+    draft = load_weights(config, random_weights(config, target.device))
+    return draft_model(target, draft, weight_bytes(draft))
+
+
+_DRAFTS: dict[str, Callable[[Weights], Drafting]] = {
+    "plain": _plain,
+    "eagle3": eagle3_chain,
+    "tree": eagle3_tree,
+    "model": _with_model,
+    "ngram": ngram,
+}
+
+
+def weight_bytes(weights: Weights, rows: int = 1) -> int:
+    """Bytes of weights that a step of so many rows reads; experts are taken to be chosen evenly."""
+    total = float(_bytes_of(*weights.matrices))
+    for mixture in (layer.mixture for layer in weights.layers if layer.mixture is not None):
+        unused = (1 - mixture.chosen / mixture.experts) ** rows
+        total -= unused * _bytes_of(mixture.gate_up, mixture.down)
+    return round(total)
+
+
+def _bytes_of(*matrices: Matrix) -> int:
+    read = [tensor for matrix in matrices for tensor in (matrix.weight, matrix.scales)]
+    return sum(tensor.nbytes for tensor in read if tensor is not None)
+
+
+Step = tuple[float, Power | None]  # milliseconds, and what the card drew
+
+
+def measure_both(
+    weights: Weights, requests: int, setting: Setting, drafting: Drafting
+) -> tuple[float, Power | None, float | None]:
+    """A step, and its milliseconds with kernels left out if some are to be: then twice each, by turns."""
+    if not setting.without:
+        return *measure_ours(weights, requests, setting, drafting), None
+    steps: dict[tuple[str, ...], list[Step]] = {(): [], setting.without: []}
+    for names in list(steps) * 2:
+        with leaving_out(names):
+            steps[names].append(measure_ours(weights, requests, setting, drafting))
+    best, without = (min(own, key=lambda step: step[0]) for own in steps.values())
+    return *best, without[0]
+
+
+@torch.inference_mode()
+def measure_ours(weights: Weights, requests: int, setting: Setting, drafting: Drafting) -> Step:
+    """A step of the decode loop, whose tokens are copied to the host."""
+    loop = prefilled_loop(weights, requests, setting, drafting)
+    said = torch.zeros(loop.said.shape, dtype=torch.int32, pin_memory=True)
+
+    def step() -> None:
+        loop.step(requests)
+        said.copy_(loop.said, non_blocking=True)  # as the engine does
+
+    warm_up(step)
+    return watched(weights.device, lambda: time_steps(step, setting.output_tokens))
+
+
+@torch.inference_mode()
+def prefilled_loop(weights: Weights, requests: int, setting: Setting, drafting: Drafting) -> DecodeLoop:
+    """A decode loop over requests with random prompts, whose prompts the target has computed."""
+    config, device = weights.config, weights.device
+    backend = CudaBackend(weights, max_rows=512)
+    prompt_tokens, longest = setting.prompt_tokens, setting.longest
+    pages_each = -(-longest // PAGE_SIZE)
+    pool = backend.make_pool(requests * pages_each)
+    state = make_requests(requests, longest, PAGE_SIZE, device)
+    pages = np.random.default_rng(0).permutation(requests * pages_each).astype(np.int32)
+    pages = pages.reshape(requests, pages_each)
+    common = setting.common_tokens // PAGE_SIZE
+    pages[:, :common] = pages[0, :common]
+    shape = (requests, prompt_tokens)
+    prompts = np.random.default_rng(1).integers(0, config.vocab_size, shape).astype(np.int32)
+    prompts[:, : setting.common_tokens] = prompts[0, : setting.common_tokens]
+    state.pages.copy_(torch.from_numpy(pages))
+    state.tokens[:, :prompt_tokens] = torch.from_numpy(prompts)
+    state.lengths.fill_(prompt_tokens - 1)  # the last token of the prompt is the first that the loop computes
+    _prefill(backend, prompts[:1, :-1], pages[:1], pool, 0)
+    _prefill(backend, prompts[1:, :-1], pages[1:], pool, common * PAGE_SIZE)
+    draft = None if drafting.make is None else drafting.make(requests, requests * pages_each, longest)
+    look_up = drafting.look_up
+    loop = DecodeLoop(weights, pool, state, requests, PAGE_SIZE, draft, drafting.shape, look_up=look_up)
+    loop.begin(list(range(requests)), requests)
+    begins = np.arange(requests, dtype=np.int32) * pages_each
+    computed = np.full(requests, prompt_tokens - 1, dtype=np.int32)
+    own = even_rows(pages, begins, computed, loop.nodes)
+    loop.share(find_common(own, PAGE_SIZE, config.num_heads, config.num_kv_heads))
+    return loop
+
+
+def _prefill(backend: CudaBackend, tokens: np.ndarray, pages: np.ndarray, pool: object, known: int) -> None:
+    """Compute prompts [requests, tokens] from `known` on, as many rows at once as a pass takes."""
+    count, length = tokens.shape
+    for begin in range(known, length, backend.max_rows):
+        chunk = tokens[:, begin : begin + backend.max_rows]
+        at_once = max(1, backend.max_rows // chunk.shape[1])
+        for first in range(0, count, at_once):
+            some = slice(first, min(first + at_once, count))
+            backend.forward(_chunks(chunk[some], pages[some], pool, begin))
+
+
+def _chunks(tokens: np.ndarray, pages: np.ndarray, pool: object, context: int) -> ForwardBatch:
+    """A pass over parts of prompts [requests, tokens] behind so many computed tokens of each."""
+    count, length = tokens.shape
+    return ForwardBatch(
+        tokens=tokens.reshape(-1),
+        positions=np.tile(np.arange(context, context + length, dtype=np.int32), count),
+        parents=chain_parents([length] * count),
+        row_offsets=np.arange(count + 1, dtype=np.int32) * length,
+        context_lengths=np.full(count, context, dtype=np.int32),
+        page_tables=pages,
+        logit_rows=np.zeros(0, dtype=np.int32),
+        pool=pool,  # type: ignore[arg-type]
+    )
+
+
+@torch.inference_mode()
+def measure_torch(shape: str, requests: int, setting: Setting) -> float:
+    """Milliseconds per step of the same model in plain torch, as one graph."""
+    model = Transformer(SHAPES[shape], random_weights(SHAPES[shape], torch.device("cuda")))
+    plain = PlainDecode(model, requests, setting.prompt_tokens, setting.longest)
+    warm_up(plain.step)
+    return time_steps(plain.step, setting.output_tokens)
+
+
+def warm_up(step: Callable[[], None]) -> None:
+    """Some steps ahead of those that count: the first compiles kernels, and captures them."""
+    for _ in range(WARM_UP):
+        step()
+    torch.cuda.synchronize()
+
+
+def time_steps(step: Callable[[], None], count: int, blocks: int = 5) -> float:
+    """The median over blocks of steps, in milliseconds per step; `count` has those of `warm_up`, too."""
+    each = max(1, (count - WARM_UP) // blocks)
+    times = []
+    for _ in range(blocks):
+        start = time.perf_counter()
+        for _ in range(each):
+            step()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start) / each)
+    return float(np.median(times))
+
+
+def _timed(work: Callable[[], object]) -> float:
+    """Milliseconds of work on the device."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)

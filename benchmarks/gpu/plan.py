@@ -1,0 +1,149 @@
+"""What is measured on a GPU, and what it is held against: shapes, settings, figures of vLLM, bars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.gpu.power import Power
+from paceline.backends.cuda.native import KERNELS
+from paceline.errors import ConfigError
+from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
+
+SHAPES = {
+    "llama-3.2-1b": ModelConfig(
+        "llama", 128256, 2048, 16, 32, 8, 64, 8192, 1e-5, RopeConfig(500000.0), 8192, tie_embeddings=True
+    ),
+    "qwen2.5-1.5b": ModelConfig(
+        "qwen2", 151936, 1536, 28, 12, 2, 128, 8960, 1e-6, RopeConfig(1e6), 8192, True, qkv_bias=True
+    ),
+    "llama-3.1-8b": ModelConfig(
+        "llama", 128256, 4096, 32, 32, 8, 128, 14336, 1e-5, RopeConfig(500000.0), 8192, tie_embeddings=False
+    ),
+    "qwen3-30b-a3b": ModelConfig(
+        "qwen3_moe",
+        151936,
+        2048,
+        48,
+        32,
+        4,
+        128,
+        6144,
+        1e-6,
+        RopeConfig(1e6),
+        8192,
+        tie_embeddings=False,
+        qk_norm=True,
+        moe=MoeConfig(128, 8, 768, True, frozenset(range(48))),
+    ),
+}
+
+
+# milliseconds of a step by shape, method and requests: of vLLM 0.26 on an H200, and the bar of this project
+VLLM = {
+    ("llama-3.2-1b", "plain"): {1: 2.20, 16: 2.10, 64: 2.89},
+    ("qwen2.5-1.5b", "plain"): {1: 2.15, 16: 2.21, 64: 2.83},
+    ("llama-3.1-8b", "plain"): {1: 4.83, 16: 5.17, 64: 5.97},
+    ("llama-3.1-8b", "eagle3"): {1: 6.48, 16: 6.88, 64: 13.5},
+    ("llama-3.1-8b", "ngram"): {1: 7.15, 16: 9.11},
+    ("llama-3.1-8b", "model"): {1: 21.5, 16: 26.2},
+}
+BARS = {
+    ("llama-3.2-1b", "plain"): {1: 0.8},
+    ("qwen2.5-1.5b", "plain"): {1: 1.0, 64: 2.83},  # 22,600 tokens a second
+    ("llama-3.1-8b", "plain"): {1: 4.2, 64: 5.5},
+    ("llama-3.1-8b", "eagle3"): {1: 5.2, 16: 5.8},
+    ("llama-3.1-8b", "ngram"): {1: 4.5},
+    ("llama-3.1-8b", "model"): {1: 9.0},
+}
+TREE_TO_CHAIN = 1.1  # the bar of a tree: so many times the chain of the same run
+COUNTS = {  # requests at once, by shape and method
+    ("qwen2.5-1.5b", "plain"): (1, 16, 64, 256),
+    ("llama-3.1-8b", "tree"): (1,),
+    ("llama-3.1-8b", "model"): (1, 16),
+    ("llama-3.1-8b", "ngram"): (1, 16),
+}
+USUAL_COUNTS = (1, 16, 64)
+METHODS = ("plain", "eagle3", "tree", "model", "ngram")
+SPECULATIVE = "llama-3.1-8b"  # the shape that drafts are measured beside
+DRAFT_MODEL = "llama-3.2-1b"
+LEAST_STEPS = 16
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One line of the table: milliseconds per step, the median of blocks of steps."""
+
+    shape: str
+    method: str
+    requests: int
+    milliseconds: float
+    floor: float  # to read the weights of a step once, at the bandwidth measured here
+    torch: float | None = None  # the same model in plain torch
+    vllm: float | None = None
+    bar: float | None = None
+    without: float | None = None  # the same with some kernels left out
+    power: Power | None = None  # that the card drew meanwhile
+
+    @property
+    def verdict(self) -> str:
+        """Whether the bar is met; nothing where there is none."""
+        return "" if self.bar is None else "met" if self.milliseconds <= self.bar else "missed"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How long requests are, and how weights are packed."""
+
+    prompt_tokens: int = 128
+    output_tokens: int = 256
+    quantization: str = "none"  # or fp8, int8, int4
+    without: tuple[str, ...] = ()  # kernels that are left out, for comparison
+    common_tokens: int = 0  # with which all prompts begin; they are stored once
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.common_tokens < self.prompt_tokens:
+            raise ConfigError(
+                f"--common-tokens are the first of --input-tokens {self.prompt_tokens}: give fewer, not "
+                f"{self.common_tokens}."
+            )
+        for name in self.without:
+            if name not in KERNELS:
+                raise ConfigError(f"--without knows no kernel {name!r}; choose from {', '.join(KERNELS)}.")
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether bars and the figures of vLLM are of this setting."""
+        return (self.prompt_tokens, self.quantization, self.common_tokens) == (128, "none", 0)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that there is room for: even the shortest measurement takes some steps."""
+        return self.prompt_tokens + max(self.output_tokens, LEAST_STEPS) + 1
+
+
+def planned(
+    shapes: Sequence[str], methods: Sequence[str], requests: Sequence[int] | None
+) -> list[tuple[str, str, int]]:
+    """Shape, method and requests of every line; without `requests`, those that have bars and some more."""
+    for names, known, kind in ((shapes, SHAPES, "shape"), (methods, METHODS, "method")):
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"there is no {kind} {name!r}; choose from {', '.join(known)}.")
+    return [
+        (shape, method, count)
+        for shape in shapes
+        for method in methods
+        if method == "plain" or shape == SPECULATIVE
+        for count in requests or COUNTS.get((shape, method), USUAL_COUNTS)
+    ]
+
+
+def bar_of(shape: str, method: str, requests: int, lines: Sequence[Measured]) -> float | None:
+    """What a line is measured against; that of a tree is the chain beside it."""
+    if method == "tree":
+        chains = [
+            line for line in lines if (line.shape, line.method, line.requests) == (shape, "eagle3", requests)
+        ]
+        return TREE_TO_CHAIN * chains[0].milliseconds if chains else None
+    return BARS.get((shape, method), {}).get(requests)

@@ -1,0 +1,113 @@
+"""`python -m benchmarks` load and overhead."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from paceline.bench.flags import JsonFile, Model, Quantization, Threads, Workloads
+from paceline.config import DEFAULT_MODEL
+
+
+def load_command(
+    model: Model = DEFAULT_MODEL,
+    url: Annotated[
+        str | None, typer.Option(help="A server that runs already, instead of one started for this.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="The key that this server wants.")] = None,
+    duration: Annotated[
+        str | None, typer.Option(help="Soak: mixed traffic for so long, such as 30m, instead of rounds.")
+    ] = None,
+    clients: Annotated[
+        int | None, typer.Option(help="Clients at once; default 200, with --duration 50.")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Requests of a round, all clients together.")] = 400,
+    rounds: Annotated[int, typer.Option(help="How often all of it is done.")] = 2,
+    cut: Annotated[float, typer.Option(help="Share of requests whose client leaves at some point.")] = 0.2,
+    bad: Annotated[float, typer.Option(help="Share of requests that are nonsense.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Decides who leaves, where, and who talks nonsense.")] = 0,
+    workload: Workloads = None,
+    limit: Annotated[int | None, typer.Option(help="Take the first prompts of each workload only.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Cut answers that may be longer.")] = 64,
+    draft: Annotated[str, typer.Option(help="What drafts in a server started for this.")] = "suffix",
+    threads: Threads = None,
+    quantization: Quantization = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Many clients, some of whom leave or talk nonsense: are all other answers there, and right?"""
+    import asyncio
+    from contextlib import nullcontext
+    from dataclasses import replace
+
+    from benchmarks.server.load import LoadOptions, run_load
+    from benchmarks.server.load_report import load_result
+    from benchmarks.server.process import ServerProcess, serve_flags
+    from benchmarks.server.soak import SAMPLES, SoakOptions, run_soak, seconds_of
+    from benchmarks.server.soak_report import soak_result
+    from paceline.bench.report.output import Report
+    from paceline.bench.report.terminal import progress
+    from paceline.bench.servers.client import Server
+    from paceline.bench.traffic.workloads import load_workload
+
+    report = Report(json_file)
+    soaking = None
+    if duration is not None:
+        soaking = SoakOptions(seconds_of(duration), clients or 50, cut, bad, seed)
+    options = LoadOptions(clients or 200, requests, rounds, cut, bad, seed)
+    names = workload or ["code-edit", "summarize", "extract"]
+    prompts = [one for name in names for one in load_workload(name, limit, max_tokens).prompts]
+    flags = serve_flags(threads, quantization, ["--draft", draft])
+    keys = [api_key]
+    if soaking is not None and url is None:  # tenants of a server of our own have keys of their own
+        keys = [api_key or "soak-0", "soak-1", "soak-2"]
+        flags += [word for key in keys[1:] for word in ("--api-key", str(key))]
+    started = ServerProcess(model, *flags, api_key=keys[0]) if url is None else None
+    turns = SAMPLES if soaking is not None else len(prompts) + rounds * requests
+    with started or nullcontext(), progress(turns) as on_turn:
+        server = started.server if started else Server.at(url or "", api_key)
+        if soaking is not None:
+            servers = [replace(server, api_key=key) for key in keys]
+            process_id = started.process.pid if started else None
+            soak = asyncio.run(run_soak(servers, prompts, soaking, process_id, on_turn))
+        else:
+            load = asyncio.run(run_load(server, prompts, options, on_turn))
+    report.show(load_result(load) if soaking is None else soak_result(soak))
+    if not (load.good if soaking is None else soak.good):
+        raise typer.Exit(1)
+
+
+def overhead_command(
+    model: Model = DEFAULT_MODEL,
+    concurrency: Annotated[int, typer.Option(help="Streaming clients at once.")] = 16,
+    tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
+    rounds: Annotated[int, typer.Option(help="How often both have their turn.")] = 5,
+    draft: Annotated[str, typer.Option(help="What drafts, in both.")] = "off",
+    threads: Threads = None,
+    quantization: Quantization = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Throughput of the whole server as a share of the offline engine's, in turns, with the same texts."""
+    from benchmarks.engine.concurrency import short_prompts
+    from benchmarks.server.overhead import measure_overhead, overhead_result
+    from benchmarks.server.process import ServerProcess, serve_flags
+    from paceline.bench.loading import bench_config, settings
+    from paceline.bench.report.output import Report
+    from paceline.bench.report.terminal import progress
+    from paceline.bench.text import text_ids
+    from paceline.build import build_engine
+
+    report = Report(json_file)
+    config = bench_config(model, quantization, threads, concurrency, draft)
+    scheduler = config.scheduler
+    flags = ["--no-enable-prefix-caching", "--draft", draft, "--max-num-seqs", str(scheduler.max_num_seqs)]
+    flags += ["--max-num-batched-tokens", str(scheduler.max_num_batched_tokens)]
+    with ServerProcess(model, *serve_flags(threads, quantization, flags)) as process:
+        loaded = build_engine(config)
+        prompts = short_prompts(text_ids(loaded.tokenizer), concurrency)
+        with progress(2 * rounds) as on_turn:
+            result = measure_overhead(process.server, loaded.engine, prompts, tokens, rounds, on_turn)
+    facts = {"model": model, **asdict(settings(loaded.engine.backend)), "concurrency": concurrency}
+    facts |= {"tokens_each": tokens, "rounds": rounds, "draft": draft}
+    report.show(overhead_result(result, facts))

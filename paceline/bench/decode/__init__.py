@@ -1,0 +1,1 @@
+"""`paceline bench decode`: plain decoding and prefill beside llama.cpp."""

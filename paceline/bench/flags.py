@@ -1,0 +1,59 @@
+"""The flags that commands of the bench share, and a group of commands whose first word may be a model."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from paceline.errors import ConfigError
+
+RUN = "run"
+
+Model = Annotated[str, typer.Argument(help="An alias, a .gguf file, a folder or a hub id.")]
+Threads = Annotated[int | None, typer.Option(help="Threads; one for each core if not given.")]
+Quantization = Annotated[
+    str, typer.Option(help="How the cpu backend keeps weights: auto, native, int8, none.")
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write all results to this file.")
+]
+HtmlFile = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write a report with plots to this file.")
+]
+Workloads = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--workload",
+        help="A file of JSON lines, or code-edit, summarize, extract, chat, writing. May be repeated.",
+    ),
+]
+
+
+class MainCommandGroup(TyperGroup):
+    """A group whose first word may be a model instead of a command: then it runs the main command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        word = args[0] if args else ""
+        if word and word not in self.commands and word not in ctx.help_option_names:
+            near = get_close_matches(word, self.commands, n=1, cutoff=0.8)
+            if near and not Path(word).exists():
+                ctx.fail(f"There is neither a command nor a model {word!r}. Did you mean {near[0]!r}?")
+            args = [RUN, *args]
+        return super().parse_args(ctx, args)
+
+
+def integers(option: str, text: str) -> list[int]:
+    """The positive numbers of a list such as 1,4,16."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(
+            f"{option} must be positive numbers with commas between, such as 1,4,16; got {text!r}."
+        )
+    return numbers

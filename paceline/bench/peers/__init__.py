@@ -1,0 +1,1 @@
+"""Other engines in processes of their own."""

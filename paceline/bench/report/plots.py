@@ -1,0 +1,182 @@
+"""Charts as SVG that stands in a page by itself: no script, no font and no style from elsewhere.
+
+Colours are classes (`c0`, `c1`, ...) and inks are variables, so that a page can be light or dark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from html import escape
+
+from paceline.bench.report.result import Chart, Course, Lines, Mark, Point, Ranges
+
+WIDTH = 860  # of a chart of ranges; heights follow from what is in it
+SMALL_WIDTH = 420  # of a chart of lines: two stand side by side
+LETTER = 7.0  # pixels of a letter, about: labels are measured by it
+MOST_LETTERS = 34  # of a label at the left; longer ones are cut, and whole when pointed at
+NUM_COLOURS = 8
+Scale = Callable[[float], float]  # from a value to pixels
+Colours = Mapping[str, int]  # of each series
+
+
+def nice_ticks(high: float, count: int = 5) -> list[float]:
+    """Round numbers from 0 to just beyond `high`, about `count` of them."""
+    if high <= 0:
+        return [0.0, 1.0]
+    rough = high / count
+    scale = 10.0 ** math.floor(math.log10(rough))
+    step = next(scale * factor for factor in (1, 2, 2.5, 5, 10) if scale * factor >= rough * (1 - 1e-9))
+    return [index * step for index in range(math.ceil(high / step - 1e-9) + 1)]
+
+
+def svg(chart: Chart, colours: Colours) -> str:
+    """A chart in the colours of its series."""
+    if isinstance(chart, Ranges):
+        return _ranges(chart, colours)
+    return _lines(chart, colours) if isinstance(chart, Lines) else _course(chart, colours)
+
+
+def _ranges(chart: Ranges, colours: Colours) -> str:
+    marks = [mark for own in chart.sections.values() for mark in own]
+    highest = max([mark.high for mark in marks] + [mark.value for mark in marks] + [chart.reference or 0])
+    ticks = nice_ticks(highest)
+    left = 24 + LETTER * max(min(len(mark.label), MOST_LETTERS) for mark in marks)
+    right = 16 + LETTER * max(len(mark.text) for mark in marks)
+    span = WIDTH - left - right
+
+    def x(value: float) -> float:
+        return left + span * value / ticks[-1]
+
+    parts, y = [], 8.0
+    for heading, own in chart.sections.items():
+        parts.append(_text(4, y + 14, heading, "heading"))
+        y += 24
+        for mark in own:
+            parts += _mark_parts(mark, colours, x, y, WIDTH - right + 8)
+            y += 20
+        y += 6
+    grid = [
+        part
+        for tick in ticks
+        for part in (_line(x(tick), 4, x(tick), y, "grid"), _text(x(tick), y + 16, _number(tick), "middle"))
+    ]
+    if chart.reference is not None:
+        grid.append(_line(x(chart.reference), 4, x(chart.reference), y, "reference"))
+    grid.append(_text(left + span / 2, y + 36, chart.axis, "middle axis"))
+    return _svg(WIDTH, y + 44, [*grid, *parts], chart.axis)
+
+
+def _mark_parts(mark: Mark, colours: Colours, x: Scale, y: float, text_x: float) -> list[str]:
+    label = mark.label if len(mark.label) <= MOST_LETTERS else mark.label[: MOST_LETTERS - 1] + "…"
+    middle, colour = y + 8, _colour(colours, mark.series)
+    return [
+        f'<g class="{colour}"><title>{escape(f"{mark.label}: {mark.text}")}</title>',
+        _text(16, middle + 4, label, "label"),
+        _line(x(mark.low), middle, x(mark.high), middle, "range"),
+        *(_line(x(tick), middle - 5, x(tick), middle + 5, "tick") for tick in mark.ticks),
+        f'<circle cx="{x(mark.value):.1f}" cy="{middle:.1f}" r="4.5"/>',
+        _text(text_x, middle + 4, mark.text, "value"),
+        "</g>",
+    ]
+
+
+def _lines(chart: Lines, colours: Colours) -> str:
+    """Names are in the legend of the page. x begins where points do."""
+    points = [point for own in chart.series.values() for point in own]
+    columns = sorted({x for x, _ in points})
+    ticks = nice_ticks(max(y for _, y in points))
+    left, top, bottom, right = 58.0, 30.0, 230.0, SMALL_WIDTH - 14.0
+    step = (right - left) / max(len(columns) - 1, 1)
+
+    def place(point: Point) -> Point:
+        # columns stand at equal distances: concurrencies double, and positions follow each other
+        return left + step * columns.index(point[0]), bottom - (bottom - top) * point[1] / ticks[-1]
+
+    parts = [_text(left, 16, chart.title, "heading")]
+    for tick in ticks:
+        y = place((columns[0], tick))[1]
+        parts += [_line(left, y, right, y, "grid"), _text(left - 6, y + 4, _number(tick), "end")]
+    every = max(1, math.ceil(len(columns) / 12))
+    for column in columns[::every]:
+        parts.append(_text(place((column, 0))[0], bottom + 16, _number(column), "middle"))
+    for name, own in chart.series.items():
+        placed = [place(point) for point in own]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+        parts.append(f'<g class="{_colour(colours, name)}"><title>{escape(name)}</title>')
+        parts.append(f'<polyline points="{path}"/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in placed]
+        parts.append("</g>")
+    parts += _axes(chart.axes, (left + right) / 2, (top + bottom) / 2, bottom)
+    return _svg(SMALL_WIDTH, bottom + 44, parts, chart.title)
+
+
+def _course(chart: Course, colours: Colours) -> str:
+    points = [point for own in chart.series.values() for point in own]
+    columns, ticks = nice_ticks(max(x for x, _ in points), 8), nice_ticks(max(y for _, y in points))
+    left, top, bottom, right = 58.0, 44.0, 244.0, WIDTH - 14.0
+
+    def place(point: Point) -> Point:
+        x, y = point
+        return left + (right - left) * x / columns[-1], bottom - (bottom - top) * y / ticks[-1]
+
+    parts = [_text(left, 16, chart.title, "heading")]
+    for tick in ticks:
+        y = place((0, tick))[1]
+        parts += [_line(left, y, right, y, "grid"), _text(left - 6, y + 4, _number(tick), "end")]
+    parts += [_text(place((column, 0))[0], bottom + 16, _number(column), "middle") for column in columns]
+    for where, word in chart.places.items():
+        x = place((where, 0))[0]
+        parts += [_line(x, top - 12, x, bottom, "reference"), _text(x + 4, top - 4, word, "axis")]
+    for name, own in chart.series.items():
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, own))
+        parts.append(f'<g class="{_colour(colours, name)}"><title>{escape(name)}</title>')
+        parts.append(f'<polyline points="{path}"/></g>')
+    return _svg(
+        WIDTH,
+        bottom + 44,
+        [*parts, *_axes(chart.axes, (left + right) / 2, (top + bottom) / 2, bottom)],
+        chart.title,
+    )
+
+
+def _axes(axes: tuple[str, str], x: float, y: float, bottom: float) -> list[str]:
+    """What is along the bottom and up the left side."""
+    turned = f"translate(13 {y:.0f}) rotate(-90)"
+    return [
+        _text(x, bottom + 34, axes[0], "middle axis"),
+        f'<text class="middle axis" transform="{turned}">{escape(axes[1])}</text>',
+    ]
+
+
+def legend(colours: Colours) -> str:
+    """Which colour is whose, as HTML."""
+    entries = (
+        f'<span><svg class="{_colour(colours, name)}" width="12" height="12"><circle cx="6" cy="6" r="5"/>'
+        f"</svg> {escape(name)}</span>"
+        for name in colours
+    )
+    return f'<p class="legend">{" ".join(entries)}</p>'
+
+
+def _colour(colours: Colours, series: str) -> str:
+    return f"c{colours[series] % NUM_COLOURS}"
+
+
+def _svg(width: float, height: float, parts: Iterable[str], label: str) -> str:
+    return (
+        f'<svg class="plot" role="img" aria-label="{escape(label)}" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'style="max-width:{width:.0f}px">' + "".join(parts) + "</svg>"
+    )
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def _text(x: float, y: float, text: str, kind: str) -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:g}"

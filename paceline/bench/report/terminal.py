@@ -1,0 +1,58 @@
+"""Results on the terminal, and progress while they are measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import rich.table
+from rich.console import Console
+from rich.progress import Progress
+
+from paceline.bench.report.result import Result, Table
+from paceline.bench.timing import OnTurn
+
+PIPED_WIDTH = 240  # columns: more than any table has
+
+
+@contextmanager
+def progress(total: int) -> Iterator[OnTurn]:
+    """A progress bar on standard error, to be told after each of `total` turns what was done."""
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("warming up", total=total)
+        yield lambda text: bar.update(task, advance=1, description=text)
+
+
+def print_result(result: Result, more_notes: Sequence[str] = ()) -> None:
+    """Print the tables, then the findings and the notes, a line each."""
+    console = report_console()
+    for table in result.tables:
+        console.print(rich_table(table))
+    findings = (finding.text for finding in result.findings)
+    for note in (*findings, *result.notes, *more_notes):
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+def rich_table(table: Table) -> rich.table.Table:
+    """A table for the terminal. Rows are indented below a row that heads them."""
+    shown = rich.table.Table(title=table.title, title_justify="left", pad_edge=False)
+    for place, heading in enumerate(table.columns):
+        words = heading in table.text
+        left = words or place == 0
+        shown.add_column(heading, justify="left" if left else "right", no_wrap=place == 0 and not words)
+    indent = ""
+    for row in table.rows:
+        if len(row) == 1:
+            indent = "  "
+            shown.add_section()
+            shown.add_row(*row, style="bold")
+        else:
+            shown.add_row(indent + row[0], *row[1:])
+    return shown
+
+
+def report_console() -> Console:
+    """Standard output; what is piped has no width, so there nothing is cut."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=PIPED_WIDTH)

@@ -1,0 +1,1 @@
+"""`paceline bench run`: drafting methods, or servers, on workloads, compared in turns."""

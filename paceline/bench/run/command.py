@@ -1,0 +1,186 @@
+"""`paceline bench run` and `paceline bench serve`: drafting methods, or servers, on workloads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.bench.flags import HtmlFile, JsonFile
+from paceline.bench.traffic.flags import ARRIVALS, WORKLOAD, arrival_profiles, load_workloads
+from paceline.config import DEFAULT_MODEL
+from paceline.errors import ConfigError
+from paceline.terminal.flags import Flag, Group, Options, with_flags
+
+if TYPE_CHECKING:
+    from paceline.bench.run.contest import Contest, SpeculationOptions
+
+USUAL_METHODS = 5  # about, for a progress bar
+
+ASKED: Group = (
+    Flag("metrics", list[str] | None, None, "Its page of metrics, if not URL/metrics: URL, or LABEL=URL."),
+    Flag("api_key", str | None, None, "The key that servers want."),
+)
+SERVERS: Group = (
+    Flag(
+        "endpoint",
+        list[str] | None,
+        None,
+        "A server to measure instead of an engine here: URL, or LABEL=URL. May be repeated.",
+    ),
+    *ASKED,
+)
+HERE: Group = (
+    Flag("backend", str, "cpu", "What runs the model here: cpu, torch, cuda."),
+    Flag("device", str, "", "Where, such as cuda; the backend's own if left out."),
+    Flag("threads", int | None, None, "Threads; one for each core if not given."),
+    Flag("quantization", str, "auto", "How weights are kept: auto, native, int8, none; on cuda fp8, int4."),
+    Flag("warm", bool, False, "Also measure a second pass, caches full.", "--warm"),
+    Flag("against", str, "", "Peers with prompt lookup of their own: transformers, llama.cpp, vllm."),
+    Flag(
+        "peer_python",
+        list[str] | None,
+        None,
+        "Where a peer is installed: NAME=INTERPRETER. May be repeated.",
+    ),
+)
+Rounds = Annotated[
+    int | None,
+    typer.Option(help="How often each has its turn on a prompt.", show_default="3; 1 of servers"),
+]
+Objective = Annotated[
+    str | None,
+    typer.Option("--slo", help="Milliseconds that a good request keeps: ttft=500,tpot=50,e2e=9000."),
+]
+
+
+@with_flags(load=WORKLOAD, arrivals=ARRIVALS, servers=SERVERS, here=HERE)
+def run_command(
+    load: Options,
+    arrivals: Options,
+    servers: Options,
+    here: Options,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="An alias, a .gguf file, a folder or a hub id; with --endpoint, what the server calls it.",
+            show_default=f"{DEFAULT_MODEL}, or the server's first",
+        ),
+    ] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Such as off,ngram,suffix; or one JSON object. May be repeated.",
+            show_default="off,auto,ngram,suffix and the head that is shipped for the model",
+        ),
+    ] = None,
+    rounds: Rounds = None,
+    slo: Objective = None,
+    json_file: JsonFile = None,
+    html: HtmlFile = None,
+) -> None:
+    """What drafting methods, or servers, give on workloads, in turns, and whether any token differs."""
+    _refuse_unused(servers["endpoint"] is not None, servers, here)
+    _run(load, arrivals, servers, here, model, methods, rounds, slo, json_file, html)
+
+
+@with_flags(load=WORKLOAD, arrivals=ARRIVALS, asked=ASKED)
+def serve_command(
+    load: Options,
+    arrivals: Options,
+    asked: Options,
+    url: Annotated[
+        list[str], typer.Argument(help="Servers that run already: URL, or LABEL=URL to compare several.")
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="What the server calls its model.", show_default="its first")
+    ] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(help="Of a paceline: drafting methods that each request asks for. May be repeated."),
+    ] = None,
+    rounds: Rounds = None,
+    slo: Objective = None,
+    json_file: JsonFile = None,
+    html: HtmlFile = None,
+) -> None:
+    """What OpenAI-compatible servers that run already give on workloads, measured from outside."""
+    from paceline.bench.servers.contest import parse_addresses
+
+    parse_addresses("URL", url)  # refuses a wrong one by the name that it has here
+    here = {flag.name: flag.default for flag in HERE}
+    _run(load, arrivals, {**asked, "endpoint": url}, here, model, methods, rounds, slo, json_file, html)
+
+
+def _run(
+    load: Options,
+    arrivals: Options,
+    servers: Options,
+    here: Mapping[str, Any],
+    model: str | None,
+    methods: list[str] | None,
+    rounds: int | None,
+    slo: str | None,
+    json_file: Path | None,
+    html: Path | None,
+) -> None:
+    """Measure and report. Exit status 1 if outputs differ, or do not fit their schema."""
+    from paceline.bench.peers.lookup import parse_peers
+    from paceline.bench.report.output import Report
+    from paceline.bench.run.contest import SpeculationOptions
+    from paceline.bench.run.figures import parse_objective
+    from paceline.bench.run.speculation import parse_methods
+    from paceline.bench.run.view import contest_result
+
+    report = Report(json_file, html)
+    workloads = load_workloads(load)
+    usual_rounds = 3 if servers["endpoint"] is None else 1
+    options = SpeculationOptions(
+        workloads=workloads,
+        methods=parse_methods(methods) if methods else {},
+        model=model or DEFAULT_MODEL,
+        rounds=usual_rounds if rounds is None else rounds,
+        profiles=arrival_profiles(arrivals, max(len(workload.prompts) for workload in workloads)),
+        warm=here["warm"],
+        temperature=load["temperature"],
+        constrain=load["constrain"],
+        threads=here["threads"],
+        quantization=here["quantization"],
+        backend=here["backend"],
+        device=here["device"],
+        peers=parse_peers([name for name in here["against"].split(",") if name], here["peer_python"] or []),
+        objective=None if slo is None else parse_objective(slo),
+    )
+    contest = _measure(options, servers, model)
+    report.show(contest_result(contest))
+    if not contest.identical or not contest.valid:
+        raise typer.Exit(1)
+
+
+def _measure(options: SpeculationOptions, servers: Options, model: str | None) -> Contest:
+    """By engines here or by the servers that are named."""
+    from paceline.bench.report.terminal import progress
+    from paceline.bench.run.contest import run_contest
+    from paceline.bench.servers.contest import parse_addresses, run_served
+
+    if servers["endpoint"] is None:
+        with progress(options.num_turns(len(options.methods) or USUAL_METHODS)) as on_turn:
+            return run_contest(options, on_turn)
+    addresses = parse_addresses("--endpoint", servers["endpoint"])
+    metrics = parse_addresses("--metrics", servers["metrics"] or [])
+    with progress(options.num_turns(len(options.methods) or len(addresses))) as on_turn:
+        return run_served(options, addresses, metrics, servers["api_key"], model, on_turn)
+
+
+def _refuse_unused(away: bool, servers: Options, here: Options) -> None:
+    """Refuse what would have no effect."""
+
+    def given(flags: Group, values: dict[str, Any]) -> list[str]:
+        return ["--" + flag.name.replace("_", "-") for flag in flags if values[flag.name] != flag.default]
+
+    if away and (unused := given(HERE, here)):
+        raise ConfigError(f"{unused[0]} is of engines in this process: leave it out with --endpoint.")
+    if not away and (unused := given(SERVERS, servers)):
+        raise ConfigError(f"{unused[0]} is of servers: name one by --endpoint, or leave it out.")

@@ -1,0 +1,210 @@
+"""`paceline bench MODEL`: all workloads, profiles and methods, then peers on the same prompts."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from paceline.bench.loading import bench_config, settings
+from paceline.bench.peers.lookup import PeerOptions, PeerRow, measure_peer
+from paceline.bench.run.engine_runner import EngineRunner, Task
+from paceline.bench.run.figures import Objective
+from paceline.bench.run.rows import Row, rows
+from paceline.bench.run.slices import Disturbances
+from paceline.bench.run.speculation import COLD, OFF, ONE_BY_ONE, WARM, group_size, measure_workload
+from paceline.bench.timing import OnTurn
+from paceline.bench.traffic.profiles import Profile
+from paceline.bench.traffic.workloads import Prompt, Workload
+from paceline.build import LoadedModel, build_engine, load_model
+from paceline.config import DEFAULT_MODEL, EngineConfig, SchedulerOptions
+from paceline.core.params import SamplingParams
+from paceline.draft.methods import AUTO, parse_speculative_config
+from paceline.errors import ConfigError
+from paceline.models.heads.shipped import default_method
+from paceline.models.registry import resolve
+from paceline.options import check_integer, check_number
+from paceline.verify.rules import RULES
+
+COPIES = ("ngram", "suffix")  # methods that need no weights
+
+
+@dataclass(frozen=True)
+class SpeculationOptions:
+    """What to measure."""
+
+    workloads: tuple[Workload, ...]
+    methods: Mapping[str, Any]  # speculative_config by label, "off" among them; empty: see usual_methods
+    model: str = DEFAULT_MODEL
+    rounds: int = 3
+    profiles: tuple[Profile, ...] = (ONE_BY_ONE,)
+    warm: bool = False
+    temperature: float | None = None  # None: each prompt's own
+    constrain: bool = True  # answers to what a workload's response_format says
+    threads: int | None = None  # None: one for each core
+    quantization: str = "auto"
+    backend: str = "cpu"
+    device: str = ""  # empty: the backend's own
+    peers: tuple[PeerOptions, ...] = ()
+    objective: Objective | None = None
+
+    def __post_init__(self) -> None:
+        check_integer(ConfigError, "--rounds", self.rounds, 1, None)
+        if self.temperature is not None:
+            check_number(ConfigError, "--temperature", self.temperature, 0, 100)
+        for profile in self.profiles:
+            for workload in self.workloads:
+                profile.check_room(len(workload.prompts), workload.name)
+
+    def num_turns(self, contestants: int) -> int:
+        """About how many turns there will be, for a progress bar; groups end where segments do."""
+        total = 0
+        for workload in self.workloads:
+            prompts = len(workload.prompts)
+            groups = sum(math.ceil(prompts / group_size(profile, prompts)) for profile in self.profiles)
+            total += groups * (1 + self.warm) * contestants + 2 * prompts * len(self.peers)
+        return self.rounds * total
+
+    def temperature_of(self, prompt: Prompt) -> float:
+        return prompt.temperature if self.temperature is None else self.temperature
+
+
+@dataclass(frozen=True)
+class Contest:
+    """All that was found."""
+
+    options: SpeculationOptions
+    threads: int | None = None  # None: of a server elsewhere
+    quantization: str | None = None  # never "auto"
+    rows: list[Row] = field(default_factory=list)
+    peer_rows: list[PeerRow] = field(default_factory=list)
+    peer_errors: dict[str, str] = field(default_factory=dict)  # why a peer has no rows, with the remedy
+    inexact: frozenset[str] = frozenset()  # methods that keep plain decoding's distribution, not its tokens
+    endpoints: Mapping[str, str] = field(default_factory=dict)  # addresses by label, of servers elsewhere
+    remarks: tuple[str, ...] = ()  # what else a reader must know
+
+    @property
+    def identical(self) -> bool:
+        """Whether no method changed a token of any answer, of those that promise not to."""
+        return all(row.identical is not False for row in self.rows if row.method not in self.inexact)
+
+    @property
+    def valid(self) -> bool:
+        """Whether every answer that a schema was given for, and that came to its end, fits it."""
+        return all(row.valid == row.finished for row in self.rows if row.structured)
+
+    def facts(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        options = self.options
+        return {
+            "model": options.model,
+            "backend": options.backend,
+            "threads": self.threads,
+            "quantization": self.quantization,
+            "endpoints": dict(self.endpoints),
+            "rounds": options.rounds,
+            "temperature": options.temperature,
+            "constrain": options.constrain,
+            "objective": None if options.objective is None else asdict(options.objective),
+            "identical": self.identical,
+            "valid": self.valid,
+            "rows": [asdict(row) for row in self.rows],
+            "peer_rows": [asdict(row) for row in self.peer_rows],
+            "peer_errors": self.peer_errors,
+        }
+
+
+def run_contest(
+    options: SpeculationOptions, on_turn: OnTurn = lambda _: None, model: LoadedModel | None = None
+) -> Contest:
+    """All rows, by engines in this process, around a loaded model or the one that the options name.
+
+    A peer that fails is told of, and does not stop the rest.
+    """
+    structured = any(prompt.structured_outputs for one in options.workloads for prompt in one.prompts)
+    if options.peers and options.constrain and structured:
+        raise ConfigError("peers are run without a response_format: add --no-constrain, or leave them out.")
+    most = max(profile.concurrency or SchedulerOptions().max_num_seqs for profile in options.profiles)
+
+    def config_of(draft: Any) -> EngineConfig:
+        how = (options.quantization, options.threads, most)
+        return bench_config(options.model, *how, draft, options.backend, options.device)
+
+    model = model or load_model(config_of(OFF))
+    options = replace(options, methods=options.methods or usual_methods(model))
+    configs = {label: config_of(config) for label, config in options.methods.items()}
+    chosen = settings(model.backend)
+    contest = Contest(options, chosen.threads, chosen.quantization, inexact=_inexact(options))
+
+    disturbances = Disturbances()
+    ahead = model.backend.drafts_ahead
+
+    def make(label: str) -> EngineRunner:
+        gc.collect()  # pools of engines that are done
+        engine = build_engine(configs[label], model).engine
+        engine.prepare()
+        # steps that run ahead do not tell what a pass takes
+        return EngineRunner(engine, None if ahead else disturbances, whole=ahead)
+
+    makers = {label: partial(make, label) for label in options.methods}
+    tasks = {workload.name: _tasks(workload, model, options) for workload in options.workloads}
+    passes = (COLD, WARM) if options.warm else (COLD,)
+    for name, own in tasks.items():
+        for profile in options.profiles:
+            # new engines on a GPU take seconds to capture their graphs, so they warm up once
+            cold = not (ahead and contest.rows)
+            runs = measure_workload(
+                makers,
+                own,
+                rounds=options.rounds,
+                profile=profile,
+                passes=passes,
+                warm_up=cold,
+                on_turn=on_turn,
+            )
+            contest.rows.extend(rows(name, runs, options.objective))
+    path = resolve(options.model) if options.peers else None
+    for peer in options.peers:
+        assert path is not None
+        found, error = measure_peer(
+            peer, path, chosen.threads, tasks, model.tokenizer.eos_ids, options.rounds, on_turn
+        )
+        contest.peer_rows.extend(found)
+        if error is not None:
+            contest.peer_errors[peer.name] = error
+    return contest
+
+
+def usual_methods(model: LoadedModel) -> Mapping[str, Any]:
+    """What is compared if nobody says: off, auto, copies, and the head that is shipped for the model."""
+    head = default_method(model.fingerprint)
+    return {label: label for label in (OFF, AUTO, *COPIES, *([] if head is None else [head]))}
+
+
+def _inexact(options: SpeculationOptions) -> frozenset[str]:
+    """The methods whose rule of verification promises, for these prompts, equality in distribution only."""
+    sampled = any(
+        options.temperature_of(prompt) > 0 for workload in options.workloads for prompt in workload.prompts
+    )
+    rules = {label: parse_speculative_config(config).rule for label, config in options.methods.items()}
+    return frozenset(label for label, rule in rules.items() if sampled and not RULES[rule].same_bytes)
+
+
+def _tasks(workload: Workload, model: LoadedModel, options: SpeculationOptions) -> list[Task]:
+    """The prompts as requests; each has a seed of its own, the same for all methods."""
+
+    def params(number: int, prompt: Prompt) -> SamplingParams:
+        return SamplingParams(
+            temperature=options.temperature_of(prompt),
+            seed=number,
+            max_tokens=prompt.max_tokens,
+            structured_outputs=prompt.structured_outputs if options.constrain else None,
+        )
+
+    return [
+        Task(prompt.id, prompt.segment, prompt.token_ids(model.tokenizer), params(number, prompt))
+        for number, prompt in enumerate(workload.prompts)
+    ]

@@ -1,0 +1,69 @@
+"""From times to figures: percentiles, how sure a ratio is, and which requests met an objective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.bench.run.turns import Answer
+from paceline.errors import ConfigError
+
+PERCENTILES = (50, 90, 99)
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """p50, p90 and p99 of some values; None if there are none."""
+    if not values:
+        return None
+    return {f"p{share}": float(np.percentile(values, share)) for share in PERCENTILES}
+
+
+def ratio_interval(over: Sequence[float], under: Sequence[float]) -> tuple[float, float] | None:
+    """Between which values the ratio of the sums lies with 95 % confidence, had other prompts been drawn.
+
+    The bootstrap: pairs are drawn again with replacement, many times over. None for less than two pairs.
+    """
+    if len(over) < 2:
+        return None
+    pairs = np.array([over, under])  # [2, prompts]
+    drawn = np.random.default_rng(0).integers(len(over), size=(RESAMPLES, len(over)))
+    sums = pairs[:, drawn].sum(axis=2)  # [2, resamples]
+    edge = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(sums[0] / sums[1], [edge, 1 - edge])
+    return float(low), float(high)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a request must keep to count as good. Milliseconds; None: anything goes."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+
+    def met_by(self, answer: Answer) -> bool:
+        """Whether an answer came, and in time."""
+        if answer.error is not None:
+            return False
+        found = ((self.ttft, answer.ttft), (self.tpot, answer.tpot), (self.e2e, answer.e2e_seconds))
+        return all(most is None or took is None or 1e3 * took <= most for most, took in found)
+
+
+def parse_objective(text: str) -> Objective:
+    """The objective of a text such as ttft=500,tpot=50."""
+    bounds: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        try:
+            bounds[name] = float(value)
+        except ValueError:
+            bounds[name] = 0.0
+        if name not in ("ttft", "tpot", "e2e") or not bounds[name] > 0:
+            raise ConfigError(
+                f"--slo must be milliseconds such as ttft=500,tpot=50 of ttft, tpot and e2e; got {text!r}."
+            )
+    return Objective(**bounds)

@@ -1,0 +1,1 @@
+"""Requests to servers, measured from outside."""

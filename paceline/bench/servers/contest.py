@@ -1,0 +1,144 @@
+"""`paceline bench --endpoint URL`: the same measurements of servers that run already."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+from paceline.bench.run.contest import Contest, SpeculationOptions
+from paceline.bench.run.rows import rows
+from paceline.bench.run.speculation import OFF, measure_workload
+from paceline.bench.servers.client import ClientError, Server
+from paceline.bench.servers.endpoints import (
+    Endpoint,
+    EndpointRunner,
+    metrics_page,
+    read_page,
+    served_model,
+    served_task,
+)
+from paceline.bench.timing import OnTurn
+from paceline.errors import ConfigError
+
+SERVER = "server"  # the label of a server that has none, and what rows call the state of its caches
+_NAMED = re.compile(r"([^=:/?]+)=(.+)")
+
+
+def parse_addresses(option: str, given: Sequence[str]) -> dict[str, str]:
+    """Addresses by label, from URL or LABEL=URL."""
+    found: dict[str, str] = {}
+    for value in given:
+        named = _NAMED.fullmatch(value)
+        label, url = (named[1], named[2]) if named else (SERVER, value)
+        if label in found:
+            raise ConfigError(
+                f"{option} is given twice for {label!r}: name each server, such as {option} off={url}."
+            )
+        if not re.match(r"https?://[^/]", url):
+            raise ConfigError(
+                f"{option} must be like http://127.0.0.1:8000 or LABEL=http://127.0.0.1:8000, got {value!r}."
+            )
+        found[label] = url
+    return found
+
+
+def run_served(
+    options: SpeculationOptions,
+    addresses: Mapping[str, str],
+    metrics: Mapping[str, str],
+    api_key: str | None,
+    model: str | None,
+    on_turn: OnTurn = lambda _: None,
+) -> Contest:
+    """All rows, by servers. `model` is what they call theirs; None: the first that each has.
+
+    With methods in the options, which only a paceline takes, each of them is a contestant on the one
+    server; else each server is.
+    """
+    if options.methods and len(addresses) > 1:
+        raise ConfigError("--methods are of one server: leave them out, or name one --endpoint only.")
+    unknown = set(metrics) - set(addresses)
+    if unknown:
+        raise ConfigError(
+            f"--metrics names {sorted(unknown)[0]!r}, but --endpoint does not: name them alike."
+        )
+    endpoints, names, remarks = asyncio.run(_reach(options, addresses, metrics, api_key))
+    name = model or names[0]
+    options = replace(options, model=name)
+    numbers, run_id = count(), uuid.uuid4().hex
+
+    def make(label: str) -> EndpointRunner:
+        return EndpointRunner(endpoints[label], f"{run_id} {next(numbers)}")
+
+    makers = {label: partial(make, label) for label in endpoints}
+    others = frozenset(label for label, endpoint in endpoints.items() if not endpoint.ours)
+    contest = Contest(options, inexact=others, endpoints=addresses, remarks=tuple(remarks))
+    for workload in options.workloads:
+        tasks = [
+            served_task(prompt, name, number, options.temperature_of(prompt), options.constrain)
+            for number, prompt in enumerate(workload.prompts)
+        ]
+        for profile in options.profiles:
+            runs = measure_workload(
+                makers, tasks, rounds=options.rounds, profile=profile, passes=(SERVER,), on_turn=on_turn
+            )
+            contest.rows.extend(rows(workload.name, runs, options.objective))
+    return contest
+
+
+async def _reach(
+    options: SpeculationOptions,
+    addresses: Mapping[str, str],
+    metrics: Mapping[str, str],
+    api_key: str | None,
+) -> tuple[dict[str, Endpoint], list[str], list[str]]:
+    """The contestants, the names of the servers' models, and what a reader must know."""
+    found: dict[str, Endpoint] = {}
+    names: list[str] = []
+    remarks = [
+        "Servers keep what they have seen, prefixes and past responses: start them anew for each run, and "
+        "let nobody else use them meanwhile, or their counters tell of others too."
+    ]
+    for label, url in addresses.items():
+        server = Server.at(url, api_key)
+        name, ours = await served_model(server)
+        names.append(name)
+        page = metrics_page(metrics.get(label, url.rstrip("/").removesuffix("/v1") + "/metrics"), api_key)
+        try:
+            await read_page(page)
+        except ClientError as error:
+            if label in metrics:
+                raise
+            remarks.append(f"{label}: no acceptance figures. {error}")
+            found[label] = Endpoint(server, None, ours=ours)
+        else:
+            found[label] = Endpoint(server, page, ours=ours)
+    if not options.methods:
+        return found, names, remarks
+    (one,) = found.values()
+    if not one.ours:
+        raise ConfigError(
+            "--methods chooses what a paceline drafts for each request, and this server is none. Start one "
+            f"server for each method and name them: --endpoint {OFF}=URL --endpoint eagle3=URL."
+        )
+    remarks.append(
+        "All methods are served by one engine: a drafter that remembers past responses (suffix, hybrid) "
+        "sees those of the other methods, and looks better than it is. Use one server for each, or "
+        "`paceline bench MODEL`, which keeps them apart."
+    )
+    methods = {
+        label: replace(one, extra={"speculative": _body(config)}) for label, config in options.methods.items()
+    }
+    return methods, names, remarks
+
+
+def _body(config: str) -> Any:
+    """A method as a request names it."""
+    return json.loads(config) if config.startswith("{") else config

@@ -1,0 +1,194 @@
+"""Requests to any OpenAI-compatible server, streamed, arriving as a profile says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from paceline.bench.run.turns import Answer, Slices, Turn
+from paceline.bench.servers import client
+from paceline.bench.servers.client import ClientError, Server
+from paceline.bench.servers.counters import NAMES, DraftCounters, read_counters
+from paceline.bench.traffic.profiles import Profile
+from paceline.bench.traffic.schemas import fits_schema
+from paceline.bench.traffic.workloads import Prompt
+from paceline.core.params import SamplingParams
+from paceline.core.structured_outputs import StructuredOutputsParams
+from paceline.errors import ConfigError
+
+WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A contestant that is a server, or one method of a server of ours."""
+
+    server: Server
+    metrics: Server | None  # the page itself is its path; None: nobody tells of drafting
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what is added to every request
+    ours: bool = False  # a paceline: takes a segment and a salt for its prefix cache
+
+
+@dataclass(frozen=True)
+class ServedTask:
+    """One prompt of a workload as a request."""
+
+    id: str
+    segment: str
+    path: str
+    body: Mapping[str, Any]
+    structure: StructuredOutputsParams | None = None
+
+
+def served_task(prompt: Prompt, model: str, number: int, temperature: float, constrain: bool) -> ServedTask:
+    """The request for a prompt; its seed is its number."""
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": prompt.max_tokens,
+        "temperature": temperature,
+        "seed": number,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    wanted = prompt.structured_outputs if constrain else None
+    if wanted is not None:
+        schema = {"name": "answer", "schema": wanted["json"]} if "json" in wanted else None
+        body["response_format"] = (
+            {"type": "json_object"} if schema is None else {"type": "json_schema", "json_schema": schema}
+        )
+    structure = SamplingParams(structured_outputs=wanted).structure
+    if prompt.messages is None:
+        return ServedTask(
+            prompt.id, prompt.segment, "/v1/completions", {**body, "prompt": prompt.text}, structure
+        )
+    body["messages"] = list(prompt.messages)
+    return ServedTask(prompt.id, prompt.segment, "/v1/chat/completions", body, structure)
+
+
+def metrics_page(url: str, api_key: str | None) -> Server:
+    """Where a page of metrics is; an address without a path means /metrics."""
+    page = Server.at(url, api_key)
+    return replace(page, path=urlsplit(url).path.rstrip("/") or "/metrics")
+
+
+async def read_page(page: Server) -> DraftCounters:
+    """The counters of drafting on a page of metrics. ClientError if it has none."""
+    answer = await client.get(page, "")
+    found = read_counters(answer.body.decode(errors="replace")) if answer.status == 200 else None
+    if found is None:
+        why = f"has neither {NAMES}" if answer.status == 200 else f"answers with status {answer.status}"
+        raise ClientError(
+            f"{page.host}:{page.port}{page.path} {why}, so there is nothing to tell how drafts fared. Turn "
+            "speculation and metrics on in that server, name the right page by --metrics, or leave it out."
+        )
+    return found
+
+
+class EndpointRunner:
+    """A server, asked from this process."""
+
+    def __init__(self, endpoint: Endpoint, salt: str) -> None:
+        """`salt` keeps prefixes that others left in the cache of a paceline from being found."""
+        self._endpoint = endpoint
+        self._salt = salt
+
+    def slices(self, group: Sequence[ServedTask], profile: Profile) -> Slices:
+        """All answers, in one slice: a server cannot be paused. Those without a whole one say why."""
+        yield
+        return asyncio.run(self._run(group, profile))
+
+    def warm_up(self, group: Sequence[ServedTask], profile: Profile) -> None:
+        """A few tokens. What is wrong with all requests is told here."""
+        short = replace(group[0], body={**group[0].body, "max_tokens": WARM_UP_TOKENS})
+        answer = asyncio.run(self._ask(short, time.perf_counter()))
+        if answer.error is not None:
+            raise ConfigError(f"the server does not answer the first request: {answer.error}")
+
+    def close(self) -> None:
+        pass
+
+    async def _run(self, group: Sequence[ServedTask], profile: Profile) -> Turn:
+        page = self._endpoint.metrics
+        before = None if page is None else await read_page(page)
+        answers: list[Answer | None] = [None] * len(group)
+        start = time.perf_counter()
+
+        async def ask(index: int, arrival: float) -> None:
+            task = group[index]
+            if profile.lengths:
+                most = min(task.body["max_tokens"], profile.lengths[index])
+                task = replace(task, body={**task.body, "max_tokens": most})
+            answers[index] = await self._ask(task, arrival)
+
+        async def client_of(waiting: Iterator[int]) -> None:
+            for index in waiting:
+                await ask(index, time.perf_counter())
+
+        async def due(index: int) -> None:
+            await asyncio.sleep(max(0.0, start + profile.due[index] - time.perf_counter()))
+            await ask(index, start + profile.due[index])
+
+        if profile.concurrency is None:
+            await asyncio.gather(*(due(index) for index in range(len(group))))
+        else:
+            waiting = iter(range(len(group)))  # shared: who is free takes the next
+            await asyncio.gather(*(client_of(waiting) for _ in range(profile.concurrency)))
+        seconds = time.perf_counter() - start
+        whole = [answer for answer in answers if answer is not None]
+        if page is None or before is None:
+            return Turn(seconds, whole)
+        after = await read_page(page)
+        return Turn(seconds, whole, after.since(before), after.since_by_segment(before))
+
+    async def _ask(self, task: ServedTask, arrival: float) -> Answer:
+        body = {**task.body, **self._endpoint.extra}
+        if self._endpoint.ours:
+            body |= {"segment": task.segment, "cache_salt": self._salt}
+        try:
+            found = await client.post(self._endpoint.server, task.path, body)
+        except ClientError as error:  # a server under load may take no more connections
+            return Answer([], 0, (), 0.0, error=str(error))
+        return read_answer(found, task, arrival)
+
+
+def read_answer(answer: client.Answer, task: ServedTask, arrival: float) -> Answer:
+    """What a stream means, its times since the request's arrival."""
+    if not answer.complete:
+        told = (answer.error or {}).get("message") or answer.body[-200:].decode(errors="replace")
+        reason = f"status {answer.status}: {told}" if answer.status else "the connection was closed"
+        return Answer([], 0, (), 0.0, error=reason)
+    if not answer.completion_tokens:
+        raise ClientError(
+            "the server tells no usage at the end of a stream, so its tokens cannot be counted: it must "
+            "understand stream_options.include_usage."
+        )
+    end = answer.choices[-1][0] - arrival
+    return Answer(
+        token_ids=[],
+        num_tokens=answer.completion_tokens,
+        times=tuple(when - arrival for when, _ in answer.texts) or (end,),
+        e2e_seconds=end,
+        text=answer.text,
+        finished=answer.finish_reason == "stop",
+        valid=fits_schema(answer.text, task.structure),
+    )
+
+
+async def served_model(server: Server) -> tuple[str, bool]:
+    """The name of the server's first model, and whether the server is a paceline."""
+    answer = await client.get(server, "/v1/models")
+    try:
+        if answer.status != 200:
+            raise ValueError((answer.error or {}).get("message", f"status {answer.status}"))
+        first = json.loads(answer.body)["data"][0]
+        return str(first["id"]), first.get("owned_by") == "paceline"
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ClientError(
+            f"{server.host}:{server.port} does not tell its models at /v1/models ({error}). Give the "
+            "address of an OpenAI-compatible server, and --api-key if it wants one."
+        ) from None

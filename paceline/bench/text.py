@@ -1,0 +1,28 @@
+"""A fixed English text, for measurements that need tokens of real text."""
+
+from __future__ import annotations
+
+from importlib import resources
+from itertools import cycle, islice
+from typing import Protocol
+
+from paceline.errors import RequestError
+
+
+def perplexity_text() -> str:
+    """The fixed text: English prose, dialogue, facts and a little code, about 2,000 words."""
+    return resources.files("paceline.bench").joinpath("data/perplexity.txt").read_text(encoding="utf-8")
+
+
+class Encoder(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+def text_ids(tokenizer: Encoder, count: int | None = None) -> list[int]:
+    """The token ids of the fixed text: all of them, or `count`, from the start again if it is too short."""
+    ids = tokenizer.encode(perplexity_text())
+    if not ids:
+        raise RequestError("This model's tokenizer has no tokens for English text; use a model with its own.")
+    return ids if count is None else list(islice(cycle(ids), count))

@@ -1,0 +1,1 @@
+"""What is asked, and when: workloads and arrivals."""

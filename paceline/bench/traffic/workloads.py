@@ -1,0 +1,144 @@
+"""Workloads: prompts to measure with, from a file of JSON lines or from those built in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.traffic.builtin_workloads import BUILT_IN
+from paceline.errors import ConfigError, PacelineError
+from paceline.models.chat import PromptTokenizer
+from paceline.options import check_integer, check_number
+
+DEFAULT_MAX_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request of a workload: a chat or a plain text, and how long its answer may be."""
+
+    id: str
+    segment: str  # the kind of traffic it stands for
+    max_tokens: int
+    messages: Sequence[Mapping[str, Any]] | None = None
+    text: str | None = None  # instead of messages
+    structured_outputs: Mapping[str, Any] | None = None  # what its response_format means
+    temperature: float = 0.0  # 0 is greedy
+
+    def token_ids(self, tokenizer: PromptTokenizer) -> list[int]:
+        """The ids that the model gets; a chat goes through the model's template."""
+        if self.messages is None:
+            return tokenizer.encode(self.text or "")
+        chat = tokenizer.apply_chat_template(self.messages)
+        return tokenizer.encode(chat, add_special_tokens=False)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts under one name."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+
+
+def load_workload(name: str, limit: int | None = None, max_tokens: int | None = None) -> Workload:
+    """The workload of a file of JSON lines, or one that is built in.
+
+    `limit` keeps the first prompts; `max_tokens` lowers, never raises, how long answers may be.
+    """
+    if limit is not None:
+        check_integer(ConfigError, "--limit", limit, 1, None)
+    if max_tokens is not None:
+        check_integer(ConfigError, "--max-tokens", max_tokens, 2, None)
+    if name in BUILT_IN:
+        workload = Workload(name, tuple(_prompt(line, name, name) for line in BUILT_IN[name]()))
+    elif Path(name).is_file():
+        workload = _from_file(Path(name))
+    else:
+        raise ConfigError(
+            f"--workload {name!r} is neither a file nor built in. Give a file of JSON lines, or one of "
+            f"{', '.join(BUILT_IN)}."
+        )
+    prompts = workload.prompts[:limit]
+    if max_tokens is not None:
+        prompts = tuple(replace(one, max_tokens=min(one.max_tokens, max_tokens)) for one in prompts)
+    return Workload(workload.name, prompts)
+
+
+def _from_file(path: Path) -> Workload:
+    prompts: list[Prompt] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the workload {path} cannot be read ({error}): give JSON lines.") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            prompts.append(_prompt(json.loads(line), path.stem, str(number)))
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}: no JSON ({error}). Write one object a line.") from None
+        except PacelineError as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from None
+    if not prompts:
+        raise ConfigError(f"the workload {path} has no prompts: write one JSON object a line.")
+    return Workload(path.stem, tuple(prompts))
+
+
+def _prompt(line: Any, segment: str, default_id: str) -> Prompt:
+    """The prompt that a line means. Keys of other tools are left alone."""
+    if not isinstance(line, Mapping):
+        raise ConfigError(f"expected an object, got {line!r:.60}.")
+    messages, text = line.get("messages"), line.get("prompt")
+    if (messages is None) == (text is None):
+        raise ConfigError("give either messages (a chat) or prompt (a text), and not both.")
+    if text is not None and (not isinstance(text, str) or not text):
+        raise ConfigError(f"prompt must be a text that is not empty, got {text!r:.60}.")
+    if messages is not None and not _is_chat(messages):
+        raise ConfigError(
+            f"messages must be a list of objects with role and content, both texts; got {messages!r:.60}."
+        )
+    max_tokens = line.get("max_tokens", DEFAULT_MAX_TOKENS)
+    if type(max_tokens) is not int or max_tokens < 2:
+        raise ConfigError(f"max_tokens must be an integer of at least 2, got {max_tokens!r}.")
+    return Prompt(
+        str(line.get("id", default_id)),
+        str(line.get("segment", segment)),
+        max_tokens,
+        messages,
+        text,
+        _structured_outputs(line.get("response_format")),
+        check_number(ConfigError, "temperature", line.get("temperature", 0), 0, 100),
+    )
+
+
+def _structured_outputs(given: Any) -> Mapping[str, Any] | None:
+    """What a response_format, in the shape of the OpenAI API, asks of the answer."""
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if given is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    named = given.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(named, Mapping) or not isinstance(named.get("schema"), Mapping):
+        raise ConfigError(
+            "response_format must be {'type': 'json_schema', 'json_schema': {'schema': {...}}} or "
+            f"{{'type': 'json_object'}}, got {given!r:.80}."
+        )
+    return {"json": named["schema"]}
+
+
+def _is_chat(messages: Any) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(
+            isinstance(message, Mapping)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in messages
+        )
+    )

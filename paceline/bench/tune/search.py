@@ -1,0 +1,92 @@
+"""`paceline tune`: which method, length and shape of drafts gives the most tokens per second on a workload.
+
+Candidates are compared on every second prompt. The best of many is best partly by luck, so what it gains
+is measured again, on the other prompts, and that is what is told.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.bench.run.contest import SpeculationOptions, run_contest
+from paceline.bench.run.rows import Row
+from paceline.bench.run.speculation import OFF
+from paceline.bench.timing import OnTurn
+from paceline.bench.traffic.workloads import Workload
+from paceline.draft.methods import METHODS, parse_speculative_config
+from paceline.errors import ConfigError
+
+Config = Mapping[str, Any]  # a speculative_config
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was found."""
+
+    model: str
+    search: list[Row]  # of all candidates, on the prompts that chose
+    best: Config  # of the candidates, by tokens per second
+    proof: Row  # of the best one, on the other prompts
+    identical: bool  # no candidate changed a token
+
+    @property
+    def chosen(self) -> Config | str:
+        """What to use: the best candidate, or off where it did not gain on the other prompts either."""
+        return self.best if (self.proof.speedup_vs_off or 0) > 1 else OFF
+
+
+def candidates(methods: Sequence[str], lengths: Sequence[int], branchings: Sequence[int]) -> list[Config]:
+    """Every method, named as --methods names it, with every length and, where it can branch, every shape."""
+    found: list[Config] = []
+    for method in methods:
+        speculation = parse_speculative_config(method)
+        if len(speculation.drafters) != 1:
+            raise ConfigError(f"--methods {method!r} is nothing to tune: name methods such as ngram.")
+        argument = method.partition(":")[2]
+        own = next(iter(speculation.drafters))
+        base: dict[str, Any] = {"method": own}
+        option = METHODS[own].argument
+        if argument and option is not None:
+            base[option.option] = option.read(argument)
+        for length in lengths:
+            for branching in branchings:
+                if branching == 1:
+                    found.append({**base, "num_speculative_tokens": length})
+                elif METHODS[own].trees and branching < length:
+                    found.append({**base, "num_speculative_tokens": length, "branching": branching})
+    return found
+
+
+def tune(options: SpeculationOptions, configs: Sequence[Config], on_turn: OnTurn = lambda _: None) -> Tuning:
+    """The best of the candidates for these workloads and this profile, and what it gains."""
+    prompts = [prompt for workload in options.workloads for prompt in workload.prompts]
+    if len(prompts) < 4:
+        raise ConfigError(
+            f"{len(prompts)} prompts are too few to tune by: half of them choose, the others tell the gain. "
+            "Give at least 4, better 40."
+        )
+    labelled = {json.dumps(config): config for config in configs}
+    searching = replace(
+        options,
+        workloads=(Workload("search", tuple(prompts[::2])),),
+        methods={OFF: OFF, **{label: label for label in labelled}},
+    )
+    search = run_contest(searching, on_turn)
+    rows = search.rows[-len(searching.methods) :]  # of all segments together
+    quickest = max(rows[1:], key=lambda row: row.tokens_per_second)
+    proving = replace(
+        options,
+        workloads=(Workload("proof", tuple(prompts[1::2])),),
+        methods={OFF: OFF, quickest.method: quickest.method},
+    )
+    proof = run_contest(proving, on_turn)
+    return Tuning(
+        model=options.model,
+        search=rows,
+        best=labelled[quickest.method],
+        proof=proof.rows[-1],
+        identical=search.identical and proof.identical,
+    )

@@ -1,0 +1,102 @@
+"""`paceline tune`, described: the candidates, what to do, and the flags of other engines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from paceline.bench.report.result import Figure, Finding, Mark, Ranges, Result, Table
+from paceline.bench.run.speculation import OFF
+from paceline.bench.run.wording import shown, with_interval
+from paceline.bench.tune.search import Config, Tuning
+
+# what SGLang calls the methods that it has too
+SGLANG_NAMES = {"ngram": "NGRAM", "eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"}
+VLLM_METHODS = ("ngram", "suffix", "eagle", "eagle3", "medusa", "draft_model")
+
+
+def tune_result(tuning: Tuning) -> Result:
+    """All candidates, the quickest first, and what to do."""
+    title = f"{tuning.model}: candidates on the prompts that choose"
+    ordered = sorted(tuning.search, key=lambda row: -row.tokens_per_second)
+    rows = [
+        (
+            row.method,
+            f"{row.tokens_per_second:,.0f}",
+            with_interval(row),
+            "" if row.method == OFF else shown(row.mean_acceptance_length, ".2f"),
+        )
+        for row in ordered
+    ]
+    columns = ("speculative_config", "tok/s", "speedup (95 %)", "length")
+    facts = {
+        "model": tuning.model,
+        "chosen": tuning.chosen,
+        "proof": asdict(tuning.proof),
+        "identical": tuning.identical,
+        "rows": [asdict(row) for row in tuning.search],
+    }
+    changed = Finding(
+        "A candidate changed tokens of plain decoding. This is a bug, please report it.", good=False
+    )
+    speeds = {row.method: row.tokens_per_second for row in ordered}
+    marks = [Mark(method, f"{speed:,.0f}", method, speed, 0, speed) for method, speed in speeds.items()]
+    return Result(
+        title,
+        [Table(title, columns, rows, text=("speculative_config",))],
+        facts,
+        findings=[] if tuning.identical else [changed],
+        notes=advice(tuning),
+        figures=[Figure("Throughput", [Ranges("output tokens per second", {"": marks})])],
+        series=[OFF, *(method for method in speeds if method != OFF)],
+    )
+
+
+def vllm_flags(config: Config | str) -> str | None:
+    """The same for `vllm serve`; None if it cannot do that."""
+    if isinstance(config, str):
+        return ""
+    if config["method"] not in VLLM_METHODS or config.get("branching", 1) > 1:
+        return None
+    return f"--speculative-config '{json.dumps(config)}'"
+
+
+def sglang_flags(config: Config | str) -> str | None:
+    """The same for SGLang's server; None if it cannot do that."""
+    if isinstance(config, str):
+        return ""
+    name = SGLANG_NAMES.get(config["method"])
+    if name is None:
+        return None
+    length, branching = config["num_speculative_tokens"], config.get("branching", 1)
+    flags = [f"--speculative-algorithm {name}", f"--speculative-num-draft-tokens {length + 1}"]
+    if config["method"] != "ngram":
+        flags += [
+            f"--speculative-draft-model-path {config.get('model', 'HEAD')}",
+            f"--speculative-num-steps {length if branching == 1 else -(-length // branching)}",
+            f"--speculative-eagle-topk {branching}",
+        ]
+    return " ".join(flags)
+
+
+def advice(tuning: Tuning) -> list[str]:
+    """What to do, and what it is expected to give, a line each."""
+    proof, chosen = tuning.proof, tuning.chosen
+    interval = proof.speedup_interval
+    between = "" if interval is None else f", 95 % confidence {interval[0]:.2f} to {interval[1]:.2f}"
+    lines = [
+        f"best of {len(tuning.search) - 1} by tokens per second: {json.dumps(tuning.best)}",
+        f"expected gain, on {proof.prompts} prompts that did not choose it: {proof.speedup_vs_off or 0:.2f} "
+        f"times as fast as off{between}",
+    ]
+    if chosen == OFF:
+        return [*lines, f"No gain: leave drafting off. paceline serve {tuning.model} --draft off"]
+    if interval is not None and interval[0] < 1:
+        lines.append("That it gains at all is not sure: measure with more prompts or rounds.")
+    lines.append(f"paceline: paceline serve {tuning.model} --speculative-config '{json.dumps(chosen)}'")
+    for engine, flags in (("vLLM", vllm_flags(chosen)), ("SGLang", sglang_flags(chosen))):
+        lines.append(f"{engine}: {'it has no such drafts' if flags is None else flags}")
+    return [
+        *lines,
+        "What is best here need not be best there: measure other servers by `paceline bench --endpoint`.",
+    ]

@@ -1,0 +1,5 @@
+"""The tiny model of tests/bench."""
+
+from tests.bench.conftest import tiny_file, tiny_gguf
+
+__all__ = ["tiny_file", "tiny_gguf"]

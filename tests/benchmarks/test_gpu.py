@@ -1,0 +1,116 @@
+"""`python -m benchmarks gpu` says what it needs, and shows what it found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.gpu.command import DEFAULT_METHODS, DEFAULT_SHAPES, WORDS, gpu_result
+from paceline.errors import BackendError, ConfigError
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_says_so() -> None:
+    from benchmarks.gpu.measure import measure_gpu
+    from benchmarks.gpu.plan import Setting
+
+    with pytest.raises(BackendError, match="needs a CUDA device"):
+        measure_gpu([("llama-3.2-1b", "plain", 1)], Setting(), print)
+
+
+def test_the_defaults_are_known_and_others_are_refused() -> None:
+    from benchmarks.gpu.plan import METHODS, SHAPES, planned
+
+    assert set(SHAPES) - set(DEFAULT_SHAPES.split(",")) == {"qwen3-30b-a3b"}
+    assert set(DEFAULT_METHODS.split(",")) == set(METHODS) == set(WORDS)
+    with pytest.raises(ConfigError, match=r"no shape 'gpt-9'; choose from llama-3\.2-1b"):
+        planned(["gpt-9"], ["plain"], [1])
+    with pytest.raises(ConfigError, match="no method 'luck'; choose from plain, eagle3"):
+        planned(["llama-3.2-1b"], ["luck"], [1])
+
+
+def test_every_bar_has_its_line_and_drafts_are_measured_beside_one_shape() -> None:
+    from benchmarks.gpu.plan import BARS, planned
+
+    plan = planned(DEFAULT_SHAPES.split(","), DEFAULT_METHODS.split(","), None)
+    assert {(*key, count) for key, counts in BARS.items() for count in counts} < set(plan)
+    assert ("qwen2.5-1.5b", "plain", 256) in plan
+    assert {shape for shape, method, _ in plan if method != "plain"} == {"llama-3.1-8b"}
+    assert planned(["llama-3.2-1b"], ["plain", "eagle3"], [4]) == [("llama-3.2-1b", "plain", 4)]
+
+
+def test_the_more_rows_a_step_has_the_more_experts_it_reads() -> None:
+    from benchmarks.gpu.measure import random_weights, weight_bytes
+    from paceline.backends.cuda.weights import load_weights
+    from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
+
+    moe = MoeConfig(4, 1, 64, True, frozenset([0]))
+    config = ModelConfig("mixtral", 64, 64, 1, 1, 1, 64, 64, 1e-5, RopeConfig(), 8, True, moe=moe)
+    weights = load_weights(config, random_weights(config, torch.device("cpu")))
+    expert = 3 * 64 * 64 * 2
+    assert weight_bytes(weights, 2) - weight_bytes(weights, 1) == 3 / 4 * expert
+    assert (
+        weight_bytes(weights, 1) == (4 + 1 + 1) * 64 * 64 * 2 + expert
+    )  # attention, head, router, one expert
+
+
+def test_a_line_of_the_table() -> None:
+    from benchmarks.gpu.plan import Measured
+    from benchmarks.gpu.power import Power
+
+    power = Power(980.0, 1.4, 1650.4, 1980, 700, 0.9)
+    line = Measured("llama-3.1-8b", "eagle3", 16, 5.714, 4.21, None, 6.88, 5.8, power=power)
+    (table,) = gpu_result([line]).tables
+    assert [[cell] for cell in table.rows[0]] == [
+        ["llama-3.1-8b"],
+        ["EAGLE-3 head, chain of 5"],
+        ["16"],
+        ["5.714"],
+        ["2,800"],
+        [""],
+        ["6.88"],
+        ["4.21"],
+        ["5.80"],
+        ["700"],
+        ["1,650*"],
+        ["met"],
+    ]
+
+
+def test_a_bar_is_met_up_to_it_and_who_has_none_is_not_judged() -> None:
+    from benchmarks.gpu.plan import Measured
+
+    def verdict(milliseconds: float, bar: float | None) -> str:
+        return Measured("qwen2.5-1.5b", "plain", 1, milliseconds, 0.7, bar=bar).verdict
+
+    assert [verdict(1.0, 1.0), verdict(1.01, 1.0), verdict(1.0, None)] == ["met", "missed", ""]
+
+
+def test_a_tree_is_measured_against_the_chain_beside_it() -> None:
+    from benchmarks.gpu.plan import Measured, bar_of
+
+    chain = Measured("llama-3.1-8b", "eagle3", 1, 5.0, 4.21)
+    assert bar_of("llama-3.1-8b", "tree", 1, [chain]) == pytest.approx(5.5)
+    assert bar_of("llama-3.1-8b", "eagle3", 16, [chain]) == 5.8
+
+
+def test_kernels_are_left_out_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu import measure as gpu
+    from paceline.backends.cuda.native import is_left_out
+
+    seen: list[bool] = []
+
+    def measure(*arguments: object) -> tuple[float, None]:
+        seen.append(is_left_out("attend") and not is_left_out("between"))
+        return [5.0, 6.0, 4.9, 6.1][len(seen) - 1], None
+
+    monkeypatch.setattr(gpu, "measure_ours", measure)
+    setting = gpu.Setting(without=("attend",))
+    assert gpu.measure_both(None, 16, setting, None) == (4.9, None, 6.0)  # type: ignore[arg-type]
+    assert seen == [False, True, False, True]
+    assert not is_left_out("attend")
+    (table,) = gpu_result([gpu.Measured("llama-3.1-8b", "eagle3", 16, 4.9, 4.21, without=6.0)]).tables
+    assert table.columns[3:5] == ["ms/step", "without"]
+    assert table.rows[0][3:5] == ("4.900", "6.000")
+    with pytest.raises(ConfigError, match="knows no kernel 'atend'; choose from attend, between"):
+        gpu.Setting(without=("atend",))

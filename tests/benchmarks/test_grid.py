@@ -1,0 +1,105 @@
+"""`python -m benchmarks grid`: what each bar means, what auto may know, and the command on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from benchmarks.control.grid import Cell, Grid, GridOptions, run_grid
+from benchmarks.control.grid_report import grid_result
+from paceline.bench.loading import empty_memory
+from paceline.bench.report.page import html_page
+from paceline.bench.run.contest import Contest, SpeculationOptions
+from paceline.errors import ConfigError
+from paceline.home import paceline_home
+from tests.benchmarks.cli import run
+
+SPEEDS = {"off": 100.0, "auto": 150.0, "ngram 4": 155.0, "suffix 7": 90.0}
+
+
+def grid(*cells: Cell) -> Grid:
+    contest = Contest(SpeculationOptions((), {"off": "off"}), 2, "native")
+    return Grid(GridOptions(("chat",)), list(cells), [contest])
+
+
+def verdicts(found: Grid) -> list[bool]:
+    return [bar.holds for bar in found.bars()]
+
+
+def test_a_cell_compares_auto_with_off_and_with_the_best_of_all_others() -> None:
+    cell = Cell("chat", 4, SPEEDS)
+    assert (cell.label, cell.speedup("auto"), cell.best_fixed) == ("chat x4", 1.5, "ngram 4")
+    assert cell.auto_of_best == pytest.approx(150 / 155)
+    assert Cell("chat", 1, {"off": 100.0, "auto": 99.0, "ngram 4": 50.0}).best_fixed == "off"
+
+
+def test_all_bars_hold_where_auto_is_never_slower_near_the_best_and_best_in_the_mean() -> None:
+    other = Cell("chat", 16, {"off": 100.0, "auto": 98.0, "ngram 4": 60.0, "suffix 7": 99.0})
+    found = grid(Cell("chat", 1, SPEEDS), other)
+    assert verdicts(found) == [True, True, True, True]
+    assert found.means == pytest.approx({"off": 1.0, "auto": 1.24, "ngram 4": 1.075, "suffix 7": 0.945})
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected", "told"),
+    [
+        ({"auto": 97.0}, [False, False, False, True], "below in 1: chat x1 0.970"),
+        ({"auto": 140.0}, [True, False, False, True], "below in 1: chat x1 0.903"),
+        ({"auto": 154.0}, [True, True, False, True], "the best fixed setting, ngram 4, 1.550"),
+    ],
+)
+def test_a_bar_that_is_missed_is_told_with_its_cells(
+    speeds: dict[str, float], expected: list[bool], told: str
+) -> None:
+    found = grid(Cell("chat", 1, {**SPEEDS, **speeds}))
+    assert verdicts(found) == expected
+    result = grid_result(found)
+    assert [finding.good for finding in result.findings] == expected
+    assert any(told in finding.text for finding in result.findings)
+    page = html_page(result)
+    assert told in page
+    assert "<script" not in page
+
+
+def test_within_an_empty_memory_models_are_there_and_what_was_learned_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    for name in ("costs/learned.json", "models/model.gguf"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    with empty_memory():
+        home = paceline_home()
+        assert (home / "models" / "model.gguf").read_text() == "models/model.gguf"
+        assert not (home / "costs").exists()
+        (home / "costs").mkdir()
+        (home / "costs" / "new.json").write_text("gone afterwards")
+    assert os.environ["PACELINE_HOME"] == str(tmp_path)
+    assert [path.name for path in (tmp_path / "costs").iterdir()] == ["learned.json"]
+
+
+def test_a_grid_without_auto_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--methods must have auto"):
+        run_grid(GridOptions(("chat",), methods={"off": "off", "ngram": "ngram"}))
+
+
+def test_the_command_measures_every_cell_and_writes_everything(tmp_path: Path, tiny_gguf: Path) -> None:
+    prompts = [{"prompt": text, "max_tokens": 8} for text in ("abcabc", "ababab", "cdcd")]
+    (tmp_path / "letters.jsonl").write_text("\n".join(json.dumps(prompt) for prompt in prompts))
+    output = run(
+        *("grid", str(tiny_gguf), "--workload", str(tmp_path / "letters.jsonl"), "--concurrency", "1,2"),
+        *("--methods", "auto,ngram", "--limit", "1", "--max-tokens", "6", "--threads", "1"),
+        *("--json", str(tmp_path / "facts.json"), "--html", str(tmp_path / "page.html")),
+    )
+    assert "auto began with an empty memory" in output
+    assert "…" not in output, "what is piped is not cut"
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    cells = [(cell["workload"], cell["concurrency"]) for cell in facts["cells"]]
+    assert cells == [("letters", 1), ("letters", 2), ("writing", 1), ("writing", 2)]
+    assert all(list(cell["speedups_vs_off"]) == ["off", "auto", "ngram"] for cell in facts["cells"])
+    assert facts["identical"]
+    assert [row["prompts"] for row in facts["rows"]] == [1] * 6 + [2] * 6, "never less than run at once"
+    assert "4 cells" in (tmp_path / "page.html").read_text()

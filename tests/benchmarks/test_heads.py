@@ -1,0 +1,59 @@
+"""`python -m benchmarks head`: one head here and in vLLM, which a stand-in plays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engine.heads import HeadOptions, HeadRow, compare_head
+from paceline.bench.traffic.workloads import Prompt, Workload
+from paceline.errors import ConfigError
+from paceline.models.heads.checkpoint import write_head
+from tests.benchmarks.cli import run_json
+from tests.draft.test_draft_model_cpu import save_model
+from tests.models.heads.driver import random_checkpoint
+from tests.models.heads.tiny_heads import EAGLE3
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder with a tiny model; child processes find a vllm."""
+    (tmp_path / "vllm").mkdir()
+    shutil.copy(Path(__file__).with_name("fake_vllm.py"), tmp_path / "vllm" / "__init__.py")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("FAKE_VLLM_LOG", str(tmp_path / "log.json"))
+    write_head(random_checkpoint(EAGLE3), tmp_path / "head", "sglang")
+    return save_model(tmp_path / "model")
+
+
+def test_the_peer_gets_the_head_as_we_export_it_and_both_are_counted(tmp_path: Path, model: str) -> None:
+    lines = [json.dumps({"prompt": text, "max_tokens": 9}) for text in ("abc", "bcd", "cde")]
+    (tmp_path / "letters.jsonl").write_text("\n".join(lines))
+    files = ("--workload", str(tmp_path / "letters.jsonl"), "--limit", "2", "--format", "speculators")
+    facts = run_json(tmp_path, "head", model, str(tmp_path / "head"), *files)
+    told = json.loads((tmp_path / "log.json").read_text())
+    assert (told["method"], told["num_speculative_tokens"], told["dtype"]) == ("eagle3", 5, "float32")
+    assert told["files"] == ["config.json", "model.safetensors"]
+    assert (facts["version"], facts["form"]) == ("0.0.fake", "speculators")
+    letters, total = facts["rows"]
+    assert (letters["workload"], letters["prompts"], letters["same_tokens"]) == ("letters", 2, 0)
+    assert letters["drafts"] > 0
+    assert (letters["peer_drafts"], letters["peer_accepted"]) == (4, 6)
+    assert letters["peer_acceptance_length"] == 2.5
+    assert {**total, "workload": "letters"} == letters
+
+
+def test_lengths_include_the_bonus_token() -> None:
+    row = HeadRow("w", 1, 1, drafts=10, accepted=15, peer_drafts=4, peer_accepted=4)
+    assert (row.acceptance_length, row.peer_acceptance_length, row.ratio) == (2.5, 2.0, 1.25)
+
+
+def test_what_vllm_cannot_read_is_refused_before_it_is_started(tiny_gguf: Path) -> None:
+    workload = Workload("w", (Prompt("1", "w", 4, text="a"),))
+    with pytest.raises(ConfigError, match="vLLM reads folders of safetensors"):
+        compare_head(HeadOptions(str(tiny_gguf), "head", (workload,)))
+    with pytest.raises(ConfigError, match="--peer-python no-python cannot be run"):
+        compare_head(HeadOptions(str(tiny_gguf), "head", (workload,), python="no-python"))
