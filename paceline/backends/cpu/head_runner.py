@@ -32,7 +32,7 @@ from paceline.models.heads.checkpoint import HeadCheckpoint
 class CpuHeadRunner(CompiledModel, HeadRunner):
     """Implements HeadRunner with the threads of a CpuBackend, and with weights that it shares."""
 
-    least_chance = 0.35  # of tokens per second on chat, math and code: docs/measurements.md
+    least_chance = 0.35  # of tokens per second on chat, math and code: docs/lab/2026-11-15-draft-heads.md
     keeps_features = True
 
     def __init__(

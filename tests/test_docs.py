@@ -1,0 +1,38 @@
+"""Links between pages lead somewhere, and guides name no measurement that has moved."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from paceline.bench.commands import MOVED
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them of its headings, and those it names itself."""
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    headings = re.findall(r"(?m)^#+ (.+)$", text)
+    made = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return made | set(re.findall(r'<a id="([^"]+)">', text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    for file, anchor in LINK.findall(text):
+        target = page.parent / file if file else page
+        assert target.exists(), f"{file} is not there"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{file} has no heading #{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_guides_name_no_command_that_has_moved(page: Path) -> None:
+    if "lab" not in page.parts:  # a lab note has commands as they were typed
+        assert not re.search(rf"paceline bench (?:{'|'.join(MOVED)})\b", page.read_text())
