@@ -9,7 +9,7 @@ import numpy as np
 from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch
-from paceline.verify.kernels import race
+from paceline.verify.kernels import gumbel_top_k
 
 TO_GO_ON = 1.4  # times the least chance: another guess costs a pass of the head, and not only a row
 RIVALS = 4  # that the chance of a guess is measured against where the noise decides
@@ -80,7 +80,7 @@ def favoured(
     """
     names = np.empty(0, dtype=np.int64) if target_ids is None else target_ids.astype(np.int64)
     places, scores = np.empty(1 + RIVALS, dtype=np.int64), np.empty(1 + RIVALS)
-    found = race((logits, names), float(temperature), key, (places, scores))
+    found = gumbel_top_k((logits, names), float(temperature), key, (places, scores))
     return int(places[0]), float(1.0 / np.exp(scores[:found] - scores[0]).sum())
 
 

@@ -16,7 +16,7 @@ from paceline.backends.cpu.job import (
     NUM_CHOSEN,
     OUTPUTS,
     POSITIONS_AT,
-    RUN_RACE,
+    RUN_GUMBEL_ARGMAX,
     SEEDS_AT,
     TEMPERATURES_AT,
     VOCABULARY,
@@ -35,9 +35,9 @@ from paceline.backends.cpu.simd import (
     spread,
     store_int32,
 )
-from paceline.verify.kernels import race
+from paceline.verify.kernels import gumbel_top_k
 
-_call_race = caller(*[types.int64] * 6)
+_call_gumbel_argmax = caller(*[types.int64] * 6)
 
 
 @kernel(
@@ -48,11 +48,11 @@ _call_race = caller(*[types.int64] * 6)
     types.int64,
     types.CPointer(types.int32),
 )
-def run_race(logits, count, temperature, seed, position, token):  # type: ignore[no-untyped-def]
+def run_gumbel_argmax(logits, count, temperature, seed, position, token):  # type: ignore[no-untyped-def]
     """Write the token of argmax(logits / temperature + gumbel); the largest logit is a finite number."""
     best = np.empty(1, dtype=np.int64), np.empty(1, dtype=np.float64)
     every = np.empty(0, dtype=np.int64)
-    race((carray(logits, count), every), temperature[0], (seed[0], np.uint64(position)), best)
+    gumbel_top_k((carray(logits, count), every), temperature[0], (seed[0], np.uint64(position)), best)
     token[0] = best[0][0]
 
 
@@ -104,4 +104,6 @@ def choose_tokens(tasks, job, counter):  # type: ignore[no-untyped-def]
             row = load_int32(field(job, LOGIT_ROWS_AT) + 4 * (first + choice))
             position = load_int32(field(job, POSITIONS_AT) + 4 * row) + 1
             seed = field(job, SEEDS_AT) + 8 * choice
-            _call_race(field(job, RUN_RACE), logits, vocabulary, temperature, seed, position, token)
+            _call_gumbel_argmax(
+                field(job, RUN_GUMBEL_ARGMAX), logits, vocabulary, temperature, seed, position, token
+            )

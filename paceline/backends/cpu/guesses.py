@@ -67,7 +67,7 @@ from paceline.backends.cpu.simd import (
     sum_lanes,
 )
 from paceline.backends.head_chains import RIVALS
-from paceline.verify.kernels import race
+from paceline.verify.kernels import gumbel_top_k
 
 _call_favoured = caller(*[types.int64] * 9)
 
@@ -102,7 +102,7 @@ def run_favoured(logits, count, names, named, temperature, seed, position, best,
     """Write the place that the noise favours among `count` logits, and its chance: see head_chains.py."""
     places, scores = np.empty(1 + RIVALS, dtype=np.int64), np.empty(1 + RIVALS, dtype=np.float64)
     known = carray(logits, count), carray(names, named)
-    found = race(known, temperature[0], (seed[0], np.uint64(position)), (places, scores))
+    found = gumbel_top_k(known, temperature[0], (seed[0], np.uint64(position)), (places, scores))
     total = 0.0
     for place in range(found):
         total += math.exp(scores[place] - scores[0])

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.attention_choice import RESULT_ROWS, TASK_HEADS, run_mix, run_score
 from paceline.backends.cpu.attention_tiles import PAGE
-from paceline.backends.cpu.choosing import run_race
+from paceline.backends.cpu.choosing import run_gumbel_argmax
 from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.matmul import run_tile
 from paceline.backends.cpu.packing import PackedMatrix, pack
@@ -139,7 +139,7 @@ class Workspace:
         job[fields.QUANTIZED], job[fields.HALF_KV] = self.quantized, self.half_kv
         job[fields.RUN_TILE] = run_tile.address
         job[fields.RUN_SCORE], job[fields.RUN_MIX] = run_score.address, run_mix.address
-        job[fields.RUN_RACE], job[fields.VOCABULARY] = run_race.address, config.vocab_size
+        job[fields.RUN_GUMBEL_ARGMAX], job[fields.VOCABULARY] = run_gumbel_argmax.address, config.vocab_size
 
     def _set_weights(self) -> None:
         config, job = self.config, self.job

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
-from paceline.verify.reference import kept_reference
+from paceline.verify.reference import truncate_reference
 from paceline.verify.sampling import Sampler, Workspace
 
 VOCAB, ROWS = 300, 4
@@ -55,7 +55,7 @@ def check(logits: npt.NDArray[np.float32], options: list[Options], device: torch
     kept, _ = kept_ids(logits, options, device)
     for row, ids, (temperature, *rest) in zip(logits, kept, options, strict=True):
         if temperature:
-            assert ids == kept_reference(row.astype(np.float64) / temperature, *rest).tolist(), rest
+            assert ids == truncate_reference(row.astype(np.float64) / temperature, *rest).tolist(), rest
 
 
 options_of_a_row = st.tuples(

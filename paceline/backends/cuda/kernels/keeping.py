@@ -1,4 +1,4 @@
-"""What min_p, top_k and top_p keep of a row's logits, on the device: the ids that verify/keeping.py keeps.
+"""What min_p, top_k and top_p keep of a row's logits, on the device: the ids that verify/truncation.py keeps.
 
 Each of the three keeps the first of the same order, the likeliest first and the lower id of equals. So what
 they leave ends at one place, the cut, and a token is kept if it does not stand behind it:

@@ -1,4 +1,4 @@
-"""The masses that top_p is measured on, on the device: whole numbers, as in verify/keeping.py.
+"""The masses that top_p is measured on, on the device: whole numbers, as in verify/truncation.py.
 
 A token's mass follows from how far its logit is below the largest. That distance has 256 grades, and masses
 are summed by grade, first by the upper four bits of it, then within the sixteen where they reach the need by
@@ -12,10 +12,10 @@ import triton.language as tl
 
 from paceline.backends.cuda.kernels.launching import follow
 from paceline.backends.cuda.kernels.sampling import exponential, logarithm
-from paceline.verify.keeping import MASS_ONE, MASSLESS
+from paceline.verify.truncation import FIXED_POINT_ONE, UNDERFLOW_NATS
 
-_MASS_ONE = tl.constexpr(MASS_ONE)
-_MASSLESS = tl.constexpr(MASSLESS)
+_MASS_ONE = tl.constexpr(FIXED_POINT_ONE)
+_MASSLESS = tl.constexpr(UNDERFLOW_NATS)
 
 
 @triton.jit
