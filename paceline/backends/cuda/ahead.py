@@ -133,7 +133,7 @@ class CudaAhead:
         state.seeds[slots] = seeds
         state.temperatures[slots] = temperatures.view(torch.float64)
         state.takes_drafts[slots] = takes.int()
-        state.kept[slots] = torch.stack(kept, 1).view(torch.float64)
+        state.truncation[slots] = torch.stack(kept, 1).view(torch.float64)
 
     @torch.inference_mode()
     def launch(

@@ -18,7 +18,7 @@ from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.features import keep_features
 from paceline.backends.cuda.kernels.packing import block_lines
-from paceline.backends.cuda.kernels.sampling import candidates_for, race, take_best
+from paceline.backends.cuda.kernels.sampling import candidates_for, gumbel_argmax, take_best
 from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers, select, workspace_bytes
 from paceline.backends.cuda.tables import DeviceTables, rows_of
 from paceline.backends.cuda.weights import Weights, load_weights, packing_for
@@ -157,7 +157,7 @@ class CudaBackend(Backend):
             select(self._workspace, self._tables.output_rows(count))
             run_head(self.weights, self._workspace, self._workspace.selected, count)
             options = self._tables.options(count)
-            race(self._workspace.logits, self.config.vocab_size, *options, self._candidates, count)
+            gumbel_argmax(self._workspace.logits, self.config.vocab_size, *options, self._candidates, count)
             take_best(self._candidates, self._chosen[:count])
 
         place = (pool.keys.data_ptr(), pool.values.data_ptr(), pool.num_pages)

@@ -24,9 +24,8 @@ from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.attention import MOST_PATH, EvenRows, RowTables, tile_height
 from paceline.backends.cuda.kernels.features import keep_features
 from paceline.backends.cuda.kernels.guess import choose, guess, guesses_for
-from paceline.backends.cuda.kernels.keeping import find_cuts, kept_for
 from paceline.backends.cuda.kernels.look_up import look_up
-from paceline.backends.cuda.kernels.sampling import candidates_for, race
+from paceline.backends.cuda.kernels.sampling import candidates_for, gumbel_argmax
 from paceline.backends.cuda.kernels.step_rows import (
     LAST,
     LINES,
@@ -45,6 +44,7 @@ from paceline.backends.cuda.kernels.step_rows import (
     begin_rows,
     make_requests,
 )
+from paceline.backends.cuda.kernels.truncation import find_thresholds, truncation_buffers
 from paceline.backends.cuda.kernels.walk import move_accepted, walk
 from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers
 from paceline.backends.cuda.persistent import PersistentLayers
@@ -129,7 +129,7 @@ class DecodeLoop:
         self._request_seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._request_temperatures = torch.zeros(max_rows, dtype=torch.float64, device=device)
         self._candidates = candidates_for(max_rows * self.nodes, config.vocab_size, device)
-        self._kept_ids = kept_for(max_rows * self.nodes, config.vocab_size, device)
+        self._truncation = truncation_buffers(max_rows * self.nodes, config.vocab_size, device)
         self._workspace = make_workspace(weights, max_rows * self.nodes, requests.tokens.shape[1])
         self._few_rows = PersistentLayers(weights, self._workspace, pool, page_size)
         if draft is not None:
@@ -173,7 +173,7 @@ class DecodeLoop:
         self._request_temperatures[:rows] = state.temperatures[own]
         self._seeds[:rows] = state.seeds[own][:, None]
         self._temperatures[:rows] = state.temperatures[own][:, None]
-        self._options[:rows] = state.kept[own][:, None]
+        self._options[:rows] = state.truncation[own][:, None]
         if self.draft is not None and self.draft.features is not None and self._kept is not None:
             index = (state.lengths[own].long() - 1).clamp(min=0)
             pages = state.pages[own, index // self.page_size].long()
@@ -254,8 +254,8 @@ class DecodeLoop:
         vocab_size, temperatures = weights.config.vocab_size, self._temperatures[:rows].view(-1)
         if not keeps_all:
             options = self._options[:rows].view(-1, 3)
-            find_cuts(workspace.logits, vocab_size, temperatures, options, self._kept_ids, count)
-        race(
+            find_thresholds(workspace.logits, vocab_size, temperatures, options, self._truncation, count)
+        gumbel_argmax(
             workspace.logits,
             vocab_size,
             temperatures,
@@ -263,7 +263,7 @@ class DecodeLoop:
             inputs.tables.positions,
             self._candidates,
             count,
-            None if keeps_all else self._kept_ids.cuts,
+            None if keeps_all else self._truncation.thresholds,
         )
 
     def _pass(self, number: int, rows: int) -> DraftRows:

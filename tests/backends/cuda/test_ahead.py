@@ -200,7 +200,7 @@ def test_passes_look_for_what_is_kept_while_a_request_has_such_options(decoder, 
     for slots in ([2, 3], [2]):
         decoder.launch(slots, tables, None)
     assert loops[0].kept_all == [False, True]
-    assert decoder._requests.kept[[2, 3]].tolist() == [[0, 1, 0], [5, 1, 0]]
+    assert decoder._requests.truncation[[2, 3]].tolist() == [[0, 1, 0], [5, 1, 0]]
 
 
 @needs_gpu

@@ -1,8 +1,8 @@
-"""From logits to tokens on the device: argmax(logits / temperature + gumbel), of the logits at temperature 0.
+"""Sampling on the device by the Gumbel-max trick: argmax(logits / temperature + gumbel), or plain argmax.
 
-The noise is that of paceline/verify/noise.py, and so are its bits: Philox in integers, and the logarithm of
-verify/floats.py in doubles, added and multiplied in the same order (compiled without fused multiply-adds).
-So a token drawn here is the token that the host draws from the same logits.
+The noise has the bits of verify/noise.py: Philox in integers, and the logarithm of verify/floats.py in
+doubles, in the same order (compiled without fused multiply-adds). So the device samples the same token as
+the host from the same logits.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from paceline.verify.floats import (
     TAYLOR,
 )
 
-BLOCK = 2048  # ids that a program looks at
-PART = 256  # of them at once
-UNUSABLE = -1  # instead of a token: the logits hold NaN or infinity
+BLOCK = 2048  # ids of a program
+PART = 256  # ids of one iteration: noise needs many registers
+UNUSABLE = -1  # token of a row whose logits hold NaN or +inf
 LN2_HIGH = tl.constexpr(LN2_HIGH)
 LN2_LOW = tl.constexpr(LN2_LOW)
 SQRT_HALF = tl.constexpr(SQRT_HALF)
@@ -40,14 +40,14 @@ EXP_TERMS = tl.constexpr(tuple(float(term) for term in TAYLOR))
 
 @dataclass(frozen=True)
 class Candidates:
-    """The best of each block of ids."""
+    """The best token of each block of ids."""
 
     scores: torch.Tensor  # float64 [rows, blocks]
     ids: torch.Tensor  # int32 [rows, blocks]; UNUSABLE if a logit of the block is
 
 
 def candidates_for(rows: int, vocab_size: int, device: torch.device) -> Candidates:
-    """Room for the candidates of so many rows."""
+    """Uninitialized candidates of so many rows."""
     blocks = -(-vocab_size // BLOCK)
     return Candidates(
         torch.empty((rows, blocks), dtype=torch.float64, device=device),
@@ -56,11 +56,11 @@ def candidates_for(rows: int, vocab_size: int, device: torch.device) -> Candidat
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """What is kept of rows: logits / temperature above a value, and at it the ids up to one."""
+class Thresholds:
+    """Truncation of rows: keeps logits / temperature above `values`, and ties at it up to `last_ids`."""
 
     values: torch.Tensor  # float64 [rows]
-    lasts: torch.Tensor  # int32 [rows]
+    last_ids: torch.Tensor  # int32 [rows]
 
 
 @triton.jit
@@ -119,18 +119,18 @@ def gumbel(token, seed, position):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _race_kernel(  # type: ignore[no-untyped-def]
+def _gumbel_argmax_kernel(  # type: ignore[no-untyped-def]
     logits_at,
     temperatures_at,
     seeds_at,
     positions_at,
-    cuts_at,
-    lasts_at,
+    thresholds_at,
+    last_ids_at,
     scores_at,
     ids_at,
     vocab_size,
     logits_stride,
-    has_cuts: tl.constexpr,
+    has_thresholds: tl.constexpr,
     block: tl.constexpr,
     part: tl.constexpr,
     overlap: tl.constexpr,
@@ -143,7 +143,7 @@ def _race_kernel(  # type: ignore[no-untyped-def]
     best = tl.full([part], float("-inf"), tl.float64)
     chosen = tl.full([part], 0x7FFFFFFF, tl.int32)
     unusable = tl.zeros([part], tl.int32)
-    # in parts, because noise takes so many registers that of a whole block few programs would run at once
+    # in parts: with the noise of a whole block in registers, few programs would fit a multiprocessor
     for first in range(number * block, (number + 1) * block, part):
         token = first + tl.arange(0, part)
         logits = tl.load(at + token, mask=token < vocab_size, other=float("-inf"))
@@ -152,9 +152,9 @@ def _race_kernel(  # type: ignore[no-untyped-def]
         if temperature > 0:
             scaled = scores / temperature
             is_kept = logits > float("-inf")
-            if has_cuts:
-                cut, last = tl.load(cuts_at + row), tl.load(lasts_at + row)
-                is_kept = is_kept & ((scaled > cut) | ((scaled == cut) & (token <= last)))
+            if has_thresholds:
+                threshold, last = tl.load(thresholds_at + row), tl.load(last_ids_at + row)
+                is_kept = is_kept & ((scaled > threshold) | ((scaled == threshold) & (token <= last)))
             scores = tl.where(is_kept, scaled + gumbel(token, seed, position), float("-inf"))
         chosen = tl.where(scores > best, token, chosen)
         best = tl.maximum(scores, best)
@@ -188,7 +188,7 @@ def _best_kernel(  # type: ignore[no-untyped-def]
 
 
 def take_best(candidates: Candidates, chosen: torch.Tensor) -> None:
-    """Write the tokens of the first rows to `chosen` [rows] int32: the best of their blocks, or UNUSABLE."""
+    """Reduce over blocks: write the tokens of the first rows to `chosen` [rows] int32, or UNUSABLE."""
     blocks, overlap = candidates.ids.shape[1], overlaps(chosen.device)
     most_blocks = triton.next_power_of_2(blocks)
     _best_kernel[(len(chosen),)](
@@ -203,7 +203,7 @@ def take_best(candidates: Candidates, chosen: torch.Tensor) -> None:
     )
 
 
-def race(
+def gumbel_argmax(
     logits: torch.Tensor,
     vocab_size: int,
     temperatures: torch.Tensor,
@@ -211,26 +211,26 @@ def race(
     positions: torch.Tensor,
     candidates: Candidates,
     rows: int,
-    cuts: Cuts | None = None,
+    thresholds: Thresholds | None = None,
 ) -> None:
-    """Write the best ids of each block of `logits` [rows, at least vocab_size] to `candidates`.
+    """Write the best id of each block of `logits` [rows, at least vocab_size] to `candidates`.
 
     `temperatures` [rows] float64, `seeds` [rows] int64 and `positions` [rows] int32 are those of the rows;
-    the token that a row gives stands one position behind it. With `cuts` only what they keep takes part.
+    a row's token has the next position. With `thresholds`, only the ids that they keep are candidates.
     """
     overlap = overlaps(logits.device)
-    _race_kernel[(rows, candidates.ids.shape[1])](
+    _gumbel_argmax_kernel[(rows, candidates.ids.shape[1])](
         logits,
         temperatures,
         seeds,
         positions,
-        None if cuts is None else cuts.values,
-        None if cuts is None else cuts.lasts,
+        None if thresholds is None else thresholds.values,
+        None if thresholds is None else thresholds.last_ids,
         candidates.scores,
         candidates.ids,
         vocab_size,
         logits.stride(0),
-        cuts is not None,
+        thresholds is not None,
         BLOCK,
         PART,
         overlap,

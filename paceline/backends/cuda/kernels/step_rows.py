@@ -25,7 +25,7 @@ class DeviceRequests:
     pages: torch.Tensor  # int32 [slots, most pages]
     seeds: torch.Tensor  # int64 [slots]
     temperatures: torch.Tensor  # float64 [slots] 0: greedy
-    kept: torch.Tensor  # float64 [slots, 3] top_k, top_p and min_p
+    truncation: torch.Tensor  # float64 [slots, 3] top_k, top_p and min_p
     takes_drafts: torch.Tensor  # int32 [slots] 0: of a chain only the root's token is taken
 
 

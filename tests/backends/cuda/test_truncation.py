@@ -25,28 +25,30 @@ def kept_ids(
     logits: npt.NDArray[np.float32], options: list[Options], device: torch.device
 ) -> tuple[list[list[int]], Callable[[], list[int]]]:
     """The ids that each row keeps, and who draws their tokens, with the row's number as seed and position."""
-    from paceline.backends.cuda.kernels.keeping import find_cuts, kept_for
-    from paceline.backends.cuda.kernels.sampling import candidates_for, race, take_best
+    from paceline.backends.cuda.kernels.sampling import candidates_for, gumbel_argmax, take_best
+    from paceline.backends.cuda.kernels.truncation import find_thresholds, truncation_buffers
 
     rows, vocab = logits.shape
-    kept = kept_for(rows, vocab, device)
+    kept = truncation_buffers(rows, vocab, device)
     on_device = torch.from_numpy(logits).to(device)
     numbers = torch.tensor(options, dtype=torch.float64, device=device)
     temperatures, rest = numbers[:, 0].contiguous(), numbers[:, 1:].contiguous()
-    find_cuts(on_device, vocab, temperatures, rest, kept, rows)
+    find_thresholds(on_device, vocab, temperatures, rest, kept, rows)
     found: list[list[int]] = []
 
     def draw() -> list[int]:
         candidates = candidates_for(rows, vocab, device)
         count = torch.arange(rows, device=device)
-        race(on_device, vocab, temperatures, count, count.int(), candidates, rows, kept.cuts)
+        gumbel_argmax(on_device, vocab, temperatures, count, count.int(), candidates, rows, kept.thresholds)
         tokens = torch.empty(rows, dtype=torch.int32, device=device)
         take_best(candidates, tokens)
         return tokens.tolist()
 
-    for row, cut, last in zip(logits, kept.cuts.values.tolist(), kept.cuts.lasts.tolist(), strict=True):
+    for row, threshold, last in zip(
+        logits, kept.thresholds.values.tolist(), kept.thresholds.last_ids.tolist(), strict=True
+    ):
         scaled = row.astype(np.float64) / (options[len(found)][0] or 1.0)
-        likely = (scaled > cut) | ((scaled == cut) & (np.arange(vocab) <= last))
+        likely = (scaled > threshold) | ((scaled == threshold) & (np.arange(vocab) <= last))
         found.append(np.flatnonzero(likely & (row > -np.inf)).tolist())
     return found, draw
 
@@ -73,7 +75,7 @@ options_of_a_row = st.tuples(
     steps=st.lists(st.sampled_from([0.0, 0.25, 3.0]), min_size=ROWS, max_size=ROWS),
     options=st.lists(options_of_a_row, min_size=ROWS, max_size=ROWS),
 )
-def test_what_is_kept_is_what_the_host_keeps(
+def test_the_device_keeps_the_ids_that_the_host_keeps(
     device: torch.device, seed: int, spreads: list[float], steps: list[float], options: list[Options]
 ) -> None:
     """Flat rows and steep ones, with ties (values are whole steps), zeros of both signs and forbidden ids."""
@@ -87,12 +89,12 @@ def test_what_is_kept_is_what_the_host_keeps(
     check(logits.astype(np.float32), options, device)
 
 
-def test_rows_of_which_more_may_be_kept_than_a_list_has_room_for(
+def test_rows_with_more_candidates_than_fit_the_list(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.backends.cuda.kernels import keeping
+    from paceline.backends.cuda.kernels import truncation
 
-    monkeypatch.setattr(keeping, "MOST_LISTED", 40)
+    monkeypatch.setattr(truncation, "MAX_CANDIDATES", 40)
     logits = np.random.default_rng(3).normal(size=(4, 2500)).astype(np.float32)  # more than a block
     logits[1] = np.round(logits[1])
     check(logits, [(1.0, 900, 0.9, 0.0), (1.0, 0, 0.8, 0.0), (0.5, 1000, 1.0, 0.0), PLAIN], device)
