@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from paceline.backends.cuda.backend import PAGE_SIZE, CudaBackend
-from paceline.backends.cuda.common import even_rows, find_common
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
 from paceline.backends.cuda.draft_shape import chain_shape
 from paceline.backends.cuda.kernels.matrix import Matrix
-from paceline.backends.cuda.native import KERNELS, leaving_out
+from paceline.backends.cuda.native import ALIASES, KERNELS, leaving_out
+from paceline.backends.cuda.shared_prefix import find_shared_prefixes, uniform_rows
 from paceline.backends.cuda.weights import Weights, load_weights, packing_for
 from paceline.bench.gpu_drafting import (
     Drafting,
@@ -240,7 +240,7 @@ class Setting:
                 f"{self.common_tokens}."
             )
         for name in self.without:
-            if name not in KERNELS:
+            if name not in KERNELS and name not in ALIASES:
                 raise ConfigError(f"--without knows no kernel {name!r}; choose from {', '.join(KERNELS)}.")
 
     @property
@@ -275,11 +275,11 @@ def measure_both(
 def measure_ours(weights: Weights, requests: int, setting: Setting, drafting: Drafting) -> Step:
     """A step of the decode loop, whose tokens are copied to the host."""
     loop = prefilled_loop(weights, requests, setting, drafting)
-    said = torch.zeros(loop.said.shape, dtype=torch.int32, pin_memory=True)
+    results = torch.zeros(loop.results.shape, dtype=torch.int32, pin_memory=True)
 
     def step() -> None:
         loop.step(requests)
-        said.copy_(loop.said, non_blocking=True)  # as the engine does
+        results.copy_(loop.results, non_blocking=True)  # as the engine does
 
     warm_up(step)
     return watched(weights.device, lambda: time_steps(step, setting.output_tokens))
@@ -312,8 +312,8 @@ def prefilled_loop(weights: Weights, requests: int, setting: Setting, drafting: 
     loop.begin(list(range(requests)), requests)
     begins = np.arange(requests, dtype=np.int32) * pages_each
     computed = np.full(requests, prompt_tokens - 1, dtype=np.int32)
-    own = even_rows(pages, begins, computed, loop.nodes)
-    loop.share(find_common(own, PAGE_SIZE, config.num_heads, config.num_kv_heads))
+    own = uniform_rows(pages, begins, computed, loop.nodes)
+    loop.use_shared_prefix(find_shared_prefixes(own, PAGE_SIZE, config.num_heads, config.num_kv_heads))
     return loop
 
 

@@ -11,15 +11,28 @@ import numpy as np
 import torch
 
 from paceline.backends.base import Backend
-from paceline.backends.cuda.ahead import CudaAhead
-from paceline.backends.cuda.common import Common, CommonTables, PassRows, find_common, nothing_common
+from paceline.backends.cuda.async_decoder import CudaAsyncDecoder
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.attention import tile_height
-from paceline.backends.cuda.kernels.features import keep_features
+from paceline.backends.cuda.kernels.features import store_features
 from paceline.backends.cuda.kernels.packing import block_lines
 from paceline.backends.cuda.kernels.sampling import candidates_for, gumbel_argmax, take_best
-from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers, select, workspace_bytes
+from paceline.backends.cuda.model import (
+    Pool,
+    make_workspace,
+    run_layers,
+    run_lm_head,
+    select,
+    workspace_bytes,
+)
+from paceline.backends.cuda.shared_prefix import (
+    PassRows,
+    SharedPrefix,
+    SharedPrefixTables,
+    find_shared_prefixes,
+    no_shared_prefix,
+)
 from paceline.backends.cuda.tables import DeviceTables, rows_of
 from paceline.backends.cuda.weights import Weights, load_weights, packing_for
 from paceline.core.arrays import Int32Array
@@ -53,7 +66,7 @@ class CudaBackend(Backend):
         self._longest = FIRST_LONGEST
         self._workspace = make_workspace(weights, bucket(max_rows), self._longest)
         self._tables = DeviceTables(bucket(max_rows), MAX_PAGES, self.device)
-        self._common = CommonTables(bucket(max_rows), self.device)
+        self._shared_prefix = SharedPrefixTables(bucket(max_rows), self.device)
         self._graphs = Graphs(self.device)
         self._features = torch.empty(0)
         self._known_parts: dict[tuple[tuple[int, ...], ...], torch.Tensor] = {}
@@ -74,22 +87,22 @@ class CudaBackend(Backend):
         _check_model(checkpoint.config)
         if dtype not in DTYPES:
             raise BackendError(f"The cuda backend has no dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
-        place, kind = _find_device(device), DTYPES[dtype]
+        target, kind = _find_device(device), DTYPES[dtype]
         packing = packing_for(quantization, lambda name: checkpoint.tensors[name].kind)
 
         def take(name: str) -> torch.Tensor:
             is_packed = name.endswith("_proj.weight") and packing(name) != "none"
-            return _stored(checkpoint.tensors[name]).to(place).to(torch.float32 if is_packed else kind)
+            return _stored(checkpoint.tensors[name]).to(target).to(torch.float32 if is_packed else kind)
 
         def blocks(name: str) -> torch.Tensor:
             tensor = checkpoint.tensors[name]
-            return block_lines(torch.tensor(tensor.blocks(), device=place), tensor.kind)
+            return block_lines(torch.tensor(tensor.blocks(), device=target), tensor.kind)
 
         try:
             return cls(load_weights(checkpoint.config, take, packing, blocks), max_rows)
         except torch.OutOfMemoryError as error:
             values = sum(int(np.prod(tensor.shape)) for tensor in checkpoint.tensors.values())
-            free, total = torch.cuda.mem_get_info(place)
+            free, total = torch.cuda.mem_get_info(target)
             raise BackendError(
                 f"The model does not fit: its weights take {values * kind.itemsize / 1e9:.1f} GB as {dtype}, "
                 f"and {device} has {total / 1e9:.1f} GB, of which others use {(total - free) / 1e9:.1f}. "
@@ -125,10 +138,10 @@ class CudaBackend(Backend):
         begins *= batch.page_tables.shape[1]
         own = PassRows(batch.page_tables, begins, batch.context_lengths, counts, batch.row_offsets[:-1])
         sizes = self.config.num_heads, self.config.num_kv_heads
-        return self._begin(batch, find_common(own, PAGE_SIZE, *sizes))
+        return self._begin(batch, find_shared_prefixes(own, PAGE_SIZE, *sizes))
 
     @torch.inference_mode()
-    def _begin(self, batch: ForwardBatch, found: Common | None) -> Callable[[], ForwardOutput]:
+    def _begin(self, batch: ForwardBatch, found: SharedPrefix | None) -> Callable[[], ForwardOutput]:
         """The same where this is read once for all rows."""
         assert batch.num_rows <= self.max_rows, f"{batch.num_rows} rows, but max_rows is {self.max_rows}"
         pool = cast(Pool, batch.pool)
@@ -140,29 +153,32 @@ class CudaBackend(Backend):
         height = tile_height(self.config.num_heads, self.config.num_kv_heads)
         self._tables.send(batch, rows_of(batch, PAGE_SIZE, height))
         if found is not None:
-            self._common.send(found, -(-np.diff(batch.row_offsets) // height))
-        common = None if found is None else self._common.rows()
+            self._shared_prefix.send(found, -(-np.diff(batch.row_offsets) // height))
+        shared_prefix = None if found is None else self._shared_prefix.rows()
         features = self._feature_room(len(layers)) if layers else None
         keeps = [(cast(HeadPool, kept.pool), self._parts(layers, kept.layers)) for kept in batch.kept]
 
         def body() -> None:
-            tokens, tables = self._tables.tokens(rows), replace(self._tables.tables(rows), common=common)
+            tokens, tables = (
+                self._tables.tokens(rows),
+                replace(self._tables.tables(rows), shared_prefix=shared_prefix),
+            )
             run_layers(self.weights, self._workspace, tokens, tables, pool, PAGE_SIZE, features, layers)
             for kept, parts in keeps:
                 assert features is not None
-                keep_features(features, tables.places, parts, kept.features)
+                store_features(features, tables.slot_mapping, parts, kept.features)
 
         def head() -> None:
             count = bucket(outputs)
             select(self._workspace, self._tables.output_rows(count))
-            run_head(self.weights, self._workspace, self._workspace.selected, count)
+            run_lm_head(self.weights, self._workspace, self._workspace.selected, count)
             options = self._tables.options(count)
             gumbel_argmax(self._workspace.logits, self.config.vocab_size, *options, self._candidates, count)
             take_best(self._candidates, self._chosen[:count])
 
-        place = (pool.keys.data_ptr(), pool.values.data_ptr(), pool.num_pages)
+        addresses = (pool.keys.data_ptr(), pool.values.data_ptr(), pool.num_pages)
         heads = tuple((kept.features.data_ptr(), len(kept.features)) for kept, _ in keeps)
-        self._graphs.run(("body", rows, layers, place, heads, common is not None), body)
+        self._graphs.run(("body", rows, layers, addresses, heads, shared_prefix is not None), body)
         if outputs:
             self._graphs.run(("head", bucket(outputs)), head)
         width = len(batch.feature_layers) * self.config.hidden_size
@@ -194,7 +210,7 @@ class CudaBackend(Backend):
             for rows in buckets(min(self.max_rows, longest, pool.num_pages * PAGE_SIZE)):
                 self.forward(_chain(pool, rows, feature_layers, kept))
             # compiles; others are captured when rows first have something in common
-            self._begin(_chain(pool, rows, feature_layers, kept), nothing_common(1))()
+            self._begin(_chain(pool, rows, feature_layers, kept), no_shared_prefix(1))()
         except torch.OutOfMemoryError as error:
             raise BackendError(
                 f"The buffers for contexts of {longest} tokens do not fit into the memory of {self.device} "
@@ -209,14 +225,16 @@ class CudaBackend(Backend):
         longest: int,
         feature_layers: tuple[int, ...],
         kept: tuple[KeptFeatures, ...] = (),
-    ) -> CudaAhead | None:
+    ) -> CudaAsyncDecoder | None:
         """A decoder of requests of at most `longest` tokens in so many slots.
 
         None if features are asked for in two ways at once: a step can do that.
         """
         if len(kept) + bool(feature_layers) > 1:
             return None
-        return CudaAhead(self.weights, cast(Pool, pool), slots, longest, PAGE_SIZE, feature_layers, kept)
+        return CudaAsyncDecoder(
+            self.weights, cast(Pool, pool), slots, longest, PAGE_SIZE, feature_layers, kept
+        )
 
     def first_layers(self, count: int) -> CudaBackend:
         """The same model without its later layers, over the same pools."""
@@ -226,12 +244,12 @@ class CudaBackend(Backend):
 
     @torch.inference_mode()
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
-        """Copy keys and values from KV places to others; all sources are read first."""
+        """Copy keys and values from KV slots to others; all sources are read first."""
         own = cast(Pool, pool)
-        places = torch.from_numpy(np.stack((source, destination)).astype(np.int64)).to(self.device)
+        slots = torch.from_numpy(np.stack((source, destination)).astype(np.int64)).to(self.device)
         for stored in (own.keys, own.values):
             # indexing by a tensor copies what it reads, so that no write can disturb it
-            stored[:, places[1]] = stored[:, places[0]]
+            stored[:, slots[1]] = stored[:, slots[0]]
 
     def _make_room(self, length: int) -> None:
         """Have buffers for contexts of this length."""

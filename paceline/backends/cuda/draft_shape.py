@@ -1,13 +1,13 @@
-"""Which rows a speculative step has, for a draft whose shape is the same in every step.
+"""The rows of a speculative step, for a draft tree whose shape is the same in every step.
 
     nodes     0 is the root, the last known token; others are drafted, parents before children
     passes    0   the target over all nodes
-              1   the draft catches up: it computes what was accepted, and guesses the root's children
-              2.. the draft over the nodes of one level that have children
+              1   the drafter catches up: it computes accepted tokens, and drafts the root's children
+              2.. the drafter over the nodes of one level that have children
 
 A chain is the tree in which every node has one child; without drafted nodes the step is plain decoding, and
-the target's pass is all of it. What a row is follows from the request's length and from these tables, so
-that one small kernel at the end of a step writes all rows of the next one.
+the target's pass is all of it. Every row follows from the request's length and these tables, so one small
+kernel at the end of a step writes all rows of the next one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TILE_FIELDS = 5
 
 @dataclass(frozen=True)
 class DraftShape:
-    """A tree of drafted tokens."""
+    """A draft tree."""
 
     parents: tuple[int, ...]  # [nodes] of node 0, the root, -1
 
@@ -46,7 +46,7 @@ class DraftShape:
 
     @property
     def levels(self) -> int:
-        """How many drafted tokens a path has at most."""
+        """The depth of the tree: the most drafted tokens of a path."""
         return max(self.depths)
 
     @property
@@ -109,7 +109,7 @@ class StepPlan:
     children: tuple[Int32Array, ...]  # of every pass behind the target's: see kernels/guess.py
 
     def first_row(self, number: int) -> int:
-        """How many rows of a request lie before those of a pass."""
+        """The number of a request's rows before those of a pass."""
         return sum(len(own.nodes) for own in self.passes[:number])
 
     def first_tile(self, number: int) -> int:
@@ -117,7 +117,7 @@ class StepPlan:
 
 
 def plan_step(shape: DraftShape, target_height: int, catch_up_rows: int, draft_height: int) -> StepPlan:
-    """The plan of a step in which the draft computes at most `catch_up_rows` tokens again; 0: none drafts."""
+    """The plan of a step in which the drafter catches up on at most `catch_up_rows` tokens; 0: no drafter."""
     levels = [shape.inner(depth) for depth in range(1, shape.levels)]
     passes = [PassRows(range(len(shape)), target_height)]
     if catch_up_rows:
@@ -151,7 +151,7 @@ def plan_step(shape: DraftShape, target_height: int, catch_up_rows: int, draft_h
 
 
 def _children(shape: DraftShape, plan: StepPlan) -> list[Int32Array]:
-    """Where guesses behind the rows of each of the draft's passes go: [rows, most children, 2, 3]."""
+    """Where the tokens drafted by each pass go: [rows, most children, 2, 3]."""
     tables = []
     for number in range(1, len(plan.passes)):
         parents = [0] if number == 1 else list(plan.passes[number].nodes)

@@ -1,4 +1,4 @@
-"""Work that is captured once and replayed: a whole pass is then one launch."""
+"""CUDA graphs: a pass is captured once and replayed as one launch."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def buckets(most: int) -> list[int]:
 
 
 class Graphs:
-    """Captured work by name. Where there is no CUDA device, the work is simply done."""
+    """Captured graphs by key. Without a CUDA device, the work simply runs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
     def run(self, name: Hashable, work: Callable[[], None]) -> None:
-        """Do the work, by the graph of this name if there is one; else it is captured.
+        """Run the work, by replaying its graph if it was captured, else capture it.
 
-        Work of one name must use the same buffers every time.
+        Work with the same name must use the same buffers every time.
         """
         if self._device.type != "cuda":
             work()

@@ -1,4 +1,4 @@
-"""The weights of a learned draft head on the device, as kernels read them."""
+"""The weights of a learned draft head on the device, in the layout of the kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Fusion:
-    """How features of the target become states."""
+    """How the target's features become states (EAGLE-3's fc)."""
 
     norm: torch.Tensor | None  # [features * target hidden]
     eps: float
@@ -39,7 +39,7 @@ class Fusion:
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """All of a head."""
+    """All weights of a head."""
 
     config: HeadConfig
     fusion: Fusion
@@ -71,7 +71,7 @@ def load_head_weights(checkpoint: HeadCheckpoint, target: Weights) -> HeadWeight
 
 
 def make_head_weights(config: HeadConfig, ids: Int32Array | None, read: Take, target: Weights) -> HeadWeights:
-    """The weights that `read` gives by the names of heads/config.py; `ids` are the target's of guesses."""
+    """The weights that `read` returns by the names of heads/config.py; `ids` are the drafted target ids."""
     device = target.device
     frequencies = torch.from_numpy(rope_frequencies(config.rope, config.head_dim)).to(device)
     angles = torch.arange(config.max_position, device=device)[:, None].float() * frequencies

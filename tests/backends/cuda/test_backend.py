@@ -159,8 +159,19 @@ def test_a_workspace_takes_the_memory_that_was_counted_before(folder: Path) -> N
     )
     workspace = make_workspace(weights, 16, 640)
     attention = workspace.attention
-    tensors = [workspace.hidden, workspace.query, workspace.mixed, workspace.activated, workspace.logits]
-    tensors += [*vars(workspace.scratch).values(), attention.mixed, attention.totals, attention.counters]
+    tensors = [
+        workspace.hidden,
+        workspace.query,
+        workspace.attention_output,
+        workspace.activated,
+        workspace.logits,
+    ]
+    tensors += [
+        *vars(workspace.scratch).values(),
+        attention.partial_acc,
+        attention.partial_stats,
+        attention.counters,
+    ]
     for normed in (workspace.attention_input, workspace.feed_forward_input, workspace.selected):
         tensors += [normed.rows, normed.squares]
     assert workspace_bytes(weights, 16, 640) == sum(tensor.nbytes for tensor in tensors)

@@ -148,9 +148,9 @@ def test_a_head_begins_with_the_features_that_its_pool_keeps(
 
     case = Case(0.0, device, dtype)
     draft, pool = case.draft("head"), case.pool()
-    places = torch.arange(PAGES * PAGE_SIZE, device=device)[:, None].repeat(1, 64).to(dtype)
+    features = torch.arange(PAGES * PAGE_SIZE, device=device)[:, None].repeat(1, 64).to(dtype)
     parts = torch.arange(2, dtype=torch.int32, device=device)
-    kept = HeadPool(PAGES, 0, draft.pool.keys, draft.pool.values, places, parts)
+    kept = HeadPool(PAGES, 0, draft.pool.keys, draft.pool.values, features, parts)
     loop = DecodeLoop(case.weights, pool, case.state, ROWS, PAGE_SIZE, draft, kept=kept)
     loop.begin([1], ROWS)
     page = int(case.state.pages[1, (LENGTH - 1) // PAGE_SIZE])

@@ -73,7 +73,7 @@ def decode(
         loop.step(requests)
         left.append(loop._workspace.logits[: requests * (drafted + 1)].clone())
         left += [] if loop.features is None else [loop.features.clone()]
-    return [*left, pool.keys, pool.values], any(loop._few_rows._passes.values())
+    return [*left, pool.keys, pool.values], any(loop._megakernel._passes.values())
 
 
 @needs_hopper
@@ -128,7 +128,7 @@ def draft(lengths: list[int], drafted: int) -> tuple[list[torch.Tensor], int]:
     for _ in range(STEPS):
         loop.step(requests)
         left += [network._workspace.logits[:requests].clone(), loop.output.clone()]
-    return [*left, pool.keys, pool.values], sum(map(bool, network._few_rows._passes.values()))
+    return [*left, pool.keys, pool.values], sum(map(bool, network._megakernel._passes.values()))
 
 
 @needs_hopper
@@ -199,9 +199,9 @@ def test_other_devices_have_no_such_kernel() -> None:
 
 
 def test_the_source_comes_with_the_package() -> None:
-    from paceline.backends.cuda import attend, persistent, streaming
+    from paceline.backends.cuda import decode_attention, persistent, weight_pipeline
 
     folder = resources.files("paceline.backends.cuda") / "source"
-    streamed = (*streaming.COMMON, "between", "logits")
-    wanted = {f"{name}.cu" for name in (*persistent.SOURCES, *attend.SOURCES, *streamed)}
+    streamed = (*weight_pipeline.SHARED_SOURCES, "fused_layer", "logits")
+    wanted = {f"{name}.cu" for name in (*persistent.SOURCES, *decode_attention.SOURCES, *streamed)}
     assert {entry.name for entry in folder.iterdir()} == wanted

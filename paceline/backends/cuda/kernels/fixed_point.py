@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.launching import follow
+from paceline.backends.cuda.kernels.pdl import pdl_sync
 from paceline.backends.cuda.kernels.sampling import exponential, logarithm
 from paceline.verify.truncation import FIXED_POINT_ONE, UNDERFLOW_NATS
 
@@ -121,11 +121,11 @@ def histogram_kernel(  # type: ignore[no-untyped-def]
     block: tl.constexpr,
     part: tl.constexpr,
     is_second: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     """Sum a block's probabilities by the upper 4 bits of their bins, or, second, by the lower 4."""
     row, number, blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    follow(overlap)
+    pdl_sync(pdl)
     temperature, top_k, top_p, min_p, truncates = options_of(options_at, temperatures_at, row)
     if truncates & (top_p < 1.0) & (top_k <= 0):
         _, peak, floor = peak_and_floor(peaks_at, row, temperature, top_p, min_p, groups, most_groups)

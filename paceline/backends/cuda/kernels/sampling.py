@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.launching import follow, overlaps
+from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 from paceline.verify.floats import (
     ATANH,
     EXP_LOWEST,
@@ -133,10 +133,10 @@ def _gumbel_argmax_kernel(  # type: ignore[no-untyped-def]
     has_thresholds: tl.constexpr,
     block: tl.constexpr,
     part: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     row, number = tl.program_id(0), tl.program_id(1)
-    follow(overlap)
+    pdl_sync(pdl)
     at = logits_at + row.to(tl.int64) * logits_stride
     temperature = tl.load(temperatures_at + row)
     seed, position = tl.load(seeds_at + row), tl.load(positions_at + row) + 1
@@ -160,9 +160,9 @@ def _gumbel_argmax_kernel(  # type: ignore[no-untyped-def]
         best = tl.maximum(scores, best)
     highest = tl.max(best, 0)
     first_best = tl.min(tl.where(best == highest, chosen, 0x7FFFFFFF), 0)
-    place = row * tl.num_programs(1) + number
-    tl.store(scores_at + place, highest)
-    tl.store(ids_at + place, tl.where(tl.max(unusable, 0) > 0, -1, first_best))
+    offset = row * tl.num_programs(1) + number
+    tl.store(scores_at + offset, highest)
+    tl.store(ids_at + offset, tl.where(tl.max(unusable, 0) > 0, -1, first_best))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -180,16 +180,16 @@ def best_candidate(scores_at, ids_at, row, blocks, most_blocks: tl.constexpr):  
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _best_kernel(  # type: ignore[no-untyped-def]
-    scores_at, ids_at, chosen_at, blocks, most_blocks: tl.constexpr, overlap: tl.constexpr
+    scores_at, ids_at, chosen_at, blocks, most_blocks: tl.constexpr, pdl: tl.constexpr
 ) -> None:
     row = tl.program_id(0)
-    follow(overlap)
+    pdl_sync(pdl)
     tl.store(chosen_at + row, best_candidate(scores_at, ids_at, row, blocks, most_blocks))
 
 
 def take_best(candidates: Candidates, chosen: torch.Tensor) -> None:
     """Reduce over blocks: write the tokens of the first rows to `chosen` [rows] int32, or UNUSABLE."""
-    blocks, overlap = candidates.ids.shape[1], overlaps(chosen.device)
+    blocks, pdl = candidates.ids.shape[1], supports_pdl(chosen.device)
     most_blocks = triton.next_power_of_2(blocks)
     _best_kernel[(len(chosen),)](
         candidates.scores,
@@ -197,9 +197,9 @@ def take_best(candidates: Candidates, chosen: torch.Tensor) -> None:
         chosen,
         blocks,
         most_blocks,
-        overlap,
+        pdl,
         num_warps=1,
-        launch_pdl=overlap,
+        launch_pdl=pdl,
     )
 
 
@@ -218,7 +218,7 @@ def gumbel_argmax(
     `temperatures` [rows] float64, `seeds` [rows] int64 and `positions` [rows] int32 are those of the rows;
     a row's token has the next position. With `thresholds`, only the ids that they keep are candidates.
     """
-    overlap = overlaps(logits.device)
+    pdl = supports_pdl(logits.device)
     _gumbel_argmax_kernel[(rows, candidates.ids.shape[1])](
         logits,
         temperatures,
@@ -233,8 +233,8 @@ def gumbel_argmax(
         thresholds is not None,
         BLOCK,
         PART,
-        overlap,
+        pdl,
         num_warps=4,
         enable_fp_fusion=False,
-        launch_pdl=overlap,
+        launch_pdl=pdl,
     )

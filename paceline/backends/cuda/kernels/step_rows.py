@@ -1,4 +1,4 @@
-"""The rows of a step on the device, written there from the state of the requests: see draft_shape.py."""
+"""The rows of a step on the device, computed there from the state of the requests: see draft_shape.py."""
 
 from __future__ import annotations
 
@@ -8,16 +8,27 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.attention import MOST_PATH
+from paceline.backends.cuda.kernels.attention import MAX_PATH
 
-_PATH_LENGTH = tl.constexpr(MOST_PATH)
+_PATH_LENGTH = tl.constexpr(MAX_PATH)
 LINES = 10
-TOKENS, POSITIONS, TURNS, PLACES, STRAIGHT, SOURCES, TILE_ROWS, TILE_COUNTS, TILE_PAGES, LAST = range(LINES)
+(
+    TOKENS,
+    POSITIONS,
+    ROPE_POSITIONS,
+    SLOT_MAPPING,
+    CONTIGUOUS_UNTIL,
+    SOURCES,
+    TILE_ROWS,
+    TILE_COUNTS,
+    TILE_PAGES,
+    LAST,
+) = range(LINES)
 
 
 @dataclass(frozen=True)
 class DeviceRequests:
-    """What the device knows about the requests in its slots."""
+    """The state of the requests in the device's slots."""
 
     tokens: torch.Tensor  # int32 [slots, longest] prompt and output
     lengths: torch.Tensor  # int32 [slots] tokens whose keys and values are in the pool
@@ -49,21 +60,21 @@ def make_requests(slots: int, longest: int, page_size: int, device: torch.device
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of a step, pass after pass, and those of a pass request after request. Lines are
+    """The rows of a step, pass after pass, and within a pass request after request. The lines are
 
-    of rows       tokens; positions; turns (one less: how a head turns queries and keys); places, -1 of
-                  padding; straight; sources (of the draft: the row whose feature or state it reads)
+    of rows       tokens; positions; rope_positions (one less, for heads); slot_mapping, -1 for padding;
+                  contiguous_until; sources (of the drafter: the row whose feature or state it reads)
     of tiles      first row, count and pages
-    of requests   the last row of each in the draft's first pass
+    of requests   the last row of each in the drafter's first pass
     """
 
     lines: torch.Tensor  # int32 [LINES, most rows]
-    paths: torch.Tensor  # int32 [most rows, MOST_PATH], or of one row if all are straight
+    paths: torch.Tensor  # int32 [most rows, MAX_PATH], or of one row if all are straight
 
 
 @dataclass(frozen=True)
 class ShapeTables:
-    """A StepPlan on the device, and what kernels must know of its draft."""
+    """A StepPlan on the device, and the constants of its draft."""
 
     rows: torch.Tensor  # int32 [ROW_FIELDS, rows of a request]
     tiles: torch.Tensor  # int32 [TILE_FIELDS, tiles of a request]
@@ -72,10 +83,10 @@ class ShapeTables:
     levels: int
     catch_up_rows: int  # 0: there is no draft
     always: int  # how many tokens a draft computes again whatever was accepted; 0: those that were
-    is_straight: bool
+    is_chain: bool
 
     def arguments(self, state: DeviceRequests, page_size: int) -> dict[str, int | bool]:
-        """What every kernel that writes rows is told about shapes."""
+        """The shape arguments of every kernel that writes rows."""
         return {
             "longest": state.tokens.shape[1],
             "most_pages": state.pages.shape[1],
@@ -86,7 +97,7 @@ class ShapeTables:
             "always": self.always,
             "levels": self.levels,
             "deep": triton.next_power_of_2(max(self.levels, 1)),
-            "is_straight": self.is_straight,
+            "is_chain": self.is_chain,
             "wide_rows": triton.next_power_of_2(self.rows.shape[1]),
             "wide_tiles": triton.next_power_of_2(self.tiles.shape[1]),
             "page_size": page_size,
@@ -101,7 +112,7 @@ def _field(at, field: tl.constexpr, number, count, missing: tl.constexpr):  # ty
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write_tiles(request, requests, pages_begin, tile, valid, rows, plan, wide: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
-    """Write the tiles of a request, of whose rows these are `valid` and lie in these tiles."""
+    """Write the tiles of a request; `valid` are its real rows and `tile` the tile of each."""
     lines_at, _, stride = rows
     _, tiles_at, _, _, num_tiles = plan
     block = tl.arange(0, wide)
@@ -129,15 +140,15 @@ def write_rows(  # type: ignore[no-untyped-def]
     catch_up_rows: tl.constexpr,
     levels: tl.constexpr,
     deep: tl.constexpr,
-    is_straight: tl.constexpr,
+    is_chain: tl.constexpr,
     wide_rows: tl.constexpr,
     wide_tiles: tl.constexpr,
     page_size: tl.constexpr,
 ) -> None:
-    """Write all rows of a request of this length, whose last `fresh` tokens the draft has to compute.
+    """Write all rows of a request of this length, whose last `fresh` tokens the drafter has to compute.
 
-    `state` is where tokens and pages of slots lie, and how many a slot has room for; `rows` a StepRows, with
-    its stride; `plan` a StepPlan: rows, tiles and paths, and how many of the first two there are.
+    `state`: tokens and pages of slots, and their sizes per slot; `rows`: a StepRows and its stride; `plan`: a
+    StepPlan's rows, tiles and paths, and the numbers of the first two.
     """
     known_at, pages_at, longest, most_pages = state
     lines_at, paths_at, stride = rows
@@ -167,7 +178,7 @@ def write_rows(  # type: ignore[no-untyped-def]
     source = tl.where(source >= 0, request * _field(plan_at, 7, number, num_rows, 0) + source, last)
     tl.store(to + 5 * stride, source, mask=inside & (first > 0) & (catches_up == 0))
     tl.store(lines_at + 9 * stride + request, last)
-    if not is_straight:
+    if not is_chain:
         along = tl.arange(0, deep)
         mask = inside[:, None] & (along < levels)[None, :]
         rest = tl.load(rest_at + number[:, None] * levels + along[None, :], mask=mask, other=0)
@@ -198,7 +209,7 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
     always: tl.constexpr,
     levels: tl.constexpr,
     deep: tl.constexpr,
-    is_straight: tl.constexpr,
+    is_chain: tl.constexpr,
     wide_rows: tl.constexpr,
     wide_tiles: tl.constexpr,
     page_size: tl.constexpr,
@@ -224,7 +235,7 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
         catch_up_rows,
         levels,
         deep,
-        is_straight,
+        is_chain,
         wide_rows,
         wide_tiles,
         page_size,

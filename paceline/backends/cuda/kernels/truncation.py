@@ -32,7 +32,7 @@ from paceline.backends.cuda.kernels.fixed_point import (
     peak_and_floor,
     required_sum,
 )
-from paceline.backends.cuda.kernels.launching import follow, overlaps
+from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 from paceline.backends.cuda.kernels.sampling import BLOCK, Thresholds
 
 GROUP = 256  # ids of a group
@@ -100,10 +100,10 @@ def _groups_kernel(  # type: ignore[no-untyped-def]
     logits_stride,
     block: tl.constexpr,
     group: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     row, number = tl.program_id(0), tl.program_id(1)
-    follow(overlap)
+    pdl_sync(pdl)
     _, _, _, _, truncates = options_of(options_at, temperatures_at, row)
     if truncates:
         groups: tl.constexpr = block // group
@@ -128,10 +128,10 @@ def _bounds_kernel(  # type: ignore[no-untyped-def]
     blocks,
     most_groups: tl.constexpr,
     most_blocks: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
-    follow(overlap)
+    pdl_sync(pdl)
     temperature, top_k, top_p, min_p, truncates = options_of(options_at, temperatures_at, row)
     if truncates:
         logits, peak, low = peak_and_floor(peaks_at, row, temperature, top_p, min_p, groups, most_groups)
@@ -179,10 +179,10 @@ def _candidates_kernel(  # type: ignore[no-untyped-def]
     logits_stride,
     max_candidates,
     block: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     row, number = tl.program_id(0), tl.program_id(1)
-    follow(overlap)
+    pdl_sync(pdl)
     temperature, _, _, _, truncates = options_of(options_at, temperatures_at, row)
     if truncates:
         token = number * block + tl.arange(0, block)
@@ -191,9 +191,9 @@ def _candidates_kernel(  # type: ignore[no-untyped-def]
         bounds = (tl.load(bounds_at + 2 * row), tl.load(bounds_at + 2 * row + 1), tl.load(bins_at + row))
         is_candidate = _may_be_threshold(logits, temperature, bounds)[0].to(tl.int32)
         before = tl.atomic_add(counts_at + row, tl.sum(is_candidate, 0))
-        place = before + tl.cumsum(is_candidate, 0) - 1
-        to = ids_at + row.to(tl.int64) * max_candidates + place
-        tl.store(to, token, mask=(is_candidate > 0) & (place < max_candidates))
+        index = before + tl.cumsum(is_candidate, 0) - 1
+        to = ids_at + row.to(tl.int64) * max_candidates + index
+        tl.store(to, token, mask=(is_candidate > 0) & (index < max_candidates))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -229,17 +229,17 @@ def _find_crossing(  # type: ignore[no-untyped-def]
 
     If `by_id`, the id among the candidates of rank `threshold_rank`.
     """
-    place, before, own = tl.zeros([], tl.int64), tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    prefix, before, own = tl.zeros([], tl.int64), tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     for step in range(8):
         sums = tl.zeros([16], tl.int64)
         for first in range(0, source[2], chunk):
             rank, token, weight = _entries(first, source, threshold_rank, threshold_id, by_probability, chunk)
             if by_id:
                 weight, rank = tl.where(rank == threshold_rank, weight, 0), token.to(tl.int64)
-            sums += digit_sums(rank, weight, place, 28 - 4 * step)
+            sums += digit_sums(rank, weight, prefix, 28 - 4 * step)
         digit, before, own = crossing(sums, before, required)
-        place = place * 16 + digit
-    return place, before, own
+        prefix = prefix * 16 + digit
+    return prefix, before, own
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -259,8 +259,8 @@ def _find_threshold(  # type: ignore[no-untyped-def]
     if rank < threshold_rank:
         last = _NO_ID
     if wanted < equals:
-        place, _, _ = _find_crossing(source, rank, last, wanted, False, True, chunk)
-        last = place.to(tl.int32)
+        prefix, _, _ = _find_crossing(source, rank, last, wanted, False, True, chunk)
+        last = prefix.to(tl.int32)
     return rank, last
 
 
@@ -280,10 +280,10 @@ def _thresholds_kernel(  # type: ignore[no-untyped-def]
     logits_stride,
     max_candidates,
     chunk: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
-    follow(overlap)
+    pdl_sync(pdl)
     temperature, top_k, top_p, _, truncates = options_of(options_at, temperatures_at, row)
     tl.store(values_at + row, float("-inf"))
     tl.store(last_ids_at + row, _NO_ID)
@@ -329,8 +329,8 @@ def find_thresholds(
     `temperatures` [rows] and `options` [rows, 3] are float64; the latter are top_k, top_p and min_p, which
     keep everything at 0, 1 and 0. Everything is kept at temperature 0, where the argmax is taken anyway.
     """
-    overlap, groups, blocks = overlaps(logits.device), kept.peaks.shape[1], kept.probability_sums.shape[2]
-    shared = {"overlap": overlap, "enable_fp_fusion": False, "launch_pdl": overlap}
+    pdl, groups, blocks = supports_pdl(logits.device), kept.peaks.shape[1], kept.probability_sums.shape[2]
+    shared = {"pdl": pdl, "enable_fp_fusion": False, "launch_pdl": pdl}
     sizes, given = (vocab_size, logits.stride(0)), (temperatures, options)
     counts = (triton.next_power_of_2(groups), triton.next_power_of_2(blocks))
     max_candidates, grid = kept.ids.shape[1], (rows, blocks)

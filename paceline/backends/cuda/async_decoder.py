@@ -1,7 +1,7 @@
-"""The decode loop as an engine drives it: requests join, passes begin, tokens are read later.
+"""The AsyncDecoder of the cuda backend: slots are initialized, passes launched, tokens read later.
 
-There is one loop for each length of drafts, and all of them step over the same state of requests. A pass by
-another loop than the last, or over other requests, begins with rows that are written anew.
+There is one decode loop for each draft (its length and drafter), and all of them step over the same state of
+requests. A pass by another loop than the last, or over other slots, first writes its rows anew.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy.typing as npt
 import torch
 
 from paceline.backends.ahead import AheadDraft, AheadOutput, Joining
-from paceline.backends.cuda.common import even_rows, find_common, nothing_common
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
 from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork
 from paceline.backends.cuda.draft_shape import chain_shape
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.model import Pool
-from paceline.backends.cuda.tables import sent
+from paceline.backends.cuda.shared_prefix import find_shared_prefixes, no_shared_prefix, uniform_rows
+from paceline.backends.cuda.tables import to_device
 from paceline.backends.cuda.weights import Weights
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import KeptFeatures
@@ -33,27 +33,29 @@ from paceline.core.forward import KeptFeatures
 Int64Array = npt.NDArray[np.int64]
 
 TIMED = 5  # steps by which the time of one is measured
-KEEP_ALL = (0.0, 1.0, 0.0)  # top_k, top_p, min_p
+NO_TRUNCATION = (0.0, 1.0, 0.0)  # top_k, top_p, min_p
 BUFFERS = 4  # more than there are passes in flight, so that none is written before it was read
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory of the host through which a pass is spoken to and answers. On a GPU it is pinned."""
+    """Host memory for the inputs and results of one pass. On a GPU it is pinned."""
 
-    said: torch.Tensor  # int32 [rows * (3 + length of drafts)] counts, found, tokens: see DecodeLoop
+    results: torch.Tensor  # int32 [rows * (3 + length of drafts)] counts, found, tokens: see DecodeLoop
     counts: Int32Array  # [rows] the same memory
     found: Int32Array | None  # [rows] the same memory: how many tokens were drafted, unless a head drafts
     tokens: Int32Array  # [rows, 1 + length of drafts] the same memory: what the pass chose
     features: torch.Tensor | None  # float32 [rows, width]
-    leads: torch.Tensor | None  # int32 [rows, 1 + length of leads] what the host expects, if it is asked
+    host_drafts: (
+        torch.Tensor | None
+    )  # int32 [rows, 1 + length of leads] what the host expects, if it is asked
     pages: torch.Tensor  # int64 [changes] where in the page table, then as often which page
     done: torch.cuda.Event | None  # None where there is no GPU: then everything is done at once
 
 
 @dataclass(frozen=True)
 class Loop:
-    """The passes of one length of drafts."""
+    """The decode loop of one draft."""
 
     steps: DecodeLoop
     buffers: deque[Buffer]  # the next one first
@@ -61,8 +63,8 @@ class Loop:
     width: int  # most tokens that a pass gives a request
 
 
-class CudaAhead:
-    """An AheadDecoder: see backends/ahead.py."""
+class CudaAsyncDecoder:
+    """The protocol of backends/ahead.py: decoding that overlaps with the host."""
 
     looks_up = True
 
@@ -76,14 +78,14 @@ class CudaAhead:
         feature_layers: tuple[int, ...] = (),
         kept: tuple[KeptFeatures, ...] = (),
     ) -> None:
-        """Passes that do not draft give the features of these layers, or leave them to a head's pool."""
+        """Passes without a draft return the features of these layers, or store them in a head's pool."""
         self.device = weights.device
         self._weights, self._pool, self._longest, self._page_size = weights, pool, longest, page_size
         self._feature_layers, self._kept = feature_layers, kept
         self._rows = bucket(slots)
         self._requests = make_requests(slots, longest, page_size, self.device)
         # int64 [facts of a joining request, requests]
-        self._told = torch.zeros((11, self._rows), dtype=torch.int64, device=self.device)
+        self._staged = torch.zeros((11, self._rows), dtype=torch.int64, device=self.device)
         self._graphs = Graphs(self.device)
         self._pages = np.zeros(tuple(self._requests.pages.shape), dtype=np.int32)  # as the device has them
         # [slots] tokens computed before the next pass, at most and at least
@@ -98,8 +100,8 @@ class CudaAhead:
 
     @torch.inference_mode()
     def join(self, requests: Joining) -> None:
-        """Learn to know requests, or the present state of known ones."""
-        told = np.stack(
+        """Initialize slots, or overwrite the state of slots in use."""
+        staged = np.stack(
             (
                 requests.slots.astype(np.int64),
                 requests.lengths,
@@ -113,19 +115,21 @@ class CudaAhead:
             )
         )
         count = bucket(len(requests.slots))
-        told = told[:, np.arange(count) % len(requests.slots)]  # to say a thing twice does no harm
-        self._told[:, :count].copy_(sent(told, self.device))
-        self._graphs.run(count, lambda: self._take_over(count))
+        staged = staged[:, np.arange(count) % len(requests.slots)]  # to say a thing twice does no harm
+        self._staged[:, :count].copy_(to_device(staged, self.device))
+        self._graphs.run(count, lambda: self._init_slots(count))
         for slot, text in zip(requests.slots.tolist(), requests.texts or (), strict=False):
-            self._requests.tokens[slot, : len(text)] = sent(text, self.device)
-        self._keeps_all[requests.slots] = (requests.temperatures == 0) | (requests.kept == KEEP_ALL).all(1)
+            self._requests.tokens[slot, : len(text)] = to_device(text, self.device)
+        self._keeps_all[requests.slots] = (requests.temperatures == 0) | (requests.kept == NO_TRUNCATION).all(
+            1
+        )
         self._lengths[requests.slots] = self._joined[requests.slots] = requests.lengths
         self._last = None
 
-    def _take_over(self, count: int) -> None:
-        """Write to the state what was told of so many requests."""
+    def _init_slots(self, count: int) -> None:
+        """Write the staged values of so many requests to the device state."""
         state = self._requests
-        slots, lengths, limits, before, last, seeds, temperatures, takes, *kept = self._told[:, :count]
+        slots, lengths, limits, before, last, seeds, temperatures, takes, *kept = self._staged[:, :count]
         state.lengths[slots] = lengths.int()
         state.limits[slots] = limits.int()
         state.tokens[slots, (lengths - 1).clamp(min=0)] = before.int()
@@ -143,7 +147,7 @@ class CudaAhead:
         draft: AheadDraft | None,
         leads: Int32Array | None = None,
     ) -> None:
-        """Begin a pass over the known requests in these slots."""
+        """Launch a pass over the requests in these slots."""
         own, rows, loop = list(slots), bucket(len(slots)), self._loop(draft)
         steps, buffer = loop.steps, loop.buffers[0]
         if buffer.done is not None:
@@ -152,16 +156,16 @@ class CudaAhead:
         self._send_pages(index, page_tables, buffer)
         if own != self._slots or loop is not self._last:
             steps.begin(own, rows)
-            self._share(steps, index)
+            self._use_shared_prefix(steps, index)
             self._slots, self._last = own, loop
         if leads is not None:
-            assert buffer.leads is not None
-            assert steps.leads is not None
-            buffer.leads.numpy()[: len(own)] = leads  # rows behind them are nobody's
-            steps.leads[:rows].copy_(buffer.leads[:rows], non_blocking=True)
+            assert buffer.host_drafts is not None
+            assert steps.host_drafts is not None
+            buffer.host_drafts.numpy()[: len(own)] = leads  # rows behind them are nobody's
+            steps.host_drafts[:rows].copy_(buffer.host_drafts[:rows], non_blocking=True)
         steps.step(rows, bool(self._keeps_all[index].all()))
         used = 2 * loop.most + rows * loop.width
-        buffer.said[:used].copy_(steps.said[:used], non_blocking=True)
+        buffer.results[:used].copy_(steps.results[:used], non_blocking=True)
         if buffer.features is not None:
             assert steps.features is not None
             buffer.features[:rows].copy_(steps.features[:rows], non_blocking=True)
@@ -171,14 +175,16 @@ class CudaAhead:
         loop.buffers.rotate(-1)
         self._unread.append((buffer, index))
 
-    def _share(self, steps: DecodeLoop, slots: Int64Array) -> None:
-        """Let steps over these slots read once what their requests have in common."""
+    def _use_shared_prefix(self, steps: DecodeLoop, slots: Int64Array) -> None:
+        """Let steps over these slots read shared prefixes once."""
         config, begins = self._weights.config, (slots * self._pages.shape[1]).astype(np.int32)
-        own = even_rows(self._pages[slots], begins, self._joined[slots], steps.nodes)
-        steps.share(find_common(own, self._page_size, config.num_heads, config.num_kv_heads))
+        own = uniform_rows(self._pages[slots], begins, self._joined[slots], steps.nodes)
+        steps.use_shared_prefix(
+            find_shared_prefixes(own, self._page_size, config.num_heads, config.num_kv_heads)
+        )
 
     def read(self) -> AheadOutput:
-        """What the oldest pass that was not read gave. Waits for it."""
+        """The result of the oldest pass that was not read. Waits for it."""
         buffer, slots = self._unread.popleft()
         if buffer.done is not None:
             buffer.done.synchronize()
@@ -190,18 +196,18 @@ class CudaAhead:
         return AheadOutput(buffer.tokens[:count], counts, features, found)
 
     def skip(self) -> None:
-        """Nobody will read the oldest pass that was not read."""
+        """Discard the oldest pass that was not read."""
         self._unread.popleft()
 
     def drop(self) -> None:
-        """No pass that was begun until now will be read."""
+        """Discard all passes launched so far."""
         self._unread.clear()
 
     @torch.inference_mode()
     def prepare(self, draft: AheadDraft | None) -> dict[int, float]:
-        """Capture a graph of every bucket, over rows that are all padding, and time it on a GPU."""
+        """Capture a graph for every bucket, over padding rows, and measure its seconds on a GPU."""
         for count in buckets(self._rows):  # of requests that join; nobody has yet
-            self._graphs.run(count, partial(self._take_over, count))
+            self._graphs.run(count, partial(self._init_slots, count))
         loop, seconds = self._loop(draft), {}
         steps = loop.steps
         for rows in buckets(loop.most):
@@ -210,13 +216,13 @@ class CudaAhead:
             if self.device.type == "cuda":
                 seconds[rows] = self._time(steps, rows)
         steps.step(rows, keeps_all=False)  # compiles what all sizes use
-        steps.share(nothing_common(rows))
+        steps.use_shared_prefix(no_shared_prefix(rows))
         steps.step(rows)  # the same; others are captured when requests first have something in common
         self._last = None
         return seconds
 
     def _time(self, steps: DecodeLoop, rows: int) -> float:
-        """Seconds of a step, of several that follow each other."""
+        """Seconds of one step, averaged over consecutive ones."""
         torch.cuda.synchronize(self.device)
         start = time.perf_counter()
         for _ in range(TIMED):
@@ -225,7 +231,7 @@ class CudaAhead:
         return (time.perf_counter() - start) / TIMED
 
     def _loop(self, draft: AheadDraft | None) -> Loop:
-        """The loop of these drafts, which is made when it is first asked for."""
+        """The loop of this draft, created when first needed."""
         if draft in self._loops:
             return self._loops[draft]
         network, keeps, layers = None, None, self._feature_layers
@@ -236,8 +242,8 @@ class CudaAhead:
         if draft is not None and draft.runner is not None:
             runner = cast(Any, draft.runner)
             keeps, layers = cast(HeadPool, draft.pool), draft.feature_layers
-            places = (self._longest, self._page_size)
-            network = HeadNetwork(runner.weights, keeps, layers, shape, most, *places)
+            limits = (self._longest, self._page_size)
+            network = HeadNetwork(runner.weights, keeps, layers, shape, most, *limits)
         elif self._kept:
             keeps, layers = cast(HeadPool, self._kept[0].pool), self._kept[0].layers
         steps = DecodeLoop(
@@ -251,7 +257,7 @@ class CudaAhead:
             feature_layers=layers,
             kept=keeps,
             look_up=None if draft is None else draft.look_up,
-            leads=0 if draft is None else draft.leads,
+            host_drafts=0 if draft is None else draft.leads,
         )
         buffers = deque(
             self._buffer(steps, most, gives_features=keeps is None, gives_found=by_text)
@@ -261,7 +267,7 @@ class CudaAhead:
         return self._loops[draft]
 
     def _send_pages(self, slots: Int64Array, page_tables: Int32Array, buffer: Buffer) -> None:
-        """Tell the device which entries of these slots' page tables have changed."""
+        """Send the page-table entries of these slots that have changed to the device."""
         reach = 2 * buffer.tokens.shape[1]  # what this pass and the next write
         used = (int(self._lengths[slots].max()) + reach) // self._page_size + 1
         wanted = page_tables[slots, :used]
@@ -271,14 +277,14 @@ class CudaAhead:
         values = wanted[lines, columns]
         slots_of = slots[lines]
         self._pages[slots_of, columns] = values
-        places = slots_of * self._pages.shape[1] + columns
-        changes = np.concatenate((places, np.maximum(values, 0)))  # -1: nobody looks there
+        indices = slots_of * self._pages.shape[1] + columns
+        changes = np.concatenate((indices, np.maximum(values, 0)))  # -1: nobody looks there
         if len(changes) <= len(buffer.pages):
             buffer.pages[: len(changes)] = torch.from_numpy(changes)
             there = buffer.pages[: len(changes)].to(self.device, non_blocking=True)
         else:  # many have joined
-            there = sent(changes, self.device)
-        self._requests.pages.view(-1)[there[: len(places)]] = there[len(places) :].int()
+            there = to_device(changes, self.device)
+        self._requests.pages.view(-1)[there[: len(indices)]] = there[len(indices) :].int()
 
     def _buffer(self, steps: DecodeLoop, most: int, gives_features: bool, gives_found: bool) -> Buffer:
         pinned = self.device.type == "cuda"
@@ -286,15 +292,15 @@ class CudaAhead:
         def like(values: torch.Tensor) -> torch.Tensor:
             return torch.zeros(values.shape, dtype=values.dtype, pin_memory=pinned)
 
-        said = like(steps.said)
-        numbers = cast(Int32Array, said.numpy())
+        results = like(steps.results)
+        numbers = cast(Int32Array, results.numpy())
         return Buffer(
-            said,
+            results,
             numbers[:most],
             numbers[most : 2 * most] if gives_found else None,
             numbers[2 * most :].reshape(most, -1),
             like(steps.features) if gives_features and steps.features is not None else None,
-            None if steps.leads is None else like(steps.leads),
+            None if steps.host_drafts is None else like(steps.host_drafts),
             torch.zeros(8 * most * steps.output.shape[1], dtype=torch.int64, pin_memory=pinned),
             torch.cuda.Event() if pinned else None,  # type: ignore[no-untyped-call]
         )

@@ -30,12 +30,12 @@ PAGE, SLOTS, LONGEST = 4, 6, 32
 class Recording:
     """In place of the decode loop: a step's token is the page that its row writes to."""
 
-    def __init__(self, requests: object, rows: int, width: int, leads: int) -> None:
+    def __init__(self, requests: object, rows: int, width: int, host_drafts: int) -> None:
         self.requests, self.features = requests, torch.zeros(rows, 3)
-        self.said = torch.full((rows * (2 + width),), -7, dtype=torch.int32)
-        self.counts, self.found = self.said[: 2 * rows].view(2, rows)
-        self.output = self.said[2 * rows :].view(rows, width)
-        self.leads = torch.full((rows, 1 + leads), -1, dtype=torch.int32) if leads else None
+        self.results = torch.full((rows * (2 + width),), -7, dtype=torch.int32)
+        self.counts, self.found = self.results[: 2 * rows].view(2, rows)
+        self.output = self.results[2 * rows :].view(rows, width)
+        self.host_drafts = torch.full((rows, 1 + host_drafts), -1, dtype=torch.int32) if host_drafts else None
         self.nodes, self.shared = width, list[object]()
         self.begun: list[list[int]] = []
         self.kept_all: list[bool] = []
@@ -44,8 +44,8 @@ class Recording:
         assert rows >= len(slots)
         self.begun.append(list(slots))
 
-    def share(self, common: object) -> None:
-        self.shared.append(common)
+    def use_shared_prefix(self, shared_prefix: object) -> None:
+        self.shared.append(shared_prefix)
 
     def step(self, rows: int, keeps_all: bool) -> None:
         self.kept_all.append(keeps_all)
@@ -64,8 +64,8 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
 
     made: list[Recording] = []
 
-    def loop(weights, pool, state, rows, size, network, given, feature_layers, kept, look_up, leads):  # type: ignore[no-untyped-def]
-        made.append(Recording(state, rows, 1 + given.levels, leads))
+    def loop(weights, pool, state, rows, size, network, given, feature_layers, kept, look_up, host_drafts):  # type: ignore[no-untyped-def]
+        made.append(Recording(state, rows, 1 + given.levels, host_drafts))
         return made[-1]
 
     def network(weights, pool, layers, shape, rows, longest, size):  # type: ignore[no-untyped-def]
@@ -78,11 +78,11 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
 
 @pytest.fixture
 def decoder(loops):  # type: ignore[no-untyped-def]
-    from paceline.backends.cuda.ahead import CudaAhead
+    from paceline.backends.cuda.async_decoder import CudaAsyncDecoder
 
     config = SimpleNamespace(num_heads=4, num_kv_heads=2)
     weights = type("Weights", (), {"device": torch.device("cpu"), "config": config})
-    return CudaAhead(weights, None, SLOTS, LONGEST, PAGE, (1,))  # type: ignore[arg-type]
+    return CudaAsyncDecoder(weights, None, SLOTS, LONGEST, PAGE, (1,))  # type: ignore[arg-type]
 
 
 def head_draft(length: int) -> AheadDraft:
@@ -148,7 +148,7 @@ def test_what_requests_have_in_common_is_looked_for_when_rows_begin_anew(decoder
         assert sizes == (PAGE, 4, 2)
         return own.page_tables[:, :2].tolist()
 
-    monkeypatch.setattr(ahead, "find_common", find)
+    monkeypatch.setattr(ahead, "find_shared_prefixes", find)
     tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
     decoder.join(joining([1, 4], [6, 7]))
     for draft in (None, None, None, head_draft(2)):  # what passes in flight will have computed is not known
@@ -177,7 +177,7 @@ def test_what_the_host_expects_is_there_before_its_pass_and_for_no_other(decoder
     lines = [[[4, 7, 8, -1], [6, 9, 0, 5]], [[-1, -1, -1, -1], [6, 9, 0, 5]], [[7, 1, -1, -1]]]
     for slots, own in zip([[4, 2], [4, 2], [2]], lines, strict=True):
         decoder.launch(slots, tables, by_host, np.array(own, dtype=np.int32))
-        assert loops[0].leads[: len(slots)].tolist() == own
+        assert loops[0].host_drafts[: len(slots)].tolist() == own
     outputs = [decoder.read() for _ in lines]
     assert [output.tokens.shape for output in outputs] == [(2, 3), (2, 3), (1, 3)]
     assert all(output.found is not None for output in outputs)
@@ -211,7 +211,7 @@ def test_an_engine_that_runs_ahead_gives_the_tokens_of_one_that_does_not(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """More requests than slots, plain, with a head on the device and with leads of the host; and each alone,
+    """More requests than slots, plain, with a head on the device and with host drafts; and each alone,
     sampled on the host."""
     from paceline.engine.admission import Limits
     from paceline.engine.engine import Engine
@@ -221,7 +221,7 @@ def test_an_engine_that_runs_ahead_gives_the_tokens_of_one_that_does_not(
     limits = Limits(VOCAB_SIZE, 96, 4, 32)
 
     def outputs(
-        together: bool, logprobs: int | None, length: int = 0, copies: bool = False
+        tiles_each: bool, logprobs: int | None, length: int = 0, copies: bool = False
     ) -> list[list[int]]:
         backend = make(checkpoint, device, dtype)
         drafters: dict[str, Drafter] = {}
@@ -244,7 +244,7 @@ def test_an_engine_that_runs_ahead_gives_the_tokens_of_one_that_does_not(
                 logprobs=logprobs,
             )
             results.append(engine.add_request(prompt, options)[0])
-            if not together:
+            if not tiles_each:
                 drain(engine, scribble=False)
         drain(engine, scribble=False)
         for request in results:

@@ -1,17 +1,17 @@
 // How programs wait for each other, and what products end with.
 
 // Of the threads that multiply, of the first group of them, and of all that have to do with factors.
-__device__ inline void sync() { await_threads<1, MULTIPLIERS>(); }
-__device__ inline void sync_first() { await_threads<2, 128>(); }
-__device__ inline void sync_factors() { await_threads<3, MULTIPLIERS + FINDERS>(); }
+__device__ inline void sync() { sync_named_barrier<1, MMA_THREADS>(); }
+__device__ inline void sync_first() { sync_named_barrier<2, 128>(); }
+__device__ inline void sync_factors() { sync_named_barrier<3, MMA_THREADS + NORM_THREADS>(); }
 
 // What all threads of this program have written before is there for who sees it told.
-__device__ inline void tell(Shared& s, u32* unit, int product) {
-    share_in_memory(), share_written();
+__device__ inline void signal_ready(Shared& s, u32* unit, int product) {
+    fence_async_global(), fence_async_shared();
     sync();
     if (threadIdx.x) return;
-    release_one(unit);
-    raise_flag(&s.ended[product]);
+    add_release(unit);
+    arrive_mbarrier(&s.ended[product]);
 }
 
 __device__ inline float in_pairs(float x, int lanes) {
@@ -20,9 +20,9 @@ __device__ inline float in_pairs(float x, int lanes) {
 
 // One over the root mean square of each row, by one warp each; squares are added up in pairs. Warps of their
 // own do it, when all programs have written their squares.
-__device__ inline void find_factors(Shared& s, const float* squares, int tiles, float size, float eps) {
-    int lane = threadIdx.x % 32, warp = (threadIdx.x - FIRST_FINDER) / 32;
-    constexpr int warps = FINDERS / 32, each = ROWS / warps, together = each < 8 ? each : 8;
+__device__ inline void compute_norm_factors(Shared& s, const float* squares, int tiles, float size, float eps) {
+    int lane = threadIdx.x % 32, warp = (threadIdx.x - FIRST_NORM_THREAD) / 32;
+    constexpr int warps = NORM_THREADS / 32, each = ROWS / warps, together = each < 8 ? each : 8;
 #pragma unroll 1
     for (int first = 0; first < each; first += together) {
         float sums[together][2];
@@ -52,10 +52,10 @@ __device__ inline void find_factors(Shared& s, const float* squares, int tiles, 
 typedef float Sums[1][ROWS / 2];
 
 // Each program of a cluster gives the other its sums of half of the rows, and gets those of its own half.
-__device__ inline void meet(Shared& s, const Sums& sums, float (&kept)[HALF_SUMS], int group, int round) {
+__device__ inline void reduce_split_k(Shared& s, const Sums& sums, float (&kept)[HALF_SUMS], int group, int round) {
     int thread = threadIdx.x % 128;
     bool second = split();
-    u32 to = of_program(s.given[group][0][thread], 1 - split()), flag = of_program(&s.met, 1 - split());
+    u32 to = cluster_address(s.received[group][0][thread], 1 - split()), mbarrier = cluster_address(&s.exchanged, 1 - split());
 #pragma unroll
     for (int i = 0; i < HALF_SUMS; i += 4) {
         float own[4];
@@ -64,12 +64,12 @@ __device__ inline void meet(Shared& s, const Sums& sums, float (&kept)[HALF_SUMS
             float low = sums[0][i + j], high = sums[0][HALF_SUMS + i + j];
             kept[i + j] = second ? high : low, own[j] = second ? low : high;
         }
-        give(to + i / 4 * (128 * 16), own[0], own[1], own[2], own[3], flag);
+        store_async(to + i / 4 * (128 * 16), own[0], own[1], own[2], own[3], mbarrier);
     }
-    await_flag(&s.met, round);
+    wait_mbarrier(&s.exchanged, round);
 #pragma unroll
     for (int i = 0; i < HALF_SUMS; i += 4) {  // of two sums there is no order
-        float4 other = given(s.given[group][i / 4][thread]);
+        float4 other = received(s.received[group][i / 4][thread]);
         kept[i] = __fadd_rn(kept[i], other.x), kept[i + 1] = __fadd_rn(kept[i + 1], other.y);
         kept[i + 2] = __fadd_rn(kept[i + 2], other.z), kept[i + 3] = __fadd_rn(kept[i + 3], other.w);
     }
@@ -100,12 +100,12 @@ struct Added {
     }
 };
 
-__device__ inline void end_add(Shared& s, const Arguments& own, const Sums& sums, const Added& to, int round) {
+__device__ inline void finish_residual(Shared& s, const Arguments& own, const Sums& sums, const Added& to, int round) {
     constexpr int stride = 68;  // lines of 64 numbers, so that threads do not meet in a bank
     int warp = threadIdx.x / 32, line = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2, four = threadIdx.x % 16 * 4;
     float* room = (float*)s.rows[0];
     float kept[HALF_SUMS];
-    meet(s, sums, kept, 0, round);
+    reduce_split_k(s, sums, kept, 0, round);
     sync_first();  // all have multiplied
 #pragma unroll
     for (int i = 0; i < HALF_SUMS; i++)
@@ -132,7 +132,7 @@ __device__ inline void end_add(Shared& s, const Arguments& own, const Sums& sums
 }
 
 // A thread's first line is a gate, its second what it lets through.
-__device__ inline void end_gate_up(Shared& s, const Arguments& own, const float (&sums)[2][ROWS / 2], int group) {
+__device__ inline void finish_gate_up(Shared& s, const Arguments& own, const float (&sums)[2][ROWS / 2], int group) {
     int warp = threadIdx.x / 32 % 4, line = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
     u16* room = (u16*)s.rows[0];
     float factors[ROWS / 4];  // read before anything is written, so that they do not wait for it
@@ -159,11 +159,11 @@ __device__ inline void end_gate_up(Shared& s, const Arguments& own, const float 
 
 // Where heads go, and by what a thread turns them: looked up before they are there, all at once, since a branch
 // around each would let them wait for each other.
-struct Turns {
-    static constexpr int PLACES = (HALF + 15) / 16;
+struct RopeTable {
+    static constexpr int ROWS_PER_THREAD = (HALF + 15) / 16;
     float cosines[HALF / 4], sines[HALF / 4], bias[2];
-    int places[PLACES];  // of the rows that this thread will write
-    __device__ Turns(const Arguments& own, int part) {
+    int slot_mapping[ROWS_PER_THREAD];  // of the rows that this thread will write
+    __device__ RopeTable(const Arguments& own, int part) {
 #pragma unroll
         for (int i = 0; i < HALF / 4; i++) {
             int row = split() * HALF + threadIdx.x % 4 * 2 + i / 2 * 8 + i % 2;
@@ -171,22 +171,22 @@ struct Turns {
             cosines[i] = own.cosines[angle], sines[i] = own.sines[angle];
         }
 #pragma unroll
-        for (int i = 0; i < PLACES; i++) {
+        for (int i = 0; i < ROWS_PER_THREAD; i++) {
             int in_half = threadIdx.x / 16 + i * 16, row = split() * HALF + in_half;
-            int place = own.places[min(row, own.row_count - 1)];
-            bool is_query = own_head() < own.query_heads;
-            places[i] = in_half >= HALF ? -1 : is_query ? row : row < own.row_count ? place : -1;
+            int kv_slot = own.slot_mapping[min(row, own.row_count - 1)];
+            bool is_query = qkv_head() < own.query_heads;
+            slot_mapping[i] = in_half >= HALF ? -1 : is_query ? row : row < own.row_count ? kv_slot : -1;
         }
-        const u16* from = own.bias ? own.bias + own_head() * 128 + part : own.attention_norm;  // any, if none
+        const u16* from = own.bias ? own.bias + qkv_head() * 128 + part : own.attention_norm;  // any, if none
         bias[0] = unpack(from[0]), bias[1] = unpack(from[64]);
     }
 };
 
 // A thread's second line is half a head behind its first.
-__device__ inline void end_heads(Shared& s, const Arguments& own, const Sums& sums, const Turns& turns, int part) {
+__device__ inline void finish_qkv(Shared& s, const Arguments& own, const Sums& sums, const RopeTable& rope_table, int part) {
     float kept[HALF_SUMS];
-    meet(s, sums, kept, part / 32, 0);
-    int head = own_head();
+    reduce_split_k(s, sums, kept, part / 32, 0);
+    int head = qkv_head();
     bool is_query = head < own.query_heads, is_key = !is_query && head < own.query_heads + own.kv_heads;
     u16* room = (u16*)s.rows[0];
     float factors[HALF / 4];
@@ -198,23 +198,23 @@ __device__ inline void end_heads(Shared& s, const Arguments& own, const Sums& su
         int row = threadIdx.x % 4 * 2 + i / 2 * 8 + i % 2;
         float one = __fmul_rn(kept[i / 2 * 4 + i % 2], factors[i]);
         float two = __fmul_rn(kept[i / 2 * 4 + 2 + i % 2], factors[i]);
-        if (own.bias) one = __fadd_rn(one, turns.bias[0]), two = __fadd_rn(two, turns.bias[1]);
-        float cosine = turns.cosines[i], sine = turns.sines[i];
-        float turned = __fsub_rn(__fmul_rn(one, cosine), __fmul_rn(two, sine));
+        if (own.bias) one = __fadd_rn(one, rope_table.bias[0]), two = __fadd_rn(two, rope_table.bias[1]);
+        float cosine = rope_table.cosines[i], sine = rope_table.sines[i];
+        float rotated = __fsub_rn(__fmul_rn(one, cosine), __fmul_rn(two, sine));
         float other = __fadd_rn(__fmul_rn(two, cosine), __fmul_rn(one, sine));
-        bool turns_it = is_query || is_key;
-        room[swizzled(row, part / 8) + part % 8] = rounded(turns_it ? turned : one);
-        room[swizzled(row, part / 8 + 8) + part % 8] = rounded(turns_it ? other : two);
+        bool rotates = is_query || is_key;
+        room[swizzled(row, part / 8) + part % 8] = rounded(rotates ? rotated : one);
+        room[swizzled(row, part / 8 + 8) + part % 8] = rounded(rotates ? other : two);
     }
     sync();
     int number = is_query ? head : is_key ? head - own.query_heads : head - own.query_heads - own.kv_heads;
     u16* to = is_query ? own.query : is_key ? own.keys : own.values;
     int each = is_query ? own.query_heads : own.kv_heads, eight = threadIdx.x % 16;
 #pragma unroll
-    for (int i = 0; i < Turns::PLACES; i++) {
-        if (turns.places[i] < 0) continue;
+    for (int i = 0; i < RopeTable::ROWS_PER_THREAD; i++) {
+        if (rope_table.slot_mapping[i] < 0) continue;
         uint4 numbers = *(const uint4*)(room + swizzled(threadIdx.x / 16 + i * 16, eight));
-        *(uint4*)(to + ((long)turns.places[i] * each + number) * 128 + eight * 8) = numbers;
+        *(uint4*)(to + ((long)rope_table.slot_mapping[i] * each + number) * 128 + eight * 8) = numbers;
     }
 }
 

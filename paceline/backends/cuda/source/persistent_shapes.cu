@@ -15,9 +15,9 @@ struct Pass {  // LAYERS of Layer follow it
     float* squares;           // [ROWS, TILES] of the residual stream: given, and left for the head
     u16* feed_forward_input;  // [ROWS, HIDDEN]
     float* quads[2];          // [ROWS, HIDDEN / 4] sums of squares of four columns: after down, after output
-    u16 *query, *mixed;       // [ROWS, HEADS, DIM]
+    u16 *query, *attention_output; // [ROWS, HEADS, DIM]
     u16* activated;           // [ROWS, INTERMEDIATE]
-    const int *positions, *places;                    // [ROWS], a place of -1: nothing is kept
+    const int *positions, *slot_mapping;                  // [ROWS], a place of -1: nothing is kept
     const int *tile_rows, *tile_counts, *tile_pages;  // [ATTENTION_TILES] first row, rows, first page
     const int* pages;
     const float *cosines, *sines;  // [positions, HALF]
@@ -29,18 +29,18 @@ struct Pass {  // LAYERS of Layer follow it
 };
 
 constexpr bool FEW = ROWS <= 2;
-constexpr int BY_ALL = FEW ? MERGED : 0;  // parts of a row's attention that all blocks merge, each for itself
+constexpr int MERGED_BY_ALL = FEW ? MERGE_FAN_IN : 0;  // parts of a row's attention that all blocks merge, each for itself
 
 // What attention of this block looks at: the same in all layers. A tile's positions are cut into parts, which
-// the `takers` of a tile and key head, one block each, take by turns.
-struct Look {
+// the `kv_splits` of a tile and key head, one block each, take by turns.
+struct AttentionTile {
     static constexpr int share = PROGRAMS / (ATTENTION_TILES * KV_HEADS);
-    static constexpr int takers = most(1, share < 64 ? share : 64);
+    static constexpr int kv_splits = most(1, share < 64 ? share : 64);
     static constexpr int wide = LANES / HEIGHT;      // lanes of a row: one for each of its heads
     static constexpr int group = HEADS / KV_HEADS;   // heads that share keys
     static constexpr int used = ((ROWS < HEIGHT ? ROWS : HEIGHT) - 1) * wide + group;  // lanes, at most
     static constexpr int halves = used > 8 ? 2 : 1;  // of the lanes of an instruction that mean something
-    int tile, head, taker;    // of this block
+    int tile, head, kv_split;    // of this block
     int first, count;         // rows of the tile
     int newest;               // the last position that they see
     int fresh;                // the first position whose key is made in this pass
@@ -48,7 +48,7 @@ struct Look {
     const int* pages;
     __device__ void find(const Pass& pass, int own_tile) {
         tile = own_tile;
-        taker = blockIdx.x % takers, head = blockIdx.x / takers % KV_HEADS;
+        kv_split = blockIdx.x % kv_splits, head = blockIdx.x / kv_splits % KV_HEADS;
         if (tile >= ATTENTION_TILES) {
             count = 0, end = 0;
             return;
@@ -61,11 +61,11 @@ struct Look {
                 fresh = min(fresh, pass.positions[pass.tile_rows[t]]);
         pages = pass.pages + pass.tile_pages[tile];
         blocks = count ? newest / BLOCK + 1 : 0;
-        each = blocks <= takers && blocks <= MERGED * MERGED ? 1 : MERGED;
-        end = upwards(blocks, each);
+        each = blocks <= kv_splits && blocks <= MERGE_FAN_IN * MERGE_FAN_IN ? 1 : MERGE_FAN_IN;
+        end = ceil_div(blocks, each);
     }
-    __device__ bool active() const { return taker < end; }
-    __device__ int place(int position) const { return pages[position / PAGE] * PAGE + position % PAGE; }
+    __device__ bool active() const { return kv_split < end; }
+    __device__ int kv_slot(int position) const { return pages[position / PAGE] * PAGE + position % PAGE; }
 };
 
 struct ProductRoom {
@@ -90,10 +90,10 @@ struct Shared {
     uint4 zeros[PIECE / 8];         // a piece of a row that is not there
     u64 full[SLOTS], empty[SLOTS];  // flags of the ring: weights are there, weights were read
     float factors[8];               // of each row: one over the root mean square
-    int places[BLOCK];  // of the first block that attention reads here
+    int kv_slots[BLOCK];  // of the first block that attention reads here
     int row_line[8], row_parts[8];  // where the parts of each row's attention begin, and how many they are
     int row_position[8];
-    Look look;
+    AttentionTile attn;
     bool last;
 };
 
@@ -103,7 +103,7 @@ template <int UNITS> __device__ inline u32 first_unit(u32 block) { return block 
 struct Heads {  // a unit is 8 columns of a head's first half and those of its second that turn with them
     static constexpr int depth = HIDDEN, splits = HEADS_SPLITS, slab = HEADS_SLAB, each = 16, tile = DIM;
     static constexpr int units = (HEADS + 2 * KV_HEADS) * DIM / 16;
-    static constexpr bool looks_ahead = false, streamed = !FEW && splits > 1;
+    static constexpr bool prefetches_l2 = false, streamed = !FEW && splits > 1;
     __device__ static const u16* input(const Pass& pass) { return pass.attention_input; }
     __device__ static u32 unit(u32 line) { return line / 16; }
     __device__ static u32 column(u32 unit, u32 line) {
@@ -113,7 +113,7 @@ struct Heads {  // a unit is 8 columns of a head's first half and those of its s
 struct GateUp {  // 4 columns of gates, and those of what they let through: lines 8 further
     static constexpr int depth = HIDDEN, splits = 1, slab = GATE_SLAB, each = 8, tile = 64;
     static constexpr int units = INTERMEDIATE / 4;
-    static constexpr bool looks_ahead = true, streamed = false;
+    static constexpr bool prefetches_l2 = true, streamed = false;
     __device__ static u32 unit(u32 line) { return line / 16 * 2 + line % 8 / 4; }
     __device__ static u32 column(u32 unit, u32 line) {
         return unit / 8 * 64 + unit % 8 * 4 + line % 4 + (line % 16 >= 8 ? 32 : 0);
@@ -121,14 +121,14 @@ struct GateUp {  // 4 columns of gates, and those of what they let through: line
 };
 struct Added {  // 4 columns, whose squares are added up
     static constexpr int each = 4, tile = 64, units = HIDDEN / 4;
-    static constexpr bool looks_ahead = false;
+    static constexpr bool prefetches_l2 = false;
     __device__ static u32 unit(u32 line) { return line / 4; }
     __device__ static u32 column(u32 unit, u32 line) { return unit * 4 + line % 4; }
 };
 struct Output : Added {
     static constexpr int depth = HEADS * DIM, splits = OUTPUT_SPLITS, slab = OUTPUT_SLAB;
     static constexpr bool streamed = !FEW && splits > 1;
-    __device__ static const u16* input(const Pass& pass) { return pass.mixed; }
+    __device__ static const u16* input(const Pass& pass) { return pass.attention_output; }
 };
 struct Down : Added {
     static constexpr int depth = INTERMEDIATE, splits = DOWN_SPLITS, slab = DOWN_SLAB;
@@ -139,15 +139,15 @@ struct Down : Added {
 // How a block cuts its share of a product: jobs of 16 columns and one split of the depth, and stages of a
 // slab of the depth of every split, each of which fills a slot of the ring.
 template <class P> struct Cut {
-    static constexpr int most_columns = upwards(P::units, PROGRAMS) * P::each;  // of a block
-    static constexpr int groups = upwards(most_columns, 16);
+    static constexpr int most_columns = ceil_div(P::units, PROGRAMS) * P::each;  // of a block
+    static constexpr int groups = ceil_div(most_columns, 16);
     static constexpr int columns = P::each == 8 ? groups * 16 : most_columns;  // that have room in a slot
     static constexpr int jobs = groups * P::splits;
-    static constexpr int jobs_of_warp = upwards(jobs, WARPS);
+    static constexpr int jobs_of_warp = ceil_div(jobs, WARPS);
     static constexpr int steps = P::depth / STEP;
     __device__ static constexpr int begin(int split) { return split * steps / P::splits * STEP; }
-    static constexpr int longest = upwards(steps, P::splits) * STEP;
-    static constexpr int stages = upwards(longest, P::slab);
+    static constexpr int longest = ceil_div(steps, P::splits) * STEP;
+    static constexpr int stages = ceil_div(longest, P::slab);
     static constexpr int pieces = P::slab / PIECE;  // of a stage
     static constexpr bool even = steps % P::splits == 0 && longest % P::slab == 0;  // all stages are full
     static_assert(columns * P::splits * P::slab * 2 <= SLOT, "a stage does not fit its slot");

@@ -22,8 +22,8 @@ from tests.draft.requests import chains, make_request
 from tests.tiny import VOCAB_SIZE, save_checkpoint
 from tests.toy import ToyTokenizer, drain
 
-LONGEST, CHAIN, SLOTS, LEADS = 80, 5, 6, 11
-Lead = tuple[int, list[int]]  # the place of its first token, and its tokens
+LONGEST, CHAIN, SLOTS, DRAFTED = 80, 5, 6, 11
+HostDraft = tuple[int, list[int]]  # the place of its first token, and its tokens
 BLOCK = 16  # so that texts have several
 EXAMPLES = 200 if torch.cuda.is_available() else 25  # the interpreter is slow
 
@@ -42,10 +42,10 @@ def on_the_device(
     device: torch.device,
     limits: dict[int, int] | None = None,
     without: list[int] | None = None,
-    leads: list[Lead] | None = None,
+    host_drafts: list[HostDraft] | None = None,
 ) -> list[list[int]]:
     """The chains of these slots; behind each text the state has what would go on repeating it."""
-    from paceline.backends.cuda.kernels.look_up import look_up
+    from paceline.backends.cuda.kernels.prompt_lookup import prompt_lookup
     from paceline.backends.cuda.kernels.step_rows import LINES, StepRows, make_requests
 
     state = make_requests(SLOTS, LONGEST, 16, device)
@@ -60,11 +60,11 @@ def on_the_device(
     found = torch.full((len(slots),), -9, dtype=torch.int32, device=device)
     rows = StepRows(written, written)
     own = torch.tensor(slots, dtype=torch.int32, device=device)
-    lines = None if leads is None else torch.full((len(slots), 1 + LEADS), -1, dtype=torch.int32)
-    for line, (start, expected) in zip(() if lines is None else lines, leads or (), strict=True):
+    lines = None if host_drafts is None else torch.full((len(slots), 1 + DRAFTED), -1, dtype=torch.int32)
+    for line, (start, expected) in zip(() if lines is None else lines, host_drafts or (), strict=True):
         line[: 1 + len(expected)] = torch.tensor([start, *expected])
     sent = None if lines is None else lines.to(device)
-    look_up(own, state, options, sent, rows, nodes, found, largest_block=BLOCK)
+    prompt_lookup(own, state, options, sent, rows, nodes, found, largest_block=BLOCK)
     tokens = written[0].view(len(slots), nodes)
     assert (tokens[:, 0] == -9).all()  # the root's token is written by others
     assert (written[1:] == -9).all()
@@ -110,43 +110,43 @@ def test_what_no_request_can_have_is_not_drafted(device: torch.device) -> None:
     assert found[1] == on_the_host(text, 2, 4, limits[1] - len(text))
 
 
-def by_reference(text: list[int], lead: Lead, options: LookUp | None, most: int) -> list[int]:
+def by_reference(text: list[int], host_draft: HostDraft, options: LookUp | None, most: int) -> list[int]:
     """The chain behind a text: what the lead says, if it fits and goes on, or else what is looked up."""
     most = min(most, CHAIN)
-    chain = lead_chain(text, *lead, most)
+    chain = lead_chain(text, *host_draft, most)
     if not chain and options is not None:
         chain = on_the_host(text, options.shortest, options.longest, most)
     return chain
 
 
 @st.composite
-def leads_of(draw: st.DrawFn, text: list[int], letters: int) -> Lead:
+def host_draft_of(draw: st.DrawFn, text: list[int], letters: int) -> HostDraft:
     """One that begins before or behind the end, often fits, and may say nothing."""
     near = st.integers(max(len(text) - 4, 0), len(text))
     start = draw(st.one_of(near, near, st.integers(-1, len(text) + 3)))
     right = text[max(start, 0) :] if draw(st.integers(0, 3)) else []
-    guessed = draw(st.lists(st.integers(0, letters), max_size=LEADS))
-    return start, [*right, *guessed][:LEADS]
+    guessed = draw(st.lists(st.integers(0, letters), max_size=DRAFTED))
+    return start, [*right, *guessed][:DRAFTED]
 
 
 @settings(max_examples=EXAMPLES)
 @given(st.data(), st.booleans(), st.integers(1, 3))
-def test_the_device_follows_leads_as_the_reference_does(data, looks_up, letters):  # type: ignore[no-untyped-def]
+def test_the_device_follows_host_drafts_as_the_reference_does(data, looks_up, letters):  # type: ignore[no-untyped-def]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    slots, texts, leads, limits = [5, -1, 0, 2, 1], {}, [], {}
+    slots, texts, host_drafts, limits = [5, -1, 0, 2, 1], {}, [], {}
     for slot in slots:
         text = data.draw(st.lists(st.integers(0, letters), min_size=1, max_size=LONGEST - 1))
-        leads.append(data.draw(leads_of(text, letters)))
+        host_drafts.append(data.draw(host_draft_of(text, letters)))
         if slot >= 0:
             texts[slot], limits[slot] = text, min(len(text) + data.draw(st.integers(-1, CHAIN + 2)), LONGEST)
     options = LookUp(1, 3) if looks_up else None
-    found = on_the_device(texts, slots, options, device, limits, without=[1], leads=leads)
-    for slot, lead, chain in zip(slots, leads, found, strict=True):
+    found = on_the_device(texts, slots, options, device, limits, without=[1], host_drafts=host_drafts)
+    for slot, host_draft, chain in zip(slots, host_drafts, found, strict=True):
         if slot in (-1, 1):
             assert chain == []
         else:
             most = max(limits[slot] - len(texts[slot]), 0)
-            assert chain == by_reference(texts[slot], lead, options, most)
+            assert chain == by_reference(texts[slot], host_draft, options, most)
 
 
 LED = [40, 41, 42, 43, 44, 45]
@@ -155,7 +155,7 @@ REPEATS = [1, 2, 30, 31, 40, 41, 1, 2]  # behind 1, 2 there is something to look
 
 @pytest.mark.parametrize("options", [None, LookUp(2, 4)])
 @pytest.mark.parametrize(
-    ("text", "lead", "chain"),
+    ("text", "host_draft", "chain"),
     [
         ([1, 2], (2, LED), LED[:5]),  # nothing was chosen since
         ([1, 2, 40], (2, LED), LED[1:6]),
@@ -166,13 +166,15 @@ REPEATS = [1, 2, 30, 31, 40, 41, 1, 2]  # behind 1, 2 there is something to look
         ([1, 2, 40, 30, 31, 1, 2, 40], (7, LED), LED[1:6]),  # it is preferred to what could be looked up
     ],
 )
-def test_a_lead_that_was_right_until_here_says_what_comes_next(text, lead, chain, options, device) -> None:  # type: ignore[no-untyped-def]
-    assert on_the_device({2: text}, [2], options, device, leads=[lead]) == [chain]
-    assert by_reference(text, lead, options, LONGEST) == chain
+def test_a_host_draft_that_matched_until_here_gives_the_next_tokens(  # type: ignore[no-untyped-def]
+    text, host_draft, chain, options, device
+) -> None:
+    assert on_the_device({2: text}, [2], options, device, host_drafts=[host_draft]) == [chain]
+    assert by_reference(text, host_draft, options, LONGEST) == chain
 
 
 @pytest.mark.parametrize(
-    "lead",
+    "host_draft",
     [
         (-1, []),  # none
         (-1, [*REPEATS, 40, 41]),
@@ -185,36 +187,34 @@ def test_a_lead_that_was_right_until_here_says_what_comes_next(text, lead, chain
         (70, LED),
     ],
 )
-def test_where_no_lead_helps_the_text_does_if_it_is_looked_up(lead, device) -> None:  # type: ignore[no-untyped-def]
-    assert on_the_device({2: REPEATS}, [2], LookUp(2, 4), device, leads=[lead]) == [REPEATS[2:7]]
-    assert on_the_device({2: REPEATS}, [2], None, device, leads=[lead]) == [[]]
+def test_without_a_matching_host_draft_the_text_is_looked_up(host_draft, device) -> None:  # type: ignore[no-untyped-def]
+    assert on_the_device({2: REPEATS}, [2], LookUp(2, 4), device, host_drafts=[host_draft]) == [REPEATS[2:7]]
+    assert on_the_device({2: REPEATS}, [2], None, device, host_drafts=[host_draft]) == [[]]
 
 
-def test_leads_are_those_of_rows_and_of_nobody_beyond_its_limit(device: torch.device) -> None:
+def test_host_drafts_are_read_by_row_and_not_beyond_the_limit(device: torch.device) -> None:
     texts = {slot: [1, 2, 40] for slot in range(5)}
     limits = {0: LONGEST, 1: 5, 2: 3, 3: 2}
-    leads = [*[(2, LED)] * 5, (0, LED)]
+    host_drafts = [*[(2, LED)] * 5, (0, LED)]
     slots = [0, 1, 2, 3, 4, -1]
-    found = on_the_device(texts, slots, None, device, limits, without=[4], leads=leads)
+    found = on_the_device(texts, slots, None, device, limits, without=[4], host_drafts=host_drafts)
     assert found == [LED[1:6], LED[1:3], [], [], [], []]
-    leads = [(-1, []), (2, LED)]
-    assert on_the_device(texts, [3, 0], None, device, leads=leads) == [[], LED[1:6]]
+    host_drafts = [(-1, []), (2, LED)]
+    assert on_the_device(texts, [3, 0], None, device, host_drafts=host_drafts) == [[], LED[1:6]]
 
 
-def test_steps_that_follow_leads_leave_the_tokens_as_they_are(
-    device: torch.device, dtype: torch.dtype
-) -> None:
+def test_steps_that_follow_host_drafts_keep_the_tokens(device: torch.device, dtype: torch.dtype) -> None:
     """The lead is right but for its end, and the second step goes on with it."""
     from paceline.backends.cuda.decode_loop import DecodeLoop
     from paceline.backends.cuda.draft_shape import chain_shape
 
     expected, _ = Case(0.0, device, dtype).run(None, 5)
     case = Case(0.0, device, dtype)
-    loop = DecodeLoop(case.weights, case.pool(), case.state, 2, 16, None, chain_shape(2), leads=LEADS)
-    assert loop.leads is not None
-    assert loop.leads.tolist() == [[-1] * (1 + LEADS)] * 2
-    lead = torch.tensor([LENGTH + 1, *expected[:4], (expected[4] + 1) % 40], dtype=torch.int32)
-    loop.leads[0, : len(lead)] = lead
+    loop = DecodeLoop(case.weights, case.pool(), case.state, 2, 16, None, chain_shape(2), host_drafts=DRAFTED)
+    assert loop.host_drafts is not None
+    assert loop.host_drafts.tolist() == [[-1] * (1 + DRAFTED)] * 2
+    host_draft = torch.tensor([LENGTH + 1, *expected[:4], (expected[4] + 1) % 40], dtype=torch.int32)
+    loop.host_drafts[0, : len(host_draft)] = host_draft
     loop.begin([1], 2)
     given = []
     for found, count in ((2, 3), (2, 2)):
@@ -253,11 +253,11 @@ def test_steps_that_look_up_leave_the_tokens_as_they_are(device: torch.device, d
 
 
 def test_the_texts_of_who_joins_are_there(device: torch.device) -> None:
-    from paceline.backends.cuda.ahead import CudaAhead
+    from paceline.backends.cuda.async_decoder import CudaAsyncDecoder
     from tests.backends.cuda.test_ahead import joining
 
     weights = type("Weights", (), {"device": device})
-    decoder = CudaAhead(weights, None, 6, 32, 4)  # type: ignore[arg-type]
+    decoder = CudaAsyncDecoder(weights, None, 6, 32, 4)  # type: ignore[arg-type]
     texts = [np.arange(8, dtype=np.int32), np.arange(100, 104, dtype=np.int32)]
     told = joining([4, 2], [7, 3])
     decoder.join(type(told)(**{**told.__dict__, "texts": texts}))

@@ -1,7 +1,8 @@
-"""The end of a step: from chosen tokens to the accepted path, and to all rows of the next step.
+"""The end of a step: from sampled tokens to the accepted path, and to all rows of the next step.
 
-One program has one request. It walks from the root to the child whose token was chosen, as far as there is
-one; it writes the tokens to the request's state and, from the state alone, the rows of the next step.
+One program has one request. It walks the draft tree from the root to the child whose token was sampled, as
+far as there is one; it appends the tokens to the request's state and, from the state alone, writes the rows
+of the next step.
 """
 
 from __future__ import annotations
@@ -10,25 +11,25 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.launching import follow, overlaps
+from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 from paceline.backends.cuda.kernels.sampling import Candidates
 from paceline.backends.cuda.kernels.step_rows import DeviceRequests, ShapeTables, StepRows, write_rows
 
-NOTHING = tl.constexpr(0x7FFFFFFF)
+NO_NODE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _best_of_nodes(  # type: ignore[no-untyped-def]
     scores_at, ids_at, first, nodes, blocks, wide_nodes: tl.constexpr, most_blocks: tl.constexpr
 ):
-    """The token of every node: the best of its blocks, the lowest id among equals, or -1."""
+    """The token of every node: the best of its blocks, ties to the lowest id, or -1."""
     node, number = tl.arange(0, wide_nodes), tl.arange(0, most_blocks)
     inside = (node < nodes)[:, None] & (number < blocks)[None, :]
-    place = (first + node)[:, None] * blocks + number[None, :]
-    scores = tl.load(scores_at + place, mask=inside, other=float("-inf"))
-    ids = tl.load(ids_at + place, mask=inside, other=NOTHING)
+    offset = (first + node)[:, None] * blocks + number[None, :]
+    scores = tl.load(scores_at + offset, mask=inside, other=float("-inf"))
+    ids = tl.load(ids_at + offset, mask=inside, other=NO_NODE)
     best = tl.max(scores, 1)
-    chosen = tl.min(tl.where(scores == best[:, None], ids, NOTHING), 1)
+    chosen = tl.min(tl.where(scores == best[:, None], ids, NO_NODE), 1)
     usable = (tl.min(ids, 1) >= 0) & (best > float("-inf"))
     return tl.where(usable, chosen, -1)
 
@@ -37,7 +38,7 @@ def _best_of_nodes(  # type: ignore[no-untyped-def]
 def _accept(  # type: ignore[no-untyped-def]
     request, requests, length, limit, takes, tree, to, levels: tl.constexpr, catch_up_rows: tl.constexpr
 ):
-    """How many tokens a request of this length gets; they are written, and the nodes that they come from.
+    """The number of tokens that a request of this length gets; writes them and the nodes that they come from.
 
     They go to the output, to the tokens of the slot and, as sources, to the rows that catch up.
     """
@@ -47,22 +48,22 @@ def _accept(  # type: ignore[no-untyped-def]
     node, count, goes_on = 0, 0, length < limit
     for step in tl.static_range(levels + 1):
         token = tl.sum(tl.where(number == node, chosen, 0), 0)
-        place, at = request * (levels + 1) + step, length + 1 + step
-        tl.store(output_at + place, token, mask=goes_on)
-        tl.store(accepted_at + place, node, mask=goes_on)
+        offset, at = request * (levels + 1) + step, length + 1 + step
+        tl.store(output_at + offset, token, mask=goes_on)
+        tl.store(accepted_at + offset, node, mask=goes_on)
         tl.store(slot_at + at, tl.maximum(token, 0), mask=goes_on & (at < longest))
         if step < catch_up_rows:
             source = nodes * requests + request * catch_up_rows + step
             tl.store(sources_at + source, request * nodes + node, mask=goes_on)
         count += goes_on.to(tl.int32)
         fits = (parents == node) & (drafted == token) & (length + number < limit) & (takes > 0)
-        node = tl.min(tl.where(fits, number, NOTHING), 0)
-        goes_on = goes_on & (node < NOTHING)
+        node = tl.min(tl.where(fits, number, NO_NODE), 0)
+        goes_on = goes_on & (node < NO_NODE)
     return count
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _walk_kernel(  # type: ignore[no-untyped-def]
+def _accept_kernel(  # type: ignore[no-untyped-def]
     scores_at,
     ids_at,
     slots_at,
@@ -91,19 +92,19 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     always: tl.constexpr,
     levels: tl.constexpr,
     deep: tl.constexpr,
-    is_straight: tl.constexpr,
+    is_chain: tl.constexpr,
     wide_nodes: tl.constexpr,
     most_blocks: tl.constexpr,
     wide_rows: tl.constexpr,
     wide_tiles: tl.constexpr,
     page_size: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     request, requests = tl.program_id(0), tl.num_programs(0)
     number = tl.arange(0, wide_nodes)
     slot = tl.load(slots_at + request)
     parents = tl.load(parents_at + number, mask=number < nodes, other=-2)
-    follow(overlap)
+    pdl_sync(pdl)
     own = tl.maximum(slot, 0)
     length, limit = tl.load(lengths_at + own), tl.load(limits_at + own)
     drafted = tl.load(lines_at + request * nodes + number, mask=number < nodes, other=-2)
@@ -130,14 +131,14 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
         catch_up_rows,
         levels,
         deep,
-        is_straight,
+        is_chain,
         wide_rows,
         wide_tiles,
         page_size,
     )
 
 
-def walk(
+def accept_drafts(
     candidates: Candidates,
     slots: torch.Tensor,
     state: DeviceRequests,
@@ -148,14 +149,14 @@ def walk(
     accepted: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Accept what was drafted as the target chose, advance the state, and write the rows of the next step.
+    """Accept drafted tokens that the target sampled, advance the state, and write the rows of the next step.
 
-    `output` int32 [requests, levels + 1] gets the tokens, `accepted` the nodes that they were chosen at, and
-    `counts` [requests] how many there are.
+    `output` int32 [requests, levels + 1] gets the tokens, `accepted` the nodes where they were sampled, and
+    `counts` [requests] their number.
     """
-    overlap = overlaps(slots.device)
+    pdl = supports_pdl(slots.device)
     blocks = candidates.ids.shape[1]
-    _walk_kernel[(len(slots),)](
+    _accept_kernel[(len(slots),)](
         candidates.scores,
         candidates.ids,
         slots,
@@ -177,10 +178,10 @@ def walk(
         blocks,
         wide_nodes=triton.next_power_of_2(len(shape.parents)),
         most_blocks=triton.next_power_of_2(blocks),
-        overlap=overlap,
+        pdl=pdl,
         **shape.arguments(state, page_size),
         num_warps=4,
-        launch_pdl=overlap,
+        launch_pdl=pdl,
     )
 
 
@@ -199,12 +200,12 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     levels: tl.constexpr,
     wide: tl.constexpr,
     page_size: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     request, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     part = tl.arange(0, wide)
     slot = tl.maximum(tl.load(slots_at + request), 0)
-    follow(overlap)
+    pdl_sync(pdl)
     count = tl.load(counts_at + request)
     before = tl.load(lengths_at + slot) - count
     for step in range(1, levels + 1):
@@ -229,8 +230,8 @@ def move_accepted(
     accepted: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Bring keys and values [layers, places, key heads, head_dim] of accepted paths to their own indices."""
-    overlap = overlaps(slots.device)
+    """Move keys and values [layers, slots, KV heads, head_dim] of accepted paths to contiguous KV indices."""
+    pdl = supports_pdl(slots.device)
     width = keys.shape[2] * keys.shape[3]
     _move_kernel[(len(slots), len(keys))](
         keys,
@@ -246,7 +247,7 @@ def move_accepted(
         accepted.shape[1] - 1,
         triton.next_power_of_2(width),
         page_size,
-        overlap,
+        pdl,
         num_warps=4,
-        launch_pdl=overlap,
+        launch_pdl=pdl,
     )

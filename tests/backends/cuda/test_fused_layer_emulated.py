@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.backends.cuda import between, logits, streaming
+from paceline.backends.cuda import fused_layer, logits, weight_pipeline
 from paceline.backends.cuda.kernels.matrix import Normed, Scratch, Tiling, tile_heads, tile_matrix, tile_pair
 from tests.backends.cuda.emulating import compiled, needs_compiler
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, DIM, EPS = 256, 384, 2, 1, 128, 1e-5
-PLACES, POSITIONS = 40, 64
+SLOTS, POSITIONS = 40, 64
 WAIT = 352  # threads that wait for the kernels ahead: all but the warp that asks for weights
 
 
@@ -26,10 +26,14 @@ class Emulated:
 
     def __init__(self, folder: Path, file: str, name: str, rows: int, ring: tuple[int, int]) -> None:
         numbers = {"ROWS": rows, "CELLS": ring[0], "ROW_SLOTS": ring[1]}
-        own = {"THREADS_OF_PROGRAM": streaming.THREADS, "WAITING_THREADS": WAIT, "SHARED_BYTES": 228 << 10}
-        own |= {"KERNEL": name, "ARGUMENT": {"between": "Arguments", "logits": "Logits"}[file]}
-        files, options = (*streaming.COMMON[1:], file), ("-shared", "-fPIC")
-        library = compiled(folder, files, "emulated_between.h", numbers | own, *options)
+        own = {
+            "THREADS_OF_PROGRAM": weight_pipeline.THREADS,
+            "WAITING_THREADS": WAIT,
+            "SHARED_BYTES": 228 << 10,
+        }
+        own |= {"KERNEL": name, "ARGUMENT": {"fused_layer": "Arguments", "logits": "Logits"}[file]}
+        files, options = (*weight_pipeline.SHARED_SOURCES[1:], file), ("-shared", "-fPIC")
+        library = compiled(folder, files, "emulated_pipeline.h", numbers | own, *options)
         self._library, self.runs = ctypes.CDLL(str(library)), 0
 
     def launch(self, argument: bytes, grid: Sequence[int], cluster: Sequence[int], threads: int) -> None:
@@ -59,12 +63,12 @@ def normed(width: int) -> Normed:
 @pytest.fixture
 def on_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Any, int], None]:
     def use(module: Any, kernel: Emulated, programs: int) -> None:
-        monkeypatch.setattr(streaming, "tensor_map", tensor_map)
-        monkeypatch.setattr(module, "streams_on", lambda device: True)
-        monkeypatch.setattr(module, "programs_of", lambda device: programs)
-        monkeypatch.setattr(module, "streaming_kernel", lambda *arguments: kernel)
-        if module is between:
-            monkeypatch.setattr(between, "_all_find_a_place", lambda *arguments: True)
+        monkeypatch.setattr(weight_pipeline, "tensor_map", tensor_map)
+        monkeypatch.setattr(module, "supports_pipeline", lambda device: True)
+        monkeypatch.setattr(module, "num_multiprocessors", lambda device: programs)
+        monkeypatch.setattr(module, "pipeline_kernel", lambda *arguments: kernel)
+        if module is fused_layer:
+            monkeypatch.setattr(fused_layer, "_all_fit_at_once", lambda *arguments: True)
 
     return use
 
@@ -80,8 +84,8 @@ def rotated(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> 
 def test_all_between_two_attentions(tmp_path: Path, on_host: Any) -> None:
     """Five rows of sixteen, rings that are used anew many times, a cluster that has no tile."""
     torch.manual_seed(2)
-    kernel = Emulated(tmp_path, "between", "between_attentions", between.FEW, (6, 2))
-    on_host(between, kernel, 10)
+    kernel = Emulated(tmp_path, "fused_layer", "fused_layer", fused_layer.FEW, (6, 2))
+    on_host(fused_layer, kernel, 10)
     output, down = random(HIDDEN, HEADS * DIM, scale=0.06), random(HIDDEN, INTERMEDIATE, scale=0.05)
     gate, up = (random(INTERMEDIATE, HIDDEN, scale=0.06) for _ in range(2))
     qkv, bias = random((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, scale=0.06), random(4 * DIM)
@@ -94,21 +98,23 @@ def test_all_between_two_attentions(tmp_path: Path, on_host: Any) -> None:
         feed_forward_norm=feed_norm,
     )
     rows, positions = 5, torch.tensor([3, 4, 5, 60, 0], dtype=torch.int32)
-    places = torch.tensor([7, 0, 39, 12, 13], dtype=torch.int32)
+    slot_mapping = torch.tensor([7, 0, 39, 12, 13], dtype=torch.int32)
     angles = torch.rand(POSITIONS, DIM // 2) * 6
-    keys, values = (torch.zeros(PLACES, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))
+    keys, values = (torch.zeros(SLOTS, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))
     query, scratch = torch.zeros(16, HEADS, DIM, dtype=torch.bfloat16), torch.zeros(512, dtype=torch.int32)
     following = tile_heads(qkv, DIM, Tiling(columns=DIM, splits=2), bias)
-    heads = between.NextHeads(following, positions, places, (angles.cos(), angles.sin()), query, keys, values)
+    heads = fused_layer.NextQkv(
+        following, positions, slot_mapping, (angles.cos(), angles.sin()), query, keys, values
+    )
     for _ in range(3):
         hidden, mixed = torch.zeros(16, HIDDEN), torch.zeros(16, HEADS * DIM, dtype=torch.bfloat16)
         hidden[:rows], mixed[:rows] = torch.randn(rows, HIDDEN), random(rows, HEADS * DIM)
         features = torch.full((rows, HIDDEN), torch.nan)
         activated = torch.full((16, INTERMEDIATE), torch.nan, dtype=torch.bfloat16)
-        stream = between.Stream(hidden, mixed, normed(HIDDEN), activated, normed(HIDDEN), features)
+        buffers = fused_layer.LayerBuffers(hidden, mixed, normed(HIDDEN), activated, normed(HIDDEN), features)
         residual, read = hidden[:rows].clone(), mixed[:rows].float()
         partial = Scratch(torch.zeros(1), scratch)
-        assert between.run_between(layer, stream, norm, rows, partial, heads)  # type: ignore[arg-type]
+        assert fused_layer.run_fused_layer(layer, buffers, norm, rows, partial, heads)  # type: ignore[arg-type]
 
         def product(own: torch.Tensor, weight: torch.Tensor, of_norm: torch.Tensor) -> torch.Tensor:
             factor = torch.rsqrt(own.square().mean(1, keepdim=True) + EPS)
@@ -118,13 +124,19 @@ def test_all_between_two_attentions(tmp_path: Path, on_host: Any) -> None:
         lets = torch.nn.functional.silu(product(residual, gate, feed_norm)) * product(residual, up, feed_norm)
         residual = residual + lets.to(torch.bfloat16).float() @ down.float().T
         wanted = (product(residual, qkv, norm) + bias.float()).view(rows, -1, DIM)
-        turned = rotated(wanted, angles.cos()[positions], angles.sin()[positions])
-        found = (stream.hidden[:rows], features, query[:rows], keys[places], values[places])
-        expected = residual, residual, turned[:, :HEADS], turned[:, HEADS : HEADS + 1], wanted[:, HEADS + 1 :]
+        transposed = rotated(wanted, angles.cos()[positions], angles.sin()[positions])
+        found = (buffers.hidden[:rows], features, query[:rows], keys[slot_mapping], values[slot_mapping])
+        expected = (
+            residual,
+            residual,
+            transposed[:, :HEADS],
+            transposed[:, HEADS : HEADS + 1],
+            wanted[:, HEADS + 1 :],
+        )
         for own, other in zip(found, expected, strict=True):
             torch.testing.assert_close(own.float(), other, rtol=0.02, atol=0.02)
-        untouched = torch.ones(PLACES, dtype=torch.bool)
-        untouched[places] = False
+        untouched = torch.ones(SLOTS, dtype=torch.bool)
+        untouched[slot_mapping] = False
         assert not keys[untouched].any()
         assert not values[untouched].any()
         assert not scratch.any(), "counters are zero again"

@@ -83,7 +83,7 @@ def test_the_kernel_between_attentions_has_the_same_bits(
     from paceline.backends.cuda.draft_shape import chain_shape
 
     weights, rows, shape = random_weights(), requests * (drafted + 1), chain_shape(drafted)
-    ran: dict[str, list[bool]] = {"run_between": [], "run_logits": []}
+    ran: dict[str, list[bool]] = {"run_fused_layer": [], "run_logits": []}
 
     def watched(name: str, run: Any, *arguments: Any) -> bool:
         ran[name].append(run(*arguments))
@@ -92,7 +92,7 @@ def test_the_kernel_between_attentions_has_the_same_bits(
     for name in ran:
         monkeypatch.setattr(model, name, partial(watched, name, getattr(model, name)))
     results = decode(weights, requests, shape)
-    by_pass = torch.tensor(ran["run_between"]).view(-1, CONFIG.num_layers)
+    by_pass = torch.tensor(ran["run_fused_layer"]).view(-1, CONFIG.num_layers)
     assert by_pass[:, :-1].all()
     assert (by_pass[:, -1] == (rows > 16)).all()  # few rows: not behind the last layer
     assert set(ran["run_logits"]) == {rows > 64}
@@ -106,7 +106,7 @@ def test_the_kernel_between_attentions_has_the_same_bits(
 @needs_hopper
 def test_warps_that_fall_behind_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that do not multiply sleep until slots of rows were filled anew several times."""
-    from paceline.backends.cuda import model, native, streaming
+    from paceline.backends.cuda import model, native, weight_pipeline
     from paceline.backends.cuda.draft_shape import chain_shape
 
     begin, asleep = "void pass_rows(Shared& s, Place& at, Part part) {\n", "if (threadIdx.x % 128 / 32)"
@@ -118,34 +118,34 @@ def test_warps_that_fall_behind_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> N
             super().__init__(source.replace(begin, f"{begin}    {asleep} __nanosleep(100000);\n"), *rest)
             changed.append(source.count(begin))
 
-    streaming.streaming_kernel.cache_clear()
+    weight_pipeline.pipeline_kernel.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(native, "NativeKernel", Sleepy)
         weights = random_weights()
         results = decode(weights, 1, chain_shape(5))
     assert 1 in changed
-    streaming.streaming_kernel.cache_clear()
-    monkeypatch.setattr(model, "run_between", lambda *arguments: False)
+    weight_pipeline.pipeline_kernel.cache_clear()
+    monkeypatch.setattr(model, "run_fused_layer", lambda *arguments: False)
     assert all(map(torch.equal, results, decode(weights, 1, chain_shape(5))))
 
 
 def test_on_the_host_nothing_is_done() -> None:
-    from paceline.backends.cuda.between import Stream, run_between
+    from paceline.backends.cuda.fused_layer import LayerBuffers, run_fused_layer
     from paceline.backends.cuda.kernels.matrix import Normed, Tiling, scratch_for, tile_matrix
     from paceline.backends.cuda.weights import Layer
 
     zeros, tiling = torch.zeros(64, 64), Tiling(step=64)
     matrix, normed = tile_matrix(zeros, 64, tiling), Normed(zeros, zeros, 64, 1e-5)
     layer = Layer(zeros[0], matrix, None, matrix, zeros[0], matrix, matrix)
-    stream = Stream(zeros, zeros, normed, zeros, normed)
-    assert not run_between(layer, stream, zeros[0], 96, scratch_for([matrix], 16, zeros.device), None)
+    buffers = LayerBuffers(zeros, zeros, normed, zeros, normed)
+    assert not run_fused_layer(layer, buffers, zeros[0], 96, scratch_for([matrix], 16, zeros.device), None)
 
 
 @pytest.mark.parametrize(("answer", "most"), [(0, 66), (0, 65), (1, 0)])
 def test_programs_that_wait_for_each_other_must_all_find_a_place(
     answer: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.backends.cuda import between, native
+    from paceline.backends.cuda import fused_layer, native
 
     def ask(count: Any, function: int, launch: Any) -> int:
         asked = launch._obj
@@ -158,4 +158,4 @@ def test_programs_that_wait_for_each_other_must_all_find_a_place(
     kernel = object.__new__(native.NativeKernel)
     kernel._kernel, kernel._shared = SimpleNamespace(func=7), 1024
     monkeypatch.setattr(native, "_driver", lambda: SimpleNamespace(cuOccupancyMaxActiveClusters=ask))
-    assert between._all_find_a_place(kernel, 132) == (most != 65)  # who cannot say does not forbid it
+    assert fused_layer._all_fit_at_once(kernel, 132) == (most != 65)  # who cannot say does not forbid it

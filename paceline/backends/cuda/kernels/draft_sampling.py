@@ -1,4 +1,4 @@
-"""From a draft's logits to guesses: the best tokens of each row, to the rows that read them next."""
+"""From a drafter's logits to drafted tokens, which are written to the rows that read them next."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.launching import follow, overlaps
+from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 from paceline.backends.cuda.kernels.sampling import BLOCK, gumbel
 
 
 @dataclass(frozen=True)
-class Guesses:
-    """The best guesses of each block of ids."""
+class DraftCandidates:
+    """The best tokens of each block of the vocabulary."""
 
     scores: torch.Tensor  # float64 [rows, blocks, most]
     ids: torch.Tensor  # int32 [rows, blocks, most] of the target
@@ -22,10 +22,10 @@ class Guesses:
     highest: torch.Tensor  # float32 [rows, blocks] that logit
 
 
-def guesses_for(rows: int, vocab_size: int, most: int, device: torch.device) -> Guesses:
-    """Room for the `most` best guesses of so many rows."""
+def draft_candidates_for(rows: int, vocab_size: int, most: int, device: torch.device) -> DraftCandidates:
+    """Uninitialized candidates: the `most` best tokens of so many rows."""
     blocks = -(-vocab_size // BLOCK)
-    return Guesses(
+    return DraftCandidates(
         torch.empty((rows, blocks, most), dtype=torch.float64, device=device),
         torch.empty((rows, blocks, most), dtype=torch.int32, device=device),
         torch.empty((rows, blocks), dtype=torch.float32, device=device),
@@ -34,7 +34,7 @@ def guesses_for(rows: int, vocab_size: int, most: int, device: torch.device) -> 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _guess_kernel(  # type: ignore[no-untyped-def]
+def _candidates_kernel(  # type: ignore[no-untyped-def]
     logits_at,
     target_ids_at,
     temperatures_at,
@@ -52,18 +52,18 @@ def _guess_kernel(  # type: ignore[no-untyped-def]
     has_ids: tl.constexpr,
     most: tl.constexpr,
     block: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     row, number = tl.program_id(0), tl.program_id(1)
-    guess = number * block + tl.arange(0, block)
-    inside = guess < vocab_size
-    token = tl.load(target_ids_at + guess, mask=inside, other=0) if has_ids else guess
-    follow(overlap)
-    logits = tl.load(logits_at + row.to(tl.int64) * logits_stride + guess, mask=inside, other=float("-inf"))
-    place = row * tl.num_programs(1) + number
+    index = number * block + tl.arange(0, block)
+    inside = index < vocab_size
+    token = tl.load(target_ids_at + index, mask=inside, other=0) if has_ids else index
+    pdl_sync(pdl)
+    logits = tl.load(logits_at + row.to(tl.int64) * logits_stride + index, mask=inside, other=float("-inf"))
+    offset = row * tl.num_programs(1) + number
     highest = tl.maximum(tl.max(logits, 0), -1e30)
-    tl.store(highest_at + place, highest)
-    tl.store(weights_at + place, tl.sum(tl.exp(logits - highest), 0))  # NaN: no chance at all
+    tl.store(highest_at + offset, highest)
+    tl.store(weights_at + offset, tl.sum(tl.exp(logits - highest), 0))  # NaN: no chance at all
     logits = tl.where(logits == logits, logits, float("-inf"))
     temperature = tl.load(temperatures_at + row // rows_each)
     scores = logits.to(tl.float64)
@@ -73,12 +73,12 @@ def _guess_kernel(  # type: ignore[no-untyped-def]
     for rank in tl.static_range(most):
         best = tl.max(scores, 0)
         chosen = tl.min(tl.where(scores == best, token, 0x7FFFFFFF), 0)
-        tl.store(scores_at + place * most + rank, best)
-        tl.store(ids_at + place * most + rank, chosen)
+        tl.store(scores_at + offset * most + rank, best)
+        tl.store(ids_at + offset * most + rank, chosen)
         scores = tl.where(token == chosen, float("-inf"), scores)
 
 
-def guess(
+def score_draft_tokens(
     logits: torch.Tensor,
     vocab_size: int,
     target_ids: torch.Tensor | None,
@@ -86,27 +86,28 @@ def guess(
     seeds: torch.Tensor,
     lengths: torch.Tensor,
     ahead: int,
-    guesses: Guesses,
+    candidates: DraftCandidates,
     rows: int,
 ) -> None:
-    """Write the best ids of each block of `logits` [rows, at least vocab_size] to `guesses`.
+    """Write the best ids of each block of `logits` [rows, at least vocab_size] to `candidates`.
 
-    `temperatures` float64, `seeds` int64 and `lengths` int32, with any stride, are [requests], whose rows are
-    as many for each; the token that is guessed stands at `lengths + ahead`. `target_ids` [vocab_size] are the
-    target's ids of the draft's; None: the same.
+    Best by logit, or by logit / temperature + the target's own Gumbel noise (coupled drafting).
+    `temperatures` float64, `seeds` int64 and `lengths` int32, with any stride, are [requests], each with the
+    same number of rows; the drafted token has position `lengths + ahead`. `target_ids` [vocab_size] map the
+    draft vocabulary to the target's; None: the same.
     """
-    overlap = overlaps(logits.device)
-    blocks, most = guesses.ids.shape[1:]
-    _guess_kernel[(rows, blocks)](
+    pdl = supports_pdl(logits.device)
+    blocks, most = candidates.ids.shape[1:]
+    _candidates_kernel[(rows, blocks)](
         logits,
         target_ids,
         temperatures,
         seeds,
         lengths,
-        guesses.scores,
-        guesses.ids,
-        guesses.weights,
-        guesses.highest,
+        candidates.scores,
+        candidates.ids,
+        candidates.weights,
+        candidates.highest,
         vocab_size,
         logits.stride(0),
         rows // len(lengths),
@@ -115,16 +116,16 @@ def guess(
         target_ids is not None,
         most,
         BLOCK,
-        overlap,
+        pdl,
         num_warps=4,
         enable_fp_fusion=False,
-        launch_pdl=overlap,
+        launch_pdl=pdl,
     )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _share(weights_at, highest_at, row, blocks, most_blocks: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest part of a row's softmax."""
+    """The largest probability of a row's softmax."""
     number = tl.arange(0, most_blocks)
     inside = number < blocks
     highest = tl.load(highest_at + row * blocks + number, mask=inside, other=float("-inf"))
@@ -133,7 +134,7 @@ def _share(weights_at, highest_at, row, blocks, most_blocks: tl.constexpr):  # t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _choose_kernel(  # type: ignore[no-untyped-def]
+def _write_tokens_kernel(  # type: ignore[no-untyped-def]
     scores_at,
     ids_at,
     weights_at,
@@ -148,13 +149,13 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     most: tl.constexpr,
     wide: tl.constexpr,  # blocks * most, rounded up to a power of two
     most_blocks: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     request, local = row // rows_each, row % rows_each
     number = tl.arange(0, wide)
     inside = number < blocks * most
-    follow(overlap)
+    pdl_sync(pdl)
     scores = tl.load(scores_at + row * blocks * most + number, mask=inside, other=float("-inf"))
     ids = tl.load(ids_at + row * blocks * most + number, mask=inside, other=0x7FFFFFFF)
     first_score, rivals = tl.max(scores, 0), 0.0
@@ -173,8 +174,8 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     tl.store(chances_at + row, tl.where(noisy, 1.0 / rivals, likely))
 
 
-def choose(
-    guesses: Guesses,
+def write_draft_tokens(
+    candidates: DraftCandidates,
     children: torch.Tensor,
     tokens: torch.Tensor,
     chances: torch.Tensor,
@@ -182,20 +183,20 @@ def choose(
     rows: int,
     requests: int,
 ) -> None:
-    """Write the best guesses of each row to the rows that read them.
+    """Write the best tokens of each row to the rows of its children.
 
-    `children` int32 [rows of a request, most, 2, 3] says where the children of each row stand in `tokens`, at
-    most twice each: the rows before them, by request, the rows of a request among them, and the own one of
-    those; -1: nowhere. `chances` float32 [rows] gets the chance that the best guess is right, as seen by
-    head_chains.py: where `temperatures` float64 [requests] are above 0, its share among the known guesses.
+    `children` int32 [rows of a request, most, 2, 3] are up to two destinations of each child in `tokens`: the
+    rows before it, per request; the rows of a request there; its row among those; -1: none. `chances` float32
+    [rows] gets the acceptance probability of the best token, as head_chains.py estimates it: where
+    `temperatures` float64 [requests] are above 0, its weight among the candidates.
     """
-    overlap = overlaps(tokens.device)
-    blocks, most = guesses.ids.shape[1:]
-    _choose_kernel[(rows,)](
-        guesses.scores,
-        guesses.ids,
-        guesses.weights,
-        guesses.highest,
+    pdl = supports_pdl(tokens.device)
+    blocks, most = candidates.ids.shape[1:]
+    _write_tokens_kernel[(rows,)](
+        candidates.scores,
+        candidates.ids,
+        candidates.weights,
+        candidates.highest,
         children,
         tokens,
         chances,
@@ -206,7 +207,7 @@ def choose(
         most,
         triton.next_power_of_2(blocks * most),
         triton.next_power_of_2(blocks),
-        overlap,
+        pdl,
         num_warps=4,
-        launch_pdl=overlap,
+        launch_pdl=pdl,
     )

@@ -79,7 +79,7 @@ def test_a_product_is_added_and_the_next_rows_are_rounded(device: torch.device, 
     inputs, scales = case.normed.read_by(own)
     add_product(inputs, own, hidden, norm.to(dtype), written, ROWS, scratch, scales)
     near(hidden, case.product)
-    near(values_of(written.rounded, written.scales), 0.5 * hidden, ROUNDING)
+    near(values_of(written.fp8, written.scales), 0.5 * hidden, ROUNDING)
     assert torch.equal(written.scales, as_kernels_read(rounded_rows(0.5 * hidden)[1]))
 
 

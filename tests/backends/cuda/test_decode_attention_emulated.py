@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backends.cuda import attend
+from paceline.backends.cuda import decode_attention
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.tables import rows_of
 from tests.backends.cuda.emulating import compiled, needs_compiler
-from tests.backends.cuda.test_attend import chain, some_tree
 from tests.backends.cuda.test_attention import PAGE_SIZE, Case
+from tests.backends.cuda.test_decode_attention import chain, some_tree
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,17 @@ class Built:
     """The kernel for these heads, key heads and head size."""
 
     shape: tuple[int, int, int]
-    together: int
-    crooks: bool
+    tiles_each: int
+    has_trees: bool
 
     def program(self, folder: Path) -> Path:
-        numbers = attend.kernel_numbers((*self.shape, PAGE_SIZE), self.together, self.crooks)
-        numbers["THREADS_OF_PROGRAM"] = attend._threads(self.shape[2])
-        return compiled(folder, attend.SOURCES[1:], "emulated_attend.h", numbers)
+        numbers = decode_attention.kernel_numbers((*self.shape, PAGE_SIZE), self.tiles_each, self.has_trees)
+        numbers["THREADS_OF_PROGRAM"] = decode_attention._threads(self.shape[2])
+        return compiled(folder, decode_attention.SOURCES[1:], "emulated_decode_attention.h", numbers)
 
 
 def emulate(
-    program: Path, case: Case, built: Built, settled: bool, takers: int, skipped: int
+    program: Path, case: Case, built: Built, settled: bool, kv_splits: int, shared_chunks: int
 ) -> torch.Tensor:
     """What the kernel gives [rows, heads, dim]; keys of this pass come when it has waited for them.
 
@@ -44,17 +44,27 @@ def emulate(
     batch, rows, requests = case.batch, case.batch.num_rows, len(case.offsets) - 1
     own = rows_of(batch, PAGE_SIZE, tile_height(heads, kv_heads))
     query, keys, values = (x.to(torch.bfloat16) for x in (case.query, case.keys, case.values))
-    late = torch.from_numpy(own.places).long()
+    late = torch.from_numpy(own.slot_mapping).long()
     fresh = keys[late], values[late]
     paths = own.paths if own.paths is not None else np.zeros((rows, 64), np.int32)
     tiles = own.tiles.shape[1] // requests
     longest = int(batch.positions.max()) + 1
-    groups = requests * -(-tiles // built.together)
-    sizes = rows // requests, tiles, -(-longest // 512), 0, int(settled), takers, rows, groups, skipped
+    groups = requests * -(-tiles // built.tiles_each)
+    sizes = (
+        rows // requests,
+        tiles,
+        -(-longest // 512),
+        0,
+        int(settled),
+        kv_splits,
+        rows,
+        groups,
+        shared_chunks,
+    )
     of_tiles = own.tiles[1], own.tiles[2]
-    arrays = [batch.positions, own.straight, paths, *of_tiles, own.pages, np.zeros(0)]
+    arrays = [batch.positions, own.contiguous_until, paths, *of_tiles, own.pages, np.zeros(0)]
     tensors = [x.contiguous().view(torch.int16).numpy() for x in (query, keys, values)]
-    parts = [*tensors, *arrays, *(x.contiguous().view(torch.int16).numpy() for x in fresh), own.places]
+    parts = [*tensors, *arrays, *(x.contiguous().view(torch.int16).numpy() for x in fresh), own.slot_mapping]
     parts.append(np.array(sizes, np.int32))
     folder = program.parent
     with (folder / "in").open("wb") as file:
@@ -80,9 +90,9 @@ def test_it_is_the_plain_attention(
     built: Built, cases: list[tuple[list[int], list[int], int, int]], tmp_path: Path
 ) -> None:
     program = built.program(tmp_path)
-    for contexts, parents, takers, skipped in cases:
+    for contexts, parents, kv_splits, shared_chunks in cases:
         case = Case(contexts, [parents] * len(contexts), *built.shape)
         expected = case.expected(torch.bfloat16)
         for settled in (True, False):
-            given = emulate(program, case, built, settled, takers, skipped)
+            given = emulate(program, case, built, settled, kv_splits, shared_chunks)
             torch.testing.assert_close(given.float(), expected, rtol=0, atol=1e-2)

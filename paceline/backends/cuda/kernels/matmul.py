@@ -1,15 +1,15 @@
-"""What all matrix products of few rows share: they run at the speed at which the weights come from memory.
+"""Split-K matrix products of few rows, which run at the speed of reading the weights from memory.
 
     columns of the output    one tile of `columns`, a program each
-    depth (what is summed)   cut into `splits` parts, a program each; the last to end adds them up in order.
-                             Where rows are many one program has them all, one after the other
-    rows                     tiles of `tokens`; one of 16 costs hardly more than one of 1
+    depth (K)                cut into `splits` parts, a program each; the last to finish adds them up in
+                             order (split-K reduction). With many rows one program loops over the splits
+    rows                     tiles of `tokens`; a tile of 16 costs hardly more than one of 1
 
-The weights are the left operand, so that their columns fill the matrix unit's larger side and rows its
-smaller one. They lie in the order in which programs read them, one stream each.
+The weights are the left operand, so that their columns fill the larger side of the tensor core's
+instruction and rows the smaller one. They are stored in the order in which programs read them.
 
-How a number is summed depends on the matrix alone: over the depth in steps of the instruction, then over the
-splits. So a row's results are the same bits in a pass of one row and in one of hundreds.
+The order of summation depends on the matrix alone: over the depth in steps of the instruction, then over the
+splits. So a row has the same bits in a pass of one row and in one of hundreds.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.rounding import rounded_product
-from paceline.backends.cuda.kernels.unpacking import packed_product
+from paceline.backends.cuda.kernels.fp8 import fp8_matmul
+from paceline.backends.cuda.kernels.unpacking import packed_matmul
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _product(  # type: ignore[no-untyped-def]
+def _matmul(  # type: ignore[no-untyped-def]
     weight_at,
     rows_at,
     row,
@@ -44,34 +44,34 @@ def _product(  # type: ignore[no-untyped-def]
     total = tl.zeros([tiles * columns, tokens], tl.float32)
     for at in tl.range(begin, end, piece, num_stages=stages):
         at = tl.multiple_of(at, 64)
-        place = at * columns
+        offset = at * columns
         if piece < step:
-            place = tl.multiple_of(at // step * (step * columns) + at % step, 64)
-        total = tl.dot(tl.load(weights + place), tl.load(rows + at), total)
+            offset = tl.multiple_of(at // step * (step * columns) + at % step, 64)
+        total = tl.dot(tl.load(weights + offset), tl.load(rows + at), total)
     return total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _meet(  # type: ignore[no-untyped-def]
+def _reduce_split_k(  # type: ignore[no-untyped-def]
     total, partial_at, counter_at, split, splits: tl.constexpr, columns: tl.constexpr, tokens: tl.constexpr
 ):
-    """Whether this program is the last of its tile to get here, and the sum of all splits if it is."""
+    """Whether this program is the last of its tile to arrive, and, if it is, the sum of all splits."""
     last = True
     if splits > 1:
-        place = tl.arange(0, columns)[:, None] + tl.arange(0, tokens)[None, :] * columns
-        tl.store(partial_at + split * columns * tokens + place, total)
+        offset = tl.arange(0, columns)[:, None] + tl.arange(0, tokens)[None, :] * columns
+        tl.store(partial_at + split * columns * tokens + offset, total)
         tl.debug_barrier()
         last = tl.atomic_add(counter_at, 1, sem="acq_rel") == splits - 1
         if last:
-            total = tl.load(partial_at + place, cache_modifier=".cg")
+            total = tl.load(partial_at + offset, cache_modifier=".cg")
             for other in tl.static_range(1, splits):
-                total += tl.load(partial_at + other * columns * tokens + place, cache_modifier=".cg")
+                total += tl.load(partial_at + other * columns * tokens + offset, cache_modifier=".cg")
             tl.store(counter_at, 0)
     return last, total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def split_sums(  # type: ignore[no-untyped-def]
+def matmul_split(  # type: ignore[no-untyped-def]
     rows_at,
     row,
     weight_at,
@@ -88,18 +88,19 @@ def split_sums(  # type: ignore[no-untyped-def]
     tiles: tl.constexpr = 1,
     row_scales_at=None,
 ):
-    """One split of tiles times the rows `row` [tokens], yet to `rescale`: float32 [tiles * columns, tokens].
+    """One split of tiles times the rows `row` [tokens]: float32 [tiles * columns, tokens].
 
-    A split takes whole steps, as even as can be. Packed tiles go one by one.
+    Not yet multiplied by `apply_scales`. A split is whole steps, as even as possible. Packed tiles go one by
+    one.
     """
     steps = depth // step
     begin, end = split * steps // splits * step, (split + 1) * steps // splits * step
     first = (tile * tiles * columns).to(tl.int64)
     if packing == "none":
         tiles_at = weight_at + first * depth
-        total = _product(tiles_at, rows_at, row, depth, begin, end, columns, tokens, step, tiles, stages)
+        total = _matmul(tiles_at, rows_at, row, depth, begin, end, columns, tokens, step, tiles, stages)
     elif packing == "e4m3":
-        total = rounded_product(
+        total = fp8_matmul(
             weight_at + first * depth,
             rows_at,
             row_scales_at,
@@ -117,7 +118,7 @@ def split_sums(  # type: ignore[no-untyped-def]
         scale_words: tl.constexpr = 5 if packing == "q4k" else 3 if packing == "q6k" else step // 64
         if packing != "fp8":
             tile_scales_at += first * (steps * scale_words)
-        total = packed_product(
+        total = packed_matmul(
             words_at,
             tile_scales_at,
             rows_at,
@@ -136,15 +137,15 @@ def split_sums(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def rescale(total, scales_at, tile, columns: tl.constexpr, packing: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sums over all splits of a tile, with the scales of its columns where the packing has such."""
+def apply_scales(total, scales_at, tile, columns: tl.constexpr, packing: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums over all splits of a tile, times the scales of its columns, if the packing has any."""
     if packing == "fp8" or packing == "e4m3":
         total *= tl.load(scales_at + tile.to(tl.int64) * columns + tl.arange(0, columns))[:, None]
     return total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def tile_sums(  # type: ignore[no-untyped-def]
+def matmul_tiles(  # type: ignore[no-untyped-def]
     rows_at,
     weight_at,
     scales_at,
@@ -152,7 +153,7 @@ def tile_sums(  # type: ignore[no-untyped-def]
     counters_at,
     depth,
     splits: tl.constexpr,
-    apart: tl.constexpr,
+    is_split_k: tl.constexpr,
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
@@ -161,15 +162,15 @@ def tile_sums(  # type: ignore[no-untyped-def]
     tiles: tl.constexpr = 1,
     row_scales_at=None,
 ):
-    """Whether this program is its tiles' last, and their sums if it is: float32 [tiles * columns, tokens].
+    """Whether this program is its tiles' last, and, if it is, their sums: float32 [tiles * columns, tokens].
 
-    Programs are (row tile, column tiles, split), or have all splits if these are not `apart`.
+    Programs are (row tile, column tiles, split); without `is_split_k` a program loops over all splits.
     """
     row_tile, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows_at += row_tile * tokens * depth
     if packing == "e4m3":
         row_scales_at += row_tile * tokens * (depth // 64)
-    total = split_sums(
+    total = matmul_split(
         rows_at,
         tl.arange(0, tokens),
         weight_at,
@@ -187,14 +188,14 @@ def tile_sums(  # type: ignore[no-untyped-def]
         row_scales_at,
     )
     last = True
-    if apart:
+    if is_split_k:
         wide: tl.constexpr = tiles * columns
         number = row_tile * tl.num_programs(1) + tile
         partial_at += number * splits * wide * tokens
-        last, total = _meet(total, partial_at, counters_at + number, split, splits, wide, tokens)
+        last, total = _reduce_split_k(total, partial_at, counters_at + number, split, splits, wide, tokens)
     else:
         for other in tl.static_range(1, splits):
-            total += split_sums(
+            total += matmul_split(
                 rows_at,
                 tl.arange(0, tokens),
                 weight_at,
@@ -211,22 +212,22 @@ def tile_sums(  # type: ignore[no-untyped-def]
                 tiles,
                 row_scales_at,
             )
-    return last, rescale(total, scales_at, tile, columns, packing)
+    return last, apply_scales(total, scales_at, tile, columns, packing)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def load_squares(squares_at, token, groups, most_groups: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sums of squares of each token's row: float32 [tokens, most_groups]. Asked for early, used late."""
-    group = tl.arange(0, most_groups)
-    place = token[:, None] * groups + group[None, :]
-    return tl.load(squares_at + place, mask=(group < groups)[None, :], other=0.0)
+def load_squares(squares_at, token, groups, max_groups: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums of squares of each token's row: float32 [tokens, max_groups]. Loaded early, used late."""
+    group = tl.arange(0, max_groups)
+    offset = token[:, None] * groups + group[None, :]
+    return tl.load(squares_at + offset, mask=(group < groups)[None, :], other=0.0)
 
 
 @triton.jit
 def norm_factor(squares, size, eps):  # type: ignore[no-untyped-def]
     """One over the root mean square of each token's row: float32 [1, tokens].
 
-    Added up in pairs, which have no order: else threads share the work, and how changes with the rows.
+    Summed in pairs, which fixes the order: otherwise it would depend on how threads split the rows.
     """
     tokens: tl.constexpr = squares.shape[0]
     groups: tl.constexpr = squares.shape[1]
@@ -238,10 +239,7 @@ def norm_factor(squares, size, eps):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def sum_of_squares(values, tiles: tl.constexpr = 1):  # type: ignore[no-untyped-def]
-    """Of each token, over the columns of each tile of values [columns, tokens]: float32 [tiles, tokens].
-
-    In pairs, too.
-    """
+    """The sums of squares per tile of values [columns, tokens]: float32 [tiles, tokens], in pairs."""
     columns: tl.constexpr = values.shape[0]
     tokens: tl.constexpr = values.shape[1]
     total = values * values
@@ -253,7 +251,7 @@ def sum_of_squares(values, tiles: tl.constexpr = 1):  # type: ignore[no-untyped-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def halves(total, columns: tl.constexpr, tokens: tl.constexpr, tiles: tl.constexpr = 1):  # type: ignore[no-untyped-def]
-    """The first and the second halves of tiles' columns, each [tiles * columns // 2, tokens]."""
+    """The first and second halves of each tile's columns: [tiles * columns // 2, tokens] each."""
     half: tl.constexpr = columns // 2
     both = tl.permute(tl.reshape(total, (tiles, 2, half, tokens)), (0, 2, 3, 1))
     return tl.split(tl.reshape(both, (tiles * half, tokens, 2)))

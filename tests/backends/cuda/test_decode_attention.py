@@ -12,7 +12,7 @@ import torch
 
 from paceline.core.forward import chain_parents
 from tests.backends.cuda.test_attention import PAGE_SIZE, TREE, Case
-from tests.backends.cuda.test_between import decode, needs_hopper, random_weights
+from tests.backends.cuda.test_fused_layer import decode, needs_hopper, random_weights
 
 
 def chain(length: int) -> list[int]:
@@ -29,9 +29,9 @@ def contexts(requests: int, most: int) -> list[int]:
     return [int(number) for number in np.random.default_rng(7).integers(1, most, requests)]
 
 
-def even_tables(case: Case, counts: list[int] | None, settled: bool, is_chain: bool) -> Any:
+def uniform_tables(case: Case, counts: list[int] | None, settled: bool, is_chain: bool) -> Any:
     """Tables of a pass whose requests have as many rows; `counts` of each request mean something."""
-    from paceline.backends.cuda.kernels.attention import EvenRows, tile_height
+    from paceline.backends.cuda.kernels.attention import UniformRows, tile_height
     from paceline.backends.cuda.tables import DeviceTables, rows_of
 
     heads, kv_heads, _ = case.shape
@@ -45,7 +45,7 @@ def even_tables(case: Case, counts: list[int] | None, settled: bool, is_chain: b
         first = torch.arange(each) * height
         limits = torch.tensor(counts)[:, None] - first[None, :]
         of_tiles[1] = torch.minimum(of_tiles[1], limits.clamp(min=0).view(-1).int().cuda())
-    even = EvenRows(each, rows // requests, settled)
+    uniform = UniformRows(each, rows // requests, settled)
     paths = None if is_chain else whole.paths
     return replace(
         whole,
@@ -53,7 +53,7 @@ def even_tables(case: Case, counts: list[int] | None, settled: bool, is_chain: b
         tile_rows=of_tiles[0],
         tile_counts=of_tiles[1],
         tile_pages=of_tiles[2],
-        even=even,
+        uniform=uniform,
     )
 
 
@@ -79,7 +79,7 @@ def attended(case: Case, tables: Any, attend: Any, earliest: int) -> torch.Tenso
     "shape", [(8, 2, 128), (6, 2, 64), (4, 4, 128), (16, 1, 64), (12, 2, 128), (4, 2, 64)]
 )
 @pytest.mark.parametrize(
-    ("places", "parents", "counts", "takers"),
+    ("lengths", "parents", "counts", "kv_splits"),
     [
         ([300], chain(1), None, 1),
         ([300, 1, 64], chain(6), None, 1),
@@ -99,48 +99,48 @@ def attended(case: Case, tables: Any, attend: Any, earliest: int) -> torch.Tenso
 )
 def test_it_has_the_bits_of_triton(
     shape: tuple[int, int, int],
-    places: list[int],
+    lengths: list[int],
     parents: list[int],
     counts: list[int] | None,
-    takers: int,
+    kv_splits: int,
     settled: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from paceline.backends.cuda import attend
+    from paceline.backends.cuda import decode_attention
     from paceline.backends.cuda.kernels import attention
 
-    case = Case(places, [parents] * len(places), *shape)
+    case = Case(lengths, [parents] * len(lengths), *shape)
     is_chain = parents == chain(len(parents))
-    tables = even_tables(case, counts, settled, is_chain)
+    tables = uniform_tables(case, counts, settled, is_chain)
     expected = attended(case, tables, attention.attend, 1)
-    programs = takers * len(places) * -(-tables.even.tiles // 2) * shape[1]
-    monkeypatch.setattr(attend, "programs_of", lambda device: programs)
+    programs = kv_splits * len(lengths) * -(-tables.uniform.tiles // 2) * shape[1]
+    monkeypatch.setattr(decode_attention, "num_multiprocessors", lambda device: programs)
     monkeypatch.setattr(attention, "PROGRAMS", 1)  # else few tiles are left to Triton
     ran: list[bool] = []
-    run = attend._run
+    run = decode_attention._run
 
     def watched(*arguments: Any) -> bool:
         ran.append(run(*arguments))
         return ran[-1]
 
-    monkeypatch.setattr(attend, "_run", watched)
-    assert torch.equal(attended(case, tables, attend.attend, 1), expected)
+    monkeypatch.setattr(decode_attention, "_run", watched)
+    assert torch.equal(attended(case, tables, decode_attention.attend, 1), expected)
     assert ran == [True, True]
 
 
 @needs_hopper
 @pytest.mark.parametrize(("rows", "runs"), [(6, True), (4, False)])
 def test_more_programs_than_find_room_at_once_run_if_each_has_two_tiles(rows: int, runs: bool) -> None:
-    from paceline.backends.cuda import attend
+    from paceline.backends.cuda import decode_attention
     from paceline.backends.cuda.kernels import attention
 
     case = Case(contexts(90, 700), [chain(rows)] * 90, 8, 2, 128)  # 180 programs
-    tables = even_tables(case, None, True, True)
+    tables = uniform_tables(case, None, True, True)
     ran: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
-        run = attend._run
-        patch.setattr(attend, "_run", lambda *arguments: ran.append(run(*arguments)) or ran[-1])
-        results = attended(case, tables, attend.attend, 1)
+        run = decode_attention._run
+        patch.setattr(decode_attention, "_run", lambda *arguments: ran.append(run(*arguments)) or ran[-1])
+        results = attended(case, tables, decode_attention.attend, 1)
     assert ran == [runs] * 2
     assert torch.equal(results, attended(case, tables, attention.attend, 1))
 
@@ -149,37 +149,41 @@ def test_more_programs_than_find_room_at_once_run_if_each_has_two_tiles(rows: in
 @pytest.mark.parametrize(("requests", "tree"), [(11, False), (8, True)])
 def test_steps_have_the_bits_of_triton(requests: int, tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of earlier steps are asked for before the kernels ahead have ended, those of this one behind."""
-    from paceline.backends.cuda import attend
+    from paceline.backends.cuda import decode_attention
     from paceline.backends.cuda.draft_shape import chain_shape, tree_shape
 
-    shape, weights, run = tree_shape(12, 3, 4) if tree else chain_shape(5), random_weights(), attend._run
+    shape, weights, run = (
+        tree_shape(12, 3, 4) if tree else chain_shape(5),
+        random_weights(),
+        decode_attention._run,
+    )
     ran: list[bool] = []
 
     def watched(*arguments: Any) -> bool:
         ran.append(run(*arguments))
         return ran[-1]
 
-    monkeypatch.setattr(attend, "_run", watched)
+    monkeypatch.setattr(decode_attention, "_run", watched)
     results = decode(weights, requests, shape)
     assert ran
     assert all(ran)
-    monkeypatch.setattr(attend, "_run", lambda *arguments: False)
+    monkeypatch.setattr(decode_attention, "_run", lambda *arguments: False)
     assert all(map(torch.equal, results, decode(weights, requests, shape)))
 
 
 @needs_hopper
 def test_what_it_is_not_made_for_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.backends.cuda import attend
+    from paceline.backends.cuda import decode_attention
     from paceline.backends.cuda.kernels import attention
 
     def refuse(*arguments: Any) -> Any:
         raise AssertionError("it has a kernel for this")
 
-    monkeypatch.setattr(attend, "_kernel", refuse)
+    monkeypatch.setattr(decode_attention, "_kernel", refuse)
     monkeypatch.setattr(attention, "PROGRAMS", 1)
     case = Case([30], [some_tree(65, 4)], 8, 2, 128)
-    tables = even_tables(case, None, True, False)
+    tables = uniform_tables(case, None, True, False)
     expected = attended(case, tables, attention.attend, 0)
-    assert torch.equal(attended(case, tables, attend.attend, 0), expected)
-    uneven = replace(tables, even=None)
-    assert torch.equal(attended(case, uneven, attend.attend, 0), expected)
+    assert torch.equal(attended(case, tables, decode_attention.attend, 0), expected)
+    uneven = replace(tables, uniform=None)
+    assert torch.equal(attended(case, uneven, decode_attention.attend, 0), expected)

@@ -1,6 +1,6 @@
 // The ring of weights, and the products of what comes through it.
 
-struct Place {  // in the ring
+struct RingPosition {  // in the ring
     int stage = 0, slot = 0, round = 0;
     __device__ void advance() {
         stage++;
@@ -10,20 +10,20 @@ struct Place {  // in the ring
 
 // What those who fetch do while the ring is full: they ask for the next steps of gate and up, no faster than
 // memory gives them, or everything else would wait behind them.
-struct Ahead {
+struct L2Prefetch {
     static constexpr int stages = STEP / GateUp::slab;  // of a step
     static constexpr u32 pace = Cut<GateUp>::columns * STEP * 2 / BYTES_A_CYCLE;  // cycles of a step
     int step = 0;
     u32 since = cycles();
     // False if there is nothing left to be asked for.
-    __device__ bool ask(const u16* weight, int stage) {
-        step = max(step, upwards(stage, stages));
-        if (step >= min(stage / stages + AHEAD, Cut<GateUp>::steps)) return false;
+    __device__ bool prefetch(const u16* weight, int stage) {
+        step = max(step, ceil_div(stage, stages));
+        if (step >= min(stage / stages + L2_PREFETCH_STEPS, Cut<GateUp>::steps)) return false;
         if (cycles() - since < pace) return true;
         u32 unit = first_unit<GateUp::units>(blockIdx.x), end = first_unit<GateUp::units>(blockIdx.x + 1);
         for (u32 half = thread() - THREADS; half < (end - unit) * 2; half += FETCHERS) {
             u32 column = GateUp::column(unit + half / 2, half % 2 * 8), tile = GateUp::tile;
-            ask_for<4 * STEP * 2>(weight + column / tile * (tile * GateUp::depth) + step * (tile * STEP) +
+            prefetch_to_l2<4 * STEP * 2>(weight + column / tile * (tile * GateUp::depth) + step * (tile * STEP) +
                                   column % tile * STEP);
         }
         step++, since = cycles();
@@ -33,7 +33,7 @@ struct Ahead {
 
 // What those who fetch do for one matrix: thread (row, chunk) has one column of each group of 16, a row of
 // the slot, and 16 of each 128 bytes of it.
-template <class P> __device__ inline void fetch(Shared& s, Place& place, const u16* weight) {
+template <class P> __device__ inline void fetch(Shared& s, RingPosition& ring_position, const u16* weight) {
     using C = Cut<P>;
     u32 unit = first_unit<P::units>(blockIdx.x), own = first_unit<P::units>(blockIdx.x + 1) - unit;
     u32 row = (u32)(thread() - THREADS) / 8, chunk = (u32)thread() % 8;
@@ -45,12 +45,12 @@ template <class P> __device__ inline void fetch(Shared& s, Place& place, const u
         u32 column = P::column(unit + P::unit(g * 16 + row), row);
         offsets[g] = column / P::tile * (P::tile * P::depth) + column % P::tile * STEP + chunk * 8;
     }
-    Ahead ahead;
+    L2Prefetch l2_prefetch;
 #pragma unroll 1
     for (int stage = 0; stage < C::stages; stage++) {
-        u32 slot = shared_address(s.ring[place.slot]) + to, empty = shared_address(&s.empty[place.slot]);
-        while (P::looks_ahead && !is_raised(empty, place.round ^ 1) && ahead.ask(weight, stage)) {}
-        await_flag(empty, place.round ^ 1);
+        u32 slot = shared_address(s.ring[ring_position.slot]) + to, empty = shared_address(&s.empty[ring_position.slot]);
+        while (P::prefetches_l2 && !is_mbarrier_complete(empty, ring_position.round ^ 1) && l2_prefetch.prefetch(weight, stage)) {}
+        wait_mbarrier(empty, ring_position.round ^ 1);
 #pragma unroll
         for (int split = 0; split < P::splits; split++)
 #pragma unroll
@@ -66,10 +66,10 @@ template <class P> __device__ inline void fetch(Shared& s, Place& place, const u
                         }
                 }
             }
-        raise_flag_after_copies(shared_address(&s.full[place.slot]));
-        end_copies();
-        await_copies<IN_FLIGHT - 1>();
-        place.advance();
+        arrive_after_copies(shared_address(&s.full[ring_position.slot]));
+        commit_copies();
+        wait_copies<IN_FLIGHT - 1>();
+        ring_position.advance();
     }
 }
 
@@ -111,24 +111,24 @@ template <class P> struct Rows<P, true> {
         seen = row < ROWS ? ~0u : 0u;
     }
     __device__ static u32 after(u32 slot) { return slot == (ROW_SLOTS - 1) * piece ? 0 : slot + piece; }
-    __device__ void ask() {
+    __device__ void prefetch() {
         int lane = thread() % 32, chunk = lane % 8;
 #pragma unroll
-        for (int i = 0; i < upwards(ROWS, 4); i++) {
+        for (int i = 0; i < ceil_div(ROWS, 4); i++) {
             int row = lane / 8 + i * 4;
             u32 to = ring + asked + row * (PIECE * 2) + (chunk ^ row) * 16;
             if (left > 0 && row < ROWS) copy_16(to, from + i * 4 * P::depth);
         }
-        end_copies();
+        commit_copies();
         asked = after(asked), from += PIECE, left--;
     }
     __device__ void begin() {
-        for (int i = 0; i < ROW_SLOTS - 1; i++) ask();
+        for (int i = 0; i < ROW_SLOTS - 1; i++) prefetch();
     }
     __device__ u32 next() {
-        await_copies<ROW_SLOTS - 2>();
+        wait_copies<ROW_SLOTS - 2>();
         __syncwarp();  // all lanes have their part of it, and have read the piece whose slot is filled now
-        ask();
+        prefetch();
         u32 now = row_at + (taken & seen);
         taken = after(taken);
         return now;
@@ -141,13 +141,13 @@ template <class P, int N> struct Multiplier {
     using C = Cut<P>;
     static constexpr int round = most(C::pieces, 2);  // pieces: those of a stage, or of two stages
     Shared& s;
-    Place& place;
+    RingPosition& ring_position;
     Piece<N> held[round];
     Rows<P> rows;
     u32 left[N], right_chunk;  // addresses in shared memory: of weights, in the slot; of rows, in their piece
     bool speaks;  // for its warp
-    __device__ Multiplier(Shared& s, Place& place)
-        : s(s), place(place), rows(s, thread() / 32 % P::splits, thread() % 8) {
+    __device__ Multiplier(Shared& s, RingPosition& ring_position)
+        : s(s), ring_position(ring_position), rows(s, thread() / 32 % P::splits, thread() % 8) {
         int warp = thread() / 32, lane = thread() % 32, split = warp % P::splits, row = lane % 8;
         speaks = lane == 0;
 #pragma unroll
@@ -158,7 +158,7 @@ template <class P, int N> struct Multiplier {
         right_chunk = (lane / 8 ^ row) * 16;
     }
     // The next piece, which is number `piece` of the stage at `from`.
-    __device__ void take(Piece<N>& to, const Place& from, int piece) {
+    __device__ void load(Piece<N>& to, const RingPosition& from, int piece) {
         u32 slot = shared_address(s.ring[from.slot]) + piece * (PIECE * 2), right = rows.next();
 #pragma unroll
         for (int c = 0; c < PIECE / 32; c++) load_fragments(to.right[c], right + (right_chunk ^ c * 64));
@@ -167,11 +167,11 @@ template <class P, int N> struct Multiplier {
 #pragma unroll
             for (int j = 0; j < N; j++) load_fragments(to.left[j][c], slot + (left[j] ^ c * 32));
     }
-    __device__ void await_stage(const Place& at) { await_flag(shared_address(&s.full[at.slot]), at.round); }
-    __device__ void leave_stage() {
+    __device__ void await_stage(const RingPosition& at) { wait_mbarrier(shared_address(&s.full[at.slot]), at.round); }
+    __device__ void release_stage() {
         __syncwarp();
-        if (speaks) raise_flag(shared_address(&s.empty[place.slot]));
-        place.advance();
+        if (speaks) arrive_mbarrier(shared_address(&s.empty[ring_position.slot]));
+        ring_position.advance();
     }
     // Multiplies the pieces that are left of a round. Each is on its way while the one before is multiplied,
     // and the first of the next round, if this is not the last, while the last one is.
@@ -180,9 +180,9 @@ template <class P, int N> struct Multiplier {
         for (int i = 0; i < round; i++) {
             if (LAST && i >= rest) break;
             if (!LAST || i + 1 < rest) {
-                Place next = place;
+                RingPosition next = ring_position;
                 if ((i + 1) % C::pieces == 0) next.advance(), await_stage(next);
-                take(held[(i + 1) % round], next, (i + 1) % C::pieces);
+                load(held[(i + 1) % round], next, (i + 1) % C::pieces);
             }
 #pragma unroll
             for (int c = 0; c < PIECE / 16; c++)
@@ -190,13 +190,13 @@ template <class P, int N> struct Multiplier {
                 for (int j = 0; j < N; j++)
                     multiply(sums[j], held[i].left[j][c], held[i].right[c / 2][c % 2 * 2],
                              held[i].right[c / 2][c % 2 * 2 + 1]);
-            if ((i + 1) % C::pieces == 0 || (LAST && i + 1 == rest)) leave_stage();
+            if ((i + 1) % C::pieces == 0 || (LAST && i + 1 == rest)) release_stage();
         }
     }
     __device__ void run(float (&sums)[JOBS][4], int pieces) {
         rows.begin();
-        await_stage(place);
-        take(held[0], place, 0);
+        await_stage(ring_position);
+        load(held[0], ring_position, 0);
 #pragma unroll 1
         for (; pieces > round; pieces -= round) multiply_round<false>(sums, round);
         multiply_round<true>(sums, pieces);
@@ -204,23 +204,23 @@ template <class P, int N> struct Multiplier {
 };
 
 // All sums of a block: jobs (group of 16 columns, split) by warp.
-template <class P> __device__ inline void product(Shared& s, Place& place, float (&sums)[JOBS][4]) {
+template <class P> __device__ inline void product(Shared& s, RingPosition& ring_position, float (&sums)[JOBS][4]) {
     using C = Cut<P>;
     constexpr int N = C::jobs_of_warp;
     static_assert(WARPS % P::splits == 0, "jobs of a warp have the same split");
-    int warp = thread() / 32, end = place.stage + C::stages;
+    int warp = thread() / 32, end = ring_position.stage + C::stages;
     int own = (first_unit<P::units>(blockIdx.x + 1) - first_unit<P::units>(blockIdx.x)) * P::each;
-    int count = (upwards(own, 16) * P::splits - warp + WARPS - 1) / WARPS;  // jobs of this warp: N, or N - 1
+    int count = (ceil_div(own, 16) * P::splits - warp + WARPS - 1) / WARPS;  // jobs of this warp: N, or N - 1
 #pragma unroll
     for (int j = 0; j < N; j++) sums[j][0] = sums[j][1] = sums[j][2] = sums[j][3] = 0.0f;
     int split = warp % P::splits, pieces = (C::begin(split + 1) - C::begin(split)) / PIECE;
-    if (count >= N) Multiplier<P, N>(s, place).run(sums, pieces);
-    else if (N > 1) Multiplier<P, most(N - 1, 1)>(s, place).run(sums, pieces);
-    while (place.stage < end) {  // of which this warp needs nothing
-        await_flag(shared_address(&s.full[place.slot]), place.round);
+    if (count >= N) Multiplier<P, N>(s, ring_position).run(sums, pieces);
+    else if (N > 1) Multiplier<P, most(N - 1, 1)>(s, ring_position).run(sums, pieces);
+    while (ring_position.stage < end) {  // of which this warp needs nothing
+        wait_mbarrier(shared_address(&s.full[ring_position.slot]), ring_position.round);
         __syncwarp();
-        if (thread() % 32 == 0) raise_flag(shared_address(&s.empty[place.slot]));
-        place.advance();
+        if (thread() % 32 == 0) arrive_mbarrier(shared_address(&s.empty[ring_position.slot]));
+        ring_position.advance();
     }
 }
 
@@ -234,7 +234,7 @@ template <class P> __device__ inline float total(const Shared& s, int column, in
 }
 
 // Brings the sums of all warps together: those of a column are of several splits.
-template <class P> __device__ inline void leave_parts(Shared& s, const float (&sums)[JOBS][4]) {
+template <class P> __device__ inline void store_partials(Shared& s, const float (&sums)[JOBS][4]) {
     int warp = thread() / 32, lane = thread() % 32;
 #pragma unroll
     for (int j = 0; j < Cut<P>::jobs_of_warp; j++) {
@@ -248,13 +248,13 @@ template <class P> __device__ inline void leave_parts(Shared& s, const float (&s
 }
 
 // Rows [ROWS, HIDDEN] to shared memory: all of it is on its way at once.
-__device__ inline void take_rows(Shared& s, const u16* from) {
-    constexpr int line = HIDDEN / 8, chunks = ROWS * line, each = upwards(chunks, THREADS);
+__device__ inline void load_input_rows(Shared& s, const u16* from) {
+    constexpr int line = HIDDEN / 8, chunks = ROWS * line, each = ceil_div(chunks, THREADS);
     uint4 taken[each];
 #pragma unroll
     for (int i = 0; i < each; i++) {
         int number = i * THREADS + thread();
-        taken[i] = number < chunks ? fresh_16(from + number * 8) : make_uint4(0, 0, 0, 0);
+        taken[i] = number < chunks ? load_cg_16(from + number * 8) : make_uint4(0, 0, 0, 0);
     }
 #pragma unroll
     for (int i = 0; i < each; i++) {
@@ -272,19 +272,19 @@ __device__ inline float tile_squares(const uint4 (&quads)[4]) {
                             __fadd_rn(__uint_as_float(quads[i].z), __uint_as_float(quads[i].w)));
     return __fadd_rn(__fadd_rn(sums[0], sums[1]), __fadd_rn(sums[2], sums[3]));
 }
-__device__ inline void take_quads(uint4 (&to)[4], const float* quads, int row, int tile) {
+__device__ inline void load_quads(uint4 (&to)[4], const float* quads, int row, int tile) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) to[i] = fresh_16(quads + row * (HIDDEN / 4) + tile * 16 + i * 4);
+    for (int i = 0; i < 4; i++) to[i] = load_cg_16(quads + row * (HIDDEN / 4) + tile * 16 + i * 4);
 }
 
 // One over the root mean square of every row, by a warp each, the last ones: the first have more to do.
 // Nobody waits for it but the ends of products: what it is made of is taken along with the rows.
-struct Factors {
-    static constexpr int each = upwards(TILES, 32);  // tiles of a lane
+struct NormFactors {
+    static constexpr int each = ceil_div(TILES, 32);  // tiles of a lane
     static_assert(each <= 2, "");
     uint4 quads[each][4];
     int row;
-    __device__ Factors(const float* from) {
+    __device__ NormFactors(const float* from) {
         row = WARPS - 1 - thread() / 32;
 #pragma unroll
         for (int t = 0; t < each; t++) {
@@ -292,19 +292,19 @@ struct Factors {
             bool mine = row < ROWS && tile < TILES;
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                quads[t][i] = mine ? fresh_16(from + row * (HIDDEN / 4) + tile * 16 + i * 4)
+                quads[t][i] = mine ? load_cg_16(from + row * (HIDDEN / 4) + tile * 16 + i * 4)
                                    : make_uint4(0, 0, 0, 0);
         }
     }
-    // Tiles are added up in pairs, too; in the first layer their squares are `given`.
-    __device__ void leave(Shared& s, const float* given) const {
+    // Tiles are added up in pairs, too; in the first layer their squares are `received`.
+    __device__ void store(Shared& s, const float* received) const {
         if (row >= ROWS) return;
         int lane = thread() % 32;
         float sums[2] = {0.0f, 0.0f}, root;
 #pragma unroll
         for (int t = 0; t < each; t++) {
             int tile = lane + t * 32;
-            if (tile < TILES) sums[t] = given ? given[row * TILES + tile] : tile_squares(quads[t]);
+            if (tile < TILES) sums[t] = received ? received[row * TILES + tile] : tile_squares(quads[t]);
 #pragma unroll
             for (int offset = 1; offset < 32; offset *= 2)
                 sums[t] = __fadd_rn(sums[t], __shfl_xor_sync(0xffffffff, sums[t], offset));

@@ -13,13 +13,13 @@
 constexpr int WARPS = 8, THREADS = WARPS * 32;  // that compute
 constexpr int FETCHERS = 128;  // threads that fetch
 constexpr int IN_FLIGHT = 3;   // stages: with more on their way everything else waits behind them
-constexpr int AHEAD = 6;       // steps of gate and up that are asked for while the ring is full
+constexpr int L2_PREFETCH_STEPS = 6;       // steps of gate and up that are asked for while the ring is full
 constexpr int ROW_SLOTS = 10;  // pieces of rows that a warp has on their way or at hand
 constexpr int BYTES_A_CYCLE = 20;  // that a multiprocessor gets of memory, or a little more
 constexpr int PIECE = 64;      // of the depth: what a warp multiplies at a time
 constexpr int STEP = 128;  // of the depth, as weights lie in memory
 constexpr int HALF = DIM / 2;
-constexpr int BLOCK = 64, MERGED = 8, LANES = 16;  // of attention, as in attention.py
+constexpr int BLOCK = 64, MERGE_FAN_IN = 8, LANES = 16;  // of attention, as in attention.py
 constexpr int TILES = HIDDEN / 64;  // of columns of the residual stream: their squares are added up apart
 constexpr int WIDEST = HEADS * DIM > HIDDEN ? HEADS * DIM : HIDDEN;  // input that shared memory has whole
 
@@ -35,39 +35,39 @@ __device__ inline u32 cycles() {
     return now;
 }
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
-__device__ constexpr int upwards(int a, int b) { return (a + b - 1) / b; }
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Of the threads that compute: those that fetch never wait here.
 __device__ inline void sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
-__device__ inline void make_flag(u32 flag, int count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(flag), "r"(count) : "memory");
+__device__ inline void init_mbarrier(u32 mbarrier, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(mbarrier), "r"(count) : "memory");
 }
-__device__ inline void raise_flag(u32 flag) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(flag) : "memory");
+__device__ inline void arrive_mbarrier(u32 mbarrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(mbarrier) : "memory");
 }
-__device__ inline void raise_flag_after_copies(u32 flag) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(flag) : "memory");
+__device__ inline void arrive_after_copies(u32 mbarrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(mbarrier) : "memory");
 }
-__device__ inline void await_flag(u32 flag, int parity) {
+__device__ inline void wait_mbarrier(u32 mbarrier, int parity) {
     asm volatile("{ .reg .pred done; again%=: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; "
-                 "@!done bra again%=; }" ::"r"(flag), "r"(parity) : "memory");
+                 "@!done bra again%=; }" ::"r"(mbarrier), "r"(parity) : "memory");
 }
 
-__device__ inline bool is_raised(u32 flag, int parity) {
+__device__ inline bool is_mbarrier_complete(u32 mbarrier, int parity) {
     u32 raised;
     asm volatile("{ .reg .pred done; mbarrier.test_wait.parity.shared.b64 done, [%1], %2; "
-                 "selp.u32 %0, 1, 0, done; }" : "=r"(raised) : "r"(flag), "r"(parity) : "memory");
+                 "selp.u32 %0, 1, 0, done; }" : "=r"(raised) : "r"(mbarrier), "r"(parity) : "memory");
     return raised;
 }
 // Brings weights to the cache of all multiprocessors.
-template <int BYTES> __device__ inline void ask_for(const void* from) {
+template <int BYTES> __device__ inline void prefetch_to_l2(const void* from) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(BYTES) : "memory");
 }
 
 // Loads of what other blocks have written in this kernel: the multiprocessor's own cache may be behind. So
 // everything of that kind is loaded past it, here, by __ldcg, and by copies.
-__device__ inline uint4 fresh_16(const void* from) {
+__device__ inline uint4 load_cg_16(const void* from) {
     uint4 v;
     asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");

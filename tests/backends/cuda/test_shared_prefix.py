@@ -14,63 +14,63 @@ from hypothesis import strategies as st
 
 from paceline.core.forward import ForwardBatch, chain_parents
 from paceline.core.params import SamplingParams
-from tests.backends.cuda.test_attend import chain, even_tables, some_tree
 from tests.backends.cuda.test_attention import PAGE_SIZE, Case
 from tests.backends.cuda.test_backend import needs_gpu
-from tests.backends.cuda.test_between import needs_hopper
+from tests.backends.cuda.test_decode_attention import chain, some_tree, uniform_tables
 from tests.backends.cuda.test_decode_loop import CONFIG, random_weights
+from tests.backends.cuda.test_fused_layer import needs_hopper
 from tests.toy import ToyTokenizer, drain
 
-STRETCH = 512
-PAGES = STRETCH // PAGE_SIZE  # of a stretch
+KV_CHUNK = 512
+PAGES = KV_CHUNK // PAGE_SIZE  # of a stretch
 FAR = replace(CONFIG, max_position=1024)
 
 
 def find(tables: list[list[int]], rest: list[int], counts: list[int]) -> Any:
     """What requests have in common whose stretches have these names, and `rest` tokens behind them."""
-    from paceline.backends.cuda.common import PassRows, find_common
+    from paceline.backends.cuda.shared_prefix import PassRows, find_shared_prefixes
 
     most = max(map(len, tables)) * PAGES + 1
     pages = np.full((len(tables), most), -1, np.int32)
     for request, names in enumerate(tables):
         for depth, name in enumerate(names):
             pages[request, depth * PAGES : (depth + 1) * PAGES] = np.arange(PAGES) + 100 * name
-    contexts = np.array([len(names) * STRETCH for names in tables], np.int32) + np.array(rest, np.int32)
+    contexts = np.array([len(names) * KV_CHUNK for names in tables], np.int32) + np.array(rest, np.int32)
     firsts = np.cumsum([0, *counts[:-1]], dtype=np.int32)
     begins = np.arange(len(tables), dtype=np.int32) * most
     own = PassRows(pages, begins, contexts, np.array(counts, np.int32), firsts)
-    return find_common(own, PAGE_SIZE, heads=32, kv_heads=8), own
+    return find_shared_prefixes(own, PAGE_SIZE, heads=32, kv_heads=8), own
 
 
 @pytest.fixture
 def anything(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little it saves, what is common is read once; interpreted by few programs, one by one."""
-    from paceline.backends.cuda import common
+    from paceline.backends.cuda import shared_prefix
     from paceline.backends.cuda.kernels import attention
-    from paceline.backends.cuda.kernels import common as kernels
+    from paceline.backends.cuda.kernels import shared_prefix as kernels
 
-    monkeypatch.setattr(common, "LEAST_SAVED", 0)
+    monkeypatch.setattr(shared_prefix, "MIN_SAVED", 0)
     if not torch.cuda.is_available():
         for module in (kernels, attention):
             monkeypatch.setattr(module, "PROGRAMS", 3)
 
 
 def test_stretches_that_requests_have_in_common_are_found_and_others_are_left_to_each(anything: None) -> None:
-    common, _ = find([[1, 2, 3], [5], [1, 2], [1, 4, 3], [1, 2, 4]], [3, 3, 0, 9, 511], [1] * 5)
-    assert common.skipped.tolist() == [2, 0, 2, 1, 2]
+    shared_prefix, _ = find([[1, 2, 3], [5], [1, 2], [1, 4, 3], [1, 2, 4]], [3, 3, 0, 9, 511], [1] * 5)
+    assert shared_prefix.shared_chunks.tolist() == [2, 0, 2, 1, 2]
     by_depth = [
-        (depth, sorted(common.rows[first : first + count].tolist()))
-        for first, count, _, depth in common.items.tolist()
+        (depth, sorted(shared_prefix.rows[first : first + count].tolist()))
+        for first, count, _, depth in shared_prefix.items.tolist()
     ]
     assert by_depth == [(0, [0, 2, 3, 4]), (1, [0, 2, 4])]
 
 
 def test_the_rows_of_one_request_have_its_context_in_common_if_they_are_many(anything: None) -> None:
     alone, _ = find([[1, 2]], [100], [8])  # two tiles, which have one program without this
-    assert alone.skipped.tolist() == [0]
-    common, _ = find([[1, 2]], [100], [40])
-    assert common.skipped.tolist() == [2]
-    assert [(first, count, depth) for first, count, _, depth in common.items.tolist()] == [
+    assert alone.shared_chunks.tolist() == [0]
+    shared_prefix, _ = find([[1, 2]], [100], [40])
+    assert shared_prefix.shared_chunks.tolist() == [2]
+    assert [(first, count, depth) for first, count, _, depth in shared_prefix.items.tolist()] == [
         (first, count, depth) for depth in (0, 1) for first, count in ((0, 16), (16, 16), (32, 8))
     ]
 
@@ -83,11 +83,11 @@ def test_little_is_not_worth_a_kernel() -> None:
 
 
 def test_what_there_is_no_room_for_is_left_to_each(anything: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.backends.cuda import common
+    from paceline.backends.cuda import shared_prefix
 
-    monkeypatch.setattr(common, "MOST_ITEMS", 5)
+    monkeypatch.setattr(shared_prefix, "MAX_ITEMS", 5)
     found, _ = find([[1, 2, 3, 4]] * 20, [0] * 20, [1] * 20)
-    assert found.skipped.tolist() == [2] * 20
+    assert found.shared_chunks.tolist() == [2] * 20
     assert len(found.items) == 4
 
 
@@ -98,11 +98,11 @@ def test_what_there_is_no_room_for_is_left_to_each(anything: None, monkeypatch: 
 def test_each_row_has_each_stretch_once_and_where_its_own_pages_lie(
     requests: list[tuple[list[int], int]],
 ) -> None:
-    from paceline.backends.cuda import common
+    from paceline.backends.cuda import shared_prefix
 
     tables, counts = [names for names, _ in requests], [count for _, count in requests]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "LEAST_SAVED", 0)
+        patch.setattr(shared_prefix, "MIN_SAVED", 0)
         found, own = find(tables, [7] * len(tables), counts)
     if found is None:
         assert not any(tables)
@@ -115,10 +115,10 @@ def test_each_row_has_each_stretch_once_and_where_its_own_pages_lie(
             seen[row, depth] = begin
     flat, most = own.page_tables.reshape(-1), own.page_tables.shape[1]
     for request, names in enumerate(tables):
-        assert found.skipped[request] <= len(names)
+        assert found.shared_chunks[request] <= len(names)
         for row in range(own.firsts[request], own.firsts[request] + counts[request]):
             depths = [depth for one, depth in seen if one == row]
-            assert sorted(depths) == list(range(found.skipped[request]))
+            assert sorted(depths) == list(range(found.shared_chunks[request]))
             for depth in depths:
                 at, mine = seen[row, depth] + depth * PAGES, request * most + depth * PAGES
                 assert (flat[at : at + PAGES] == flat[mine : mine + PAGES]).all()
@@ -126,31 +126,31 @@ def test_each_row_has_each_stretch_once_and_where_its_own_pages_lie(
         for request, names in enumerate(tables):
             others = [other for one, other in enumerate(tables) if one != request]
             if len(names) > depth and any(other[: depth + 1] == names[: depth + 1] for other in others):
-                assert found.skipped[request] > depth
+                assert found.shared_chunks[request] > depth
 
 
-class CommonCase(Case):
+class SharedPrefixCase(Case):
     """Requests whose first stretches lie in the same pages; of more than two, not those of the first."""
 
-    def __init__(self, stretches: int, contexts: list[int], parents: list[list[int]], *shape: int) -> None:
+    def __init__(self, kv_chunks: int, contexts: list[int], parents: list[list[int]], *shape: int) -> None:
         super().__init__(contexts, parents, *shape)
         self.alike = slice(int(len(contexts) > 2), None)
         tables = self.batch.page_tables[self.alike]
-        tables[:, : stretches * PAGES] = tables[0, : stretches * PAGES]
+        tables[:, : kv_chunks * PAGES] = tables[0, : kv_chunks * PAGES]
 
-    def common(self, device: torch.device) -> Any:
+    def shared_prefix(self, device: torch.device) -> Any:
         """What is read once for all, on the device."""
-        from paceline.backends.cuda.common import CommonTables, PassRows, find_common
         from paceline.backends.cuda.kernels.attention import tile_height
+        from paceline.backends.cuda.shared_prefix import PassRows, SharedPrefixTables, find_shared_prefixes
 
         heads, kv_heads, _ = self.shape
         batch, counts = self.batch, np.diff(self.offsets)
         begins = np.arange(len(counts), dtype=np.int32) * batch.page_tables.shape[1]
         own = PassRows(batch.page_tables, begins, batch.context_lengths, counts, self.offsets[:-1])
-        found = find_common(own, PAGE_SIZE, heads, kv_heads)
+        found = find_shared_prefixes(own, PAGE_SIZE, heads, kv_heads)
         assert found is not None
-        assert found.skipped[self.alike].all()
-        tables = CommonTables(batch.num_rows + 3, device)
+        assert found.shared_chunks[self.alike].all()
+        tables = SharedPrefixTables(batch.num_rows + 3, device)
         tables.send(found, -(-counts // tile_height(heads, kv_heads)))
         return tables.rows()
 
@@ -162,8 +162,8 @@ class CommonCase(Case):
         device, kind = tables.positions.device, self.kind
         rows, longest = self.batch.num_rows, int(self.batch.positions.max()) + 1
         scratch = attention_scratch(len(tables.positions), heads, kv_heads, dim, longest, device)
-        scratch.mixed.fill_(math.nan)
-        scratch.totals.fill_(math.nan)
+        scratch.partial_acc.fill_(math.nan)
+        scratch.partial_stats.fill_(math.nan)
         output = torch.full((rows, heads * dim), math.nan, dtype=kind, device=device)
         query, keys, values = (x.to(device, kind) for x in (self.query, self.keys, self.values))
         attend(query, keys, values, tables, None, PAGE_SIZE, output, scratch, earliest=earliest)
@@ -175,7 +175,7 @@ class CommonCase(Case):
 
 CHAINS = (1, [515, 600, 530, 512], [chain(1), chain(2), chain(1), chain(2)])
 CHUNK = (1, [540], [chain(18)])
-LONG = (9, [9 * STRETCH + 3, 10 * STRETCH], [chain(6), chain(6)])  # more stretches than a group has
+LONG = (9, [9 * KV_CHUNK + 3, 10 * KV_CHUNK], [chain(6), chain(6)])  # more stretches than a group has
 
 
 @pytest.mark.parametrize("case", [CHAINS, CHUNK, LONG] if torch.cuda.is_available() else [CHAINS])
@@ -186,18 +186,18 @@ def test_attention_is_the_same(
     from paceline.backends.cuda.kernels.attention import attend, tile_height
     from paceline.backends.cuda.tables import DeviceTables, rows_of
 
-    own = CommonCase(*case, *shape)
+    own = SharedPrefixCase(*case, *shape)
     own.kind, rows = dtype, own.batch.num_rows
     tables = DeviceTables(rows + 3, own.batch.page_tables.size, device)
     tables.send(own.batch, rows_of(own.batch, PAGE_SIZE, tile_height(*shape[:2])))
     plain = tables.tables(rows + 3)
-    shared = replace(plain, common=own.common(device))
+    shared = replace(plain, shared_prefix=own.shared_prefix(device))
     once = own.attended(attend, shared)
     torch.testing.assert_close(once.float().cpu(), own.expected(dtype), rtol=0, atol=1e-2)
     if device.type == "cuda":
         assert torch.equal(once, own.attended(attend, plain))
-    assert shared.common is not None
-    shared.common.count.zero_()  # what was to be read once is not read again by each
+    assert shared.shared_prefix is not None
+    shared.shared_prefix.count.zero_()  # what was to be read once is not read again by each
     rows = slice(int(own.offsets[:-1][own.alike][0]), None)
     assert own.attended(attend, shared)[rows].isnan().all()
 
@@ -205,50 +205,50 @@ def test_attention_is_the_same(
 @needs_hopper
 @pytest.mark.parametrize("shape", [(8, 2, 128), (6, 2, 64), (4, 4, 128), (16, 1, 64), (12, 2, 128)])
 @pytest.mark.parametrize("rows", [chain(1), chain(6), some_tree(32, 1)])
-@pytest.mark.parametrize("takers", [1, 3])
+@pytest.mark.parametrize("kv_splits", [1, 3])
 def test_attention_in_cuda_has_the_bits_of_triton(
     shape: tuple[int, int, int],
     rows: list[int],
-    takers: int,
+    kv_splits: int,
     anything: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from paceline.backends.cuda import attend
+    from paceline.backends.cuda import decode_attention
     from paceline.backends.cuda.kernels import attention
 
     contexts = [1100, 1024, 2600, 1530, 1536] * 2
-    own = CommonCase(2, contexts, [rows] * len(contexts), *shape)
-    plain = even_tables(own, None, True, rows == chain(len(rows)))
-    shared = replace(plain, common=own.common(torch.device("cuda")))
+    own = SharedPrefixCase(2, contexts, [rows] * len(contexts), *shape)
+    plain = uniform_tables(own, None, True, rows == chain(len(rows)))
+    shared = replace(plain, shared_prefix=own.shared_prefix(torch.device("cuda")))
     expected = own.attended(attention.attend, plain, 1)
     assert torch.equal(own.attended(attention.attend, shared, 1), expected)
-    programs = takers * len(contexts) * -(-plain.even.tiles // 2) * shape[1]
-    monkeypatch.setattr(attend, "programs_of", lambda device: programs)
+    programs = kv_splits * len(contexts) * -(-plain.uniform.tiles // 2) * shape[1]
+    monkeypatch.setattr(decode_attention, "num_multiprocessors", lambda device: programs)
     monkeypatch.setattr(attention, "PROGRAMS", 1)  # else few tiles are left to Triton
-    assert torch.equal(own.attended(attend.attend, shared, 1), expected)
+    assert torch.equal(own.attended(decode_attention.attend, shared, 1), expected)
 
 
 def test_steps_give_the_same_tokens(anything: None, device: torch.device, dtype: torch.dtype) -> None:
     """Chains of three requests, two of which begin alike."""
-    from paceline.backends.cuda.common import even_rows, find_common
     from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
     from paceline.backends.cuda.draft_shape import chain_shape
     from paceline.backends.cuda.model import Pool
+    from paceline.backends.cuda.shared_prefix import find_shared_prefixes, uniform_rows
 
-    longest, weights = STRETCH + 40, random_weights(device, dtype, config=FAR)
+    longest, weights = KV_CHUNK + 40, random_weights(device, dtype, config=FAR)
     most = -(-longest // PAGE_SIZE)
     pages = np.random.default_rng(4).permutation(3 * most).astype(np.int32).reshape(3, most)
     pages[2, :PAGES] = pages[0, :PAGES]
-    lengths = np.array([STRETCH + 3, STRETCH + 9, STRETCH], np.int32)
+    lengths = np.array([KV_CHUNK + 3, KV_CHUNK + 9, KV_CHUNK], np.int32)
     generator = torch.Generator().manual_seed(9)
     shape = (1, 3 * most * PAGE_SIZE, 1, 16)
     stored = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2)]
     begins = np.arange(3, dtype=np.int32) * most
-    found = find_common(even_rows(pages, begins, lengths, 2), PAGE_SIZE, CONFIG.num_heads, 1)
+    found = find_shared_prefixes(uniform_rows(pages, begins, lengths, 2), PAGE_SIZE, CONFIG.num_heads, 1)
     assert found is not None
-    assert found.skipped.tolist() == [1, 0, 1]
+    assert found.shared_chunks.tolist() == [1, 0, 1]
     results = []
-    for common in (found, None):
+    for shared_prefix in (found, None):
         state = make_requests(3, longest, PAGE_SIZE, device)
         state.pages.copy_(torch.from_numpy(pages))
         state.lengths.copy_(torch.from_numpy(lengths))
@@ -256,7 +256,7 @@ def test_steps_give_the_same_tokens(anything: None, device: torch.device, dtype:
         pool = Pool(3 * most, 0, *(own.clone() for own in stored))
         loop = DecodeLoop(weights, pool, state, 3, PAGE_SIZE, given=chain_shape(1))
         loop.begin([0, 1, 2], 3)
-        loop.share(common)
+        loop.use_shared_prefix(shared_prefix)
         tokens = []
         for _ in range(2 if device.type == "cuda" else 1):
             loop.drafted(3)[:, 1:] = 7
@@ -283,10 +283,10 @@ def test_a_pass_over_a_prompt_reads_what_lies_before_it_once(
     pages = np.stack([np.arange(PAGES + 1), np.append(np.arange(PAGES), PAGES + 1)]).astype(np.int32)
     batch = ForwardBatch(
         tokens=np.arange(7, dtype=np.int32),
-        positions=np.array([*range(STRETCH, STRETCH + 5), *range(STRETCH, STRETCH + 2)], np.int32),
+        positions=np.array([*range(KV_CHUNK, KV_CHUNK + 5), *range(KV_CHUNK, KV_CHUNK + 2)], np.int32),
         parents=chain_parents([5, 2]),
         row_offsets=np.array([0, 5, 7], np.int32),
-        context_lengths=np.array([STRETCH, STRETCH], np.int32),
+        context_lengths=np.array([KV_CHUNK, KV_CHUNK], np.int32),
         page_tables=pages,
         logit_rows=np.array([4, 6], np.int32),
         pool=pool,
@@ -296,14 +296,14 @@ def test_a_pass_over_a_prompt_reads_what_lies_before_it_once(
         ran.append(found(*arguments))
         return ran[-1]
 
-    found, logits, names = backends.find_common, [], []
+    found, logits, names = backends.find_shared_prefixes, [], []
     run = backend._graphs.run
     monkeypatch.setattr(backend._graphs, "run", lambda name, work: names.append(name) or run(name, work))
     with pytest.MonkeyPatch.context() as patch:
         for find in (watched, lambda *arguments: None):
-            patch.setattr(backends, "find_common", find)
+            patch.setattr(backends, "find_shared_prefixes", find)
             logits.append(backend.forward(batch).logits.copy())
-    assert ran[0].skipped.tolist() == [1, 1]
+    assert ran[0].shared_chunks.tolist() == [1, 1]
     assert names[0] != names[2]  # each has a graph of its own
     assert names[1] == names[3]  # but for the logits
     if device.type == "cuda":
@@ -322,31 +322,31 @@ def test_requests_that_begin_alike_get_the_tokens_that_each_gets_alone(
     from paceline.engine.engine import Engine
 
     shared: list[Any] = []
-    share = DecodeLoop.share
+    share = DecodeLoop.use_shared_prefix
 
-    def watched(loop: DecodeLoop, common: Any) -> None:
-        shared.append(common)
-        share(loop, common)
+    def watched(loop: DecodeLoop, shared_prefix: Any) -> None:
+        shared.append(shared_prefix)
+        share(loop, shared_prefix)
 
-    monkeypatch.setattr(DecodeLoop, "share", watched)
-    texts = np.random.default_rng(5).integers(2, 60, (2, STRETCH + 2)).tolist()
+    monkeypatch.setattr(DecodeLoop, "use_shared_prefix", watched)
+    texts = np.random.default_rng(5).integers(2, 60, (2, KV_CHUNK + 2)).tolist()
     prompts = [[*texts[number % 2], 2 + number] for number in range(5)]
 
-    def outputs(together: bool) -> list[list[int]]:
+    def outputs(tiles_each: bool) -> list[list[int]]:
         backend = CudaBackend(random_weights(device, dtype, config=FAR), max_rows=512)
         engine = Engine(backend, ToyTokenizer(), Limits(60, 640, 4, 512), num_pages=160)
         results = []
         for number, prompt in enumerate(prompts):
             options = SamplingParams(temperature=number % 2, seed=number, max_tokens=5, ignore_eos=True)
             results.append(engine.add_request(prompt, options)[0])
-            if not together or number < 1:  # the first leaves its pages
+            if not tiles_each or number < 1:  # the first leaves its pages
                 drain(engine, scribble=False)
         drain(engine, scribble=False)
         assert all(request.error is None for request in results)
         return [request.output_token_ids for request in results]
 
-    alone = outputs(together=False)
+    alone = outputs(tiles_each=False)
     assert not any(own is not None and len(own.items) for own in shared)
-    assert outputs(together=True) == alone
-    found = [own.skipped.tolist() for own in shared if own is not None and len(own.items)]
-    assert any(sum(skipped) >= 2 for skipped in found)
+    assert outputs(tiles_each=True) == alone
+    found = [own.shared_chunks.tolist() for own in shared if own is not None and len(own.items)]
+    assert any(sum(shared_chunks) >= 2 for shared_chunks in found)

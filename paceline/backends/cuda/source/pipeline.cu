@@ -11,8 +11,8 @@
 //
 // This file: the ring.
 
-constexpr int MULTIPLIERS = 256, FINDERS = 64;  // threads that multiply, and that find the factors of norms
-constexpr int ASKS_WEIGHTS = MULTIPLIERS, ASKS_ROWS = MULTIPLIERS + 32, FIRST_FINDER = MULTIPLIERS + 64;
+constexpr int MMA_THREADS = 256, NORM_THREADS = 64;  // threads that multiply, and that find the factors of norms
+constexpr int WEIGHT_LOADER = MMA_THREADS, ROW_LOADER = MMA_THREADS + 32, FIRST_NORM_THREAD = MMA_THREADS + 64;
 constexpr int DEEP = 64;  // of the depth: what a cell of the ring holds, of one tile of 64 columns
 constexpr int CELL_BYTES = 64 * DEEP * 2, ROW_BYTES = ROWS * DEEP * 2;
 constexpr int HALF = ROWS / 2, HALF_SUMS = HALF / 2;  // rows that a split ends, and sums of a thread of them
@@ -32,10 +32,10 @@ struct Arguments {  // between.py has them in the same order
     float* attention_squares;
     u16* query;
     const u16* bias;
-    const int *positions, *places;
+    const int *positions, *slot_mapping;
     const float *cosines, *sines;
     u16 *keys, *values;
-    u32* told;  // by programs that have ended their part of a product; zero between kernels
+    u32* ready;  // by programs that have ended their part of a product; zero between kernels
     float* features;  // where the residual stream goes too, or nowhere
     int width, intermediate, row_count, query_heads, kv_heads;
     int feature_stride;
@@ -46,23 +46,23 @@ struct Arguments {  // between.py has them in the same order
 struct __align__(1024) Shared {
     char weights[CELLS][CELL_BYTES];
     char rows[ROW_SLOTS][ROW_BYTES];
-    float given[2][HALF_SUMS / 4][128][4];  // by the other program: [group][four][thread]
-    u64 full[CELLS], used[CELLS], full_rows[ROW_SLOTS], used_rows[ROW_SLOTS], met, ended[3];  // flags
+    float received[2][HALF_SUMS / 4][128][4];  // by the other program: [group][four][thread]
+    u64 full[CELLS], used[CELLS], full_rows[ROW_SLOTS], used_rows[ROW_SLOTS], exchanged, ended[3];  // flags
     float factors[ROWS];
 };
 
-__device__ inline void make_flags(Shared& s) {
-    for (int slot = 0; slot < CELLS; slot++) make_flag(&s.full[slot], 1), make_flag(&s.used[slot], 1);
+__device__ inline void init_mbarriers(Shared& s) {
+    for (int slot = 0; slot < CELLS; slot++) init_mbarrier(&s.full[slot], 1), init_mbarrier(&s.used[slot], 1);
     for (int slot = 0; slot < ROW_SLOTS; slot++)
-        make_flag(&s.full_rows[slot], 1), make_flag(&s.used_rows[slot], 2);
-    make_flag(&s.met, 1);
-    for (int product = 0; product < 3; product++) make_flag(&s.ended[product], 1);
-    show_flags();
+        init_mbarrier(&s.full_rows[slot], 1), init_mbarrier(&s.used_rows[slot], 2);
+    init_mbarrier(&s.exchanged, 1);
+    for (int product = 0; product < 3; product++) init_mbarrier(&s.ended[product], 1);
+    fence_mbarrier_init();
 }
 
 // Its programs find room where programs of this kernel have ended.
-__device__ inline void let_next_start() {
-    if (threadIdx.x == 0) let_next_kernel_start();
+__device__ inline void launch_dependents_once() {
+    if (threadIdx.x == 0) launch_dependents();
 }
 
 __device__ inline u16 rounded(float x) { return (u16)pack(x, 0.0f); }
@@ -77,7 +77,7 @@ __device__ inline float silu(float x) {
 __device__ inline int cluster() { return blockIdx.x / 2; }
 __device__ inline int split() { return blockIdx.x % 2; }
 // Heads begin with the programs that have no share of gate and up.
-__device__ inline int own_head() { return gridDim.x / 2 - 1 - cluster(); }
+__device__ inline int qkv_head() { return gridDim.x / 2 - 1 - cluster(); }
 
 // Which part of a product a program has: of the depth, in cells.
 struct Part {
@@ -89,7 +89,7 @@ struct Part {
     }
 };
 
-struct Place {  // how far somebody is: the cell of weights, the slot of rows, and whether turns are odd
+struct RingPosition {  // how far somebody is: the cell of weights, the slot of rows, and whether turns are odd
     int cell = 0, cell_turn = 0, slot = 0, slot_turn = 0;
     __device__ void next_cells(int count) {
         if ((cell += count) >= CELLS) cell -= CELLS, cell_turn ^= 1;
@@ -101,20 +101,20 @@ struct Place {  // how far somebody is: the cell of weights, the slot of rows, a
 
 // CELLS_EACH cells for each 64 of the depth: TILES tiles, or parts of one.
 template <int CELLS_EACH, int TILES>
-__device__ inline void ask_weights(Shared& s, Place& at, const Product& own, int unit, Part part) {
+__device__ inline void load_weights(Shared& s, RingPosition& at, const Product& own, int unit, Part part) {
     for (int number = part.begin; number < part.begin + part.count; number++)
 #pragma unroll
         for (int cell = 0; cell < CELLS_EACH; cell++, at.next_cells(1)) {
             int block = (unit * TILES + (TILES > 1 ? cell : 0)) * own.steps + number / 2;
             int group = TILES > 1 ? 0 : cell * 4, deep = number % 2 * DEEP;
-            await_flag(&s.used[at.cell], at.cell_turn ^ 1);  // new flags are as if used
+            wait_mbarrier(&s.used[at.cell], at.cell_turn ^ 1);  // new flags are as if used
             expect_bytes(&s.full[at.cell], CELL_BYTES);
             copy_weights(s.weights[at.cell], own.weights, deep, group, block, &s.full[at.cell]);
         }
 }
 
 // Who has written what: each unit of a product counts up to `all` when its rows are there, of so many slots.
-struct Told {
+struct ReadyCounters {
     u32* units;
     int count, all, slots;
     // How many units from this one on have told, at least one: what they have written before is there. Asked by a warp.
@@ -122,7 +122,7 @@ struct Told {
         for (int tries = 0;; tries++) {
             u32 seen = all;
             if (unit + threadIdx.x % 32 < count)
-                seen = acquired(units + unit + threadIdx.x % 32);
+                seen = load_acquire(units + unit + threadIdx.x % 32);
             u32 missing = __ballot_sync(~0u, seen < all);
             __syncwarp();
             if (!(missing & 1)) return missing ? __ffs(missing) - 1 : 32;
@@ -135,17 +135,17 @@ struct Told {
 };
 
 // A warp asks, as soon as those have told who write what comes next; its first thread knows how far it is.
-__device__ inline void ask_rows(Shared& s, Place& at, const Product& own, Part part, const Told& told) {
+__device__ inline void load_rows(Shared& s, RingPosition& at, const Product& own, Part part, const ReadyCounters& ready) {
     int end = part.begin + part.count;
     for (int number = part.begin, until = end; number < end; number = until) {
-        if (told.count) {
-            int unit = number / told.slots;
-            until = min((unit + told.await(unit)) * told.slots, end);
-            share_in_memory();  // rows are fetched by the copy engine
+        if (ready.count) {
+            int unit = number / ready.slots;
+            until = min((unit + ready.await(unit)) * ready.slots, end);
+            fence_async_global();  // rows are fetched by the copy engine
         }
         if (threadIdx.x % 32) continue;
         for (; number < until; number++, at.next_slot()) {
-            await_flag(&s.used_rows[at.slot], at.slot_turn ^ 1);
+            wait_mbarrier(&s.used_rows[at.slot], at.slot_turn ^ 1);
             expect_bytes(&s.full_rows[at.slot], ROW_BYTES);
             copy_rows(s.rows[at.slot], own.rows, number * DEEP, &s.full_rows[at.slot]);
         }
@@ -154,48 +154,48 @@ __device__ inline void ask_rows(Shared& s, Place& at, const Product& own, Part p
 
 // EACH tiles of this group, of the CELLS_EACH cells that there are for each 64 of the depth.
 template <int EACH, int CELLS_EACH>
-__device__ inline void multiply_all(Shared& s, Place& at, float (&sums)[EACH][ROWS / 2], Part part, int group) {
+__device__ inline void multiply_stages(Shared& s, RingPosition& at, float (&sums)[EACH][ROWS / 2], Part part, int group) {
     int last_cells[EACH], last_slot;
-    auto leave = [&]() {  // what was multiplied
+    auto release = [&]() {  // what was multiplied
         if (threadIdx.x % 128) return;
 #pragma unroll
-        for (int tile = 0; tile < EACH; tile++) raise_flag(&s.used[last_cells[tile]]);
-        raise_flag(&s.used_rows[last_slot]);
+        for (int tile = 0; tile < EACH; tile++) arrive_mbarrier(&s.used[last_cells[tile]]);
+        arrive_mbarrier(&s.used_rows[last_slot]);
     };
 #pragma unroll 1
     for (int number = 0; number < part.count; number++) {
-        u64 left[EACH], right = described(s.rows[at.slot]);
+        u64 left[EACH], right = smem_descriptor(s.rows[at.slot]);
         int cells[EACH];
 #pragma unroll
         for (int tile = 0; tile < EACH; tile++) {
-            Place own = at;
+            RingPosition own = at;
             own.next_cells(group * EACH + tile);
-            cells[tile] = own.cell, left[tile] = described(s.weights[own.cell]);
-            await_flag(&s.full[own.cell], own.cell_turn);
+            cells[tile] = own.cell, left[tile] = smem_descriptor(s.weights[own.cell]);
+            wait_mbarrier(&s.full[own.cell], own.cell_turn);
         }
-        await_flag(&s.full_rows[at.slot], at.slot_turn);
-        begin_multiplying();
+        wait_mbarrier(&s.full_rows[at.slot], at.slot_turn);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < DEEP / 16; k++)
 #pragma unroll
             for (int tile = 0; tile < EACH; tile++)
                 multiply(sums[tile], left[tile] + k * 2, right + k * 2, number + k);
-        end_multiplying();
-        await_multiplying<1>();
-        if (number > 0) leave();
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (number > 0) release();
 #pragma unroll
         for (int tile = 0; tile < EACH; tile++) last_cells[tile] = cells[tile];
         last_slot = at.slot;
         at.next_slot(), at.next_cells(CELLS_EACH);
     }
-    await_multiplying<0>();
-    leave();
+    wgmma_wait<0>();
+    release();
 }
 
 // What the second group does while the first multiplies alone: rows are not left before both have done so. Only
 // the thread that leaves them waits for them: nothing would keep the others from falling behind, and a flag that
 // has been raised twice meanwhile looks as if it had not been.
-__device__ inline void pass_rows(Shared& s, Place& at, Part part) {
+__device__ inline void skip_rows(Shared& s, RingPosition& at, Part part) {
     for (int number = 0; number < part.count; number++, at.next_slot(), at.next_cells(1))
-        if (threadIdx.x % 128 == 0) await_flag(&s.full_rows[at.slot], at.slot_turn), raise_flag(&s.used_rows[at.slot]);
+        if (threadIdx.x % 128 == 0) wait_mbarrier(&s.full_rows[at.slot], at.slot_turn), arrive_mbarrier(&s.used_rows[at.slot]);
 }

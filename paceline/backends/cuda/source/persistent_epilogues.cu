@@ -24,18 +24,18 @@ struct Barrier {
 };
 
 // Thread (unit, row, column) turns the same two columns of a head in all layers.
-struct Turner {
-    int row, number, head, part, place;
+struct Rope {
+    int row, number, head, part, kv_slot;
     bool mine;
     float cosine, sine;
-    __device__ Turner(const Pass& pass) {
+    __device__ Rope(const Pass& pass) {
         int unit = first_unit<Heads::units>(blockIdx.x);
         int own = first_unit<Heads::units>(blockIdx.x + 1) - unit;
         row = thread() / 8 % 8, number = thread() / 64;
         static_assert(Cut<Heads>::groups <= WARPS / 2, "");
         mine = row < ROWS && number < own;
         head = (unit + number) / (DIM / 16), part = (unit + number) % (DIM / 16) * 8 + thread() % 8;
-        place = mine ? pass.places[row] : -1;
+        kv_slot = mine ? pass.slot_mapping[row] : -1;
         int angle = mine ? pass.positions[row] * HALF + part : 0;
         cosine = pass.cosines[angle], sine = pass.sines[angle];
     }
@@ -53,16 +53,16 @@ struct Turner {
         one = __fmul_rn(one, factor), two = __fmul_rn(two, factor);
         if (HEADS_BIAS) one = __fadd_rn(one, unpack(bias.x)), two = __fadd_rn(two, unpack(bias.y));
         if (head < HEADS + KV_HEADS) {
-            float turned = __fsub_rn(__fmul_rn(one, cosine), __fmul_rn(two, sine));
+            float rotated = __fsub_rn(__fmul_rn(one, cosine), __fmul_rn(two, sine));
             two = __fadd_rn(__fmul_rn(two, cosine), __fmul_rn(one, sine));
-            one = turned;
+            one = rotated;
         }
         u16* to = pass.query + (row * HEADS + head) * DIM;
         if (head >= HEADS) {
             bool is_key = head < HEADS + KV_HEADS;
-            int own_head = is_key ? head - HEADS : head - HEADS - KV_HEADS;
-            to = (is_key ? layer.keys : layer.values) + ((long)place * KV_HEADS + own_head) * DIM;
-            if (place < 0) return;
+            int qkv_head = is_key ? head - HEADS : head - HEADS - KV_HEADS;
+            to = (is_key ? layer.keys : layer.values) + ((long)kv_slot * KV_HEADS + qkv_head) * DIM;
+            if (kv_slot < 0) return;
         }
         u32 both = pack(one, two);
         to[part] = (u16)both;
@@ -77,7 +77,7 @@ __device__ inline float silu(float x) {
 }
 
 // SwiGLU: a thread's first two sums are gates, the other two what they let through.
-__device__ inline void end_gate_up(Shared& s, const Pass& pass, const float (&sums)[JOBS][4]) {
+__device__ inline void finish_gate_up(Shared& s, const Pass& pass, const float (&sums)[JOBS][4]) {
     u32 first = first_unit<GateUp::units>(blockIdx.x);
     u32 own = first_unit<GateUp::units>(blockIdx.x + 1) - first;
     int warp = thread() / 32, lane = thread() % 32;
@@ -100,11 +100,11 @@ __device__ inline void end_gate_up(Shared& s, const Pass& pass, const float (&su
 }
 
 // Thread (quad, row) has the same four columns of the residual stream from the first layer to the last.
-struct Stream {
+struct ResidualStream {
     int row, unit, quad;
     bool mine;
     float4 hidden;
-    __device__ Stream(const Pass& pass) {
+    __device__ ResidualStream(const Pass& pass) {
         unit = first_unit<Down::units>(blockIdx.x);
         int own = first_unit<Down::units>(blockIdx.x + 1) - unit;
         row = thread() % 8, quad = thread() / 8;
