@@ -32,9 +32,9 @@ from paceline.core.forward import KeptFeatures
 
 Int64Array = npt.NDArray[np.int64]
 
-TIMED = 5  # steps by which the time of one is measured
+TIMED = 5  # steps per measurement
 NO_TRUNCATION = (0.0, 1.0, 0.0)  # top_k, top_p, min_p
-BUFFERS = 4  # more than there are passes in flight, so that none is written before it was read
+BUFFERS = 4  # per loop: more than passes in flight, so none is overwritten unread
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,12 @@ class Buffer:
 
     results: torch.Tensor  # int32 [rows * (3 + length of drafts)] counts, found, tokens: see DecodeLoop
     counts: Int32Array  # [rows] the same memory
-    found: Int32Array | None  # [rows] the same memory: how many tokens were drafted, unless a head drafts
-    tokens: Int32Array  # [rows, 1 + length of drafts] the same memory: what the pass chose
+    found: Int32Array | None  # [rows] the same memory: tokens drafted, unless a head drafts
+    tokens: Int32Array  # [rows, 1 + length of drafts] the same memory: sampled tokens
     features: torch.Tensor | None  # float32 [rows, width]
-    host_drafts: (
-        torch.Tensor | None
-    )  # int32 [rows, 1 + length of leads] what the host expects, if it is asked
-    pages: torch.Tensor  # int64 [changes] where in the page table, then as often which page
-    done: torch.cuda.Event | None  # None where there is no GPU: then everything is done at once
+    host_drafts: torch.Tensor | None  # int32 [rows, 1 + most] optimistic drafts of the host, if it drafts
+    pages: torch.Tensor  # int64 [changes] indices into the page table, then page numbers
+    done: torch.cuda.Event | None  # None without a GPU, where work is synchronous
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Loop:
     steps: DecodeLoop
     buffers: deque[Buffer]  # the next one first
     most: int  # requests of a pass
-    width: int  # most tokens that a pass gives a request
+    width: int  # most tokens of a request in a pass
 
 
 class CudaAsyncDecoder:
@@ -84,19 +82,19 @@ class CudaAsyncDecoder:
         self._feature_layers, self._kept = feature_layers, kept
         self._rows = bucket(slots)
         self._requests = make_requests(slots, longest, page_size, self.device)
-        # int64 [facts of a joining request, requests]
+        # int64 [values of a slot, requests]
         self._staged = torch.zeros((11, self._rows), dtype=torch.int64, device=self.device)
         self._graphs = Graphs(self.device)
-        self._pages = np.zeros(tuple(self._requests.pages.shape), dtype=np.int32)  # as the device has them
-        # [slots] tokens computed before the next pass, at most and at least
+        self._pages = np.zeros(tuple(self._requests.pages.shape), dtype=np.int32)  # a copy of the device's
+        # [slots] upper bound of the computed tokens, and those at `join`
         self._lengths, self._joined = np.zeros((2, slots), dtype=np.int32)
-        self._keeps_all = np.ones(slots, dtype=np.bool_)  # [slots] whether every token may be chosen
+        self._keeps_all = np.ones(slots, dtype=np.bool_)  # [slots] whether top_k, top_p and min_p are off
         self._loops: dict[AheadDraft | None, Loop] = {}
         self._last: Loop | None = (
-            None  # of the last pass, if another one over the same slots needs nothing new
+            None  # of the last pass, if the next one over the same slots can reuse its rows
         )
         self._slots: list[int] = []  # of the last pass
-        self._unread: deque[tuple[Buffer, Int64Array]] = deque()  # with their slots
+        self._unread: deque[tuple[Buffer, Int64Array]] = deque()  # with their slots, oldest first
 
     @torch.inference_mode()
     def join(self, requests: Joining) -> None:
@@ -115,7 +113,7 @@ class CudaAsyncDecoder:
             )
         )
         count = bucket(len(requests.slots))
-        staged = staged[:, np.arange(count) % len(requests.slots)]  # to say a thing twice does no harm
+        staged = staged[:, np.arange(count) % len(requests.slots)]  # duplicates are harmless
         self._staged[:, :count].copy_(to_device(staged, self.device))
         self._graphs.run(count, lambda: self._init_slots(count))
         for slot, text in zip(requests.slots.tolist(), requests.texts or (), strict=False):
@@ -151,7 +149,7 @@ class CudaAsyncDecoder:
         own, rows, loop = list(slots), bucket(len(slots)), self._loop(draft)
         steps, buffer = loop.steps, loop.buffers[0]
         if buffer.done is not None:
-            buffer.done.synchronize()  # of a pass that nobody has read; else it was waited for
+            buffer.done.synchronize()  # in case the buffer's last pass was never read
         index = np.array(own)
         self._send_pages(index, page_tables, buffer)
         if own != self._slots or loop is not self._last:
@@ -161,7 +159,7 @@ class CudaAsyncDecoder:
         if leads is not None:
             assert buffer.host_drafts is not None
             assert steps.host_drafts is not None
-            buffer.host_drafts.numpy()[: len(own)] = leads  # rows behind them are nobody's
+            buffer.host_drafts.numpy()[: len(own)] = leads  # rows after them are padding
             steps.host_drafts[:rows].copy_(buffer.host_drafts[:rows], non_blocking=True)
         steps.step(rows, bool(self._keeps_all[index].all()))
         used = 2 * loop.most + rows * loop.width
@@ -206,7 +204,7 @@ class CudaAsyncDecoder:
     @torch.inference_mode()
     def prepare(self, draft: AheadDraft | None) -> dict[int, float]:
         """Capture a graph for every bucket, over padding rows, and measure its seconds on a GPU."""
-        for count in buckets(self._rows):  # of requests that join; nobody has yet
+        for count in buckets(self._rows):  # slot initializations; no slot is in use yet
             self._graphs.run(count, partial(self._init_slots, count))
         loop, seconds = self._loop(draft), {}
         steps = loop.steps
@@ -215,9 +213,9 @@ class CudaAsyncDecoder:
             steps.step(rows)
             if self.device.type == "cuda":
                 seconds[rows] = self._time(steps, rows)
-        steps.step(rows, keeps_all=False)  # compiles what all sizes use
+        steps.step(rows, keeps_all=False)  # compiles the truncation kernels, for all sizes
         steps.use_shared_prefix(no_shared_prefix(rows))
-        steps.step(rows)  # the same; others are captured when requests first have something in common
+        steps.step(rows)  # compiles; other sizes are captured when first needed
         self._last = None
         return seconds
 
@@ -268,7 +266,7 @@ class CudaAsyncDecoder:
 
     def _send_pages(self, slots: Int64Array, page_tables: Int32Array, buffer: Buffer) -> None:
         """Send the page-table entries of these slots that have changed to the device."""
-        reach = 2 * buffer.tokens.shape[1]  # what this pass and the next write
+        reach = 2 * buffer.tokens.shape[1]  # tokens that this pass and the next may write
         used = (int(self._lengths[slots].max()) + reach) // self._page_size + 1
         wanted = page_tables[slots, :used]
         lines, columns = np.nonzero(wanted != self._pages[slots, :used])
@@ -278,11 +276,11 @@ class CudaAsyncDecoder:
         slots_of = slots[lines]
         self._pages[slots_of, columns] = values
         indices = slots_of * self._pages.shape[1] + columns
-        changes = np.concatenate((indices, np.maximum(values, 0)))  # -1: nobody looks there
+        changes = np.concatenate((indices, np.maximum(values, 0)))  # -1 is never read
         if len(changes) <= len(buffer.pages):
             buffer.pages[: len(changes)] = torch.from_numpy(changes)
             there = buffer.pages[: len(changes)].to(self.device, non_blocking=True)
-        else:  # many have joined
+        else:  # too many for the pinned buffer
             there = to_device(changes, self.device)
         self._requests.pages.view(-1)[there[: len(indices)]] = there[len(indices) :].int()
 

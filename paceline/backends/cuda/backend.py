@@ -1,4 +1,4 @@
-"""The CUDA backend: the contract of backends/base.py over Triton kernels in captured graphs."""
+"""The CUDA backend: the contract of backends/base.py over Triton kernels in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ PAGE_SIZE = 16
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 MAX_PAGES = 1 << 17  # of all requests of a pass together
-FIRST_LONGEST = 4096  # tokens of a context that buffers are made for at first
+FIRST_LONGEST = 4096  # tokens of context that the first buffers hold; they grow when needed
 
 
 class CudaBackend(Backend):
-    """A model run by Triton kernels. A row's results do not depend on what else is in the pass."""
+    """A model run by Triton kernels. A row's results do not depend on the rest of the pass."""
 
     name = "cuda"
     page_size = PAGE_SIZE
@@ -83,7 +83,7 @@ class CudaBackend(Backend):
         quantization: str = "none",
         max_rows: int = 512,
     ) -> CudaBackend:
-        """A backend with the checkpoint's weights on `device`, held in `dtype` or packed."""
+        """A backend with the checkpoint's weights on `device`, in `dtype` or quantized."""
         _check_model(checkpoint.config)
         if dtype not in DTYPES:
             raise BackendError(f"The cuda backend has no dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
@@ -129,11 +129,11 @@ class CudaBackend(Backend):
         return Pool(num_pages, self.bytes_per_page(), keys, values)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        """Logits of the wanted rows and, if asked, tokens of others and features of all."""
+        """Logits of the wanted rows and, if asked, sampled tokens and features."""
         return self.begin(batch)()
 
     def begin(self, batch: ForwardBatch) -> Callable[[], ForwardOutput]:
-        """Begin a pass; what is returned waits for its output."""
+        """Launch a pass; the returned function waits for its output."""
         counts, begins = np.diff(batch.row_offsets), np.arange(batch.num_requests, dtype=np.int32)
         begins *= batch.page_tables.shape[1]
         own = PassRows(batch.page_tables, begins, batch.context_lengths, counts, batch.row_offsets[:-1])
@@ -142,12 +142,12 @@ class CudaBackend(Backend):
 
     @torch.inference_mode()
     def _begin(self, batch: ForwardBatch, found: SharedPrefix | None) -> Callable[[], ForwardOutput]:
-        """The same where this is read once for all rows."""
+        """The same, with the KV chunks that its rows share."""
         assert batch.num_rows <= self.max_rows, f"{batch.num_rows} rows, but max_rows is {self.max_rows}"
         pool = cast(Pool, batch.pool)
         rows, wanted = bucket(batch.num_rows), len(batch.logit_rows)
         layers = batch.feature_layers + tuple(layer for kept in batch.kept for layer in kept.layers)
-        layers = tuple(dict.fromkeys(layers))  # those that are given back come first
+        layers = tuple(dict.fromkeys(layers))  # the returned ones first
         outputs = wanted + (0 if batch.choices is None else len(batch.choices.rows))
         self._make_room(int(batch.positions.max()) + 1)
         height = tile_height(self.config.num_heads, self.config.num_kv_heads)
@@ -185,10 +185,10 @@ class CudaBackend(Backend):
         logits = self._workspace.logits[:wanted]
         chosen = None if batch.choices is None else self._chosen[wanted:outputs]
         known = None if features is None or not width else features[: batch.num_rows, :width]
-        return _on_its_way(logits, known, chosen)
+        return _copied_to_host(logits, known, chosen)
 
     def device_memory(self, rows: int, longest: int) -> DeviceMemory:
-        """The GPU's memory, and what workspaces for `longest` tokens take, beyond those that are there."""
+        """The GPU's memory, and the bytes of workspaces for `longest` tokens that are not allocated yet."""
         free, total = torch.cuda.mem_get_info(self.device)
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         here = workspace_bytes(self.weights, bucket(self.max_rows), longest)
@@ -203,13 +203,13 @@ class CudaBackend(Backend):
         feature_layers: tuple[int, ...],
         kept: tuple[KeptFeatures, ...] = (),
     ) -> None:
-        """Make buffers for contexts of `longest` tokens, compile kernels, capture a graph of every bucket."""
+        """Allocate buffers for contexts of `longest` tokens, compile kernels and capture all graphs."""
         try:
             if longest > self._longest:
                 self._set_longest(longest)
             for rows in buckets(min(self.max_rows, longest, pool.num_pages * PAGE_SIZE)):
                 self.forward(_chain(pool, rows, feature_layers, kept))
-            # compiles; others are captured when rows first have something in common
+            # compiles the shared-prefix kernels; graphs are captured when first needed
             self._begin(_chain(pool, rows, feature_layers, kept), no_shared_prefix(1))()
         except torch.OutOfMemoryError as error:
             raise BackendError(
@@ -228,7 +228,7 @@ class CudaBackend(Backend):
     ) -> CudaAsyncDecoder | None:
         """A decoder of requests of at most `longest` tokens in so many slots.
 
-        None if features are asked for in two ways at once: a step can do that.
+        None if features are wanted by the host and by a head at once: only a host pass does that.
         """
         if len(kept) + bool(feature_layers) > 1:
             return None
@@ -252,25 +252,25 @@ class CudaBackend(Backend):
             stored[:, slots[1]] = stored[:, slots[0]]
 
     def _make_room(self, length: int) -> None:
-        """Have buffers for contexts of this length."""
+        """Allocate buffers for contexts of this length."""
         if length > self._longest:
             self._set_longest(min(bucket(length) * 2, max(length, self.config.max_position)))
 
     def _set_longest(self, longest: int) -> None:
         self._longest = longest
         self._workspace = make_workspace(self.weights, bucket(self.max_rows), longest)
-        self._graphs = Graphs(self.device)  # graphs know addresses
+        self._graphs = Graphs(self.device)  # captured graphs hold addresses
 
     def _feature_room(self, count: int) -> torch.Tensor:
-        """Room for features of all rows on the device, the same in every pass: float32 [rows, width]."""
+        """The device buffer for features of all rows, the same in every pass: float32 [rows, width]."""
         width = count * self.config.hidden_size
         if self._features.shape != (bucket(self.max_rows), width):
             self._features = torch.zeros((bucket(self.max_rows), width), device=self.device)
-            self._graphs = Graphs(self.device)  # graphs know addresses
+            self._graphs = Graphs(self.device)  # captured graphs hold addresses
         return self._features
 
     def _parts(self, layers: tuple[int, ...], wanted: tuple[int, ...]) -> torch.Tensor:
-        """Which parts of features of `layers` those of the wanted ones are: int32 [wanted], made once."""
+        """The indices of the wanted layers among `layers`: int32 [wanted], made once."""
         name = (layers, wanted)
         if name not in self._known_parts:
             parts = np.array([layers.index(layer) for layer in wanted], dtype=np.int32)
@@ -278,10 +278,10 @@ class CudaBackend(Backend):
         return self._known_parts[name]
 
 
-def _on_its_way(
+def _copied_to_host(
     logits: torch.Tensor, features: torch.Tensor | None, chosen: torch.Tensor | None
 ) -> Callable[[], ForwardOutput]:
-    """Copies of these on the host, for who waits until they are there."""
+    """A function that waits for asynchronous copies of these to the host."""
     if logits.device.type != "cuda":
         return lambda: ForwardOutput(*map(_numbers, (logits, features, chosen)))
     copies = [
@@ -307,7 +307,7 @@ def _numbers(values: torch.Tensor | None) -> Any:
 def _chain(
     pool: KVPool, rows: int, feature_layers: tuple[int, ...], kept: tuple[KeptFeatures, ...]
 ) -> ForwardBatch:
-    """A pass over one request's first rows, with a token to choose behind each."""
+    """A pass over one request's first rows that samples a token after each."""
     count = np.arange(rows, dtype=np.int32)
     return ForwardBatch(
         tokens=np.zeros(rows, dtype=np.int32),
@@ -325,12 +325,12 @@ def _chain(
 
 
 def _stored(tensor: Tensor) -> torch.Tensor:
-    """A tensor's values in the type that its file has them in, or as float32 if that is a block format."""
+    """A tensor's values in the dtype of its file, or as float32 if that is a block format."""
     kind = STORED.get(tensor.kind)
     if kind is None:
         return torch.from_numpy(tensor.float32())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the file is mapped to be read, and nobody writes
+        warnings.simplefilter("ignore", UserWarning)  # the file is mapped read-only, and nobody writes
         stored = torch.from_numpy(np.ascontiguousarray(tensor.blocks()))
     return stored.reshape(-1).view(kind).reshape(tensor.shape)
 

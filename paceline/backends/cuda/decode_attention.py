@@ -33,12 +33,12 @@ from paceline.backends.cuda.weight_pipeline import (
     wgmma_source,
 )
 
-SOURCES = ("instructions", "softmax", "decode_attention")  # in this order they are one source
+SOURCES = ("instructions", "softmax", "decode_attention")  # concatenated in this order
 HEAD_SIZES = (64, 128)
-COLUMNS = 64  # of a copy
-MAX_SPAN = 64  # KV indices of a tree: a block, and what it reads of the next
-TILES_PER_PROGRAM = 2  # tiles of a program, if a request has several
-STAGES = 5  # windows of keys and values that a program has on their way or at hand
+COLUMNS = 64  # elements per TMA copy of a line
+MAX_SPAN = 64  # nodes of a tree: it spans at most a block and the next
+TILES_PER_PROGRAM = 2  # if a request has several
+STAGES = 5  # pipeline stages: windows of keys and values in flight or in use
 
 
 def attend(
@@ -85,7 +85,7 @@ def _run(
         return False
     lines = min(page_size, BLOCK)
     if page_size % lines or BLOCK % lines or lines % 8:
-        return False  # copies are of whole eights, as the matrix unit wants them
+        return False  # TMA copies are of whole eights of lines, the swizzle's unit
     has_trees, tiles = tables.paths is not None, len(tables.tile_counts)
     if (has_trees and uniform.span > MAX_SPAN) or triton.next_power_of_2(heads // kv_heads) > LANES:
         return False
@@ -93,7 +93,7 @@ def _run(
     groups = requests * -(-uniform.tiles // tiles_each)
     kv_splits = num_multiprocessors(device) // (groups * kv_heads)
     if attention.PROGRAMS // (tiles * kv_heads) >= MERGE_FAN_IN or (kv_splits == 0 and tiles_each == 1):
-        return False  # Triton's are several on a multiprocessor, and those of few tiles share single blocks
+        return False  # Triton runs several programs per multiprocessor, and splits single blocks
     kv_chunks = -(-scratch.blocks // MERGE_FAN_IN)
     kernel = _kernel((heads, kv_heads, dim, page_size), tiles_each, has_trees, device)
     if kernel is None:
@@ -166,5 +166,5 @@ def _shared_bytes(dim: int, lanes: int, has_trees: bool) -> int:
     read = (2 * STAGES * BLOCK + lanes) * dim * 2
     scores = 2 * lanes * ((2 * BLOCK if has_trees else BLOCK) + 4) * 4
     weights, totals = 2 * lanes * BLOCK * 2, 2 * lanes * 8 + lanes * 4
-    flags, picked = 2 * STAGES * 8, 2 * lanes * BLOCK  # a tile has at most a row for each lane
+    flags, picked = 2 * STAGES * 8, 2 * lanes * BLOCK  # at most one row per lane
     return -(-(read + scores + weights + totals + flags + picked + 1) // 16) * 16

@@ -90,7 +90,7 @@ class DecodeLoop:
         device, config = weights.device, weights.config
         self.weights, self.pool, self.requests, self.page_size = weights, pool, requests, page_size
         self.draft, self._kept, self._look_up = draft, kept, look_up
-        self.host_drafts = None  # int32 [max_rows, 1 + leads]
+        self.host_drafts = None  # int32 [max_rows, 1 + most] start and tokens of the host's optimistic draft
         if host_drafts:
             self.host_drafts = torch.full((max_rows, 1 + host_drafts), -1, dtype=torch.int32, device=device)
         shape = draft.shape if draft is not None else given or chain_shape(0)
@@ -139,7 +139,7 @@ class DecodeLoop:
             rows = max_rows * max(len(table) for table in plan.children)
             self._draft_candidates = draft_candidates_for(rows, draft.vocab_size, shape.most_children, device)
             self._chances = torch.zeros(rows, device=device)
-        self._moved: list[Pool] = []  # where accepted paths may lie apart and are not computed again
+        self._moved: list[Pool] = []  # whose accepted paths may not be contiguous, and must be moved
         if not shape.is_chain:
             self._moved = [pool, draft.pool] if draft is not None and draft.always else [pool]
         self._shared_prefix, self._uses_shared_prefix = (

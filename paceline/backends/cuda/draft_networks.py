@@ -27,7 +27,7 @@ class DraftRows:
 
     tokens: torch.Tensor  # int32 [rows]
     tables: RowTables
-    rope_positions: torch.Tensor  # int32 [rows] one less than the positions
+    rope_positions: torch.Tensor  # int32 [rows] RoPE positions of a head: one less than the positions
     sources: torch.Tensor  # int32 [rows] the row whose feature, or whose parent's state, it reads
 
 
@@ -36,13 +36,13 @@ class DraftNetwork(Protocol):
 
     shape: DraftShape
     pool: Pool
-    catch_up_rows: int  # tokens of a request that it computes at the beginning of a step, at most
-    always: int  # how many of them whatever was accepted; 0: those that were
+    catch_up_rows: int  # most tokens of a request that it computes at the beginning of a step
+    always: int  # fixed number of them; 0: as many as were accepted
     tile_height: int
     vocab_size: int
-    target_ids: torch.Tensor | None  # int32 [vocab_size] the target's ids of guesses; None: the same
+    target_ids: torch.Tensor | None  # int32 [vocab_size] the target's ids; None: the same vocabulary
     feature_layers: tuple[int, ...]  # of the target
-    features: torch.Tensor | None  # float32 [target's rows, width] where the target leaves them
+    features: torch.Tensor | None  # float32 [target's rows, width] which the target's pass writes
 
     def catch_up(self, rows: DraftRows, last: torch.Tensor) -> torch.Tensor:
         """Logits [requests, vocab] of the rows `last` [requests] of this pass over known tokens."""
@@ -105,7 +105,7 @@ class HeadNetwork:
 
     def _run(self, rows: DraftRows, states: torch.Tensor, sources: torch.Tensor | None) -> None:
         weights, workspace = self.weights, self._workspace
-        hidden = workspace.hidden[self._passes % 2]  # not where the last pass left the states
+        hidden = workspace.hidden[self._passes % 2]  # the last pass's states are in the other
         tables, rope_positions, size = rows.tables, rows.rope_positions, self.page_size
         run_head_rows(
             weights, workspace, rows.tokens, states, sources, tables, rope_positions, self.pool, size, hidden

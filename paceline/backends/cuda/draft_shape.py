@@ -21,10 +21,10 @@ from paceline.core.arrays import Int32Array
 from paceline.core.tree_shapes import ROOT, static_shape
 
 # Fields of the tables that kernels/step_rows.py reads.
-# Of a row: rows before its pass, rows of its pass, its own number among them, node, depth, how many nodes of
-# its path lie in place, whether its pass catches up, rows of the pass before, the parent's among them, tile.
+# Of a row: rows before its pass, rows of its pass, its index among them, node, depth, length of its path's
+# contiguous prefix, whether its pass catches up, rows of the pass before, the parent's among them, tile.
 ROW_FIELDS = 10
-# Of a tile: tiles before its pass, tiles of its pass, its own number among them, first row, rows of its pass.
+# Of a tile: tiles before its pass, tiles of its pass, its index among them, first row, rows of its pass.
 TILE_FIELDS = 5
 
 
@@ -32,7 +32,7 @@ TILE_FIELDS = 5
 class DraftShape:
     """A draft tree."""
 
-    parents: tuple[int, ...]  # [nodes] of node 0, the root, -1
+    parents: tuple[int, ...]  # [nodes] -1 for node 0, the root
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -91,7 +91,7 @@ class PassRows:
     """The rows of one pass, of one request."""
 
     nodes: Sequence[int]  # of a pass that catches up: 0, 1, ... in the order of positions
-    height: int  # rows of a tile of attention
+    height: int  # rows of an attention tile
 
     @property
     def tiles(self) -> int:
@@ -105,8 +105,8 @@ class StepPlan:
     passes: tuple[PassRows, ...]
     rows: Int32Array  # [ROW_FIELDS, rows]
     tiles: Int32Array  # [TILE_FIELDS, tiles]
-    paths: Int32Array  # [rows, levels] nodes of a path from where it leaves its place
-    children: tuple[Int32Array, ...]  # of every pass behind the target's: see kernels/guess.py
+    paths: Int32Array  # [rows, levels] nodes of a path from the first non-contiguous one on
+    children: tuple[Int32Array, ...]  # of every pass of the drafter: see kernels/draft_sampling.py
 
     def first_row(self, number: int) -> int:
         """The number of a request's rows before those of a pass."""

@@ -35,10 +35,10 @@ from paceline.backends.cuda.weights import Layer
 
 logger = logging.getLogger(__name__)
 
-FEW, SOME, MANY = 16, 32, 96  # rows that it is compiled for
-ROWS = {FEW: (1, 16), SOME: (17, 32), MANY: (65, 96)}  # for passes from so many rows to so many
-RINGS = {FEW: (24, 12), SOME: (20, 10), MANY: (14, 7)}  # cells of weights, and slots of rows
-CLUSTER = (2, 1)  # programs: the splits of a tile
+FEW, SOME, MANY = 16, 32, 96  # rows (padded) that it is compiled for
+ROWS = {FEW: (1, 16), SOME: (17, 32), MANY: (65, 96)}  # rows of the passes that each is for
+RINGS = {FEW: (24, 12), SOME: (20, 10), MANY: (14, 7)}  # pipeline stages: cells of weights, slots of rows
+CLUSTER = (2, 1)  # one program per split of a tile
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class LayerBuffers:
     """What a layer reads and writes after its attention."""
 
     hidden: torch.Tensor  # float32 [rows, padded hidden]
-    attention_output: torch.Tensor  # [rows, padded heads * head_dim] by attention
+    attention_output: torch.Tensor  # [rows, padded heads * head_dim]
     feed_forward_input: Normed
     activated: torch.Tensor  # [rows, padded intermediate]
     output: Normed  # what the next layer reads
-    features: torch.Tensor | None = None  # float32 [rows, hidden] a second place of the residual stream
+    features: torch.Tensor | None = None  # float32 [rows, hidden] a copy of the residual stream
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def run_fused_layer(
     if not supports_pipeline(device) or not _fits(layer, heads, num_multiprocessors(device)):
         return False
     if buffers.features is not None and buffers.features.shape[1] != buffers.hidden.shape[1]:
-        return False  # what is padding would be written, too
+        return False  # the kernel writes padding columns too
     kernel = pipeline_kernel("fused_layer", "fused_layer", padded, RINGS[padded], device)
     if kernel is None or not _all_fit_at_once(kernel, num_multiprocessors(device)):
         return False
@@ -135,7 +135,7 @@ def _argument(
 ) -> bytes:
     """The `Arguments` of source/pipeline.cu."""
     read, written = buffers.feed_forward_input, buffers.output
-    matrix = layer.output if heads is None else heads.matrix  # any, if there are none
+    matrix = layer.output if heads is None else heads.matrix  # any matrix, if there is no next layer
     heads_units = 0 if heads is None else matrix.tiles
     products = (
         product(layer.output, buffers.attention_output, padded, layer.output.tiles, in_halves=False),
@@ -166,6 +166,6 @@ def _argument(
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     sizes = buffers.hidden.shape[1], buffers.activated.shape[1], rows, *counts
     stride = 0 if buffers.features is None else buffers.features.stride(0)
-    early = padded == FEW and rows > 1  # with one row, or many, attention is better off later
+    early = padded == FEW and rows > 1  # whether attention may start early: with 1 row, or many, it is slower
     of_rows = struct.pack("<7i2f", *sizes, stride, early, float(written.size), written.eps)
     return argument(*products, struct.pack(f"<{len(addresses)}Q", *addresses), of_rows)

@@ -38,8 +38,8 @@ class Graphs:
             return
         graph = self._captured.get(name)
         if graph is None:
-            torch.cuda.synchronize(self._device)  # work may count on all before it, as a replay does
-            work()  # compiles kernels, which a capture cannot; also gives this call its result
+            torch.cuda.synchronize(self._device)  # a replay runs after all earlier work; so must this
+            work()  # compiles kernels, which a capture cannot, and computes this call's result
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):

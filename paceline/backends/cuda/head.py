@@ -37,21 +37,21 @@ class HeadPool(Pool):
 class HeadWorkspace:
     """The buffers of a head's passes, allocated once because captured graphs hold their addresses."""
 
-    fused: torch.Tensor  # [rows, padded features] what the fusion's matrix reads
-    states: torch.Tensor  # float32 [rows, padded hidden] of slots behind the target's tokens
-    fed_back: torch.Tensor  # float32 [rows, padded hidden] normed for the next slots, if they are
+    fused: torch.Tensor  # [rows, padded features] input of the fusion's matrix
+    states: torch.Tensor  # float32 [rows, padded hidden] fused features of the target
+    fed_back: torch.Tensor  # float32 [rows, padded hidden] states for the next rows, if normed
     embedded: torch.Tensor  # float32 [rows, padded hidden]
-    ones: torch.Tensor  # float32 [rows, 1] instead of sums of squares: rows that are not normed
-    scratch_input: Normed  # what `embed` prepares and nobody reads
+    ones: torch.Tensor  # float32 [rows, 1] sums of squares of rows without a norm
+    scratch_input: Normed  # written by `embed`, never read
     joined: torch.Tensor  # [rows, 2 * padded hidden]
-    hidden: tuple[torch.Tensor, torch.Tensor]  # float32 [rows, padded hidden] each: of every other pass
+    hidden: tuple[torch.Tensor, torch.Tensor]  # float32 [rows, padded hidden] each; passes alternate
     attention_input: Normed
     query: torch.Tensor  # [rows, heads, head_dim]
-    attention_output: torch.Tensor  # [rows, padded heads * head_dim] zero where it is padding
+    attention_output: torch.Tensor  # [rows, padded heads * head_dim] padding is zero
     feed_forward_input: Normed
     activated: torch.Tensor  # [rows, padded intermediate]
-    output: Normed  # what the vocabulary reads, by row of the pass
-    picked: Normed  # the same of wanted rows
+    output: Normed  # input of the LM head, by row of the pass
+    picked: Normed  # the same, of the wanted rows
     logits: torch.Tensor  # float32 [rows, draft vocabulary]
     scratch: Scratch
     attention: AttentionScratch
@@ -152,7 +152,7 @@ def run_head_rows(
     project_heads(
         attention_input, layer.qkv, rope_positions, slot_mapping, rotation, None, query, keys, values, scratch
     )
-    # KV index 0 has no slot
+    # a head has no row at KV index 0
     attend(query, keys, values, tables, None, page_size, attention_output, workspace.attention, earliest=1)
     reads, activated, written = workspace.feed_forward_input, workspace.activated, workspace.output
     buffers = LayerBuffers(hidden, attention_output, reads, activated, written)

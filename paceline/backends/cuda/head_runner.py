@@ -36,14 +36,14 @@ from paceline.core.forward import ForwardBatch, KVPool
 from paceline.errors import BackendError
 from paceline.models.heads.checkpoint import HeadCheckpoint
 
-CHAIN_LINES = 5  # positions, places, straight, counts and pages of the rows of a pass
+CHAIN_LINES = 5  # positions, slot_mapping, contiguous_until, counts and pages of rows
 
 
 class CudaHeadRunner(HeadRunner):
     """A HeadRunner of Triton kernels that shares weights with its target."""
 
     page_size = PAGE_SIZE
-    least_chance = 0.0  # rows cost next to nothing
+    least_chance = 0.0  # rows cost next to nothing on a GPU
     keeps_features = True
 
     def __init__(self, weights: HeadWeights, max_rows: int) -> None:
@@ -133,7 +133,7 @@ class CudaHeadRunner(HeadRunner):
         requests = bucket(count)
         if longest > self._chains.longest:
             self._chains = _Chains(longest, self._most, self.weights)
-            self._graphs = Graphs(self.device)  # graphs know addresses
+            self._graphs = Graphs(self.device)  # captured graphs hold addresses
         self._run_rows(batch)
         self._chains.send(rows, requests)
         rivals = self._set_noise(noise, count)
@@ -154,7 +154,7 @@ class CudaHeadRunner(HeadRunner):
         assert rows.num_rows <= self.max_rows, f"{rows.num_rows} rows, but max_rows is {self.max_rows}"
         self._make_room(int(rows.positions.max()) + 2 + self._chains.longest)
         height = tile_height(self.config.num_heads, self.config.num_kv_heads)
-        by_index = replace(rows, positions=rows.positions + 1)  # what a row sees is told by KV indices
+        by_index = replace(rows, positions=rows.positions + 1)  # visibility is by KV index
         self._tables.send(by_index, rows_of(by_index, PAGE_SIZE, height), batch.places)
         keeps = batch.places is not None
         if not keeps:
@@ -233,7 +233,7 @@ class CudaHeadRunner(HeadRunner):
         weights, chains, vocab = self.weights, self._chains, self.config.draft_vocab_size
         logits, ids, heat = self._workspace.logits, weights.target_ids, self._temperatures
         found, children = chains.candidates[rivals], chains.children[rivals][number]
-        first = chains.lines[0, 0, :requests]  # KV indices of the first guesses, which are their positions
+        first = chains.lines[0, 0, :requests]  # KV indices, and positions, of the first drafted tokens
         score_draft_tokens(logits, vocab, ids, heat, self._seeds, first, number, found, requests)
         write_draft_tokens(found, children, chains.tokens, chains.chances[number], heat, requests, requests)
 
@@ -242,7 +242,7 @@ class CudaHeadRunner(HeadRunner):
         if length > self._longest:
             self._longest = min(bucket(length) * 2, max(length, self.config.max_position))
             self._workspace = make_head_workspace(self.weights, self._most, self._longest)
-            self._graphs = Graphs(self.device)  # graphs know addresses
+            self._graphs = Graphs(self.device)  # captured graphs hold addresses
 
 
 class _Chains:
@@ -268,9 +268,7 @@ class _Chains:
         count, stride = rows.num_requests, rows.page_tables.shape[1]
         first = rows.context_lengths + np.diff(rows.row_offsets)
         index = first[None, :] + np.arange(self.longest, dtype=np.int32)[:, None]
-        page = np.minimum(
-            index // PAGE_SIZE, stride - 1
-        )  # chains shorter than the longest have no pages there
+        page = np.minimum(index // PAGE_SIZE, stride - 1)  # shorter chains have no pages there
         known = index // PAGE_SIZE < stride
         number = np.arange(count)
         slot_mapping = rows.page_tables[number, page] * PAGE_SIZE + index % PAGE_SIZE

@@ -24,9 +24,9 @@ from paceline.backends.cuda.weight_pipeline import (
     supports_pipeline,
 )
 
-PADDED, LEAST = 96, 65  # rows that it is compiled for; with fewer than these it gains nothing
-RING = (14, 7)  # cells of weights, and slots of rows
-TILES_PER_UNIT = 4  # tiles
+PADDED, LEAST = 96, 65  # rows that it is compiled for; fewer than 65 gain nothing
+RING = (14, 7)  # pipeline stages: cells of weights, slots of rows
+TILES_PER_UNIT = 4  # column tiles of a unit of work
 
 
 def run_logits(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int) -> bool:

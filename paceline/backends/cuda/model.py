@@ -39,8 +39,8 @@ class Pool:
 
     num_pages: int
     bytes_per_page: int
-    keys: torch.Tensor  # [layers, slots, key heads, head_dim]
-    values: torch.Tensor  # [layers, slots, key heads, head_dim]
+    keys: torch.Tensor  # [layers, slots, KV heads, head_dim]
+    values: torch.Tensor  # [layers, slots, KV heads, head_dim]
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,7 @@ class Workspace:
     attention_input: Normed
     feed_forward_input: Normed
     query: torch.Tensor  # [rows, heads, head_dim]
-    attention_output: (
-        torch.Tensor
-    )  # [rows, padded heads * head_dim] zero where it is padding; e4m3 if it has scales
+    attention_output: torch.Tensor  # [rows, padded heads * head_dim] padding is zero; e4m3 if it has scales
     attention_scales: torch.Tensor | None  # as of Normed
     activated: torch.Tensor  # [rows, padded intermediate] likewise
     activated_scales: torch.Tensor | None
@@ -150,7 +148,7 @@ def run_layers(
         return features[:, slot : slot + size]
 
     embed(tokens, weights.embedding, workspace.hidden, norms[0], workspace.attention_input)
-    begun = False  # whether this layer's queries, keys and values are there, and what it reads was kept
+    begun = False  # whether the fused kernel has computed this layer's QKV, and stored its features
     for index, layer in enumerate(weights.layers):
         keys, values = pool.keys[index], pool.values[index]
         if not begun:

@@ -19,9 +19,9 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-BFLOAT16, SWIZZLED = 9, 3  # as the driver counts kinds of numbers, and of swizzling: lines of 128 bytes
-CLUSTER, OVERLAP = 4, 6  # attributes of launches
-CARVEOUT, ALL_SHARED = 9, 100  # of functions: how much of a multiprocessor's cache is shared memory
+BFLOAT16, SWIZZLED = 9, 3  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B
+CLUSTER, OVERLAP = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, ..._PROGRAMMATIC_STREAM_SERIALIZATION
+CARVEOUT, ALL_SHARED = 9, 100  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
 # Optional kernels, which can be left out to compare: those in CUDA C++ (Triton's run instead), and the
 # shared-prefix kernel (each request reads its own prefix instead).
@@ -89,7 +89,7 @@ def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: 
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,  # not interleaved
         SWIZZLED,
-        0,  # nothing beside the box is fetched
+        0,  # no L2 promotion
         0,  # zeros beyond the sizes
     )
     _check(result, "describing a tensor")
@@ -124,7 +124,7 @@ class NativeKernel:
         with torch.cuda.device(device):
             self._kernel = make(source, name, compute_capability="90a")
             self._kernel.set_shared_memory_config(shared_bytes)
-            # else there is as much as one program needs, and one of the next kernel finds no room
+            # otherwise a program of the next kernel would find no shared memory
             result = _driver().cuFuncSetAttribute(self._kernel.func, CARVEOUT, ALL_SHARED)
             _check(result, "reserving shared memory")
         self._shared = shared_bytes
@@ -173,6 +173,6 @@ def native_kernel(
     source = "".join((folder / f"{file}.cu").read_text() for file in files)
     try:
         return NativeKernel(defined + instructions + source, name, shared_bytes, device)
-    except Exception as error:  # whatever a private function raises on another torch or driver
+    except Exception as error:  # a private function of torch may raise anything
         logger.warning("%s runs as kernels of Triton, since the one in CUDA C++ failed: %s", name, error)
         return None

@@ -39,7 +39,7 @@ from paceline.backends.cuda.weights import Layer, Weights
 
 logger = logging.getLogger(__name__)
 
-# in this order they are one source
+# concatenated in this order
 SOURCES = (
     "instructions",
     "softmax",
@@ -50,16 +50,16 @@ SOURCES = (
     "persistent_attention",
     "persistent_layers",
 )
-WARPS = 8  # of a program that compute
-THREADS = WARPS * 32 + 128  # that compute, that fetch
-STEP = 128  # of the depth: weights must lie in such steps
-PIECE = 64  # of the depth: slots of the ring hold multiples of it
-ROW_SLOTS = 10  # pieces of rows that a warp has on their way or at hand
-MAX_ROWS = 8  # of an instruction; separate kernels take 1.26 times as long even then
-HEAD_SIZES = (64, 128)  # with others it was not tried, or has too many registers
-MAX_HIDDEN = 2048  # larger models keep memory busy without it
-MAX_SLOTS, MIN_SLOTS = 16, 6  # of the ring
-OTHER_BYTES, LAYER_BYTES = 2048, 80  # of shared memory, for what is small, and for each layer's addresses
+WARPS = 8  # computing warps of a program
+THREADS = WARPS * 32 + 128  # computing and loading threads
+STEP = 128  # of the depth: the layout of weights
+PIECE = 64  # of the depth: pipeline slots hold multiples of it
+ROW_SLOTS = 10  # pieces of rows in flight or in use, per warp
+MAX_ROWS = 8  # rows of an MMA instruction; separate kernels take 1.26 times as long at 8
+HEAD_SIZES = (64, 128)  # others were not tried, or need too many registers
+MAX_HIDDEN = 2048  # larger models keep memory busy with separate kernels
+MAX_SLOTS, MIN_SLOTS = 16, 6  # slots of the weight pipeline
+OTHER_BYTES, LAYER_BYTES = 2048, 80  # of shared memory: small variables, and each layer's addresses
 
 
 class PersistentLayers:
@@ -67,7 +67,7 @@ class PersistentLayers:
 
     def __init__(self, weights: Weights, workspace: Workspace, pool: Pool, page_size: int) -> None:
         self._known = weights, workspace, pool, page_size
-        self._passes: dict[tuple[int, int], _Pass | None] = {}  # by the number of rows, and where they lie
+        self._passes: dict[tuple[int, int], _Pass | None] = {}  # by (rows, address of their positions)
 
     def run(
         self,
@@ -106,8 +106,8 @@ class PersistentLayers:
             return None
         try:
             own = _Pass(sizes, weights, workspace, tables, pool, features, feature_layers)
-            own.run()  # a trial: the pass itself writes the same places anew
-        except Exception as error:  # whatever a private function raises on another torch or driver
+            own.run()  # a trial: the pass itself overwrites its results
+        except Exception as error:  # a private function of torch may raise anything
             logger.warning("layers run as separate kernels, since the one for few rows failed: %s", error)
             return None
         return own
@@ -134,7 +134,7 @@ class _Pass:
             return torch.zeros(count, dtype=kind, device=device)
 
         def feature(index: int) -> torch.Tensor | None:
-            """Where the residual stream ahead of layer `index` goes, if it is wanted."""
+            """Where the residual stream before layer `index` goes, if it is wanted."""
             if features is None or index not in feature_layers:
                 return None
             return features[:, feature_layers.index(index) * sizes["HIDDEN"] :]
@@ -144,7 +144,7 @@ class _Pass:
             workspace.attention_input.rows,
             workspace.attention_input.squares,
             workspace.feed_forward_input.rows,
-            zeros(hidden // 4),  # sums of squares of four columns
+            zeros(hidden // 4),  # sums of squares of every four columns
             zeros(hidden // 4),
             workspace.query,
             workspace.attention_output,
@@ -156,7 +156,7 @@ class _Pass:
             tables.tile_pages,
             tables.pages,
             *weights.rotation,
-            zeros(lanes * sizes["DIM"]),  # parts of attention
+            zeros(lanes * sizes["DIM"]),  # partial_acc of attention
             zeros(lanes * 2),
             zeros(2 + heads, torch.int32),  # counters
             feature(len(weights.layers)),
@@ -167,7 +167,7 @@ class _Pass:
         for index, (layer, norm, keys, values) in enumerate(parts):
             used += [layer.qkv.weight, layer.qkv.bias, layer.output.weight, layer.feed_forward_norm]
             used += [layer.gate_up.weight, layer.down.weight, norm, keys, values, feature(index)]
-        self._used = used  # they must live as long as their addresses are known
+        self._used = used  # tensors must live as long as the kernel holds their addresses
         addresses = [own.data_ptr() if isinstance(own, torch.Tensor) else own or 0 for own in used]
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._programs, self._shared = sizes["PROGRAMS"], _shared_bytes(sizes)

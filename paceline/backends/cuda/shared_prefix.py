@@ -23,9 +23,9 @@ from paceline.backends.cuda.kernels.shared_prefix import ITEM, KV_CHUNK, SharedP
 from paceline.backends.cuda.tables import to_device
 from paceline.core.arrays import Int32Array
 
-MAX_ITEMS = 4096  # that there is room for; what lies deeper is left to each request
-# Stretches of a key head that are read less often, for a pass to be worth another kernel in every layer:
-# about one for each multiprocessor.
+MAX_ITEMS = 4096  # work items of a pass; deeper KV chunks are read by each request
+# KV chunks of a KV head that must be read less often for a pass to be worth another kernel in every layer:
+# about one per multiprocessor.
 MIN_SAVED = 128
 
 
@@ -34,7 +34,7 @@ class PassRows:
     """The requests of a pass: their computed contexts, page tables and rows."""
 
     page_tables: Int32Array  # [requests, most pages]
-    begins: Int32Array  # [requests] where each table begins, where kernels read it
+    begins: Int32Array  # [requests] offset of each table in the kernels' flat page table
     contexts: Int32Array  # [requests] tokens that all rows of a request see
     counts: Int32Array  # [requests] rows
     firsts: Int32Array  # [requests] the first row of each
@@ -51,8 +51,8 @@ def uniform_rows(page_tables: Int32Array, begins: Int32Array, contexts: Int32Arr
 class SharedPrefix:
     """The KV chunks that the shared-prefix kernel computes."""
 
-    shared_chunks: Int32Array  # [requests] stretches, from the first on
-    rows: Int32Array  # [rows that have some] in the order that items refer to
+    shared_chunks: Int32Array  # [requests] KV chunks, from the first, that the shared kernel computes
+    rows: Int32Array  # [rows that share some] in the order that items refer to
     items: Int32Array  # [items, ITEM] as SharedPrefixRows has them
 
 
@@ -72,7 +72,7 @@ def find_shared_prefixes(own: PassRows, page_size: int, heads: int, kv_heads: in
     )
     alike = [0, *map(_alike(own.page_tables, depths, pages_each), order[:-1], order[1:])]
     counts = own.counts[order]
-    ends = np.concatenate(([0], np.cumsum(counts))).tolist()  # of requests, in rows
+    ends = np.concatenate(([0], np.cumsum(counts))).tolist()  # the end of each request's rows
     programs = -(-counts // (TILES_PER_PROGRAM * tile_height(heads, kv_heads)))
     together = rows_per_program(heads, kv_heads)
     items: list[tuple[int, int, int, int]] = []

@@ -14,8 +14,8 @@ from paceline.core.arrays import Int32Array
 from paceline.core.forward import Choices, ForwardBatch
 from paceline.errors import BackendError
 
-LINES = 14  # of max_rows numbers each, before the pages: eight about rows, five about outputs, and sources
-SEEDS, TEMPERATURES, POSITIONS = 8, 10, 12  # where those of outputs begin; the first two have two lines each
+LINES = 14  # of max_rows numbers each, before the pages: 8 of rows, 5 of outputs, and sources
+SEEDS, TEMPERATURES, POSITIONS = 8, 10, 12  # lines of outputs; the first two are 64-bit: two lines each
 SOURCES = 13
 
 
@@ -23,12 +23,10 @@ SOURCES = 13
 class Rows:
     """The rows of a pass as arrays."""
 
-    slot_mapping: Int32Array  # [rows] where keys and values go
-    contiguous_until: Int32Array  # [rows] positions below it lie at their own index
-    paths: (
-        Int32Array | None
-    )  # [rows, MAX_PATH] KV indices from `contiguous_until` on; None: all rows are straight
-    tiles: Int32Array  # [3, tiles] first row, how many, where its request's pages begin
+    slot_mapping: Int32Array  # [rows] KV slots of keys and values
+    contiguous_until: Int32Array  # [rows] positions below it are their own KV index
+    paths: Int32Array | None  # [rows, MAX_PATH] KV indices from `contiguous_until` on; None: no trees
+    tiles: Int32Array  # [3, tiles] first row, number of rows, offset of its request's pages
     pages: Int32Array  # [pages of all requests]
 
 
@@ -57,7 +55,7 @@ def rows_of(batch: ForwardBatch, page_size: int, height: int) -> Rows:
         contiguous_until,
         paths,
         tiles.astype(np.int32),
-        np.maximum(batch.page_tables.reshape(-1), 0),  # -1 is where no row looks
+        np.maximum(batch.page_tables.reshape(-1), 0),  # -1 is never read
     )
 
 
@@ -113,7 +111,7 @@ class DeviceTables:
                 f"{self.max_pages}; lower max_num_seqs or max_model_len."
             )
         if self._sent is not None:
-            self._sent.synchronize()  # the last batch may still be on its way out of the same memory
+            self._sent.synchronize()  # the last batch may still be copied from the same memory
         lines = self._numbers[: LINES * self.max_rows].reshape(LINES, self.max_rows)
         lines[:] = 0
         lines[2] = -1

@@ -19,11 +19,11 @@ SHARED_SOURCES = (
     "instructions",
     "buffers",
     "stream_ends",
-)  # with a third file, in this order, they are one source
-TILE, STEP = 64, 128  # columns of a tile, and of the depth, as weights must lie
-DEEP = 64  # of the depth: what a cell of the ring holds, of one tile
+)  # concatenated in this order, followed by the kernel's own file
+TILE, STEP = 64, 128  # columns of a tile, and depth of a step, in the layout of weights
+DEEP = 64  # depth of a pipeline cell, of one tile
 THREADS = 384
-MAX_TILES = 64  # of the residual stream: a warp adds up their squares
+MAX_TILES = 64  # of the residual stream: a warp adds up their sums of squares
 
 
 def supports_pipeline(device: torch.device) -> bool:

@@ -14,15 +14,15 @@ from paceline.models.config import ModelConfig
 from paceline.models.rope import rope_frequencies
 from paceline.models.transformer import Take
 
-TILE = 64  # sides of matrices are padded to multiples of it
-PROGRAMS = 132  # one on each multiprocessor of a Hopper; a number of its own, because it decides about bits
-PACKED_PROGRAMS = 528  # unpacking takes time in which others can read
-FP8_PROGRAMS = 264  # of e4m3, which has nothing to unpack, but short steps
+TILE = 64  # both sides of matrices are padded to multiples of it
+PROGRAMS = 132  # multiprocessors of an H100 or H200; a constant, because it decides the bits
+PACKED_PROGRAMS = 528  # more programs: unpacking takes time in which others can load
+FP8_PROGRAMS = 264  # e4m3 is not unpacked, but its steps are short
 MAX_SPLITS = 4
-MIN_STEPS = 3  # of a split, or it ends before it has begun
-PACKINGS = ("int4", "q4k", "q6k", "fp8", "int8", "none")  # from small to large
-MULTIPLIES_E4M3 = (8, 9)  # the first GPUs that do
-FP8_HEAD_SIZES = (64, 128, 256)  # sizes of heads whose attention is rounded to e4m3
+MIN_STEPS = 3  # steps of a split, at least: the pipeline must fill
+PACKINGS = ("int4", "q4k", "q6k", "fp8", "int8", "none")  # in order of precision
+MULTIPLIES_E4M3 = (8, 9)  # compute capability
+FP8_HEAD_SIZES = (64, 128, 256)  # head sizes whose attention output can be quantized to e4m3
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Layer:
     feed_forward_norm: torch.Tensor  # [padded hidden]
     gate_up: Matrix  # of all experts, in a mixture
     down: Matrix
-    mixture: Mixture | None = None  # how rows go through experts, if there are any
+    mixture: Mixture | None = None  # experts, if the layer has any
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Weights:
     """All weights of a model."""
 
     config: ModelConfig
-    embedding: Matrix  # the head too, if they are tied
+    embedding: Matrix  # also the LM head, if they are tied
     layers: tuple[Layer, ...]
     norm: torch.Tensor  # [padded hidden]
     head: Matrix
@@ -179,7 +179,7 @@ def _pairs(weights: list[torch.Tensor], packing: str) -> Matrix:
     """The gates and ups of experts, or of one block, as one matrix; all gates come first."""
     padded = [_padded(weight, packing) for weight in weights]
     experts = len(weights) // 2
-    # half of a tile is what is rounded together, if it is
+    # half a tile is one group of e4m3 numbers
     columns = 2 * TILE if packing == "e4m3" else TILE
     tiling = _expert_tiling(2 * len(padded[0]), depth_of(padded[0], packing), packing, experts, columns)
     return tile_pair(torch.cat(padded[:experts]), torch.cat(padded[experts:]), tiling)

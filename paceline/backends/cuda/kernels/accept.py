@@ -116,7 +116,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     tl.store(counts_at + request, count)
     length += count
     tl.store(lengths_at + own, length, mask=count > 0)
-    tl.debug_barrier()  # rows of the next step read tokens that were written here
+    tl.debug_barrier()  # write_rows below reads tokens that were stored here
     fresh = tl.minimum(length + 1, always) if always > 0 else count
     write_rows(
         request,
@@ -211,7 +211,7 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     for step in range(1, levels + 1):
         node = tl.load(accepted_at + request * (levels + 1) + step)
         if (step < count) & (node != step):
-            # nodes of a path ascend, so no source is a place that was written before
+            # nodes of a path ascend, so no source has been overwritten
             source = tl.load(pages_at + slot * most_pages + (before + node) // page_size).to(tl.int64)
             source = layer * layer_stride + (source * page_size + (before + node) % page_size) * width
             to = tl.load(pages_at + slot * most_pages + (before + step) // page_size).to(tl.int64)

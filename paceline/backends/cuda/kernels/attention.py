@@ -52,10 +52,10 @@ from paceline.backends.cuda.kernels.softmax import (
 )
 
 LANES = 16  # rows times query heads of a tile, at least
-WARPS = 4  # part of the result's bits, as BLOCK and MERGE_FAN_IN are
-STAGES = 5  # of the loop over blocks: two for pages, as the places of keys follow from them
-PROGRAMS = 264  # worth having at once
-MAX_KV_SPLITS = MERGE_FAN_IN * MERGE_FAN_IN  # programs that share a tile and a head
+WARPS = 4  # decides the bits, as BLOCK and MERGE_FAN_IN do
+STAGES = 5  # pipeline stages of the loop over blocks: two for page numbers, from which slots follow
+PROGRAMS = 264  # enough to occupy the device
+MAX_KV_SPLITS = MERGE_FAN_IN * MERGE_FAN_IN  # programs of a tile and KV head, at most
 _BLOCK, _MERGE_FAN_IN = tl.constexpr(BLOCK), tl.constexpr(MERGE_FAN_IN)
 
 
@@ -64,8 +64,8 @@ class UniformRows:
     """What is known before a pass in which every request has the same number of rows."""
 
     tiles: int  # of each request
-    span: int  # KV indices of a request that the step computes, at most
-    settled: bool  # what a request's rows read before their first one was there before the step
+    span: int  # most KV indices of a request that the step computes
+    settled: bool  # whether the context before a request's rows was written before the step
 
 
 @dataclass(frozen=True)
@@ -73,29 +73,25 @@ class RowTables:
     """The position, KV slot and visible KV indices of each row of a pass. All int32, on the device."""
 
     positions: torch.Tensor  # [rows]
-    slot_mapping: torch.Tensor  # [rows] where its key and value go; -1: nowhere, the row is padding
-    contiguous_until: torch.Tensor  # [rows] positions below it lie at their own index
-    paths: (
-        torch.Tensor | None
-    )  # [rows, MAX_PATH] KV indices from `contiguous_until` on; None: all are straight
+    slot_mapping: torch.Tensor  # [rows] KV slot of its key and value; -1: the row is padding
+    contiguous_until: torch.Tensor  # [rows] positions below it are their own KV index
+    paths: torch.Tensor | None  # [rows, MAX_PATH] KV indices from `contiguous_until` on; None: no trees
     tile_rows: torch.Tensor  # [tiles] the first row of each tile
-    tile_counts: torch.Tensor  # [tiles] how many rows it has; 0: the tile is padding
-    tile_pages: torch.Tensor  # [tiles] where the page table of its request begins in `pages`
+    tile_counts: torch.Tensor  # [tiles] its number of rows; 0: the tile is padding
+    tile_pages: torch.Tensor  # [tiles] offset of its request's page table in `pages`
     pages: torch.Tensor  # [pages of all requests] page numbers
     uniform: UniformRows | None = None  # None: requests have different numbers of rows
-    shared_prefix: SharedPrefixRows | None = (
-        None  # what many rows see alike, if it is read once for all of them
-    )
+    shared_prefix: SharedPrefixRows | None = None  # KV chunks that the shared-prefix kernel computes
 
 
 @dataclass(frozen=True)
 class AttentionScratch:
     """Partial results of the split-KV reduction. All layers, which run in turn, share one."""
 
-    partial_acc: torch.Tensor  # float32 [floats] a line of head_dim for each row, head and part
-    partial_stats: torch.Tensor  # float32 [floats] for each of them the largest score and the sum of weights
-    counters: torch.Tensor  # int32 [tiles * key heads] zero between passes
-    blocks: int  # of the longest context
+    partial_acc: torch.Tensor  # float32 [floats] head_dim numbers for each row, head and partial
+    partial_stats: torch.Tensor  # float32 [floats] for each of them row_max and row_sum
+    counters: torch.Tensor  # int32 [tiles * KV heads] zero between passes
+    blocks: int  # blocks of the longest context
 
 
 def tile_height(heads: int, kv_heads: int) -> int:
@@ -109,7 +105,7 @@ def attention_scratch(
     """Scratch for passes of at most so many rows over contexts of at most `longest` tokens."""
     blocks = -(-longest // BLOCK)
     height = tile_height(heads, kv_heads)
-    # the fewer tiles there are, the more programs share each, and every one leaves a part
+    # the fewer tiles, the more programs split each, and each program stores a partial
     lines = max(
         count * heads * _max_partials(-(-count // height), kv_heads, blocks) for count in range(1, rows + 1)
     )
@@ -175,9 +171,7 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
     begin, end = span
     merged = empty_softmax(query.shape[0], query.shape[1])
     newest = tl.max(sight[0], 0)
-    tree_blocks_begin = tl.maximum(
-        tl.minimum(end, tile[3] // _BLOCK), begin
-    )  # where the first crooked one begins
+    tree_blocks_begin = tl.maximum(tl.minimum(end, tile[3] // _BLOCK), begin)  # the first tree block
     for index in tl.range(begin, tree_blocks_begin, num_stages=stages):
         column = index * _BLOCK + tl.arange(0, _BLOCK)
         seen, visible = column <= newest, visible_positions(column, sight)
@@ -268,9 +262,9 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     lanes: tl.constexpr,
     page_size: tl.constexpr,
     stages: tl.constexpr,
-    has_trees: tl.constexpr,  # whether a row's path may lie scattered
+    has_trees: tl.constexpr,  # whether paths may be non-contiguous
     quantizes: tl.constexpr,
-    has_shared: tl.constexpr,  # whether stretches may have been summed before
+    has_shared: tl.constexpr,  # whether the shared-prefix kernel ran before
     pdl: tl.constexpr,
 ) -> None:
     number, head, kv_split, kv_splits = (
@@ -280,7 +274,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         tl.num_programs(2),
     )
     pdl_launch(pdl)
-    # tables were written before this pass began: no kernel of it has to be waited for
+    # tables were written before this pass: they can be read before pdl_wait
     first, count = tl.load(tile_rows_at + number), tl.load(tile_counts_at + number)
     lane, part = tl.arange(0, lanes), tl.arange(0, wide)
     in_tile, in_group = lane // (lanes // height), lane % (lanes // height)
@@ -293,16 +287,16 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     each, begin, end, blocks, tree_begin = _split_kv(
         position, contiguous_until, newest, count, window, kv_splits, shared_chunks
     )
-    oldest = tl.where(shared_chunks > 0, 0, begin)  # of the parts that are to be merged
+    oldest = tl.where(shared_chunks > 0, 0, begin)  # the first partial to merge
     pages_at += tl.load(tile_pages_at + number)
     pool = (keys_at + head * dim, values_at + head * dim, pages_at, kv_heads * dim)
     if begin + kv_split >= end:
-        pdl_wait(pdl)  # nobody may end before what came before, not even where all rows are padding
+        pdl_wait(pdl)  # no program may end before earlier kernels, not even of a padding tile
         return
     column = (begin + kv_split) * each * _BLOCK + tl.arange(0, _BLOCK)
     seen = (column <= newest) & (column < tree_begin)
     kv_slot = kv_slots_of(column, seen, pages_at, page_size)
-    prefetch_kv(pool, kv_slot, wide, pdl)  # of earlier passes
+    prefetch_kv(pool, kv_slot, wide, pdl)  # keys and values of earlier passes
     pdl_wait(pdl)
     mask, line = is_used[:, None] & (part < dim)[None, :], row * heads + query_head
     query = tl.load(query_at + line[:, None] * dim + part[None, :], mask=mask, other=0.0)

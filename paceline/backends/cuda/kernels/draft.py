@@ -9,7 +9,7 @@ import triton.language as tl
 from paceline.backends.cuda.kernels.matrix import Normed
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 
-NO_RESIDUAL, STATE_RESIDUAL, NORMED_RESIDUAL = range(3)  # what the residual stream of a head starts from
+NO_RESIDUAL, STATE_RESIDUAL, NORMED_RESIDUAL = range(3)  # initial value of a head's residual stream
 
 
 @triton.jit

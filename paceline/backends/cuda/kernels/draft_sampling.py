@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
-from paceline.backends.cuda.kernels.sampling import BLOCK, gumbel
+from paceline.backends.cuda.kernels.sampling import BLOCK, gumbel, load_logits
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ def _candidates_kernel(  # type: ignore[no-untyped-def]
     inside = index < vocab_size
     token = tl.load(target_ids_at + index, mask=inside, other=0) if has_ids else index
     pdl_sync(pdl)
-    logits = tl.load(logits_at + row.to(tl.int64) * logits_stride + index, mask=inside, other=float("-inf"))
+    logits = load_logits(logits_at, row, logits_stride, index, vocab_size)
     offset = row * tl.num_programs(1) + number
     highest = tl.maximum(tl.max(logits, 0), -1e30)
     tl.store(highest_at + offset, highest)
-    tl.store(weights_at + offset, tl.sum(tl.exp(logits - highest), 0))  # NaN: no chance at all
+    tl.store(weights_at + offset, tl.sum(tl.exp(logits - highest), 0))  # NaN: chance 0
     logits = tl.where(logits == logits, logits, float("-inf"))
     temperature = tl.load(temperatures_at + row // rows_each)
     scores = logits.to(tl.float64)
-    if temperature > 0:  # the noise with which the target chooses
+    if temperature > 0:  # coupled drafting: the target's own noise
         position = tl.load(lengths_at + row // rows_each * lengths_stride) + ahead
         scores = scores / temperature + gumbel(token, tl.load(seeds_at + row // rows_each), position)
     for rank in tl.static_range(most):

@@ -30,7 +30,7 @@ def _keep_kernel(  # type: ignore[no-untyped-def]
     source = tl.load(parts_at + part) * size
     read = features_at + row.to(tl.int64) * features_stride + source + column
     values = tl.load(read, mask=inside, other=0.0)
-    values = tl.minimum(tl.maximum(values, -largest), largest)  # float16 has no larger ones
+    values = tl.minimum(tl.maximum(values, -largest), largest)  # clamp to what float16 can hold
     if kv_slot >= 0:
         to = kept_at + kv_slot.to(tl.int64) * kept_stride + part * size + column
         tl.store(to, values.to(kept_at.dtype.element_ty), mask=inside)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.pdl import pdl_sync
-from paceline.backends.cuda.kernels.sampling import exponential, logarithm
+from paceline.backends.cuda.kernels.sampling import exponential, load_logits, logarithm
 from paceline.verify.truncation import FIXED_POINT_ONE, UNDERFLOW_NATS
 
 _FIXED_POINT_ONE = tl.constexpr(FIXED_POINT_ONE)
@@ -135,11 +135,10 @@ def histogram_kernel(  # type: ignore[no-untyped-def]
             upper, _, _ = upper_bits(sums_at, blocks, top_p, most_blocks)
             shift = 0
             sums_at += blocks * 16
-        at = logits_at + row.to(tl.int64) * logits_stride
         sums = tl.zeros([16], tl.int64)
         for first in range(number * block, (number + 1) * block, part):
             token = first + tl.arange(0, part)
-            logits = tl.load(at + token, mask=token < vocab_size, other=float("-inf"))
+            logits = load_logits(logits_at, row, logits_stride, token, vocab_size)
             scaled = logits.to(tl.float64) / temperature
             weight = tl.where((logits > float("-inf")) & (scaled >= floor), fixed_point(scaled, peak), 0)
             sums += digit_sums(histogram_bin(scaled, peak), weight, upper, shift)

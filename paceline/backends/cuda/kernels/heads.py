@@ -11,6 +11,7 @@ from paceline.backends.cuda.kernels.matmul import (
     load_squares,
     matmul_tiles,
     norm_factor,
+    program_tokens,
     sum_of_squares,
 )
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, launch_for
@@ -104,9 +105,9 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     pdl: tl.constexpr,
 ) -> None:
     pdl_sync(pdl)
-    head = tl.program_id(1)  # a tile is a head: of queries, then of keys, then of values
+    head = tl.program_id(1)  # a tile is a head: queries, then keys, then values
     half: tl.constexpr = dim // 2
-    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
+    token = program_tokens(tokens)
     squares, real = load_squares(squares_at, token, groups, max_groups), token < row_count
     position = tl.load(positions_at + token, mask=real, other=0)
     kv_slot = tl.load(slot_mapping_at + token, mask=real, other=-1).to(tl.int64)

@@ -17,6 +17,7 @@ from paceline.backends.cuda.kernels.matmul import (
     load_squares,
     matmul_tiles,
     norm_factor,
+    program_tokens,
     sum_of_squares,
 )
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, launch_for
@@ -53,7 +54,7 @@ def _project_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     pdl_sync(pdl)
     column = tl.program_id(1) * tiles * columns + tl.arange(0, tiles * columns)
-    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
+    token = program_tokens(tokens)
     squares = load_squares(squares_at, token, groups, max_groups)
     last, total = matmul_tiles(
         rows_at,
@@ -110,7 +111,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     pdl_sync(pdl)
     half: tl.constexpr = tiles * columns // 2
     column = tl.program_id(1) * half + tl.arange(0, half)
-    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
+    token = program_tokens(tokens)
     squares = load_squares(squares_at, token, groups, max_groups)
     last, total = matmul_tiles(
         rows_at,
@@ -171,7 +172,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     first = tl.program_id(1) * tiles
     column = first * columns + tl.arange(0, tiles * columns)
-    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
+    token = program_tokens(tokens)
     norm = tl.load(norm_at + column).to(tl.float32)[:, None]
     pdl_sync(pdl)
     offset = token[None, :] * padded_width + column[:, None]

@@ -215,6 +215,12 @@ def matmul_tiles(  # type: ignore[no-untyped-def]
     return last, apply_scales(total, scales_at, tile, columns, packing)
 
 
+@triton.jit
+def program_tokens(tokens: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The rows of this program's row tile: int32 [tokens]."""
+    return tl.program_id(0) * tokens + tl.arange(0, tokens)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def load_squares(squares_at, token, groups, max_groups: tl.constexpr):  # type: ignore[no-untyped-def]
     """The sums of squares of each token's row: float32 [tokens, max_groups]. Loaded early, used late."""

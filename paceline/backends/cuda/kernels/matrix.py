@@ -11,20 +11,20 @@ import triton
 from paceline.backends.cuda.kernels.packing import depth_of, pack
 from paceline.backends.cuda.kernels.pdl import supports_pdl
 
-MIN_TOKENS = 16  # rows of a tile
-MIN_COUNTERS = 512  # more than there are parts of products in between.py
+MIN_TOKENS = 16  # rows of a tile, at least
+MIN_COUNTERS = 512  # more than the units of fused_layer.py
 MAX_TOKENS = 128
-MANY_TILES = {4: 448, 2: 264}  # of columns: then programs with the most rows take so many
-SHARED_BYTES = 208 << 10  # of a multiprocessor of Hopper, less what the ends of programs need
-PACKED_PROGRAMS_EACH = 3  # programs of a multiprocessor, where weights are packed
-MAX_PACKED_TOKENS = 64  # registers are needed to unpack
+MANY_TILES = {4: 448, 2: 264}  # {tiles per program: with at least so many column tiles}, for full row tiles
+SHARED_BYTES = 208 << 10  # of a Hopper multiprocessor, less what epilogues need
+PACKED_PROGRAMS_EACH = 3  # programs per multiprocessor, where weights are packed
+MAX_PACKED_TOKENS = 64  # unpacking needs registers
 MAX_STAGES = 6
-FEW_PROGRAMS = 264  # two for each multiprocessor
-WIDE = 128  # columns of programs that have all splits, where these are enough:
-ENOUGH_PROGRAMS = 96  # most multiprocessors have one then
-SMALL_BYTES = 4 << 20  # of a matrix that may be read again for every tile of rows: it is in the cache
-MAX_FP8_STAGES = 12  # of steps of 64 numbers of 8 bits
-UNPACKED = ("none", "e4m3")  # what the matrix unit takes as it is
+FEW_PROGRAMS = 264  # two per multiprocessor
+WIDE = 128  # columns of a program that loops over all splits, if there are
+ENOUGH_PROGRAMS = 96  # this many of them, about one per multiprocessor
+SMALL_BYTES = 4 << 20  # of a matrix that may be read once per row tile: it stays in L2
+MAX_FP8_STAGES = 12  # pipeline stages of steps of 64 bytes
+UNPACKED = ("none", "e4m3")  # formats that tensor cores take as they are
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Tiling:
     """How a matrix is tiled. `splits` decides the bits of the result, the rest does not."""
 
     columns: int = 64
-    step: int = 128  # of the depth at a time
+    step: int = 128  # depth of an iteration
     splits: int = 1
     warps: int = 4
     packing: str = "none"  # or one of kernels/packing.py
@@ -105,14 +105,12 @@ class Scratch:
 class Normed:
     """Rows of the residual stream as the next product reads them: the norm's factor is applied after it."""
 
-    rows: (
-        torch.Tensor
-    )  # [rows, padded hidden] times the norm's weight, not yet divided by the root mean square
+    rows: torch.Tensor  # [rows, padded hidden] times the norm's weight, not yet times its factor
     squares: torch.Tensor  # float32 [rows, groups] whose sum is the sum of a row's squares
     size: int  # hidden
     eps: float
-    fp8: torch.Tensor | None = None  # e4m3 [rows, padded hidden] the same, for matrices packed so
-    scales: torch.Tensor | None = None  # float32 [rows / 16, groups of 64, 16] of these: scale_offset
+    fp8: torch.Tensor | None = None  # e4m3 [rows, padded hidden] the same, for matrices in e4m3
+    scales: torch.Tensor | None = None  # float32 [rows / 16, groups of 64, 16] their scales: see scale_offset
 
     def read_by(self, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The rows that a product with this matrix reads, and their scales if they are in e4m3."""
@@ -160,7 +158,7 @@ class Launch:
     """The grid and options of a product's kernel. It does not affect the bits."""
 
     grid: tuple[int, int, int]  # tiles of rows, of columns, splits
-    options: dict[str, Any]  # what every kernel of products is told, and how it is compiled
+    options: dict[str, Any]  # compile-time options of a product's kernel
 
 
 def launch_for(matrix: Matrix, rows: int, wide: bool = False) -> Launch:
@@ -211,7 +209,7 @@ def stages_for(matrix: Matrix, tokens: int, tiles: int = 1) -> int:
     """
     is_short = matrix.tiling.packing == "e4m3"
     size = tiles * matrix.weight[0, 0].nbytes + tokens * matrix.tiling.step * (1 if is_short else 2)
-    if tiles == 4:  # there is room for two steps, which is too little: programs read 64 of the depth at once
+    if tiles == 4:  # only two whole steps would fit: iterations have a depth of 64 instead
         size = size * 64 // matrix.tiling.step
     alone = matrix.tiling.splits > 1 or tokens == MAX_TOKENS
     together = PACKED_PROGRAMS_EACH if matrix.tiling.packing != "none" else 1 if alone else 2

@@ -17,13 +17,19 @@ from __future__ import annotations
 
 import torch
 
-GROUP = 32  # numbers of a row that have one scale, and words of a row and step
+GROUP = 32  # numbers of a row that share a scale; also words of a row and step
 BITS = {"int8": 8, "int4": 4, "fp8": 8, "e4m3": 8, "q4k": 4, "q6k": 8}
-BIASES = {"int8": 128, "int4": 8, "fp8": 0, "q4k": 0, "q6k": 128}  # added, so that no number is below zero
-BLOCKS = {"Q4_K": "q4k", "Q6_K": "q6k"}  # blocks of files that stay what they are
-SCALE_WORDS = {"q4k": 5, "q6k": 3}  # of a row and step
+BIASES = {
+    "int8": 128,
+    "int4": 8,
+    "fp8": 0,
+    "q4k": 0,
+    "q6k": 128,
+}  # offsets that make all numbers non-negative
+BLOCKS = {"Q4_K": "q4k", "Q6_K": "q6k"}  # file formats that are kept as they are
+SCALE_WORDS = {"q4k": 5, "q6k": 3}  # words of scales of a row and step
 LARGEST_FP8 = 448.0
-FP8_GROUP = 64  # numbers of a row of activations that are rounded to e4m3 with one scale
+FP8_GROUP = 64  # activations of a row that share an e4m3 scale
 
 
 def step_of(packing: str) -> int:
@@ -55,7 +61,7 @@ def _words(numbers: torch.Tensor, packing: str) -> torch.Tensor:
     codes = numbers.to(torch.int64) + BIASES[packing]
     parts = codes.view(len(numbers), -1, 32 // bits, GROUP) & ((1 << bits) - 1)
     shifts = torch.arange(32 // bits, device=numbers.device)[:, None] * bits
-    return (parts << shifts).sum(2).to(torch.int32)  # the upper bit of a word is its sign: it wraps around
+    return (parts << shifts).sum(2).to(torch.int32)  # the cast wraps: the highest bit becomes the sign
 
 
 def depth_of(weight: torch.Tensor, packing: str) -> int:
@@ -113,7 +119,7 @@ def round_to_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Numbers [rows, depth], and float16 scales [rows, groups]. Values of Q4_0 blocks stay what they are."""
     groups = weight.view(len(weight), -1, GROUP)
     peak = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
-    scales = (peak / -8).half()  # the largest becomes -8, the only number without its opposite
+    scales = (peak / -8).half()  # the largest becomes -8, which has no positive counterpart
     return _numbers(groups, scales, -8, 7), scales
 
 

@@ -16,9 +16,9 @@ from paceline.backends.ahead import LookUp
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 from paceline.backends.cuda.kernels.step_rows import TOKENS, DeviceRequests, StepRows
 
-LARGEST_BLOCK = 4096  # tokens that are looked at together, 8 by each thread: with 16 it took twice as long
+LARGEST_BLOCK = 4096  # tokens of an iteration, 8 per thread: 16 took twice as long
 PER_WARP = 256
-MAX_TEXT = tl.constexpr(1 << 24)  # most of a text, so that a length and a index are one number
+MAX_TEXT = tl.constexpr(1 << 24)  # tokens of a text, at most: a match's length and index fit one int32
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -55,9 +55,9 @@ def _prompt_lookup_kernel(  # type: ignore[no-untyped-def]
     if wide_drafts > 0:
         draft_at, step = host_drafts_at + request * (1 + host_drafts), tl.arange(0, wide_drafts)
         start = tl.load(draft_at)
-        positions = tl.maximum(start, 0) + step  # places of the text
+        positions = tl.maximum(start, 0) + step  # in the text
         expected = tl.load(draft_at + 1 + step, mask=step < host_drafts, other=-1)
-        chosen = (step < host_drafts) & (positions <= end)  # meanwhile
+        chosen = (step < host_drafts) & (positions <= end)  # sampled since the host drafted
         wrong = chosen & (tl.load(text_at + positions, mask=chosen, other=-1) != expected)
         left = tl.sum(((positions > end) & (expected >= 0)).to(tl.int32), 0)
         fits = (end >= 0) & (start >= 0) & (start <= end + 1) & (tl.max(wrong.to(tl.int32), 0) == 0)
@@ -70,13 +70,13 @@ def _prompt_lookup_kernel(  # type: ignore[no-untyped-def]
             goes_on, count = index < end, tl.zeros((block,), tl.int32)
             for back in range(most):
                 inside = (index < end) & (index >= back)
-                last = tl.load(text_at + tl.maximum(end - back, 0))  # of a shorter text no index is inside
+                last = tl.load(text_at + tl.maximum(end - back, 0))  # masked by `inside` for shorter texts
                 goes_on &= inside & (tl.load(text_at + index - back, mask=inside, other=-1) == last)
                 count += goes_on.to(tl.int32)
             best = tl.maximum(best, tl.where(count >= least, count * MAX_TEXT + index, 0))
         longest_match = tl.max(best, 0)
         index = longest_match % MAX_TEXT
-        # at the end of the text what repeats is taken to repeat again
+        # past the end of the text the match is continued periodically
         after = index + 1 + tl.maximum(node - 1, 0) % tl.maximum(end - index, 1)
         is_found = longest_match > 0
         tokens = tl.where(is_found, tl.load(text_at + after, mask=drafted, other=0), tokens)

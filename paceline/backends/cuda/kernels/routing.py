@@ -12,7 +12,7 @@ from paceline.backends.cuda.kernels.matmul import load_squares, norm_factor
 from paceline.backends.cuda.kernels.matrix import MIN_TOKENS, Matrix, Normed, row_tile
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 
-LOWEST = tl.constexpr(-3.0e38)  # of a score: below it are only experts that do not exist or are taken
+LOWEST = tl.constexpr(-3.0e38)  # below all scores but those of padding and of experts already chosen
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Mixture:
     router: Matrix
     gate_up: Matrix  # a `tile_pair` of all experts, one after the other
     down: Matrix  # of all experts, one after the other
-    chosen: int  # experts of a row
-    normalize: bool  # whether a row's shares add up to one
+    chosen: int  # top-k: experts per row
+    normalize: bool  # whether a row's expert weights are normalized to sum 1
 
     @property
     def experts(self) -> int:
@@ -35,11 +35,11 @@ class Routing:
     """The buffers of a mixture. All layers, which run in turn, share one set."""
 
     scores: torch.Tensor  # float32 [rows, padded experts]
-    shares: torch.Tensor  # float32 [rows, chosen]
-    factors: torch.Tensor  # float32 [rows] of the norm
-    counts: torch.Tensor  # int32 [experts + 1] pairs of each, then programs that ended; zero between kernels
+    shares: torch.Tensor  # float32 [rows, chosen] weights of a row's experts
+    factors: torch.Tensor  # float32 [rows] norm factors
+    counts: torch.Tensor  # int32 [experts + 1] pairs of each, then finished programs; zero between kernels
     lists: torch.Tensor  # int32 [experts, rows] pairs of each
-    blocks: torch.Tensor  # int32 [3, blocks] expert, first of its list, how many; none beyond the last
+    blocks: torch.Tensor  # int32 [3, blocks] expert, first index in its list, count; 0 after the last
     activated: torch.Tensor  # [rows * chosen, padded intermediate]
     outputs: torch.Tensor  # float32 [rows * chosen, padded hidden]
 
@@ -82,7 +82,7 @@ def _choose(  # type: ignore[no-untyped-def]
 ):
     """The top-k experts in descending order, ties to the lower: int32 [most_chosen]; and their scores."""
     expert, rank = tl.arange(0, most_experts), tl.arange(0, most_chosen)
-    # whatever the scores are, not numbers among them, no expert comes twice
+    # no expert is chosen twice, even if scores are NaN
     left = tl.where(expert < experts, tl.where(scores > LOWEST, scores, LOWEST), float("-inf"))
     best = tl.zeros([most_chosen], tl.int32)
     best_scores = tl.zeros([most_chosen], tl.float32)
@@ -160,7 +160,9 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     shares = tl.where(is_chosen, tl.exp(best_scores - top), 0.0)
     total = tl.sum(shares, 0) if normalize else tl.sum(tl.exp(scores - top), 0)
     tl.store(shares_at + row * chosen + rank, shares / total, mask=is_chosen)
-    is_chosen = rank < tl.where(tl.load(slot_mapping_at + row) >= 0, chosen, 0)  # padding needs no expert
+    is_chosen = rank < tl.where(
+        tl.load(slot_mapping_at + row) >= 0, chosen, 0
+    )  # padding rows have no experts
     slot = tl.atomic_add(counts_at + best, tl.full([most_chosen], 1, tl.int32), mask=is_chosen)
     tl.store(lists_at + best * list_line + slot, row * chosen + rank, mask=is_chosen)
     tl.debug_barrier()

@@ -33,7 +33,9 @@ def _embed_kernel(  # type: ignore[no-untyped-def]
     pdl_sync(pdl)
     token = tl.load(tokens_at + row).to(tl.int64)
     column = tile * group + tl.arange(0, group)
-    begin = token // columns * columns * padded + token % columns * step  # of the token in its tile
+    begin = (
+        token // columns * columns * padded + token % columns * step
+    )  # of the token's row in the tiled table
     hidden = tl.load(embedding_at + begin + column // step * step * columns + column % step).to(tl.float32)
     weighted = hidden * tl.load(norm_at + column).to(tl.float32)
     tl.store(hidden_at + row * padded + column, hidden)

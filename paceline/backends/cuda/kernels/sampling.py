@@ -64,6 +64,13 @@ class Thresholds:
 
 
 @triton.jit
+def load_logits(logits_at, row, stride, token, vocab_size):  # type: ignore[no-untyped-def]
+    """The logits of token ids of a row; -inf for ids beyond the vocabulary."""
+    at = logits_at + row.to(tl.int64) * stride + token
+    return tl.load(at, mask=token < vocab_size, other=float("-inf"))
+
+
+@triton.jit
 def logarithm(x):  # type: ignore[no-untyped-def]
     """The natural logarithm of positive doubles, the bits of verify/floats.py."""
     bits = x.to(tl.int64, bitcast=True)
@@ -137,7 +144,6 @@ def _gumbel_argmax_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     row, number = tl.program_id(0), tl.program_id(1)
     pdl_sync(pdl)
-    at = logits_at + row.to(tl.int64) * logits_stride
     temperature = tl.load(temperatures_at + row)
     seed, position = tl.load(seeds_at + row), tl.load(positions_at + row) + 1
     best = tl.full([part], float("-inf"), tl.float64)
@@ -146,7 +152,7 @@ def _gumbel_argmax_kernel(  # type: ignore[no-untyped-def]
     # in parts: with the noise of a whole block in registers, few programs would fit a multiprocessor
     for first in range(number * block, (number + 1) * block, part):
         token = first + tl.arange(0, part)
-        logits = tl.load(at + token, mask=token < vocab_size, other=float("-inf"))
+        logits = load_logits(logits_at, row, logits_stride, token, vocab_size)
         unusable |= ((logits != logits) | (logits == float("inf"))).to(tl.int32)
         scores = logits.to(tl.float64)
         if temperature > 0:

@@ -36,9 +36,9 @@ from paceline.backends.cuda.kernels.softmax import (
 KV_CHUNK = BLOCK * MERGE_FAN_IN
 LANES = 64  # rows times query heads of a program
 WARPS = 4
-STAGES, FEW_STAGES = 6, 4  # of the loop over blocks: three of them on their way; two before Hopper
-PROGRAMS = 264  # at once
-ITEM = 4  # numbers that say what a program has to do
+STAGES, FEW_STAGES = 6, 4  # pipeline stages of the loop over blocks; fewer before Hopper
+PROGRAMS = 264  # enough to occupy the device
+ITEM = 4  # numbers of a work item
 _BLOCK, _MERGE_FAN_IN, _ITEM = tl.constexpr(BLOCK), tl.constexpr(MERGE_FAN_IN), tl.constexpr(ITEM)
 
 
@@ -46,10 +46,10 @@ _BLOCK, _MERGE_FAN_IN, _ITEM = tl.constexpr(BLOCK), tl.constexpr(MERGE_FAN_IN), 
 class SharedPrefixRows:
     """Which rows share which KV chunks. All int32, on the device: see ../shared_prefix.py."""
 
-    shared_chunks: torch.Tensor  # [tiles] stretches, from the first on, that are summed here
-    count: torch.Tensor  # [1] items
-    rows: torch.Tensor  # [rows] those that see some, in an order that items refer to
-    items: torch.Tensor  # [most items, ITEM] the first of `rows`, how many, where pages begin, stretch
+    shared_chunks: torch.Tensor  # [tiles] KV chunks, from the first, that are computed here
+    count: torch.Tensor  # [1] number of items
+    rows: torch.Tensor  # [rows] those that share some, in the order that items refer to
+    items: torch.Tensor  # [most items, ITEM] first of `rows`, their number, offset of pages, KV chunk
 
 
 def rows_per_program(heads: int, kv_heads: int) -> int:
@@ -99,7 +99,7 @@ def _shared_prefix_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     head, kv_split, kv_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     pdl_launch(pdl)
-    count = tl.load(count_at)  # tables were written before this pass began
+    count = tl.load(count_at)  # tables were written before this pass
     lane, part = tl.arange(0, lanes), tl.arange(0, wide)
     in_chunk, in_group = lane // (lanes // height), lane % (lanes // height)
     group: tl.constexpr = heads // kv_heads

@@ -12,9 +12,9 @@ import triton.language as tl
 
 from paceline.backends.cuda.kernels.pdl import prefetch
 
-BLOCK = 64  # positions looked at together
-MERGE_FAN_IN = 8  # blocks of a stretch, stretches of a group
-MAX_PATH = 64  # positions of a path that are not straight
+BLOCK = 64  # positions of a block
+MERGE_FAN_IN = 8  # blocks of a KV chunk, KV chunks of a group
+MAX_PATH = 64  # most non-contiguous positions of a path
 _PATH_LENGTH = tl.constexpr(MAX_PATH)
 
 
@@ -49,9 +49,9 @@ def _path_slots(column, tile, tables, pages_at, height: tl.constexpr, page_size:
     row = (first + tl.minimum(tl.arange(0, height), count - 1))[:, None]
     at = tl.zeros_like(row) + column[None, :]
     seen, contiguous_until = at <= tl.load(positions_at + row), tl.load(contiguous_until_at + row)
-    behind = seen & (at >= contiguous_until)
-    on_path = tl.load(paths_at + row * _PATH_LENGTH + (at - contiguous_until), mask=behind, other=0)
-    return tl.where(seen, kv_slots_of(tl.where(behind, on_path, at), seen, pages_at, page_size), -1)
+    on_tail = seen & (at >= contiguous_until)
+    on_path = tl.load(paths_at + row * _PATH_LENGTH + (at - contiguous_until), mask=on_tail, other=0)
+    return tl.where(seen, kv_slots_of(tl.where(on_tail, on_path, at), seen, pages_at, page_size), -1)
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def softmax_weights(scores, visible, scale):  # type: ignore[no-untyped-def]
     """The largest visible score of each lane, and the weights exp2(score - largest), not normalized."""
     scores = tl.where(visible, scores * scale, float("-inf"))
     row_max = tl.max(scores, 1)
-    safe = tl.where(row_max == float("-inf"), 0.0, row_max)  # where nothing is visible
+    safe = tl.where(row_max == float("-inf"), 0.0, row_max)  # no key is visible
     return row_max, tl.exp2(scores - safe[:, None])
 
 
@@ -97,7 +97,7 @@ def merge(part, other):  # type: ignore[no-untyped-def]
     row_max, row_sum, acc = part
     other_max, other_sum, other_acc = other
     new_max = tl.maximum(row_max, other_max)
-    safe = tl.where(new_max == float("-inf"), 0.0, new_max)  # where neither has seen a key
+    safe = tl.where(new_max == float("-inf"), 0.0, new_max)  # neither has a visible key
     rescale, other_rescale = tl.exp2(row_max - safe), tl.exp2(other_max - safe)
     row_sum = tl.fma(row_sum, rescale, other_sum * other_rescale)
     acc = tl.fma(acc, tl.broadcast_to(rescale[:, None], acc.shape), other_acc * other_rescale[:, None])

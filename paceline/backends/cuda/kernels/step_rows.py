@@ -32,12 +32,12 @@ class DeviceRequests:
 
     tokens: torch.Tensor  # int32 [slots, longest] prompt and output
     lengths: torch.Tensor  # int32 [slots] tokens whose keys and values are in the pool
-    limits: torch.Tensor  # int32 [slots] KV indices from here on are not computed: they have no pages
+    limits: torch.Tensor  # int32 [slots] KV indices from here on have no pages, and are not computed
     pages: torch.Tensor  # int32 [slots, most pages]
     seeds: torch.Tensor  # int64 [slots]
     temperatures: torch.Tensor  # float64 [slots] 0: greedy
     truncation: torch.Tensor  # float64 [slots, 3] top_k, top_p and min_p
-    takes_drafts: torch.Tensor  # int32 [slots] 0: of a chain only the root's token is taken
+    takes_drafts: torch.Tensor  # int32 [slots] 0: drafted tokens are never accepted
 
 
 def make_requests(slots: int, longest: int, page_size: int, device: torch.device) -> DeviceRequests:
@@ -69,7 +69,7 @@ class StepRows:
     """
 
     lines: torch.Tensor  # int32 [LINES, most rows]
-    paths: torch.Tensor  # int32 [most rows, MAX_PATH], or of one row if all are straight
+    paths: torch.Tensor  # int32 [most rows, MAX_PATH], or of one row if drafts are chains
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class ShapeTables:
     paths: torch.Tensor  # int32 [rows of a request, levels]
     parents: torch.Tensor  # int32 [nodes]
     levels: int
-    catch_up_rows: int  # 0: there is no draft
-    always: int  # how many tokens a draft computes again whatever was accepted; 0: those that were
+    catch_up_rows: int  # 0: no drafter
+    always: int  # fixed number of tokens that a drafter computes again; 0: the accepted ones
     is_chain: bool
 
     def arguments(self, state: DeviceRequests, page_size: int) -> dict[str, int | bool]:
@@ -219,7 +219,7 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
     own = tl.maximum(slot, 0)
     length, limit = tl.load(lengths_at + own), tl.load(limits_at + own)
     fresh = tl.minimum(length + 1, always if always > 0 else 1)
-    if catch_up_rows > 0:  # the feature of the last computed token lies where the root's will
+    if catch_up_rows > 0:  # the last computed token's feature is in the root's row
         source = nodes * requests + request * catch_up_rows
         tl.store(lines_at + 5 * stride + source, request * nodes)
     write_rows(

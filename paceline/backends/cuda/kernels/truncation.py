@@ -33,7 +33,7 @@ from paceline.backends.cuda.kernels.fixed_point import (
     required_sum,
 )
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
-from paceline.backends.cuda.kernels.sampling import BLOCK, Thresholds
+from paceline.backends.cuda.kernels.sampling import BLOCK, Thresholds, load_logits
 
 GROUP = 256  # ids of a group
 MAX_CANDIDATES = 8192  # ids of a row's candidate list
@@ -109,8 +109,7 @@ def _groups_kernel(  # type: ignore[no-untyped-def]
         groups: tl.constexpr = block // group
         own = number * groups + tl.arange(0, groups)
         token = own[:, None] * group + tl.arange(0, group)[None, :]
-        at = logits_at + row.to(tl.int64) * logits_stride + token
-        logits = tl.load(at, mask=token < vocab_size, other=float("-inf"))
+        logits = load_logits(logits_at, row, logits_stride, token, vocab_size)
         tl.store(peaks_at + row * (tl.num_programs(1) * groups) + own, tl.max(logits, 1))
 
 
@@ -186,8 +185,7 @@ def _candidates_kernel(  # type: ignore[no-untyped-def]
     temperature, _, _, _, truncates = options_of(options_at, temperatures_at, row)
     if truncates:
         token = number * block + tl.arange(0, block)
-        at = logits_at + row.to(tl.int64) * logits_stride + token
-        logits = tl.load(at, mask=token < vocab_size, other=float("-inf"))
+        logits = load_logits(logits_at, row, logits_stride, token, vocab_size)
         bounds = (tl.load(bounds_at + 2 * row), tl.load(bounds_at + 2 * row + 1), tl.load(bins_at + row))
         is_candidate = _may_be_threshold(logits, temperature, bounds)[0].to(tl.int32)
         before = tl.atomic_add(counts_at + row, tl.sum(is_candidate, 0))
