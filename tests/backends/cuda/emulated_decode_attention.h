@@ -1,4 +1,5 @@
-// Runs decode_attention.cu on the host, behind emulated.h: it reads arrays and sizes from a file, and writes what comes of them.
+// Runs decode_attention.cu on the host, behind emulated.h: it reads arrays and sizes from a file, and writes what
+// comes of them.
 
 static std::vector<char> read_part(FILE* file) {
     u64 bytes;

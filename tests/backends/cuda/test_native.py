@@ -1,4 +1,4 @@
-"""Kernels of CUDA C++ are compiled from what is told, and can be left out: Triton's do their work then."""
+"""CUDA C++ kernels are compiled from constants, instructions and files, and can be left out for Triton's."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_kernel_is_left_out(name: str, run: Any, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_what_is_common_is_read_once_unless_that_is_left_out_or_rows_have_windows(
+def test_shared_prefixes_are_read_once_unless_left_out_or_with_sliding_windows(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -105,7 +105,7 @@ def test_a_source_is_numbers_instructions_and_files(monkeypatch: pytest.MonkeyPa
         "void multiply(float (&d)[16]",
         "void multiply_turned(",
         "typedef unsigned int u32",
-        "Attention of chains",
+        "Decode attention for uniform",
     )
     places = [source.index(own) for own in words]
     assert places == sorted(places)

@@ -1,73 +1,76 @@
-// Attention of chains and trees that all have as many rows: what ../kernels/attention.py does for any rows, and its
-// bits. A program has one or two tiles of rows of a request, the lanes of which share a key head, and blocks of 64
-// positions. What was there before the step is on its way to shared memory before kernels ahead have ended.
+// Decode attention for uniform batches on Hopper: the bits of ../kernels/attention.py, which takes any rows. A program
+// has one or two tiles of rows of a request, whose lanes share a KV head, and blocks of 64 positions. Keys and values
+// of earlier steps are loaded into shared memory before the previous kernels have ended.
 //
-// Four warps score a block while eight weigh the scores of the one before, and four for each 64 columns mix the values
-// of the one before that. Keys and values are on the side of 64 of products, lanes on the other.
+// It is warp-specialized and pipelined, as FlashAttention-3 is: one warpgroup computes the scores of a block (QK) while
+// two compute the softmax of the block before, and one for each 64 columns accumulates the values of the one before
+// that (PV). Keys and values are the 64-row operand of products, lanes the other.
 //
-// Keys lie in windows of 64 KV indices, one for each block of positions. Where paths part, a row's positions lie at
-// indices of its own, of the block's window or the next: each row picks its scores, and its values, there.
+// Keys are loaded in windows of 64 KV indices, one per block of positions. In a tree block a row's positions may be at
+// other KV indices, of the block's window or the next: each row picks its scores and values from both.
 //
-// Stretches of blocks are merged in memory by who comes last, if there are several. Some may be there already.
+// Partial results of KV chunks (8 blocks) are merged by the last program to arrive, if there are several. The first
+// ones may come from the shared-prefix kernel.
 //
-// The files are one source, put together in the order instructions, softmax, attend. attend.py defines ahead of them
-// HEADS, KV_HEADS, DIM, PAGE, HEIGHT (rows of a tile), TILES_PER_PROGRAM (tiles), STAGES (windows on their way or at hand),
-// HAS_TREES (whether paths may part), SCALE_BITS, SHARED_BYTES, and `multiply` and `multiply_transposed` for these lanes.
+// The files are concatenated in the order instructions, softmax, decode_attention. decode_attention.py defines before
+// them HEADS, KV_HEADS, DIM, PAGE, HEIGHT (rows of a tile), TILES_PER_PROGRAM, STAGES (pipeline stages: windows),
+// HAS_TREES, SCALE_BITS, SHARED_BYTES, and `multiply` and `multiply_transposed` for these lanes.
 
 constexpr int BLOCK = 64, MERGE_FAN_IN = 8, MAX_PATH = 64;
 enum { QK, SOFTMAX, PV };
 constexpr int WARPGROUP = 128, FIRST_SOFTMAX_THREAD = WARPGROUP, FIRST_PV_THREAD = 3 * WARPGROUP;
-constexpr int PARTS = DIM / 64;  // of lines: 64 numbers, 128 bytes, are as much as the matrix unit takes of a line
+constexpr int PARTS = DIM / 64;  // of a line: WGMMA takes 64 numbers, 128 bytes, of a line
 constexpr int THREADS = FIRST_PV_THREAD + PARTS * WARPGROUP;
-constexpr int GROUP = HEADS / KV_HEADS, WIDE = 16 / HEIGHT;  // heads that share keys, and lanes that they have
+constexpr int GROUP = HEADS / KV_HEADS, WIDE = 16 / HEIGHT;  // query heads per KV head, and their lanes
 constexpr int LANES = 16 * TILES_PER_PROGRAM, MAX_ROWS = HEIGHT * TILES_PER_PROGRAM;
 constexpr int COLUMNS = HAS_TREES ? 2 * BLOCK : BLOCK;  // scores of a lane
 constexpr int CHUNKS = DIM / 8;  // of 16 bytes
-constexpr int LINES = PAGE < BLOCK ? PAGE : BLOCK, COPIES = BLOCK / LINES;  // of a copy; for a window
+constexpr int LINES = PAGE < BLOCK ? PAGE : BLOCK, COPIES = BLOCK / LINES;  // lines of a TMA copy; copies of a window
 constexpr int FAR = 1 << 30;
 
-// Where a chunk lies among so many lines, as the matrix unit wants it.
+// The offset of a 16-byte chunk among so many lines, in WGMMA's 128-byte swizzle.
 template <int LINES> __device__ inline u32 swizzled_offset(int line, int chunk) {
     return (chunk / 8 * LINES + line) * 128 + (chunk % 8 ^ line % 8) * 16;
 }
 
-struct Arguments {  // attend.py has them in the same order
+struct Arguments {  // in the order of decode_attention.py
     Map keys, values;
     const u16* query;
     u16* output;
     const int *positions, *contiguous_until, *paths, *tile_counts, *tile_pages, *pages;
-    const int* shared_chunks;  // stretches of each tile whose parts are there, from the first on; null: none
+    const int* shared_chunks;  // KV chunks of each tile, from the first, whose partials are there; null: none
     float *partial_acc, *partial_stats;  // of the split-KV reduction
     u32* counters;
     int rows_each, tiles_each;  // of a request
     int max_partials, stride;     // of a softmax; of the output
-    int earliest;               // the first position that is seen
-    int settled;                // whether what lies before a request's rows was there before the step
+    int earliest;               // the first visible position
+    int settled;                // whether the context before a request's rows was written before the step
 };
 
 struct Shared {
     u16 keys[STAGES][BLOCK * DIM], values[STAGES][BLOCK * DIM];
-    u16 query[LANES * DIM];  // and, when it is not needed any more, what is written
+    u16 query[LANES * DIM];  // later the output
     u16 weights[2][LANES * BLOCK];
     float scores[2][LANES][COLUMNS + 4];
-    float2 rescales[2][LANES];  // what was mixed before, and what the block brings
-    float row_sums[LANES];       // of the whole
-    u64 keys_there[STAGES], values_there[STAGES];  // flags
-    unsigned char picked[2][MAX_ROWS][BLOCK];  // of every other crooked block: where positions lie, from its window on
+    float2 rescales[2][LANES];  // factors of what was accumulated before, and of the block
+    float row_sums[LANES];       // of the merged softmax
+    u64 keys_there[STAGES], values_there[STAGES];  // mbarriers
+    // of every other tree block: KV index of each position, relative to its window
+    unsigned char picked[2][MAX_ROWS][BLOCK];
     bool last;
 };
-static_assert(sizeof(Shared) <= SHARED_BYTES, "attend.py counts them");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "decode_attention.py counts them");
 
-// What this program looks at. Every warp finds it for itself: its first threads have a row each.
+// The work of this program. Every warp computes it: its first threads have a row each.
 struct AttentionTile {
     int tile, head, kv_split, kv_splits;
     int first, count;         // rows
     int position, contiguous_until;   // of this thread's row
-    int newest, furthest;     // position, and KV index
-    int tree_begin, fresh;       // the first position that lies elsewhere; the first index that this pass writes
-    int blocks, partials;        // of positions; stretches of them
-    int shared_chunks;              // of these, from the first on: kernels/common.py has summed them
-    int own, windows;         // blocks of this program, and what it reads for them
+    int newest, furthest;     // last position, and last KV index
+    int tree_begin, fresh;       // first non-contiguous position; first KV index that this pass writes
+    int blocks, partials;        // of positions; KV chunks of them
+    int shared_chunks;              // of these, from the first: computed by kernels/shared_prefix.py
+    int own, windows;         // blocks of this program, and windows that it loads
     const int* pages;
     __device__ AttentionTile(const Arguments& a) {
         int groups = (a.tiles_each + TILES_PER_PROGRAM - 1) / TILES_PER_PROGRAM, request = blockIdx.x / groups;
@@ -78,7 +81,8 @@ struct AttentionTile {
         count = a.tile_counts[tile];
         if (TILES_PER_PROGRAM > 1 && of_request + 1 < a.tiles_each) count += a.tile_counts[tile + 1];
         bool is_row = lane < MAX_ROWS && of_request * HEIGHT + lane < a.rows_each;
-        position = is_row ? a.positions[first + lane] : 0, contiguous_until = is_row && HAS_TREES ? a.contiguous_until[first + lane] : FAR;
+        position = is_row ? a.positions[first + lane] : 0;
+        contiguous_until = is_row && HAS_TREES ? a.contiguous_until[first + lane] : FAR;
         bool there = lane < count;
         newest = furthest = __reduce_max_sync(~0u, there ? position : -1);
         tree_begin = FAR;
@@ -94,7 +98,7 @@ struct AttentionTile {
         partials = (blocks + MERGE_FAN_IN - 1) / MERGE_FAN_IN;
         shared_chunks = a.shared_chunks ? min(a.shared_chunks[tile], partials) : 0;
         int rest = partials - shared_chunks;
-        own = (rest / kv_splits + (kv_split < rest % kv_splits)) * MERGE_FAN_IN;  // they go round
+        own = (rest / kv_splits + (kv_split < rest % kv_splits)) * MERGE_FAN_IN;  // round-robin
         if (own && (rest - 1) % kv_splits == kv_split) own -= partials * MERGE_FAN_IN - blocks;
         windows = own + (own && is_tree_block(block(own - 1)));
     }
@@ -104,15 +108,15 @@ struct AttentionTile {
     __device__ bool begins_chunk(int number) const { return number % MERGE_FAN_IN == 0; }
     __device__ bool ends_chunk(int number) const { return number + 1 == own || begins_chunk(number + 1); }
     __device__ bool is_tree_block(int block) const { return HAS_TREES && (block + 1) * BLOCK > tree_begin; }
-    // A block that is crooked is followed by the next one here, if that has a window.
+    // The window after a tree block is loaded too, if there is one.
     __device__ int window(int number) const { return number < own ? block(number) : block(own - 1) + 1; }
     __device__ int row_of(int lane) const { return min(lane / WIDE, count - 1); }
-    // Of a lane: its line among those of all rows and heads, -1 if it means nothing.
+    // The line of a lane among those of all rows and heads, -1 if the lane is unused.
     __device__ int line_of(int lane) const {
         int row = lane / WIDE, own = lane % WIDE;
         return row < count && own < GROUP ? (first + row) * HEADS + head * GROUP + own : -1;
     }
-    __device__ long partial_index(const Arguments& a, int lane, int part) const {  // its number among those in memory
+    __device__ long partial_index(const Arguments& a, int lane, int part) const {  // its index in memory
         return (long)line_of(lane) * a.max_partials + part;
     }
     __device__ u16* output(const Arguments& a, int lane) const {
@@ -121,15 +125,15 @@ struct AttentionTile {
     }
 };
 
-// Lines of a window on their way to shared memory, of one page: a thread asks for them.
+// A TMA copy of lines of a window, of one page: one thread issues it.
 struct KvCopy {
-    int number, index, kv_slot;  // of the window, in the order of this program; KV index, and where it lies: -1 if unseen
+    int number, index, kv_slot;  // window, in the order of this program; KV index; -1: not visible
     __device__ void find(const AttentionTile& attn, int own, int copy) {
         number = own, index = attn.window(own) * BLOCK + copy * LINES;
         bool seen = own < attn.windows && index <= attn.furthest;
         kv_slot = seen ? attn.pages[index / PAGE] * PAGE + index % PAGE : -1;
     }
-    // The first of a window says how much will come.
+    // The first copy of a window announces its bytes.
     __device__ void announce(Shared& s, const AttentionTile& attn) const {
         if (number >= attn.windows || index % BLOCK) return;
         int lines = max(min(attn.furthest + 1 - index, BLOCK), 0);
@@ -169,19 +173,20 @@ __device__ inline void load_query(Shared& s, const Arguments& a, const Attention
     }
 }
 
-// Where the positions of a crooked block lie for each row, from the block's window on.
+// The KV indices of a tree block's positions for each row, relative to the block's window.
 __device__ inline void pick(Shared& s, const Arguments& a, const AttentionTile& attn, int number, int block) {
     for (int each = threadIdx.x; each < MAX_ROWS * BLOCK; each += THREADS) {
         int row = each / BLOCK, column = each % BLOCK, at = block * BLOCK + column;
-        int contiguous_until = __shfl_sync(~0u, attn.contiguous_until, row), position = __shfl_sync(~0u, attn.position, row);
+        int contiguous_until = __shfl_sync(~0u, attn.contiguous_until, row);
+        int position = __shfl_sync(~0u, attn.position, row);
         bool apart = row < attn.count && at <= position && at >= contiguous_until;
         s.picked[number % 2][row][column] =
             apart ? a.paths[(attn.first + row) * MAX_PATH + at - contiguous_until] - block * BLOCK : column;
     }
 }
 
-// Of those who score: scores of a window; a thread has positions g and g + 8 of its warp's 16, where g is its
-// quad, and two of every eight lanes.
+// QK warpgroup: the scores of a window. A thread has positions g and g + 8 of its warp's 16, where g is its quad, and
+// two of every eight lanes.
 struct ScoreWarps {
     float sums[LANES / 2];
     __device__ void load(Shared& s, int window) {
@@ -193,7 +198,7 @@ struct ScoreWarps {
             multiply(sums, keys + k / 4 * (BLOCK * 8) + k % 4 * 2, query + k / 4 * (LANES * 8) + k % 4 * 2, k);
         wgmma_commit();
     }
-    // Leaves them for a block, from `column` on.
+    // Stores them for a block, from `column` on.
     __device__ void store(Shared& s, int number, int column) {
         int line = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
         float scale = __int_as_float(SCALE_BITS);
@@ -204,31 +209,32 @@ struct ScoreWarps {
     }
 };
 
-// Values of the last block that nobody sees become zero: what lies there might be no number. Done by those who score.
+// Zeroes values of the last block that no row sees: they might be NaN. Done by the QK warpgroup.
 __device__ inline void clear(Shared& s, const AttentionTile& attn, int number, int block) {
     int seen = attn.furthest + 1 - block * BLOCK;
     if (seen >= BLOCK) return;
     await_window(s.values_there, number);
     for (int i = seen * CHUNKS + threadIdx.x; i < BLOCK * CHUNKS; i += WARPGROUP)
-        *(uint4*)((char*)s.values[number % STAGES] + swizzled_offset<BLOCK>(i / CHUNKS, i % CHUNKS)) = make_uint4(0, 0, 0, 0);
+        *(uint4*)((char*)s.values[number % STAGES] + swizzled_offset<BLOCK>(i / CHUNKS, i % CHUNKS)) =
+            make_uint4(0, 0, 0, 0);
     fence_async_shared();
 }
 
 __device__ inline float with_other(float x, int apart) { return __fadd_rn(x, __shfl_xor_sync(~0u, x, apart)); }
 
-// Of those who weigh: what a lane has seen of a part so far. Eight threads have a lane.
+// Softmax warpgroups: row_max and row_sum of a lane's KV chunk so far. Eight threads have a lane.
 struct SoftmaxWarps {
     int lane, row;
-    u32 seen;  // positions, from the earliest on
+    u32 seen;  // visible positions
     float highest, total;
     __device__ SoftmaxWarps(const Arguments& a, const AttentionTile& attn) {
         lane = (threadIdx.x - FIRST_SOFTMAX_THREAD) / 8, row = attn.row_of(lane);
         seen = max(__shfl_sync(~0u, attn.position, row) - a.earliest + 1, 0);
     }
-    // The weights of a block, in the order in which Triton's four warps add them up: a thread has two positions of
-    // every other eight.
+    // The weights of a block, summed in the order of Triton's four warps: a thread has two positions of every other
+    // eight.
     __device__ void compute_weights(Shared& s, const Arguments& a, const AttentionTile& attn, int number, int block) {
-        if ((threadIdx.x - FIRST_SOFTMAX_THREAD) / 32 * 4 / WIDE >= attn.count) return;  // warps whose lanes mean nothing
+        if ((threadIdx.x - FIRST_SOFTMAX_THREAD) / 32 * 4 / WIDE >= attn.count) return;  // unused lanes
         int q = threadIdx.x % 4, odd = threadIdx.x % 8 / 4, first = block * BLOCK - a.earliest;
         const float* scores = s.scores[number % 2][lane];
         const unsigned char* picked = s.picked[number % 2][row];
@@ -243,7 +249,8 @@ struct SoftmaxWarps {
         if (first < 0 || first + BLOCK > seen)
 #pragma unroll
             for (int i = 0; i < 8; i++)
-                if ((u32)(first + (i / 2 * 2 + odd) * 8 + q * 2 + i % 2) >= seen) weights[i / 2][i % 2] = negative_infinity();
+                if ((u32)(first + (i / 2 * 2 + odd) * 8 + q * 2 + i % 2) >= seen)
+                    weights[i / 2][i % 2] = negative_infinity();
         float own = fmaxf(fmaxf(fmaxf(weights[0][0], weights[0][1]), fmaxf(weights[1][0], weights[1][1])),
                           fmaxf(fmaxf(weights[2][0], weights[2][1]), fmaxf(weights[3][0], weights[3][1])));
 #pragma unroll
@@ -263,7 +270,7 @@ struct SoftmaxWarps {
         }
         add(s, a, attn, number, block, own, with_other(__fadd_rn(sums[0], sums[1]), 4));
     }
-    // Merges a block's highest score and sum of weights, as softmax.cu does, and says by what values are to shrink.
+    // Merges a block's row_max and row_sum, as softmax.cu does, and stores the rescale factors of the values.
     __device__ void add(Shared& s, const Arguments& a, const AttentionTile& attn, int number, int block, float own,
                         float sum) {
         if (attn.begins_chunk(number)) highest = negative_infinity(), total = 0.0f;
@@ -274,12 +281,13 @@ struct SoftmaxWarps {
         s.rescales[number % 2][lane] = rescales;
         if (attn.partials == 1) s.row_sums[lane] = total;
         else if (attn.ends_chunk(number) && attn.line_of(lane) >= 0)
-            *((float2*)a.partial_stats + attn.partial_index(a, lane, block / MERGE_FAN_IN)) = make_float2(highest, total);
+            *((float2*)a.partial_stats + attn.partial_index(a, lane, block / MERGE_FAN_IN)) =
+                make_float2(highest, total);
     }
 };
 
-// Of those who mix: values, weighted, of a part so far. Four warps have 64 columns; a thread has columns g and g + 8 of
-// its warp's 16, where g is its quad, and two of every eight lanes.
+// PV warpgroups: the weighted values of a KV chunk so far. A warpgroup has 64 columns; a thread has columns g and g + 8
+// of its warp's 16, where g is its quad, and two of every eight lanes.
 struct ValueWarps {
     float acc[LANES / 2], part[LANES / 2];
     __device__ static int columns() { return (threadIdx.x - FIRST_PV_THREAD) / WARPGROUP; }  // which 64
@@ -348,8 +356,8 @@ struct ValueWarps {
                 a.partial_acc[attn.partial_index(a, lane(i), kv_chunk) * DIM + column] = acc[i];
             }
     }
-    // What is mixed, by way of shared memory, where lanes become lines. Sums of weights are at least one, so `divide`
-    // does nothing but to multiply by the inverse.
+    // Writes the normalized output through shared memory, where lanes become lines. Sums of weights are at least one,
+    // where `divide` is a multiplication by the inverse.
     __device__ void write(Shared& s, const Arguments& a, const AttentionTile& attn) const {
         int thread = threadIdx.x % 32;
 #pragma unroll
@@ -361,14 +369,16 @@ struct ValueWarps {
                 rounded[i] = pack(over(acc[one], s.row_sums[lane(one)]), over(acc[two], s.row_sums[lane(two)]));
             }
             int line = (j + thread / 16) * 8 + thread % 8;
-            store_fragments_transposed(shared_address(s.query) + swizzled_offset<LANES>(line, chunk() + thread / 8 % 2), rounded);
+            store_fragments_transposed(
+                shared_address(s.query) + swizzled_offset<LANES>(line, chunk() + thread / 8 % 2), rounded);
         }
         sync_warpgroup(1 + columns());
 #pragma unroll
         for (int i = threadIdx.x % WARPGROUP; i < LANES * 8; i += WARPGROUP) {
             int lane = i / 8, chunk = columns() * 8 + i % 8;
             if (attn.line_of(lane) >= 0)
-                *((uint4*)attn.output(a, lane) + chunk) = *(uint4*)((char*)s.query + swizzled_offset<LANES>(lane, chunk));
+                *((uint4*)attn.output(a, lane) + chunk) =
+                    *(uint4*)((char*)s.query + swizzled_offset<LANES>(lane, chunk));
         }
     }
     __device__ static float over(float x, float total) { return __fmul_rn(x, inverse(total)); }
@@ -383,7 +393,7 @@ __device__ inline Slice slice(float2 totals, float4 values) {
     return own;
 }
 
-// Who comes last merges what all have left, slice by slice.
+// The last program to arrive merges all partials, slice by slice.
 __device__ inline void merge_if_last(Shared& s, const Arguments& a, const AttentionTile& attn) {
     u32* counter = a.counters + blockIdx.x * KV_HEADS + attn.head;
     if (threadIdx.x == 0) s.last = is_last_arrival(counter, min(attn.kv_splits, attn.partials - attn.shared_chunks));
@@ -395,7 +405,8 @@ __device__ inline void merge_if_last(Shared& s, const Arguments& a, const Attent
         if (attn.line_of(lane) < 0) continue;
         Slice own = merge_partials<Slice, MERGE_FAN_IN, 8>(attn.partials, [&](int part) {
             long at = attn.partial_index(a, lane, part);
-            return slice(__ldcg((const float2*)a.partial_stats + at), __ldcg((const float4*)(a.partial_acc + at * DIM + column)));
+            return slice(__ldcg((const float2*)a.partial_stats + at),
+                         __ldcg((const float4*)(a.partial_acc + at * DIM + column)));
         });
         const float(&m)[2][4] = own.acc[0];
         float total = own.total[0];
@@ -404,8 +415,8 @@ __device__ inline void merge_if_last(Shared& s, const Arguments& a, const Attent
     }
 }
 
-// All blocks of this program, whose first windows are on their way. In a phase each role has a block of its own. When
-// it has ended, a window is not needed any more: the first threads ask for the next there.
+// All blocks of this program, whose first windows are in flight. In a phase each role works on a different block. At
+// its end one window is free: the first threads load the next one into it.
 template <int ROLE, class Work>
 __device__ inline void run_blocks(Shared& s, const Arguments& a, const AttentionTile& attn, const Work& work) {
     KvCopy next;
@@ -448,18 +459,19 @@ __device__ inline void run_blocks(Shared& s, const Arguments& a, const Attention
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attention(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(1024) char raw[];
     Shared& s = *(Shared*)raw;
-    launch_dependents();  // its programs find room where those of this kernel have ended
-    if (threadIdx.x < STAGES) init_mbarrier(&s.keys_there[threadIdx.x], 1), init_mbarrier(&s.values_there[threadIdx.x], 1);
+    launch_dependents();  // the next kernel's programs start where those of this one have ended
+    if (threadIdx.x < STAGES)
+        init_mbarrier(&s.keys_there[threadIdx.x], 1), init_mbarrier(&s.values_there[threadIdx.x], 1);
     if (threadIdx.x < 32) fence_mbarrier_init();
-    // tables were written before this pass began: no kernel of it has to be waited for
+    // tables were written before this pass: they can be read before wait_dependencies
     AttentionTile attn(a);
     if (attn.own == 0) {
-        if (attn.kv_split == 0) wait_dependencies();  // not all programs may end before what came before
+        if (attn.kv_split == 0) wait_dependencies();  // the kernel must not end before the previous ones
         return;
     }
     __syncthreads();
     if (!a.settled) wait_dependencies();
-    // The first thread of a warp asks for some lines: for those of earlier steps at once.
+    // The first thread of a warp issues some copies: those of earlier steps at once.
     constexpr int WARPS = THREADS / 32, EACH = (STAGES * COPIES + WARPS - 1) / WARPS;
     KvCopy lines[EACH];
     if (threadIdx.x % 32 == 0)

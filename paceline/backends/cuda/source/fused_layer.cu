@@ -1,6 +1,6 @@
-// All of it: which thread does what, in which order.
+// The fused output-projection/MLP/QKV kernel: which thread does what, in which order.
 
-// What a program has of each product.
+// A program's part of each product.
 struct Parts {
     bool has_tile, has_four, has_head;
     Part output, gate_up, down, heads;
@@ -35,12 +35,12 @@ __device__ inline void load_all_rows(Shared& s, RingPosition& at, const Argument
     load_rows(s, at, own.heads, parts.heads, ready_counters(own, DOWN));
 }
 
-// Warps that find the factors of norms, when all have told what they have squared.
+// The warps that compute norm factors, when all units have written their sums of squares.
 __device__ inline void compute_all_norm_factors(Shared& s, const Arguments& own, const Parts& parts) {
 #pragma unroll 1
     for (int product = OUTPUT; product <= DOWN; product += DOWN) {
         if (!(product == OUTPUT ? parts.has_four : parts.has_head)) continue;
-        if (parts.has_tile) wait_mbarrier(&s.ended[product], 0);  // until then there is nothing to look for
+        if (parts.has_tile) wait_mbarrier(&s.ended[product], 0);  // nothing can be ready before
         ready_counters(own, product).await_all();
         const float* squares = product == OUTPUT ? own.feed_squares : own.attention_squares;
         compute_norm_factors(s, squares, own.width / 64, own.size, own.eps);
@@ -51,7 +51,7 @@ __device__ inline void run_products(Shared& s, const Arguments& own, const Parts
     int group = threadIdx.x / 128;
     RingPosition at;
     wait_dependencies();
-#pragma unroll 1  // there are no registers for two copies
+#pragma unroll 1  // unrolled, it would need too many registers
     for (int round = 0; round < 2; round++) {
         Part part = round ? parts.down : parts.output;
         if (group == 0 && parts.has_tile) {
@@ -77,7 +77,7 @@ __device__ inline void run_products(Shared& s, const Arguments& own, const Parts
     if (own.early) launch_dependents_once();
     if (parts.has_head) {
         Sums sums;
-        int part = threadIdx.x / 32 * 8 + threadIdx.x % 32 / 4;  // of half a head
+        int part = threadIdx.x / 32 * 8 + threadIdx.x % 32 / 4;  // index within half a head
         RopeTable rope_table(own, part);
         if (threadIdx.x == 0) expect_bytes(&s.exchanged, sizeof(s.received));
         multiply_stages<1, 2>(s, at, sums, parts.heads, group);
@@ -87,10 +87,10 @@ __device__ inline void run_products(Shared& s, const Arguments& own, const Parts
     }
     sync();
     if (threadIdx.x >= 32) return;
-    int units = own.output.units + own.down.units + own.gate_up.units;  // and behind them programs that have ended
+    int units = own.output.units + own.down.units + own.gate_up.units;  // followed by the counter of finished programs
     u32 before = threadIdx.x ? 0 : atomicAdd(own.ready + units, 1);
     if (__shfl_sync(~0u, before, 0) != gridDim.x - 1) return;
-    for (int unit = threadIdx.x; unit <= units; unit += 32) own.ready[unit] = 0;  // nobody looks at them any more
+    for (int unit = threadIdx.x; unit <= units; unit += 32) own.ready[unit] = 0;  // reset for the next kernel
 }
 
 extern "C" __global__ void __launch_bounds__(MMA_THREADS + 128, 1)
@@ -99,10 +99,10 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS + 128, 1)
     Shared& s = *(Shared*)raw;
     if (threadIdx.x == 0) init_mbarriers(s);
     __syncthreads();
-    sync_cluster();  // its flags must be there before anything is given to it
+    sync_cluster();  // the other program's mbarriers must exist before the first store_async
     Parts parts(own);
     if (threadIdx.x >= MMA_THREADS) {
-        decrease_registers<40>();  // the others need them
+        decrease_registers<40>();  // for the multiplying warpgroups
         RingPosition at;
         if (threadIdx.x == WEIGHT_LOADER) load_all_weights(s, at, own, parts);
         if (threadIdx.x >= ROW_LOADER) {
@@ -114,8 +114,8 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS + 128, 1)
         increase_registers<232>();
         run_products(s, own, parts);
     }
-    // Who ends while something given to it is still to be confirmed leaves the giver waiting, or with an error. And
-    // all warps must be here: where some had ended before, the barrier was seen to wait for ever.
+    // A program must not end while a store_async to it is unconfirmed: the sender would hang or fail. And all warps
+    // must be here: where some had ended before, the cluster barrier was seen to deadlock.
     __syncwarp();
     sync_cluster();
 }

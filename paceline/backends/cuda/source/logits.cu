@@ -1,15 +1,15 @@
-// Normed rows times a matrix of very many columns, through the same ring: the weights of the next tiles are on their
-// way while results are written.
+// The LM head: normed rows times the vocabulary's matrix, through the same pipeline: the weights of the next tiles are
+// loaded while results are written.
 
-struct Logits {  // logits.py has them in the same order
+struct Logits {  // in the order of logits.py
     Product product;
     const float* squares;
     float* output;
-    int stride, columns, row_count, tiles;  // of the output; of the residual stream
+    int stride, columns, row_count, tiles;  // of the output; tiles of the residual stream
     float size, eps;
 };
 
-// In a store of a warp eight columns of a row lie beside each other: 32 bytes, as memory takes them.
+// In a warp's store eight columns of a row are contiguous: 32 bytes, a memory sector.
 __device__ inline void finish_logits(const Shared& s, const Logits& own, const float (&sums)[2][ROWS / 2], int first) {
     int line = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
 #pragma unroll

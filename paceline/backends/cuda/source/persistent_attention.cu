@@ -1,8 +1,8 @@
-// Attention, as kernels/attention.py and kernels/softmax.py have it: blocks of positions, merged in order.
+// Attention, as in kernels/attention.py and kernels/softmax.py: blocks of positions, merged in order.
 
 typedef SoftmaxOf<AttentionTile::halves, DIM / 64> Softmax;  // a warp has an eighth of the columns of values
 
-// Copies 16 bytes of a key and of a value to row `row` of a block, or zeros if nothing is seen there.
+// Copies 16 bytes of a key and of a value to row `row` of a block, or zeros if it is not visible.
 __device__ inline void copy_kv_slot(Shared& s, const Layer& layer, const AttentionTile& attn, int row, int chunk,
                                   int kv_slot, bool seen) {
     long at = ((long)kv_slot * KV_HEADS + attn.head) * DIM + chunk * 8;
@@ -11,8 +11,8 @@ __device__ inline void copy_kv_slot(Shared& s, const Layer& layer, const Attenti
     copy_16_or_zero(shared_address(s.attention.values) + to, layer.values + at, seen);
 }
 
-// Copies keys and values of a block to shared memory: those of this pass are left to `load_fresh` in the
-// block that this program reads first.
+// Copies keys and values of a block to shared memory. In the first block that this program reads, those of this
+// pass are left to `load_fresh`.
 __device__ inline void load_block(Shared& s, const Layer& layer, const AttentionTile& attn, int block) {
     constexpr int chunks = DIM / 8;
     bool first = block == attn.kv_split * attn.each;
@@ -34,11 +34,12 @@ __device__ inline void load_fresh(Shared& s, const Layer& layer, const Attention
         copy_kv_slot(s, layer, attn, row, thread() % chunks, s.kv_slots[row], true);
 }
 
-// Copies the queries of a tile to shared memory: lanes are its rows' heads that share the key head.
+// Copies the queries of a tile to shared memory: lanes are its rows' heads that share the KV head.
 __device__ inline void load_query(Shared& s, const Pass& pass, const AttentionTile& attn) {
     constexpr int chunks = DIM / 8;
     for (int number = thread(); number < LANES * chunks; number += THREADS) {
-        int lane = number / chunks, chunk = number % chunks, row = lane / AttentionTile::wide, own = lane % AttentionTile::wide;
+        int lane = number / chunks, chunk = number % chunks;
+        int row = lane / AttentionTile::wide, own = lane % AttentionTile::wide;
         bool used = row < attn.count && own < AttentionTile::group;
         int line = used ? (attn.first + row) * HEADS + attn.head * AttentionTile::group + own : 0;
         copy_16_or_zero(shared_address(s.attention.query) + lane * (DIM * 2) + (chunk ^ lane % 8) * 16,
@@ -46,8 +47,8 @@ __device__ inline void load_query(Shared& s, const Pass& pass, const AttentionTi
     }
 }
 
-// The softmax of the block that lies in shared memory: a warp has eight positions of the scores, then all
-// weights, then an eighth of the columns of values.
+// The partial result of the block in shared memory: a warp has eight positions of the scores, then all weights,
+// then an eighth of the columns of values.
 __device__ inline Softmax look_at_block(Shared& s, const AttentionTile& attn, int block) {
     int warp = thread() / 32, lane = thread() % 32, g = lane / 4, q = lane % 4;
     u32 keys = shared_address(s.attention.keys), values = shared_address(s.attention.values);
@@ -88,7 +89,7 @@ __device__ inline Softmax look_at_block(Shared& s, const AttentionTile& attn, in
 #pragma unroll
         for (int j = 0; j < BLOCK / 8; j++)
             for (int k = 0; k < 2; k++) weights[i][j][k] = power_of_two(__fsub_rn(weights[i][j][k], zero));
-        // in the order in which Triton's four warps add up
+        // in the order of Triton's four warps
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             sums[j] = __fadd_rn(__fadd_rn(weights[i][j][0], weights[i][j][1]), weights[i][j + 4][0]);
@@ -121,7 +122,7 @@ __device__ inline Softmax look_at_block(Shared& s, const AttentionTile& attn, in
     return part;
 }
 
-struct PartialAddress {  // of a part in memory, for this thread's lanes and columns
+struct PartialAddress {  // of a partial in memory, for this thread's lanes and columns
     float *values, *totals;
     __device__ PartialAddress(const Pass& pass, const AttentionTile& attn, int number) {
         int warp = thread() / 32, lane = thread() % 32;
@@ -161,11 +162,11 @@ __device__ inline void load_8(float (&to)[8], const float* from) {
     to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
 }
 
-// Eight columns of a head, merged from at most BY_ALL parts, which lie at `values` and `totals`.
+// Eight columns of a head, merged from at most MERGED_BY_ALL partials at `values` and `totals`.
 __device__ inline uint4 merge_columns(const float* values, const float* totals, int parts) {
     float highest = negative_infinity(), total = 0.0f, acc[8] = {};
     for (int first = 0; first < parts; first += 4) {
-        float v[4][8] = {};  // that are on their way at once
+        float v[4][8] = {};  // loads in flight
         float2 t[4] = {};
 #pragma unroll
         for (int p = 0; p < 4; p++)
@@ -192,8 +193,8 @@ __device__ inline uint4 merge_columns(const float* values, const float* totals, 
                       pack(acc[6], acc[7]));
 }
 
-// What attention has mixed, to shared memory. Few parts are merged by every block, since all need them: that
-// is sooner than to wait for one who merges them.
+// The attention output, to shared memory. Few partials are merged by every block, since all need the result: that
+// is faster than waiting for one block to merge them.
 __device__ inline void load_attention(Shared& s, const Pass& pass) {
     constexpr int line = HEADS * DIM / 8, chunks = ROWS * line, each = ceil_div(chunks, THREADS);
     auto by_all = [&](int row) { return s.row_parts[row] > 0 && s.row_parts[row] <= MERGED_BY_ALL; };
@@ -229,7 +230,8 @@ __device__ inline void store_attention(const Pass& pass, const AttentionTile& at
     for (int i = 0; i < Softmax::halves; i++) {
         int row = (lane / 4 + i * 8) / AttentionTile::wide, own = (lane / 4 + i * 8) % AttentionTile::wide;
         if (row < attn.count && own < AttentionTile::group) {
-            u16* to = pass.attention_output + ((long)(attn.first + row) * HEADS + attn.head * AttentionTile::group + own) * DIM;
+            long head = (long)(attn.first + row) * HEADS + attn.head * AttentionTile::group + own;
+            u16* to = pass.attention_output + head * DIM;
 #pragma unroll
             for (int n = 0; n < Softmax::wide; n++) {
                 float one = divide(whole.acc[0][n][2 * i], whole.total[i]);
@@ -240,7 +242,7 @@ __device__ inline void store_attention(const Pass& pass, const AttentionTile& at
     }
 }
 
-// This block's parts. Positions before this pass are in shared memory, or on their way, when it begins.
+// This block's partials. Keys and values before this pass are in shared memory, or in flight, when it begins.
 __device__ inline void attention(Shared& s, const Pass& pass, const Layer& layer, const AttentionTile& attn) {
     if (!attn.active()) return;
     load_query(s, pass, attn);
@@ -250,7 +252,7 @@ __device__ inline void attention(Shared& s, const Pass& pass, const Layer& layer
         int begin = number * attn.each;
         for (int block = begin; block < min(begin + attn.each, attn.blocks); block++) {
             if (block != attn.kv_split * attn.each) {
-                sync();  // everybody has read the block before
+                sync();  // all warps have read the block before
                 load_block(s, layer, attn, block);
             }
             commit_copies();
@@ -262,7 +264,7 @@ __device__ inline void attention(Shared& s, const Pass& pass, const Layer& layer
         }
         PartialAddress(pass, attn, number).store(whole);
     }
-    if (attn.end > MERGED_BY_ALL) {  // who comes last merges them
+    if (attn.end > MERGED_BY_ALL) {  // the last block to arrive merges them
         sync();
         u32* counter = pass.counters + 2 + attn.tile * KV_HEADS + attn.head;
         if (thread() == 0) s.last = is_last_arrival(counter, min(AttentionTile::kv_splits, attn.end));

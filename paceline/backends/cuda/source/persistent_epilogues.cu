@@ -1,29 +1,29 @@
-// How blocks wait for each other, and what products end with.
+// The grid barrier, and the epilogues of products.
 
-// Of all blocks. Between arriving and waiting a block does what needs nothing of the others.
+// A grid barrier. Between arrive and wait a block does work that does not depend on the others.
 struct Barrier {
     u32* arrivals;
     u32 target = 0;
-    __device__ void arrive() {  // everything that this block has written can be read by who waits
+    __device__ void arrive() {  // this block's writes are visible after the others' wait
         sync();
         target += PROGRAMS;
         if (thread() == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals) : "memory");
     }
-    // Not by ld.acquire, which empties the multiprocessor's own cache at every try: what others have written
-    // is loaded past that cache, by loads that begin when this one has ended.
+    // Not by ld.acquire, which invalidates L1 at every try: results of other blocks are loaded past L1, by loads
+    // that are issued after this one has returned.
     __device__ void wait() {
         if (thread() == 0) {
             u32 seen = 0;
             for (int tries = 0; seen < target; tries++) {
                 asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrivals) : "memory");
-                if (tries == 1 << 22) __trap();  // seconds: rather an error than a device that hangs
+                if (tries == 1 << 22) __trap();  // after seconds: an error is better than a hang
             }
         }
         sync();
     }
 };
 
-// Thread (unit, row, column) turns the same two columns of a head in all layers.
+// RoPE: thread (unit, row, column) rotates the same two columns of a head in all layers.
 struct Rope {
     int row, number, head, part, kv_slot;
     bool mine;
@@ -76,7 +76,7 @@ __device__ inline float silu(float x) {
     return divide(x, __fadd_rn(power, 1.0f));
 }
 
-// SwiGLU: a thread's first two sums are gates, the other two what they let through.
+// SwiGLU: a thread's first two sums are gate, the other two up.
 __device__ inline void finish_gate_up(Shared& s, const Pass& pass, const float (&sums)[JOBS][4]) {
     u32 first = first_unit<GateUp::units>(blockIdx.x);
     u32 own = first_unit<GateUp::units>(blockIdx.x + 1) - first;

@@ -1,6 +1,6 @@
-// The pass: its phases in order.
+// The megakernel: the phases of a pass in order.
 
-// What attention reads of pages and positions, once for all layers.
+// Loads what attention needs of pages and positions, once for all layers.
 __device__ inline void prepare_attention(Shared& s, const Pass& pass) {
     const AttentionTile& attn = s.attn;
     if (thread() == 0) s.attn.find(pass, blockIdx.x / (AttentionTile::kv_splits * KV_HEADS));
@@ -74,7 +74,7 @@ __device__ inline void compute_all(Shared& s, const Pass& pass) {
     residual.keep(pass.hidden, HIDDEN);
     residual.keep(pass.features, pass.features_width);
     barrier.wait();
-    // The head reads sums of squares by tile.
+    // The LM head reads sums of squares by tile.
     int line = thread() + blockIdx.x * THREADS;
     if (line < ROWS * TILES) {
         uint4 quads[4];
@@ -83,11 +83,11 @@ __device__ inline void compute_all(Shared& s, const Pass& pass) {
     }
     if (thread() == 0) {
         u32 before = atomicAdd(pass.counters + 1, 1);
-        if (before == PROGRAMS - 1) pass.counters[0] = 0, pass.counters[1] = 0;  // nobody waits any more
+        if (before == PROGRAMS - 1) pass.counters[0] = 0, pass.counters[1] = 0;  // no block waits any more
     }
 }
 
-// The same products in the same order: each side counts the slots of the ring for itself.
+// The loading warps: the same products in the same order; each side counts the ring's slots itself.
 __device__ inline void fetch_all(Shared& s) {
     RingPosition ring_position;
     for (int number = 0; number < LAYERS; number++) {
@@ -99,11 +99,11 @@ __device__ inline void fetch_all(Shared& s) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + FETCHERS, 1) persistent_layers(const Pass* received) {
+extern "C" __global__ void __launch_bounds__(THREADS + FETCHERS, 1) persistent_layers(const Pass* argument) {
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& s = *(Shared*)memory;
     for (int i = thread(); i < (sizeof(Pass) + sizeof(s.layers)) / 8; i += THREADS + FETCHERS)
-        ((u64*)&s.pass)[i] = ((const u64*)received)[i];
+        ((u64*)&s.pass)[i] = ((const u64*)argument)[i];
     if (thread() < PIECE / 8) s.zeros[thread()] = make_uint4(0, 0, 0, 0);
     if (thread() == 0) {
         for (int i = 0; i < SLOTS; i++) {

@@ -1,4 +1,4 @@
-// The ring of weights, and the products of what comes through it.
+// The ring of weights, and the products of the weights that come through it.
 
 struct RingPosition {  // in the ring
     int stage = 0, slot = 0, round = 0;
@@ -8,14 +8,14 @@ struct RingPosition {  // in the ring
     }
 };
 
-// What those who fetch do while the ring is full: they ask for the next steps of gate and up, no faster than
-// memory gives them, or everything else would wait behind them.
+// What the loading warps do while the ring is full: they prefetch the next steps of gate and up into L2, no faster
+// than memory delivers them: all other loads would queue behind them.
 struct L2Prefetch {
     static constexpr int stages = STEP / GateUp::slab;  // of a step
     static constexpr u32 pace = Cut<GateUp>::columns * STEP * 2 / BYTES_A_CYCLE;  // cycles of a step
     int step = 0;
     u32 since = cycles();
-    // False if there is nothing left to be asked for.
+    // False if there is nothing left to prefetch.
     __device__ bool prefetch(const u16* weight, int stage) {
         step = max(step, ceil_div(stage, stages));
         if (step >= min(stage / stages + L2_PREFETCH_STEPS, Cut<GateUp>::steps)) return false;
@@ -31,8 +31,8 @@ struct L2Prefetch {
     }
 };
 
-// What those who fetch do for one matrix: thread (row, chunk) has one column of each group of 16, a row of
-// the slot, and 16 of each 128 bytes of it.
+// The loading warps' part of one matrix: thread (row, chunk) has one column of each group of 16, a row of the slot,
+// and 16 of each 128 bytes of it.
 template <class P> __device__ inline void fetch(Shared& s, RingPosition& ring_position, const u16* weight) {
     using C = Cut<P>;
     u32 unit = first_unit<P::units>(blockIdx.x), own = first_unit<P::units>(blockIdx.x + 1) - unit;
@@ -48,8 +48,10 @@ template <class P> __device__ inline void fetch(Shared& s, RingPosition& ring_po
     L2Prefetch l2_prefetch;
 #pragma unroll 1
     for (int stage = 0; stage < C::stages; stage++) {
-        u32 slot = shared_address(s.ring[ring_position.slot]) + to, empty = shared_address(&s.empty[ring_position.slot]);
-        while (P::prefetches_l2 && !is_mbarrier_complete(empty, ring_position.round ^ 1) && l2_prefetch.prefetch(weight, stage)) {}
+        u32 slot = shared_address(s.ring[ring_position.slot]) + to;
+        u32 empty = shared_address(&s.empty[ring_position.slot]);
+        while (P::prefetches_l2 && !is_mbarrier_complete(empty, ring_position.round ^ 1) &&
+               l2_prefetch.prefetch(weight, stage)) {}
         wait_mbarrier(empty, ring_position.round ^ 1);
 #pragma unroll
         for (int split = 0; split < P::splits; split++)
@@ -73,12 +75,12 @@ template <class P> __device__ inline void fetch(Shared& s, RingPosition& ring_po
     }
 }
 
-// What a warp multiplies at a time, in registers: N groups of 16 columns by all rows.
+// The registers of one iteration of a warp: N groups of 16 columns by all rows.
 template <int N> struct Piece {
     u32 left[N][PIECE / 16][4], right[PIECE / 32][4];
 };
 
-// The rows of a product as a warp reads them, piece after piece. Here they lie in shared memory.
+// The rows of a product as a warp reads them, piece after piece. Here they are in shared memory.
 template <class P, bool STREAMED = P::streamed> struct Rows {
     u32 at, step;
     __device__ Rows(Shared& s, int split, int row) {
@@ -88,20 +90,20 @@ template <class P, bool STREAMED = P::streamed> struct Rows {
         step = there ? PIECE * 2 : 0;
     }
     __device__ void begin() {}
-    __device__ u32 next() {  // where this lane's row of the next piece lies
+    __device__ u32 next() {  // the address of this lane's row of the next piece
         u32 now = at;
         at += step;
         return now;
     }
 };
 
-// Those of down would fill shared memory, and a warp needs no more of them than its split of the depth. So it
-// brings them there for itself, and multiplies when the first are there. With several rows others do, too.
+// The input of down would fill shared memory, and a warp needs only its own split of the depth. So it loads that
+// itself, and multiplies when the first piece is there. With several rows other products do so, too.
 template <class P> struct Rows<P, true> {
     static constexpr u32 piece = ROWS * PIECE * 2;  // bytes
-    const u16* from;                                // what this lane asks for next
+    const u16* from;                                // what this lane loads next
     u32 ring, row_at, seen, asked = 0, taken = 0;   // offsets of slots in the ring
-    int left;                                       // pieces that nobody has asked for
+    int left;                                       // pieces not yet loaded
     __device__ Rows(Shared& s, int split, int row) {
         int lane = thread() % 32;
         from = P::input(s.pass) + lane / 8 * P::depth + Cut<P>::begin(split) + lane % 8 * 8;
@@ -127,7 +129,7 @@ template <class P> struct Rows<P, true> {
     }
     __device__ u32 next() {
         wait_copies<ROW_SLOTS - 2>();
-        __syncwarp();  // all lanes have their part of it, and have read the piece whose slot is filled now
+        __syncwarp();  // all lanes have their part of it, and have read the slot that is refilled now
         prefetch();
         u32 now = row_at + (taken & seen);
         taken = after(taken);
@@ -135,8 +137,8 @@ template <class P> struct Rows<P, true> {
     }
 };
 
-// N jobs of a warp, which have the same split: where it reads, and what it has in registers. There are no
-// branches between pieces of a round, or they would wait for what is on its way.
+// N jobs of a warp, which have the same split: its addresses and registers. There are no branches between pieces of
+// a round: a branch would wait for all loads in flight.
 template <class P, int N> struct Multiplier {
     using C = Cut<P>;
     static constexpr int round = most(C::pieces, 2);  // pieces: those of a stage, or of two stages
@@ -145,7 +147,7 @@ template <class P, int N> struct Multiplier {
     Piece<N> held[round];
     Rows<P> rows;
     u32 left[N], right_chunk;  // addresses in shared memory: of weights, in the slot; of rows, in their piece
-    bool speaks;  // for its warp
+    bool speaks;  // whether this lane releases stages for its warp
     __device__ Multiplier(Shared& s, RingPosition& ring_position)
         : s(s), ring_position(ring_position), rows(s, thread() / 32 % P::splits, thread() % 8) {
         int warp = thread() / 32, lane = thread() % 32, split = warp % P::splits, row = lane % 8;
@@ -173,8 +175,8 @@ template <class P, int N> struct Multiplier {
         if (speaks) arrive_mbarrier(shared_address(&s.empty[ring_position.slot]));
         ring_position.advance();
     }
-    // Multiplies the pieces that are left of a round. Each is on its way while the one before is multiplied,
-    // and the first of the next round, if this is not the last, while the last one is.
+    // Multiplies the remaining pieces of a round. Each is loaded while the one before is multiplied, and the first
+    // of the next round, unless this is the last, while the last one is.
     template <bool LAST> __device__ void multiply_round(float (&sums)[JOBS][4], int rest) {
 #pragma unroll
         for (int i = 0; i < round; i++) {
@@ -216,7 +218,7 @@ template <class P> __device__ inline void product(Shared& s, RingPosition& ring_
     int split = warp % P::splits, pieces = (C::begin(split + 1) - C::begin(split)) / PIECE;
     if (count >= N) Multiplier<P, N>(s, ring_position).run(sums, pieces);
     else if (N > 1) Multiplier<P, most(N - 1, 1)>(s, ring_position).run(sums, pieces);
-    while (ring_position.stage < end) {  // of which this warp needs nothing
+    while (ring_position.stage < end) {  // stages that this warp does not need
         wait_mbarrier(shared_address(&s.full[ring_position.slot]), ring_position.round);
         __syncwarp();
         if (thread() % 32 == 0) arrive_mbarrier(shared_address(&s.empty[ring_position.slot]));
@@ -224,7 +226,7 @@ template <class P> __device__ inline void product(Shared& s, RingPosition& ring_
     }
 }
 
-// The sums of all splits of a column and row, in order.
+// Split-K reduction: the sum of all splits of a column and row, in order.
 template <class P> __device__ inline float total(const Shared& s, int column, int row) {
     float sum = s.product.parts[column / 16 * P::splits][column % 16][row];
 #pragma unroll
@@ -233,7 +235,7 @@ template <class P> __device__ inline float total(const Shared& s, int column, in
     return sum;
 }
 
-// Brings the sums of all warps together: those of a column are of several splits.
+// Stores the partial sums of all warps in shared memory.
 template <class P> __device__ inline void store_partials(Shared& s, const float (&sums)[JOBS][4]) {
     int warp = thread() / 32, lane = thread() % 32;
 #pragma unroll
@@ -247,7 +249,7 @@ template <class P> __device__ inline void store_partials(Shared& s, const float 
     sync();
 }
 
-// Rows [ROWS, HIDDEN] to shared memory: all of it is on its way at once.
+// Rows [ROWS, HIDDEN] to shared memory, all loads in flight at once.
 __device__ inline void load_input_rows(Shared& s, const u16* from) {
     constexpr int line = HIDDEN / 8, chunks = ROWS * line, each = ceil_div(chunks, THREADS);
     uint4 taken[each];
@@ -263,7 +265,7 @@ __device__ inline void load_input_rows(Shared& s, const u16* from) {
     }
 }
 
-// The sum of squares of a tile of 64 columns, of its 16 sums of four: of pairs, of pairs of pairs, and so on.
+// The sum of squares of a tile of 64 columns, from its 16 sums of four, added in pairs.
 __device__ inline float tile_squares(const uint4 (&quads)[4]) {
     float sums[4];
 #pragma unroll
@@ -277,8 +279,8 @@ __device__ inline void load_quads(uint4 (&to)[4], const float* quads, int row, i
     for (int i = 0; i < 4; i++) to[i] = load_cg_16(quads + row * (HIDDEN / 4) + tile * 16 + i * 4);
 }
 
-// One over the root mean square of every row, by a warp each, the last ones: the first have more to do.
-// Nobody waits for it but the ends of products: what it is made of is taken along with the rows.
+// The RMSNorm factor of every row, by a warp each, the last ones: the first have more to do. Only the epilogues of
+// products wait for it; its inputs are loaded together with the rows.
 struct NormFactors {
     static constexpr int each = ceil_div(TILES, 32);  // tiles of a lane
     static_assert(each <= 2, "");
@@ -296,15 +298,15 @@ struct NormFactors {
                                    : make_uint4(0, 0, 0, 0);
         }
     }
-    // Tiles are added up in pairs, too; in the first layer their squares are `received`.
-    __device__ void store(Shared& s, const float* received) const {
+    // Tiles are added in pairs, too; in the first layer their sums are `first_squares`.
+    __device__ void store(Shared& s, const float* first_squares) const {
         if (row >= ROWS) return;
         int lane = thread() % 32;
         float sums[2] = {0.0f, 0.0f}, root;
 #pragma unroll
         for (int t = 0; t < each; t++) {
             int tile = lane + t * 32;
-            if (tile < TILES) sums[t] = received ? received[row * TILES + tile] : tile_squares(quads[t]);
+            if (tile < TILES) sums[t] = first_squares ? first_squares[row * TILES + tile] : tile_squares(quads[t]);
 #pragma unroll
             for (int offset = 1; offset < 32; offset *= 2)
                 sums[t] = __fadd_rn(sums[t], __shfl_xor_sync(0xffffffff, sums[t], offset));

@@ -1,11 +1,11 @@
-// How programs wait for each other, and what products end with.
+// Synchronization between programs, and the epilogues of products.
 
-// Of the threads that multiply, of the first group of them, and of all that have to do with factors.
+// Barriers of the multiplying threads, of the first warpgroup, and of all that use norm factors.
 __device__ inline void sync() { sync_named_barrier<1, MMA_THREADS>(); }
 __device__ inline void sync_first() { sync_named_barrier<2, 128>(); }
 __device__ inline void sync_factors() { sync_named_barrier<3, MMA_THREADS + NORM_THREADS>(); }
 
-// What all threads of this program have written before is there for who sees it told.
+// Signals a unit as ready: earlier writes of all threads of this program are visible to who sees it.
 __device__ inline void signal_ready(Shared& s, u32* unit, int product) {
     fence_async_global(), fence_async_shared();
     sync();
@@ -18,8 +18,8 @@ __device__ inline float in_pairs(float x, int lanes) {
     return __fadd_rn(x, __shfl_xor_sync(0xffffffff, x, lanes));
 }
 
-// One over the root mean square of each row, by one warp each; squares are added up in pairs. Warps of their
-// own do it, when all programs have written their squares.
+// The RMSNorm factor of each row, one warp each; sums of squares are added in pairs. Separate warps compute it, when
+// all programs have written their sums of squares.
 __device__ inline void compute_norm_factors(Shared& s, const float* squares, int tiles, float size, float eps) {
     int lane = threadIdx.x % 32, warp = (threadIdx.x - FIRST_NORM_THREAD) / 32;
     constexpr int warps = NORM_THREADS / 32, each = ROWS / warps, together = each < 8 ? each : 8;
@@ -48,14 +48,16 @@ __device__ inline void compute_norm_factors(Shared& s, const float* squares, int
     sync_factors();
 }
 
-// Of a thread: two rows of its first line, two of its second, and the same of the next eight rows.
+// A thread's sums: two rows of its first line, two of its second, and the same of the next eight rows.
 typedef float Sums[1][ROWS / 2];
 
-// Each program of a cluster gives the other its sums of half of the rows, and gets those of its own half.
+// Split-K reduction in a cluster: each program sends its sums of the other's half of the rows, and adds what it
+// receives.
 __device__ inline void reduce_split_k(Shared& s, const Sums& sums, float (&kept)[HALF_SUMS], int group, int round) {
     int thread = threadIdx.x % 128;
     bool second = split();
-    u32 to = cluster_address(s.received[group][0][thread], 1 - split()), mbarrier = cluster_address(&s.exchanged, 1 - split());
+    u32 to = cluster_address(s.received[group][0][thread], 1 - split());
+    u32 mbarrier = cluster_address(&s.exchanged, 1 - split());
 #pragma unroll
     for (int i = 0; i < HALF_SUMS; i += 4) {
         float own[4];
@@ -68,19 +70,19 @@ __device__ inline void reduce_split_k(Shared& s, const Sums& sums, float (&kept)
     }
     wait_mbarrier(&s.exchanged, round);
 #pragma unroll
-    for (int i = 0; i < HALF_SUMS; i += 4) {  // of two sums there is no order
+    for (int i = 0; i < HALF_SUMS; i += 4) {  // the sum of two does not depend on the order
         float4 other = received(s.received[group][i / 4][thread]);
         kept[i] = __fadd_rn(kept[i], other.x), kept[i + 1] = __fadd_rn(kept[i + 1], other.y);
         kept[i + 2] = __fadd_rn(kept[i + 2], other.z), kept[i + 3] = __fadd_rn(kept[i + 3], other.w);
     }
 }
 
-// Results lie in threads by column, but memory wants lines of a row. They change places in the slots of rows, of
-// which nothing is needed any more when a product ends, and nothing new is asked for before it has.
+// Threads hold results by column, but stores need lines of a row. They are transposed in the row stages, which are free
+// when a product ends, and not refilled before it has.
 __device__ inline int swizzled(int row, int eight) { return row * 128 + (eight ^ row / 2 % 8) * 8; }  // of 16 eights
 
-// What a product that is added to the residual stream is added to, and leaves for the next norm. It is asked for
-// before the product, since it may have to come from memory. Each 16 threads have every eighth row.
+// The residual stream and norm weights of a product that is added to it. Loaded before the product, since they may come
+// from memory. Every 16 threads have every eighth row.
 struct Added {
     float4 hidden[HALF / 8];
     float norm[4];
@@ -101,12 +103,12 @@ struct Added {
 };
 
 __device__ inline void finish_residual(Shared& s, const Arguments& own, const Sums& sums, const Added& to, int round) {
-    constexpr int stride = 68;  // lines of 64 numbers, so that threads do not meet in a bank
+    constexpr int stride = 68;  // lines of 64 numbers, padded against bank conflicts
     int warp = threadIdx.x / 32, line = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2, four = threadIdx.x % 16 * 4;
     float* room = (float*)s.rows[0];
     float kept[HALF_SUMS];
     reduce_split_k(s, sums, kept, 0, round);
-    sync_first();  // all have multiplied
+    sync_first();  // all warps have finished multiplying
 #pragma unroll
     for (int i = 0; i < HALF_SUMS; i++)
         room[(i / 4 * 8 + pair + i % 2) * stride + warp * 16 + i / 2 % 2 * 8 + line] = kept[i];
@@ -131,11 +133,11 @@ __device__ inline void finish_residual(Shared& s, const Arguments& own, const Su
     }
 }
 
-// A thread's first line is a gate, its second what it lets through.
+// SwiGLU: a thread's first line is gate, its second up.
 __device__ inline void finish_gate_up(Shared& s, const Arguments& own, const float (&sums)[2][ROWS / 2], int group) {
     int warp = threadIdx.x / 32 % 4, line = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
     u16* room = (u16*)s.rows[0];
-    float factors[ROWS / 4];  // read before anything is written, so that they do not wait for it
+    float factors[ROWS / 4];  // read before the writes, so that they do not wait for them
 #pragma unroll
     for (int i = 0; i < ROWS / 4; i++) factors[i] = s.factors[i / 2 * 8 + pair + i % 2];
 #pragma unroll
@@ -157,12 +159,12 @@ __device__ inline void finish_gate_up(Shared& s, const Arguments& own, const flo
     }
 }
 
-// Where heads go, and by what a thread turns them: looked up before they are there, all at once, since a branch
-// around each would let them wait for each other.
+// Destinations and RoPE factors of QKV: loaded before the product, all at once, since a branch around each would
+// serialize the loads.
 struct RopeTable {
     static constexpr int ROWS_PER_THREAD = (HALF + 15) / 16;
     float cosines[HALF / 4], sines[HALF / 4], bias[2];
-    int slot_mapping[ROWS_PER_THREAD];  // of the rows that this thread will write
+    int slot_mapping[ROWS_PER_THREAD];  // destination of the rows that this thread writes
     __device__ RopeTable(const Arguments& own, int part) {
 #pragma unroll
         for (int i = 0; i < HALF / 4; i++) {
@@ -177,13 +179,15 @@ struct RopeTable {
             bool is_query = qkv_head() < own.query_heads;
             slot_mapping[i] = in_half >= HALF ? -1 : is_query ? row : row < own.row_count ? kv_slot : -1;
         }
-        const u16* from = own.bias ? own.bias + qkv_head() * 128 + part : own.attention_norm;  // any, if none
+        // any address, if there is no bias
+        const u16* from = own.bias ? own.bias + qkv_head() * 128 + part : own.attention_norm;
         bias[0] = unpack(from[0]), bias[1] = unpack(from[64]);
     }
 };
 
-// A thread's second line is half a head behind its first.
-__device__ inline void finish_qkv(Shared& s, const Arguments& own, const Sums& sums, const RopeTable& rope_table, int part) {
+// A thread's second line is half a head after its first: RoPE's pair.
+__device__ inline void finish_qkv(Shared& s, const Arguments& own, const Sums& sums, const RopeTable& rope_table,
+                                  int part) {
     float kept[HALF_SUMS];
     reduce_split_k(s, sums, kept, part / 32, 0);
     int head = qkv_head();

@@ -1,7 +1,7 @@
-// Parts of a softmax as threads of a warp have them, and how they are merged: see ../kernels/softmax.py.
+// Partial results of an online softmax in a warp's registers, and their merge: see ../kernels/softmax.py.
 
-// Values weighted by powers of two of scores. HALVES times eight lanes lie on the side of 16 of products, so a thread
-// has those of lanes g, g + 8, g + 16 ..., where g is its quad; of the values it has WIDE tiles of 8 columns.
+// row_max, row_sum and acc of an online softmax in base 2. HALVES times eight lanes are the 16-row operand of products,
+// so a thread has lanes g, g + 8, g + 16 ..., where g is its quad, and WIDE tiles of 8 columns of the values.
 template <int HALVES, int WIDE> struct SoftmaxOf {
     static constexpr int halves = HALVES, wide = WIDE, tiles = (HALVES + 1) / 2;
     float highest[halves], total[halves], acc[tiles][wide][4];
@@ -13,10 +13,10 @@ template <int HALVES, int WIDE> struct SoftmaxOf {
     }
 };
 
-// What is subtracted from scores: infinity minus itself would be no number.
+// What is subtracted from scores: infinity minus itself would be NaN.
 __device__ inline float safe(float highest) { return highest == negative_infinity() ? 0.0f : highest; }
 
-// To merge into nothing changes no bit.
+// Merging into an empty one changes no bit.
 template <class Part> __device__ inline void merge(Part& whole, const Part& other) {
 #pragma unroll
     for (int i = 0; i < Part::halves; i++) {
@@ -35,14 +35,14 @@ template <class Part> __device__ inline void merge(Part& whole, const Part& othe
     }
 }
 
-// Parts are merged to groups of MERGE_FAN_IN, groups to the whole, always in order; `load` brings a part from memory.
+// Merges partials in groups of MERGE_FAN_IN, then the groups, always in order; `load` reads one from memory.
 template <class Part, int MERGE_FAN_IN, int AT_ONCE, class Take>
 __device__ inline Part merge_partials(int parts, const Take& load) {
     Part whole;
     for (int first = 0; first < parts; first += MERGE_FAN_IN) {
         Part inner;
         for (int next = first; next < min(first + MERGE_FAN_IN, parts); next += AT_ONCE) {
-            Part some[AT_ONCE];  // that are on their way at once
+            Part some[AT_ONCE];  // loads in flight
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++)
                 if (next + i < parts) some[i] = load(next + i);
@@ -55,7 +55,7 @@ __device__ inline Part merge_partials(int parts, const Take& load) {
     return whole;
 }
 
-// Counts who has left a part: whether this program is the last of so many. The counter is zero again then.
+// Whether this program is the last of so many to arrive; then the counter is reset to zero.
 __device__ inline bool is_last_arrival(u32* counter, u32 programs) {
     u32 before = add_acq_rel(counter);
     if (before == programs - 1) *counter = 0;
