@@ -30,7 +30,7 @@ from paceline.backends.cuda.kernels.draft_sampling import (
 )
 from paceline.backends.cuda.model import Pool
 from paceline.backends.cuda.tables import DeviceTables, rows_of, to_device
-from paceline.backends.head_chains import RIVALS, TO_GO_ON
+from paceline.backends.head_chains import EXTEND_FACTOR, RIVALS
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch, KVPool
 from paceline.errors import BackendError
@@ -292,7 +292,7 @@ def up_to_least(
 ) -> HeadChains:
     """Chains cut where head_chains.py ends them, of tokens with these chances [requests, longest]."""
     kept = (chances >= least_chance) & (np.arange(chances.shape[1]) < np.array(most)[:, None])
-    goes_on = chances >= TO_GO_ON * least_chance
+    goes_on = chances >= EXTEND_FACTOR * least_chance
     kept[:, 1:] &= goes_on[:, :-1]
     return HeadChains(tokens, chances, np.logical_and.accumulate(kept, axis=1).sum(axis=1, dtype=np.int32))
 

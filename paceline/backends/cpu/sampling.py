@@ -1,4 +1,4 @@
-"""Tokens chosen where their logits are, by all threads: see Choices in backends/base.py."""
+"""Tokens sampled right after the pass, by all threads: see Choices in backends/base.py."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _call_gumbel_argmax = caller(*[types.int64] * 6)
     types.CPointer(types.int32),
 )
 def run_gumbel_argmax(logits, count, temperature, seed, position, token):  # type: ignore[no-untyped-def]
-    """Write the token of argmax(logits / temperature + gumbel); the largest logit is a finite number."""
+    """Write the token of argmax(logits / temperature + gumbel). The largest logit must be finite."""
     best = np.empty(1, dtype=np.int64), np.empty(1, dtype=np.float64)
     every = np.empty(0, dtype=np.int64)
     gumbel_top_k((carray(logits, count), every), temperature[0], (seed[0], np.uint64(position)), best)
@@ -58,7 +58,7 @@ def run_gumbel_argmax(logits, count, temperature, seed, position, token):  # typ
 
 @compiled
 def sixteen(logits, start, count):  # type: ignore[no-untyped-def]
-    """Sixteen of the `count` logits from `start` on; minus infinity behind the last."""
+    """Sixteen of the `count` logits from `start` on; minus infinity after the last."""
     values = load(logits + 4 * start)
     return values if start + 16 <= count else keep_lanes(values, 0, count - start - 1)
 
@@ -73,8 +73,8 @@ def largest_of(logits, count):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def first_place_of(logits, value):  # type: ignore[no-untyped-def]
-    """The first place of a value that is among the logits."""
+def first_index_of(logits, value):  # type: ignore[no-untyped-def]
+    """The first index of a value that is among the logits."""
     place = 0
     while load_float(logits + 4 * place) != value:
         place += 1
@@ -82,8 +82,8 @@ def first_place_of(logits, value):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def choose_tokens(tasks, job, counter):  # type: ignore[no-untyped-def]
-    """Choose the tokens of the last outputs."""
+def sample_tokens(tasks, job, counter):  # type: ignore[no-untyped-def]
+    """Sample the tokens of the last outputs."""
     count, vocabulary = field(job, NUM_CHOSEN), field(job, VOCABULARY)
     first = field(job, OUTPUTS) - count
     while True:
@@ -99,7 +99,7 @@ def choose_tokens(tasks, job, counter):  # type: ignore[no-untyped-def]
         if not math.isfinite(largest):
             store_int32(token, -1)
         elif load_int64(temperature) == 0:  # the bits of 0.0
-            store_int32(token, first_place_of(logits, largest))
+            store_int32(token, first_index_of(logits, largest))
         else:
             row = load_int32(field(job, LOGIT_ROWS_AT) + 4 * (first + choice))
             position = load_int32(field(job, POSITIONS_AT) + 4 * row) + 1
