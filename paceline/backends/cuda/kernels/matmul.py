@@ -215,7 +215,7 @@ def matmul_tiles(  # type: ignore[no-untyped-def]
     return last, apply_scales(total, scales_at, tile, columns, packing)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def program_tokens(tokens: tl.constexpr):  # type: ignore[no-untyped-def]
     """The rows of this program's row tile: int32 [tokens]."""
     return tl.program_id(0) * tokens + tl.arange(0, tokens)
