@@ -175,7 +175,7 @@ def test_ancestors_of_a_tree() -> None:
     assert [np.flatnonzero(row).tolist() for row in table] == [path_to(row) for row in range(len(table))]
 
 
-def test_places_follow_the_page_table() -> None:
+def test_kv_slots_follow_the_page_table() -> None:
     places = kv_slots(np.array([7, 2, -1], np.int32), 18)
     assert places.tolist() == [*range(112, 128), 32, 33]
 

@@ -128,7 +128,7 @@ def test_every_part_of_the_key_gives_other_noise():
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 300), st.integers(0, 5))
 @settings(max_examples=80)
-def test_compiled_draws_are_those_of_the_reference_and_never_of_mass_0(seed, size, num_taken):
+def test_compiled_draws_are_those_of_the_reference_and_never_of_probability_0(seed, size, num_taken):
     rng = np.random.default_rng(seed)
     probs = rng.random(size) * (rng.random(size) < 0.5)
     taken = rng.integers(0, size, num_taken).tolist()

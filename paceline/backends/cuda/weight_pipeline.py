@@ -17,8 +17,8 @@ from paceline.backends.cuda.native import NativeKernel, native_kernel, tensor_ma
 
 SHARED_SOURCES = (
     "instructions",
-    "buffers",
-    "stream_ends",
+    "pipeline",
+    "pipeline_epilogues",
 )  # concatenated in this order, followed by the kernel's own file
 TILE, STEP = 64, 128  # columns of a tile, and depth of a step, in the layout of weights
 DEEP = 64  # depth of a pipeline cell, of one tile

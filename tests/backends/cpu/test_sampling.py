@@ -61,7 +61,7 @@ POSITIONS = [3, 4, 5, 0, 1, 1, 2, 2, 11]  # of all rows
 
 @pytest.mark.parametrize("temperatures", [[0.0] * 5, [1.0] * 5, [0.7, 0.0, 2.0, 1.0, 0.0]])
 @pytest.mark.parametrize("wanted", [WANTED, []])
-def test_choices_are_those_of_the_reference_and_other_rows_give_logits(backend, temperatures, wanted):
+def test_sampled_tokens_are_those_of_the_reference_and_other_rows_give_logits(backend, temperatures, wanted):
     logits = output_of(backend, None, None).logits.copy()
     expected = [
         choose_token_reference(logits[row], max(temperature, 1e-9), 0, 1.0, 0.0, seed, POSITIONS[row] + 1)
@@ -74,6 +74,6 @@ def test_choices_are_those_of_the_reference_and_other_rows_give_logits(backend, 
     assert (output.logits == logits[wanted]).all()
 
 
-def test_a_pass_behind_choices_is_a_plain_one(backend):
+def test_a_pass_after_sampling_is_a_plain_one(backend):
     output_of(backend, [1.0] * 5, [])
     assert output_of(backend, None, WANTED).chosen is None

@@ -42,7 +42,7 @@ int main(int, char** names) {
     auto run = [&]() { return run_grid({sizes[7], KV_HEADS, sizes[5]}, []() { decode_attention(arguments); }); };
     if (!run()) return 4;
     for (u32 count : counters) if (count) return 3;
-    if (sizes[8]) {  // again with parts of the first stretches as they are now, and no others
+    if (sizes[8]) {  // again with the partials of the first KV chunks as they are now, and no others
         std::vector<int> shared_chunks(parts[6].size() / 4, sizes[8]);
         for (size_t i = 0; i < lines; i++)
             if ((int)(i % sizes[2]) >= sizes[8]) {

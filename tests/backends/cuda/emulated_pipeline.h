@@ -1,5 +1,5 @@
-// Runs between.cu or logits.cu on the host, behind emulated.h: all programs by turns, since they wait for each other.
-// What is given is what a kernel of a GPU would get, with addresses of this process.
+// Runs fused_layer.cu or logits.cu on the host, after emulated.h: all programs by turns, since they wait for each other.
+// The argument is what a kernel of a GPU would get, with addresses of this process.
 
 void begin_program() {}
 void end_kernels_before() {}

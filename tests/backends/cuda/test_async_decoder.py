@@ -60,7 +60,7 @@ class Recording:
 @pytest.fixture
 def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     """The decode loops, as they are made."""
-    from paceline.backends.cuda import ahead
+    from paceline.backends.cuda import async_decoder
 
     made: list[Recording] = []
 
@@ -71,8 +71,8 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     def network(weights, pool, layers, shape, rows, longest, size):  # type: ignore[no-untyped-def]
         return shape
 
-    monkeypatch.setattr(ahead, "DecodeLoop", loop)
-    monkeypatch.setattr(ahead, "HeadNetwork", network)
+    monkeypatch.setattr(async_decoder, "DecodeLoop", loop)
+    monkeypatch.setattr(async_decoder, "HeadNetwork", network)
     return made
 
 
@@ -138,8 +138,8 @@ def test_a_request_that_leaves_and_one_that_joins_begin_the_rows_anew(decoder, l
     assert state.temperatures[5] == 0.5
 
 
-def test_what_requests_have_in_common_is_looked_for_when_rows_begin_anew(decoder, loops, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    from paceline.backends.cuda import ahead
+def test_shared_prefixes_are_looked_for_when_rows_begin_anew(decoder, loops, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    from paceline.backends.cuda import async_decoder
 
     asked = []
 
@@ -148,7 +148,7 @@ def test_what_requests_have_in_common_is_looked_for_when_rows_begin_anew(decoder
         assert sizes == (PAGE, 4, 2)
         return own.page_tables[:, :2].tolist()
 
-    monkeypatch.setattr(ahead, "find_shared_prefixes", find)
+    monkeypatch.setattr(async_decoder, "find_shared_prefixes", find)
     tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
     decoder.join(joining([1, 4], [6, 7]))
     for draft in (None, None, None, head_draft(2)):  # what passes in flight will have computed is not known
@@ -170,7 +170,7 @@ def test_each_length_has_a_loop_that_begins_anew_when_it_takes_its_turn(decoder,
     assert [output.features is None for output in outputs] == [False, True, True, True, True]
 
 
-def test_what_the_host_expects_is_there_before_its_pass_and_for_no_other(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+def test_host_drafts_arrive_before_their_pass_and_for_no_other(decoder, loops) -> None:  # type: ignore[no-untyped-def]
     tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
     decoder.join(joining([4, 2], [3, 5]))
     by_host = AheadDraft(2, leads=3)
@@ -194,7 +194,7 @@ def test_passes_that_are_dropped_are_not_read(decoder) -> None:  # type: ignore[
     assert decoder.read().tokens[:, 0].tolist() == [8]
 
 
-def test_passes_look_for_what_is_kept_while_a_request_has_such_options(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+def test_passes_truncate_while_a_request_has_such_options(decoder, loops) -> None:  # type: ignore[no-untyped-def]
     tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
     decoder.join(joining([2, 3], [1, 1]))
     for slots in ([2, 3], [2]):
@@ -205,7 +205,7 @@ def test_passes_look_for_what_is_kept_while_a_request_has_such_options(decoder, 
 
 @needs_gpu
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_engine_that_runs_ahead_gives_the_tokens_of_one_that_does_not(
+def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
     temperature: float,
     tmp_path: Path,
     device: torch.device,

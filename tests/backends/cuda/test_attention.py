@@ -125,10 +125,10 @@ def test_a_drafted_row_has_the_bits_of_its_committed_path(device: torch.device, 
     assert torch.equal(decoded.run(device, dtype)[0], drafted)
 
 
-def test_who_shares_the_work_does_not_change_bits(
+def test_split_kv_does_not_change_bits(
     device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A context of 9 blocks: of each block another program, or all of them two stretches of one."""
+    """A context of 9 blocks: of each block another program, or all of them two KV chunks of one."""
     from paceline.backends.cuda.kernels import attention
 
     case = Case([9 * attention.BLOCK - 1], [[-1]], 2, 1, 16)
@@ -138,11 +138,11 @@ def test_who_shares_the_work_does_not_change_bits(
     assert torch.equal(case.run(device, dtype, longest=1024), shared)
 
 
-def test_parts_of_few_tiles_with_many_rows_have_room() -> None:
+def test_scratch_holds_the_partials_of_few_tiles_with_many_rows() -> None:
     """Six rows of a request are two tiles, which more programs share than six tiles of a row each."""
     from paceline.backends.cuda.kernels import attention
 
     scratch = attention.attention_scratch(6, 32, 8, 128, 400, torch.device("meta"))
-    parts = attention._parts(2, 8, scratch.blocks)
+    parts = attention._max_partials(2, 8, scratch.blocks)
     assert parts == scratch.blocks == 7
     assert scratch.partial_acc.numel() >= 6 * 32 * parts * 128

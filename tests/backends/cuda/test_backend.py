@@ -80,7 +80,7 @@ def test_a_token_has_the_same_bits_in_any_pass(
 
 @needs_gpu
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_it_chooses_what_the_host_would_sample_from_its_logits(
+def test_it_samples_what_the_host_would_sample_from_its_logits(
     temperature: float, folder: Path, device: torch.device, dtype: torch.dtype
 ) -> None:
     from paceline.core.params import SamplingParams

@@ -58,7 +58,7 @@ def uniform_tables(case: Case, counts: list[int] | None, settled: bool, is_chain
 
 
 def attended(case: Case, tables: Any, attend: Any, earliest: int) -> torch.Tensor:
-    """The bits that attention writes behind nothing but NaN."""
+    """The bits that attention writes to memory full of NaN."""
     from paceline.backends.cuda.kernels.attention import attention_scratch
 
     heads, kv_heads, dim = case.shape
@@ -148,7 +148,7 @@ def test_more_programs_than_find_room_at_once_run_if_each_has_two_tiles(rows: in
 @needs_hopper
 @pytest.mark.parametrize(("requests", "tree"), [(11, False), (8, True)])
 def test_steps_have_the_bits_of_triton(requests: int, tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys of earlier steps are asked for before the kernels ahead have ended, those of this one behind."""
+    """Keys of earlier steps are loaded before the previous kernels have ended, those of this step after."""
     from paceline.backends.cuda import decode_attention
     from paceline.backends.cuda.draft_shape import chain_shape, tree_shape
 

@@ -38,7 +38,7 @@ def emulate(
 ) -> torch.Tensor:
     """What the kernel gives [rows, heads, dim]; keys of this pass come when it has waited for them.
 
-    If some stretches are to be skipped, it gives the same again when their parts are there and no others.
+    With shared KV chunks, it gives the same again when only their partials are there.
     """
     heads, kv_heads, dim = case.shape
     batch, rows, requests = case.batch, case.batch.num_rows, len(case.offsets) - 1
@@ -84,7 +84,7 @@ def emulate(
         (Built((12, 2, 128), 2, False), [([520], chain(4), 2, 1), ([520], chain(4), 1, 0)]),
         (Built((4, 1, 64), 2, True), [([60, 1], some_tree(12, 1), 1, 0), ([505], some_tree(14, 2), 1, 0)]),
     ],
-    ids=["plain", "six heads of a key head, two stretches", "trees"],
+    ids=["plain", "six heads of a key head, two KV chunks", "trees"],
 )
 def test_it_is_the_plain_attention(
     built: Built, cases: list[tuple[list[int], list[int], int, int]], tmp_path: Path

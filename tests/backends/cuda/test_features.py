@@ -7,7 +7,7 @@ import torch
 from paceline.backends.cuda.kernels.features import store_features
 
 
-def test_wanted_parts_of_rows_go_to_their_places_and_padding_nowhere(
+def test_wanted_parts_of_rows_go_to_their_kv_slots_and_padding_nowhere(
     device: torch.device, dtype: torch.dtype
 ) -> None:
     rows, size = 5, 6

@@ -68,7 +68,7 @@ def near(got: torch.Tensor, expected: torch.Tensor, bound: float = 1e-3) -> None
     assert float(((got.float() - expected).norm(dim=1) / expected.norm(dim=1)).max()) < bound
 
 
-def test_a_product_is_added_and_the_next_rows_are_rounded(device: torch.device, dtype: torch.dtype) -> None:
+def test_a_product_is_added_and_the_next_rows_are_quantized(device: torch.device, dtype: torch.dtype) -> None:
     from paceline.backends.cuda.kernels import matrix
     from paceline.backends.cuda.kernels.linear import add_product
 
@@ -83,7 +83,7 @@ def test_a_product_is_added_and_the_next_rows_are_rounded(device: torch.device, 
     assert torch.equal(written.scales, as_kernels_read(rounded_rows(0.5 * hidden)[1]))
 
 
-def test_gate_and_up_of_rounded_rows(device: torch.device, dtype: torch.dtype) -> None:
+def test_gate_and_up_of_quantized_rows(device: torch.device, dtype: torch.dtype) -> None:
     from paceline.backends.cuda.kernels import matrix
     from paceline.backends.cuda.kernels.linear import gate_up
 
@@ -97,7 +97,7 @@ def test_gate_and_up_of_rounded_rows(device: torch.device, dtype: torch.dtype) -
     near(values_of(numbers, scales), F.silu(gate) * up, ROUNDING)
 
 
-def test_attention_is_rounded_by_parts_of_heads(device: torch.device, dtype: torch.dtype) -> None:
+def test_attention_is_quantized_by_parts_of_heads(device: torch.device, dtype: torch.dtype) -> None:
     from paceline.backends.cuda.kernels.attention import RowTables, attend, attention_scratch
 
     rows, heads, dim = 2, 2, 128

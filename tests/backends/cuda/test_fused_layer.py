@@ -1,6 +1,6 @@
-"""Kernels that stream weights, between two attentions or of logits, have the bits of what they replace.
+"""The kernels that stream weights, fused layer and LM head, have the bits of the kernels they replace.
 
-They are not Triton, so there is no interpreter for them: test_between_emulated.py runs them on the host.
+They are not Triton, so there is no interpreter for them: test_fused_layer_emulated.py runs them on the host.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def decode(weights: Any, requests: int, given: Any) -> list[torch.Tensor]:
         (11, 5),  # 66 rows: the rest of 96 is padding
     ],
 )
-def test_the_kernel_between_attentions_has_the_same_bits(
+def test_the_fused_layer_kernel_has_the_same_bits(
     requests: int, drafted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from paceline.backends.cuda import model
@@ -142,7 +142,7 @@ def test_on_the_host_nothing_is_done() -> None:
 
 
 @pytest.mark.parametrize(("answer", "most"), [(0, 66), (0, 65), (1, 0)])
-def test_programs_that_wait_for_each_other_must_all_find_a_place(
+def test_programs_that_wait_for_each_other_must_all_be_resident(
     answer: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from paceline.backends.cuda import fused_layer, native

@@ -81,7 +81,7 @@ def rotated(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> 
 
 
 @needs_compiler
-def test_all_between_two_attentions(tmp_path: Path, on_host: Any) -> None:
+def test_the_fused_layer(tmp_path: Path, on_host: Any) -> None:
     """Five rows of sixteen, rings that are used anew many times, a cluster that has no tile."""
     torch.manual_seed(2)
     kernel = Emulated(tmp_path, "fused_layer", "fused_layer", fused_layer.FEW, (6, 2))

@@ -11,7 +11,7 @@ POSITIONS, SLOTS = [5, 0, 9], [7, -1, 2]
 
 
 @pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "normed heads"])
-def test_queries_stay_and_keys_and_values_go_to_their_places(
+def test_queries_stay_and_keys_and_values_go_to_their_kv_slots(
     has_norm: bool, device: torch.device, dtype: torch.dtype
 ) -> None:
     from paceline.backends.cuda.kernels import matrix

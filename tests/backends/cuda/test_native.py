@@ -103,7 +103,7 @@ def test_a_source_is_numbers_instructions_and_files(monkeypatch: pytest.MonkeyPa
     assert f"#define SHARED_BYTES {shared}\n" in source
     words = (
         "void multiply(float (&d)[16]",
-        "void multiply_turned(",
+        "void multiply_transposed(",
         "typedef unsigned int u32",
         "Decode attention for uniform",
     )

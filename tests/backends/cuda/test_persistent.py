@@ -139,7 +139,7 @@ def test_every_pass_of_a_draft_model_can_be_one_kernel(
     from paceline.backends.cuda.persistent import PersistentLayers
 
     left, in_one = draft(lengths, 3)
-    assert in_one == 3, "one that catches up, and two that guess further"
+    assert in_one == 3, "one that catches up, and two that draft further"
     monkeypatch.setattr(PersistentLayers, "run", lambda self, *known: False)
     expected, in_one = draft(lengths, 3)
     assert in_one == 0
@@ -159,7 +159,9 @@ def layers_of_a_suited_model(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def rows_at(address: int) -> Any:
     """Tables of rows that lie at this address."""
-    return SimpleNamespace(paths=None, common=None, positions=SimpleNamespace(data_ptr=lambda: address))
+    return SimpleNamespace(
+        paths=None, shared_prefix=None, positions=SimpleNamespace(data_ptr=lambda: address)
+    )
 
 
 def test_a_torch_without_the_compiler_is_told_once_and_runs_separate_kernels(

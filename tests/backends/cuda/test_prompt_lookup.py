@@ -1,4 +1,4 @@
-"""Chains that are found on the device: those of leads, or of the host's ngram drafter, whatever the text."""
+"""Chains drafted on the device: from the host's draft, or those of the host's ngram drafter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.tiny import VOCAB_SIZE, save_checkpoint
 from tests.toy import ToyTokenizer, drain
 
 LONGEST, CHAIN, SLOTS, DRAFTED = 80, 5, 6, 11
-HostDraft = tuple[int, list[int]]  # the place of its first token, and its tokens
+HostDraft = tuple[int, list[int]]  # the position of its first token, and its tokens
 BLOCK = 16  # so that texts have several
 EXAMPLES = 200 if torch.cuda.is_available() else 25  # the interpreter is slow
 
@@ -44,7 +44,7 @@ def on_the_device(
     without: list[int] | None = None,
     host_drafts: list[HostDraft] | None = None,
 ) -> list[list[int]]:
-    """The chains of these slots; behind each text the state has what would go on repeating it."""
+    """The chains of these slots; after each text the state has what would continue its repetition."""
     from paceline.backends.cuda.kernels.prompt_lookup import prompt_lookup
     from paceline.backends.cuda.kernels.step_rows import LINES, StepRows, make_requests
 
@@ -101,7 +101,7 @@ def test_texts_of_many_blocks(device: torch.device) -> None:
 
 
 def test_what_no_request_can_have_is_not_drafted(device: torch.device) -> None:
-    """Beyond a limit, for those who take no drafts, and for padding."""
+    """Beyond a limit, for requests without drafts, and for padding."""
     text = [1, 2, 3, 4, 5, 6, 1, 2]
     texts = dict.fromkeys(range(6), text)
     limits = {0: LONGEST, 1: len(text) + 2, 2: len(text), 3: len(text) - 1}
@@ -111,7 +111,7 @@ def test_what_no_request_can_have_is_not_drafted(device: torch.device) -> None:
 
 
 def by_reference(text: list[int], host_draft: HostDraft, options: LookUp | None, most: int) -> list[int]:
-    """The chain behind a text: what the lead says, if it fits and goes on, or else what is looked up."""
+    """The chain after a text: the rest of the host's draft, if it matches, or else what is looked up."""
     most = min(most, CHAIN)
     chain = lead_chain(text, *host_draft, most)
     if not chain and options is not None:
@@ -121,7 +121,7 @@ def by_reference(text: list[int], host_draft: HostDraft, options: LookUp | None,
 
 @st.composite
 def host_draft_of(draw: st.DrawFn, text: list[int], letters: int) -> HostDraft:
-    """One that begins before or behind the end, often fits, and may say nothing."""
+    """A draft that begins before or after the end, often matches, and may be empty."""
     near = st.integers(max(len(text) - 4, 0), len(text))
     start = draw(st.one_of(near, near, st.integers(-1, len(text) + 3)))
     right = text[max(start, 0) :] if draw(st.integers(0, 3)) else []
@@ -252,9 +252,9 @@ def test_steps_that_look_up_leave_the_tokens_as_they_are(device: torch.device, d
     assert case.state.tokens[1, LENGTH + 1 : LENGTH + 4].tolist() == expected
 
 
-def test_the_texts_of_who_joins_are_there(device: torch.device) -> None:
+def test_texts_of_initialized_slots_are_on_the_device(device: torch.device) -> None:
     from paceline.backends.cuda.async_decoder import CudaAsyncDecoder
-    from tests.backends.cuda.test_ahead import joining
+    from tests.backends.cuda.test_async_decoder import joining
 
     weights = type("Weights", (), {"device": device})
     decoder = CudaAsyncDecoder(weights, None, 6, 32, 4)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What many rows see alike is read once for all of them, and no row's result changes."""
+"""Shared prefixes are read once for all rows, and no row's result changes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.backends.cuda.test_fused_layer import needs_hopper
 from tests.toy import ToyTokenizer, drain
 
 KV_CHUNK = 512
-PAGES = KV_CHUNK // PAGE_SIZE  # of a stretch
+PAGES = KV_CHUNK // PAGE_SIZE  # of a KV chunk
 FAR = replace(CONFIG, max_position=1024)
 
 
 def find(tables: list[list[int]], rest: list[int], counts: list[int]) -> Any:
-    """What requests have in common whose stretches have these names, and `rest` tokens behind them."""
+    """The shared prefixes of requests whose KV chunks have these names, and `rest` tokens after them."""
     from paceline.backends.cuda.shared_prefix import PassRows, find_shared_prefixes
 
     most = max(map(len, tables)) * PAGES + 1
@@ -44,7 +44,7 @@ def find(tables: list[list[int]], rest: list[int], counts: list[int]) -> Any:
 
 @pytest.fixture
 def anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little it saves, what is common is read once; interpreted by few programs, one by one."""
+    """Prefixes are shared however little it saves; interpreted by few programs, one by one."""
     from paceline.backends.cuda import shared_prefix
     from paceline.backends.cuda.kernels import attention
     from paceline.backends.cuda.kernels import shared_prefix as kernels
@@ -55,7 +55,7 @@ def anything(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "PROGRAMS", 3)
 
 
-def test_stretches_that_requests_have_in_common_are_found_and_others_are_left_to_each(anything: None) -> None:
+def test_shared_kv_chunks_are_found_and_others_are_left_to_each_request(anything: None) -> None:
     shared_prefix, _ = find([[1, 2, 3], [5], [1, 2], [1, 4, 3], [1, 2, 4]], [3, 3, 0, 9, 511], [1] * 5)
     assert shared_prefix.shared_chunks.tolist() == [2, 0, 2, 1, 2]
     by_depth = [
@@ -65,7 +65,7 @@ def test_stretches_that_requests_have_in_common_are_found_and_others_are_left_to
     assert by_depth == [(0, [0, 2, 3, 4]), (1, [0, 2, 4])]
 
 
-def test_the_rows_of_one_request_have_its_context_in_common_if_they_are_many(anything: None) -> None:
+def test_many_rows_of_one_request_share_its_context(anything: None) -> None:
     alone, _ = find([[1, 2]], [100], [8])  # two tiles, which have one program without this
     assert alone.shared_chunks.tolist() == [0]
     shared_prefix, _ = find([[1, 2]], [100], [40])
@@ -82,7 +82,9 @@ def test_little_is_not_worth_a_kernel() -> None:
     assert find([[]], [511], [1])[0] is None
 
 
-def test_what_there_is_no_room_for_is_left_to_each(anything: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_items_beyond_the_limit_are_left_to_each_request(
+    anything: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from paceline.backends.cuda import shared_prefix
 
     monkeypatch.setattr(shared_prefix, "MAX_ITEMS", 5)
@@ -95,7 +97,7 @@ def test_what_there_is_no_room_for_is_left_to_each(anything: None, monkeypatch: 
 @given(
     st.lists(st.tuples(st.lists(st.integers(1, 2), max_size=4), st.integers(1, 40)), min_size=1, max_size=7)
 )
-def test_each_row_has_each_stretch_once_and_where_its_own_pages_lie(
+def test_each_row_has_each_kv_chunk_once_at_its_own_pages(
     requests: list[tuple[list[int], int]],
 ) -> None:
     from paceline.backends.cuda import shared_prefix
@@ -122,7 +124,7 @@ def test_each_row_has_each_stretch_once_and_where_its_own_pages_lie(
             for depth in depths:
                 at, mine = seen[row, depth] + depth * PAGES, request * most + depth * PAGES
                 assert (flat[at : at + PAGES] == flat[mine : mine + PAGES]).all()
-    for depth in range(4):  # who shares a stretch, and all before it, with another has it in common
+    for depth in range(4):  # requests with equal KV chunks up to here share this one
         for request, names in enumerate(tables):
             others = [other for one, other in enumerate(tables) if one != request]
             if len(names) > depth and any(other[: depth + 1] == names[: depth + 1] for other in others):
@@ -130,7 +132,7 @@ def test_each_row_has_each_stretch_once_and_where_its_own_pages_lie(
 
 
 class SharedPrefixCase(Case):
-    """Requests whose first stretches lie in the same pages; of more than two, not those of the first."""
+    """Requests whose first KV chunks are in the same pages; of more than two, not those of the first."""
 
     def __init__(self, kv_chunks: int, contexts: list[int], parents: list[list[int]], *shape: int) -> None:
         super().__init__(contexts, parents, *shape)
@@ -155,7 +157,7 @@ class SharedPrefixCase(Case):
         return tables.rows()
 
     def attended(self, attend: Any, tables: Any, earliest: int = 0) -> torch.Tensor:
-        """The bits that attention writes behind nothing but NaN, with parts that are no numbers before."""
+        """The bits that attention writes to memory full of NaN, with partials of NaN."""
         from paceline.backends.cuda.kernels.attention import attention_scratch
 
         heads, kv_heads, dim = self.shape
@@ -175,7 +177,7 @@ class SharedPrefixCase(Case):
 
 CHAINS = (1, [515, 600, 530, 512], [chain(1), chain(2), chain(1), chain(2)])
 CHUNK = (1, [540], [chain(18)])
-LONG = (9, [9 * KV_CHUNK + 3, 10 * KV_CHUNK], [chain(6), chain(6)])  # more stretches than a group has
+LONG = (9, [9 * KV_CHUNK + 3, 10 * KV_CHUNK], [chain(6), chain(6)])  # more KV chunks than a group has
 
 
 @pytest.mark.parametrize("case", [CHAINS, CHUNK, LONG] if torch.cuda.is_available() else [CHAINS])
@@ -197,7 +199,7 @@ def test_attention_is_the_same(
     if device.type == "cuda":
         assert torch.equal(once, own.attended(attend, plain))
     assert shared.shared_prefix is not None
-    shared.shared_prefix.count.zero_()  # what was to be read once is not read again by each
+    shared.shared_prefix.count.zero_()  # shared KV chunks are not read again by each request
     rows = slice(int(own.offsets[:-1][own.alike][0]), None)
     assert own.attended(attend, shared)[rows].isnan().all()
 
@@ -268,10 +270,10 @@ def test_steps_give_the_same_tokens(anything: None, device: torch.device, dtype:
         assert torch.equal(results[0][1], results[1][1])
 
 
-def test_a_pass_over_a_prompt_reads_what_lies_before_it_once(
+def test_a_prefill_chunk_reads_its_context_once(
     anything: None, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two requests go on behind a stretch that they have in common, each with a chunk of its own."""
+    """Two requests continue after a shared KV chunk, each with its own prefill chunk."""
     from paceline.backends.cuda import backend as backends
     from paceline.backends.cuda.backend import CudaBackend
 
@@ -312,10 +314,10 @@ def test_a_pass_over_a_prompt_reads_what_lies_before_it_once(
 
 
 @needs_gpu
-def test_requests_that_begin_alike_get_the_tokens_that_each_gets_alone(
+def test_requests_with_a_common_prefix_get_the_tokens_that_each_gets_alone(
     anything: None, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In an engine that finds prefixes again: two texts of a stretch, and two requests behind each."""
+    """In an engine with prefix caching: two texts of one KV chunk, and two requests after each."""
     from paceline.backends.cuda.backend import CudaBackend
     from paceline.backends.cuda.decode_loop import DecodeLoop
     from paceline.engine.admission import Limits

@@ -24,7 +24,7 @@ PLAIN: Options = (1.0, 0, 1.0, 0.0)
 def kept_ids(
     logits: npt.NDArray[np.float32], options: list[Options], device: torch.device
 ) -> tuple[list[list[int]], Callable[[], list[int]]]:
-    """The ids that each row keeps, and who draws their tokens, with the row's number as seed and position."""
+    """The ids that each row keeps, and a sampler of tokens with the row's number as seed and position."""
     from paceline.backends.cuda.kernels.sampling import candidates_for, gumbel_argmax, take_best
     from paceline.backends.cuda.kernels.truncation import find_thresholds, truncation_buffers
 
