@@ -146,20 +146,20 @@ class CudaAsyncDecoder:
         leads: Int32Array | None = None,
     ) -> None:
         """Launch a pass over the requests in these slots."""
-        own, rows, loop = list(slots), bucket(len(slots)), self._loop(draft)
+        slot_list, rows, loop = list(slots), bucket(len(slots)), self._loop(draft)
         steps, buffer = loop.steps, loop.buffers[0]
         if buffer.done is not None:
             buffer.done.synchronize()  # in case the buffer's last pass was never read
-        index = np.array(own)
+        index = np.array(slot_list)
         self._send_pages(index, page_tables, buffer)
-        if own != self._slots or loop is not self._last:
-            steps.begin(own, rows)
+        if slot_list != self._slots or loop is not self._last:
+            steps.begin(slot_list, rows)
             self._use_shared_prefix(steps, index)
-            self._slots, self._last = own, loop
+            self._slots, self._last = slot_list, loop
         if leads is not None:
             assert buffer.host_drafts is not None
             assert steps.host_drafts is not None
-            buffer.host_drafts.numpy()[: len(own)] = leads  # rows after them are padding
+            buffer.host_drafts.numpy()[: len(slot_list)] = leads  # rows after them are padding
             steps.host_drafts[:rows].copy_(buffer.host_drafts[:rows], non_blocking=True)
         steps.step(rows, bool(self._keeps_all[index].all()))
         used = 2 * loop.most + rows * loop.width
@@ -176,9 +176,9 @@ class CudaAsyncDecoder:
     def _use_shared_prefix(self, steps: DecodeLoop, slots: Int64Array) -> None:
         """Let steps over these slots read shared prefixes once."""
         config, begins = self._weights.config, (slots * self._pages.shape[1]).astype(np.int32)
-        own = uniform_rows(self._pages[slots], begins, self._joined[slots], steps.nodes)
+        pass_rows = uniform_rows(self._pages[slots], begins, self._joined[slots], steps.nodes)
         steps.use_shared_prefix(
-            find_shared_prefixes(own, self._page_size, config.num_heads, config.num_kv_heads)
+            find_shared_prefixes(pass_rows, self._page_size, config.num_heads, config.num_kv_heads)
         )
 
     def read(self) -> AheadOutput:

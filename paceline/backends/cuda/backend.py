@@ -136,9 +136,9 @@ class CudaBackend(Backend):
         """Launch a pass; the returned function waits for its output."""
         counts, begins = np.diff(batch.row_offsets), np.arange(batch.num_requests, dtype=np.int32)
         begins *= batch.page_tables.shape[1]
-        own = PassRows(batch.page_tables, begins, batch.context_lengths, counts, batch.row_offsets[:-1])
+        pass_rows = PassRows(batch.page_tables, begins, batch.context_lengths, counts, batch.row_offsets[:-1])
         sizes = self.config.num_heads, self.config.num_kv_heads
-        return self._begin(batch, find_shared_prefixes(own, PAGE_SIZE, *sizes))
+        return self._begin(batch, find_shared_prefixes(pass_rows, PAGE_SIZE, *sizes))
 
     @torch.inference_mode()
     def _begin(self, batch: ForwardBatch, found: SharedPrefix | None) -> Callable[[], ForwardOutput]:
@@ -245,9 +245,9 @@ class CudaBackend(Backend):
     @torch.inference_mode()
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         """Copy keys and values from KV slots to others; all sources are read first."""
-        own = cast(Pool, pool)
+        kv_pool = cast(Pool, pool)
         slots = torch.from_numpy(np.stack((source, destination)).astype(np.int64)).to(self.device)
-        for stored in (own.keys, own.values):
+        for stored in (kv_pool.keys, kv_pool.values):
             # indexing by a tensor copies what it reads, so that no write can disturb it
             stored[:, slots[1]] = stored[:, slots[0]]
 

@@ -175,15 +175,15 @@ class DecodeLoop:
     def _begin(self, rows: int) -> None:
         """Copy the sampling options of the chosen slots, and write their first rows."""
         state, chosen = self.requests, self._slots[:rows]
-        own = chosen.clamp(min=0).long()
-        self._request_seeds[:rows] = state.seeds[own]
-        self._request_temperatures[:rows] = state.temperatures[own]
-        self._seeds[:rows] = state.seeds[own][:, None]
-        self._temperatures[:rows] = state.temperatures[own][:, None]
-        self._options[:rows] = state.truncation[own][:, None]
+        valid_slots = chosen.clamp(min=0).long()
+        self._request_seeds[:rows] = state.seeds[valid_slots]
+        self._request_temperatures[:rows] = state.temperatures[valid_slots]
+        self._seeds[:rows] = state.seeds[valid_slots][:, None]
+        self._temperatures[:rows] = state.temperatures[valid_slots][:, None]
+        self._options[:rows] = state.truncation[valid_slots][:, None]
         if self.draft is not None and self.draft.features is not None and self._kept is not None:
-            index = (state.lengths[own].long() - 1).clamp(min=0)
-            pages = state.pages[own, index // self.page_size].long()
+            index = (state.lengths[valid_slots].long() - 1).clamp(min=0)
+            pages = state.pages[valid_slots, index // self.page_size].long()
             slot_mapping = pages * self.page_size + index % self.page_size
             self._first_features(self.draft.features)[:rows] = self._kept.features[slot_mapping].float()
         begin_rows(chosen, state, self._shape, self._rows, self.page_size)
@@ -216,11 +216,13 @@ class DecodeLoop:
         if self.draft is not None:
             self._propose(self.draft, rows)
         elif self._look_up is not None or self.host_drafts is not None:
-            own, host_drafts = (
+            slots, host_drafts = (
                 self._slots[:rows],
                 None if self.host_drafts is None else self.host_drafts[:rows],
             )
-            prompt_lookup(own, self.requests, self._look_up, host_drafts, self._rows, self.nodes, self.found)
+            prompt_lookup(
+                slots, self.requests, self._look_up, host_drafts, self._rows, self.nodes, self.found
+            )
         self._verify(rows, keeps_all)
         if self._kept is not None and self.features is not None:
             slot_mapping = self._rows.lines[SLOT_MAPPING, : rows * self.nodes]
@@ -282,11 +284,11 @@ class DecodeLoop:
 
     def _pass(self, number: int, rows: int) -> DraftRows:
         """The rows of one pass."""
-        own, lines = self._plan.passes[number], self._rows.lines
-        first, count = self._plan.first_row(number) * rows, len(own.nodes) * rows
+        pass_rows, lines = self._plan.passes[number], self._rows.lines
+        first, count = self._plan.first_row(number) * rows, len(pass_rows.nodes) * rows
         row = slice(first, first + count)
         first_tile = self._plan.first_tile(number) * rows
-        tile = slice(first_tile, first_tile + own.tiles * rows)
+        tile = slice(first_tile, first_tile + pass_rows.tiles * rows)
         paths = None if self._shape.is_chain else self._rows.paths[row]
         tables = RowTables(
             lines[POSITIONS, row],
@@ -297,7 +299,7 @@ class DecodeLoop:
             lines[TILE_COUNTS, tile],
             lines[TILE_PAGES, tile],
             self.requests.pages.view(-1),
-            UniformRows(own.tiles, self.nodes, settled=number == 0),
+            UniformRows(pass_rows.tiles, self.nodes, settled=number == 0),
             self._shared_prefix.rows() if self._uses_shared_prefix and number == 0 else None,
         )
         return DraftRows(lines[TOKENS, row], tables, lines[ROPE_POSITIONS, row], lines[SOURCES, row])

@@ -65,7 +65,11 @@ class DraftShape:
 
     def inner(self, depth: int) -> list[int]:
         """The nodes of a level that have children."""
-        return [node for node, own in enumerate(self.depths) if own == depth and node in self.parents]
+        return [
+            node
+            for node, node_depth in enumerate(self.depths)
+            if node_depth == depth and node in self.parents
+        ]
 
     @property
     def most_children(self) -> int:
@@ -110,10 +114,10 @@ class StepPlan:
 
     def first_row(self, number: int) -> int:
         """The number of a request's rows before those of a pass."""
-        return sum(len(own.nodes) for own in self.passes[:number])
+        return sum(len(pass_rows.nodes) for pass_rows in self.passes[:number])
 
     def first_tile(self, number: int) -> int:
-        return sum(own.tiles for own in self.passes[:number])
+        return sum(pass_rows.tiles for pass_rows in self.passes[:number])
 
 
 def plan_step(shape: DraftShape, target_height: int, catch_up_rows: int, draft_height: int) -> StepPlan:
@@ -125,21 +129,21 @@ def plan_step(shape: DraftShape, target_height: int, catch_up_rows: int, draft_h
         passes += [PassRows(nodes, draft_height) for nodes in levels]
     rows, tiles, paths = [], [], []
     row_first = tile_first = 0
-    for number, own in enumerate(passes):
+    for number, pass_rows in enumerate(passes):
         before = passes[number - 1].nodes if number > 2 else []
-        for local, node in enumerate(own.nodes):
+        for local, node in enumerate(pass_rows.nodes):
             path = shape.path(node) if number != 1 else list(range(node + 1))
             kept = next((depth for depth, at in enumerate(path) if depth != at), len(path))
             source = list(before).index(shape.parents[node]) if number > 2 else -1
-            tile = tile_first + local // own.height
+            tile = tile_first + local // pass_rows.height
             fields = (node, len(path) - 1, kept, int(number == 1), len(before), source, tile)
-            rows.append((row_first, len(own.nodes), local, *fields))
+            rows.append((row_first, len(pass_rows.nodes), local, *fields))
             rest = path[kept:]
             paths.append(rest + [0] * (max(shape.levels, 1) - len(rest)))
-        for local in range(own.tiles):
-            tiles.append((tile_first, own.tiles, local, local * own.height, len(own.nodes)))
-        row_first += len(own.nodes)
-        tile_first += own.tiles
+        for local in range(pass_rows.tiles):
+            tiles.append((tile_first, pass_rows.tiles, local, local * pass_rows.height, len(pass_rows.nodes)))
+        row_first += len(pass_rows.nodes)
+        tile_first += pass_rows.tiles
     plan = StepPlan(
         tuple(passes),
         np.array(rows, np.int32).T.copy(),

@@ -79,7 +79,7 @@ def run_fused_layer(
     `norm` is the weight of the next norm, `heads` the QKV product after it, if any. Without it, separate
     kernels are faster for few rows.
     """
-    padded = next((own for own, (least, most) in ROWS.items() if least <= rows <= most), None)
+    padded = next((size for size, (least, most) in ROWS.items() if least <= rows <= most), None)
     device = layer.output.weight.device
     if padded is None or (padded == FEW and heads is None) or is_left_out("fused_layer"):
         return False
@@ -90,8 +90,8 @@ def run_fused_layer(
     kernel = pipeline_kernel("fused_layer", "fused_layer", padded, RINGS[padded], device)
     if kernel is None or not _all_fit_at_once(kernel, num_multiprocessors(device)):
         return False
-    own = _argument(layer, buffers, norm, rows, padded, scratch, heads)
-    kernel.launch(own, (num_multiprocessors(device), 1), CLUSTER, THREADS)
+    argument_bytes = _argument(layer, buffers, norm, rows, padded, scratch, heads)
+    kernel.launch(argument_bytes, (num_multiprocessors(device), 1), CLUSTER, THREADS)
     return True
 
 
@@ -111,8 +111,8 @@ def _fits(layer: Layer, heads: NextQkv | None, programs: int) -> bool:
     return (
         layer.mixture is None
         and all(map(is_plain, [layer.gate_up, *split]))
-        and all(own.tiling.splits == 2 and 2 * own.tiles <= programs for own in split)
-        and all(own.tiling.columns == TILE for own in (layer.output, layer.gate_up, layer.down))
+        and all(matrix.tiling.splits == 2 and 2 * matrix.tiles <= programs for matrix in split)
+        and all(matrix.tiling.columns == TILE for matrix in (layer.output, layer.gate_up, layer.down))
         and layer.output.bias is None
         and layer.down.bias is None
         and layer.output.tiles == layer.down.tiles <= MAX_TILES
@@ -146,8 +146,8 @@ def _argument(
     of_heads: tuple[torch.Tensor | None, ...] = (None,) * 8
     counts = 0, 0
     if heads is not None:
-        own = heads.query, matrix.bias, heads.positions, heads.slot_mapping, *heads.rotation
-        of_heads, counts = (*own, heads.keys, heads.values), (heads.query.shape[1], heads.keys.shape[1])
+        inputs = heads.query, matrix.bias, heads.positions, heads.slot_mapping, *heads.rotation
+        of_heads, counts = (*inputs, heads.keys, heads.values), (heads.query.shape[1], heads.keys.shape[1])
     tensors = (
         buffers.hidden,
         norm,

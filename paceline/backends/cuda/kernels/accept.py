@@ -67,10 +67,10 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     scores_at,
     ids_at,
     slots_at,
-    known_at,
+    slot_tokens_at,
     lengths_at,
     limits_at,
-    takes_at,
+    takes_drafts_at,
     pages_at,
     parents_at,
     output_at,
@@ -105,17 +105,17 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     slot = tl.load(slots_at + request)
     parents = tl.load(parents_at + number, mask=number < nodes, other=-2)
     pdl_sync(pdl)
-    own = tl.maximum(slot, 0)
-    length, limit = tl.load(lengths_at + own), tl.load(limits_at + own)
+    valid_slot = tl.maximum(slot, 0)
+    length, limit = tl.load(lengths_at + valid_slot), tl.load(limits_at + valid_slot)
     drafted = tl.load(lines_at + request * nodes + number, mask=number < nodes, other=-2)
     chosen = _best_of_nodes(scores_at, ids_at, request * nodes, nodes, blocks, wide_nodes, most_blocks)
-    to = (output_at, accepted_at, known_at + own * longest, longest, lines_at + 5 * stride)
+    to = (output_at, accepted_at, slot_tokens_at + valid_slot * longest, longest, lines_at + 5 * stride)
     tree = (chosen, drafted, parents, nodes)
-    end, takes = tl.where(slot >= 0, limit, 0), tl.load(takes_at + own)
+    end, takes = tl.where(slot >= 0, limit, 0), tl.load(takes_drafts_at + valid_slot)
     count = _accept(request, requests, length, end, takes, tree, to, levels, catch_up_rows)
     tl.store(counts_at + request, count)
     length += count
-    tl.store(lengths_at + own, length, mask=count > 0)
+    tl.store(lengths_at + valid_slot, length, mask=count > 0)
     tl.debug_barrier()  # write_rows below reads tokens that were stored here
     fresh = tl.minimum(length + 1, always) if always > 0 else count
     write_rows(
@@ -125,7 +125,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
         length,
         limit,
         fresh,
-        (known_at, pages_at, longest, most_pages),
+        (slot_tokens_at, pages_at, longest, most_pages),
         (lines_at, paths_at, stride),
         (plan_at, tiles_at, rest_at, num_rows, num_tiles),
         catch_up_rows,

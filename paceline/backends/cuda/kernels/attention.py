@@ -310,13 +310,13 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                 merged, (line * max_partials + begin + kv_split).to(tl.int64), partials_at, is_used, dim
             )
     else:
-        for own in range(begin + kv_split, end, kv_splits):
-            span = (own * each, tl.minimum((own + 1) * each, blocks))
+        for partial in range(begin + kv_split, end, kv_splits):
+            span = (partial * each, tl.minimum((partial + 1) * each, blocks))
             merged = _attend_chunk(
                 query, span, tile, sight, scale, tables, pool, dim, height, page_size, stages, has_trees
             )
             if end - oldest > 1:
-                store_partial(merged, (line * max_partials + own).to(tl.int64), partials_at, is_used, dim)
+                store_partial(merged, (line * max_partials + partial).to(tl.int64), partials_at, is_used, dim)
     reduction = (counters_at + number * kv_heads + head, oldest, begin, end, kv_splits)
     last, merged = _merge_if_last(merged, reduction, line * max_partials, partials_at, is_used, dim)
     if last:

@@ -62,12 +62,24 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         expert, pair, is_there = _block_pairs(
             lists_at, blocks_at, list_line, block_line, block, count, tokens
         )
-        own, row = expert * tl.num_programs(0) + tile, pair // chosen
+        matrix_tile, row = expert * tl.num_programs(0) + tile, pair // chosen
         factor = tl.load(factors_at + row)[None, :]
         total = matmul_split(
-            rows_at, row, weight_at, scales_at, depth, own, 0, 1, columns, tokens, step, packing, stages
+            rows_at,
+            row,
+            weight_at,
+            scales_at,
+            depth,
+            matrix_tile,
+            0,
+            1,
+            columns,
+            tokens,
+            step,
+            packing,
+            stages,
         )
-        total = apply_scales(total, scales_at, own, columns, packing) * factor
+        total = apply_scales(total, scales_at, matrix_tile, columns, packing) * factor
         gate, up = halves(total, columns, tokens)
         mixed = gate / (1.0 + tl.exp(-gate)) * up
         offset = pair[None, :] * width + tile * (columns // 2) + tl.arange(0, columns // 2)[:, None]
@@ -100,11 +112,23 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         expert, pair, is_there = _block_pairs(
             lists_at, blocks_at, list_line, block_line, block, count, tokens
         )
-        own = expert * tl.num_programs(0) + tile
+        matrix_tile = expert * tl.num_programs(0) + tile
         total = matmul_split(
-            rows_at, pair, weight_at, scales_at, depth, own, 0, 1, columns, tokens, step, packing, stages
+            rows_at,
+            pair,
+            weight_at,
+            scales_at,
+            depth,
+            matrix_tile,
+            0,
+            1,
+            columns,
+            tokens,
+            step,
+            packing,
+            stages,
         )
-        total = apply_scales(total, scales_at, own, columns, packing)
+        total = apply_scales(total, scales_at, matrix_tile, columns, packing)
         offset = pair[None, :] * width + tile * columns + tl.arange(0, columns)[:, None]
         tl.store(output_at + offset, total, mask=is_there[None, :])
 

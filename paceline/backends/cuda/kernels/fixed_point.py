@@ -54,8 +54,8 @@ def crossing(sums, before, required):  # type: ignore[no-untyped-def]
     number = tl.arange(0, 16)
     reached = tl.cumsum(sums, 0) + before
     digit = tl.minimum(tl.sum((reached < required).to(tl.int32), 0), 15)
-    own = tl.sum(tl.where(number == digit, sums, 0), 0)
-    return digit, tl.sum(tl.where(number == digit, reached - sums, 0), 0), own
+    weight_there = tl.sum(tl.where(number == digit, sums, 0), 0)
+    return digit, tl.sum(tl.where(number == digit, reached - sums, 0), 0), weight_there
 
 
 @triton.jit

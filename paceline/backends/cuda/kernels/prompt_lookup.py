@@ -24,10 +24,10 @@ MAX_TEXT = tl.constexpr(1 << 24)  # tokens of a text, at most: a match's length 
 @triton.jit  # type: ignore[untyped-decorator]
 def _prompt_lookup_kernel(  # type: ignore[no-untyped-def]
     slots_at,
-    known_at,
+    slot_tokens_at,
     lengths_at,
     limits_at,
-    takes_at,
+    takes_drafts_at,
     host_drafts_at,
     nodes_at,
     found_at,
@@ -43,11 +43,11 @@ def _prompt_lookup_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     request = tl.program_id(0)
     slot = tl.load(slots_at + request)
-    own = tl.maximum(slot, 0)
-    text_at = known_at + own * longest
-    limit, takes = tl.load(limits_at + own), tl.load(takes_at + own)
+    valid_slot = tl.maximum(slot, 0)
+    text_at = slot_tokens_at + valid_slot * longest
+    limit, takes = tl.load(limits_at + valid_slot), tl.load(takes_drafts_at + valid_slot)
     pdl_sync(pdl)
-    length = tl.load(lengths_at + own)
+    length = tl.load(lengths_at + valid_slot)
     end = tl.where((slot >= 0) & (length < limit) & (takes > 0), length, -1)  # the index of the last token
     node = tl.arange(0, wide_nodes)
     drafted = (node > 0) & (node < nodes)

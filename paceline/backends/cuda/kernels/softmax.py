@@ -145,17 +145,17 @@ def tree_block(  # type: ignore[no-untyped-def]
     wide: tl.constexpr = query.shape[1]
     kv_slots = _path_slots(column, tile, tables, pages_at, height, page_size)
     scores = tl.zeros([lanes, column.shape[0]], tl.float32)
-    for own in tl.range(height, num_stages=2):
-        kv_slot = _of_row(kv_slots, own)
+    for tile_row in tl.range(height, num_stages=2):
+        kv_slot = _of_row(kv_slots, tile_row)
         key = load_kv(keys_at, kv_slot, kv_slot >= 0, stride, dim, wide)
-        scores = tl.where((in_tile == own)[:, None], tl.dot(query, tl.trans(key)), scores)
+        scores = tl.where((in_tile == tile_row)[:, None], tl.dot(query, tl.trans(key)), scores)
     row_max, weights = softmax_weights(scores, visible, scale)
     acc = tl.zeros([lanes, wide], tl.float32)
-    for own in tl.range(height, num_stages=2):
-        kv_slot = _of_row(kv_slots, own)
+    for tile_row in tl.range(height, num_stages=2):
+        kv_slot = _of_row(kv_slots, tile_row)
         value = load_kv(values_at, kv_slot, kv_slot >= 0, stride, dim, wide)
         row_acc = tl.dot(weights.to(value.dtype), value)
-        acc = tl.where((in_tile == own)[:, None], row_acc, acc)
+        acc = tl.where((in_tile == tile_row)[:, None], row_acc, acc)
     return row_max, tl.sum(weights, 1), acc
 
 

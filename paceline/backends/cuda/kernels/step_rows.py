@@ -150,7 +150,7 @@ def write_rows(  # type: ignore[no-untyped-def]
     `state`: tokens and pages of slots, and their sizes per slot; `rows`: a StepRows and its stride; `plan`: a
     StepPlan's rows, tiles and paths, and the numbers of the first two.
     """
-    known_at, pages_at, longest, most_pages = state
+    slot_tokens_at, pages_at, longest, most_pages = state
     lines_at, paths_at, stride = rows
     plan_at, _, rest_at, num_rows, _ = plan
     number = tl.arange(0, wide_rows)
@@ -164,15 +164,17 @@ def write_rows(  # type: ignore[no-untyped-def]
     index, position = length + node - back, length + _field(plan_at, 4, number, num_rows, 0) - back
     end = tl.where((slot >= 0) & (length < limit), limit, 0)
     valid = inside & (index < end) & ((node < fresh) | (catches_up == 0))
-    own = tl.maximum(slot, 0)
-    page = tl.load(pages_at + own * most_pages + index // page_size, mask=valid, other=0)
+    valid_slot = tl.maximum(slot, 0)
+    page = tl.load(pages_at + valid_slot * most_pages + index // page_size, mask=valid, other=0)
     to = lines_at + row
     tl.store(to + 1 * stride, tl.where(valid, position, 0), mask=inside)
     tl.store(to + 2 * stride, tl.where(valid, tl.maximum(position - 1, 0), 0), mask=inside)
     tl.store(to + 3 * stride, tl.where(valid, page * page_size + index % page_size, -1), mask=inside)
     tl.store(to + 4 * stride, length + _field(plan_at, 5, number, num_rows, 0) - back, mask=inside)
     is_known = valid & (node <= back)
-    tl.store(to, tl.load(known_at + own * longest + index, mask=is_known, other=0), mask=is_known)
+    tl.store(
+        to, tl.load(slot_tokens_at + valid_slot * longest + index, mask=is_known, other=0), mask=is_known
+    )
     last = request * catch_up_rows + tl.maximum(fresh, 1) - 1
     source = _field(plan_at, 8, number, num_rows, -1)
     source = tl.where(source >= 0, request * _field(plan_at, 7, number, num_rows, 0) + source, last)
@@ -184,13 +186,13 @@ def write_rows(  # type: ignore[no-untyped-def]
         rest = tl.load(rest_at + number[:, None] * levels + along[None, :], mask=mask, other=0)
         tl.store(paths_at + row[:, None] * _PATH_LENGTH + along[None, :], length + rest, mask=mask)
     tile = _field(plan_at, 9, number, num_rows, -1)
-    _write_tiles(request, requests, own * most_pages, tile, valid, rows, plan, wide_tiles)
+    _write_tiles(request, requests, valid_slot * most_pages, tile, valid, rows, plan, wide_tiles)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _begin_kernel(  # type: ignore[no-untyped-def]
     slots_at,
-    known_at,
+    slot_tokens_at,
     lengths_at,
     limits_at,
     pages_at,
@@ -216,8 +218,8 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     request, requests = tl.program_id(0), tl.num_programs(0)
     slot = tl.load(slots_at + request)
-    own = tl.maximum(slot, 0)
-    length, limit = tl.load(lengths_at + own), tl.load(limits_at + own)
+    valid_slot = tl.maximum(slot, 0)
+    length, limit = tl.load(lengths_at + valid_slot), tl.load(limits_at + valid_slot)
     fresh = tl.minimum(length + 1, always if always > 0 else 1)
     if catch_up_rows > 0:  # the last computed token's feature is in the root's row
         source = nodes * requests + request * catch_up_rows
@@ -229,7 +231,7 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
         length,
         limit,
         fresh,
-        (known_at, pages_at, longest, most_pages),
+        (slot_tokens_at, pages_at, longest, most_pages),
         (lines_at, paths_at, stride),
         (plan_at, tiles_at, rest_at, num_rows, num_tiles),
         catch_up_rows,
