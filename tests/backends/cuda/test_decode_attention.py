@@ -88,7 +88,7 @@ def attended(case: Case, tables: Any, attend: Any, earliest: int) -> torch.Tenso
         (contexts(9, 700), chain(8), None, 1),
         (contexts(9, 700), chain(1), None, 2),
         (contexts(5, 400), chain(6), [6, 0, 1, 4, 5], 1),
-        ([70 * 64, 3], chain(3), None, 4),  # more than a group of stretches
+        ([70 * 64, 3], chain(3), None, 4),  # more than a group of KV chunks
         ([60, 3, 63, 120], TREE, None, 1),
         ([250, 1, 63, 127], some_tree(32, 1), None, 1),
         ([250, 1, 63, 127], some_tree(32, 1), [32, 20, 0, 31], 2),
