@@ -48,9 +48,9 @@ def gpu_command(
     without: Annotated[
         str,
         typer.Option(
-            help="Measure also with other kernels instead of these, twice each by turns, and take the "
-            "better: attend, between, logits and persistent (Triton's run instead), common (what requests "
-            "have in common is read for each)."
+            help="Kernels to leave out, comma-separated: every setting is measured with and without them, "
+            "twice each by turns, and the better run counts. decode_attention, fused_layer, logits and "
+            "persistent: Triton's kernels run instead; shared_prefix: each request reads its own prefix."
         ),
     ] = "",
     json_file: JsonFile = None,

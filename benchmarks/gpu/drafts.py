@@ -19,8 +19,8 @@ from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, tree_sha
 from paceline.backends.cuda.head_weights import HeadWeights, make_head_weights
 from paceline.backends.cuda.model import Pool
 from paceline.backends.cuda.weights import Weights
-from paceline.models.heads.config import HeadConfig, expected_tensors
 from paceline.models.config import ModelConfig
+from paceline.models.heads.config import HeadConfig, expected_tensors
 
 CHAIN = 5  # drafted tokens
 TREE = (32, 3, CHAIN)  # rows with the root, most children, levels

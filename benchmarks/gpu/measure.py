@@ -25,14 +25,14 @@ from benchmarks.gpu.drafts import (
 from benchmarks.gpu.plain_torch import PlainDecode
 from benchmarks.gpu.plan import DRAFT_MODEL, SHAPES, VLLM, Measured, Setting, bar_of
 from benchmarks.gpu.power import Power, watched
-from paceline.core.forward import ForwardBatch, chain_parents
 from paceline.backends.cuda.backend import PAGE_SIZE, CudaBackend
-from paceline.backends.cuda.common import even_rows, find_common
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
 from paceline.backends.cuda.draft_shape import chain_shape
 from paceline.backends.cuda.kernels.matrix import Matrix
 from paceline.backends.cuda.native import leaving_out
+from paceline.backends.cuda.shared_prefix import find_shared_prefixes, uniform_rows
 from paceline.backends.cuda.weights import Weights, load_weights, packing_for
+from paceline.core.forward import ForwardBatch, chain_parents
 from paceline.errors import BackendError
 from paceline.models.config import ModelConfig
 from paceline.models.layout import expected_tensors
@@ -138,11 +138,11 @@ def measure_both(
 def measure_ours(weights: Weights, requests: int, setting: Setting, drafting: Drafting) -> Step:
     """A step of the decode loop, whose tokens are copied to the host."""
     loop = prefilled_loop(weights, requests, setting, drafting)
-    said = torch.zeros(loop.said.shape, dtype=torch.int32, pin_memory=True)
+    results = torch.zeros(loop.results.shape, dtype=torch.int32, pin_memory=True)
 
     def step() -> None:
         loop.step(requests)
-        said.copy_(loop.said, non_blocking=True)  # as the engine does
+        results.copy_(loop.results, non_blocking=True)  # as the engine does
 
     warm_up(step)
     return watched(weights.device, lambda: time_steps(step, setting.output_tokens))
@@ -175,8 +175,8 @@ def prefilled_loop(weights: Weights, requests: int, setting: Setting, drafting: 
     loop.begin(list(range(requests)), requests)
     begins = np.arange(requests, dtype=np.int32) * pages_each
     computed = np.full(requests, prompt_tokens - 1, dtype=np.int32)
-    own = even_rows(pages, begins, computed, loop.nodes)
-    loop.share(find_common(own, PAGE_SIZE, config.num_heads, config.num_kv_heads))
+    own = uniform_rows(pages, begins, computed, loop.nodes)
+    loop.use_shared_prefix(find_shared_prefixes(own, PAGE_SIZE, config.num_heads, config.num_kv_heads))
     return loop
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.gpu.power import Power
-from paceline.backends.cuda.native import KERNELS
+from paceline.backends.cuda.native import ALIASES, KERNELS
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
 
@@ -108,7 +108,7 @@ class Setting:
                 f"{self.common_tokens}."
             )
         for name in self.without:
-            if name not in KERNELS:
+            if name not in KERNELS and name not in ALIASES:
                 raise ConfigError(f"--without knows no kernel {name!r}; choose from {', '.join(KERNELS)}.")
 
     @property

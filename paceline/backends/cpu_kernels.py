@@ -1,8 +1,7 @@
-"""Where compiled kernels of the cpu backend are kept. Importing that backend compiles some; this does not.
+"""The cache folder of the cpu backend's kernels. Importing that backend compiles some; this does not.
 
-The folder is named after the sources of the backend and of what it calls elsewhere, because numba
-looks only at the file of the function itself: a change of an inlined intrinsic in another file would
-otherwise run old code.
+The folder is named after the sources of the backend and of what it calls elsewhere, because numba looks only
+at the file of the function itself: a change of an inlined intrinsic in another file would run old code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a chain of guesses is: the readable reference of every runner's `run_chains`."""
+"""How a head drafts chains: the readable reference of every runner's `run_chains`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch
-from paceline.verify.kernels import race
+from paceline.verify.kernels import gumbel_top_k
 
-TO_GO_ON = 1.4  # times the least chance: another guess costs a pass of the head, and not only a row
-RIVALS = 4  # that the chance of a guess is measured against where the noise decides
+EXTEND_FACTOR = 1.4  # times the least chance: another token costs a pass of the head, not only a row
+RIVALS = 4  # next best tokens that a coupled token's chance is measured against
 
 
 def chains_by_passes(
@@ -23,19 +23,21 @@ def chains_by_passes(
     least_chance: float,
     noise: ChainNoise | None = None,
 ) -> HeadChains:
-    """At most so many guesses behind each request: the best token, then the best after that, ...
+    """A chain of at most so many drafted tokens after each request: the best token, then the next, ...
 
-    A guess is kept if the chance of the chain up to it, the product of its tokens' chances, is at least
-    `least_chance`; another one follows it if it is TO_GO_ON times that. `target_ids` [draft vocabulary] are
-    what the head guesses; None: every id of the target.
+    A token is kept if the chance of the chain up to it, the product of its tokens' chances, is at least
+    `least_chance`; the chain is extended if it is EXTEND_FACTOR times that. `target_ids` [draft vocabulary]
+    are the head's ids in the target's vocabulary; None: the same.
     """
     count = batch.rows.num_requests
     tokens, chances = np.zeros((count, max(most)), np.int32), np.zeros((count, max(most)), np.float32)
     lengths = np.zeros(count, np.int32)
-    contexts = batch.rows.context_lengths + np.diff(batch.rows.row_offsets)  # KV indices of first guesses
+    contexts = batch.rows.context_lengths + np.diff(
+        batch.rows.row_offsets
+    )  # KV indices of the first drafted tokens
     output, requests = run(batch), list(range(count))
     while True:
-        going = []  # rows of the output whose chains go on
+        going = []  # rows of the output whose chains are extended
         for row, request in enumerate(requests):
             logits, length = output.logits[row], lengths[request]
             if not np.isfinite(logits.max()):
@@ -44,13 +46,13 @@ def chains_by_passes(
                 best, chance = likeliest(logits)
             else:
                 key = noise.seeds[request], np.uint64(contexts[request] + length)
-                best, chance = favoured(logits, target_ids, noise.temperatures[request], key)
+                best, chance = coupled_choice(logits, target_ids, noise.temperatures[request], key)
             chance *= chances[request, length - 1] if length else 1.0
             if chance >= least_chance:
                 tokens[request, length] = best if target_ids is None else target_ids[best]
                 chances[request, length] = chance
                 lengths[request] += 1
-                if lengths[request] < most[request] and chance >= TO_GO_ON * least_chance:
+                if lengths[request] < most[request] and chance >= EXTEND_FACTOR * least_chance:
                     going.append(row)
         if not going:
             return HeadChains(tokens, chances, lengths)
@@ -63,31 +65,31 @@ def chains_by_passes(
 def likeliest(logits: Float32Array) -> tuple[int, float]:
     """The largest of the logits, and the chance that it is also the target's.
 
-    That is the root of its share of the softmax: the target is surer than its softmax, too, when it takes the
-    largest (measured: docs/heads.md).
+    That is the square root of its probability: a greedy target is more certain than its softmax, too
+    (measured: docs/heads.md).
     """
     best = int(logits.argmax())
     return best, float(np.exp(logits.astype(np.float64) - logits[best]).sum() ** -0.5)
 
 
-def favoured(
+def coupled_choice(
     logits: Float32Array, target_ids: Int32Array | None, temperature: float, key: tuple[np.uint64, np.uint64]
 ) -> tuple[int, float]:
-    """What the noise of the target's own choice favours, and the chance that the target chooses it.
+    """The token that the target's own noise favours (coupled drafting), and the chance that it is accepted.
 
-    The target adds the same noise: what it chooses is among those that are ahead with it, so the chance is
-    the share of the best among the best few. `key` is the seed and the position.
+    The target adds the same noise, so its token is probably among the best few here: the chance is the weight
+    of the best among these. `key` is the seed and the position.
     """
-    names = np.empty(0, dtype=np.int64) if target_ids is None else target_ids.astype(np.int64)
+    ids = np.empty(0, dtype=np.int64) if target_ids is None else target_ids.astype(np.int64)
     places, scores = np.empty(1 + RIVALS, dtype=np.int64), np.empty(1 + RIVALS)
-    found = race((logits, names), float(temperature), key, (places, scores))
+    found = gumbel_top_k((logits, ids), float(temperature), key, (places, scores))
     return int(places[0]), float(1.0 / np.exp(scores[:found] - scores[0]).sum())
 
 
 def _one_row_each(
     rows: ForwardBatch, requests: Sequence[int], tokens: Int32Array, contexts: Int32Array
 ) -> ForwardBatch:
-    """A pass over one guess of each of these requests."""
+    """A pass over one drafted token of each of these requests."""
     count = len(requests)
     return ForwardBatch(
         tokens=tokens,

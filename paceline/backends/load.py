@@ -1,4 +1,4 @@
-"""The one table that names the backends."""
+"""The table of backends."""
 
 from __future__ import annotations
 

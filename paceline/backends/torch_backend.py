@@ -35,7 +35,7 @@ class TorchPool:
 
 
 class TorchBackend(Backend):
-    """A model run by torch. Exact in its algebra, but not bit for bit across batch shapes."""
+    """A model run by torch: the same algebra, but not bit-identical across batch shapes."""
 
     name = "torch"
     page_size = PAGE_SIZE
@@ -52,7 +52,7 @@ class TorchBackend(Backend):
     def load(
         cls, checkpoint: Checkpoint, *, device: str = "cpu", dtype: str = "float32", max_rows: int = 512
     ) -> TorchBackend:
-        """A backend with the checkpoint's weights on `device`, held in `dtype`."""
+        """A backend with the checkpoint's weights on `device`, in `dtype`."""
         if max_rows < 1:
             raise BackendError(f"max_rows is {max_rows}, but a pass needs at least 1 row; give 1 or more.")
         take = _take_from(checkpoint, _find_device(device), _find_dtype(dtype))
@@ -91,7 +91,7 @@ class TorchBackend(Backend):
 
     @torch.inference_mode()
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
-        """Copy keys and values from KV places to others; all sources are read first."""
+        """Copy keys and values from KV slots to others; all sources are read first."""
         cache = cast(TorchPool, pool).cache
         read, write = self._tensor(source), self._tensor(destination)
         for stored in (cache.keys, cache.values):
@@ -99,15 +99,15 @@ class TorchBackend(Backend):
             stored[:, write] = stored[:, read]
 
     def _rows(self, batch: ForwardBatch) -> Rows:
-        """The batch as the model wants it: places instead of pages, masks instead of parents."""
+        """The batch as the model reads it: KV slots instead of pages, masks instead of parents."""
         views, places = [], []
         for request in range(batch.num_requests):
             rows = slice(int(batch.row_offsets[request]), int(batch.row_offsets[request + 1]))
             context = int(batch.context_lengths[request])
-            key_places = kv_places(batch.page_tables[request], context + rows.stop - rows.start)
-            places.append(key_places[context:])
+            key_slots = kv_slots(batch.page_tables[request], context + rows.stop - rows.start)
+            places.append(key_slots[context:])
             masks = self._masks(batch.parents[rows], batch.positions[rows], context)
-            views.append(RowView(rows, self._tensor(key_places), masks))
+            views.append(RowView(rows, self._tensor(key_slots), masks))
         return Rows(
             tokens=self._tensor(batch.tokens),
             positions=self._tensor(batch.positions),
@@ -132,7 +132,7 @@ class TorchBackend(Backend):
 
 
 def make_torch_pool(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> TorchPool:
-    """Zeroed storage of keys and values: [layers, places, kv_heads, head_dim]."""
+    """Zeroed storage of keys and values: [layers, slots, kv_heads, head_dim]."""
     num_pages = shape[1] // PAGE_SIZE
     total = 2 * math.prod(shape) * dtype.itemsize
     try:
@@ -146,7 +146,7 @@ def make_torch_pool(shape: tuple[int, int, int, int], dtype: torch.dtype, device
 
 
 def ancestors(parents: Int32Array) -> npt.NDArray[np.bool_]:
-    """Which rows of a tree each row descends from, itself included: bool [rows, rows]."""
+    """Which rows of a tree each row descends from, itself included (the tree mask): bool [rows, rows]."""
     table = np.eye(len(parents), dtype=np.bool_)
     for row, parent in enumerate(parents):  # parents come before their children
         if parent >= 0:
@@ -154,14 +154,14 @@ def ancestors(parents: Int32Array) -> npt.NDArray[np.bool_]:
     return table
 
 
-def kv_places(page_table: Int32Array, length: int) -> Int32Array:
-    """Places of KV indices 0 to length - 1 of a request: int32 [length]."""
+def kv_slots(page_table: Int32Array, length: int) -> Int32Array:
+    """KV slots of KV indices 0 to length - 1 of a request: int32 [length]."""
     index = np.arange(length, dtype=np.int32)
     return page_table[index // PAGE_SIZE] * PAGE_SIZE + index % PAGE_SIZE
 
 
 def _take_from(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Take:
-    """A reader of single tensors, so that no second copy of all weights is ever alive."""
+    """A reader of single tensors, so that no second copy of all weights ever exists."""
 
     def take(name: str) -> torch.Tensor:
         return torch.from_numpy(checkpoint.tensors[name].float32()).to(device=device, dtype=dtype)

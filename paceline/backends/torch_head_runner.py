@@ -16,7 +16,7 @@ from paceline.backends.torch_backend import (
     TorchBackend,
     TorchPool,
     ancestors,
-    kv_places,
+    kv_slots,
     make_torch_pool,
 )
 from paceline.core.arrays import Int32Array
@@ -33,7 +33,7 @@ class TorchHeadRunner(HeadRunner):
     least_chance = 0.0  # on a GPU rows cost next to nothing
 
     def __init__(self, head: Head, max_rows: int, target_ids: Int32Array | None = None) -> None:
-        """`target_ids` [draft vocabulary] are what the head guesses; None: every id of the target."""
+        """`target_ids` [draft vocabulary] are the head's ids in the target's vocabulary; None: the same."""
         self.head = head
         self.max_rows = max_rows
         self._target_ids = target_ids
@@ -81,21 +81,23 @@ class TorchHeadRunner(HeadRunner):
     def run_chains(
         self, batch: HeadBatch, most: Sequence[int], least_chance: float, noise: ChainNoise | None = None
     ) -> HeadChains:
-        """Guesses behind each request."""
+        """Chains drafted after each request."""
         return chains_by_passes(self.run, batch, self._target_ids, most, least_chance, noise)
 
     def _views(self, batch: ForwardBatch) -> tuple[list[RowView], Tensor]:
-        """What the rows of each request see, and the place of every row's key and value."""
+        """What the rows of each request see, and the KV slot of every row."""
         views, places = [], []
         for request in range(batch.num_requests):
             rows = slice(int(batch.row_offsets[request]), int(batch.row_offsets[request + 1]))
             context = int(batch.context_lengths[request])
-            key_places = kv_places(batch.page_tables[request], context + rows.stop - rows.start)
-            places.append(key_places[context:])
+            key_slots = kv_slots(batch.page_tables[request], context + rows.stop - rows.start)
+            places.append(key_slots[context:])
             related = ancestors(batch.parents[rows])
             sees_context = np.ones((len(related), context - 1), dtype=np.bool_)
             mask = torch.from_numpy(np.concatenate((sees_context, related), axis=1)).to(self.device)
-            views.append(RowView(rows, self._tensor(key_places[1:]), {None: mask}))  # index 0 has no slot
+            views.append(
+                RowView(rows, self._tensor(key_slots[1:]), {None: mask})
+            )  # a head has no row at KV index 0
         return views, self._tensor(np.concatenate(places))
 
     def _tensor(self, array: Int32Array) -> Tensor:
@@ -105,7 +107,7 @@ class TorchHeadRunner(HeadRunner):
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, cache: KeyValues, views: list[RowView], places: Tensor
 ) -> Tensor:
-    """Mixed values of all rows, after their keys and values are written to their places."""
+    """Attention of all rows, after their keys and values are written to their KV slots."""
     keys, values = cache.keys[0], cache.values[0]
     keys[places], values[places] = key, value
     mixed = torch.empty_like(query)

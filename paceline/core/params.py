@@ -1,4 +1,4 @@
-"""SamplingParams: how a request wants its tokens chosen. The names are vLLM's."""
+"""SamplingParams: the sampling options of a request. The names are vLLM's."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ from paceline.core.structured_outputs import StructuredOutputsParams, as_structu
 from paceline.errors import RequestError
 from paceline.options import check_bool, check_integer, check_number, refuse_unknown
 
-GREEDY_BELOW = 1e-5  # temperatures under this are temperature 0
-MOST_LOGPROBS = 20
-MOST_CHILDREN = 128
+GREEDY_BELOW = 1e-5  # lower temperatures are greedy, as in vLLM
+MAX_LOGPROBS = 20  # per token
+MAX_N = 128  # outputs of a request
 
 
 @refuse_unknown(RequestError)
 @dataclass(frozen=True)
 class SamplingParams:
-    """Options of one request. Out-of-range values and unknown names raise RequestError.
+    """The options of one request. Out-of-range values and unknown names raise RequestError.
 
-    Every option is exact under speculation, and none changes what a neighbour in the batch gets.
+    Every option is exact under speculation, and none changes the output of another request in the batch.
     """
 
-    n: int = 1  # how many outputs; they share the prompt's KV pages
+    n: int = 1  # number of outputs; they share the prompt's KV pages
     temperature: float = 1.0  # 0 is greedy: the largest logit, ties to the lowest id
     top_k: int = 0  # keep the k likeliest; 0 or -1 keeps all
-    top_p: float = 1.0  # keep the likeliest that together reach this probability
-    min_p: float = 0.0  # keep what has at least this share of the likeliest one's probability
+    top_p: float = 1.0  # keep the fewest likeliest whose probabilities reach this sum
+    min_p: float = 0.0  # keep ids with at least this fraction of the likeliest one's probability
     repetition_penalty: float = (
         1.0  # divides positive and multiplies negative logits of prompt and output ids
     )
     presence_penalty: float = 0.0  # subtracted from the logits of output ids
-    frequency_penalty: float = 0.0  # subtracted as often as the id is in the output
+    frequency_penalty: float = 0.0  # subtracted once for each occurrence of the id in the output
     logit_bias: Mapping[int, float] | None = None  # added to the logits of the given ids, -100 to 100
-    seed: int | None = None  # None: derived from the engine's seed and the order of arrival
+    seed: int | None = None  # None: derived from the engine's seed and the request's order of arrival
     stop: str | Sequence[str] | None = None  # strings that end the output
     stop_token_ids: Sequence[int] | None = None  # token ids that end the output, besides end-of-sequence
-    min_tokens: int = 0  # no end-of-sequence and no stop before this many tokens
+    min_tokens: int = 0  # suppress end-of-sequence and stop ids before this many tokens
     max_tokens: int | None = 16  # None: until the context is full
     ignore_eos: bool = False  # end-of-sequence is a token like any other
     logprobs: int | None = None  # log-probabilities of the chosen token and of this many likeliest
     prompt_logprobs: int | None = None  # the same for every prompt token
     skip_special_tokens: bool = True  # leave special tokens out of the text
     include_stop_str_in_output: bool = False  # keep the stop string that ended the output in the text
-    # what is drafted: None or "auto" leaves it to the engine, "off" is plain decoding, a method's name, or
-    # {"method": ..., "num_speculative_tokens": ..., "branching": ..., "depth": ...}, each of them optional
+    # drafting: None or "auto" (the engine decides), "off" (plain decoding), a method's name, or
+    # {"method": ..., "num_speculative_tokens": ..., "branching": ..., "depth": ...}, each optional
     speculative: str | Mapping[str, Any] | None = None
-    # the form that the output must have: a JSON schema, a regular expression, choices or a grammar
+    # constrained decoding: a JSON schema, a regular expression, choices or a grammar
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        """Check every field and give it its plain form: tuples, ints and floats."""
+        """Check every field and normalize it to tuples, ints and floats."""
         error = RequestError
         settled: dict[str, Any] = {
-            "n": check_integer(error, "n", self.n, 1, MOST_CHILDREN),
+            "n": check_integer(error, "n", self.n, 1, MAX_N),
             "temperature": check_number(
                 error, "temperature", self.temperature, 0, 1000, remedy="Use 0 for greedy decoding."
             ),
@@ -63,7 +63,7 @@ class SamplingParams:
                 error, "top_p", self.top_p, 0, 1, low_open=True, remedy="Use 1 to keep all."
             ),
             "min_p": check_number(error, "min_p", self.min_p, 0, 1, remedy="Use 0 to keep all."),
-            # far from 1 the quotient would leave what float32 can hold
+            # further from 1 the quotient would overflow float32
             "repetition_penalty": check_number(
                 error, "repetition_penalty", self.repetition_penalty, 0.01, 100, remedy="1 is none."
             ),
@@ -95,7 +95,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None:
-                settled[name] = check_integer(error, name, count, 0, MOST_LOGPROBS, "Use None for none.")
+                settled[name] = check_integer(error, name, count, 0, MAX_LOGPROBS, "Use None for none.")
         if settled["temperature"] < GREEDY_BELOW:
             settled["temperature"] = 0.0
         for name, value in settled.items():

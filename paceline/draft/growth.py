@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.head_chains import RIVALS, TO_GO_ON
+from paceline.backends.head_chains import EXTEND_FACTOR, RIVALS
 from paceline.core.tree_shapes import ROOT, static_shape
 from paceline.core.trees import DraftPlan, DraftTrees, Draws
 from paceline.draft.base import DraftSampling
@@ -227,7 +227,7 @@ class ChosenTree(GrowingTree):
         return list(zip(ids[:count].tolist(), chances[:count].tolist(), strict=True))
 
     def _goes_on(self, node: int) -> bool:
-        return self._scores[node] >= self._least_score + math.log(TO_GO_ON) and super()._goes_on(node)
+        return self._scores[node] >= self._least_score + math.log(EXTEND_FACTOR) and super()._goes_on(node)
 
     def _best(self) -> list[int]:
         """The nodes that stay, best first, ties to the shallower: so ancestors stay with descendants."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from paceline.core.params import MOST_LOGPROBS, SamplingParams
+from paceline.core.params import MAX_LOGPROBS, SamplingParams
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.stream import Update
 from paceline.errors import RequestError
@@ -83,8 +83,8 @@ def size_of(outputs: Sequence[RequestOutput], echoed: Sequence[str] = ()) -> int
     """About how many values an answer has. Sixteen characters count as one."""
     size = 0
     for number, output in enumerate(outputs):
-        per_token = 1 + (output.outputs[0].logprobs is not None) * MOST_LOGPROBS
-        own = len(output.prompt_logprobs or ()) * MOST_LOGPROBS
+        per_token = 1 + (output.outputs[0].logprobs is not None) * MAX_LOGPROBS
+        own = len(output.prompt_logprobs or ()) * MAX_LOGPROBS
         own += len(echoed[number]) // 16 if echoed else 0
         size += sum(len(one.token_ids) * per_token + own for one in output.outputs)
     return size

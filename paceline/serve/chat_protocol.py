@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from paceline.core.params import MOST_LOGPROBS
+from paceline.core.params import MAX_LOGPROBS
 from paceline.serve.answers import FinishReason
 from paceline.serve.errors import FieldError
 from paceline.serve.fields import Body, Bool, Int, Items, Name, Unsupported
@@ -81,8 +81,8 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Int | None = Field(None, ge=1, le=2**31)  # left out: until the context is full
     max_tokens: Int | None = Field(None, ge=1, le=2**31)  # the old name, used if the new one is not given
     logprobs: Bool | None = None
-    top_logprobs: Int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    prompt_logprobs: Int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
     tools: Items[FunctionTool] | None = None
     tool_choice: ChatToolChoice | None = None  # "auto" if there are tools

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from paceline.core.params import MOST_CHILDREN, MOST_LOGPROBS, SamplingParams
+from paceline.core.params import MAX_LOGPROBS, MAX_N, SamplingParams
 from paceline.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from paceline.engine.stream import Update
 from paceline.serve.answers import (
@@ -31,7 +31,7 @@ from paceline.serve.protocol import Metrics, SamplingFields, Usage, usage_of
 from paceline.serve.service import Service
 from paceline.serve.sse import EventResponse
 
-MOST_OUTPUTS = MOST_CHILDREN  # of all prompts together
+MOST_OUTPUTS = MAX_N  # of all prompts together
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
@@ -72,8 +72,8 @@ class CompletionRequest(SamplingFields):
     prompt: Prompts
     max_tokens: Int | None = Field(None, ge=0, le=2**31)  # 16 by default; 0 only with echo
     echo: Bool | None = None  # the prompt in front of the output
-    logprobs: Int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    prompt_logprobs: Int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: Bool | None = None  # whether a text begins as the model's texts do; true by default
     best_of: Annotated[Literal[1] | None, Unsupported("is not served: use n, and choose among them")] = None
     suffix: Annotated[

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from paceline.constrain.limits import GrammarLimits
-from paceline.core.params import MOST_CHILDREN, SamplingParams
+from paceline.core.params import MAX_N, SamplingParams
 from paceline.engine.outputs import RequestOutput, SpeculativeMetrics
 from paceline.serve.errors import FieldError
 from paceline.serve.fields import Body, Bool, Float, Int, Items, Name, Unsupported
@@ -90,7 +90,7 @@ class SamplingFields(Body):
     frequency_penalty: Float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Float] | None = Field(None, max_length=MOST_BIASES)
     seed: Int | None = Field(None, ge=-(2**63), lt=2**64)
-    n: Int | None = Field(None, ge=1, le=MOST_CHILDREN)
+    n: Int | None = Field(None, ge=1, le=MAX_N)
     stop: Stop = None
     stop_token_ids: Items[Int] | None = Field(None, max_length=MOST_STOP_IDS)
     min_tokens: Int | None = Field(None, ge=0, le=2**31)

@@ -1,4 +1,4 @@
-"""Verification: from logits to tokens, the same ones whatever was drafted."""
+"""Verification: from logits to tokens, and how much of a draft is accepted."""
 
 from paceline.core.params import SamplingParams
 from paceline.core.verdict import Logprob, Verdict

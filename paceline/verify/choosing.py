@@ -1,6 +1,6 @@
-"""From logits and options to a token, a distribution or the best guesses.
+"""From logits and sampling options to a token, a distribution or the best draft candidates.
 
-min_p, top_k, top_p: what they keep -> argmax(logit / temperature + gumbel)
+truncate by min_p, top_k, top_p -> argmax(logit / temperature + gumbel)      (the Gumbel-max trick)
 """
 
 from __future__ import annotations
@@ -9,21 +9,29 @@ import math
 
 import numpy as np
 
-from paceline.verify.keeping import Float32Array, Float64Array, Int64Array, Options, Scratch, keep
-from paceline.verify.kernels import Best, Key, Known, log_normalizer, race, rank, write_probabilities
+from paceline.verify.kernels import (
+    IdLogits,
+    Key,
+    Top,
+    gumbel_top_k,
+    log_normalizer,
+    logit_top_k,
+    write_probabilities,
+)
+from paceline.verify.truncation import Float32Array, Float64Array, Int64Array, Options, Scratch, truncate
 
-EVERY: Int64Array = np.empty(0, dtype=np.int64)  # no ids named: the logits are those of all
+ALL_IDS: Int64Array = np.empty(0, dtype=np.int64)  # the logits are those of the whole vocabulary, in order
 
 
 def choose_token(logits: Float32Array, options: Options, scratch: Scratch, key: Key) -> int:
     """The token of argmax(log p + gumbel) over the kept ids, or -1 if the logits are not usable."""
-    known, peak = _kept((logits, EVERY), options, scratch)
+    kept, peak = _truncated((logits, ALL_IDS), options, scratch)
     if not math.isfinite(peak):
         return -1
-    best = _places(1)
-    race(known, options[0], key, best)
-    place = int(best[0][0])
-    return int(known[1][place]) if len(known[1]) else place
+    top = _room(1)
+    gumbel_top_k(kept, options[0], key, top)
+    index = int(top[0][0])
+    return int(kept[1][index]) if len(kept[1]) else index
 
 
 def target_probabilities(logits: Float32Array, options: Options, scratch: Scratch, out: Float64Array) -> bool:
@@ -31,43 +39,43 @@ def target_probabilities(logits: Float32Array, options: Options, scratch: Scratc
 
     It is exactly zero for every id that is not kept.
     """
-    known, peak = _kept((logits, EVERY), options, scratch)
+    kept, peak = _truncated((logits, ALL_IDS), options, scratch)
     if not math.isfinite(peak):
         return False
-    write_probabilities(known, peak, options[0], out)
+    write_probabilities(kept, peak, options[0], out)
     return True
 
 
 def best_candidates(
-    known: Known, options: Options, scratch: Scratch, key: Key, coupled: bool, count: int
+    candidates: IdLogits, options: Options, scratch: Scratch, key: Key, coupled: bool, count: int
 ) -> tuple[Int64Array, Float64Array] | None:
     """The ids of the largest log p (+ gumbel if coupled), best first, at most `count`, and their log p.
 
     Ties to the first. None if the logits are not usable.
     """
-    known, peak = _kept(known, options, scratch)
+    kept, peak = _truncated(candidates, options, scratch)
     if not math.isfinite(peak):
         return None
-    logits, names = known
-    best = _places(count)
-    found = race(known, options[0], key, best) if coupled else rank(logits, best)
-    places = best[0][:found]
-    scores = logits[places].astype(np.float64) / options[0]
+    logits, ids = kept
+    top = _room(count)
+    found = gumbel_top_k(kept, options[0], key, top) if coupled else logit_top_k(logits, top)
+    indices = top[0][:found]
+    scores = logits[indices].astype(np.float64) / options[0]
     scores -= log_normalizer(logits, peak, options[0])
-    return names[places] if len(names) else places, scores
+    return ids[indices] if len(ids) else indices, scores
 
 
-def _kept(known: Known, options: Options, scratch: Scratch) -> tuple[Known, float]:
-    """What the options keep of the logits, and the largest, which is not finite if they are not usable."""
-    logits, names = known
+def _truncated(candidates: IdLogits, options: Options, scratch: Scratch) -> tuple[IdLogits, float]:
+    """The candidates that the options keep, and the largest logit: not finite if they are not usable."""
+    logits, ids = candidates
     peak = float(logits.max())
     _, top_k, top_p, min_p = options
     if (top_k <= 0 and top_p >= 1.0 and min_p <= 0.0) or not math.isfinite(peak):
-        return known, peak
-    count = keep(logits, (peak, float(logits.min())), options, scratch)
-    ids = scratch[1][:count]
-    return (logits[ids], names[ids] if len(names) else ids), peak
+        return candidates, peak
+    count = truncate(logits, (peak, float(logits.min())), options, scratch)
+    kept = scratch[1][:count]
+    return (logits[kept], ids[kept] if len(ids) else kept), peak
 
 
-def _places(count: int) -> Best:
+def _room(count: int) -> Top:
     return np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float64)

@@ -1,9 +1,12 @@
-"""The classic rules: the output has the target's distribution, though not the bytes of plain decoding.
+"""The classic acceptance rules: the target's distribution, though not the bytes of plain decoding.
 
-They differ in how they decide (`rule_kernels.py`). What comes before and after is the same for all: the
-target's distribution at the nodes, each along its own path, fresh noise for every decision, and the
-tokens of the path that was accepted. Rejection goes down a draft level by level, and needs the
-distributions of the accepted path only; block and traversal look at whole paths first.
+    rejection    speculative sampling (Leviathan et al., Chen et al. 2023), with several candidates per level
+    block        block verification (Sun et al. 2024), chains only
+    traversal    traversal verification (Weng et al. 2025): block verification for trees
+
+`rule_kernels.py` decides. Everything around it is shared: the target's distribution at each node along the
+node's own path, fresh noise for every decision, and the tokens of the accepted path. Rejection descends
+level by level and needs the distributions of the accepted path only; the other two look at whole paths.
 """
 
 from __future__ import annotations
@@ -28,14 +31,14 @@ from paceline.verify.verdict import Case
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 Decide = Callable[..., tuple[Int64Array, Int64Array]]  # see rule_kernels.py
-Judge = Callable[[Sequence[Case], Workspace], list[Verdict]]
+VerifyGroup = Callable[[Sequence[Case], Workspace], list[Verdict]]
 
-_BUFFER_BYTES = 64 * 1024**2  # of distributions decided on in one call, unless one case needs more
+_BUFFER_BYTES = 64 * 1024**2  # bytes of distributions per call of a rule, unless a single case needs more
 
 
 def verify_rejection(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
     """The verdicts of (multi-candidate) rejection sampling."""
-    return _verify(_judge_by_level, cases, workspace)
+    return _verify(_verify_by_level, cases, workspace)
 
 
 def verify_block(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
@@ -45,27 +48,27 @@ def verify_block(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
             raise ValueError(
                 f"block verification takes chains only, got a tree: parents {list(case.parents)}"
             )
-    return _verify(partial(_judge_whole, decide_by_block), cases, workspace)
+    return _verify(partial(_verify_whole, decide_by_block), cases, workspace)
 
 
 def verify_traversal(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
     """The verdicts of traversal verification."""
-    return _verify(partial(_judge_whole, decide_by_traversal), cases, workspace)
+    return _verify(partial(_verify_whole, decide_by_traversal), cases, workspace)
 
 
-def _verify(judge: Judge, cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
-    """One verdict for each case. Where there is nothing to toss a coin for, the pathwise one."""
+def _verify(verify_group: VerifyGroup, cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
+    """One verdict for each case. Cases without a draft and greedy ones get the pathwise verdict."""
     verdicts: dict[int, Verdict] = {}
     drafted = [index for index, case in enumerate(cases) if len(case.tokens) and not case.sampler.greedy]
     plain = [index for index in range(len(cases)) if index not in set(drafted)]
     verdicts.update(zip(plain, verify_pathwise([cases[index] for index in plain], workspace), strict=True))
     for group in _groups(drafted, cases):
-        verdicts.update(zip(group, judge([cases[index] for index in group], workspace), strict=True))
+        verdicts.update(zip(group, verify_group([cases[index] for index in group], workspace), strict=True))
     return [verdicts[index] for index in range(len(cases))]
 
 
 def _groups(indices: Sequence[int], cases: Sequence[Case]) -> Iterator[list[int]]:
-    """The cases, as many together as draw from one array of draft_probs and fit the buffer."""
+    """Groups of cases that share one array of draft_probs and fit the buffer."""
     group: list[int] = []
     shared: Float64Array | None = None
     lines = 0
@@ -84,41 +87,41 @@ def _groups(indices: Sequence[int], cases: Sequence[Case]) -> Iterator[list[int]
 
 
 @dataclass
-class Opened:
-    """The part of a case's draft that is decided on. Lists are parallel."""
+class ReachableDraft:
+    """The nodes of a case's draft that a rule decides on. Lists are parallel."""
 
     case: Case
     nodes: list[int] = field(default_factory=list)  # of the draft, in order
-    parents: list[int] = field(default_factory=list)  # places in `nodes`, -1 for the root's children
+    parents: list[int] = field(default_factory=list)  # indices into `nodes`, -1 for the root's children
     is_open: list[bool] = field(default_factory=list)  # whether a token may follow
-    errors: dict[int, BackendError] = field(default_factory=dict)  # places whose logits are unusable
+    errors: dict[int, BackendError] = field(default_factory=dict)  # by index: its logits are unusable
 
-    def path(self, place: int) -> list[int]:
-        """The nodes from the root's child down to a place."""
+    def path(self, index: int) -> list[int]:
+        """The nodes from the root's child down to the node at this index."""
         nodes: list[int] = []
-        while place >= 0:
-            nodes.insert(0, self.nodes[place])
-            place = self.parents[place]
+        while index >= 0:
+            nodes.insert(0, self.nodes[index])
+            index = self.parents[index]
         return nodes
 
 
-def _judge_by_level(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
-    """One verdict for each case by rejection: the children of the node at hand, then of the one accepted."""
+def _verify_by_level(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
+    """One verdict for each case by rejection: the root's children first, then those of each accepted node."""
     verdicts: dict[int, Verdict] = {}
     paths: dict[int, list[int]] = {index: [] for index in range(len(cases))}  # accepted so far
     live = list(paths)
     while live:
         target_probs = workspace.lines(sum(len(cases[index].logits) for index in live))
-        levels: dict[int, Opened] = {}
+        levels: dict[int, ReachableDraft] = {}
         filled = 0
         for index in live:
             try:
-                levels[index] = _open_level(cases[index], paths[index], target_probs[filled], workspace)
+                levels[index] = _reachable_level(cases[index], paths[index], target_probs[filled], workspace)
                 filled += 1 + len(levels[index].nodes)
             except BackendError as error:
                 verdicts[index] = Verdict((), (), error=error)
         live = []
-        decided = _toss(list(levels.values()), target_probs[:filled], decide_by_rejection)
+        decided = _decide(list(levels.values()), target_probs[:filled], decide_by_rejection)
         for (index, level), (end, token) in zip(levels.items(), decided, strict=True):
             case, path = cases[index], paths[index]
             if end >= 0:
@@ -130,28 +133,30 @@ def _judge_by_level(cases: Sequence[Case], workspace: Workspace) -> list[Verdict
     return [verdicts[index] for index in range(len(cases))]
 
 
-def _open_level(case: Case, path: Sequence[int], target_probs: Float64Array, workspace: Workspace) -> Opened:
-    """The children of the node that a path ends at; writes the target's distribution there."""
+def _reachable_level(
+    case: Case, path: Sequence[int], target_probs: Float64Array, workspace: Workspace
+) -> ReachableDraft:
+    """The children of the path's last node. Writes the target's distribution at that node."""
     end = path[-1] if path else -1
     sampler = case.sampler.branch([case.tokens[node] for node in path])
     sampler.probabilities(case.logits[end + 1], case.num_output + len(path), workspace, out=target_probs)
     children = [node for node, parent in enumerate(case.parents) if parent == end]
-    return Opened(case, children, [-1] * len(children), [False] * len(children))
+    return ReachableDraft(case, children, [-1] * len(children), [False] * len(children))
 
 
-def _judge_whole(decide: Decide, cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
-    """One verdict for each case by a rule that looks at whole paths."""
+def _verify_whole(decide: Decide, cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
+    """One verdict for each case by a rule that decides on whole paths."""
     target_probs = workspace.lines(sum(len(case.logits) for case in cases))
     verdicts: dict[int, Verdict] = {}
-    drafts: dict[int, Opened] = {}
+    drafts: dict[int, ReachableDraft] = {}
     filled = 0
     for index, case in enumerate(cases):
         try:
-            drafts[index] = open_draft(case, target_probs[filled:], workspace)
+            drafts[index] = reachable_draft(case, target_probs[filled:], workspace)
             filled += 1 + len(drafts[index].nodes)
         except BackendError as error:
             verdicts[index] = Verdict((), (), error=error)
-    decided = _toss(list(drafts.values()), target_probs[:filled], decide)
+    decided = _decide(list(drafts.values()), target_probs[:filled], decide)
     for (index, draft), (end, token) in zip(drafts.items(), decided, strict=True):
         if end in draft.errors:
             verdicts[index] = Verdict((), (), error=draft.errors[end])
@@ -160,53 +165,55 @@ def _judge_whole(decide: Decide, cases: Sequence[Case], workspace: Workspace) ->
     return [verdicts[index] for index in range(len(cases))]
 
 
-def open_draft(case: Case, target_probs: Float64Array, workspace: Workspace) -> Opened:
-    """What of the draft can be reached; writes the target's distributions of the root and the open nodes.
+def reachable_draft(case: Case, target_probs: Float64Array, workspace: Workspace) -> ReachableDraft:
+    """The reachable part of a draft. Writes the target's distributions of the root and the open nodes.
 
     Nothing follows a token that ends the request, a token of probability 0, or unusable logits: nodes
-    below are cut away. That depends on the path down to the token alone, as the target's own text
-    would end there too, so it does not bias. Unusable logits are an error only if the path ends there.
+    below are dropped. That depends only on the path down to the token, where the target's own text would
+    end too, so it adds no bias. Unusable logits are an error only if the accepted path ends there.
     """
-    opened = Opened(case)
+    reachable = ReachableDraft(case)
     case.sampler.probabilities(case.logits[0], case.num_output, workspace, out=target_probs[0])
-    followed = {-1: (-1, case.sampler, case.num_output)}  # of open nodes: place, sampler, tokens of output
+    followed = {-1: (-1, case.sampler, case.num_output)}  # open node: (index, sampler, tokens of output)
     for node, (token, parent) in enumerate(zip(case.tokens, case.parents, strict=True)):
         if parent not in followed:
             continue
         above, sampler, num_output = followed[parent]
-        place = len(opened.nodes)
+        index = len(reachable.nodes)
         is_open = target_probs[above + 1][token] > 0 and not case.is_last(token, num_output)
         if is_open:
             try:
                 sampler = sampler.branch((token,))
-                line = target_probs[place + 1]
+                line = target_probs[index + 1]
                 sampler.probabilities(case.logits[node + 1], num_output + 1, workspace, out=line)
-                followed[node] = (place, sampler, num_output + 1)
+                followed[node] = (index, sampler, num_output + 1)
             except BackendError as error:
-                opened.errors[place] = error
+                reachable.errors[index] = error
                 is_open = False
-        opened.nodes.append(node)
-        opened.parents.append(above)
-        opened.is_open.append(bool(is_open))
-    return opened
+        reachable.nodes.append(node)
+        reachable.parents.append(above)
+        reachable.is_open.append(bool(is_open))
+    return reachable
 
 
-def _toss(group: Sequence[Opened], target_probs: Float64Array, decide: Decide) -> Iterator[tuple[int, int]]:
-    """Where each accepted path ends, as a place, and the token that follows it: all decided in one call."""
-    nodes = [(opened.case, node) for opened in group for node in opened.nodes]
+def _decide(
+    group: Sequence[ReachableDraft], target_probs: Float64Array, decide: Decide
+) -> Iterator[tuple[int, int]]:
+    """For each draft, the index of the accepted path's last node and the token that follows it."""
+    nodes = [(reachable.case, node) for reachable in group for node in reachable.nodes]
     coins = _uniforms(nodes, STREAM_ACCEPT)
-    finals = _uniforms([(opened.case, 0) for opened in group], STREAM_RESIDUAL)
+    finals = _uniforms([(reachable.case, 0) for reachable in group], STREAM_RESIDUAL)
     draft_probs = next(
-        (opened.case.draws.draft_probs for opened in group if opened.case.draws is not None),
+        (reachable.case.draws.draft_probs for reachable in group if reachable.case.draws is not None),
         np.empty((0, target_probs.shape[1])),
     )
     rows = [-1 if case.draws is None else int(case.draws.rows[node]) for case, node in nodes]
     ends, last = decide(
         target_probs,
         np.array([case.tokens[node] for case, node in nodes], dtype=np.int64),
-        np.array([parent for opened in group for parent in opened.parents], dtype=np.int64),
-        np.array([is_open for opened in group for is_open in opened.is_open], dtype=np.bool_),
-        np.cumsum([0, *(len(opened.nodes) for opened in group)], dtype=np.int64),
+        np.array([parent for reachable in group for parent in reachable.parents], dtype=np.int64),
+        np.array([is_open for reachable in group for is_open in reachable.is_open], dtype=np.bool_),
+        np.cumsum([0, *(len(reachable.nodes) for reachable in group)], dtype=np.int64),
         draft_probs,
         np.array(rows, dtype=np.int64),
         coins,
@@ -216,7 +223,7 @@ def _toss(group: Sequence[Opened], target_probs: Float64Array, decide: Decide) -
 
 
 def _uniforms(keys: Sequence[tuple[Case, int]], stream: int) -> Float64Array:
-    """One uniform for each (case, node), keyed as `draws.py` tells: float64 [keys]."""
+    """One uniform for each (case, node), keyed as `draws.py` describes: float64 [keys]."""
     return uniforms(
         np.array([case.sampler.seed for case, _ in keys], dtype=np.uint64),
         np.array([case.position for case, _ in keys], dtype=np.uint64),
@@ -225,7 +232,7 @@ def _uniforms(keys: Sequence[tuple[Case, int]], stream: int) -> Float64Array:
 
 
 def _verdict(case: Case, accepted: Sequence[int], token: int) -> Verdict:
-    """The verdict when these nodes are accepted and `token` (-1: none, the text has ended) follows."""
+    """The verdict when these nodes are accepted and `token` follows (-1: none, the text has ended)."""
     tokens = [case.tokens[node] for node in accepted]
     if token >= 0:
         tokens.append(token)

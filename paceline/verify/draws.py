@@ -1,11 +1,11 @@
-"""Draws from a distribution with fresh noise: for drafters that draw their tokens, and for the classic rules.
+"""Draws from a distribution with fresh noise: for drafters that sample their tokens, and the classic rules.
 
-All noise of a step is keyed by (seed, position of the step's first new token, stream, node). Under
-block and traversal verification whether a prefix is accepted depends on the tokens drafted after
-it, so what was thrown away has left its mark on what was kept: noise of a thrown-away node must
-never be used again. The first new position grows with every step, so no key comes twice.
+All noise of a step is keyed by (seed, position of the step's first new token, stream, node). Under block
+and traversal verification, whether a prefix is accepted depends on the tokens drafted after it, so accepted
+tokens are correlated with the noise of rejected nodes: that noise must never be used again. The first new
+position grows with every step, so no key repeats.
 
-The plain stream (the target's own choice at a position) is left to steps without a draft.
+The plain stream (the target's own choice at a position) is used only by steps without a draft.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Float64Array = npt.NDArray[np.float64]
 def draw(
     probs: Float64Array, seed: int, position: int, stream: int, node: int, taken: Sequence[int] = ()
 ) -> int:
-    """A token drawn from `probs` with the `taken` ids taken out, or -1 if nothing is left to draw.
+    """A token drawn from `probs` without the `taken` ids, or -1 if nothing is left to draw.
 
-    `position` is that of the step's first new token, whatever the depth of the node; a drafter uses
-    STREAM_DRAFT, and a number of its own for each token that it draws in the step.
+    `position` is that of the step's first new token, whatever the depth of the node. A drafter uses
+    STREAM_DRAFT and a distinct `node` number for each token that it draws in the step.
     `probs` need not sum to 1, and an id of probability 0 is never drawn.
     """
     return draw_at(probs, np.array(taken, dtype=np.int64), uniform(seed, position, stream, node))

@@ -1,11 +1,11 @@
-"""A logarithm and an exponential whose bits are ours.
+"""A logarithm and an exponential with the same bits on every machine.
 
-The C library, numpy's vector units and a GPU each round log and exp their own way, and one
-different bit in a Gumbel draw can be one different token. These two use only additions,
-multiplications and one division of IEEE doubles in a fixed order, so every implementation of them
-gives the same bits. Both are accurate to about one unit in the last place.
+The C library, numpy's vector units and a GPU each round log and exp in their own way, and one different
+bit in a Gumbel draw can be a different token. These two use only additions, multiplications and one
+division of IEEE doubles in a fixed order, so every implementation gives the same bits. Both are accurate to
+about one unit in the last place.
 
-Here they are in numpy, to be read; `kernels.py` has them compiled.
+This is the readable reference, in numpy; `kernels.py` has them compiled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ATANH = np.array([1.0 / (2 * term + 1) for term in range(12)])
 # exp(r) = 1 + r + r^2/2 + ... with |r| < 0.347: fourteen terms reach 1e-17
 TAYLOR = np.array([1.0 / math.factorial(term) for term in range(14)])
 
-EXP_LOWEST = -700.0  # below it exp is taken at it: 1e-304, still a normal double
+EXP_LOWEST = -700.0  # smaller arguments are clamped to it: exp is 1e-304, still a normal double
 ROUNDER = 1.5 * 2.0**52  # adding and subtracting it rounds to an integer
 POWERS = np.array([2.0**-power for power in range(1020)])
 

@@ -1,7 +1,7 @@
-"""The compiled arithmetic behind a sampled token: its noise, the race with it, sums of exponentials.
+"""The compiled arithmetic of sampling: Philox noise, Gumbel-top-k, sums of exponentials.
 
-`reference.py` says the same in numpy, slowly. What calls each other is in this one file, because numba's
-disk cache looks only at the file of the function it loads.
+`reference.py` computes the same in numpy, slowly. Functions that call each other are in this one file,
+because numba's disk cache looks only at the file of the function that it loads.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
 Key = tuple[np.uint64, np.uint64]  # seed, position
-Known = tuple[Float32Array, Int64Array]  # logits, and the ids they are of; no ids: those of all, in order
-Best = tuple[Int64Array, Float64Array]  # [places] places among the logits and their scores, best first
+IdLogits = tuple[Float32Array, Int64Array]  # logits and their token ids; no ids: the vocabulary, in order
+Top = tuple[Int64Array, Float64Array]  # [k] indices into the logits and their scores, best first
 
-LANES = 512  # of long sums, so that they vectorize
-_BLOCK = 128  # logits whose noise is made at a time, so that it vectorizes
-_BLOCKS = 16  # blocks between looks at what there is to beat
+LANES = 512  # partial sums of a long sum, so that it vectorizes
+_BLOCK = 128  # logits whose noise is computed at a time, so that it vectorizes
+_BLOCKS = 16  # blocks between updates of the score to beat
 _HALF, _QUARTER, _EIGHTH = _BLOCK // 2, _BLOCK // 4, _BLOCK // 8
-_SLACK = 1.000001 * 2.0**32  # of a bound on half of the bits, for what rounding may do
-_ROUNDING = 1e-15  # of a sum, as a part of what is summed
+_SLACK = 1.000001 * 2.0**32  # 2^32, widened for the rounding of a bound that uses the high 32 bits alone
+_ROUNDING = 1e-15  # rounding error of a sum, relative to its terms
 _TOKENS = np.uint64(STREAM_TOKENS)
 _WEYL_0 = np.uint64(WEYL_0)
 _WEYL_1 = np.uint64(WEYL_1)
@@ -58,47 +58,49 @@ _TAYLOR_TERMS = len(TAYLOR)
 
 
 @compiled
-def race(known: Known, temperature: float, key: Key, best: Best) -> int:
-    """Write the largest of logit / temperature + gumbel to `best`; how many. The earlier of equals first.
+def gumbel_top_k(candidates: IdLogits, temperature: float, key: Key, top: Top) -> int:
+    """Write the k largest of logit / temperature + gumbel to `top`. Returns how many; ties to the first.
 
-    Noise is dear, and most tokens are too far behind for any that is likely. So only the upper half of a
-    token's bits is looked at first, and if with it not even the largest logit of its block could win, that
-    is all. What there is to beat is found in the block with the largest logit, which comes twice.
+    Noise is expensive: bound it from its high 32 bits, and skip tokens that could not win even with the
+    largest logit of their block. The score to beat comes from the block with the largest logit, which is
+    therefore scored twice.
     """
-    logits, names = known
+    logits, ids = candidates
     peaks = _peaks(logits)
-    halves, needs = np.empty((3, _BLOCK), dtype=np.uint64), np.zeros(_BLOCKS, dtype=np.uint64)
+    high_words, required = np.empty((3, _BLOCK), dtype=np.uint64), np.zeros(_BLOCKS, dtype=np.uint64)
     highest = _BLOCK * int(np.argmax(peaks))
-    _write_halves(names, highest, len(logits), key, needs[0], halves)
-    found = _race_block(known, temperature, key, highest, needs[0], -np.inf, halves[0], best, 0)
-    bound = best[1][-1] if found == len(best[0]) else -np.inf
+    _write_high_words(ids, highest, len(logits), key, required[0], high_words)
+    found = _score_block(candidates, temperature, key, highest, required[0], -np.inf, high_words[0], top, 0)
+    bound = top[1][-1] if found == len(top[0]) else -np.inf
     found = 0
     for first in range(0, len(peaks), _BLOCKS):
-        _write_needs(peaks[first : first + _BLOCKS], temperature, bound, needs)
+        _write_required(peaks[first : first + _BLOCKS], temperature, bound, required)
         for block in range(first, min(first + _BLOCKS, len(peaks))):
-            start, needed = _BLOCK * block, needs[block - first]
-            if _write_halves(names, start, len(logits), key, needed, halves) > 0:
-                found = _race_block(known, temperature, key, start, needed, bound, halves[0], best, found)
-        if found == len(best[0]):
-            bound = max(bound, best[1][-1])
+            start, required_high = _BLOCK * block, required[block - first]
+            if _write_high_words(ids, start, len(logits), key, required_high, high_words) > 0:
+                found = _score_block(
+                    candidates, temperature, key, start, required_high, bound, high_words[0], top, found
+                )
+        if found == len(top[0]):
+            bound = max(bound, top[1][-1])
     return found
 
 
 @compiled
-def _write_needs(peaks: Float32Array, temperature: float, bound: float, needs: UInt64Array) -> None:
-    """Write what the upper half of a token's bits must be at least to beat a score: [blocks].
+def _write_required(peaks: Float32Array, temperature: float, bound: float, required: UInt64Array) -> None:
+    """Write, for each block, the least high word of a token's noise with which it can beat `bound`: [blocks].
 
-    With v = 1 - uniform, gumbel < -log(v). So who lacks x must have v < exp(-x).
+    With v = 1 - uniform, gumbel < -log(v). So a token that lacks x to the bound must have v < exp(-x).
     """
     for block in range(len(peaks)):
         peak = np.float64(peaks[block]) / temperature
         lead = peak - bound + _ROUNDING * (abs(peak) + abs(bound)) if peak > -np.inf else peak
-        needs[block] = np.uint64(max(4294967295 - int(exp(min(lead, 0.0)) * _SLACK), 0))
+        required[block] = np.uint64(max(4294967295 - int(exp(min(lead, 0.0)) * _SLACK), 0))
 
 
 @compiled
 def _peaks(logits: Float32Array) -> Float32Array:
-    """The largest logit of each block: [blocks]. Halves are held against halves, so that it vectorizes."""
+    """The largest logit of each block: [blocks]. Halves are compared with halves, so that it vectorizes."""
     whole = len(logits) // _BLOCK
     peaks = np.empty((len(logits) + _BLOCK - 1) // _BLOCK, dtype=np.float32)
     larger = np.empty(_HALF, dtype=np.float32)
@@ -120,89 +122,90 @@ def _peaks(logits: Float32Array) -> Float32Array:
 
 
 @inlined
-def _write_halves(
-    names: Int64Array, start: int, end: int, key: Key, needed: np.uint64, halves: UInt64Array
+def _write_high_words(
+    ids: Int64Array, start: int, end: int, key: Key, required_high: np.uint64, high_words: UInt64Array
 ) -> int:
-    """How many upper halves of the bits of the block from `start` on are as large as needed.
+    """The number of tokens of the block at `start` whose high word of noise reaches `required_high`.
 
-    If there are any, they are written to the first line of `halves`; the others are for the work.
+    If there are any, the high words of the block are in `high_words[0]`; the other two lines are scratch.
     """
-    enough = 0
-    if len(names) > 0:
-        for place in range(start, min(start + _BLOCK, end)):
-            half = _token_bits(names[place], key) >> SHIFT_32
-            halves[0, place - start] = half
-            enough += int(half >= needed)
-        return enough
+    winners = 0
+    if len(ids) > 0:
+        for index in range(start, min(start + _BLOCK, end)):
+            high = _token_bits(ids[index], key) >> SHIFT_32
+            high_words[0, index - start] = high
+            winners += int(high >= required_high)
+        return winners
     for pair in range(_HALF):
         even, odd = pair_bits(np.uint64(start // 2 + pair), key, _TOKENS)
-        halves[1, pair], halves[2, pair] = even >> SHIFT_32, odd >> SHIFT_32
-        enough += int(halves[1, pair] >= needed)
-        enough += int(halves[2, pair] >= needed)
-    if enough > 0:
+        high_words[1, pair], high_words[2, pair] = even >> SHIFT_32, odd >> SHIFT_32
+        winners += int(high_words[1, pair] >= required_high)
+        winners += int(high_words[2, pair] >= required_high)
+    if winners > 0:
         for pair in range(_HALF):
-            halves[0, 2 * pair], halves[0, 2 * pair + 1] = halves[1, pair], halves[2, pair]
-    return enough
+            high_words[0, 2 * pair], high_words[0, 2 * pair + 1] = high_words[1, pair], high_words[2, pair]
+    return winners
 
 
 @compiled
-def _race_block(
-    known: Known,
+def _score_block(
+    candidates: IdLogits,
     temperature: float,
     key: Key,
     start: int,
-    needed: np.uint64,
+    required_high: np.uint64,
     bound: float,
-    halves: UInt64Array,
-    best: Best,
+    high_words: UInt64Array,
+    top: Top,
     found: int,
 ) -> int:
-    """Let those of a block race whose upper halves of bits are as large as needed; how many are found."""
-    logits, names = known
-    for place in range(start, min(start + _BLOCK, len(logits))):
-        half = halves[place - start]
-        if half < needed or logits[place] == -np.inf:
+    """Score tokens of a block whose high words reach `required_high`. Returns how many `top` holds now."""
+    logits, ids = candidates
+    for index in range(start, min(start + _BLOCK, len(logits))):
+        high = high_words[index - start]
+        if high < required_high or logits[index] == -np.inf:
             continue
-        value = np.float64(logits[place]) / temperature
-        if found == len(best[0]):
-            bound = max(bound, best[1][-1])
-        if not _cannot_win(bound - value - _ROUNDING * (abs(bound) + abs(value)), half):
-            bits = _token_bits(names[place] if len(names) > 0 else place, key)
-            found = _place(place, value + gumbel_of_bits(bits), best, found)
+        value = np.float64(logits[index]) / temperature
+        if found == len(top[0]):
+            bound = max(bound, top[1][-1])
+        if not _cannot_win(bound - value - _ROUNDING * (abs(bound) + abs(value)), high):
+            bits = _token_bits(ids[index] if len(ids) > 0 else index, key)
+            found = _insert(index, value + gumbel_of_bits(bits), top, found)
     return found
 
 
 @inlined
-def _cannot_win(behind: float, half: np.uint64) -> bool:
-    """Whether a token this far behind loses for certain with this upper half of its bits.
+def _cannot_win(deficit: float, high: np.uint64) -> bool:
+    """Whether a token that lacks `deficit` loses for certain with this high word of noise.
 
-    As of a block, with a series of exp(behind) that is cut short: it spares two logarithms.
+    The bound of `_write_required` for one token, with a truncated series of exp(deficit): it is a lower
+    bound, and saves two logarithms.
     """
-    series = 1.0 + behind * (1.0 + behind * (0.5 + behind * (1.0 / 6.0 + behind * (1.0 / 24.0))))
-    return behind > 0.0 and float(4294967295 - np.int64(half)) * series > _SLACK
+    series = 1.0 + deficit * (1.0 + deficit * (0.5 + deficit * (1.0 / 6.0 + deficit * (1.0 / 24.0))))
+    return deficit > 0.0 and float(4294967295 - np.int64(high)) * series > _SLACK
 
 
 @inlined
-def _place(token: int, score: float, best: Best, found: int) -> int:
-    """Put a token among the `found` best, the earlier of equals first; how many they are now."""
-    tokens, scores = best
+def _insert(token: int, score: float, top: Top, found: int) -> int:
+    """Insert a token into the `found` best, ties to the earlier. Returns how many they are now."""
+    tokens, scores = top
     if found == len(tokens) and score <= scores[-1]:
         return found
-    place = min(found, len(tokens) - 1)
-    while place > 0 and score > scores[place - 1]:
-        tokens[place], scores[place] = tokens[place - 1], scores[place - 1]
-        place -= 1
-    tokens[place], scores[place] = token, score
+    index = min(found, len(tokens) - 1)
+    while index > 0 and score > scores[index - 1]:
+        tokens[index], scores[index] = tokens[index - 1], scores[index - 1]
+        index -= 1
+    tokens[index], scores[index] = token, score
     return min(found + 1, len(tokens))
 
 
 @compiled
-def rank(logits: Float32Array, best: Best) -> int:
-    """Write the largest logits to `best`; how many. The earlier of equals first."""
+def logit_top_k(logits: Float32Array, top: Top) -> int:
+    """Write the k largest logits to `top`. Returns how many; ties to the first."""
     found = 0
-    for place in range(len(logits)):
-        if logits[place] > -np.inf:
-            found = _place(place, np.float64(logits[place]), best, found)
+    for index in range(len(logits)):
+        if logits[index] > -np.inf:
+            found = _insert(index, np.float64(logits[index]), top, found)
     return found
 
 
@@ -210,7 +213,7 @@ def rank(logits: Float32Array, best: Best) -> int:
 def log_normalizer(logits: Float32Array, peak: float, temperature: float = 1.0) -> float:
     """log(sum(exp(logits / temperature))) in double. `peak` is the largest logit, a finite one.
 
-    In LANES lanes, then over those. -inf adds as good as nothing.
+    Summed in LANES partial sums, then over those. -inf adds as good as nothing.
     """
     lanes = np.zeros(LANES, dtype=np.float64)
     peak /= temperature
@@ -221,16 +224,16 @@ def log_normalizer(logits: Float32Array, peak: float, temperature: float = 1.0) 
 
 
 @compiled
-def write_probabilities(known: Known, peak: float, temperature: float, out: Float64Array) -> None:
-    """Make `out` the softmax of logits / temperature by ids, exactly zero for an id that is not known."""
-    logits, names = known
+def write_probabilities(candidates: IdLogits, peak: float, temperature: float, out: Float64Array) -> None:
+    """Make `out` the softmax of logits / temperature by id, exactly zero for ids that are no candidates."""
+    logits, ids = candidates
     peak /= temperature
-    if len(names) > 0:
+    if len(ids) > 0:
         out[:] = 0.0
-    for place in range(len(logits)):
-        value = np.float64(logits[place]) / temperature
+    for index in range(len(logits)):
+        value = np.float64(logits[index]) / temperature
         share = exp(value - peak) if value > -np.inf else 0.0
-        out[names[place] if len(names) > 0 else place] = share
+        out[ids[index] if len(ids) > 0 else index] = share
     lanes = np.zeros(LANES, dtype=np.float64)
     for start in range(0, len(out), LANES):
         for index in range(min(LANES, len(out) - start)):

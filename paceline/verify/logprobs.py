@@ -1,4 +1,4 @@
-"""Log-probabilities of the model's own distribution: of the raw logits, before any option."""
+"""Log-probabilities of the raw logits, before any sampling option."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def token_logprobs(logits: npt.NDArray[np.float32], token: int, count: int) -> d
     chosen = logits[token]
     rank = int(np.count_nonzero(logits > chosen)) + 1
     entries = {token: Logprob(float(chosen) - normalizer, rank)}
-    for place, likely in enumerate(_likeliest(logits, count)):
+    for index, likely in enumerate(_likeliest(logits, count)):
         if likely != token:
-            entries[likely] = Logprob(float(logits[likely]) - normalizer, place + 1)
+            entries[likely] = Logprob(float(logits[likely]) - normalizer, index + 1)
     return entries
 
 

@@ -1,7 +1,7 @@
-"""Noise as a pure function of (seed, position, token id): Philox4x32-10 and the Gumbel draw made of it.
+"""Noise as a pure function of (seed, position, token id): Philox4x32-10 and the Gumbel noise made of it.
 
-No state is kept, so the noise of a position can be recomputed by a drafter, after a preemption or
-on another device, with the same bits:
+The generator (Salmon et al. 2011) is counter-based and has no state, so a drafter, a preempted request or
+another device recomputes the noise of a position with the same bits:
 
     counter = (id // 2, position low, position high, lane)     key = (seed low, seed high)
     lane    = stream | node << 8       what the noise is for; the target's own choice is lane 0
@@ -9,8 +9,8 @@ on another device, with the same bits:
     uniform = (k + 0.5) / 2**52        exact, never 0 nor 1
     gumbel  = -log(-log(uniform))      with the logarithm of floats.py
 
-This is the reference, in numpy; `kernels.py` has the compiled functions that the sampler runs, and a
-test holds them together bit for bit.
+This is the readable reference, in numpy; the sampler runs the compiled functions of `kernels.py`, and a
+test compares the two bit for bit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ UInt64Array = npt.NDArray[np.uint64]
 MASK64 = (1 << 64) - 1
 STREAM_TOKENS = 0  # the target's own choice
 STREAM_SEEDS = 1  # seeds derived from seeds
-STREAM_DRAFT = 2  # tokens that a drafter draws
-STREAM_ACCEPT = 3  # the coin of each drafted node
+STREAM_DRAFT = 2  # tokens that a drafter samples
+STREAM_ACCEPT = 3  # accept or reject, for each drafted node
 STREAM_RESIDUAL = 4  # the token after the accepted path
 
 MASK32 = np.uint64(0xFFFFFFFF)

@@ -1,7 +1,7 @@
-"""Pathwise verification: follow the target's own choices down the draft for as long as they meet.
+"""Pathwise verification: follow the target's own tokens down the draft tree for as long as they match.
 
-At each node the target's token is a pure function of the node's logits and the noise of its
-position, so the draft decides only how many of these tokens one pass yields, never which.
+At each node the target's token is a pure function of the node's logits and the noise of its position, so
+the draft decides only how many tokens a pass yields, never which.
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ def verify_pathwise(cases: Sequence[Case], workspace: Workspace) -> list[Verdict
 
 
 def _walk(case: Case, workspace: Workspace) -> Verdict:
-    """The verdict on one case.
-
-    Nothing is looked at below a token that ends the request, so an accepted end-of-sequence inside
-    a draft ends the walk.
-    """
+    """The verdict on one case. An accepted token that ends the request, inside a draft, ends the walk."""
     accepted: list[int] = []
     tokens: list[int] = []
     logprobs: list[dict[int, Logprob]] = []
@@ -53,7 +49,7 @@ def _walk(case: Case, workspace: Workspace) -> Verdict:
 
 
 def _token(case: Case, node: int, depth: int, workspace: Workspace) -> int:
-    """The target's token behind a node at this depth, here or where the pass ran."""
+    """The target's token after a node at this depth: sampled here, or already by the backend."""
     position = case.position + depth
     if case.chosen is None:
         return case.sampler.sample(case.logits[node + 1], position, case.num_output + depth, workspace)

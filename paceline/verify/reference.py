@@ -1,4 +1,4 @@
-"""The readable reference of `keeping.py` and `kernels.py`: the same tokens, from numpy and a full sort."""
+"""The readable reference of `truncation.py` and `kernels.py`: the same tokens, from numpy and a full sort."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.verify.floats import exp_reference, log_reference
-from paceline.verify.keeping import MASS_ONE
 from paceline.verify.kernels import LANES
 from paceline.verify.noise import gumbel_reference
+from paceline.verify.truncation import FIXED_POINT_ONE
 
 
-def kept_reference(
+def truncate_reference(
     scaled: npt.NDArray[np.float64], top_k: int, top_p: float, min_p: float
 ) -> npt.NDArray[np.int64]:
     """The ids that min_p, top_k and top_p keep, ascending."""
@@ -26,10 +26,10 @@ def kept_reference(
         kept = kept[:top_k]
     if top_p < 1:
         distance = scaled[kept] - peak
-        masses = np.floor(exp_reference(distance) * MASS_ONE).astype(np.int64)
-        reached = np.cumsum(masses)
-        need = max(1, min(int(reached[-1]), math.ceil(top_p * float(reached[-1]))))
-        kept = kept[: int(np.argmax(reached >= need)) + 1]
+        probabilities = np.floor(exp_reference(distance) * FIXED_POINT_ONE).astype(np.int64)
+        reached = np.cumsum(probabilities)
+        required = max(1, min(int(reached[-1]), math.ceil(top_p * float(reached[-1]))))
+        kept = kept[: int(np.argmax(reached >= required)) + 1]
     return np.sort(kept)
 
 
@@ -46,7 +46,7 @@ def choose_token_reference(
     scaled = logits.astype(np.float64) / temperature
     if not np.isfinite(scaled.max()):
         return -1
-    kept = kept_reference(scaled, top_k, top_p, min_p)
+    kept = truncate_reference(scaled, top_k, top_p, min_p)
     scores = scaled[kept] + gumbel_reference(seed, position, kept)
     return int(kept[np.argmax(scores)])
 
@@ -56,7 +56,7 @@ def probabilities_reference(
 ) -> npt.NDArray[np.float64]:
     """The distribution of a token under the options, of usable logits: float64 [vocab]."""
     scaled = logits.astype(np.float64) / temperature
-    kept = kept_reference(scaled, top_k, top_p, min_p)
+    kept = truncate_reference(scaled, top_k, top_p, min_p)
     probs = np.zeros(len(logits))
     probs[kept] = exp_reference(scaled[kept] - scaled.max())
     probs /= _sum_in_lanes(probs)
@@ -64,14 +64,14 @@ def probabilities_reference(
 
 
 def log_normalizer_reference(logits: npt.NDArray[np.float32]) -> float:
-    """log(sum(exp(logits))) in double, summed in lanes and then over them."""
+    """log(sum(exp(logits))) in double, in LANES partial sums and then over them."""
     values = logits.astype(np.float64)
     total = _sum_in_lanes(exp_reference(values - values.max()))
     return float(values.max() + log_reference(total))
 
 
 def _sum_in_lanes(terms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The sum in the kernels' order: in lanes, then over them one by one, not in pairs as numpy.sum does."""
+    """The sum in the kernels' order: LANES partial sums, then those one by one, not pairwise as numpy.sum."""
     lanes = np.zeros(LANES)
     for start in range(0, len(terms), LANES):
         block = terms[start : start + LANES]

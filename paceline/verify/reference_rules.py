@@ -1,9 +1,9 @@
-"""The classic rules, to be read: the reference of `rule_kernels.py`.
+"""The classic rules, written to be read: the reference of `rule_kernels.py`.
 
-A rule here decides nothing by itself. It asks `accept(node, chance)` for every coin, and returns where
-the accepted path ends and the distribution that the last token is to be drawn from. So the same
-lines run on uniforms, where they must agree with the compiled rules, and on all outcomes of all coins
-with their probabilities, where they must give the target's distribution.
+A rule here draws no random numbers. It calls `accept(node, probability)` for every decision, and returns
+the node where the accepted path ends and the distribution of the last token. So the same lines run on
+uniforms, where they must agree with the compiled rules, and on all outcomes with their probabilities,
+where they must give exactly the target's distribution.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 Float64Array = npt.NDArray[np.float64]
-Accept = Callable[[int, float], bool]  # (node, chance): whether the coin of this node falls for it
+Accept = Callable[[int, float], bool]  # (node, acceptance probability) -> whether the node is accepted
 ReferenceRule = Callable[["Drafted", Accept], tuple[int, Float64Array]]
 
 
@@ -50,7 +50,7 @@ class Drafted:
 
 
 def rejection(draft: Drafted, accept: Accept) -> tuple[int, Float64Array]:
-    """Try the children of a node in turn; each that is refused takes its proposal out of the target."""
+    """Try the children of a node in turn; each rejection leaves the residual distribution for the next."""
     end = -1
     while True:
         target = draft.target_probs[end + 1]
@@ -59,13 +59,13 @@ def rejection(draft: Drafted, accept: Accept) -> tuple[int, Float64Array]:
             if accept(child, target[token] / proposed[token]):
                 end = child
                 break
-            target, _ = taken_away(1.0, target, proposed)
+            target, _ = residual(1.0, target, proposed)
         else:
             return end, target
 
 
 def block(draft: Drafted, accept: Accept) -> tuple[int, Float64Array]:
-    """Judge prefixes of a chain instead of tokens: the longest that its coin accepts."""
+    """Accept or reject prefixes of a chain instead of single tokens, the longest first."""
     length = len(draft.tokens)
     weights = [1.0]
     for node, token in enumerate(draft.tokens):
@@ -75,14 +75,14 @@ def block(draft: Drafted, accept: Accept) -> tuple[int, Float64Array]:
         return length - 1, draft.target_probs[length]
     for end in range(length - 2, -2, -1):
         weight = weights[end + 1]
-        target, total = taken_away(weight, draft.target_probs[end + 1], draft.proposed(end + 1))
-        if end == -1 or accept(end, chance_to_end(weight, total)):
+        target, total = residual(weight, draft.target_probs[end + 1], draft.proposed(end + 1))
+        if end == -1 or accept(end, stop_probability(weight, total)):
             return end, target
     raise AssertionError("the root is always accepted")
 
 
 def traversal(draft: Drafted, accept: Accept) -> tuple[int, Float64Array]:
-    """Judge whole paths of a tree, the first leaf first; a leaf that is refused is taken away."""
+    """Accept or reject whole paths of a tree, the first leaf first; a rejected leaf is removed."""
     targets = list(draft.target_probs)
     weights = [1.0] * len(targets)  # as `targets`: of the root, then of each node
     left = {node: draft.children(node) for node in range(-1, len(draft.tokens))}
@@ -98,24 +98,24 @@ def traversal(draft: Drafted, accept: Accept) -> tuple[int, Float64Array]:
         parent = draft.parents[end]
         left[parent].pop(0)
         weight = weights[parent + 1]
-        targets[parent + 1], total = taken_away(weight, targets[parent + 1], draft.proposed(end))
-        weights[parent + 1] = chance_to_end(weight, total)
+        targets[parent + 1], total = residual(weight, targets[parent + 1], draft.proposed(end))
+        weights[parent + 1] = stop_probability(weight, total)
         end = parent
 
 
-def taken_away(weight: float, target: Float64Array, proposed: Float64Array) -> tuple[Float64Array, float]:
-    """The normalized [weight * target - proposed]+, and what it summed to before.
+def residual(weight: float, target: Float64Array, proposed: Float64Array) -> tuple[Float64Array, float]:
+    """The residual distribution norm([weight * target - proposed]+), and its sum before normalization.
 
-    A sum of 0 means that the two are equal to the last bit, so that nothing can have been refused
-    but by rounding: the target then stays as it is.
+    A sum of 0 means that the two are equal to the last bit, so only rounding can have caused a rejection:
+    the target then stays as it is.
     """
     left = np.maximum(weight * target - proposed, 0.0)
     total = float(left.sum())
     return (left / total if total > 0 else target), total
 
 
-def chance_to_end(weight: float, total: float) -> float:
-    """The chance that a path of this weight ends here, when `total` is left of the target."""
+def stop_probability(weight: float, total: float) -> float:
+    """The probability that a path of this weight ends here, `total` being the sum of its residual."""
     if total > 0:
         return total / (total + 1.0 - weight)
     return 1.0 if weight >= 1 else 0.0

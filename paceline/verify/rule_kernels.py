@@ -1,6 +1,6 @@
-"""The compiled classic rules. `reference_rules.py` says the same, to be read.
+"""The compiled classic rules; `reference_rules.py` has them written to be read.
 
-Each decides on all cases of a step in one call over flat arrays:
+Each decides all cases of a step in one call over flat arrays:
 
     target_probs  [nodes + cases, vocab]  of each case's root, then of its nodes; overwritten
     tokens        [nodes]
@@ -8,12 +8,12 @@ Each decides on all cases of a step in one call over flat arrays:
     is_open       [nodes]          whether a token may follow: the node's line of target_probs is filled
     offsets       [cases + 1]      nodes of case i are offsets[i]:offsets[i + 1]
     draft_probs   [distributions, vocab]
-    draft_rows    [nodes]          the distribution a node was drawn from, -1: it was chosen
-    coins         [nodes]          a uniform for each node
-    finals        [cases]          a uniform for each case's last token
+    draft_rows    [nodes]          the distribution that a node was drawn from, -1: it was chosen
+    coins         [nodes]          a uniform for the accept decision of each node
+    finals        [cases]          a uniform for the last token of each case
 
-and gives, for each case, the node where the accepted path ends (-1: the root) and the token drawn
-there (-1 where none may follow). Uniforms are arguments: no noise is made here.
+and returns, for each case, the node where the accepted path ends (-1: the root) and the token drawn there
+(-1 where none may follow). Uniforms are arguments: no noise is generated here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def decide_by_rejection(
     coins: Float64Array,
     finals: Float64Array,
 ) -> tuple[Int64Array, Int64Array]:
-    """Ends and last tokens of all cases by (multi-candidate) rejection."""
+    """Ends and last tokens of all cases by (multi-candidate) rejection sampling."""
     ends, last = _undecided(len(finals))
     proposed = np.empty(target_probs.shape[1])
     for case in range(len(finals)):
@@ -54,11 +54,11 @@ def decide_by_rejection(
             if parents[nodes][node] != end:
                 continue
             token = tokens[nodes][node]
-            _propose(node, tokens[nodes], parents[nodes], draft_probs, draft_rows[nodes], proposed)
+            _write_proposal(node, tokens[nodes], parents[nodes], draft_probs, draft_rows[nodes], proposed)
             if coins[nodes][node] < target[end + 1][token] / proposed[token]:
                 end = node
             else:
-                _take_away(1.0, target[end + 1], proposed)
+                _make_residual(1.0, target[end + 1], proposed)
         ends[case] = end
         if end < 0 or is_open[nodes][end]:
             last[case] = draw_at(target[end + 1], _NONE_TAKEN, finals[case])
@@ -88,13 +88,12 @@ def decide_by_block(
         chances = np.empty(length)
         for node in range(length):
             token = tokens[nodes][node]
-            _propose(node, tokens[nodes], parents[nodes], draft_probs, draft_rows[nodes], proposed)
+            _write_proposal(node, tokens[nodes], parents[nodes], draft_probs, draft_rows[nodes], proposed)
             at_token = target[node][token]
-            total = _take_away(
-                weight, target[node], proposed
-            )  # the last token's law, should the path end here
+            # the distribution of the last token, should the path end here
+            total = _make_residual(weight, target[node], proposed)
             if node > 0:
-                chances[node - 1] = _chance_to_end(weight, total)
+                chances[node - 1] = _stop_probability(weight, total)
             weight = min(weight * at_token / proposed[token], 1.0)
         if length:
             chances[length - 1] = weight
@@ -133,16 +132,16 @@ def decide_by_traversal(
         while node < size:
             if parents[nodes][node] == end and not deleted[node]:  # the first child that is left: go down
                 token = tokens[nodes][node]
-                _propose(node, tokens[nodes], parents[nodes], draft_probs, draft_rows[nodes], proposed)
+                _write_proposal(node, tokens[nodes], parents[nodes], draft_probs, draft_rows[nodes], proposed)
                 weights[node + 1] = min(weights[end + 1] * target[end + 1][token] / proposed[token], 1.0)
                 end = node
             node += 1
             if node == size and end >= 0 and not coins[nodes][end] < weights[end + 1]:
-                parent = parents[nodes][end]  # a leaf, and not accepted: take it away, and go on above it
+                parent = parents[nodes][end]  # a rejected leaf: remove it, and continue from its parent
                 deleted[end] = True
-                _propose(end, tokens[nodes], parents[nodes], draft_probs, draft_rows[nodes], proposed)
-                total = _take_away(weights[parent + 1], target[parent + 1], proposed)
-                weights[parent + 1] = _chance_to_end(weights[parent + 1], total)
+                _write_proposal(end, tokens[nodes], parents[nodes], draft_probs, draft_rows[nodes], proposed)
+                total = _make_residual(weights[parent + 1], target[parent + 1], proposed)
+                weights[parent + 1] = _stop_probability(weights[parent + 1], total)
                 end, node = parent, parent + 1
         ends[case] = end
         if end < 0 or is_open[nodes][end]:
@@ -156,7 +155,7 @@ def _undecided(cases: int) -> tuple[Int64Array, Int64Array]:
 
 
 @compiled
-def _propose(
+def _write_proposal(
     node: int,
     tokens: Int64Array,
     parents: Int64Array,
@@ -179,11 +178,11 @@ def _propose(
 
 
 @compiled
-def _take_away(weight: float, target: Float64Array, proposed: Float64Array) -> float:
-    """Make `target` the normalized [weight * target - proposed]+; what that summed to before.
+def _make_residual(weight: float, target: Float64Array, proposed: Float64Array) -> float:
+    """Make `target` the residual norm([weight * target - proposed]+). Returns its sum before normalization.
 
-    A sum of 0 means that the two are equal to the last bit, so that nothing can have been refused
-    but by rounding: the target then stays as it is.
+    A sum of 0 means that the two are equal to the last bit, so only rounding can have caused a rejection:
+    the target then stays as it is.
     """
     lanes = np.zeros(_LANES)
     for start in range(0, len(target), _LANES):
@@ -198,8 +197,8 @@ def _take_away(weight: float, target: Float64Array, proposed: Float64Array) -> f
 
 
 @compiled
-def _chance_to_end(weight: float, total: float) -> float:
-    """The chance that a path of this weight ends here, when `total` is left of the target."""
+def _stop_probability(weight: float, total: float) -> float:
+    """The probability that a path of this weight ends here, `total` being the sum of its residual."""
     if total > 0.0:
         return total / (total + 1.0 - weight)
     return 1.0 if weight >= 1.0 else 0.0
@@ -207,7 +206,7 @@ def _chance_to_end(weight: float, total: float) -> float:
 
 @compiled
 def draw_at(probs: Float64Array, taken: Int64Array, uniform: float) -> int:
-    """The token of `probs` without the `taken` ids at this uniform, or -1 if no mass is left."""
+    """The token of `probs` without the `taken` ids at this uniform, or -1 if no probability is left."""
     if len(taken):
         probs = probs.copy()
         for token in taken:
@@ -224,7 +223,7 @@ def draw_at(probs: Float64Array, taken: Int64Array, uniform: float) -> int:
 
 @compiled
 def _sum(values: Float64Array) -> float:
-    """The sum, in lanes so that it vectorizes."""
+    """The sum, in _LANES partial sums so that it vectorizes."""
     lanes = np.zeros(_LANES)
     for start in range(0, len(values), _LANES):
         for index in range(min(_LANES, len(values) - start)):

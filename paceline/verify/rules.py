@@ -1,4 +1,4 @@
-"""The one table that names the rules of verification."""
+"""The table of acceptance rules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.verify.verdict import Rule
 
 @dataclass(frozen=True)
 class RuleEntry:
-    """A rule and what it can do."""
+    """A rule and its declared properties."""
 
     verify: Rule
     same_bytes: bool  # the output is that of plain decoding, byte for byte; else in distribution

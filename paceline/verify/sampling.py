@@ -6,9 +6,9 @@ The order, which is vLLM's:
     greedy: argmax, ties to the lowest id
     else:   temperature -> min_p -> top_k -> top_p -> argmax(log p + gumbel)
 
-all on the node's own path. A token that the constraint forces is the token, whatever the rest says.
-Top-p is measured on what min_p and top_k have kept. The token depends on the logits, the options,
-the path and (seed, position), and on nothing else.
+all on the node's own path. A token that the constraint forces is taken whatever the other options say.
+Top-p is measured on the ids that min_p and top_k kept. The token depends on the logits, the options, the
+path and (seed, position), and on nothing else.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import numpy.typing as npt
 from paceline.constrain.constraint import Constraint
 from paceline.core.params import SamplingParams
 from paceline.errors import BackendError
-from paceline.verify.choosing import EVERY, best_candidates, choose_token, target_probabilities
+from paceline.verify.choosing import ALL_IDS, best_candidates, choose_token, target_probabilities
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
 
-_PLAIN_OPTIONS = (1.0, 0, 1.0, 0.0)  # temperature, top_k, top_p, min_p that leave a softmax as it is
+_PLAIN_OPTIONS = (1.0, 0, 1.0, 0.0)  # temperature, top_k, top_p, min_p: the plain softmax
 
 
 class Workspace:
-    """Scratch of the vocabulary's size, made once and shared by all requests of an engine."""
+    """Scratch arrays of the vocabulary's size, allocated once and shared by all requests of an engine."""
 
     def __init__(self, vocab_size: int) -> None:
         self.logits = np.empty(vocab_size, dtype=np.float32)  # [vocab] logits with options applied
@@ -46,17 +46,17 @@ class Workspace:
         self._lines = np.empty((0, vocab_size), dtype=np.float64)  # [lines, vocab]
 
     def lines(self, count: int) -> Float64Array:
-        """Room for distributions: float64 [count, vocab]. The next call may give the same room."""
+        """Uninitialized distributions: float64 [count, vocab]. The next call may return the same memory."""
         if count > len(self._lines):
             self._lines = np.empty((count, self._lines.shape[1]), dtype=np.float64)
         return self._lines[:count]
 
 
 class TokenCounts:
-    """How often each distinct token occurs, as growing arrays ready for vector use."""
+    """How often each distinct token occurs, as growing arrays for vectorized use."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
-        self._places: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
         self._ids = np.zeros(64, dtype=np.int64)
         self._counts = np.zeros(64, dtype=np.float32)
         for token in tokens:
@@ -64,17 +64,17 @@ class TokenCounts:
 
     def add(self, token: int) -> None:
         """Count a token once more."""
-        place = self._places.setdefault(token, len(self._places))
-        if place == len(self._ids):
+        index = self._indices.setdefault(token, len(self._indices))
+        if index == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._ids[place] = token
-        self._counts[place] += 1
+        self._ids[index] = token
+        self._counts[index] += 1
 
     def copy(self) -> TokenCounts:
-        """The same counts, to be counted on apart from these."""
+        """An independent copy."""
         twin = copy.copy(self)
-        twin._places = self._places.copy()
+        twin._indices = self._indices.copy()
         twin._ids = self._ids.copy()
         twin._counts = self._counts.copy()
         return twin
@@ -82,16 +82,16 @@ class TokenCounts:
     @property
     def ids(self) -> npt.NDArray[np.int64]:
         """The distinct tokens: int64 [distinct]."""
-        return self._ids[: len(self._places)]
+        return self._ids[: len(self._indices)]
 
     @property
     def counts(self) -> Float32Array:
         """How often each of `ids` occurs: float32 [distinct]."""
-        return self._counts[: len(self._places)]
+        return self._counts[: len(self._indices)]
 
 
 class Sampler:
-    """One request's way from logits to a token. It follows the request's path by `advance`."""
+    """Samples one request's tokens from logits. `advance` tells it each token of the request's path."""
 
     def __init__(
         self,
@@ -123,11 +123,11 @@ class Sampler:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every token may be chosen, as far as top_k, top_p and min_p go."""
+        """Whether top_k, top_p and min_p are all off."""
         return self._options[1:] == _PLAIN_OPTIONS[1:]
 
     def leaves_logits(self, num_output: int) -> bool:
-        """Whether nothing changes single logits, now and from now on: no constraint, bias or penalty."""
+        """Whether no constraint, bias, min_tokens or penalty edits logits from here on."""
         return self.constraint is None and self._is_plain(num_output)
 
     @property
@@ -136,7 +136,7 @@ class Sampler:
         return int(self._seed)
 
     def advance(self, token: int) -> None:
-        """Take a token into the path."""
+        """Append a token to the path."""
         if self.constraint is not None:
             self.constraint.advance(token)
         if self._penalized:
@@ -144,9 +144,9 @@ class Sampler:
             self._output.add(token)
 
     def branch(self, tokens: Iterable[int]) -> Sampler:
-        """A sampler that has followed these tokens after the own path. This one is not changed."""
+        """A sampler whose path is this one's plus these tokens. This one is not changed."""
         if not self._penalized and self.constraint is None:
-            return self  # the path is nowhere used
+            return self  # nothing depends on the path
         twin = copy.copy(self)
         twin._seen, twin._output = self._seen.copy(), self._output.copy()
         if self.constraint is not None:
@@ -158,13 +158,13 @@ class Sampler:
     def sample(self, logits: Float32Array, position: int, num_output: int, workspace: Workspace) -> int:
         """The token at `position`, when `num_output` tokens of output precede it.
 
-        Raises BackendError if the logits hold NaN or +inf, or if nothing may be chosen.
+        Raises BackendError if the logits hold NaN or +inf, or if no token is allowed.
         """
         forced = self._forced(logits)
         if forced is not None:
             return forced
         if self.greedy and self._is_plain(num_output):
-            token = int(logits.argmax())  # nothing that is allowed is larger than the largest of all
+            token = int(logits.argmax())  # if the largest of all is allowed, it is the largest allowed
             if math.isfinite(logits[token]) and (self.constraint is None or self.constraint.allows(token)):
                 return token
         logits = self._with_options(logits, num_output, workspace)
@@ -214,14 +214,14 @@ class Sampler:
         count: int,
         coupled: bool,
         workspace: Workspace,
-        known: Int64Array = EVERY,
+        known: Int64Array = ALL_IDS,
     ) -> tuple[Int64Array, Float64Array]:
         """The `count` best ids, best first, and their log p: int64 and float64 [at most count].
 
-        Best by log p + gumbel if coupled: the first is then what `sample` would choose. Else by log p,
-        ties to the lowest id. Fewer where the options keep fewer. At temperature 0, where p is one-hot,
-        they are ranked by the logits, and log p is that of temperature 1. The logits may be those of the
-        ids `known` only, if `leaves_logits`.
+        Best by log p + gumbel if coupled: the first is then the token that `sample` would return. Else by
+        log p, ties to the lowest id. Fewer where the options keep fewer. At temperature 0, where p is
+        one-hot, they are ranked by the logits, and log p is that of temperature 1. The logits may be those
+        of the ids `known` only, if `leaves_logits`.
         """
         forced = self._forced(logits)
         if forced is not None:
@@ -240,7 +240,7 @@ class Sampler:
         return best
 
     def _forced(self, logits: Float32Array) -> int | None:
-        """The only token that the constraint allows, if it allows one only."""
+        """The token that the constraint forces, if it allows exactly one."""
         if self.constraint is None:
             return None
         forced = self.constraint.forced()
@@ -251,7 +251,7 @@ class Sampler:
         return forced[0]
 
     def _is_plain(self, num_output: int) -> bool:
-        """Whether bias, min_tokens and penalties leave all logits as they are."""
+        """Whether bias, min_tokens and penalties change no logit."""
         return not self._edits_always and not self._forbids_endings(num_output)
 
     def _forbids_endings(self, num_output: int) -> bool:
@@ -290,7 +290,7 @@ class Sampler:
 
 
 def unusable_logits(where: str) -> BackendError:
-    """The error of a request whose logits give no token."""
+    """The error for a request whose logits give no token."""
     return BackendError(
         f"the model's logits {where} hold NaN or infinity, or allow no token. "
         "The model file or its quantization may be damaged; try --quantization none."

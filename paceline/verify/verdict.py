@@ -1,4 +1,4 @@
-"""What is put before a rule of verification, and what it decides."""
+"""The input of an acceptance rule (Case) and its result (Verdict)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from paceline.verify.sampling import Sampler, Workspace
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request's draft after the pass over it. Without nodes it is plain decoding."""
+    """One request's draft after the target's pass over it. Without nodes it is plain decoding."""
 
     logits: npt.NDArray[np.float32]  # [1 + nodes, vocab] of the root, then of each node
     tokens: Sequence[int]  # [nodes]
     parents: Sequence[int]  # [nodes] -1 for the root's children
-    draws: Draws | None  # where drawn nodes come from; None: all were chosen
-    sampler: Sampler  # has followed the request's path; the rule advances it along the new tokens
+    draws: Draws | None  # the distributions that nodes were sampled from; None: all were chosen
+    sampler: Sampler  # at the end of the request's path; the rule advances it along the new tokens
     position: int  # of the first new token
     num_output: int  # tokens of output before it
     is_last: Callable[[int, int], bool]  # (token, outputs before it): whether the request ends with it
     num_logprobs: int | None
-    # [1 + nodes] the tokens that the backend has chosen, -1 where it could not; then there are no logits
+    # [1 + nodes] the tokens that the backend has sampled, -1 for unusable logits; then `logits` is empty
     chosen: Sequence[int] | None = None
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from paceline.backends.torch_backend import TorchBackend, ancestors, kv_places
+from paceline.backends.torch_backend import TorchBackend, ancestors, kv_slots
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint
@@ -175,8 +175,8 @@ def test_ancestors_of_a_tree() -> None:
     assert [np.flatnonzero(row).tolist() for row in table] == [path_to(row) for row in range(len(table))]
 
 
-def test_places_follow_the_page_table() -> None:
-    places = kv_places(np.array([7, 2, -1], np.int32), 18)
+def test_kv_slots_follow_the_page_table() -> None:
+    places = kv_slots(np.array([7, 2, -1], np.int32), 18)
     assert places.tolist() == [*range(112, 128), 32, 33]
 
 

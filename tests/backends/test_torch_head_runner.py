@@ -78,7 +78,7 @@ def test_every_node_of_a_tree_is_the_end_of_its_own_path(name):
         np.testing.assert_allclose(output.states[2 + node], fed_back[-1], atol=2e-5)
 
 
-def test_outputs_are_those_of_the_wanted_rows_and_place_zero_is_never_read():
+def test_outputs_are_those_of_the_wanted_rows_and_kv_index_0_is_never_read():
     runner = make_runner("eagle3")
     (request,) = drive_heads(runner, pages_each=4)
     features, tokens = inputs(runner)

@@ -101,16 +101,18 @@ def test_kernels_are_left_out_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
     def measure(*arguments: object) -> tuple[float, None]:
-        seen.append(is_left_out("attend") and not is_left_out("between"))
+        seen.append(is_left_out("decode_attention") and not is_left_out("fused_layer"))
         return [5.0, 6.0, 4.9, 6.1][len(seen) - 1], None
 
     monkeypatch.setattr(gpu, "measure_ours", measure)
     setting = gpu.Setting(without=("attend",))
     assert gpu.measure_both(None, 16, setting, None) == (4.9, None, 6.0)  # type: ignore[arg-type]
     assert seen == [False, True, False, True]
-    assert not is_left_out("attend")
+    assert not is_left_out("decode_attention")
     (table,) = gpu_result([gpu.Measured("llama-3.1-8b", "eagle3", 16, 4.9, 4.21, without=6.0)]).tables
     assert table.columns[3:5] == ["ms/step", "without"]
     assert table.rows[0][3:5] == ("4.900", "6.000")
-    with pytest.raises(ConfigError, match="knows no kernel 'atend'; choose from attend, between"):
+    with pytest.raises(
+        ConfigError, match="knows no kernel 'atend'; choose from decode_attention, fused_layer"
+    ):
         gpu.Setting(without=("atend",))

@@ -8,7 +8,7 @@ import numpy as np
 
 from paceline.core.params import SamplingParams
 from paceline.core.trees import Draws
-from paceline.verify.classic import open_draft
+from paceline.verify.classic import reachable_draft
 from paceline.verify.reference_rules import Drafted
 from paceline.verify.sampling import Sampler, Workspace
 from paceline.verify.verdict import Case
@@ -59,13 +59,13 @@ def grow_through_samplers(options: dict[str, object], ending: int = ENDING) -> G
             num_logprobs=None,
         )
         target_probs = np.full((len(paths), world.vocab), np.nan)  # what is not open must not be looked at
-        opened = open_draft(case, target_probs, Workspace(world.vocab))
+        reachable = reachable_draft(case, target_probs, Workspace(world.vocab))
         return Drafted(
-            target_probs[: 1 + len(opened.nodes)],
-            [whole.tokens[node] for node in opened.nodes],
-            opened.parents,
+            target_probs[: 1 + len(reachable.nodes)],
+            [whole.tokens[node] for node in reachable.nodes],
+            reachable.parents,
             whole.draft_probs,
-            [whole.draft_rows[node] for node in opened.nodes],
+            [whole.draft_rows[node] for node in reachable.nodes],
         )
 
     return grow_case

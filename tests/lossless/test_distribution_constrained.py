@@ -13,7 +13,7 @@ import pytest
 from paceline.constrain.pruning import Draft, fit_draft
 from paceline.core.params import SamplingParams
 from paceline.core.trees import Draws
-from paceline.verify.classic import open_draft
+from paceline.verify.classic import reachable_draft
 from paceline.verify.reference_rules import Drafted, block, rejection, traversal
 from paceline.verify.sampling import Sampler, Workspace
 from paceline.verify.verdict import Case
@@ -67,7 +67,7 @@ def constrained_world(allowed, seed: int) -> World:
 
 
 def grow_along(allowed, fit=fit_draft, room: int = 2):
-    """Drafts as an engine verifies them: pruned, continued by what is forced, opened by the engine's code."""
+    """Drafts as an engine verifies them: pruned, extended by forced tokens, cut by the engine's code."""
 
     def grown(world: World, shape, oracle) -> Drafted:
         drawn = grow(world, shape, oracle)
@@ -89,13 +89,13 @@ def grow_along(allowed, fit=fit_draft, room: int = 2):
             num_logprobs=None,
         )
         target_probs = np.full((len(paths), VOCAB), np.nan)
-        opened = open_draft(case, target_probs, Workspace(VOCAB))
+        reachable = reachable_draft(case, target_probs, Workspace(VOCAB))
         return Drafted(
-            target_probs[: 1 + len(opened.nodes)],
-            [draft.tokens[node] for node in opened.nodes],
-            opened.parents,
+            target_probs[: 1 + len(reachable.nodes)],
+            [draft.tokens[node] for node in reachable.nodes],
+            reachable.parents,
             drawn.draft_probs,
-            [draft.rows[node] for node in opened.nodes],
+            [draft.rows[node] for node in reachable.nodes],
         )
 
     return grown

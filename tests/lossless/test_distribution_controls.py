@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.verify import reference_rules
-from paceline.verify.reference_rules import Drafted, block, chance_to_end, rejection, taken_away, traversal
+from paceline.verify.reference_rules import Drafted, block, rejection, residual, stop_probability, traversal
 from paceline.verify.sampling import Sampler
 from tests.lossless.enumeration import WORLDS, drawn_chain, error, grow
 from tests.lossless.real_targets import grow_through_samplers, sampled_world
@@ -72,7 +72,7 @@ def test_the_better_of_two_samples_kept(rule):
 
 @pytest.mark.parametrize("shape", [drawn_chain(2), TREE])
 def test_the_residual_taken_from_the_target_itself(shape, plant):
-    plant(reference_rules, "taken_away", lambda weight, target, proposed: (target, 1.0))
+    plant(reference_rules, "residual", lambda weight, target, proposed: (target, 1.0))
     assert worst(shape, rejection) > FAR
 
 
@@ -120,8 +120,8 @@ def planted_block(draft, accept, weight_of_residual, chance_of_all):
         return length - 1, draft.target_probs[length]
     for end in range(length - 2, -2, -1):
         weight = weight_of_residual(weights[end + 1])
-        target, total = taken_away(weight, draft.target_probs[end + 1], draft.proposed(end + 1))
-        if end == -1 or accept(end, chance_to_end(weights[end + 1], total)):
+        target, total = residual(weight, draft.target_probs[end + 1], draft.proposed(end + 1))
+        if end == -1 or accept(end, stop_probability(weights[end + 1], total)):
             return end, target
     raise AssertionError
 
@@ -149,7 +149,7 @@ def test_the_chances_of_block_verification_wrong(weight_of_residual, chance_of_a
 
 def test_the_weight_of_a_node_recomputed_from_above(plant):
     """Traversal that forgets, when a leaf is taken away, what that says of the path above it."""
-    plant(reference_rules, "chance_to_end", lambda weight, total: weight)
+    plant(reference_rules, "stop_probability", lambda weight, total: weight)
     assert worst(TREE, traversal) > FAR
     assert worst(drawn_chain(2), traversal) > FAR
 
@@ -159,7 +159,7 @@ def test_a_residual_without_mass_taken_for_a_certain_one(rule, plant):
     def careless(weight, total):
         return total / (total + 1.0 - weight) if total > 0 else 1.0
 
-    plant(reference_rules, "chance_to_end", careless)
+    plant(reference_rules, "stop_probability", careless)
     assert worst(drawn_chain(3), rule) > FAR
 
 

@@ -58,8 +58,8 @@ def test_the_distribution_is_what_the_sampler_draws_from(options, size, ties, ma
     assert np.abs(probs - reference).max() < 1e-15
     assert abs(probs.sum() - 1) < 1e-12
     kept = np.flatnonzero(probs)
-    race = np.log(probs[kept]) + gumbel_reference(seed, 9, kept)
-    assert kept[np.argmax(race)] == target.sample(logits, 9, 0, workspace)
+    gumbel_top_k = np.log(probs[kept]) + gumbel_reference(seed, 9, kept)
+    assert kept[np.argmax(gumbel_top_k)] == target.sample(logits, 9, 0, workspace)
 
 
 @given(OPTIONS, st.integers(1, 700), st.integers(1, 9), st.booleans(), st.integers(0, 2**32 - 1))
@@ -71,8 +71,8 @@ def test_candidates_are_the_best_of_the_distribution(options, size, count, coupl
     ids, log_probs = target.candidates(logits, 9, 0, count, coupled, workspace)
     probs = target.probabilities(logits, 0, workspace)
     kept = np.flatnonzero(probs)
-    race = np.log(probs[kept]) + (gumbel_reference(seed, 9, kept) if coupled else 0.0)
-    assert ids.tolist() == kept[np.argsort(-race, kind="stable")][:count].tolist()
+    gumbel_top_k = np.log(probs[kept]) + (gumbel_reference(seed, 9, kept) if coupled else 0.0)
+    assert ids.tolist() == kept[np.argsort(-gumbel_top_k, kind="stable")][:count].tolist()
     assert np.abs(log_probs - np.log(probs[ids])).max() < 1e-12
     if coupled:
         assert ids[0] == target.sample(logits, 9, 0, workspace)
@@ -128,7 +128,7 @@ def test_every_part_of_the_key_gives_other_noise():
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 300), st.integers(0, 5))
 @settings(max_examples=80)
-def test_compiled_draws_are_those_of_the_reference_and_never_of_mass_0(seed, size, num_taken):
+def test_compiled_draws_are_those_of_the_reference_and_never_of_probability_0(seed, size, num_taken):
     rng = np.random.default_rng(seed)
     probs = rng.random(size) * (rng.random(size) < 0.5)
     taken = rng.integers(0, size, num_taken).tolist()

@@ -84,13 +84,13 @@ def test_compiled_sampler_agrees_on_a_vocabulary_of_real_size(options, spread):
     seed=st.integers(0, 2**64 - 1),
 )
 @settings(max_examples=100)
-def test_the_best_of_a_race_are_those_with_the_largest_sums(size, places, named, spread, seed):
+def test_gumbel_top_k_gives_the_largest_sums_of_logit_and_noise(size, places, named, spread, seed):
     rng = np.random.default_rng(seed % 2**32)
     logits = (rng.normal(size=size) * spread).astype(np.float32)
     logits[rng.random(size) < 0.2] = -np.inf
     names = rng.choice(50_000, size, replace=False) if named else np.empty(0, dtype=np.int64)
     best = np.empty(places, dtype=np.int64), np.empty(places)
-    found = kernels.race((logits, names), 0.8, (np.uint64(seed), np.uint64(7)), best)
+    found = kernels.gumbel_top_k((logits, names), 0.8, (np.uint64(seed), np.uint64(7)), best)
     noise = gumbel_reference(seed, 7, names if named else np.arange(size))
     scores = logits.astype(np.float64) / 0.8 + noise
     expected = np.argsort(-scores, kind="stable")[: min(places, np.isfinite(scores).sum())]

@@ -1,4 +1,4 @@
-"""What threads of a team say to each other: atomic int64 at an address."""
+"""Atomic int64 operations at an address, by which the threads of a team synchronize."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _I64 = ir.IntType(64)
 
 @operation(types.int64, types.int64, types.int64)
 def atomic_add(builder, address, value):  # type: ignore[no-untyped-def]
-    """Add to the int64 at an address; what it was before."""
+    """Add to the int64 at an address; returns the value before."""
     return builder.atomic_rmw("add", pointer_at(builder, address, _I64), value, "seq_cst")
 
 
 @operation(types.int64, types.int64)
 def atomic_load(builder, address):  # type: ignore[no-untyped-def]
-    """The int64 at an address, and all that was written before it was."""
+    """The int64 at an address, with acquire semantics."""
     return builder.load_atomic(pointer_at(builder, address, _I64), "seq_cst", 8)
 
 
 @operation(types.void, types.int64, types.int64)
 def atomic_store(builder, address, value):  # type: ignore[no-untyped-def]
-    """Write the int64 at an address after all earlier writes."""
+    """Write the int64 at an address, with release semantics."""
     builder.store_atomic(value, pointer_at(builder, address, _I64), "seq_cst", 8)
 
 
 @operation(types.void, types.int64)
 def relax(builder, _count):  # type: ignore[no-untyped-def]
-    """Tell the core that this is a waiting loop."""
+    """Tell the core that this is a spin loop."""
     if ISA.name in ("avx512-vnni", "avx-vnni", "avx2"):
         call(builder, "llvm.x86.sse2.pause", ir.VoidType())
     elif ISA.name == "sdot":

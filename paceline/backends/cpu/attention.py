@@ -1,17 +1,16 @@
-"""Attention of rows over their own past, out of paged keys and values.
+"""Attention of rows over paged keys and values.
 
-A page holds 16 positions. For each layer, page and KV head, keys lie transposed and values straight:
+A page holds 16 positions. For each layer, page and KV head, keys are stored transposed, values are not:
 
-    keys    [head width][16 positions]      16 scores grow side by side, one lane a position
-    values  [16 positions][head width]      an output grows 16 columns at a time
+    keys    [head width][16 positions]      16 scores are computed side by side, one lane per position
+    values  [16 positions][head width]      an output is computed 16 columns at a time
 
-Both are half floats, or floats where nothing is quantized. Blocks of 16 are aligned to positions,
-not to what happens to be in a pass; a lane's score, the order of the sum of exponentials and the
-order in which values are added follow the position alone. So a row gets the same bits however its
-past was cut into passes.
+Both are half floats, or floats where nothing is quantized. Blocks of 16 are aligned to positions, not to the
+pass; a lane's score, the order of the sum of exponentials and the order in which values are added follow the
+position alone. So a row gets the same bits however its context was cut into passes.
 
-A drafted tree's rows are not at the place of their position. For such a row the last blocks are
-first put together in scratch memory, in the order of its own path, and then read like any other.
+In a draft tree, the KV index of a row is not its position. For such a row the last blocks are first gathered
+in scratch memory, in the order of its own path, and then read like any other.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import math
 import numpy as np
 
 from paceline.backends.cpu.attention_tiles import (
+    MAX_HEADS,
     MIX_COLUMNS,
-    MOST_HEADS,
     PAGE,
     SCORE_BLOCKS,
     call_mix,
@@ -52,7 +51,7 @@ from paceline.backends.cpu.simd import (
 
 @compiled
 def softmax(scores, first, last):  # type: ignore[no-untyped-def]
-    """Turn the scores of positions first..last into exponentials; their sum. Blocks are aligned to 16."""
+    """Replace the scores of positions first..last by exponentials, and return their sum. Blocks of 16."""
     begin, end = first // PAGE, last // PAGE
     start = scores + 64 * begin
     store(start, keep_lanes(load(start), first - begin * PAGE, PAGE - 1))
@@ -87,8 +86,8 @@ def _score(run_score, half, heads, query, width, blocks, begin, end, scores, str
 
 @compiled
 def rows_of_task(rows, parts, shared, threads):  # type: ignore[no-untyped-def]
-    """How many rows are a task, where each has `parts` tasks of `shared` heads."""
-    return max(1, MOST_HEADS // shared) if rows * parts >= 2 * threads else 1
+    """The number of rows of a task, where each row has `parts` tasks of `shared` heads."""
+    return max(1, MAX_HEADS // shared) if rows * parts >= 2 * threads else 1
 
 
 @compiled
@@ -98,13 +97,12 @@ def attend(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Attention of `rows` rows at successive positions, for `each` heads of a row that share a KV head.
 
-    The first row attends to positions first..last, each next one to one more. Several rows have no
-    more than MOST_HEADS heads in all.
+    The first row attends to positions first..last, each next one to one more. Several rows have at most
+    MAX_HEADS heads in total.
     `run_score` and `run_mix` are the addresses of those kernels.
-    Entry b of `blocks` is the address of the keys of positions 16 b to 16 b + 15; the values lie
-    behind them. Heads lie behind each other in `queries`, row by row; `out_row` bytes are between
-    the rows of `out`; `scores` has `stride` bytes for each of up to MOST_HEADS heads, `result` one
-    head's padded width for each.
+    Entry b of `blocks` is the address of the keys of positions 16 b to 16 b + 15, followed by the values.
+    Heads are contiguous in `queries`, row by row; rows of `out` are `out_row` bytes apart; `scores` has
+    `stride` bytes for each of up to MAX_HEADS heads, `result` one head's padded width for each.
     """
     factor = np.float32(1.0 / math.sqrt(width))
     size = 2 if half else 4
@@ -112,7 +110,7 @@ def attend(  # type: ignore[no-untyped-def]
     head, heads = 0, each * rows
     final = last + rows - 1
     while head < heads:
-        count = min(heads - head, MOST_HEADS)
+        count = min(heads - head, MAX_HEADS)
         query = queries + 4 * head * width
         _score(
             run_score, half, count, query, width, blocks, first // PAGE, final // PAGE, scores, stride, factor

@@ -1,4 +1,4 @@
-"""Which of two ways of attention this CPU runs. Both give the same bits."""
+"""Selects the attention implementation for this CPU. Both give the same bits."""
 
 from paceline.backends.cpu.isa import ISA
 
@@ -13,9 +13,9 @@ if ISA.slow_half:
     )
 else:
     from paceline.backends.cpu.attention import attend, rows_of_task
-    from paceline.backends.cpu.attention_tiles import MOST_HEADS as TASK_HEADS
+    from paceline.backends.cpu.attention_tiles import MAX_HEADS as TASK_HEADS
     from paceline.backends.cpu.attention_tiles import run_mix, run_score
 
-    RESULT_ROWS = TASK_HEADS  # padded heads for which `attend` needs room beside 64 bytes
+    RESULT_ROWS = TASK_HEADS  # padded heads of scratch for `attend`, beside 64 bytes
 
 __all__ = ["RESULT_ROWS", "TASK_HEADS", "attend", "rows_of_task", "run_mix", "run_score"]

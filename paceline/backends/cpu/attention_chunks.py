@@ -1,11 +1,9 @@
-"""Attention where a half float is dear to widen: a few blocks at a time are widened once, for all heads.
+"""Attention for CPUs where widening half floats is expensive: blocks are widened once for all heads.
 
-It takes the place of attention_tiles.py and of `attend` in attention.py where `ISA.slow_half`: on a
-Neoverse-N1, widening 4 halves keeps one of the two pipes busy for 2 cycles, as long as 4
-multiplications of 4 floats take on both.
+It replaces attention_tiles.py and `attend` of attention.py where `ISA.slow_half`: on a Neoverse-N1, widening
+4 halves keeps one of the two pipes busy for 2 cycles, as long as 4 multiplications of 4 floats take on both.
 
-Each score and each output column is the same chain of fused multiply-adds as there, so it has the
-same bits.
+Each score and each output column is the same chain of fused multiply-adds as there, so it has the same bits.
 """
 
 from __future__ import annotations
@@ -38,12 +36,12 @@ from paceline.backends.cpu.simd import (
     write_at,
 )
 
-CHUNK = 4  # blocks that are widened at a time: their keys, or their values, stay in the nearest cache
+CHUNK = 4  # blocks widened at a time: their keys, or values, stay in L1
 TASK_HEADS = 24  # heads, of one row or of several, for which a block is widened once
 TILE_HEADS = 4  # heads of a tile: half of the 32 registers hold the sums of 4 heads and 16 positions
-# What `attend` needs room for: results, widened blocks, and in what is left of another row the shares
+# Rows of scratch for `attend`: results, widened blocks, and part of another row for the factors
 RESULT_ROWS = TASK_HEADS + CHUNK * PAGE + 1
-_WIDENING = 3  # to widen a block takes as long as the work of so many heads on it
+_WIDENING = 3  # widening a block costs as much as the work of so many heads on it
 _MIX_COLUMNS = (4, 2, 1, 1)  # vectors of 16 columns side by side, for 1, 2, 3, ... heads
 
 _FLOAT, _I64 = ir.FloatType(), ir.IntType(64)
@@ -164,9 +162,9 @@ _call_mix = caller(types.int64, types.int64, *_MIX_ARGUMENTS)
 
 @compiled
 def rows_of_task(rows, parts, shared, threads):  # type: ignore[no-untyped-def]
-    """How many rows are a task, where each has `parts` tasks of `shared` heads.
+    """The number of rows of a task, where each row has `parts` tasks of `shared` heads.
 
-    The more, the fewer blocks are widened twice; the fewer, the more evenly threads share the tasks.
+    More rows per task widen fewer blocks twice; fewer balance the threads better.
     """
     best, least, count = 1, 0, 1
     while count == 1 or count * shared <= TASK_HEADS:
@@ -243,7 +241,7 @@ def attend(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Attention as `attend` of attention.py gives it, for up to TASK_HEADS heads, or any number of one row.
 
-    Behind the results of TASK_HEADS heads, `result` has room for CHUNK blocks of widened keys or values.
+    After the results of TASK_HEADS heads, `result` has room for CHUNK blocks of widened keys or values.
     """
     factor = np.float32(1.0 / math.sqrt(width))
     size = 2 if half else 4

@@ -20,7 +20,7 @@ from paceline.backends.cpu.simd import LANES, caller, halves_at, read_at, write_
 
 PAGE = 16  # positions of a page
 # Heads, of one row or of several, that share the load of a key or value, and its conversion
-MOST_HEADS = 6 if ISA.wide_registers else 4
+MAX_HEADS = 6 if ISA.wide_registers else 4
 # Key blocks, and vectors of columns, side by side for 1, 2, 3, ... heads: where a register is not
 # 16 lanes wide, 4 sums of 16 lanes fill the registers.
 SCORE_BLOCKS = (4, 2, 2, 2, 2, 2) if ISA.wide_registers else (2, 2, 1, 1)
@@ -98,7 +98,7 @@ def _emit_mix(half: bool, heads: int, columns: int, builder: ir.IRBuilder, args:
                 weight = splat(builder, read_at(builder, source, _FLOAT, 4), _FLOATS)
                 for column, vector in enumerate(vectors):
                     _add_product(builder, sums[head * columns + column], weight, vector)
-    # Later rows go on to their own last position. Earlier ones must not even add nothing: 0 * inf is no 0.
+    # Later rows continue to their own last position. Earlier ones must not even add zero: 0 * inf is NaN.
     with cgutils.for_range_slice(builder, after, builder.add(last, rows), _I64(1), _I64) as (position, _):
         address = read_at(
             builder, builder.add(blocks, builder.mul(builder.sdiv(position, page), _I64(8))), _I64, 8
@@ -121,7 +121,7 @@ def _emit_mix(half: bool, heads: int, columns: int, builder: ir.IRBuilder, args:
 
 
 _HALVES = (0, 1) if ISA.native_half else (0,)
-_HEADS = range(1, MOST_HEADS + 1)
+_HEADS = range(1, MAX_HEADS + 1)
 # query, query_stride, keys, width, scores, stride, factor
 _SCORE_ARGUMENTS = (*[types.int64] * 6, types.float32)
 # weights, stride, blocks, offset, row, first, last, each, rows, factors, out, out_stride

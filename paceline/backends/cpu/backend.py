@@ -1,7 +1,7 @@
 """The compiled CPU backend: int8 activations, 4-bit or 8-bit weights, one call per pass.
 
-A token's logits are the same bits whether it runs alone, in a prefill chunk of any size, as a row
-of a draft, or beside other requests; tiles.py, rows.py and attention.py say why, each for its part.
+A token's logits have the same bits whether it runs alone, in a prefill chunk of any size, as a row of a
+draft, or beside other requests; tiles.py, rows.py and attention.py explain why, each for its part.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class CpuBackend(CompiledModel, Backend):
     ) -> CpuBackend:
         """A backend with the checkpoint's weights.
 
-        `beside` is a backend whose threads it shares, so that their passes must take turns.
+        `beside` is a backend whose threads it shares: their passes must take turns.
 
-        `quantization`: "native" keeps a GGUF file's own 4-bit blocks and makes the rest int8,
-        "int8" makes everything int8, "none" is float32; "auto" takes what is fastest on this CPU.
+        `quantization`: "native" keeps a GGUF file's own 4-bit blocks and makes the rest int8, "int8" makes
+        everything int8, "none" is float32; "auto" takes what is fastest on this CPU.
         """
         if quantization not in QUANTIZATIONS:
             raise ConfigError(

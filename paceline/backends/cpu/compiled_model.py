@@ -1,4 +1,4 @@
-"""What a model and a draft head have in common: packed weights, a team of threads, pages, and passes."""
+"""What a model and a draft head have in common: packed weights, threads, KV pages and passes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch, KVPool
 from paceline.errors import BackendError
 
-SMALLEST_PAGE = 4096  # bytes of memory that a system gives at once
+SMALLEST_PAGE = 4096  # bytes of the smallest memory page of a system
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class CpuPool:
     bytes_per_page: int
     data: npt.NDArray[np.uint8]  # [layers, pages, KV heads, bytes of a block]
     address: int  # of the data
-    # [places, parts, width] bfloat16, as the upper halves of float32: what a head's pool keeps of its target
+    # [slots, parts, width] bfloat16, as the upper halves of float32: features that a head's pool keeps
     features: npt.NDArray[np.uint16] = field(default_factory=lambda: np.empty((0, 0, 0), dtype=np.uint16))
 
     def take_memory(self) -> None:
-        """Have the system give all of it now: large pages that begin in all layers stop a pass for 90 ms."""
+        """Touch all pages now: when large pages are first touched in all layers, a pass stalls for 90 ms."""
         for array in (self.data, self.features):
             array.reshape(-1).view(np.uint8)[::SMALLEST_PAGE] = 0
 

@@ -1,13 +1,13 @@
-"""How a pass of a draft head begins: with states that are given, joined with the embeddings of tokens.
+"""How a pass of a draft head begins: states joined with the embeddings of tokens.
 
-    features of the target -> norms -> reduce -> state      rows that the target feeds
-    a state the head gave back                -> state      rows that it feeds itself
+    features of the target -> norms -> reduce -> state      rows after the target's tokens
+    a state that the head returned            -> state      rows after its own drafted tokens
 
     [norm(embedding), norm(state)] -> queries, keys, values; the state is the residual     EAGLE-3
     [embedding, state] -> mix -> the residual, and the layer's input                       EAGLE-1 and 2
     [norm(embedding), norm(state)] -> mix -> the residual                                  MTP
 
-The norms and matrices that a head does without are addresses 0.
+Norms and matrices that a head lacks are addresses 0.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def enter_rows(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-d
 
 @compiled
 def join_rows(tasks, job, counter, rows, embedding, scratch):  # type: ignore[no-untyped-def]
-    """Records of the normed embedding and the normed state behind each other; the state as the residual."""
+    """Records of the normed embedding followed by the normed state; the state as the residual."""
     width, padded, quantized = field(job, HIDDEN), field(job, HIDDEN_PADDED), field(job, QUANTIZED)
     norms, epsilon = field(job, JOIN_NORMS_AT), load_float(field(job, EPSILON_AT))
     groups = padded // GROUP

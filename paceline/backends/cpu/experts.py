@@ -1,11 +1,11 @@
-"""The phases of a mixture-of-experts layer, in place of the gate, up and down projections.
+"""The phases of a mixture-of-experts layer, instead of the gate, up and down projections.
 
-A pair is a row and one of its chosen experts. Pairs are sorted by expert, rows ascending, and each
-expert's pairs get their own block of records, so that an expert's weights are read once for all its
-rows. A row's result is the sum over its own experts in the order of its own choice.
+A pair is a row and one of its top-k experts. Pairs are sorted by expert, rows ascending, and each expert's
+pairs get their own block of records, so that an expert's weights are read once for all its rows. A row's
+result is the weighted sum over its own experts in the order of its own choice.
 
-    pair buffers, for each pair in the order of rows:   expert, share, place in the sorted order
-    for each expert:                                    first place, number of places
+    pair buffers, for each pair in the order of rows:   expert, weight, index in the sorted order
+    for each expert:                                    first index, number of pairs
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from paceline.backends.cpu.simd import (
 )
 from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
 
-_PAIR = 16  # bytes of a pair in CHOICES: expert, place
-_SPAN = 16  # bytes of an expert in SPANS: first place, number of places
+_PAIR = 16  # bytes of a pair in CHOICES: expert, index
+_SPAN = 16  # bytes of an expert in SPANS: first index, number of pairs
 
 
 @compiled

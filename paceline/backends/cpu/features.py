@@ -1,9 +1,9 @@
-"""What a pass leaves of its residual stream: features for whoever reads them, and for heads' pools.
+"""Hidden features of a pass: for whoever asks, and for heads' pools.
 
 KEPT_AT is a table of the parts of features that pools keep, three numbers each: the layer before which the
-stream is that part, where the part of place 0 lies, and the bytes between two places. Features lie at the
-places of their rows' keys and values, so nobody has to look at a pass for heads to know them; rows that are
-not accepted are written over, as their keys and values are.
+residual stream is that part, the address of the part at KV slot 0, and the bytes between two slots. Features
+are stored at the KV slots of their rows, so heads find them without a copy through the host; rows that are
+not accepted are overwritten, as their keys and values are.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The whole forward pass as one compiled function that all threads of a team run together.
 
-A pass is a list of phases with a barrier behind each; phases.py and experts.py hold them.
+A pass is a list of phases, each followed by a barrier; phases.py and experts.py hold them.
 """
 
 from __future__ import annotations
 
 from paceline.backends.cpu.atomics import atomic_load
-from paceline.backends.cpu.choosing import choose_tokens
 from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.draft_chains import choose_drafts, extend_chains
 from paceline.backends.cpu.entry import enter_rows, join_rows
 from paceline.backends.cpu.experts import (
     combine_rows,
@@ -18,16 +18,15 @@ from paceline.backends.cpu.experts import (
     sort_pairs,
 )
 from paceline.backends.cpu.features import are_wanted, save_features
-from paceline.backends.cpu.guesses import choose_guesses, follow_guesses
 from paceline.backends.cpu.job import (
     COUNTERS_AT,
     COUNTERS_PER_LAYER,
     DOWN,
+    DRAFTING,
     ENTRY_BIAS_AT,
     ENTRY_COUNTERS,
     FROM_TARGET,
     GATE,
-    GUESSING,
     HAS_EXPERTS_AT,
     HIDDEN_PADDED,
     INPUTS_AT,
@@ -37,7 +36,7 @@ from paceline.backends.cpu.job import (
     LOGITS_STRIDE,
     MATRICES_AT,
     MIX_AT,
-    MORE_GUESSES,
+    MORE_DRAFTS,
     NUM_CHOSEN,
     OUTPUT,
     OUTPUT_BIAS_AT,
@@ -61,10 +60,11 @@ from paceline.backends.cpu.phases import (
     embed_rows,
     gate_rows,
     normalize_rows,
-    place_rows,
     project,
     quantize_rows,
+    rope_and_store,
 )
+from paceline.backends.cpu.sampling import sample_tokens
 from paceline.backends.cpu.simd import load_int64
 from paceline.backends.cpu.team import JOB, STOP, await_pass, barrier, start_pass
 from paceline.backends.cpu.tiles import COLUMNS
@@ -148,7 +148,7 @@ def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type
         column += COLUMNS * load_int64(matrix + 24)
     barrier(control, threads)
 
-    place_rows(tasks, job, counter + line * 4, rows, layer)
+    rope_and_store(tasks, job, counter + line * 4, rows, layer)
     barrier(control, threads)
     if only_keys:
         return
@@ -195,23 +195,23 @@ def _run_pass(control, index, threads, job):  # type: ignore[no-untyped-def]
         project(tasks, job, counter + 2 * line, head, records, outputs, logits, stride, 0, 0)
     if field(job, NUM_CHOSEN) > 0:
         barrier(control, threads)
-        choose_tokens(tasks, job, counter + 3 * line)
+        sample_tokens(tasks, job, counter + 3 * line)
     barrier(control, threads)
 
 
 @compiled
 def _run_job(control, index, threads, job):  # type: ignore[no-untyped-def]
-    """One pass; if guesses are wanted behind it, one more for each level of them."""
-    guessing = field(job, GUESSING)  # read while the pass runs: behind it the caller may change the job
+    """One pass and, if drafts are wanted after it, one more for each depth of the chains."""
+    drafting = field(job, DRAFTING)  # read before the pass ends: after it the caller may change the job
     _run_pass(control, index, threads, job)
-    while guessing:
-        choose_guesses(index, threads, job)
+    while drafting:
+        choose_drafts(index, threads, job)
         barrier(control, threads)
         if index == 0:
-            follow_guesses(job)
+            extend_chains(job)
         barrier(control, threads)
-        guessing = field(job, MORE_GUESSES)  # which no caller changes
-        if guessing:
+        drafting = field(job, MORE_DRAFTS)  # never changed by a caller
+        if drafting:
             _run_pass(control, index, threads, job)
 
 

@@ -1,4 +1,4 @@
-"""Learned draft heads as compiled passes beside the target's: one layer more, and its vocabulary."""
+"""Learned draft heads as compiled passes beside the target's: one more layer, and an LM head."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from paceline.backends.cpu.attention_tiles import PAGE
 from paceline.backends.cpu.backend import CpuBackend
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.compiled_model import CompiledModel, CpuPool
-from paceline.backends.cpu.guesses import (
+from paceline.backends.cpu.draft_chains import (
     NEXT_ARRAYS,
     NEXT_CONTEXTS,
     NEXT_LOGIT_ROWS,
     NEXT_PARENTS,
-    run_favoured,
+    run_coupled,
 )
 from paceline.backends.cpu.head_workspace import HeadWorkspace
 from paceline.backends.cpu.workspace import address_of
-from paceline.backends.head_chains import TO_GO_ON
+from paceline.backends.head_chains import EXTEND_FACTOR
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import KVPool
 from paceline.errors import BackendError, ConfigError
@@ -30,9 +30,9 @@ from paceline.models.heads.checkpoint import HeadCheckpoint
 
 
 class CpuHeadRunner(CompiledModel, HeadRunner):
-    """Implements HeadRunner with the threads of a CpuBackend, and with weights that it shares."""
+    """A HeadRunner that shares the threads, and some weights, of a CpuBackend."""
 
-    least_chance = 0.35  # of tokens per second on chat, math and code: docs/lab/2026-11-15-draft-heads.md
+    least_chance = 0.35  # best tokens per second on chat, math and code: docs/lab/2026-11-15-draft-heads.md
     keeps_features = True
 
     def __init__(
@@ -44,7 +44,7 @@ class CpuHeadRunner(CompiledModel, HeadRunner):
                 f"The cpu backend needs an even head size, not {head.config.head_dim}; "
                 "use the torch backend: backend='torch'."
             )
-        # The head reads and writes activations as its target does, whose matrices it shares.
+        # The head shares matrices with its target, so its activations have the same format.
         if beside.quantization == "none" and quantization in ("int8", "int4"):
             raise ConfigError(
                 f"the draft head cannot be {quantization} beside a target that is not quantized; "
@@ -53,15 +53,15 @@ class CpuHeadRunner(CompiledModel, HeadRunner):
         kept = "none" if beside.quantization == "none" else "int8" if quantization == "int8" else "int4"
         workspace = HeadWorkspace(head, beside.workspace, kept, max_rows)
         super().__init__(workspace, beside)
-        # what a pass reads, each row in its parts with padding: the target's features, and own states
+        # inputs of a pass, each part of a row padded: the target's features, and the head's own states
         self._num_features, self._feature_width = head.config.num_features, head.config.target_hidden_size
         features = (max_rows, self._num_features, workspace.feature_padded)
         self._features = np.zeros(features, dtype=np.float32)
         self._fed_back = np.zeros((max_rows, 1, workspace.hidden), dtype=np.float32)
         self._features_at, self._fed_back_at = address_of(self._features), address_of(self._fed_back)
-        self._states = np.empty((max_rows, workspace.hidden), dtype=np.float32)  # given back, by output
+        self._states = np.empty((max_rows, workspace.hidden), dtype=np.float32)  # returned, by output
         self._job[fields.STATES_AT] = address_of(self._states)
-        self._prepare_guesses(head)
+        self._prepare_chains(head)
 
     def bytes_per_page(self) -> int:
         """Bytes of keys, values and features of 16 tokens."""
@@ -77,7 +77,7 @@ class CpuHeadRunner(CompiledModel, HeadRunner):
         pool.features[destination] = pool.features[source]
 
     def prepare(self, pool: KVPool) -> None:
-        """Take the memory of the pool, and by a pass of as many rows as there can be that of buffers."""
+        """Touch the memory of the pool and, by a pass of the most rows, of the buffers."""
         assert isinstance(pool, CpuPool)
         pool.take_memory()
         rows = min(self.max_rows, pool.num_pages * PAGE - 1, self.config.max_position - 2)
@@ -89,36 +89,38 @@ class CpuHeadRunner(CompiledModel, HeadRunner):
 
         A pass in which no row is wanted computes keys and values only.
         """
-        self._job[fields.GUESSING] = 0
+        self._job[fields.DRAFTING] = 0
         logits = self._run_head(batch)
         return HeadOutput(logits, self._states[: len(logits), : self.config.hidden_size])
 
     def run_chains(
         self, batch: HeadBatch, most: Sequence[int], least_chance: float, noise: ChainNoise | None = None
     ) -> HeadChains:
-        """The best guesses behind each request, all passes in one compiled call: see guesses.py."""
+        """The best chain after each request, all passes in one compiled call: see draft_chains.py."""
         rows, job = batch.rows, self._job
         count, longest = rows.num_requests, max(most)
-        if count * longest > len(self._guesses):
+        if count * longest > len(self._drafts):
             self._make_room(count * longest)
-        contexts = self._next_rows[NEXT_CONTEXTS, :count]  # the first guess lies behind the rows of the pass
+        contexts = self._next_rows[
+            NEXT_CONTEXTS, :count
+        ]  # the first drafted token follows the rows of the pass
         np.add(rows.context_lengths, rows.row_offsets[1:], out=contexts)
         contexts -= rows.row_offsets[:-1]
         self._seeds[:count] = 0 if noise is None else noise.seeds
         self._temperatures[:count] = 0.0 if noise is None else noise.temperatures
         self._wanted[:count] = most
         self._lengths[:count] = 0
-        self._least_chances[0], self._least_chances[1] = least_chance, TO_GO_ON * least_chance
-        job[fields.GUESSING], job[fields.MOST_GUESSES] = 1, longest
+        self._least_chances[0], self._least_chances[1] = least_chance, EXTEND_FACTOR * least_chance
+        job[fields.DRAFTING], job[fields.MAX_DRAFTS] = 1, longest
         self._run_head(batch)
         shape, used = (count, longest), count * longest
-        guesses, chances = self._guesses[:used].reshape(shape), self._chances[:used].reshape(shape)
-        return HeadChains(guesses, chances, self._lengths[:count])
+        drafts, chances = self._drafts[:used].reshape(shape), self._chances[:used].reshape(shape)
+        return HeadChains(drafts, chances, self._lengths[:count])
 
-    def _make_room(self, guesses: int) -> None:
-        """Let there be room for so many guesses of all requests together."""
-        self._guesses, self._chances = np.empty(guesses, np.int32), np.empty(guesses, np.float32)
-        self._job[fields.GUESSES_AT] = address_of(self._guesses)
+    def _make_room(self, drafts: int) -> None:
+        """Allocate room for so many drafted tokens of all requests together."""
+        self._drafts, self._chances = np.empty(drafts, np.int32), np.empty(drafts, np.float32)
+        self._job[fields.DRAFTS_AT] = address_of(self._drafts)
         self._job[fields.CHANCES_AT] = address_of(self._chances)
 
     def _run_head(self, batch: HeadBatch) -> Float32Array:
@@ -135,10 +137,10 @@ class CpuHeadRunner(CompiledModel, HeadRunner):
         self._job[fields.FROM_TARGET] = batch.from_target
         return self._run(batch.rows, batch.rows.logit_rows)
 
-    def _prepare_guesses(self, head: HeadCheckpoint) -> None:
-        """Tell the job what chains of guesses need, and what stays the same."""
+    def _prepare_chains(self, head: HeadCheckpoint) -> None:
+        """Write to the job what drafting chains needs and what never changes."""
         job, rows = self._job, self.max_rows
-        self._least_chances = np.zeros(2, dtype=np.float32)  # to be kept, and to be followed by another guess
+        self._least_chances = np.zeros(2, dtype=np.float32)  # to be kept, and to be extended
         self._seeds, self._temperatures = np.zeros(rows, dtype=np.uint64), np.zeros(rows, dtype=np.float64)
         job[fields.SEEDS_AT], job[fields.TEMPERATURES_AT] = (
             address_of(self._seeds),
@@ -146,21 +148,24 @@ class CpuHeadRunner(CompiledModel, HeadRunner):
         )
         self._wanted, self._lengths = np.zeros(rows, dtype=np.int32), np.zeros(rows, dtype=np.int32)
         self._chosen, self._chosen_chances = np.empty(rows, dtype=np.int32), np.empty(rows, dtype=np.float32)
-        self._next_rows = np.empty((NEXT_ARRAYS, rows), dtype=np.int32)  # one row a request in every pass
+        self._next_rows = np.empty((NEXT_ARRAYS, rows), dtype=np.int32)  # one row per request in every pass
         self._next_rows[NEXT_PARENTS] = -1
         self._next_rows[NEXT_LOGIT_ROWS] = np.arange(rows)
-        job[fields.RUN_FAVOURED] = run_favoured.address
+        job[fields.RUN_COUPLED] = run_coupled.address
         job[fields.NUM_COUNTERS] = self.workspace.counters.size
-        job[fields.GUESSED_IDS] = self.config.vocab_size
+        job[fields.DRAFT_VOCABULARY] = self.config.vocab_size
         if head.draft_ids is not None:
             self._target_ids = np.ascontiguousarray(head.draft_ids, dtype=np.int32)
             job[fields.TARGET_IDS_AT] = address_of(self._target_ids)
-            self._names = self._target_ids.astype(np.int64)
-            job[fields.NAMES_AT], job[fields.NUM_NAMES] = address_of(self._names), len(self._names)
+            self._candidate_ids = self._target_ids.astype(np.int64)
+            job[fields.CANDIDATE_IDS_AT], job[fields.NUM_CANDIDATE_IDS] = (
+                address_of(self._candidate_ids),
+                len(self._candidate_ids),
+            )
         self._make_room(rows)
         job[fields.LEAST_CHANCES_AT] = address_of(self._least_chances)
-        job[fields.GUESSES_WANTED_AT] = address_of(self._wanted)
-        job[fields.NUM_GUESSES_AT] = address_of(self._lengths)
+        job[fields.DRAFTS_WANTED_AT] = address_of(self._wanted)
+        job[fields.NUM_DRAFTS_AT] = address_of(self._lengths)
         job[fields.CHOSEN_AT] = address_of(self._chosen)
         job[fields.CHOSEN_CHANCES_AT] = address_of(self._chosen_chances)
         job[fields.NEXT_ROWS_AT] = address_of(self._next_rows)
@@ -169,7 +174,7 @@ class CpuHeadRunner(CompiledModel, HeadRunner):
 
 @compiled(cached=True)
 def _read_features(features, places, inputs):  # type: ignore[no-untyped-def]
-    """Give the rows of a pass the features that are kept at these places."""
+    """Give the rows of a pass the features stored at these KV slots."""
     bits = inputs.view(np.uint32)
     for row in range(len(places)):
         for part in range(features.shape[1]):

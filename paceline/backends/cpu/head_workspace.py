@@ -16,7 +16,7 @@ from paceline.models.safetensors_writer import encode
 
 Float32Array = npt.NDArray[np.float32]
 
-# Beginnings of names in a head, and in a model
+# Prefixes of tensor names in a head, and in a model
 _NAMES = {
     "midlayer.": "model.layers.0.",
     "norm.": "model.norm.",
@@ -29,10 +29,10 @@ class HeadWorkspace(Workspace):
     """Everything a pass of a head reads and writes, except the batch, its states and the KV pool."""
 
     def __init__(self, head: HeadCheckpoint, target: Workspace, quantization: str, rows: int) -> None:
-        """`target` has the weights that the head does not have itself."""
+        """`target` has the weights that the head shares with it."""
         config = head.config
         self.feature_padded = round_up(config.target_hidden_size, GROUP)
-        self._target = target  # not to be forgotten while its weights are read here
+        self._target = target  # keeps the shared weights alive
         packed: dict[str, PackedMatrix] = {}
         if not config.own_embedding:
             packed["model.embed_tokens.weight"] = target.embedding
@@ -89,14 +89,14 @@ class HeadWorkspace(Workspace):
         self.job[fields.INPUT_NORM_AT] = self._target.last_norm if normed else 0
 
     def _fused(self, tensor: Tensor, parts: int, quantization: str) -> int:
-        """Where the descriptor of a matrix lies whose columns read `parts` vectors side by side."""
+        """The address of the descriptor of a matrix whose columns read `parts` vectors side by side."""
         matrix = pack(encode(_padded(tensor, parts)), quantization)
         self._keep(matrix.data)
         return self._keep(np.array(matrix.descriptor(), dtype=np.int64))
 
 
 def _as_model(head: HeadCheckpoint, max_position: int) -> Checkpoint:
-    """The layer of a head and what follows it, as a model that has nothing else."""
+    """The layer of a head, its norm and LM head, as a model of one layer."""
     config = head.config
     tensors = {
         theirs + name.removeprefix(ours): tensor

@@ -1,4 +1,4 @@
-"""The job: all that a pass needs, in one array of int64, and how threads share a phase's tasks."""
+"""The job: everything a pass needs, in one array of int64, and how threads share a phase's tasks."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from paceline.backends.cpu.simd import load_int64
     FEATURES, FEATURE_WIDTH, FEATURE_PADDED, FEATURE_NORMS_AT, INPUT_NORM_AT, INPUT_EPSILON_AT, REDUCE_AT,
     MIX_AT, ENTRY_BIAS_AT, JOIN_NORMS_AT, NORMED_RESIDUAL, NORMED_STATES,
     # kernels that are called by address
-    RUN_TILE, RUN_SCORE, RUN_MIX, RUN_RACE, RUN_FAVOURED,
+    RUN_TILE, RUN_SCORE, RUN_MIX, RUN_GUMBEL_ARGMAX, RUN_COUPLED,
     # the batch, set for every pass
     ROWS, TOKENS_AT, POSITIONS_AT, PARENTS_AT, REQUEST_AT, ROW_START_AT, CONTEXT_AT, PAGES_AT, MAX_PAGES,
     CHAIN_AT, OUTPUTS, LOGIT_ROWS_AT, LOGITS_AT, LOGITS_STRIDE, KV_AT, NUM_PAGES, FEATURE_SLOT_AT,
     FEATURES_AT, FEATURES_STRIDE, KEPT, KEPT_AT, INPUTS_AT, FROM_TARGET, STATES_AT,
-    # how many of the outputs are chosen from, the last ones, see choosing.py; seeds and temperatures are
+    # how many of the outputs, the last ones, are sampled, see sampling.py; seeds and temperatures are
     # those of outputs, of a draft head those of requests
     NUM_CHOSEN, VOCABULARY, SEEDS_AT, TEMPERATURES_AT, CHOSEN_TOKENS_AT,
-    # what a draft head is to guess behind a pass, see guesses.py
-    GUESSING, MORE_GUESSES, NUM_COUNTERS, GUESSED_IDS, TARGET_IDS_AT, NAMES_AT, NUM_NAMES, LEAST_CHANCES_AT,
-    MOST_GUESSES, GUESSES_WANTED_AT, GUESSES_AT, CHANCES_AT, NUM_GUESSES_AT, CHOSEN_AT, CHOSEN_CHANCES_AT,
+    # the chains that a draft head drafts after a pass, see draft_chains.py
+    DRAFTING, MORE_DRAFTS, NUM_COUNTERS, DRAFT_VOCABULARY, TARGET_IDS_AT, CANDIDATE_IDS_AT,
+    NUM_CANDIDATE_IDS, LEAST_CHANCES_AT,
+    MAX_DRAFTS, DRAFTS_WANTED_AT, DRAFTS_AT, CHANCES_AT, NUM_DRAFTS_AT, CHOSEN_AT, CHOSEN_CHANCES_AT,
     NEXT_ROWS_AT, NEXT_ROWS_STRIDE,
     JOB_SIZE,
 ) = range(106)  # fmt: skip

@@ -1,7 +1,7 @@
 """Weights from a checkpoint's tensors into the order in which the tiles read them (see tiles.py).
 
 The 4-bit and 8-bit blocks of a GGUF file are only moved, never rounded again; everything else is
-quantized to int8 in groups of 32, or kept as float32. A draft head, whose guesses are verified anyway,
+quantized to int8 in groups of 32, or kept as float32. A draft head, whose tokens are verified anyway,
 can be rounded to int4.
 """
 

@@ -1,6 +1,6 @@
 """The phases of a dense layer. In each, threads take tasks until none is left; a barrier follows.
 
-No task's result depends on who ran it or on its neighbours.
+No task's result depends on the thread that ran it, or on other tasks.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def kv_index(job, request, row):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def place_rows(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-def]
-    """Head norms and rope for queries and keys; keys and values into their pages."""
+def rope_and_store(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-def]
+    """QK norms and RoPE of queries and keys; stores keys and values in their pages."""
     heads, kv_heads, width = field(job, HEADS), field(job, KV_HEADS), field(job, HEAD_WIDTH)
     half, half_kv = width // 2, field(job, HALF_KV)
     query_columns = (heads * width + GROUP - 1) // GROUP * GROUP

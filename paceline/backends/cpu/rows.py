@@ -1,8 +1,8 @@
-"""What happens to one row at a time: embedding, norm, quantization, rope, SwiGLU.
+"""Operations on one row: embedding, norm, quantization, RoPE, SwiGLU.
 
-Every function here reads and writes one row only, in a fixed order, so its result cannot depend on
-the rows beside it. `records` are the quantized activations described in tiles.py: the record of
-group g and row r lies at records + (g * rows + r) * size.
+Every function here reads and writes one row only, in a fixed order, so its result cannot depend on other
+rows. `records` are the quantized activations described in tiles.py: the record of group g and row r is at
+records + (g * rows + r) * size.
 """
 
 from __future__ import annotations

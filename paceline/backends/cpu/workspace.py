@@ -13,10 +13,10 @@ import numpy.typing as npt
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.attention_choice import RESULT_ROWS, TASK_HEADS, run_mix, run_score
 from paceline.backends.cpu.attention_tiles import PAGE
-from paceline.backends.cpu.choosing import run_race
 from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.matmul import run_tile
 from paceline.backends.cpu.packing import PackedMatrix, pack
+from paceline.backends.cpu.sampling import run_gumbel_argmax
 from paceline.backends.cpu.simd import LANES
 from paceline.backends.cpu.tiles import GROUP, RECORD
 from paceline.models.checkpoint import Checkpoint
@@ -35,7 +35,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def address_of(array: npt.NDArray[np.generic]) -> int:
-    """Where an array's data starts."""
+    """The address of an array's data."""
     return int(array.__array_interface__["data"][0])
 
 
@@ -52,13 +52,13 @@ class Workspace:
         packed: Mapping[str, PackedMatrix] | None = None,
         entry_width: int = 0,
     ) -> None:
-        """`packed` are matrices that another model has packed, by the names they have in this one.
+        """`packed` are matrices already packed by another model, by their names in this one.
 
         `entry_width` is the most floats of a row that the entry of a draft head works on.
         """
         self.config, self.threads, self.rows = checkpoint.config, threads, rows
         self._tensors = checkpoint.tensors
-        self._kept: list[npt.NDArray[np.generic]] = []  # what the job's addresses point into
+        self._kept: list[npt.NDArray[np.generic]] = []  # keeps alive what the job's addresses point into
         self.job = np.zeros(fields.JOB_SIZE, dtype=np.int64)
         self.quantized = quantization != "none"
         self.half_kv = self.quantized and ISA.native_half
@@ -80,7 +80,7 @@ class Workspace:
         early.config = replace(self.config, num_layers=count)
         early.job, early._kept = self.job.copy(), [*self._kept]
         early.job[fields.LAYERS] = count
-        # what follows the last layer comes behind the layers' own in these tables
+        # in these tables, entries of the LM head follow those of the last layer
         early.job[fields.MATRICES_AT] = early._descriptors(_matrix_names(early.config))
         norms = np.array([*self._norms[: 2 * count], self._norms[-1]], dtype=np.int64)
         early.job[fields.NORMS_AT] = early._keep(norms)
@@ -90,7 +90,7 @@ class Workspace:
 
     @property
     def last_norm(self) -> int:
-        """Where the weights of the norm before the head lie."""
+        """The address of the weights of the norm before the LM head."""
         return self._norms[-1]
 
     @property
@@ -123,7 +123,7 @@ class Workspace:
         return stacked
 
     def _norm(self, name: str) -> int:
-        """Where the weights of a norm lie; 0 if the model does without it."""
+        """The address of the weights of a norm; 0 if the model lacks it."""
         return self._keep(self._vectors([name], self.hidden)) if name in self._tensors else 0
 
     def _layer_names(self, *suffixes: str) -> list[str]:
@@ -139,7 +139,7 @@ class Workspace:
         job[fields.QUANTIZED], job[fields.HALF_KV] = self.quantized, self.half_kv
         job[fields.RUN_TILE] = run_tile.address
         job[fields.RUN_SCORE], job[fields.RUN_MIX] = run_score.address, run_mix.address
-        job[fields.RUN_RACE], job[fields.VOCABULARY] = run_race.address, config.vocab_size
+        job[fields.RUN_GUMBEL_ARGMAX], job[fields.VOCABULARY] = run_gumbel_argmax.address, config.vocab_size
 
     def _set_weights(self) -> None:
         config, job = self.config, self.job
@@ -205,7 +205,7 @@ class Workspace:
         job[fields.REQUEST_AT], job[fields.CHAIN_AT] = address_of(self.row_requests), address_of(self.chains)
 
     def _scratch_bytes(self) -> int:
-        """What the hungriest phase needs of a thread's own memory."""
+        """The most bytes of scratch memory that a thread needs in any phase."""
         config = self.config
         attention = (8 + 4 * PAGE * TASK_HEADS) * self.max_pages + 4 * TASK_HEADS * config.head_dim
         attention += 64 + 4 * RESULT_ROWS * (config.head_dim + 15)

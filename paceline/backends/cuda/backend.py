@@ -1,4 +1,4 @@
-"""The CUDA backend: the contract of backends/base.py over Triton kernels in captured graphs."""
+"""The CUDA backend: the contract of backends/base.py over Triton kernels in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,28 @@ import numpy as np
 import torch
 
 from paceline.backends.base import Backend
-from paceline.backends.cuda.ahead import CudaAhead
-from paceline.backends.cuda.common import Common, CommonTables, PassRows, find_common, nothing_common
+from paceline.backends.cuda.async_decoder import CudaAsyncDecoder
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.attention import tile_height
-from paceline.backends.cuda.kernels.features import keep_features
+from paceline.backends.cuda.kernels.features import store_features
 from paceline.backends.cuda.kernels.packing import block_lines
-from paceline.backends.cuda.kernels.sampling import candidates_for, race, take_best
-from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers, select, workspace_bytes
+from paceline.backends.cuda.kernels.sampling import candidates_for, gumbel_argmax, take_best
+from paceline.backends.cuda.model import (
+    Pool,
+    make_workspace,
+    run_layers,
+    run_lm_head,
+    select,
+    workspace_bytes,
+)
+from paceline.backends.cuda.shared_prefix import (
+    PassRows,
+    SharedPrefix,
+    SharedPrefixTables,
+    find_shared_prefixes,
+    no_shared_prefix,
+)
 from paceline.backends.cuda.tables import DeviceTables, rows_of
 from paceline.backends.cuda.weights import Weights, load_weights, packing_for
 from paceline.core.arrays import Int32Array
@@ -32,11 +45,11 @@ PAGE_SIZE = 16
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 MAX_PAGES = 1 << 17  # of all requests of a pass together
-FIRST_LONGEST = 4096  # tokens of a context that buffers are made for at first
+FIRST_LONGEST = 4096  # tokens of context that the first buffers hold; they grow when needed
 
 
 class CudaBackend(Backend):
-    """A model run by Triton kernels. A row's results do not depend on what else is in the pass."""
+    """A model run by Triton kernels. A row's results do not depend on the rest of the pass."""
 
     name = "cuda"
     page_size = PAGE_SIZE
@@ -53,7 +66,7 @@ class CudaBackend(Backend):
         self._longest = FIRST_LONGEST
         self._workspace = make_workspace(weights, bucket(max_rows), self._longest)
         self._tables = DeviceTables(bucket(max_rows), MAX_PAGES, self.device)
-        self._common = CommonTables(bucket(max_rows), self.device)
+        self._shared_prefix = SharedPrefixTables(bucket(max_rows), self.device)
         self._graphs = Graphs(self.device)
         self._features = torch.empty(0)
         self._known_parts: dict[tuple[tuple[int, ...], ...], torch.Tensor] = {}
@@ -70,26 +83,26 @@ class CudaBackend(Backend):
         quantization: str = "none",
         max_rows: int = 512,
     ) -> CudaBackend:
-        """A backend with the checkpoint's weights on `device`, held in `dtype` or packed."""
+        """A backend with the checkpoint's weights on `device`, in `dtype` or quantized."""
         _check_model(checkpoint.config)
         if dtype not in DTYPES:
             raise BackendError(f"The cuda backend has no dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
-        place, kind = _find_device(device), DTYPES[dtype]
+        target, kind = _find_device(device), DTYPES[dtype]
         packing = packing_for(quantization, lambda name: checkpoint.tensors[name].kind)
 
         def take(name: str) -> torch.Tensor:
             is_packed = name.endswith("_proj.weight") and packing(name) != "none"
-            return _stored(checkpoint.tensors[name]).to(place).to(torch.float32 if is_packed else kind)
+            return _stored(checkpoint.tensors[name]).to(target).to(torch.float32 if is_packed else kind)
 
         def blocks(name: str) -> torch.Tensor:
             tensor = checkpoint.tensors[name]
-            return block_lines(torch.tensor(tensor.blocks(), device=place), tensor.kind)
+            return block_lines(torch.tensor(tensor.blocks(), device=target), tensor.kind)
 
         try:
             return cls(load_weights(checkpoint.config, take, packing, blocks), max_rows)
         except torch.OutOfMemoryError as error:
             values = sum(int(np.prod(tensor.shape)) for tensor in checkpoint.tensors.values())
-            free, total = torch.cuda.mem_get_info(place)
+            free, total = torch.cuda.mem_get_info(target)
             raise BackendError(
                 f"The model does not fit: its weights take {values * kind.itemsize / 1e9:.1f} GB as {dtype}, "
                 f"and {device} has {total / 1e9:.1f} GB, of which others use {(total - free) / 1e9:.1f}. "
@@ -116,63 +129,66 @@ class CudaBackend(Backend):
         return Pool(num_pages, self.bytes_per_page(), keys, values)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        """Logits of the wanted rows and, if asked, tokens of others and features of all."""
+        """Logits of the wanted rows and, if asked, sampled tokens and features."""
         return self.begin(batch)()
 
     def begin(self, batch: ForwardBatch) -> Callable[[], ForwardOutput]:
-        """Begin a pass; what is returned waits for its output."""
+        """Launch a pass; the returned function waits for its output."""
         counts, begins = np.diff(batch.row_offsets), np.arange(batch.num_requests, dtype=np.int32)
         begins *= batch.page_tables.shape[1]
-        own = PassRows(batch.page_tables, begins, batch.context_lengths, counts, batch.row_offsets[:-1])
+        pass_rows = PassRows(batch.page_tables, begins, batch.context_lengths, counts, batch.row_offsets[:-1])
         sizes = self.config.num_heads, self.config.num_kv_heads
-        return self._begin(batch, find_common(own, PAGE_SIZE, *sizes))
+        return self._begin(batch, find_shared_prefixes(pass_rows, PAGE_SIZE, *sizes))
 
     @torch.inference_mode()
-    def _begin(self, batch: ForwardBatch, found: Common | None) -> Callable[[], ForwardOutput]:
-        """The same where this is read once for all rows."""
+    def _begin(self, batch: ForwardBatch, found: SharedPrefix | None) -> Callable[[], ForwardOutput]:
+        """The same, with the KV chunks that its rows share."""
         assert batch.num_rows <= self.max_rows, f"{batch.num_rows} rows, but max_rows is {self.max_rows}"
         pool = cast(Pool, batch.pool)
         rows, wanted = bucket(batch.num_rows), len(batch.logit_rows)
         layers = batch.feature_layers + tuple(layer for kept in batch.kept for layer in kept.layers)
-        layers = tuple(dict.fromkeys(layers))  # those that are given back come first
+        layers = tuple(dict.fromkeys(layers))  # the returned ones first
         outputs = wanted + (0 if batch.choices is None else len(batch.choices.rows))
         self._make_room(int(batch.positions.max()) + 1)
         height = tile_height(self.config.num_heads, self.config.num_kv_heads)
         self._tables.send(batch, rows_of(batch, PAGE_SIZE, height))
         if found is not None:
-            self._common.send(found, -(-np.diff(batch.row_offsets) // height))
-        common = None if found is None else self._common.rows()
+            self._shared_prefix.send(found, -(-np.diff(batch.row_offsets) // height))
+        shared_prefix = None if found is None else self._shared_prefix.rows()
         features = self._feature_room(len(layers)) if layers else None
         keeps = [(cast(HeadPool, kept.pool), self._parts(layers, kept.layers)) for kept in batch.kept]
 
         def body() -> None:
-            tokens, tables = self._tables.tokens(rows), replace(self._tables.tables(rows), common=common)
+            tokens, tables = (
+                self._tables.tokens(rows),
+                replace(self._tables.tables(rows), shared_prefix=shared_prefix),
+            )
             run_layers(self.weights, self._workspace, tokens, tables, pool, PAGE_SIZE, features, layers)
             for kept, parts in keeps:
                 assert features is not None
-                keep_features(features, tables.places, parts, kept.features)
+                store_features(features, tables.slot_mapping, parts, kept.features)
 
         def head() -> None:
             count = bucket(outputs)
             select(self._workspace, self._tables.output_rows(count))
-            run_head(self.weights, self._workspace, self._workspace.selected, count)
+            run_lm_head(self.weights, self._workspace, self._workspace.selected, count)
             options = self._tables.options(count)
-            race(self._workspace.logits, self.config.vocab_size, *options, self._candidates, count)
+            gumbel_argmax(self._workspace.logits, self.config.vocab_size, *options, self._candidates, count)
             take_best(self._candidates, self._chosen[:count])
 
-        place = (pool.keys.data_ptr(), pool.values.data_ptr(), pool.num_pages)
+        addresses = (pool.keys.data_ptr(), pool.values.data_ptr(), pool.num_pages)
         heads = tuple((kept.features.data_ptr(), len(kept.features)) for kept, _ in keeps)
-        self._graphs.run(("body", rows, layers, place, heads, common is not None), body)
+        self._graphs.run(("body", rows, layers, addresses, heads, shared_prefix is not None), body)
         if outputs:
             self._graphs.run(("head", bucket(outputs)), head)
         width = len(batch.feature_layers) * self.config.hidden_size
         logits = self._workspace.logits[:wanted]
         chosen = None if batch.choices is None else self._chosen[wanted:outputs]
         known = None if features is None or not width else features[: batch.num_rows, :width]
-        return _on_its_way(logits, known, chosen)
+        return _copied_to_host(logits, known, chosen)
 
     def device_memory(self, rows: int, longest: int) -> DeviceMemory:
-        """The GPU's memory, and what workspaces for `longest` tokens take, beyond those that are there."""
+        """The GPU's memory, and the bytes of workspaces for `longest` tokens that are not allocated yet."""
         free, total = torch.cuda.mem_get_info(self.device)
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         here = workspace_bytes(self.weights, bucket(self.max_rows), longest)
@@ -187,14 +203,14 @@ class CudaBackend(Backend):
         feature_layers: tuple[int, ...],
         kept: tuple[KeptFeatures, ...] = (),
     ) -> None:
-        """Make buffers for contexts of `longest` tokens, compile kernels, capture a graph of every bucket."""
+        """Allocate buffers for contexts of `longest` tokens, compile kernels and capture all graphs."""
         try:
             if longest > self._longest:
                 self._set_longest(longest)
             for rows in buckets(min(self.max_rows, longest, pool.num_pages * PAGE_SIZE)):
                 self.forward(_chain(pool, rows, feature_layers, kept))
-            # compiles; others are captured when rows first have something in common
-            self._begin(_chain(pool, rows, feature_layers, kept), nothing_common(1))()
+            # compiles the shared-prefix kernels; graphs are captured when first needed
+            self._begin(_chain(pool, rows, feature_layers, kept), no_shared_prefix(1))()
         except torch.OutOfMemoryError as error:
             raise BackendError(
                 f"The buffers for contexts of {longest} tokens do not fit into the memory of {self.device} "
@@ -209,14 +225,16 @@ class CudaBackend(Backend):
         longest: int,
         feature_layers: tuple[int, ...],
         kept: tuple[KeptFeatures, ...] = (),
-    ) -> CudaAhead | None:
+    ) -> CudaAsyncDecoder | None:
         """A decoder of requests of at most `longest` tokens in so many slots.
 
-        None if features are asked for in two ways at once: a step can do that.
+        None if features are wanted by the host and by a head at once: only a host pass does that.
         """
         if len(kept) + bool(feature_layers) > 1:
             return None
-        return CudaAhead(self.weights, cast(Pool, pool), slots, longest, PAGE_SIZE, feature_layers, kept)
+        return CudaAsyncDecoder(
+            self.weights, cast(Pool, pool), slots, longest, PAGE_SIZE, feature_layers, kept
+        )
 
     def first_layers(self, count: int) -> CudaBackend:
         """The same model without its later layers, over the same pools."""
@@ -226,33 +244,33 @@ class CudaBackend(Backend):
 
     @torch.inference_mode()
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
-        """Copy keys and values from KV places to others; all sources are read first."""
-        own = cast(Pool, pool)
-        places = torch.from_numpy(np.stack((source, destination)).astype(np.int64)).to(self.device)
-        for stored in (own.keys, own.values):
+        """Copy keys and values from KV slots to others; all sources are read first."""
+        kv_pool = cast(Pool, pool)
+        slots = torch.from_numpy(np.stack((source, destination)).astype(np.int64)).to(self.device)
+        for stored in (kv_pool.keys, kv_pool.values):
             # indexing by a tensor copies what it reads, so that no write can disturb it
-            stored[:, places[1]] = stored[:, places[0]]
+            stored[:, slots[1]] = stored[:, slots[0]]
 
     def _make_room(self, length: int) -> None:
-        """Have buffers for contexts of this length."""
+        """Allocate buffers for contexts of this length."""
         if length > self._longest:
             self._set_longest(min(bucket(length) * 2, max(length, self.config.max_position)))
 
     def _set_longest(self, longest: int) -> None:
         self._longest = longest
         self._workspace = make_workspace(self.weights, bucket(self.max_rows), longest)
-        self._graphs = Graphs(self.device)  # graphs know addresses
+        self._graphs = Graphs(self.device)  # captured graphs hold addresses
 
     def _feature_room(self, count: int) -> torch.Tensor:
-        """Room for features of all rows on the device, the same in every pass: float32 [rows, width]."""
+        """The device buffer for features of all rows, the same in every pass: float32 [rows, width]."""
         width = count * self.config.hidden_size
         if self._features.shape != (bucket(self.max_rows), width):
             self._features = torch.zeros((bucket(self.max_rows), width), device=self.device)
-            self._graphs = Graphs(self.device)  # graphs know addresses
+            self._graphs = Graphs(self.device)  # captured graphs hold addresses
         return self._features
 
     def _parts(self, layers: tuple[int, ...], wanted: tuple[int, ...]) -> torch.Tensor:
-        """Which parts of features of `layers` those of the wanted ones are: int32 [wanted], made once."""
+        """The indices of the wanted layers among `layers`: int32 [wanted], made once."""
         name = (layers, wanted)
         if name not in self._known_parts:
             parts = np.array([layers.index(layer) for layer in wanted], dtype=np.int32)
@@ -260,10 +278,10 @@ class CudaBackend(Backend):
         return self._known_parts[name]
 
 
-def _on_its_way(
+def _copied_to_host(
     logits: torch.Tensor, features: torch.Tensor | None, chosen: torch.Tensor | None
 ) -> Callable[[], ForwardOutput]:
-    """Copies of these on the host, for who waits until they are there."""
+    """A function that waits for asynchronous copies of these to the host."""
     if logits.device.type != "cuda":
         return lambda: ForwardOutput(*map(_numbers, (logits, features, chosen)))
     copies = [
@@ -289,7 +307,7 @@ def _numbers(values: torch.Tensor | None) -> Any:
 def _chain(
     pool: KVPool, rows: int, feature_layers: tuple[int, ...], kept: tuple[KeptFeatures, ...]
 ) -> ForwardBatch:
-    """A pass over one request's first rows, with a token to choose behind each."""
+    """A pass over one request's first rows that samples a token after each."""
     count = np.arange(rows, dtype=np.int32)
     return ForwardBatch(
         tokens=np.zeros(rows, dtype=np.int32),
@@ -307,12 +325,12 @@ def _chain(
 
 
 def _stored(tensor: Tensor) -> torch.Tensor:
-    """A tensor's values in the type that its file has them in, or as float32 if that is a block format."""
+    """A tensor's values in the dtype of its file, or as float32 if that is a block format."""
     kind = STORED.get(tensor.kind)
     if kind is None:
         return torch.from_numpy(tensor.float32())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the file is mapped to be read, and nobody writes
+        warnings.simplefilter("ignore", UserWarning)  # the file is mapped read-only, and nobody writes
         stored = torch.from_numpy(np.ascontiguousarray(tensor.blocks()))
     return stored.reshape(-1).view(kind).reshape(tensor.shape)
 

@@ -1,13 +1,13 @@
-"""Decoding that stays on the device: a step drafts, verifies, advances and writes the rows of the next one.
+"""Decoding that stays on the device: a step drafts, verifies, advances and writes the rows of the next step.
 
-    device   rows of all passes ─> draft: catch up, guess, guess ... ─> target ─> tokens ─> walk ─┐
-               ^──────────────────── next rows, written by the same graph ───────────────────────┤
-    host                                            one small copy per step, read one step later <┘
+    device   rows of all passes ─> draft: catch up, draft, draft ... ─> target ─> tokens ─> accept ─┐
+               ^──────────────────── next rows, written by the same graph ─────────────────────────┤
+    host                                            one small copy per step, read one step later <─┘
 
-What a request is lies on the device too (DeviceRequests): its tokens, how many are computed, its pages, its
-seed and temperature. The host reserves pages ahead and looks at tokens that came before; it never stands
-between two steps. Without a draft a step is plain decoding, and its tokens are the same with one: a drafted
-token is taken only where the target, with the request's own noise, has chosen it.
+The state of requests is on the device too (DeviceRequests): tokens, computed lengths, page tables, seeds and
+temperatures. The host reserves pages ahead and reads the tokens of earlier steps; no step waits for it.
+Without a draft a step is plain decoding. Tokens are the same with one: a drafted token is accepted only where
+the target, with the request's own noise, samples it.
 """
 
 from __future__ import annotations
@@ -16,50 +16,54 @@ import numpy as np
 import torch
 
 from paceline.backends.ahead import LookUp
-from paceline.backends.cuda.common import Common, CommonTables
 from paceline.backends.cuda.draft_networks import DraftNetwork, DraftRows
 from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, plan_step
 from paceline.backends.cuda.graphs import Graphs
 from paceline.backends.cuda.head import HeadPool
-from paceline.backends.cuda.kernels.attention import MOST_PATH, EvenRows, RowTables, tile_height
-from paceline.backends.cuda.kernels.features import keep_features
-from paceline.backends.cuda.kernels.guess import choose, guess, guesses_for
-from paceline.backends.cuda.kernels.keeping import find_cuts, kept_for
-from paceline.backends.cuda.kernels.look_up import look_up
-from paceline.backends.cuda.kernels.sampling import candidates_for, race
+from paceline.backends.cuda.kernels.accept import accept_drafts, move_accepted
+from paceline.backends.cuda.kernels.attention import MAX_PATH, RowTables, UniformRows, tile_height
+from paceline.backends.cuda.kernels.draft_sampling import (
+    draft_candidates_for,
+    score_draft_tokens,
+    write_draft_tokens,
+)
+from paceline.backends.cuda.kernels.features import store_features
+from paceline.backends.cuda.kernels.prompt_lookup import prompt_lookup
+from paceline.backends.cuda.kernels.sampling import candidates_for, gumbel_argmax
 from paceline.backends.cuda.kernels.step_rows import (
+    CONTIGUOUS_UNTIL,
     LAST,
     LINES,
-    PLACES,
     POSITIONS,
+    ROPE_POSITIONS,
+    SLOT_MAPPING,
     SOURCES,
-    STRAIGHT,
     TILE_COUNTS,
     TILE_PAGES,
     TILE_ROWS,
     TOKENS,
-    TURNS,
     DeviceRequests,
     ShapeTables,
     StepRows,
     begin_rows,
     make_requests,
 )
-from paceline.backends.cuda.kernels.walk import move_accepted, walk
-from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers
+from paceline.backends.cuda.kernels.truncation import find_thresholds, truncation_buffers
+from paceline.backends.cuda.model import Pool, make_workspace, run_layers, run_lm_head
 from paceline.backends.cuda.persistent import PersistentLayers
-from paceline.backends.cuda.tables import sent
+from paceline.backends.cuda.shared_prefix import SharedPrefix, SharedPrefixTables
+from paceline.backends.cuda.tables import to_device
 from paceline.backends.cuda.weights import Weights
 
 __all__ = ["DecodeLoop", "DeviceRequests", "make_requests"]
 
 
 class DecodeLoop:
-    """Steps over requests that the device knows.
+    """Steps over requests whose state is on the device.
 
-    `output` int32 [max_rows, levels + 1] and `counts` int32 [max_rows] have the tokens of the last step and
-    how many they are: none of padding or beyond a limit. A token of -1 means unusable logits. `found` int32
-    [max_rows] has how many tokens of chains the step has found. All lie in `said`: counts, found and tokens.
+    `output` int32 [max_rows, levels + 1] and `counts` int32 [max_rows] are the tokens of the last step and
+    their numbers: 0 for padding and beyond a limit. A token of -1 means unusable logits. `found` int32
+    [max_rows] is the number of tokens drafted by lookup. All are views of `results`: counts, found, tokens.
     """
 
     def __init__(
@@ -74,22 +78,21 @@ class DecodeLoop:
         feature_layers: tuple[int, ...] = (),
         kept: HeadPool | None = None,
         look_up: LookUp | None = None,
-        leads: int = 0,
+        host_drafts: int = 0,
     ) -> None:
         """Steps of at most `max_rows` requests, plain if nothing drafts.
 
-        With `given` the host writes drafts of this shape to `drafted` before each step, or a step finds them
-        itself, chains then: if they are to be looked up, or if the host writes what it expects to `leads`, of
-        so many tokens, as AheadDecoder.launch takes it. If no network drafts, `features` [rows of a pass,
-        width] has the hidden states of its rows at `feature_layers`. They are also left in a head's pool, if
-        one is to keep them.
+        With `given`, drafts have this shape: the host writes them to `drafted` before each step, or, for
+        chains, the step finds them by prompt lookup (`look_up`) or in `host_drafts` of so many tokens, as the
+        decoder's `launch` takes them. If no network drafts, `features` [rows of a pass, width] are the hidden
+        states of its rows at `feature_layers`; a head's pool stores them too, if `kept`.
         """
         device, config = weights.device, weights.config
         self.weights, self.pool, self.requests, self.page_size = weights, pool, requests, page_size
         self.draft, self._kept, self._look_up = draft, kept, look_up
-        self.leads = None  # int32 [max_rows, 1 + leads]
-        if leads:
-            self.leads = torch.full((max_rows, 1 + leads), -1, dtype=torch.int32, device=device)
+        self.host_drafts = None  # int32 [max_rows, 1 + most] start and tokens of the host's optimistic draft
+        if host_drafts:
+            self.host_drafts = torch.full((max_rows, 1 + host_drafts), -1, dtype=torch.int32, device=device)
         shape = draft.shape if draft is not None else given or chain_shape(0)
         self.feature_layers = feature_layers if draft is None else draft.feature_layers
         self.features = None if draft is None else draft.features
@@ -117,11 +120,11 @@ class DecodeLoop:
             shape.is_chain,
         )
         most = plan.first_row(len(plan.passes)) * max_rows
-        self._rows = StepRows(integers(LINES, most), integers(1 if shape.is_chain else most, MOST_PATH))
+        self._rows = StepRows(integers(LINES, most), integers(1 if shape.is_chain else most, MAX_PATH))
         self._children = [torch.from_numpy(table).to(device) for table in plan.children]
-        self.said = integers(max_rows * (shape.levels + 3))
-        self.counts, self.found = self.said[: 2 * max_rows].view(2, -1)
-        self.output = self.said[2 * max_rows :].view(max_rows, -1)
+        self.results = integers(max_rows * (shape.levels + 3))
+        self.counts, self.found = self.results[: 2 * max_rows].view(2, -1)
+        self.output = self.results[2 * max_rows :].view(max_rows, -1)
         self._accepted, self._slots = integers(max_rows, shape.levels + 1), integers(max_rows)
         self._seeds = torch.zeros((max_rows, self.nodes), dtype=torch.int64, device=device)
         self._temperatures = torch.zeros((max_rows, self.nodes), dtype=torch.float64, device=device)
@@ -129,94 +132,103 @@ class DecodeLoop:
         self._request_seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._request_temperatures = torch.zeros(max_rows, dtype=torch.float64, device=device)
         self._candidates = candidates_for(max_rows * self.nodes, config.vocab_size, device)
-        self._kept_ids = kept_for(max_rows * self.nodes, config.vocab_size, device)
+        self._truncation = truncation_buffers(max_rows * self.nodes, config.vocab_size, device)
         self._workspace = make_workspace(weights, max_rows * self.nodes, requests.tokens.shape[1])
-        self._few_rows = PersistentLayers(weights, self._workspace, pool, page_size)
+        self._megakernel = PersistentLayers(weights, self._workspace, pool, page_size)
         if draft is not None:
             rows = max_rows * max(len(table) for table in plan.children)
-            self._guesses = guesses_for(rows, draft.vocab_size, shape.most_children, device)
+            self._draft_candidates = draft_candidates_for(rows, draft.vocab_size, shape.most_children, device)
             self._chances = torch.zeros(rows, device=device)
-        self._moved: list[Pool] = []  # where accepted paths may lie apart and are not computed again
+        self._moved: list[Pool] = []  # whose accepted paths may not be contiguous, and must be moved
         if not shape.is_chain:
             self._moved = [pool, draft.pool] if draft is not None and draft.always else [pool]
-        self._common, self._shares = CommonTables(max_rows * self.nodes, device), False
+        self._shared_prefix, self._uses_shared_prefix = (
+            SharedPrefixTables(max_rows * self.nodes, device),
+            False,
+        )
         self._graphs = Graphs(device)
 
     @torch.inference_mode()
     def begin(self, slots: list[int], rows: int, features: torch.Tensor | None = None) -> None:
-        """Let the next steps decode the requests in these slots, as `rows` requests, the rest padding.
+        """Let the next steps decode the requests in these slots, padded to `rows` requests.
 
-        Before it the state of the slots must be written: all tokens, of which the last is not computed, pages
+        The state of the slots must be written before: all tokens, of which the last is not computed, pages
         for the KV indices below the limit, and at least one computed token. A draft model must have computed
-        all but the last two tokens, a head the slots of all but the last one; a head also reads the target's
-        features of each request's last computed token: `features` float32 [slots, width], or those that its
-        pool keeps.
+        all but the last two tokens, a head all but the last one. A head also reads the target's features of
+        each request's last computed token: `features` float32 [slots, width], or those in its pool.
         """
         chosen = self._slots[:rows]
-        chosen.copy_(sent(np.array(slots + [-1] * (rows - len(slots)), np.int32), chosen.device))
+        chosen.copy_(to_device(np.array(slots + [-1] * (rows - len(slots)), np.int32), chosen.device))
         self._graphs.run(("begin", rows), lambda: self._begin(rows))
-        self._shares = False
+        self._uses_shared_prefix = False
         if features is not None and self.draft is not None and self.draft.features is not None:
             self._first_features(self.draft.features)[: len(slots)] = features
 
-    def share(self, common: Common | None) -> None:
-        """Read once what rows of the requests that have begun, each `nodes` of them, have in common."""
-        self._shares = common is not None
-        if common is not None:
-            self._common.send(common, [self._plan.passes[0].tiles] * len(common.skipped))
+    def use_shared_prefix(self, shared_prefix: SharedPrefix | None) -> None:
+        """Read prefixes that the requests of `begin` share once, for the `nodes` rows of each."""
+        self._uses_shared_prefix = shared_prefix is not None
+        if shared_prefix is not None:
+            self._shared_prefix.send(
+                shared_prefix, [self._plan.passes[0].tiles] * len(shared_prefix.shared_chunks)
+            )
 
     def _begin(self, rows: int) -> None:
-        """Take over what the state says of the chosen slots."""
+        """Copy the sampling options of the chosen slots, and write their first rows."""
         state, chosen = self.requests, self._slots[:rows]
-        own = chosen.clamp(min=0).long()
-        self._request_seeds[:rows] = state.seeds[own]
-        self._request_temperatures[:rows] = state.temperatures[own]
-        self._seeds[:rows] = state.seeds[own][:, None]
-        self._temperatures[:rows] = state.temperatures[own][:, None]
-        self._options[:rows] = state.kept[own][:, None]
+        valid_slots = chosen.clamp(min=0).long()
+        self._request_seeds[:rows] = state.seeds[valid_slots]
+        self._request_temperatures[:rows] = state.temperatures[valid_slots]
+        self._seeds[:rows] = state.seeds[valid_slots][:, None]
+        self._temperatures[:rows] = state.temperatures[valid_slots][:, None]
+        self._options[:rows] = state.truncation[valid_slots][:, None]
         if self.draft is not None and self.draft.features is not None and self._kept is not None:
-            index = (state.lengths[own].long() - 1).clamp(min=0)
-            pages = state.pages[own, index // self.page_size].long()
-            places = pages * self.page_size + index % self.page_size
-            self._first_features(self.draft.features)[:rows] = self._kept.features[places].float()
+            index = (state.lengths[valid_slots].long() - 1).clamp(min=0)
+            pages = state.pages[valid_slots, index // self.page_size].long()
+            slot_mapping = pages * self.page_size + index % self.page_size
+            self._first_features(self.draft.features)[:rows] = self._kept.features[slot_mapping].float()
         begin_rows(chosen, state, self._shape, self._rows, self.page_size)
 
     def _first_features(self, features: torch.Tensor) -> torch.Tensor:
-        """Those of roots, where a head looks for what it begins with: float32 [requests, width]."""
+        """The features of the roots, with which a head begins: float32 [requests, width]."""
         return features.view(-1, self.nodes, features.shape[1])[:, 0]
 
     @torch.inference_mode()
     def last_features(self, rows: int) -> torch.Tensor:
-        """The target's features of each request's last computed token, as another `begin` needs them."""
+        """The target's features of each request's last computed token, for another `begin`."""
         assert self.draft is not None, "plain decoding keeps no features"
         assert self.draft.features is not None, "a draft model reads no features"
         last = self._rows.lines[LAST, :rows] + self._plan.first_row(1) * rows
         return self.draft.features[self._rows.lines[SOURCES][last.long()].long()]
 
     def drafted(self, rows: int) -> torch.Tensor:
-        """Tokens of the nodes of a step: int32 [rows, nodes]; the first is the root's, the last known one."""
+        """The tokens of a step's nodes: int32 [rows, nodes]. The first is the root, the last known token."""
         return self._rows.lines[TOKENS, : rows * self.nodes].view(rows, self.nodes)
 
     @torch.inference_mode()
     def step(self, rows: int, keeps_all: bool = True) -> None:
-        """A step of all requests. `output` and `counts` have its tokens when the device is done.
+        """A step of all requests; `output` and `counts` hold its tokens when the device is done.
 
-        `keeps_all`: no request has top_k, top_p or min_p, and nobody looks for what they keep.
+        `keeps_all`: no request has top_k, top_p or min_p, so the truncation kernels are left out.
         """
-        self._graphs.run((rows, keeps_all, self._shares), lambda: self._step(rows, keeps_all))
+        self._graphs.run((rows, keeps_all, self._uses_shared_prefix), lambda: self._step(rows, keeps_all))
 
     def _step(self, rows: int, keeps_all: bool) -> None:
         if self.draft is not None:
             self._propose(self.draft, rows)
-        elif self._look_up is not None or self.leads is not None:
-            own, leads = self._slots[:rows], None if self.leads is None else self.leads[:rows]
-            look_up(own, self.requests, self._look_up, leads, self._rows, self.nodes, self.found)
+        elif self._look_up is not None or self.host_drafts is not None:
+            slots, host_drafts = (
+                self._slots[:rows],
+                None if self.host_drafts is None else self.host_drafts[:rows],
+            )
+            prompt_lookup(
+                slots, self.requests, self._look_up, host_drafts, self._rows, self.nodes, self.found
+            )
         self._verify(rows, keeps_all)
         if self._kept is not None and self.features is not None:
-            places = self._rows.lines[PLACES, : rows * self.nodes]
-            keep_features(self.features, places, self._kept.parts, self._kept.features)
+            slot_mapping = self._rows.lines[SLOT_MAPPING, : rows * self.nodes]
+            store_features(self.features, slot_mapping, self._kept.parts, self._kept.features)
         shape, state, slots = self._shape, self.requests, self._slots[:rows]
-        walk(
+        accept_drafts(
             self._candidates,
             slots,
             state,
@@ -232,7 +244,7 @@ class DecodeLoop:
             move_accepted(keys, values, slots, state, self.counts, self._accepted, self.page_size)
 
     def _propose(self, draft: DraftNetwork, rows: int) -> None:
-        """Guess level by level."""
+        """Draft level by level."""
         lines, temperatures, seeds = self._rows.lines, self._request_temperatures, self._request_seeds
         lengths = lines[POSITIONS, : rows * self.nodes : self.nodes]  # of the roots
         for number, children in enumerate(self._children, start=1):
@@ -240,22 +252,26 @@ class DecodeLoop:
             logits = draft.extend(inputs) if number > 1 else draft.catch_up(inputs, lines[LAST, :rows])
             count = rows * len(children)
             ids, size = draft.target_ids, draft.vocab_size
-            guess(logits, size, ids, temperatures, seeds, lengths, number, self._guesses, count)
-            choose(self._guesses, children, lines[TOKENS], self._chances, temperatures, count, rows)
+            score_draft_tokens(
+                logits, size, ids, temperatures, seeds, lengths, number, self._draft_candidates, count
+            )
+            write_draft_tokens(
+                self._draft_candidates, children, lines[TOKENS], self._chances, temperatures, count, rows
+            )
 
     def _verify(self, rows: int, keeps_all: bool) -> None:
-        """The target's pass over all nodes, and the token of each."""
+        """Run the target over all nodes, and sample the token of each."""
         weights, workspace = self.weights, self._workspace
         inputs, count = self._pass(0, rows), rows * self.nodes
         known, features = (inputs.tokens, inputs.tables), (self.features, self.feature_layers)
-        if not self._few_rows.run(*known, *features):
+        if not self._megakernel.run(*known, *features):
             run_layers(weights, workspace, *known, self.pool, self.page_size, *features)
-        run_head(weights, workspace, workspace.attention_input, count)
+        run_lm_head(weights, workspace, workspace.attention_input, count)
         vocab_size, temperatures = weights.config.vocab_size, self._temperatures[:rows].view(-1)
         if not keeps_all:
             options = self._options[:rows].view(-1, 3)
-            find_cuts(workspace.logits, vocab_size, temperatures, options, self._kept_ids, count)
-        race(
+            find_thresholds(workspace.logits, vocab_size, temperatures, options, self._truncation, count)
+        gumbel_argmax(
             workspace.logits,
             vocab_size,
             temperatures,
@@ -263,27 +279,27 @@ class DecodeLoop:
             inputs.tables.positions,
             self._candidates,
             count,
-            None if keeps_all else self._kept_ids.cuts,
+            None if keeps_all else self._truncation.thresholds,
         )
 
     def _pass(self, number: int, rows: int) -> DraftRows:
         """The rows of one pass."""
-        own, lines = self._plan.passes[number], self._rows.lines
-        first, count = self._plan.first_row(number) * rows, len(own.nodes) * rows
+        pass_rows, lines = self._plan.passes[number], self._rows.lines
+        first, count = self._plan.first_row(number) * rows, len(pass_rows.nodes) * rows
         row = slice(first, first + count)
         first_tile = self._plan.first_tile(number) * rows
-        tile = slice(first_tile, first_tile + own.tiles * rows)
-        paths = None if self._shape.is_straight else self._rows.paths[row]
+        tile = slice(first_tile, first_tile + pass_rows.tiles * rows)
+        paths = None if self._shape.is_chain else self._rows.paths[row]
         tables = RowTables(
             lines[POSITIONS, row],
-            lines[PLACES, row],
-            lines[STRAIGHT, row],
+            lines[SLOT_MAPPING, row],
+            lines[CONTIGUOUS_UNTIL, row],
             paths,
             lines[TILE_ROWS, tile],
             lines[TILE_COUNTS, tile],
             lines[TILE_PAGES, tile],
             self.requests.pages.view(-1),
-            EvenRows(own.tiles, self.nodes, settled=number == 0),
-            self._common.rows() if self._shares and number == 0 else None,
+            UniformRows(pass_rows.tiles, self.nodes, settled=number == 0),
+            self._shared_prefix.rows() if self._uses_shared_prefix and number == 0 else None,
         )
-        return DraftRows(lines[TOKENS, row], tables, lines[TURNS, row], lines[SOURCES, row])
+        return DraftRows(lines[TOKENS, row], tables, lines[ROPE_POSITIONS, row], lines[SOURCES, row])

@@ -1,7 +1,7 @@
-"""What drafts on the device: a head that reads the target's features, or a smaller model.
+"""Drafters on the device: a learned head that reads the target's features, or a smaller model.
 
-Both compute rows that the step's tables name, on the target's pages and in a pool of their own, and leave
-logits of the rows whose children come next.
+Both compute the rows that the step's tables name, on the target's page tables and in their own KV pool, and
+leave logits of the rows whose children are drafted next.
 """
 
 from __future__ import annotations
@@ -12,54 +12,54 @@ from typing import Protocol
 import torch
 
 from paceline.backends.cuda.draft_shape import DraftShape
-from paceline.backends.cuda.head import feed_back, fuse, make_head_workspace, run_slots, run_vocabulary
+from paceline.backends.cuda.head import feed_back, fuse, make_head_workspace, run_draft_lm_head, run_head_rows
 from paceline.backends.cuda.head_weights import HeadWeights
 from paceline.backends.cuda.kernels.attention import RowTables, tile_height
 from paceline.backends.cuda.kernels.draft import pick_rows
-from paceline.backends.cuda.model import Pool, make_workspace, run_head, run_layers
+from paceline.backends.cuda.model import Pool, make_workspace, run_layers, run_lm_head
 from paceline.backends.cuda.persistent import PersistentLayers
 from paceline.backends.cuda.weights import Weights
 
 
 @dataclass(frozen=True)
 class DraftRows:
-    """The rows of one pass."""
+    """The rows of one pass of the drafter."""
 
     tokens: torch.Tensor  # int32 [rows]
     tables: RowTables
-    turns: torch.Tensor  # int32 [rows] one less than the positions
+    rope_positions: torch.Tensor  # int32 [rows] RoPE positions of a head: one less than the positions
     sources: torch.Tensor  # int32 [rows] the row whose feature, or whose parent's state, it reads
 
 
 class DraftNetwork(Protocol):
-    """What a step drafts with."""
+    """A drafter that runs inside a step."""
 
     shape: DraftShape
     pool: Pool
-    catch_up_rows: int  # tokens of a request that it computes at the beginning of a step, at most
-    always: int  # how many of them whatever was accepted; 0: those that were
+    catch_up_rows: int  # most tokens of a request that it computes at the beginning of a step
+    always: int  # fixed number of them; 0: as many as were accepted
     tile_height: int
     vocab_size: int
-    target_ids: torch.Tensor | None  # int32 [vocab_size] the target's ids of guesses; None: the same
+    target_ids: torch.Tensor | None  # int32 [vocab_size] the target's ids; None: the same vocabulary
     feature_layers: tuple[int, ...]  # of the target
-    features: torch.Tensor | None  # float32 [target's rows, width] where the target leaves them
+    features: torch.Tensor | None  # float32 [target's rows, width] which the target's pass writes
 
     def catch_up(self, rows: DraftRows, last: torch.Tensor) -> torch.Tensor:
         """Logits [requests, vocab] of the rows `last` [requests] of this pass over known tokens."""
         ...
 
     def extend(self, rows: DraftRows) -> torch.Tensor:
-        """Logits [rows, vocab] of guesses behind those of the pass before."""
+        """Logits [rows, vocab] after the tokens drafted by the pass before."""
         ...
 
 
 def _most_rows(shape: DraftShape, catch_up_rows: int) -> int:
-    """The most rows of a request in one pass of its draft."""
+    """The most rows of a request in one pass of its drafter."""
     return max(catch_up_rows, *(len(shape.inner(depth)) for depth in range(shape.levels + 1)))
 
 
 class HeadNetwork:
-    """An eagle3, eagle or mtp head. It computes what was accepted again, with the target's features."""
+    """An eagle3, eagle or mtp head. It computes accepted tokens again, now with the target's features."""
 
     always = 0
 
@@ -95,19 +95,21 @@ class HeadNetwork:
         self._passes = 0
         self._run(rows, states, None)
         pick_rows(workspace.output, last, workspace.picked)
-        run_vocabulary(self.weights, workspace, workspace.picked, len(last))
+        run_draft_lm_head(self.weights, workspace, workspace.picked, len(last))
         return workspace.logits
 
     def extend(self, rows: DraftRows) -> torch.Tensor:
         self._run(rows, self._states, rows.sources)
-        run_vocabulary(self.weights, self._workspace, self._workspace.output, len(rows.tokens))
+        run_draft_lm_head(self.weights, self._workspace, self._workspace.output, len(rows.tokens))
         return self._workspace.logits
 
     def _run(self, rows: DraftRows, states: torch.Tensor, sources: torch.Tensor | None) -> None:
         weights, workspace = self.weights, self._workspace
-        hidden = workspace.hidden[self._passes % 2]  # not where the last pass left the states
-        tables, turns, size = rows.tables, rows.turns, self.page_size
-        run_slots(weights, workspace, rows.tokens, states, sources, tables, turns, self.pool, size, hidden)
+        hidden = workspace.hidden[self._passes % 2]  # the last pass's states are in the other
+        tables, rope_positions, size = rows.tables, rows.rope_positions, self.page_size
+        run_head_rows(
+            weights, workspace, rows.tokens, states, sources, tables, rope_positions, self.pool, size, hidden
+        )
         self._states = feed_back(weights, workspace, hidden, len(rows.tokens))
         self._passes += 1
 
@@ -115,7 +117,7 @@ class HeadNetwork:
 class ModelNetwork:
     """A smaller model with the target's vocabulary.
 
-    What it computed of accepted guesses is right, but it may lack the last of them: it computes two tokens.
+    Its keys and values of accepted tokens are right, but the last one may be missing: it catches up on two.
     """
 
     catch_up_rows = always = 2
@@ -140,22 +142,22 @@ class ModelNetwork:
         self.vocab_size = min(vocab_size, config.vocab_size)
         rows = max_requests * _most_rows(shape, self.catch_up_rows)
         self._workspace = make_workspace(weights, rows, longest)
-        self._few_rows = PersistentLayers(weights, self._workspace, pool, page_size)
+        self._megakernel = PersistentLayers(weights, self._workspace, pool, page_size)
 
     def catch_up(self, rows: DraftRows, last: torch.Tensor) -> torch.Tensor:
         workspace = self._workspace
         self._run(rows)
         pick_rows(workspace.attention_input, last, workspace.selected)
-        run_head(self.weights, workspace, workspace.selected, len(last))
+        run_lm_head(self.weights, workspace, workspace.selected, len(last))
         return workspace.logits
 
     def extend(self, rows: DraftRows) -> torch.Tensor:
         workspace = self._workspace
         self._run(rows)
-        run_head(self.weights, workspace, workspace.attention_input, len(rows.tokens))
+        run_lm_head(self.weights, workspace, workspace.attention_input, len(rows.tokens))
         return workspace.logits
 
     def _run(self, rows: DraftRows) -> None:
         known = rows.tokens, rows.tables
-        if not self._few_rows.run(*known):
+        if not self._megakernel.run(*known):
             run_layers(self.weights, self._workspace, *known, self.pool, self.page_size)

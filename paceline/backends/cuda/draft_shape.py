@@ -1,13 +1,13 @@
-"""Which rows a speculative step has, for a draft whose shape is the same in every step.
+"""The rows of a speculative step, for a draft tree whose shape is the same in every step.
 
     nodes     0 is the root, the last known token; others are drafted, parents before children
     passes    0   the target over all nodes
-              1   the draft catches up: it computes what was accepted, and guesses the root's children
-              2.. the draft over the nodes of one level that have children
+              1   the drafter catches up: it computes accepted tokens, and drafts the root's children
+              2.. the drafter over the nodes of one level that have children
 
 A chain is the tree in which every node has one child; without drafted nodes the step is plain decoding, and
-the target's pass is all of it. What a row is follows from the request's length and from these tables, so
-that one small kernel at the end of a step writes all rows of the next one.
+the target's pass is all of it. Every row follows from the request's length and these tables, so one small
+kernel at the end of a step writes all rows of the next one.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from paceline.core.arrays import Int32Array
 from paceline.core.tree_shapes import ROOT, static_shape
 
 # Fields of the tables that kernels/step_rows.py reads.
-# Of a row: rows before its pass, rows of its pass, its own number among them, node, depth, how many nodes of
-# its path lie in place, whether its pass catches up, rows of the pass before, the parent's among them, tile.
+# Of a row: rows before its pass, rows of its pass, its index among them, node, depth, length of its path's
+# contiguous prefix, whether its pass catches up, rows of the pass before, the parent's among them, tile.
 ROW_FIELDS = 10
-# Of a tile: tiles before its pass, tiles of its pass, its own number among them, first row, rows of its pass.
+# Of a tile: tiles before its pass, tiles of its pass, its index among them, first row, rows of its pass.
 TILE_FIELDS = 5
 
 
 @dataclass(frozen=True)
 class DraftShape:
-    """A tree of drafted tokens."""
+    """A draft tree."""
 
-    parents: tuple[int, ...]  # [nodes] of node 0, the root, -1
+    parents: tuple[int, ...]  # [nodes] -1 for node 0, the root
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -46,7 +46,7 @@ class DraftShape:
 
     @property
     def levels(self) -> int:
-        """How many drafted tokens a path has at most."""
+        """The depth of the tree: the most drafted tokens of a path."""
         return max(self.depths)
 
     @property
@@ -65,7 +65,11 @@ class DraftShape:
 
     def inner(self, depth: int) -> list[int]:
         """The nodes of a level that have children."""
-        return [node for node, own in enumerate(self.depths) if own == depth and node in self.parents]
+        return [
+            node
+            for node, node_depth in enumerate(self.depths)
+            if node_depth == depth and node in self.parents
+        ]
 
     @property
     def most_children(self) -> int:
@@ -91,7 +95,7 @@ class PassRows:
     """The rows of one pass, of one request."""
 
     nodes: Sequence[int]  # of a pass that catches up: 0, 1, ... in the order of positions
-    height: int  # rows of a tile of attention
+    height: int  # rows of an attention tile
 
     @property
     def tiles(self) -> int:
@@ -105,19 +109,19 @@ class StepPlan:
     passes: tuple[PassRows, ...]
     rows: Int32Array  # [ROW_FIELDS, rows]
     tiles: Int32Array  # [TILE_FIELDS, tiles]
-    paths: Int32Array  # [rows, levels] nodes of a path from where it leaves its place
-    children: tuple[Int32Array, ...]  # of every pass behind the target's: see kernels/guess.py
+    paths: Int32Array  # [rows, levels] nodes of a path from the first non-contiguous one on
+    children: tuple[Int32Array, ...]  # of every pass of the drafter: see kernels/draft_sampling.py
 
     def first_row(self, number: int) -> int:
-        """How many rows of a request lie before those of a pass."""
-        return sum(len(own.nodes) for own in self.passes[:number])
+        """The number of a request's rows before those of a pass."""
+        return sum(len(pass_rows.nodes) for pass_rows in self.passes[:number])
 
     def first_tile(self, number: int) -> int:
-        return sum(own.tiles for own in self.passes[:number])
+        return sum(pass_rows.tiles for pass_rows in self.passes[:number])
 
 
 def plan_step(shape: DraftShape, target_height: int, catch_up_rows: int, draft_height: int) -> StepPlan:
-    """The plan of a step in which the draft computes at most `catch_up_rows` tokens again; 0: none drafts."""
+    """The plan of a step in which the drafter catches up on at most `catch_up_rows` tokens; 0: no drafter."""
     levels = [shape.inner(depth) for depth in range(1, shape.levels)]
     passes = [PassRows(range(len(shape)), target_height)]
     if catch_up_rows:
@@ -125,21 +129,21 @@ def plan_step(shape: DraftShape, target_height: int, catch_up_rows: int, draft_h
         passes += [PassRows(nodes, draft_height) for nodes in levels]
     rows, tiles, paths = [], [], []
     row_first = tile_first = 0
-    for number, own in enumerate(passes):
+    for number, pass_rows in enumerate(passes):
         before = passes[number - 1].nodes if number > 2 else []
-        for local, node in enumerate(own.nodes):
+        for local, node in enumerate(pass_rows.nodes):
             path = shape.path(node) if number != 1 else list(range(node + 1))
             kept = next((depth for depth, at in enumerate(path) if depth != at), len(path))
             source = list(before).index(shape.parents[node]) if number > 2 else -1
-            tile = tile_first + local // own.height
+            tile = tile_first + local // pass_rows.height
             fields = (node, len(path) - 1, kept, int(number == 1), len(before), source, tile)
-            rows.append((row_first, len(own.nodes), local, *fields))
+            rows.append((row_first, len(pass_rows.nodes), local, *fields))
             rest = path[kept:]
             paths.append(rest + [0] * (max(shape.levels, 1) - len(rest)))
-        for local in range(own.tiles):
-            tiles.append((tile_first, own.tiles, local, local * own.height, len(own.nodes)))
-        row_first += len(own.nodes)
-        tile_first += own.tiles
+        for local in range(pass_rows.tiles):
+            tiles.append((tile_first, pass_rows.tiles, local, local * pass_rows.height, len(pass_rows.nodes)))
+        row_first += len(pass_rows.nodes)
+        tile_first += pass_rows.tiles
     plan = StepPlan(
         tuple(passes),
         np.array(rows, np.int32).T.copy(),
@@ -151,7 +155,7 @@ def plan_step(shape: DraftShape, target_height: int, catch_up_rows: int, draft_h
 
 
 def _children(shape: DraftShape, plan: StepPlan) -> list[Int32Array]:
-    """Where guesses behind the rows of each of the draft's passes go: [rows, most children, 2, 3]."""
+    """Where the tokens drafted by each pass go: [rows, most children, 2, 3]."""
     tables = []
     for number in range(1, len(plan.passes)):
         parents = [0] if number == 1 else list(plan.passes[number].nodes)

@@ -1,4 +1,4 @@
-"""Work that is captured once and replayed: a whole pass is then one launch."""
+"""CUDA graphs: a pass is captured once and replayed as one launch."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def buckets(most: int) -> list[int]:
 
 
 class Graphs:
-    """Captured work by name. Where there is no CUDA device, the work is simply done."""
+    """Captured graphs by key. Without a CUDA device, the work simply runs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
     def run(self, name: Hashable, work: Callable[[], None]) -> None:
-        """Do the work, by the graph of this name if there is one; else it is captured.
+        """Run the work, by replaying its graph if it was captured, else capture it.
 
-        Work of one name must use the same buffers every time.
+        Work with the same name must use the same buffers every time.
         """
         if self._device.type != "cuda":
             work()
             return
         graph = self._captured.get(name)
         if graph is None:
-            torch.cuda.synchronize(self._device)  # work may count on all before it, as a replay does
-            work()  # compiles kernels, which a capture cannot; also gives this call its result
+            torch.cuda.synchronize(self._device)  # a replay runs after all earlier work; so must this
+            work()  # compiles kernels, which a capture cannot, and computes this call's result
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):

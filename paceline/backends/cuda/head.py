@@ -1,9 +1,9 @@
 """The pass of a learned draft head: which kernels run, in which order, over which buffers.
 
-    features ─ norm ─ fc ─> state            of slots behind the target's tokens (fuse)
-    state, token ─ embed, join ─> layer ─> logits, and the state that the next slot reads
+    features ─ norm ─ fc ─> state            for rows after the target's tokens (fuse)
+    state, token ─ embed, join ─> layer ─> logits, and the state that the next row reads
 
-eagle3 reads embedding and state side by side in its attention; eagle and mtp first bring both together.
+eagle3 feeds embedding and state side by side to its attention; eagle and mtp project both to one first.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.backends.cuda.attend import attend
-from paceline.backends.cuda.between import Stream, run_between
+from paceline.backends.cuda.decode_attention import attend
+from paceline.backends.cuda.fused_layer import LayerBuffers, run_fused_layer
 from paceline.backends.cuda.head_weights import HeadWeights
 from paceline.backends.cuda.kernels.attention import AttentionScratch, RowTables, attention_scratch
 from paceline.backends.cuda.kernels.draft import join, norm_rows
@@ -27,31 +27,31 @@ from paceline.backends.cuda.weights import padded_size
 
 @dataclass(frozen=True)
 class HeadPool(Pool):
-    """Keys and values of a head, and the target's features that its slots read."""
+    """The KV pool of a head, and the target's features that its rows read."""
 
-    features: torch.Tensor  # [places, width]
-    parts: torch.Tensor  # int32 [layers] 0, 1, ...: see keep_features
+    features: torch.Tensor  # [slots, width]
+    parts: torch.Tensor  # int32 [layers] 0, 1, ...: see store_features
 
 
 @dataclass(frozen=True)
 class HeadWorkspace:
-    """Buffers of a head's passes. Captured graphs know their addresses, so they are made once."""
+    """The buffers of a head's passes, allocated once because captured graphs hold their addresses."""
 
-    fused: torch.Tensor  # [rows, padded features] what the fusion's matrix reads
-    states: torch.Tensor  # float32 [rows, padded hidden] of slots behind the target's tokens
-    fed_back: torch.Tensor  # float32 [rows, padded hidden] normed for the next slots, if they are
+    fused: torch.Tensor  # [rows, padded features] input of the fusion's matrix
+    states: torch.Tensor  # float32 [rows, padded hidden] fused features of the target
+    fed_back: torch.Tensor  # float32 [rows, padded hidden] states for the next rows, if normed
     embedded: torch.Tensor  # float32 [rows, padded hidden]
-    ones: torch.Tensor  # float32 [rows, 1] instead of sums of squares: rows that are not normed
-    scratch_input: Normed  # what `embed` prepares and nobody reads
+    ones: torch.Tensor  # float32 [rows, 1] sums of squares of rows without a norm
+    scratch_input: Normed  # written by `embed`, never read
     joined: torch.Tensor  # [rows, 2 * padded hidden]
-    hidden: tuple[torch.Tensor, torch.Tensor]  # float32 [rows, padded hidden] each: of every other pass
+    hidden: tuple[torch.Tensor, torch.Tensor]  # float32 [rows, padded hidden] each; passes alternate
     attention_input: Normed
     query: torch.Tensor  # [rows, heads, head_dim]
-    mixed: torch.Tensor  # [rows, padded heads * head_dim] zero where it is padding
+    attention_output: torch.Tensor  # [rows, padded heads * head_dim] padding is zero
     feed_forward_input: Normed
     activated: torch.Tensor  # [rows, padded intermediate]
-    output: Normed  # what the vocabulary reads, by row of the pass
-    picked: Normed  # the same of wanted rows
+    output: Normed  # input of the LM head, by row of the pass
+    picked: Normed  # the same, of the wanted rows
     logits: torch.Tensor  # float32 [rows, draft vocabulary]
     scratch: Scratch
     attention: AttentionScratch
@@ -84,7 +84,7 @@ def make_head_workspace(weights: HeadWeights, max_rows: int, longest: int) -> He
         hidden=(numbers(rows, hidden), numbers(rows, hidden)),
         attention_input=normed(1 if joining is None else joining.tiles),
         query=zeros(rows, config.num_heads, config.head_dim),
-        mixed=zeros(rows, padded_size(config.num_heads * config.head_dim)),
+        attention_output=zeros(rows, padded_size(config.num_heads * config.head_dim)),
         feed_forward_input=normed(layer.output.tiles),
         activated=zeros(rows, layer.gate_up.padded_width // 2),
         output=normed(layer.down.tiles),
@@ -104,7 +104,7 @@ def fuse(
     sources: torch.Tensor | None,
     rows: int,
 ) -> torch.Tensor:
-    """The states [rows, padded hidden] of slots that read the rows `sources` of the target's features."""
+    """The states [rows, padded hidden] of rows that read the rows `sources` of the target's features."""
     fusion, width = weights.fusion, weights.config.feature_width
     if fusion.matrix is None:
         norm_rows(features, sources, fusion.norm, fusion.eps, width, workspace.states, rows)
@@ -116,23 +116,23 @@ def fuse(
     return workspace.states
 
 
-def run_slots(
+def run_head_rows(
     weights: HeadWeights,
     workspace: HeadWorkspace,
     tokens: torch.Tensor,
     states: torch.Tensor,
     sources: torch.Tensor | None,
     tables: RowTables,
-    turns: torch.Tensor,
+    rope_positions: torch.Tensor,
     pool: Pool,
     page_size: int,
     hidden: torch.Tensor,
 ) -> None:
-    """Run slots with these tokens [rows] and states; `workspace.output` is then what the vocabulary reads.
+    """Run the head over these tokens [rows] and states; `workspace.output` is the input of its LM head.
 
-    Row r reads the state sources[r], or r without `sources`. `tables` tell of KV indices; `turns` int32
-    [rows] are the positions by which queries and keys are turned, one less. The outputs go to `hidden`, which
-    may not be where the states lie.
+    Row r reads the state sources[r], or r without `sources`. `tables` hold KV indices; `rope_positions`
+    int32 [rows] are the RoPE positions, one less. The outputs go to `hidden`, which must not overlap the
+    states.
     """
     config, layer, entry, rows = weights.config, weights.layer, weights.entry, len(tokens)
     scratch = workspace.scratch
@@ -147,16 +147,18 @@ def run_slots(
         add_product(joined, entry.joining, hidden, layer.attention_norm, attention_input, rows, scratch)
         if not entry.normed:
             attention_input = _plain(workspace, attention_input.rows)
-    query, mixed = workspace.query, workspace.mixed
-    rotation, places = weights.rotation, tables.places
-    project_heads(attention_input, layer.qkv, turns, places, rotation, None, query, keys, values, scratch)
-    # KV index 0 has no slot
-    attend(query, keys, values, tables, None, page_size, mixed, workspace.attention, earliest=1)
+    query, attention_output = workspace.query, workspace.attention_output
+    rotation, slot_mapping = weights.rotation, tables.slot_mapping
+    project_heads(
+        attention_input, layer.qkv, rope_positions, slot_mapping, rotation, None, query, keys, values, scratch
+    )
+    # a head has no row at KV index 0
+    attend(query, keys, values, tables, None, page_size, attention_output, workspace.attention, earliest=1)
     reads, activated, written = workspace.feed_forward_input, workspace.activated, workspace.output
-    stream = Stream(hidden, mixed, reads, activated, written)
-    if run_between(layer, stream, weights.norm, rows, scratch, None):
+    buffers = LayerBuffers(hidden, attention_output, reads, activated, written)
+    if run_fused_layer(layer, buffers, weights.norm, rows, scratch, None):
         return
-    add_product(mixed, layer.output, hidden, layer.feed_forward_norm, reads, rows, scratch)
+    add_product(attention_output, layer.output, hidden, layer.feed_forward_norm, reads, rows, scratch)
     gate_up(reads, layer.gate_up, activated, rows, scratch)
     add_product(activated, layer.down, hidden, weights.norm, written, rows, scratch)
 
@@ -164,7 +166,7 @@ def run_slots(
 def feed_back(
     weights: HeadWeights, workspace: HeadWorkspace, hidden: torch.Tensor, rows: int
 ) -> torch.Tensor:
-    """The states that slots behind these outputs [rows, padded hidden] read."""
+    """The states read by the rows after these outputs [rows, padded hidden]."""
     config = weights.config
     if not config.norm_output:
         return hidden
@@ -172,7 +174,7 @@ def feed_back(
     return workspace.fed_back
 
 
-def run_vocabulary(weights: HeadWeights, workspace: HeadWorkspace, read: Normed, rows: int) -> None:
+def run_draft_lm_head(weights: HeadWeights, workspace: HeadWorkspace, read: Normed, rows: int) -> None:
     """Write the logits of the first rows of `read` to `workspace.logits`."""
     if not weights.is_normed:
         read = _plain(workspace, read.rows)
@@ -180,5 +182,5 @@ def run_vocabulary(weights: HeadWeights, workspace: HeadWorkspace, read: Normed,
 
 
 def _plain(workspace: HeadWorkspace, rows: torch.Tensor) -> Normed:
-    """Rows that products read as they are: their norm's factor is one."""
+    """Rows that products read without a norm."""
     return Normed(rows, workspace.ones, 1, 0.0)

@@ -1,4 +1,4 @@
-"""Learned draft heads beside a CudaBackend: the contract of HeadRunner over captured graphs."""
+"""Learned draft heads beside a CudaBackend: the HeadRunner contract over CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,29 +17,33 @@ from paceline.backends.cuda.head import (
     feed_back,
     fuse,
     make_head_workspace,
-    run_slots,
-    run_vocabulary,
+    run_draft_lm_head,
+    run_head_rows,
 )
 from paceline.backends.cuda.head_weights import HeadWeights, load_head_weights
 from paceline.backends.cuda.kernels.attention import RowTables, tile_height
 from paceline.backends.cuda.kernels.draft import pick_rows
-from paceline.backends.cuda.kernels.guess import choose, guess, guesses_for
+from paceline.backends.cuda.kernels.draft_sampling import (
+    draft_candidates_for,
+    score_draft_tokens,
+    write_draft_tokens,
+)
 from paceline.backends.cuda.model import Pool
-from paceline.backends.cuda.tables import DeviceTables, rows_of, sent
-from paceline.backends.head_chains import RIVALS, TO_GO_ON
+from paceline.backends.cuda.tables import DeviceTables, rows_of, to_device
+from paceline.backends.head_chains import EXTEND_FACTOR, RIVALS
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch, KVPool
 from paceline.errors import BackendError
 from paceline.models.heads.checkpoint import HeadCheckpoint
 
-CHAIN_LINES = 5  # positions, places, straight, counts and pages of the rows of a pass
+CHAIN_LINES = 5  # positions, slot_mapping, contiguous_until, counts and pages of rows
 
 
 class CudaHeadRunner(HeadRunner):
-    """A HeadRunner with Triton kernels, and with weights that it shares with its target."""
+    """A HeadRunner of Triton kernels that shares weights with its target."""
 
     page_size = PAGE_SIZE
-    least_chance = 0.0  # rows cost next to nothing
+    least_chance = 0.0  # rows cost next to nothing on a GPU
     keeps_features = True
 
     def __init__(self, weights: HeadWeights, max_rows: int) -> None:
@@ -56,7 +60,7 @@ class CudaHeadRunner(HeadRunner):
         def integers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self._turns = integers(most)
+        self._rope_positions = integers(most)
         self._seeds = torch.zeros(most, dtype=torch.int64, device=device)
         self._row_numbers = torch.arange(most, dtype=torch.int32, device=device)
         self._chains = _Chains(1, most, weights)
@@ -88,12 +92,15 @@ class CudaHeadRunner(HeadRunner):
 
     @torch.inference_mode()
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
-        """Copy features from places to others; all sources are read first."""
-        features, places = cast(HeadPool, pool).features, sent(np.stack((source, destination)), self.device)
-        features[places[1].long()] = features[places[0].long()]
+        """Copy features from KV slots to others; all sources are read first."""
+        features, slot_mapping = (
+            cast(HeadPool, pool).features,
+            to_device(np.stack((source, destination)), self.device),
+        )
+        features[slot_mapping[1].long()] = features[slot_mapping[0].long()]
 
     def prepare(self, pool: KVPool) -> None:
-        """Compile kernels and capture a graph of every bucket of known tokens, with which drafting begins."""
+        """Compile kernels and capture a graph for every bucket of catch-up passes."""
         for rows in buckets(min(self.max_rows, pool.num_pages * PAGE_SIZE - 1, self.config.max_position - 2)):
             self.run(first_slots(pool, PAGE_SIZE, rows))
 
@@ -117,29 +124,29 @@ class CudaHeadRunner(HeadRunner):
     def run_chains(
         self, batch: HeadBatch, most: Sequence[int], least_chance: float, noise: ChainNoise | None = None
     ) -> HeadChains:
-        """The best guesses behind each request, all passes behind the first in one graph.
+        """The best chain after each request; all passes after the first are one graph.
 
-        Every chain is computed to the longest length, which costs less than to ask between the passes.
+        Every chain is computed to the longest length: that is cheaper than a decision between passes.
         """
         rows, longest = batch.rows, max(most)
         count = rows.num_requests
         requests = bucket(count)
         if longest > self._chains.longest:
             self._chains = _Chains(longest, self._most, self.weights)
-            self._graphs = Graphs(self.device)  # graphs know addresses
+            self._graphs = Graphs(self.device)  # captured graphs hold addresses
         self._run_rows(batch)
         self._chains.send(rows, requests)
         rivals = self._set_noise(noise, count)
         pool = cast(Pool, rows.pool)
         name = ("chains", requests, longest, rivals, batch.from_target, _place(pool))
-        self._graphs.run(name, lambda: self._guess_chains(requests, longest, rivals, pool))
+        self._graphs.run(name, lambda: self._draft_chains(requests, longest, rivals, pool))
         tokens = self._chains.tokens[: longest * requests].view(longest, requests)[:, :count].cpu().numpy()
         chances = self._chains.chances[:longest, :count].cpu().numpy().cumprod(axis=0).T
         return up_to_least(np.ascontiguousarray(tokens.T), chances, most, least_chance)
 
     @property
     def _last_states(self) -> torch.Tensor:
-        """What children of the rows of the last batch read: float32 [rows, padded hidden]."""
+        """The states that children of the last batch's rows read: float32 [rows, padded hidden]."""
         return self._workspace.fed_back if self.config.norm_output else self._workspace.hidden[0]
 
     def _run_rows(self, batch: HeadBatch) -> None:
@@ -147,7 +154,7 @@ class CudaHeadRunner(HeadRunner):
         assert rows.num_rows <= self.max_rows, f"{rows.num_rows} rows, but max_rows is {self.max_rows}"
         self._make_room(int(rows.positions.max()) + 2 + self._chains.longest)
         height = tile_height(self.config.num_heads, self.config.num_kv_heads)
-        by_index = replace(rows, positions=rows.positions + 1)  # what a row sees is told by KV indices
+        by_index = replace(rows, positions=rows.positions + 1)  # visibility is by KV index
         self._tables.send(by_index, rows_of(by_index, PAGE_SIZE, height), batch.places)
         keeps = batch.places is not None
         if not keeps:
@@ -162,25 +169,27 @@ class CudaHeadRunner(HeadRunner):
 
     def _slots(self, rows: int, from_target: bool, keeps: bool, pool: HeadPool) -> None:
         weights, workspace, tables = self.weights, self._workspace, self._tables.tables(rows)
-        turns = self._turns[:rows]
-        torch.sub(tables.positions, 1, out=turns)
-        turns.clamp_(min=0)
+        rope_positions = self._rope_positions[:rows]
+        torch.sub(tables.positions, 1, out=rope_positions)
+        rope_positions.clamp_(min=0)
         states = workspace.states
         if keeps:
             states = fuse(weights, workspace, pool.features, self._tables.sources(rows), rows)
         elif from_target:
             states = fuse(weights, workspace, self._features, None, rows)
         tokens, hidden = self._tables.tokens(rows), workspace.hidden[0]
-        run_slots(weights, workspace, tokens, states, None, tables, turns, pool, PAGE_SIZE, hidden)
+        run_head_rows(
+            weights, workspace, tokens, states, None, tables, rope_positions, pool, PAGE_SIZE, hidden
+        )
         feed_back(weights, workspace, hidden, rows)
 
     def _pick(self, outputs: int) -> None:
         """Logits of the wanted rows of the last pass."""
         pick_rows(self._workspace.output, self._tables.output_rows(outputs), self._workspace.picked)
-        run_vocabulary(self.weights, self._workspace, self._workspace.picked, outputs)
+        run_draft_lm_head(self.weights, self._workspace, self._workspace.picked, outputs)
 
     def _set_noise(self, noise: ChainNoise | None, count: int) -> int:
-        """Tell the device the noise of requests: how many rivals a guess's chance is measured against."""
+        """Send the requests' noise to the device. Returns the number of rivals for the chance of a token."""
         if noise is None or not noise.temperatures.any():
             self._temperatures.zero_()
             return 0
@@ -188,54 +197,56 @@ class CudaHeadRunner(HeadRunner):
         self._seeds[:count] = torch.from_numpy(noise.seeds.view(np.int64))
         return RIVALS
 
-    def _guess_chains(self, requests: int, longest: int, rivals: int, pool: Pool) -> None:
+    def _draft_chains(self, requests: int, longest: int, rivals: int, pool: Pool) -> None:
         weights, workspace, chains = self.weights, self._workspace, self._chains
         pages = self._tables.tables(1).pages
         self._pick(requests)
         sources: torch.Tensor | None = self._tables.output_rows(requests)
         states = self._last_states
-        self._guess(requests, 0, rivals)
+        self._draft_next(requests, 0, rivals)
         for number in range(longest - 1):
             hidden = workspace.hidden[(number + 1) % 2]
             tokens = chains.tokens[number * requests : (number + 1) * requests]
-            positions, places, straight, counts, tile_pages = chains.lines[number, :, :requests]
+            positions, slot_mapping, contiguous_until, counts, tile_pages = chains.lines[number, :, :requests]
             tables = RowTables(
                 positions,
-                places,
-                straight,
+                slot_mapping,
+                contiguous_until,
                 None,
                 self._row_numbers[:requests],
                 counts,
                 tile_pages,
                 pages,
             )
-            turns = self._turns[:requests]
-            torch.sub(positions, 1, out=turns)
-            turns.clamp_(min=0)
-            run_slots(weights, workspace, tokens, states, sources, tables, turns, pool, PAGE_SIZE, hidden)
-            run_vocabulary(weights, workspace, workspace.output, requests)
-            self._guess(requests, number + 1, rivals)
+            rope_positions = self._rope_positions[:requests]
+            torch.sub(positions, 1, out=rope_positions)
+            rope_positions.clamp_(min=0)
+            run_head_rows(
+                weights, workspace, tokens, states, sources, tables, rope_positions, pool, PAGE_SIZE, hidden
+            )
+            run_draft_lm_head(weights, workspace, workspace.output, requests)
+            self._draft_next(requests, number + 1, rivals)
             states, sources = feed_back(weights, workspace, hidden, requests), None
 
-    def _guess(self, requests: int, number: int, rivals: int) -> None:
-        """Choose the guess of this number behind each request."""
+    def _draft_next(self, requests: int, number: int, rivals: int) -> None:
+        """Draft the token of this depth for each request."""
         weights, chains, vocab = self.weights, self._chains, self.config.draft_vocab_size
         logits, ids, heat = self._workspace.logits, weights.target_ids, self._temperatures
-        found, children = chains.guesses[rivals], chains.children[rivals][number]
-        first = chains.lines[0, 0, :requests]  # KV indices of the first guesses, which are their positions
-        guess(logits, vocab, ids, heat, self._seeds, first, number, found, requests)
-        choose(found, children, chains.tokens, chains.chances[number], heat, requests, requests)
+        found, children = chains.candidates[rivals], chains.children[rivals][number]
+        first = chains.lines[0, 0, :requests]  # KV indices, and positions, of the first drafted tokens
+        score_draft_tokens(logits, vocab, ids, heat, self._seeds, first, number, found, requests)
+        write_draft_tokens(found, children, chains.tokens, chains.chances[number], heat, requests, requests)
 
     def _make_room(self, length: int) -> None:
-        """Have buffers for contexts of this length."""
+        """Allocate buffers for contexts of this length."""
         if length > self._longest:
             self._longest = min(bucket(length) * 2, max(length, self.config.max_position))
             self._workspace = make_head_workspace(self.weights, self._most, self._longest)
-            self._graphs = Graphs(self.device)  # graphs know addresses
+            self._graphs = Graphs(self.device)  # captured graphs hold addresses
 
 
 class _Chains:
-    """Guesses of chains on the device, and the rows that compute them: one a request in every pass."""
+    """Drafted chains on the device, and the rows that compute them: one per request in every pass."""
 
     def __init__(self, longest: int, max_rows: int, weights: HeadWeights) -> None:
         device = weights.norm.device
@@ -244,29 +255,29 @@ class _Chains:
         self.tokens = torch.zeros(longest * max_rows, dtype=torch.int32, device=device)
         self.chances = torch.zeros((longest, max_rows), device=device)
         size = weights.config.draft_vocab_size
-        self.guesses = {rivals: guesses_for(max_rows, size, 1 + rivals, device) for rivals in (0, RIVALS)}
+        self.candidates = {
+            rivals: draft_candidates_for(max_rows, size, 1 + rivals, device) for rivals in (0, RIVALS)
+        }
         nowhere = [0, 0, -1]
         lines = [[[[[number, 1, 0], nowhere]] + [[nowhere, nowhere]] * RIVALS] for number in range(longest)]
-        children = torch.tensor(lines, dtype=torch.int32, device=device)  # see `choose`
-        self.children = {rivals: children[:, :, : 1 + rivals].contiguous() for rivals in self.guesses}
+        children = torch.tensor(lines, dtype=torch.int32, device=device)  # see `write_draft_tokens`
+        self.children = {rivals: children[:, :, : 1 + rivals].contiguous() for rivals in self.candidates}
 
     def send(self, rows: ForwardBatch, requests: int) -> None:
-        """Tell where the guesses of each request of a pass stand."""
+        """Send the positions and KV slots of each request's drafted tokens."""
         count, stride = rows.num_requests, rows.page_tables.shape[1]
         first = rows.context_lengths + np.diff(rows.row_offsets)
         index = first[None, :] + np.arange(self.longest, dtype=np.int32)[:, None]
-        page = np.minimum(
-            index // PAGE_SIZE, stride - 1
-        )  # chains shorter than the longest have no pages there
+        page = np.minimum(index // PAGE_SIZE, stride - 1)  # shorter chains have no pages there
         known = index // PAGE_SIZE < stride
         number = np.arange(count)
-        places = rows.page_tables[number, page] * PAGE_SIZE + index % PAGE_SIZE
+        slot_mapping = rows.page_tables[number, page] * PAGE_SIZE + index % PAGE_SIZE
         lines = np.zeros((self.longest, CHAIN_LINES, requests), dtype=np.int32)
         lines[:, 1] = -1
         lines[:, :, :count] = np.stack(
             (
                 np.where(known, index, 0),
-                np.where(known, places, -1),
+                np.where(known, slot_mapping, -1),
                 index + 1,
                 known,
                 np.broadcast_to(number * stride, index.shape),
@@ -279,13 +290,13 @@ class _Chains:
 def up_to_least(
     tokens: Int32Array, chances: Float32Array, most: Sequence[int], least_chance: float
 ) -> HeadChains:
-    """Chains as long as head_chains.py lets them be, of guesses with these chances [requests, longest]."""
+    """Chains cut where head_chains.py ends them, of tokens with these chances [requests, longest]."""
     kept = (chances >= least_chance) & (np.arange(chances.shape[1]) < np.array(most)[:, None])
-    goes_on = chances >= TO_GO_ON * least_chance
+    goes_on = chances >= EXTEND_FACTOR * least_chance
     kept[:, 1:] &= goes_on[:, :-1]
     return HeadChains(tokens, chances, np.logical_and.accumulate(kept, axis=1).sum(axis=1, dtype=np.int32))
 
 
 def _place(pool: Pool) -> tuple[int, int]:
-    """What tells pools apart: graphs know addresses."""
+    """The identity of a pool for captured graphs: its addresses."""
     return pool.keys.data_ptr(), pool.num_pages

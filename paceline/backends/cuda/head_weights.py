@@ -1,4 +1,4 @@
-"""The weights of a learned draft head on the device, as kernels read them."""
+"""The weights of a learned draft head on the device, in the layout of the kernels."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ class Entry:
     norms: tuple[torch.Tensor, torch.Tensor] | None  # [padded hidden] of embeddings and of states
     residual: int  # what the residual stream starts from: see kernels/draft.py
     joining: Matrix | None  # None: the attention reads both side by side
-    normed: bool  # whether the attention reads what was joined through the layer's norm
+    normed: bool  # whether the layer's norm is applied to the joined input
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """How features of the target become states."""
+    """How the target's features become states (EAGLE-3's fc)."""
 
     norm: torch.Tensor | None  # [features * target hidden]
     eps: float
-    groups: int  # normed each by itself
-    matrix: Matrix | None  # None: they are states once normed
+    groups: int  # each normed by itself
+    matrix: Matrix | None  # None: normed features are the states
 
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """All of a head."""
+    """All weights of a head."""
 
     config: HeadConfig
     fusion: Fusion
     embedding: Matrix
     entry: Entry
     layer: Layer
-    norm: torch.Tensor  # [padded hidden] of what the vocabulary reads; ones if it is not normed
+    norm: torch.Tensor  # [padded hidden] of the LM head's input; ones if it is not normed
     is_normed: bool
     vocabulary: Matrix
-    target_ids: torch.Tensor | None  # int32 [draft vocabulary] the target's ids of guesses; None: the same
+    target_ids: torch.Tensor | None  # int32 [draft vocabulary] the target's ids; None: the same vocabulary
     rotation: tuple[torch.Tensor, torch.Tensor]  # cosine and sine: float32 [positions, head_dim // 2]
 
     @property
@@ -71,7 +71,7 @@ def load_head_weights(checkpoint: HeadCheckpoint, target: Weights) -> HeadWeight
 
 
 def make_head_weights(config: HeadConfig, ids: Int32Array | None, read: Take, target: Weights) -> HeadWeights:
-    """The weights that `read` gives by the names of heads/config.py; `ids` are the target's of guesses."""
+    """The weights that `read` returns by the names of heads/config.py; `ids` are the drafted target ids."""
     device = target.device
     frequencies = torch.from_numpy(rope_frequencies(config.rope, config.head_dim)).to(device)
     angles = torch.arange(config.max_position, device=device)[:, None].float() * frequencies
@@ -91,7 +91,7 @@ def make_head_weights(config: HeadConfig, ids: Int32Array | None, read: Take, ta
 
 
 def _load_fusion(config: HeadConfig, read: Take, target: Weights) -> Fusion:
-    if config.kind != "eagle3":  # features are states, if anything after the target's last norm
+    if config.kind != "eagle3":  # features are states, perhaps after the target's last norm
         normed = config.kind == "eagle" or config.norm_features
         norm = target.norm[: config.target_hidden_size] if normed else None
         return Fusion(norm, target.config.rms_norm_eps, 1, None)

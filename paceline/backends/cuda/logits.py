@@ -1,7 +1,7 @@
-"""Logits of many rows by one kernel that streams the vocabulary's matrix: see streaming.py.
+"""The LM head for many rows, by a kernel that streams the vocabulary's matrix: see weight_pipeline.py.
 
-A program has four tiles of columns at a time, and then others. The bits are those of `project`, which runs
-wherever this cannot.
+A program takes four column tiles at a time. The bits are those of `project`, which runs wherever this
+kernel cannot.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import torch
 
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed
 from paceline.backends.cuda.native import is_left_out
-from paceline.backends.cuda.streaming import (
-    MOST_TILES,
+from paceline.backends.cuda.weight_pipeline import (
+    MAX_TILES,
     THREADS,
     TILE,
     argument,
     is_plain,
+    num_multiprocessors,
+    pipeline_kernel,
     product,
-    programs_of,
-    streaming_kernel,
-    streams_on,
+    supports_pipeline,
 )
 
-PADDED, LEAST = 96, 65  # rows that it is compiled for; with fewer than these it gains nothing
-RING = (14, 7)  # cells of weights, and slots of rows
-TOGETHER = 4  # tiles
+PADDED, LEAST = 96, 65  # rows that it is compiled for; fewer than 65 gain nothing
+RING = (14, 7)  # pipeline stages: cells of weights, slots of rows
+TILES_PER_UNIT = 4  # column tiles of a unit of work
 
 
 def run_logits(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int) -> bool:
@@ -34,27 +34,27 @@ def run_logits(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int) 
     device = matrix.weight.device
     if not LEAST <= rows <= PADDED or is_left_out("logits"):
         return False
-    if not streams_on(device) or not _fits(normed, matrix):
+    if not supports_pipeline(device) or not _fits(normed, matrix):
         return False
-    kernel = streaming_kernel("logits", "all_logits", PADDED, RING, device)
+    kernel = pipeline_kernel("logits", "all_logits", PADDED, RING, device)
     if kernel is None:
         return False
-    own = product(matrix, normed.rows, PADDED, matrix.tiles // TOGETHER, in_halves=False)
+    own = product(matrix, normed.rows, PADDED, matrix.tiles // TILES_PER_UNIT, in_halves=False)
     addresses = normed.squares.data_ptr(), output.data_ptr()
     sizes = output.stride(0), matrix.width, rows, normed.squares.shape[1]
     rest = struct.pack("<2Q4i2f", *addresses, *sizes, float(normed.size), normed.eps)
-    kernel.launch(argument(own, rest), (programs_of(device), 1), (1, 1), THREADS)
+    kernel.launch(argument(own, rest), (num_multiprocessors(device), 1), (1, 1), THREADS)
     return True
 
 
 def _fits(normed: Normed, matrix: Matrix) -> bool:
-    """Whether the kernel is made for such a matrix."""
+    """Whether the kernel supports such a matrix."""
     tiling = matrix.tiling
     return (
         is_plain(matrix)
         and tiling.columns == TILE
         and tiling.splits == 1
         and matrix.bias is None
-        and matrix.tiles % TOGETHER == 0
-        and normed.squares.shape[1] <= MOST_TILES
+        and matrix.tiles % TILES_PER_UNIT == 0
+        and normed.squares.shape[1] <= MAX_TILES
     )

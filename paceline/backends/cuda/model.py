@@ -1,16 +1,16 @@
-"""The pass itself: which kernels run, in which order, over which buffers. Nothing here looks at a value, so
-that the whole of it can be captured as a graph and replayed over other rows.
+"""A forward pass: which kernels run, in which order, over which buffers. No value is read on the host, so
+the whole pass can be captured as a CUDA graph and replayed over other rows.
 
 A layer is five kernels:
 
-    product q, k, v          norm(hidden), bias, turned by positions; k and v go to their places
-    attention                over the places that each row sees
-    product, added           hidden += attention, and what the next norm needs
+    QKV projection           norm(hidden), bias, RoPE; keys and values go to their KV slots
+    attention                over the KV slots that each row sees
+    output projection        hidden += attention, and the sums of squares for the next norm
     gate, up, SwiGLU         norm(hidden)
-    product, added           hidden += feed-forward, and what the next norm needs
+    down projection          hidden += MLP, and the sums of squares for the next norm
 
-With some numbers of rows all from one attention to the next can be one kernel: see between.py. The last two
-are five in a mixture of experts: see kernels/experts.py.
+For some numbers of rows, everything from one attention to the next is one kernel: see fused_layer.py. In a
+mixture of experts the last two are five kernels: see kernels/experts.py.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
 
-from paceline.backends.cuda.attend import attend
-from paceline.backends.cuda.between import NextHeads, Stream, run_between
+from paceline.backends.cuda.decode_attention import attend
+from paceline.backends.cuda.fused_layer import LayerBuffers, NextQkv, run_fused_layer
 from paceline.backends.cuda.kernels.attention import AttentionScratch, RowTables, attention_scratch
 from paceline.backends.cuda.kernels.experts import add_experts
 from paceline.backends.cuda.kernels.heads import project_heads
 from paceline.backends.cuda.kernels.linear import add_product, gate_up, project
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, scratch_for
-from paceline.backends.cuda.kernels.packing import ROUNDED
+from paceline.backends.cuda.kernels.packing import FP8_GROUP
 from paceline.backends.cuda.kernels.routing import Routing, routing_for
 from paceline.backends.cuda.kernels.rows import embed
 from paceline.backends.cuda.logits import run_logits
@@ -39,20 +39,20 @@ class Pool:
 
     num_pages: int
     bytes_per_page: int
-    keys: torch.Tensor  # [layers, places, key heads, head_dim]
-    values: torch.Tensor  # [layers, places, key heads, head_dim]
+    keys: torch.Tensor  # [layers, slots, KV heads, head_dim]
+    values: torch.Tensor  # [layers, slots, KV heads, head_dim]
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Buffers of a pass. Captured graphs know their addresses, so they are made once."""
+    """The buffers of a pass, allocated once because captured graphs hold their addresses."""
 
     hidden: torch.Tensor  # float32 [rows, padded hidden] the residual stream
     attention_input: Normed
     feed_forward_input: Normed
     query: torch.Tensor  # [rows, heads, head_dim]
-    mixed: torch.Tensor  # [rows, padded heads * head_dim] zero where it is padding; e4m3 if it has scales
-    mixed_scales: torch.Tensor | None  # as of Normed
+    attention_output: torch.Tensor  # [rows, padded heads * head_dim] padding is zero; e4m3 if it has scales
+    attention_scales: torch.Tensor | None  # as of Normed
     activated: torch.Tensor  # [rows, padded intermediate] likewise
     activated_scales: torch.Tensor | None
     selected: Normed  # the rows whose logits are wanted
@@ -77,24 +77,26 @@ def make_workspace(weights: Weights, max_rows: int, longest: int) -> Workspace:
         """What matrices read, rounded to e4m3 with scales if they are packed so."""
         if not any(own.tiling.packing == "e4m3" for own in readers):
             return zeros(rows, width), None
-        scales = zeros(rows // 16, width // ROUNDED, 16, kind=torch.float32)
+        scales = zeros(rows // 16, width // FP8_GROUP, 16, kind=torch.float32)
         return zeros(rows, width, kind=torch.float8_e4m3fn), scales
 
     def normed(*readers: Matrix) -> Normed:
         squares = zeros(rows, layer.output.tiles, kind=torch.float32)
-        rounded, scales = inputs(weights.hidden, *readers)
-        same = (rounded, scales) if scales is not None else (None, None)
-        return Normed(zeros(rows, weights.hidden), squares, config.hidden_size, config.rms_norm_eps, *same)
+        fp8, scales = inputs(weights.hidden, *readers)
+        fp8_inputs = (fp8, scales) if scales is not None else (None, None)
+        return Normed(
+            zeros(rows, weights.hidden), squares, config.hidden_size, config.rms_norm_eps, *fp8_inputs
+        )
 
-    mixed, mixed_scales = inputs(padded_size(config.num_heads * config.head_dim), layer.output)
+    attention_output, attention_scales = inputs(padded_size(config.num_heads * config.head_dim), layer.output)
     activated, activated_scales = inputs(intermediate, *(own.down for own in dense))
     return Workspace(
         hidden=zeros(rows, weights.hidden, kind=torch.float32),
         attention_input=normed(layer.qkv),
         feed_forward_input=normed(*(own.gate_up for own in dense)),
         query=zeros(rows, config.num_heads, config.head_dim),
-        mixed=mixed,
-        mixed_scales=mixed_scales,
+        attention_output=attention_output,
+        attention_scales=attention_scales,
         activated=activated,
         activated_scales=activated_scales,
         selected=normed(),
@@ -108,7 +110,7 @@ def make_workspace(weights: Weights, max_rows: int, longest: int) -> Workspace:
 
 
 def workspace_bytes(weights: Weights, max_rows: int, longest: int) -> int:
-    """How much memory such a workspace takes: that of one without memory is counted."""
+    """The bytes of such a workspace, counted on torch's meta device."""
     nowhere = replace(weights, norm=weights.norm.to("meta"))
     return _bytes_of(make_workspace(nowhere, max_rows, longest))
 
@@ -130,7 +132,7 @@ def run_layers(
     features: torch.Tensor | None = None,
     feature_layers: tuple[int, ...] = (),
 ) -> None:
-    """Run `tokens` [rows] through all layers; `workspace.attention_input` is then what the head reads.
+    """Run `tokens` [rows] through all layers; `workspace.attention_input` is then the LM head's input.
 
     The wanted hidden states go to `features` [rows, len(feature_layers) * hidden].
     """
@@ -146,7 +148,7 @@ def run_layers(
         return features[:, slot : slot + size]
 
     embed(tokens, weights.embedding, workspace.hidden, norms[0], workspace.attention_input)
-    begun = False  # whether this layer's queries, keys and values are there, and what it reads was kept
+    begun = False  # whether the fused kernel has computed this layer's QKV, and stored its features
     for index, layer in enumerate(weights.layers):
         keys, values = pool.keys[index], pool.values[index]
         if not begun:
@@ -155,7 +157,7 @@ def run_layers(
                 workspace.attention_input,
                 layer.qkv,
                 tables.positions,
-                tables.places,
+                tables.slot_mapping,
                 weights.rotation,
                 layer.head_norms,
                 workspace.query,
@@ -170,23 +172,23 @@ def run_layers(
             tables,
             config.window(index),
             page_size,
-            workspace.mixed,
+            workspace.attention_output,
             workspace.attention,
-            scales=workspace.mixed_scales,
+            scales=workspace.attention_scales,
         )
         begun = _run_to_next(weights, workspace, index, tables, pool, kept(index + 1))
         if not begun:
             add_product(
-                workspace.mixed,
+                workspace.attention_output,
                 layer.output,
                 workspace.hidden,
                 layer.feed_forward_norm,
                 workspace.feed_forward_input,
                 rows,
                 workspace.scratch,
-                workspace.mixed_scales,
+                workspace.attention_scales,
             )
-            _feed_forward(layer, workspace, tables.places, norms[index + 1])
+            _feed_forward(layer, workspace, tables.slot_mapping, norms[index + 1])
     if not begun:
         _keep_features(workspace, rows, kept(len(weights.layers)))
 
@@ -199,9 +201,9 @@ def _run_to_next(
     pool: Pool,
     features: torch.Tensor | None,
 ) -> bool:
-    """Run a layer from its attention to that of the next one by one kernel, if it can; False if not.
+    """Run a layer after its attention, and the next layer's QKV, by the fused kernel; False if it cannot.
 
-    What the layer gives goes to `features` too, if there are some.
+    The layer's output goes to `features` too, if given.
     """
     own, heads, norm = weights.layers[index], None, weights.norm
     if index + 1 < len(weights.layers):
@@ -209,39 +211,41 @@ def _run_to_next(
         if following.head_norms is not None:
             return False
         keys, values = pool.keys[index + 1], pool.values[index + 1]
-        places = tables.positions, tables.places, weights.rotation
-        heads = NextHeads(following.qkv, *places, workspace.query, keys, values)
+        slot_mapping = tables.positions, tables.slot_mapping, weights.rotation
+        heads = NextQkv(following.qkv, *slot_mapping, workspace.query, keys, values)
     read, written = workspace.feed_forward_input, workspace.attention_input
-    stream = Stream(workspace.hidden, workspace.mixed, read, workspace.activated, written, features)
-    return run_between(own, stream, norm, len(tables.positions), workspace.scratch, heads)
+    buffers = LayerBuffers(
+        workspace.hidden, workspace.attention_output, read, workspace.activated, written, features
+    )
+    return run_fused_layer(own, buffers, norm, len(tables.positions), workspace.scratch, heads)
 
 
-def _feed_forward(layer: Layer, workspace: Workspace, places: torch.Tensor, norm: torch.Tensor) -> None:
-    """Add the feed-forward block of rows with these places to `workspace.hidden`; this norm comes next."""
+def _feed_forward(layer: Layer, workspace: Workspace, slot_mapping: torch.Tensor, norm: torch.Tensor) -> None:
+    """Add the MLP of the rows of this slot mapping to `workspace.hidden`; this norm comes next."""
     read, hidden, written = workspace.feed_forward_input, workspace.hidden, workspace.attention_input
-    scratch, rows = workspace.scratch, len(places)
+    scratch, rows = workspace.scratch, len(slot_mapping)
     if layer.mixture is None or workspace.routing is None:
         scales = workspace.activated_scales
         gate_up(read, layer.gate_up, workspace.activated, rows, scratch, scales)
         add_product(workspace.activated, layer.down, hidden, norm, written, rows, scratch, scales)
     else:
-        add_experts(layer.mixture, read, places, hidden, norm, written, workspace.routing, scratch)
+        add_experts(layer.mixture, read, slot_mapping, hidden, norm, written, workspace.routing, scratch)
 
 
 def _keep_features(workspace: Workspace, rows: int, features: torch.Tensor | None) -> None:
-    """Copy the hidden states to their place, if they are wanted."""
+    """Copy the hidden states to `features`, if they are wanted."""
     if features is not None:
         features[:rows] = workspace.hidden[:rows, : features.shape[1]]
 
 
 def select(workspace: Workspace, chosen: torch.Tensor) -> None:
-    """Copy what the head reads of the rows `chosen` [outputs] to `workspace.selected`."""
+    """Copy the LM head's input of the rows `chosen` [outputs] to `workspace.selected`."""
     read, written = workspace.attention_input, workspace.selected
     written.rows[: len(chosen)] = read.rows[chosen]
     written.squares[: len(chosen)] = read.squares[chosen]
 
 
-def run_head(weights: Weights, workspace: Workspace, read: Normed, rows: int) -> None:
+def run_lm_head(weights: Weights, workspace: Workspace, read: Normed, rows: int) -> None:
     """Write the logits of the first rows of `read` to `workspace.logits`."""
     if not run_logits(read, weights.head, workspace.logits, rows):
         project(read, weights.head, workspace.logits, rows, workspace.scratch)

@@ -1,7 +1,7 @@
-"""Kernels of CUDA C++: compiled by what comes with torch, launched by the driver itself.
+"""CUDA C++ kernels: compiled by NVRTC, which comes with torch, and launched through the CUDA driver.
 
-torch compiles them, but launches nothing that may start before the kernel ahead has ended, or in clusters,
-and knows no tensor maps. The driver does, through ctypes.
+torch compiles kernels, but cannot launch them with programmatic dependent launch or in clusters, and does
+not create TMA descriptors. The driver does all three, through ctypes.
 """
 
 from __future__ import annotations
@@ -19,35 +19,37 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-BFLOAT16, SWIZZLED = 9, 3  # as the driver counts kinds of numbers, and of swizzling: lines of 128 bytes
-CLUSTER, OVERLAP = 4, 6  # attributes of launches
-CARVEOUT, ALL_SHARED = 9, 100  # of functions: how much of a multiprocessor's cache is shared memory
+BFLOAT16, SWIZZLED = 9, 3  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B
+CLUSTER, OVERLAP = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, ..._PROGRAMMATIC_STREAM_SERIALIZATION
+CARVEOUT, ALL_SHARED = 9, 100  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
-# Those in CUDA C++, for which kernels of Triton can run, and the one that reads what is common once, for
-# which others can read it again.
-KERNELS = ("attend", "between", "logits", "persistent", "common")
+# Optional kernels, which can be left out to compare: those in CUDA C++ (Triton's run instead), and the
+# shared-prefix kernel (each request reads its own prefix instead).
+KERNELS = ("decode_attention", "fused_layer", "logits", "persistent", "shared_prefix")
+ALIASES = {"attend": "decode_attention", "between": "fused_layer", "common": "shared_prefix"}  # older names
 
 _left_out: set[str] = set()
 
 
 @contextmanager
 def leaving_out(names: Sequence[str]) -> Iterator[None]:
-    """Have others do the work of these kernels in graphs that are captured meanwhile: to compare them."""
-    _left_out.update(names)
+    """Leave these kernels out of graphs captured meanwhile, to compare them with what they replace."""
+    named = [ALIASES.get(name, name) for name in names]
+    _left_out.update(named)
     try:
         yield
     finally:
-        _left_out.difference_update(names)
+        _left_out.difference_update(named)
 
 
 def is_left_out(name: str) -> bool:
-    """Whether the kernel of this name is not to run."""
+    """Whether this kernel is left out."""
     return name in _left_out
 
 
 @lru_cache
 def compiler() -> Callable[..., Any] | None:
-    """What makes a kernel of CUDA C++, or None: it is private to torch."""
+    """torch's private function that compiles a CUDA C++ kernel, or None where torch has none."""
     found: Callable[..., Any] | None = getattr(torch.cuda, "_compile_kernel", None)
     return found
 
@@ -58,7 +60,7 @@ def _driver() -> Any:
 
 
 def float_bits(number: float) -> int:
-    """A float32 as sources spell it: those bits as an integer."""
+    """The bits of a float32 as an integer, for constants of sources."""
     return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
@@ -69,9 +71,9 @@ def _check(result: int, doing: str) -> None:
 
 @cache
 def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
-    """What the copy engine must know of bfloat16 numbers at an address to fetch boxes of them, swizzled.
+    """The TMA descriptor of a bfloat16 tensor: boxes of it are copied swizzled.
 
-    Sizes, strides and the box have the innermost dimension first; strides, in numbers, are those of the rest.
+    Sizes, strides and the box have the innermost dimension first; strides, in elements, skip the innermost.
     """
     rank = len(sizes)
     room = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
@@ -87,7 +89,7 @@ def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: 
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,  # not interleaved
         SWIZZLED,
-        0,  # nothing beside the box is fetched
+        0,  # no L2 promotion
         0,  # zeros beyond the sizes
     )
     _check(result, "describing a tensor")
@@ -114,7 +116,7 @@ def _three(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class NativeKernel:
-    """A kernel with one argument, a structure, whose programs may start before the kernel ahead has ended."""
+    """A kernel with one argument, a structure, launched with programmatic dependent launch."""
 
     def __init__(self, source: str, name: str, shared_bytes: int, device: torch.device) -> None:
         make = compiler()
@@ -122,13 +124,13 @@ class NativeKernel:
         with torch.cuda.device(device):
             self._kernel = make(source, name, compute_capability="90a")
             self._kernel.set_shared_memory_config(shared_bytes)
-            # else there is as much as one program needs, and one of the next kernel finds no room
+            # otherwise a program of the next kernel would find no shared memory
             result = _driver().cuFuncSetAttribute(self._kernel.func, CARVEOUT, ALL_SHARED)
             _check(result, "reserving shared memory")
         self._shared = shared_bytes
 
     def most_clusters(self, grid: tuple[int, int], cluster: tuple[int, int], threads: int) -> int | None:
-        """How many clusters of programs find a place on the device at once; None if the driver cannot say."""
+        """The number of clusters that are resident at once; None if the driver cannot tell."""
         attributes, count = (_Attribute * 1)(), ctypes.c_int(0)
         attributes[0].kind = CLUSTER
         attributes[0].value[:3] = (*cluster, 1)
@@ -138,7 +140,7 @@ class NativeKernel:
         return None if ask(ctypes.byref(count), self._kernel.func, ctypes.byref(launch)) else count.value
 
     def launch(self, argument: bytes, grid: tuple[int, ...], cluster: tuple[int, ...], threads: int) -> None:
-        """Run it on the current stream with this structure."""
+        """Launch it on the current stream with this argument."""
         attributes = (_Attribute * 2)()
         attributes[0].kind, attributes[0].value[0] = OVERLAP, 1
         attributes[1].kind = CLUSTER
@@ -160,10 +162,9 @@ def native_kernel(
     shared_bytes: int,
     device: torch.device,
 ) -> NativeKernel | None:
-    """The kernel of this name, or None if it cannot be had, which the log tells: Triton's run then.
+    """The kernel of this name, or None, which is logged, if it does not compile: Triton runs instead.
 
-    Its source are these files of source/, in this order, behind numbers that they are compiled for and
-    instructions that are written for them.
+    Its source is these files of source/, in this order, after the constants and instructions given here.
     """
     if compiler() is None:
         return None
@@ -172,6 +173,6 @@ def native_kernel(
     source = "".join((folder / f"{file}.cu").read_text() for file in files)
     try:
         return NativeKernel(defined + instructions + source, name, shared_bytes, device)
-    except Exception as error:  # whatever a private function raises on another torch or driver
+    except Exception as error:  # a private function of torch may raise anything
         logger.warning("%s runs as kernels of Triton, since the one in CUDA C++ failed: %s", name, error)
         return None

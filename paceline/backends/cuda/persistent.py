@@ -1,15 +1,15 @@
-"""The layers of a pass over few rows, as one kernel that stays on the device's multiprocessors.
+"""A persistent megakernel: all layers of a pass over few rows in one kernel.
 
-With few rows the kernels of a layer do not keep memory busy: each waits for the one before it, begins to
-read, and ends with its slowest program. In one kernel for all layers the weights of the next phases are on
-their way while programs wait for each other.
+With few rows, the separate kernels of a layer do not keep memory busy: each waits for the one before it,
+starts loading, and ends with its slowest program. In one kernel for all layers, the weights of the next
+phases are loaded while programs wait for each other at grid barriers.
 
-It is CUDA C++ (source/), which torch compiles when it is first needed: Triton has no ring of shared memory
-that outlives a loop, and no way to wait for other programs. Its bits are those of the kernels in kernels/:
-the same numbers, summed in the same order. Where it cannot be had, those kernels run the layers.
+It is CUDA C++ (source/persistent_*.cu), compiled by torch when first needed: Triton has no shared-memory
+pipeline that outlives a loop, and no grid barrier. It has the bits of the Triton kernels: the same numbers,
+summed in the same order. Where it is not available, those kernels run the layers.
 
-Programs wait for each other, so all must be on the device at once: there may be one such kernel at a time.
-The backend works on one stream, so there is.
+Programs wait for each other, so all of them must be resident at once, and only one such kernel may run at a
+time. The backend uses a single stream, which guarantees that.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import torch
 from paceline.backends.cuda.kernels.attention import (
     BLOCK,
     LANES,
-    MERGED,
+    MERGE_FAN_IN,
     RowTables,
     score_scale,
     tile_height,
 )
-from paceline.backends.cuda.kernels.launching import HOPPER
 from paceline.backends.cuda.kernels.matrix import Matrix
+from paceline.backends.cuda.kernels.pdl import HOPPER
 from paceline.backends.cuda.kernels.rows import embed
 from paceline.backends.cuda.model import Pool, Workspace
 from paceline.backends.cuda.native import float_bits, is_left_out
@@ -39,26 +39,35 @@ from paceline.backends.cuda.weights import Layer, Weights
 
 logger = logging.getLogger(__name__)
 
-# in this order they are one source
-SOURCES = ("instructions", "softmax", "memory", "shapes", "products", "ends", "attention", "layers")
-WARPS = 8  # of a program that compute
-THREADS = WARPS * 32 + 128  # that compute, that fetch
-STEP = 128  # of the depth: weights must lie in such steps
-PIECE = 64  # of the depth: slots of the ring hold multiples of it
-ROW_SLOTS = 10  # pieces of rows that a warp has on their way or at hand
-MOST_ROWS = 8  # of an instruction; separate kernels take 1.26 times as long even then
-HEAD_SIZES = (64, 128)  # with others it was not tried, or has too many registers
-MOST_HIDDEN = 2048  # larger models keep memory busy without it
-MOST_SLOTS, LEAST_SLOTS = 16, 6  # of the ring
-OTHER_BYTES, LAYER_BYTES = 2048, 80  # of shared memory, for what is small, and for each layer's addresses
+# concatenated in this order
+SOURCES = (
+    "instructions",
+    "softmax",
+    "persistent_memory",
+    "persistent_shapes",
+    "persistent_products",
+    "persistent_epilogues",
+    "persistent_attention",
+    "persistent_layers",
+)
+WARPS = 8  # computing warps of a program
+THREADS = WARPS * 32 + 128  # computing and loading threads
+STEP = 128  # of the depth: the layout of weights
+PIECE = 64  # of the depth: pipeline slots hold multiples of it
+ROW_SLOTS = 10  # pieces of rows in flight or in use, per warp
+MAX_ROWS = 8  # rows of an MMA instruction; separate kernels take 1.26 times as long at 8
+HEAD_SIZES = (64, 128)  # others were not tried, or need too many registers
+MAX_HIDDEN = 2048  # larger models keep memory busy with separate kernels
+MAX_SLOTS, MIN_SLOTS = 16, 6  # slots of the weight pipeline
+OTHER_BYTES, LAYER_BYTES = 2048, 80  # of shared memory: small variables, and each layer's addresses
 
 
 class PersistentLayers:
-    """What `run_layers` does, for passes of few rows at addresses that stay, and where this kernel can."""
+    """`run_layers` for passes of few rows at fixed addresses, where the megakernel supports them."""
 
     def __init__(self, weights: Weights, workspace: Workspace, pool: Pool, page_size: int) -> None:
         self._known = weights, workspace, pool, page_size
-        self._passes: dict[tuple[int, int], _Pass | None] = {}  # by the number of rows, and where they lie
+        self._passes: dict[tuple[int, int], _Pass | None] = {}  # by (rows, address of their positions)
 
     def run(
         self,
@@ -67,13 +76,13 @@ class PersistentLayers:
         features: torch.Tensor | None = None,
         feature_layers: tuple[int, ...] = (),
     ) -> bool:
-        """Do what `run_layers` does; False if this kernel cannot: trees, many rows, and much else.
+        """Do what `run_layers` does; False if the megakernel cannot: trees, many rows and others.
 
-        Nor where much is common: it would be read again for every row.
+        Shared prefixes are left to separate kernels, which read them once for all rows.
 
         `features` and `feature_layers` must be the same in all calls.
         """
-        if tables.paths is not None or tables.common is not None or is_left_out("persistent"):
+        if tables.paths is not None or tables.shared_prefix is not None or is_left_out("persistent"):
             return False
         weights, workspace, _, _ = self._known
         key = len(tokens), tables.positions.data_ptr()
@@ -90,22 +99,22 @@ class PersistentLayers:
     def _prepare(
         self, tables: RowTables, features: torch.Tensor | None, feature_layers: tuple[int, ...]
     ) -> _Pass | None:
-        """The pass of as many rows as `tables` has, if this device, model and torch can have it."""
+        """The megakernel for the rows of `tables`, or None if device, model or torch do not support it."""
         weights, workspace, pool, page_size = self._known
         sizes = _sizes(weights, tables, page_size, workspace.attention.blocks)
         if sizes is None or _compiler() is None:
             return None
         try:
             own = _Pass(sizes, weights, workspace, tables, pool, features, feature_layers)
-            own.run()  # a trial: the pass itself writes the same places anew
-        except Exception as error:  # whatever a private function raises on another torch or driver
+            own.run()  # a trial: the pass itself overwrites its results
+        except Exception as error:  # a private function of torch may raise anything
             logger.warning("layers run as separate kernels, since the one for few rows failed: %s", error)
             return None
         return own
 
 
 class _Pass:
-    """The kernel, and the addresses that it reads: source/shapes.cu has them in the same order."""
+    """The compiled kernel and its argument: addresses, in the order of source/persistent_shapes.cu."""
 
     def __init__(
         self,
@@ -125,7 +134,7 @@ class _Pass:
             return torch.zeros(count, dtype=kind, device=device)
 
         def feature(index: int) -> torch.Tensor | None:
-            """Where the residual stream ahead of layer `index` goes, if it is wanted."""
+            """Where the residual stream before layer `index` goes, if it is wanted."""
             if features is None or index not in feature_layers:
                 return None
             return features[:, feature_layers.index(index) * sizes["HIDDEN"] :]
@@ -135,19 +144,19 @@ class _Pass:
             workspace.attention_input.rows,
             workspace.attention_input.squares,
             workspace.feed_forward_input.rows,
-            zeros(hidden // 4),  # sums of squares of four columns
+            zeros(hidden // 4),  # sums of squares of every four columns
             zeros(hidden // 4),
             workspace.query,
-            workspace.mixed,
+            workspace.attention_output,
             workspace.activated,
             tables.positions,
-            tables.places,
+            tables.slot_mapping,
             tables.tile_rows,
             tables.tile_counts,
             tables.tile_pages,
             tables.pages,
             *weights.rotation,
-            zeros(lanes * sizes["DIM"]),  # parts of attention
+            zeros(lanes * sizes["DIM"]),  # partial_acc of attention
             zeros(lanes * 2),
             zeros(2 + heads, torch.int32),  # counters
             feature(len(weights.layers)),
@@ -158,7 +167,7 @@ class _Pass:
         for index, (layer, norm, keys, values) in enumerate(parts):
             used += [layer.qkv.weight, layer.qkv.bias, layer.output.weight, layer.feed_forward_norm]
             used += [layer.gate_up.weight, layer.down.weight, norm, keys, values, feature(index)]
-        self._used = used  # they must live as long as their addresses are known
+        self._used = used  # tensors must live as long as the kernel holds their addresses
         addresses = [own.data_ptr() if isinstance(own, torch.Tensor) else own or 0 for own in used]
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._programs, self._shared = sizes["PROGRAMS"], _shared_bytes(sizes)
@@ -171,10 +180,9 @@ class _Pass:
 
 @lru_cache
 def _compiler() -> Callable[..., Any] | None:
-    """What makes a kernel of CUDA C++, or None, which the log tells once.
+    """torch's private function that compiles a CUDA C++ kernel, or None, which is logged once.
 
-    It is private to torch, and named nowhere else: nothing public compiles without a toolkit on the machine.
-    This one uses the compiler that comes with torch (NVRTC).
+    No public function compiles without a CUDA toolkit on the machine; this one uses torch's NVRTC.
     """
     found: Callable[..., Any] | None = getattr(torch.cuda, "_compile_kernel", None)
     if found is None:
@@ -184,22 +192,22 @@ def _compiler() -> Callable[..., Any] | None:
 
 @lru_cache
 def _compile(sizes: tuple[tuple[str, int], ...], shared: int, device: torch.device) -> Any:
-    """The kernel for these sizes: it is called with grid, block, arguments and bytes of shared memory."""
+    """The kernel for these constants: it is called with grid, block, arguments and bytes of shared memory."""
     compiler = _compiler()
     assert compiler is not None, "asked before"
     folder = Path(__file__).with_name("source")
     source = "".join((folder / f"{name}.cu").read_text() for name in SOURCES)
     defined = "".join(f"#define {name} {value}\n" for name, value in sizes)
     with torch.cuda.device(device):
-        kernel = compiler(defined + source, "persistent_pass")
+        kernel = compiler(defined + source, "persistent_layers")
         kernel.set_shared_memory_config(shared)
     return kernel
 
 
 def _sizes(weights: Weights, tables: RowTables, page_size: int, blocks: int) -> dict[str, int] | None:
-    """What the source is compiled for; None if it is not made for this device, model or number of rows."""
+    """The constants that the source is compiled with; None if device, model or rows are not supported."""
     config, layer, rows, device = weights.config, weights.layers[0], len(tables.positions), weights.device
-    if device.type != "cuda" or rows > MOST_ROWS or not _is_plain(weights):
+    if device.type != "cuda" or rows > MAX_ROWS or not _is_plain(weights):
         return None
     properties = torch.cuda.get_device_properties(device)
     programs, hidden = properties.multi_processor_count, config.hidden_size
@@ -249,18 +257,18 @@ def _sizes(weights: Weights, tables: RowTables, page_size: int, blocks: int) -> 
         "EPS_BITS": float_bits(config.rms_norm_eps),
         "ATTENTION_TILES": tiles,
         "HEIGHT": tile_height(config.num_heads, config.num_kv_heads),
-        "PARTS": max(programs // (tiles * config.num_kv_heads), -(-blocks // MERGED)),
+        "PARTS": max(programs // (tiles * config.num_kv_heads), -(-blocks // MERGE_FAN_IN)),
         "PAGE": page_size,
         "SCALE_BITS": float_bits(score_scale(config.head_dim)),
     }
     shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     room = shared - _room(sizes)
-    sizes["SLOTS"] = min(MOST_SLOTS, room // slot)
-    return sizes if sizes["SLOTS"] >= LEAST_SLOTS else None
+    sizes["SLOTS"] = min(MAX_SLOTS, room // slot)
+    return sizes if sizes["SLOTS"] >= MIN_SLOTS else None
 
 
 def _is_plain(weights: Weights) -> bool:
-    """Whether all layers are of the kind that the kernel knows."""
+    """Whether the kernel supports all layers of the model."""
     config = weights.config
 
     def plain(layer: Layer) -> bool:
@@ -274,14 +282,14 @@ def _is_plain(weights: Weights) -> bool:
         )
 
     windows = any(config.window(index) is not None for index in range(config.num_layers))
-    whole = config.hidden_size % 128 == 0 and config.hidden_size <= MOST_HIDDEN
+    whole = config.hidden_size % 128 == 0 and config.hidden_size <= MAX_HIDDEN
     whole = whole and config.intermediate_size % 64 == 0 and config.num_heads * config.head_dim % 128 == 0
     dtype = weights.dtype == torch.bfloat16
     return whole and dtype and not windows and config.moe is None and all(map(plain, weights.layers))
 
 
 def _room(sizes: dict[str, int]) -> int:
-    """Bytes of shared memory beside the ring: of these, products and attention use the most by turns."""
+    """Bytes of shared memory beside the weight pipeline. Products and attention use them by turns."""
     whole = max(sizes["HIDDEN"], sizes["HEADS"] * sizes["DIM"])
     streamed = sizes["STREAMERS"] * ROW_SLOTS * PIECE
     products = sizes["ROWS"] * max(whole, streamed) * 2 + sizes["SPLIT_JOBS"] * 512

@@ -1,4 +1,4 @@
-"""A ForwardBatch as the kernels read it: places, paths and tiles, in one block of memory, sent at once."""
+"""A ForwardBatch as the kernels read it: slot mapping, paths and tiles, sent in one copy."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.backends.cuda.kernels.attention import MOST_PATH, RowTables
+from paceline.backends.cuda.kernels.attention import MAX_PATH, RowTables
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import Choices, ForwardBatch
 from paceline.errors import BackendError
 
-LINES = 14  # of max_rows numbers each, before the pages: eight about rows, five about outputs, and sources
-SEEDS, TEMPERATURES, POSITIONS = 8, 10, 12  # where those of outputs begin; the first two have two lines each
+LINES = 14  # of max_rows numbers each, before the pages: 8 of rows, 5 of outputs, and sources
+SEEDS, TEMPERATURES, POSITIONS = 8, 10, 12  # lines of outputs; the first two are 64-bit: two lines each
 SOURCES = 13
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a pass in numbers."""
+    """The rows of a pass as arrays."""
 
-    places: Int32Array  # [rows] where keys and values go
-    straight: Int32Array  # [rows] positions below it lie at their own index
-    paths: Int32Array | None  # [rows, MOST_PATH] KV indices from `straight` on; None: all rows are straight
-    tiles: Int32Array  # [3, tiles] first row, how many, where its request's pages begin
+    slot_mapping: Int32Array  # [rows] KV slots of keys and values
+    contiguous_until: Int32Array  # [rows] positions below it are their own KV index
+    paths: Int32Array | None  # [rows, MAX_PATH] KV indices from `contiguous_until` on; None: no trees
+    tiles: Int32Array  # [3, tiles] first row, number of rows, offset of its request's pages
     pages: Int32Array  # [pages of all requests]
 
 
-def sent(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """An array on the device when the work that was given to it comes there: nobody waits."""
+def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A copy of an array on the device, made asynchronously: nobody waits for it."""
     there = torch.from_numpy(values)
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.clone()
 
@@ -42,31 +42,31 @@ def rows_of(batch: ForwardBatch, page_size: int, height: int) -> Rows:
     request = np.repeat(np.arange(batch.num_requests, dtype=np.int32), counts)
     local = np.arange(batch.num_rows, dtype=np.int32) - batch.row_offsets[request]
     index = batch.context_lengths[request] + local
-    places = batch.page_tables[request, index // page_size] * page_size + index % page_size
+    slot_mapping = batch.page_tables[request, index // page_size] * page_size + index % page_size
     stride = batch.page_tables.shape[1]
     per_request = -(-counts // height)
     owner = np.repeat(np.arange(batch.num_requests), per_request)
     number = np.arange(len(owner)) - (np.cumsum(per_request) - per_request)[owner]
     begin = batch.row_offsets[owner] + number * height
     tiles = np.stack([begin, np.minimum(batch.row_offsets[owner + 1] - begin, height), owner * stride])
-    straight, paths = _paths(batch, request, local, index)
+    contiguous_until, paths = _paths(batch, request, local, index)
     return Rows(
-        places.astype(np.int32),
-        straight,
+        slot_mapping.astype(np.int32),
+        contiguous_until,
         paths,
         tiles.astype(np.int32),
-        np.maximum(batch.page_tables.reshape(-1), 0),  # -1 is where no row looks
+        np.maximum(batch.page_tables.reshape(-1), 0),  # -1 is never read
     )
 
 
 def _paths(
     batch: ForwardBatch, request: Int32Array, local: Int32Array, index: Int32Array
 ) -> tuple[Int32Array, Int32Array | None]:
-    """Up to which position each row is straight, and the KV indices of what follows."""
-    straight = batch.positions + 1
+    """The first non-contiguous position of each row, and the KV indices of its path from there on."""
+    contiguous_until = batch.positions + 1
     if (index == batch.positions).all():  # chains
-        return straight.astype(np.int32), None
-    paths = np.zeros((batch.num_rows, MOST_PATH), dtype=np.int32)
+        return contiguous_until.astype(np.int32), None
+    paths = np.zeros((batch.num_rows, MAX_PATH), dtype=np.int32)
     for row in np.flatnonzero(index != batch.positions):
         first, context = batch.row_offsets[request[row]], batch.context_lengths[request[row]]
         path: list[int] = []
@@ -76,18 +76,18 @@ def _paths(
             node = int(batch.parents[first + node])
         path.reverse()
         kept = next(depth for depth, node in enumerate(path) if node != depth)
-        if len(path) - kept > MOST_PATH:
+        if len(path) - kept > MAX_PATH:
             raise BackendError(
                 f"a branch of a draft has {len(path) - kept} tokens apart from the first branch, but the "
-                f"cuda backend takes at most {MOST_PATH}; draft less deep trees."
+                f"cuda backend takes at most {MAX_PATH}; draft less deep trees."
             )
-        straight[row] = context + kept
+        contiguous_until[row] = context + kept
         paths[row, : len(path) - kept] = context + np.array(path[kept:], dtype=np.int32)
-    return straight.astype(np.int32), paths
+    return contiguous_until.astype(np.int32), paths
 
 
 class DeviceTables:
-    """The inputs of a pass on the device, at addresses that stay."""
+    """The inputs of a pass on the device, at fixed addresses."""
 
     def __init__(self, max_rows: int, max_pages: int, device: torch.device) -> None:
         self.max_rows = max_rows
@@ -97,13 +97,13 @@ class DeviceTables:
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
         self._numbers = self._host.numpy()  # the same memory
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._paths = torch.zeros((max_rows, MOST_PATH), dtype=torch.int32, device=device)
+        self._paths = torch.zeros((max_rows, MAX_PATH), dtype=torch.int32, device=device)
         self._sent = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
     def send(self, batch: ForwardBatch, rows: Rows, sources: Int32Array | None = None) -> None:
-        """Copy a batch to the device; rows and tiles behind its last are padding.
+        """Copy a batch to the device; rows and tiles after its last are padding.
 
-        `sources` [rows] are for who asks for them.
+        `sources` [rows] are returned by `sources()`.
         """
         if len(rows.pages) > self.max_pages:
             raise BackendError(
@@ -111,11 +111,18 @@ class DeviceTables:
                 f"{self.max_pages}; lower max_num_seqs or max_model_len."
             )
         if self._sent is not None:
-            self._sent.synchronize()  # the last batch may still be on its way out of the same memory
+            self._sent.synchronize()  # the last batch may still be copied from the same memory
         lines = self._numbers[: LINES * self.max_rows].reshape(LINES, self.max_rows)
         lines[:] = 0
         lines[2] = -1
-        values = (batch.tokens, batch.positions, rows.places, rows.straight, *rows.tiles, batch.logit_rows)
+        values = (
+            batch.tokens,
+            batch.positions,
+            rows.slot_mapping,
+            rows.contiguous_until,
+            *rows.tiles,
+            batch.logit_rows,
+        )
         for line, value in zip(lines, values, strict=False):
             line[: len(value)] = value
         if sources is not None:
@@ -131,7 +138,7 @@ class DeviceTables:
             self._paths[: len(rows.paths)].copy_(torch.from_numpy(rows.paths))
 
     def _add_choices(self, lines: Int32Array, batch: ForwardBatch, choices: Choices) -> None:
-        """Write the rows whose tokens are chosen behind those whose logits are wanted."""
+        """Write the rows whose tokens are sampled on the device after those whose logits are wanted."""
         some = slice(len(batch.logit_rows), len(batch.logit_rows) + len(choices.rows))
         lines[SEEDS - 1, some] = choices.rows
         lines[SEEDS : SEEDS + 2].reshape(-1).view(np.uint64)[some] = choices.seeds
@@ -143,7 +150,7 @@ class DeviceTables:
         return self._line(0, rows)
 
     def sources(self, rows: int) -> torch.Tensor:
-        """What was said of the first rows: int32 [rows]."""
+        """The `sources` of the first rows: int32 [rows]."""
         return self._line(SOURCES, rows)
 
     def output_rows(self, outputs: int) -> torch.Tensor:

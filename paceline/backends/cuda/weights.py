@@ -1,4 +1,4 @@
-"""A model's weights on the device, stacked and padded as the kernels read them."""
+"""A model's weights on the device, stacked, padded and tiled as the kernels read them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.backends.cuda.kernels.matrix import Matrix, Tiling, tile_heads, tile_matrix, tile_pair
-from paceline.backends.cuda.kernels.packing import BLOCKS, ROUNDED, SCALE_WORDS, depth_of, step_of
+from paceline.backends.cuda.kernels.packing import BLOCKS, FP8_GROUP, SCALE_WORDS, depth_of, step_of
 from paceline.backends.cuda.kernels.routing import Mixture
 from paceline.models.config import ModelConfig
 from paceline.models.rope import rope_frequencies
 from paceline.models.transformer import Take
 
-TILE = 64  # sides of matrices are padded to multiples of it
-PROGRAMS = 132  # one on each multiprocessor of a Hopper; a number of its own, because it decides about bits
-PACKED_PROGRAMS = 528  # unpacking takes time in which others can read
-ROUNDED_PROGRAMS = 264  # of e4m3, which has nothing to unpack, but short steps
-MOST_SPLITS = 4
-LEAST_STEPS = 3  # of a split, or it ends before it has begun
-PACKINGS = ("int4", "q4k", "q6k", "fp8", "int8", "none")  # from small to large
-MULTIPLIES_E4M3 = (8, 9)  # the first GPUs that do
-ROUNDED_HEADS = (64, 128, 256)  # sizes of heads whose attention is rounded to e4m3
+TILE = 64  # both sides of matrices are padded to multiples of it
+PROGRAMS = 132  # multiprocessors of an H100 or H200; a constant, because it decides the bits
+PACKED_PROGRAMS = 528  # more programs: unpacking takes time in which others can load
+FP8_PROGRAMS = 264  # e4m3 is not unpacked, but its steps are short
+MAX_SPLITS = 4
+MIN_STEPS = 3  # steps of a split, at least: the pipeline must fill
+PACKINGS = ("int4", "q4k", "q6k", "fp8", "int8", "none")  # in order of precision
+MULTIPLIES_E4M3 = (8, 9)  # compute capability
+FP8_HEAD_SIZES = (64, 128, 256)  # head sizes whose attention output can be quantized to e4m3
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class Layer:
     feed_forward_norm: torch.Tensor  # [padded hidden]
     gate_up: Matrix  # of all experts, in a mixture
     down: Matrix
-    mixture: Mixture | None = None  # how rows go through experts, if there are any
+    mixture: Mixture | None = None  # experts, if the layer has any
 
 
 @dataclass(frozen=True)
 class Weights:
-    """All of a model."""
+    """All weights of a model."""
 
     config: ModelConfig
-    embedding: Matrix  # the head too, if they are tied
+    embedding: Matrix  # also the LM head, if they are tied
     layers: tuple[Layer, ...]
     norm: torch.Tensor  # [padded hidden]
     head: Matrix
@@ -65,21 +65,21 @@ class Weights:
 
     @property
     def matrices(self) -> list[Matrix]:
-        """Every matrix that a pass multiplies by: those of layers may be packed each in its way."""
+        """Every matrix of a pass. Those of layers may be packed in different ways."""
         layers = [(own.qkv, own.output, own.gate_up, own.down) for own in self.layers]
         routers = [own.mixture.router for own in self.layers if own.mixture is not None]
         return [matrix for layer in layers for matrix in layer] + routers + [self.head]
 
 
 def unpacked(name: str) -> str:
-    """All matrices as they are."""
+    """No packing, for any matrix."""
     return "none"
 
 
 def packing_for(quantization: str, kind_of: Callable[[str], str]) -> Callable[[str], str]:
-    """How a quantization packs matrices, by name; `kind_of` tells how the file has them.
+    """The packing of each matrix under a quantization, by name; `kind_of` gives its type in the file.
 
-    `native` keeps the blocks of Q4_0, Q8_0, Q4_K and Q6_K as they are, and rounds everything else to int8.
+    `native` keeps the file's blocks of Q4_0, Q8_0, Q4_K and Q6_K, and quantizes everything else to int8.
     """
     if quantization == "native":
         own = {"Q4_0": "int4", **BLOCKS}
@@ -90,11 +90,11 @@ def packing_for(quantization: str, kind_of: Callable[[str], str]) -> Callable[[s
 def load_weights(
     config: ModelConfig, take: Take, packing: Callable[[str], str] = unpacked, blocks: Take | None = None
 ) -> Weights:
-    """The weights that `take` gives by name, ready for the kernels.
+    """The weights that `take` returns by name, in the layout of the kernels.
 
-    `packing` tells how a layer's matrix is packed, by name. `fp8` becomes `e4m3`, for which activations are
-    rounded too, on a device that multiplies such numbers. `take` gives those in float32, `blocks` gives the
-    `block_lines` of those that stay a file's own. The embedding and the head stay as they are.
+    `packing` gives the packing of a layer's matrix by name. `fp8` becomes `e4m3`, with activations in e4m3
+    too, on a device that multiplies such numbers. `take` returns packed ones in float32; `blocks` returns
+    the `block_lines` of those that keep the file's blocks. Embedding and LM head are not packed.
     """
     table = _matrix(take("model.embed_tokens.weight"), None)
     norm = _padded_line(take("model.norm.weight"))
@@ -132,7 +132,7 @@ def _load_layer(
             return [blocks(own) for own in names], kind
         kind = "int8" if kind in SCALE_WORDS else kind
         weights = [take(own) for own in names]
-        if kind == "fp8" and _reads_rounded(config, parts[0]) and _multiplies_e4m3(weights[0].device):
+        if kind == "fp8" and _has_fp8_input(config, parts[0]) and _multiplies_e4m3(weights[0].device):
             kind = "e4m3"
         if kind != "none" and weights[0].shape[1] % step_of(kind) == 0:
             return weights, kind
@@ -163,11 +163,11 @@ def _load_layer(
     )
 
 
-def _reads_rounded(config: ModelConfig, part: str) -> bool:
-    """Whether the input of a layer's matrix is there in e4m3: not that of experts, nor of odd sizes."""
-    if part.startswith("mlp.experts") or config.hidden_size % ROUNDED:
+def _has_fp8_input(config: ModelConfig, part: str) -> bool:
+    """Whether the input of a layer's matrix is in e4m3: not that of experts, nor of odd sizes."""
+    if part.startswith("mlp.experts") or config.hidden_size % FP8_GROUP:
         return False
-    return part != "self_attn.o_proj" or config.head_dim in ROUNDED_HEADS
+    return part != "self_attn.o_proj" or config.head_dim in FP8_HEAD_SIZES
 
 
 def _multiplies_e4m3(device: torch.device) -> bool:
@@ -179,7 +179,7 @@ def _pairs(weights: list[torch.Tensor], packing: str) -> Matrix:
     """The gates and ups of experts, or of one block, as one matrix; all gates come first."""
     padded = [_padded(weight, packing) for weight in weights]
     experts = len(weights) // 2
-    # half of a tile is what is rounded together, if it is
+    # half a tile is one group of e4m3 numbers
     columns = 2 * TILE if packing == "e4m3" else TILE
     tiling = _expert_tiling(2 * len(padded[0]), depth_of(padded[0], packing), packing, experts, columns)
     return tile_pair(torch.cat(padded[:experts]), torch.cat(padded[experts:]), tiling)
@@ -199,13 +199,13 @@ def _expert_tiling(width: int, depth: int, packing: str, experts: int, columns: 
 
 
 def tiling_for(width: int, depth: int, columns: int = TILE, packing: str = "none") -> Tiling:
-    """How to cut a matrix of these padded sides. A function of the shape alone: it decides about bits."""
+    """How a matrix of this padded shape is tiled. It depends on the shape alone: it decides the bits."""
     step = step_of(packing) if packing != "none" else 128 if depth % 128 == 0 else 64
     tiles, steps = width // columns, depth // step
-    programs, most = (PROGRAMS, MOST_SPLITS) if packing == "none" else (PACKED_PROGRAMS, 4 * MOST_SPLITS)
-    programs = ROUNDED_PROGRAMS if packing == "e4m3" else programs
+    programs, most = (PROGRAMS, MAX_SPLITS) if packing == "none" else (PACKED_PROGRAMS, 4 * MAX_SPLITS)
+    programs = FP8_PROGRAMS if packing == "e4m3" else programs
     splits = 1
-    while splits < most and 2 * splits * tiles <= programs and steps >= 2 * splits * LEAST_STEPS:
+    while splits < most and 2 * splits * tiles <= programs and steps >= 2 * splits * MIN_STEPS:
         splits *= 2
     return Tiling(columns, step, splits, warps=columns // 16, packing=packing)
 

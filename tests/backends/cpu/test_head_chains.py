@@ -1,4 +1,4 @@
-"""Chains of guesses in one compiled call are those of one pass after the other."""
+"""Chains drafted in one compiled call are those of one pass after the other."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_all_passes_in_one_call(subject, requests, most, threads):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("temperatures", [[3.0] * 4, [0.0, 4.0, 5.0, 0.0]])
-def test_guesses_follow_the_noise_of_the_targets_choices(subject, temperatures, threads):
+def test_coupled_drafts_follow_the_noise_of_the_target(subject, temperatures, threads):
     every, most = range(4), [5, 2, 7, 4]
     noise = ChainNoise(np.array([1, 2, 3, 2**64 - 1], np.uint64), np.array(temperatures))
     expected = subject.expected(every, most, 0.0, noise)
@@ -101,8 +101,8 @@ def test_guesses_follow_the_noise_of_the_targets_choices(subject, temperatures, 
     assert follows.tolist() == [temperature > 0.0 for temperature in temperatures]
 
 
-def test_the_noise_of_a_guess_is_that_of_its_position(subject):
-    """What a guess is when it is the first is what it is when it follows a guess that was right."""
+def test_the_noise_of_a_drafted_token_is_that_of_its_position(subject):
+    """A token drafted first is the token drafted after an accepted one."""
     request, noise = [2], ChainNoise(np.array([9], np.uint64), np.array([1.0]))
     first = subject.found(1, request, [1], 0.0, noise).tokens[0, 0]
     logits = subject.runners[1].run(subject.batch(1, request)).logits[0].astype(np.float64)
@@ -124,14 +124,14 @@ def test_a_chain_ends_where_its_chance_becomes_too_small(subject):
     assert any(0 in lengths for lengths in ends)
 
 
-def test_a_pass_behind_chains_is_a_plain_one(subject):
+def test_a_pass_after_chains_is_a_plain_one(subject):
     runner = subject.runners[2]
     before = runner.run(subject.batch(2, [0, 2])).logits.copy()
     subject.found(2, [0, 2], [5, 5], 0.0)
     assert (runner.run(subject.batch(2, [0, 2])).logits == before).all()
 
 
-def test_logits_that_are_no_numbers_give_no_guess(subject):
+def test_logits_of_nan_draft_no_token(subject):
     batch = subject.batch(1, [0, 3])
     batch.states[-1] = np.nan
     chains = subject.runners[1].run_chains(batch, [3, 3], 0.0)

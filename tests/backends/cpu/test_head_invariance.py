@@ -88,7 +88,7 @@ def assert_same(found: HeadOutput, expected: HeadOutput) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("chunk", [2, 3, 7, 8, 16, 17, LENGTH])
-def test_a_slot_in_a_chunk_of_any_size(subject: Subject, chunk: int, threads: int) -> None:
+def test_a_row_in_a_chunk_of_any_size(subject: Subject, chunk: int, threads: int) -> None:
     request = drive_heads(subject.runners[threads], PAGES)[0]
     for start in range(0, LENGTH, chunk):
         part = slice(start, start + chunk)
@@ -98,7 +98,7 @@ def test_a_slot_in_a_chunk_of_any_size(subject: Subject, chunk: int, threads: in
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("parents", TREES.values(), ids=TREES)
-def test_a_slot_as_a_node_of_a_tree(subject: Subject, parents: list[int], threads: int) -> None:
+def test_a_row_as_a_node_of_a_tree(subject: Subject, parents: list[int], threads: int) -> None:
     for length in (14, 15, 16, 31):
         assert_tree_is_true(subject, subject.prefix(threads, length), parents, subject.tokens)
 
@@ -113,7 +113,7 @@ def assert_tree_is_true(
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_slot_beside_other_requests(subject: Subject, threads: int) -> None:
+def test_a_row_beside_other_requests(subject: Subject, threads: int) -> None:
     lengths, counts = [0, 11, 16, 40, 31, 5], [20, 1, 3, 2, 1, 30]
     requests = drive_heads(subject.runners[threads], PAGES, len(lengths))
     parts = []

@@ -72,7 +72,7 @@ def assert_close(pair: tuple[HeadOutput, HeadOutput]) -> None:
 
 
 @pytest.mark.parametrize("chunk", [LENGTH, 17, 1], ids=["at once", "in chunks", "slot by slot"])
-def test_slots_that_the_target_feeds_equal_torch(pair: Pair, chunk: int) -> None:
+def test_rows_after_the_targets_tokens_equal_torch(pair: Pair, chunk: int) -> None:
     tokens, features, _ = random_slots(pair.config, LENGTH)
 
     def work(runner: HeadRunner) -> HeadOutput:
@@ -89,7 +89,7 @@ def test_features_so_small_that_the_epsilon_of_their_norm_counts_equal_torch(pai
     assert_close(pair.both(lambda runner: extend(drive_heads(runner, PAGES)[0], tokens, 0.002 * features)))
 
 
-def test_a_chain_that_feeds_itself_equals_torch(pair: Pair) -> None:
+def test_a_drafted_chain_equals_torch(pair: Pair) -> None:
     tokens, features, _ = random_slots(pair.config, LENGTH)
 
     def work(runner: HeadRunner) -> HeadOutput:
@@ -189,7 +189,7 @@ def test_a_pass_that_tells_nothing_leaves_the_same_keys_and_values(backend: CpuB
     np.testing.assert_array_equal(silent.pool.data, telling.pool.data)  # type: ignore[attr-defined]
 
 
-def test_places_without_a_slot_are_never_read(backend: CpuBackend) -> None:
+def test_kv_index_0_of_a_head_is_never_read(backend: CpuBackend) -> None:
     """Index 0 and what lies behind the rows hold no number, and it does not show."""
     runner = CpuHeadRunner(random_checkpoint(EAGLE3), backend, MAX_ROWS)
     tokens, features, states = random_slots(EAGLE3, LENGTH)

@@ -48,7 +48,7 @@ def places(request: Driven, count: int) -> list[int]:
     return [request.place(request.context_length + row) for row in range(count)]
 
 
-def test_every_row_leaves_its_features_at_its_place(backend: CpuBackend, runner: CpuHeadRunner) -> None:
+def test_every_row_stores_its_features_at_its_kv_slot(backend: CpuBackend, runner: CpuHeadRunner) -> None:
     """Of chains and trees, for two heads, of layers in any order and more than once, also if no logits are
     wanted; and they are the ones that a pass gives."""
     chain, tree = drive(backend, PAGES, 2)

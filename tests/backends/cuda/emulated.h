@@ -138,20 +138,20 @@ inline int __reduce_min_sync(u32, int x) { return reduced(x, [](int a, int b) { 
 // Instructions.
 inline u32 shared_address(const void* at) { return (u32)((const char*)at - raw); }
 static bool at_once = false;
-inline Flag& flag_of(u64* flag) { return now->flags.at(shared_address(flag)); }
-inline void make_flag(u64* flag, int count) {
-    Flag& own = now->flags[shared_address(flag)];
+inline Flag& flag_of(u64* mbarrier) { return now->flags.at(shared_address(mbarrier)); }
+inline void init_mbarrier(u64* mbarrier, int count) {
+    Flag& own = now->flags[shared_address(mbarrier)];
     own.count = own.left = count;
 }
-inline void show_flags() {}
-inline void expect_bytes(u64* flag, int bytes) {
-    Flag& own = flag_of(flag);
+inline void fence_mbarrier_init() {}
+inline void expect_bytes(u64* mbarrier, int bytes) {
+    Flag& own = flag_of(mbarrier);
     own.left--, own.bytes += bytes;
     own.settle();
 }
-inline void raise_flag(u64* flag) { expect_bytes(flag, 0); }
-inline void await_flag(u64* flag, int parity) {
-    Flag& own = flag_of(flag);
+inline void arrive_mbarrier(u64* mbarrier) { expect_bytes(mbarrier, 0); }
+inline void wait_mbarrier(u64* mbarrier, int parity) {
+    Flag& own = flag_of(mbarrier);
     for (; own.turn % 2 == parity; leave_turn())
         if (!own.on_their_way.empty()) own.arrive(raw), own.settle();
 }
@@ -162,8 +162,8 @@ struct __align__(64) Map {  // as long as that of the driver
     char rest[128 - 88];
 };
 // A box of a tensor as lines of 128 bytes, swizzled in eights; what lies beyond it is zero.
-inline void copy_box(void* to, const Map& map, const int (&from)[5], u64* flag) {
-    Flag& own = flag_of(flag);
+inline void copy_box(void* to, const Map& map, const int (&from)[5], u64* mbarrier) {
+    Flag& own = flag_of(mbarrier);
     int boxes = 1;
     for (int d = 1; d < map.rank; d++) boxes *= map.box[d];
     for (int i = 0; i < boxes * 8; i++) {
@@ -180,50 +180,50 @@ inline void copy_box(void* to, const Map& map, const int (&from)[5], u64* flag) 
     }
     if (at_once) own.arrive(raw), own.settle();
 }
-inline void copy_lines(void* to, const Map& map, int column, int head, int place, u64* flag) {
-    copy_box(to, map, {column, head, place}, flag);
+inline void copy_kv_lines(void* to, const Map& map, int column, int head, int kv_slot, u64* mbarrier) {
+    copy_box(to, map, {column, head, kv_slot}, mbarrier);
 }
-inline void copy_weights(void* to, const Map& map, int deep, int group, int block, u64* flag) {
-    copy_box(to, map, {deep, 0, 0, group, block}, flag);
+inline void copy_weights(void* to, const Map& map, int deep, int group, int block, u64* mbarrier) {
+    copy_box(to, map, {deep, 0, 0, group, block}, mbarrier);
 }
-inline void copy_rows(void* to, const Map& map, int deep, u64* flag) { copy_box(to, map, {deep, 0}, flag); }
-inline void share_written() {}
+inline void copy_rows(void* to, const Map& map, int deep, u64* mbarrier) { copy_box(to, map, {deep, 0}, mbarrier); }
+inline void fence_async_shared() {}
 void begin_program(), end_kernels_before();  // what others have written is seen when all threads have waited for it
 #ifndef WAITING_THREADS
 #define WAITING_THREADS THREADS_OF_PROGRAM
 #endif
-inline void await_kernels_before() {
+inline void wait_dependencies() {
     now->of_kernels.wait(WAITING_THREADS);
     if (!now->has_waited) end_kernels_before();
     now->has_waited = true;
 }
-inline void let_next_kernel_start() {}
-inline void await_four_warps(int number) { now->numbered[number].wait(128); }
-template <int NUMBER, int THREADS> inline void await_threads() { now->numbered[NUMBER].wait(THREADS); }
-inline void share_in_memory() {}
-inline void release_one(u32* counter) { ++*counter; }
-inline u32 acquired(const u32* counter) {
+inline void launch_dependents() {}
+inline void sync_warpgroup(int number) { now->numbered[number].wait(128); }
+template <int NUMBER, int THREADS> inline void sync_named_barrier() { now->numbered[NUMBER].wait(THREADS); }
+inline void fence_async_global() {}
+inline void add_release(u32* counter) { ++*counter; }
+inline u32 load_acquire(const u32* counter) {
     leave_turn();  // who asks again and again lets others work
     return *counter;
 }
-template <int> inline void keep_registers() {}
-template <int> inline void take_registers() {}
+template <int> inline void decrease_registers() {}
+template <int> inline void increase_registers() {}
 // Programs of a cluster of two: places have the program's number in front.
 static std::map<int, Barrier> of_clusters;
-inline void await_other() { of_clusters[blockIdx.x / 2].wait(2 * THREADS_OF_PROGRAM); }
-inline u32 of_program(const void* here, int number) { return (u32)number << 24 | shared_address(here); }
-inline void give(u32 to, float a, float b, float c, float d, u32 flag) {
+inline void sync_cluster() { of_clusters[blockIdx.x / 2].wait(2 * THREADS_OF_PROGRAM); }
+inline u32 cluster_address(const void* here, int number) { return (u32)number << 24 | shared_address(here); }
+inline void store_async(u32 to, float a, float b, float c, float d, u32 mbarrier) {
     Program& other = programs[blockIdx.x / 2 * 2 + (to >> 24)];
-    Flag& own = other.flags.at(flag & 0xffffff);
+    Flag& own = other.flags.at(mbarrier & 0xffffff);
     float numbers[4] = {a, b, c, d};
     Copy copy = {to & 0xffffff, {}};
     memcpy(copy.bytes, numbers, 16);
     own.on_their_way.push_back(copy);
     if (at_once) own.arrive(other.shared.data()), own.settle();
 }
-inline float4 given(const float* at) { return *(const float4*)at; }
-inline u32 count_one(u32* counter) { return (*counter)++; }
-inline float nothing() { return -std::numeric_limits<float>::infinity(); }
+inline float4 received(const float* at) { return *(const float4*)at; }
+inline u32 add_acq_rel(u32* counter) { return (*counter)++; }
+inline float negative_infinity() { return -std::numeric_limits<float>::infinity(); }
 inline float unpack(u16 bits) { return __int_as_float((int)((u32)bits << 16)); }
 inline u16 rounded_16(float x) {
     u32 bits;
@@ -243,21 +243,21 @@ inline u16 shared_16(u32 at) {
     return x;
 }
 // Four tiles of 8 by 8 numbers; lines of tile m are where threads 8 m to 8 m + 7 say.
-inline void load_tiles(u32 (&r)[4], u32 at, bool turned) {
+inline void load_tiles(u32 (&r)[4], u32 at, bool rotated) {
     u64(*all)[8] = shown(&at, sizeof at);
     int g = lane_number() / 4, pair = lane_number() % 4 * 2;
     for (int m = 0; m < 4; m++) {
         u32 two = 0;
         for (int i = 0; i < 2; i++) {
-            int line = turned ? pair + i : g, column = turned ? g : pair + i;
+            int line = rotated ? pair + i : g, column = rotated ? g : pair + i;
             two |= (u32)shared_16((u32)all[m * 8 + line][0] + column * 2) << 16 * i;
         }
         r[m] = two;
     }
 }
 inline void load_fragments(u32 (&r)[4], u32 at) { load_tiles(r, at, false); }
-inline void load_turned_fragments(u32 (&r)[4], u32 at) { load_tiles(r, at, true); }
-inline void store_turned_fragments(u32 to, const u32 (&r)[4]) {
+inline void load_fragments_transposed(u32 (&r)[4], u32 at) { load_tiles(r, at, true); }
+inline void store_fragments_transposed(u32 to, const u32 (&r)[4]) {
     u64(*all)[8] = shown(&to, sizeof to);
     int g = lane_number() / 4, pair = lane_number() % 4 * 2;
     for (int m = 0; m < 4; m++)
@@ -284,22 +284,22 @@ inline void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     }
 }
 // Products of the matrix unit, whose operands lie in lines of 128 bytes, swizzled in eights.
-inline u64 described(const void* at) { return shared_address(at) >> 4; }
-inline void begin_multiplying() {}
-inline void end_multiplying() { now->multiplied[threadIdx.x]++; }
+inline u64 smem_descriptor(const void* at) { return shared_address(at) >> 4; }
+inline void wgmma_fence() {}
+inline void wgmma_commit() { now->multiplied[threadIdx.x]++; }
 // A product has ended when it has for all four warps.
-template <int LEFT> inline void await_multiplying() {
+template <int LEFT> inline void wgmma_wait() {
     int *four = now->multiplied + threadIdx.x / 128 * 128, ended = now->multiplied[threadIdx.x] - LEFT;
     while (*std::min_element(four, four + 128) < ended) leave_turn();
 }
 inline float at_swizzled(u32 at) { return unpack(shared_16(at ^ (at >> 3 & 0x70))); }
-template <int N> inline void multiply_64(float (&d)[N], u64 left, u64 right, int adds, bool turned) {
+template <int N> inline void multiply_64(float (&d)[N], u64 left, u64 right, int adds, bool rotated) {
     int first = threadIdx.x % 128 / 32 * 16 + lane_number() / 4, pair = lane_number() % 4 * 2;
     for (int i = 0; i < N; i++) {
         int m = first + i / 2 % 2 * 8, n = i / 4 * 8 + pair + i % 2;
         float sum = adds ? d[i] : 0.0f;
         for (int k = 0; k < 16; k++)
-            sum += at_swizzled((u32)(left << 4) + (turned ? k * 128 + m * 2 : m * 128 + k * 2)) *
+            sum += at_swizzled((u32)(left << 4) + (rotated ? k * 128 + m * 2 : m * 128 + k * 2)) *
                    at_swizzled((u32)(right << 4) + n * 128 + k * 2);
         d[i] = sum;
     }
@@ -307,7 +307,7 @@ template <int N> inline void multiply_64(float (&d)[N], u64 left, u64 right, int
 template <int N> inline void multiply(float (&d)[N], u64 left, u64 right, int adds) {
     multiply_64(d, left, right, adds, false);
 }
-template <int N> inline void multiply_turned(float (&d)[N], u64 left, u64 right, int adds) {
+template <int N> inline void multiply_transposed(float (&d)[N], u64 left, u64 right, int adds) {
     multiply_64(d, left, right, adds, true);
 }
 

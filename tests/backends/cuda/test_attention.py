@@ -44,9 +44,9 @@ class Case:
             pool=None,  # type: ignore[arg-type]
         )
         torch.manual_seed(1)
-        places = pages.size * PAGE_SIZE
+        kv_slots = pages.size * PAGE_SIZE
         self.query = torch.randn(int(self.offsets[-1]), heads, dim)
-        self.keys, self.values = (torch.randn(places, kv_heads, dim) for _ in range(2))
+        self.keys, self.values = (torch.randn(kv_slots, kv_heads, dim) for _ in range(2))
         seen = torch.zeros(len(contexts), pages_each * PAGE_SIZE, dtype=torch.bool)
         for request, own in enumerate(zip(contexts, parents, strict=True)):
             seen[request, : own[0] + len(own[1])] = True
@@ -80,7 +80,7 @@ class Case:
         for request, context in enumerate(self.batch.context_lengths):
             own = slice(int(self.offsets[request]), int(self.offsets[request + 1]))
             index = np.arange(context + own.stop - own.start)
-            places = self.batch.page_tables[request][index // PAGE_SIZE] * PAGE_SIZE + index % PAGE_SIZE
+            kv_slots = self.batch.page_tables[request][index // PAGE_SIZE] * PAGE_SIZE + index % PAGE_SIZE
             visible = np.concatenate(
                 (np.ones((own.stop - own.start, context), np.bool_), ancestors(self.batch.parents[own])),
                 axis=1,
@@ -89,7 +89,7 @@ class Case:
                 at = np.concatenate((np.arange(context), self.batch.positions[own]))
                 visible &= self.batch.positions[own][:, None] - at < window
             shown = torch.from_numpy(visible)
-            parts.append(transformer.attend(query[own], keys[places], values[places], shown))
+            parts.append(transformer.attend(query[own], keys[kv_slots], values[kv_slots], shown))
         return torch.cat(parts)
 
 
@@ -119,16 +119,16 @@ def test_a_drafted_row_has_the_bits_of_its_committed_path(device: torch.device, 
     index[60:] = 60 + np.array([0, 2, 4, 7])  # where the path lies in the tree's pages
     for mine, theirs in ((decoded.keys, tree.keys), (decoded.values, tree.values)):
         own, other = np.arange(64), index
-        place = decoded.batch.page_tables[0][own // PAGE_SIZE] * PAGE_SIZE + own % PAGE_SIZE
+        kv_slot = decoded.batch.page_tables[0][own // PAGE_SIZE] * PAGE_SIZE + own % PAGE_SIZE
         source = tree.batch.page_tables[0][other // PAGE_SIZE] * PAGE_SIZE + other % PAGE_SIZE
-        mine[place] = theirs[source]
+        mine[kv_slot] = theirs[source]
     assert torch.equal(decoded.run(device, dtype)[0], drafted)
 
 
-def test_who_shares_the_work_does_not_change_bits(
+def test_split_kv_does_not_change_bits(
     device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A context of 9 blocks: of each block another program, or all of them two stretches of one."""
+    """A context of 9 blocks: of each block another program, or all of them two KV chunks of one."""
     from paceline.backends.cuda.kernels import attention
 
     case = Case([9 * attention.BLOCK - 1], [[-1]], 2, 1, 16)
@@ -138,11 +138,11 @@ def test_who_shares_the_work_does_not_change_bits(
     assert torch.equal(case.run(device, dtype, longest=1024), shared)
 
 
-def test_parts_of_few_tiles_with_many_rows_have_room() -> None:
+def test_scratch_holds_the_partials_of_few_tiles_with_many_rows() -> None:
     """Six rows of a request are two tiles, which more programs share than six tiles of a row each."""
     from paceline.backends.cuda.kernels import attention
 
     scratch = attention.attention_scratch(6, 32, 8, 128, 400, torch.device("meta"))
-    parts = attention._parts(2, 8, scratch.blocks)
+    parts = attention._max_partials(2, 8, scratch.blocks)
     assert parts == scratch.blocks == 7
-    assert scratch.mixed.numel() >= 6 * 32 * parts * 128
+    assert scratch.partial_acc.numel() >= 6 * 32 * parts * 128

@@ -80,7 +80,7 @@ def test_a_token_has_the_same_bits_in_any_pass(
 
 @needs_gpu
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_it_chooses_what_the_host_would_sample_from_its_logits(
+def test_it_samples_what_the_host_would_sample_from_its_logits(
     temperature: float, folder: Path, device: torch.device, dtype: torch.dtype
 ) -> None:
     from paceline.core.params import SamplingParams
@@ -159,8 +159,19 @@ def test_a_workspace_takes_the_memory_that_was_counted_before(folder: Path) -> N
     )
     workspace = make_workspace(weights, 16, 640)
     attention = workspace.attention
-    tensors = [workspace.hidden, workspace.query, workspace.mixed, workspace.activated, workspace.logits]
-    tensors += [*vars(workspace.scratch).values(), attention.mixed, attention.totals, attention.counters]
+    tensors = [
+        workspace.hidden,
+        workspace.query,
+        workspace.attention_output,
+        workspace.activated,
+        workspace.logits,
+    ]
+    tensors += [
+        *vars(workspace.scratch).values(),
+        attention.partial_acc,
+        attention.partial_stats,
+        attention.counters,
+    ]
     for normed in (workspace.attention_input, workspace.feed_forward_input, workspace.selected):
         tensors += [normed.rows, normed.squares]
     assert workspace_bytes(weights, 16, 640) == sum(tensor.nbytes for tensor in tensors)

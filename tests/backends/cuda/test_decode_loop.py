@@ -44,7 +44,7 @@ def random_weights(
 
 
 class Case:
-    """A request beside a row of padding. What its prompt left in the pools is random."""
+    """A request beside a row of padding. Its prompt's keys and values are random."""
 
     def __init__(self, temperature: float, device: torch.device, dtype: torch.dtype) -> None:
         from paceline.backends.cuda.decode_loop import make_requests
@@ -105,12 +105,12 @@ def test_drafting_on_the_device_leaves_the_tokens_as_they_are(
     case = Case(temperature, device, dtype)
     drafted, steps = case.run(case.draft(kind), 3)
     assert drafted[:3] == plain
-    assert steps < 3 or "head" in kind  # drafts were accepted; a random head guesses nothing
+    assert steps < 3 or "head" in kind  # drafts were accepted; a random head drafts nothing right
     assert case.state.lengths.tolist() == [0, LENGTH + len(drafted)]
     assert case.state.tokens[1, LENGTH + 1 : LENGTH + 4].tolist() == plain
 
 
-def test_who_takes_no_drafts_gets_one_token_a_step(device: torch.device, dtype: torch.dtype) -> None:
+def test_a_request_without_drafts_gets_one_token_a_step(device: torch.device, dtype: torch.dtype) -> None:
     from paceline.backends.cuda.draft_shape import chain_shape
 
     (first, *_), _ = Case(0.0, device, dtype).run(None, 2)
@@ -148,9 +148,9 @@ def test_a_head_begins_with_the_features_that_its_pool_keeps(
 
     case = Case(0.0, device, dtype)
     draft, pool = case.draft("head"), case.pool()
-    places = torch.arange(PAGES * PAGE_SIZE, device=device)[:, None].repeat(1, 64).to(dtype)
+    features = torch.arange(PAGES * PAGE_SIZE, device=device)[:, None].repeat(1, 64).to(dtype)
     parts = torch.arange(2, dtype=torch.int32, device=device)
-    kept = HeadPool(PAGES, 0, draft.pool.keys, draft.pool.values, places, parts)
+    kept = HeadPool(PAGES, 0, draft.pool.keys, draft.pool.values, features, parts)
     loop = DecodeLoop(case.weights, pool, case.state, ROWS, PAGE_SIZE, draft, kept=kept)
     loop.begin([1], ROWS)
     page = int(case.state.pages[1, (LENGTH - 1) // PAGE_SIZE])
@@ -160,7 +160,7 @@ def test_a_head_begins_with_the_features_that_its_pool_keeps(
 def test_a_head_catches_up_with_the_features_of_accepted_tokens(
     device: torch.device, dtype: torch.dtype
 ) -> None:
-    """One guess is made right, so that two tokens are new. The next is what a runner guesses behind them."""
+    """One drafted token is made right, so two tokens are new. The next is what a runner drafts after them."""
     from paceline.backends.cuda.decode_loop import DecodeLoop
     from paceline.backends.cuda.draft_networks import HeadNetwork
     from paceline.backends.cuda.draft_shape import chain_shape
@@ -223,4 +223,4 @@ def test_shapes_of_drafts() -> None:
     plan = plan_step(tree, 4, 4, 4)
     assert [list(own.nodes) for own in plan.passes[2:]] == [tree.inner(1), tree.inner(2)]
     targets = [child[0, 2] for table in plan.children for row in table for child in row if child[0, 2] >= 0]
-    assert sorted(targets) == list(range(1, 8))  # every node is guessed once
+    assert sorted(targets) == list(range(1, 8))  # every node is drafted once

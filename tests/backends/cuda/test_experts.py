@@ -13,7 +13,7 @@ from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
 from paceline.models.layout import expected_tensors
 from paceline.models.transformer import FeedForward, MixtureOfExperts, Transformer
 
-EPS, EXPERTS, MOST_ROWS = 1e-5, 5, 128
+EPS, EXPERTS, MAX_ROWS = 1e-5, 5, 128
 
 
 class Case:
@@ -39,10 +39,10 @@ class Case:
         assert mixture is not None
         self.mixture = mixture
         self.size, self.padded = size, mixture.gate_up.depth
-        self.hidden = F.pad(torch.randn(MOST_ROWS, size), (0, self.padded - size)).to(device)
+        self.hidden = F.pad(torch.randn(MAX_ROWS, size), (0, self.padded - size)).to(device)
         self.norm = torch.randn(self.padded).to(device, dtype)
-        self.routing = routing.routing_for(mixture, MOST_ROWS, dtype, device)
-        self.scratch = matrix.scratch_for([mixture.router], MOST_ROWS, device)
+        self.routing = routing.routing_for(mixture, MAX_ROWS, dtype, device)
+        self.scratch = matrix.scratch_for([mixture.router], MAX_ROWS, device)
 
     def run(self, rows: Sequence[int], padding: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The residual stream of these rows, then what the next norm reads and its sums of squares."""
@@ -50,12 +50,12 @@ class Case:
         from paceline.backends.cuda.kernels.matrix import Normed
 
         count = len(rows)
-        hidden = self.hidden[[*rows, *[0] * (MOST_ROWS - count)]]
-        squares = hidden.square().view(MOST_ROWS, self.padded // 64, -1).sum(-1)
+        hidden = self.hidden[[*rows, *[0] * (MAX_ROWS - count)]]
+        squares = hidden.square().view(MAX_ROWS, self.padded // 64, -1).sum(-1)
         read = Normed(hidden.to(self.norm.dtype), squares, self.size, EPS)
         written = Normed(torch.zeros_like(read.rows), torch.zeros_like(squares), self.size, EPS)
-        places = torch.tensor([*range(count), *[-1] * padding], dtype=torch.int32, device=hidden.device)
-        add_experts(self.mixture, read, places, hidden, self.norm, written, self.routing, self.scratch)
+        slot_mapping = torch.tensor([*range(count), *[-1] * padding], dtype=torch.int32, device=hidden.device)
+        add_experts(self.mixture, read, slot_mapping, hidden, self.norm, written, self.routing, self.scratch)
         assert not self.routing.counts.any()
         return hidden[:count], written.rows[:count], written.squares[:count]
 
@@ -88,7 +88,7 @@ def test_a_mixture_is_that_of_torch(
 
 def test_rows_give_the_same_alone_and_among_others(device: torch.device, dtype: torch.dtype) -> None:
     case = Case(device, dtype, 3, True)
-    together = case.run(range(MOST_ROWS if torch.cuda.is_available() else 5))
+    together = case.run(range(MAX_ROWS if torch.cuda.is_available() else 5))
     for row in (0, 4):
         for got, expected in zip(case.run([row], padding=1), together, strict=True):
             if torch.cuda.is_available():

@@ -53,7 +53,7 @@ def make_reference(name: str) -> TorchHeadRunner:
 
 
 def slots(runner: HeadRunner, name: str) -> tuple[DrivenHead, np.ndarray]:
-    """A request with computed slots, and the logits and states of a tree behind them."""
+    """A request with computed rows, and the logits and states of a tree after them."""
     rng = np.random.default_rng(1)
     features = rng.standard_normal((LENGTH, CONFIGS[name].feature_width), dtype=np.float32)
     own = rng.standard_normal((len(NODES), CONFIGS[name].hidden_size), dtype=np.float32)
@@ -64,14 +64,14 @@ def slots(runner: HeadRunner, name: str) -> tuple[DrivenHead, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_slots_are_those_of_torch(name: str, device: torch.device, dtype: torch.dtype) -> None:
+def test_rows_of_a_head_are_those_of_torch(name: str, device: torch.device, dtype: torch.dtype) -> None:
     _, ours = slots(make_runner(name, device, dtype), name)
     _, theirs = slots(make_reference(name), name)
     assert np.linalg.norm(ours - theirs) / np.linalg.norm(theirs) < 0.02
 
 
 def test_chains_in_one_graph_are_those_of_single_passes(device: torch.device, dtype: torch.dtype) -> None:
-    """The first request is greedy; the second guesses with the noise of the target's own choices."""
+    """The first request is greedy; the second drafts with the target's own noise."""
     name = "all flags"
     runner, ids = make_runner(name, device, dtype), random_checkpoint(CONFIGS[name]).draft_ids
     features = np.random.default_rng(1).standard_normal((4, CONFIGS[name].feature_width), dtype=np.float32)
@@ -89,7 +89,7 @@ def test_chains_in_one_graph_are_those_of_single_passes(device: torch.device, dt
         )
 
 
-def test_features_that_a_pool_keeps_are_read_by_their_places(
+def test_features_that_a_pool_keeps_are_read_by_their_kv_slots(
     device: torch.device, dtype: torch.dtype
 ) -> None:
     name = "all flags"
@@ -107,7 +107,7 @@ def test_features_that_a_pool_keeps_are_read_by_their_places(
 
 
 def test_a_chain_ends_where_it_is_unlikely() -> None:
-    """Chances of 0.5 are kept; only those of 0.7 are followed by another guess. NaN is no guess."""
+    """Chances of 0.5 are kept; only those of 0.7 are extended. NaN drafts nothing."""
     from paceline.backends.cuda.head_runner import up_to_least
 
     chances = np.array(

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 HEADS, KV_HEADS, DIM, HIDDEN, EPS = 4, 2, 24, 128, 1e-5
-POSITIONS, PLACES = [5, 0, 9], [7, -1, 2]
+POSITIONS, SLOTS = [5, 0, 9], [7, -1, 2]
 
 
 @pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "normed heads"])
-def test_queries_stay_and_keys_and_values_go_to_their_places(
+def test_queries_stay_and_keys_and_values_go_to_their_kv_slots(
     has_norm: bool, device: torch.device, dtype: torch.dtype
 ) -> None:
     from paceline.backends.cuda.kernels import matrix
@@ -32,12 +32,12 @@ def test_queries_stay_and_keys_and_values_go_to_their_places(
         weight.to(device), DIM, matrix.Tiling(columns=64, step=64, splits=2), bias.to(device)
     )
     normed = matrix.Normed(*there(rows, squares), HIDDEN, EPS)
-    positions, places = there(torch.tensor(POSITIONS).int(), torch.tensor(PLACES).int())
+    positions, slot_mapping = there(torch.tensor(POSITIONS).int(), torch.tensor(SLOTS).int())
     query = torch.zeros(16, HEADS, DIM, dtype=dtype, device=device)
     keys, values = (torch.zeros(9, KV_HEADS, DIM, dtype=dtype, device=device) for _ in range(2))
     scratch = matrix.scratch_for([own], 3, device)
     rotation, weights = there(angles.cos(), angles.sin()), None if norms is None else there(*norms)
-    project_heads(normed, own, positions, places, rotation, weights, query, keys, values, scratch)  # type: ignore[arg-type]
+    project_heads(normed, own, positions, slot_mapping, rotation, weights, query, keys, values, scratch)  # type: ignore[arg-type]
 
     plain = F.rms_norm(rows[:3].float(), (HIDDEN,), eps=EPS) @ weight.float().T + bias.float()
     expected_query, expected_keys, expected_values = plain.view(3, count, DIM).split(
@@ -56,7 +56,7 @@ def test_queries_stay_and_keys_and_values_go_to_their_places(
     torch.testing.assert_close(query[:3].cpu().float(), turned(expected_query, query_norm), **bound)
     torch.testing.assert_close(keys[[7, 2]].cpu().float(), turned(expected_keys, key_norm)[[0, 2]], **bound)
     torch.testing.assert_close(values[[7, 2]].cpu().float(), expected_values[[0, 2]], **bound)
-    untouched = [place for place in range(9) if place not in PLACES]
+    untouched = [slot for slot in range(9) if slot not in SLOTS]
     assert not keys[untouched].any()
     assert not values[untouched].any()
     assert not scratch.counters.any()
@@ -77,14 +77,16 @@ def test_a_head_has_the_same_bits_among_any_number_of_rows(device: torch.device,
     angles = torch.arange(most + 5, device=device)[:, None] * torch.rand(DIM // 2, device=device)
     own = matrix.tile_heads(weight, DIM, matrix.Tiling(columns=64, step=64, splits=2))
     normed = matrix.Normed(rows, rows.float().square().view(most, 2, -1).sum(-1), HIDDEN, EPS)
-    places, rotation = torch.arange(most, device=device).int(), (angles.cos(), angles.sin())
+    slot_mapping, rotation = torch.arange(most, device=device).int(), (angles.cos(), angles.sin())
     found = []
     for number in (1, 20, 64, most):
         query = torch.zeros(most, HEADS, DIM, dtype=dtype, device=device)
         keys, values = (torch.zeros(most, KV_HEADS, DIM, dtype=dtype, device=device) for _ in range(2))
         scratch = matrix.scratch_for([own], number, device)
-        positions = places[:number] + 5
-        project_heads(normed, own, positions, places[:number], rotation, norms, query, keys, values, scratch)
+        positions = slot_mapping[:number] + 5
+        project_heads(
+            normed, own, positions, slot_mapping[:number], rotation, norms, query, keys, values, scratch
+        )
         found.append((query[0], keys[0], values[0]))
     for other in found[1:]:
         assert all(torch.equal(mine, its) for mine, its in zip(found[0], other, strict=True))

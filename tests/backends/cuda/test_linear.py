@@ -65,7 +65,7 @@ def test_of_many_rows_a_program_may_have_two_tiles_or_four(
     monkeypatch.setattr(matrix, "MANY_TILES", {4: 4, 2: 2})
     monkeypatch.setattr(matrix, "FEW_PROGRAMS", 0)
     case, rows = Case(device, dtype, splits=1, step=128), 70
-    assert [matrix.cut_for(own, rows, wide=True).options["tiles"] for own in (case.matrix, case.pair)] == [
+    assert [matrix.launch_for(own, rows, wide=True).options["tiles"] for own in (case.matrix, case.pair)] == [
         2,
         4,
     ]
@@ -85,13 +85,13 @@ def test_of_many_rows_a_program_may_have_all_splits_of_two_tiles(
     from paceline.backends.cuda.kernels import matrix
     from paceline.backends.cuda.kernels.linear import add_product
 
-    for name, number in (("MOST_TOKENS", 16), ("SMALL_BYTES", 0)):
+    for name, number in (("MAX_TOKENS", 16), ("SMALL_BYTES", 0)):
         monkeypatch.setattr(matrix, name, number)
     case, rows, results = Case(device, dtype), 30, []
     norm, before = torch.randn(WIDTH, device=device).to(dtype), torch.randn(128, WIDTH, device=device)
     for enough, cut in ((2, (2, 1, 1)), (3, (2, 2, 2))):
         monkeypatch.setattr(matrix, "ENOUGH_PROGRAMS", enough)
-        assert matrix.cut_for(case.matrix, rows, wide=True).grid == cut
+        assert matrix.launch_for(case.matrix, rows, wide=True).grid == cut
         squares = torch.full((128, case.matrix.tiles), torch.nan, device=device)
         normed = matrix.Normed(torch.zeros(128, WIDTH, device=device, dtype=dtype), squares, WIDTH, EPS)
         hidden = before.clone()
@@ -113,7 +113,7 @@ def test_programs_of_a_small_matrix_share_the_rows_as_long_as_they_are_few(
 
     def tokens(few: int) -> int:
         monkeypatch.setattr(matrix, "FEW_PROGRAMS", few)
-        cut = matrix.cut_for(case.matrix, rows)
+        cut = matrix.launch_for(case.matrix, rows)
         assert cut.grid[0] == -(-rows // cut.options["tokens"])
         return int(cut.options["tokens"])
 

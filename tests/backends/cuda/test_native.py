@@ -1,4 +1,4 @@
-"""Kernels of CUDA C++ are compiled from what is told, and can be left out: Triton's do their work then."""
+"""CUDA C++ kernels are compiled from constants, instructions and files, and can be left out for Triton's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.backends.cuda import attend, between, logits, native, persistent
+from paceline.backends.cuda import decode_attention, fused_layer, logits, native, persistent
 from paceline.backends.cuda.kernels import attention
 from paceline.backends.cuda.kernels.attention import RowTables
 from paceline.backends.cuda.native import KERNELS, leaving_out
@@ -18,18 +18,18 @@ from paceline.backends.cuda.native import KERNELS, leaving_out
 def attends() -> bool:
     """Whether the kernel is asked; Triton's is not run here."""
     nothing: Any = None
-    attend.attend(nothing, nothing, nothing, tables_of(None), None, 16, nothing, nothing)
+    decode_attention.attend(nothing, nothing, nothing, tables_of(None), None, 16, nothing, nothing)
     return True
 
 
-def tables_of(common: Any) -> Any:
-    return RowTables(*[torch.zeros(1)] * 8, common=common)
+def tables_of(shared_prefix: Any) -> Any:
+    return RowTables(*[torch.zeros(1)] * 8, shared_prefix=shared_prefix)
 
 
-def is_between() -> bool:
+def runs_fused_layer() -> bool:
     nothing: Any = None
     layer: Any = SimpleNamespace(output=SimpleNamespace(weight=torch.zeros(1)))
-    return between.run_between(layer, nothing, nothing, 96, nothing, None)
+    return fused_layer.run_fused_layer(layer, nothing, nothing, 96, nothing, None)
 
 
 def gives_logits() -> bool:
@@ -40,23 +40,28 @@ def gives_logits() -> bool:
 
 def stays() -> bool:
     nothing: Any = None
-    tables: Any = SimpleNamespace(paths=None, common=None, positions=torch.zeros(1))
+    tables: Any = SimpleNamespace(paths=None, shared_prefix=None, positions=torch.zeros(1))
     return persistent.PersistentLayers(nothing, nothing, nothing, 16).run(torch.zeros(1), tables)
 
 
 @pytest.mark.parametrize(
     ("name", "run"),
-    [("attend", attends), ("between", is_between), ("logits", gives_logits), ("persistent", stays)],
+    [
+        ("decode_attention", attends),
+        ("fused_layer", runs_fused_layer),
+        ("logits", gives_logits),
+        ("persistent", stays),
+    ],
 )
 def test_a_kernel_is_left_out(name: str, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> bool:
         raise RuntimeError("asked")
 
-    monkeypatch.setattr(attend, "_run", refuse)
+    monkeypatch.setattr(decode_attention, "_run", refuse)
     monkeypatch.setattr(attention, "attend", lambda *arguments, **options: None)
     monkeypatch.setattr(persistent.PersistentLayers, "_prepare", refuse)
-    for module in (between, logits):
-        monkeypatch.setattr(module, "streams_on", refuse)
+    for module in (fused_layer, logits):
+        monkeypatch.setattr(module, "supports_pipeline", refuse)
     assert name in KERNELS
     with pytest.raises(RuntimeError, match="asked"):
         run()
@@ -67,18 +72,22 @@ def test_a_kernel_is_left_out(name: str, run: Any, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_what_is_common_is_read_once_unless_that_is_left_out_or_rows_have_windows(
+def test_shared_prefixes_are_read_once_unless_left_out_or_with_sliding_windows(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    nothing, common = None, object()
+    nothing, shared_prefix = None, object()
     monkeypatch.setattr(
-        attention, "attend", lambda query, keys, values, tables, *_, **options: asked.append(tables.common)
+        attention,
+        "attend",
+        lambda query, keys, values, tables, *_, **options: asked.append(tables.shared_prefix),
     )
-    for names in ([], ["common"]):
-        with leaving_out(["attend", *names]):
-            attend.attend(nothing, nothing, nothing, tables_of(common), window, 16, nothing, nothing)  # type: ignore[arg-type]
-    assert asked == [common if window is None else None, None]
+    for names in ([], ["shared_prefix"]):
+        with leaving_out(["decode_attention", *names]):
+            decode_attention.attend(
+                nothing, nothing, nothing, tables_of(shared_prefix), window, 16, nothing, nothing
+            )  # type: ignore[arg-type]
+    assert asked == [shared_prefix if window is None else None, None]
 
 
 def test_a_source_is_numbers_instructions_and_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,16 +96,16 @@ def test_a_source_is_numbers_instructions_and_files(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         native, "NativeKernel", lambda source, name, shared, _: made.append((source, name, shared))
     )
-    attend._kernel.__wrapped__((32, 8, 128, 16), 2, True, torch.device("cuda"))
+    decode_attention._kernel.__wrapped__((32, 8, 128, 16), 2, True, torch.device("cuda"))
     source, name, shared = made[0]
-    assert name == "attend"
+    assert name == "decode_attention"
     assert source.startswith("#define HEADS 32\n#define KV_HEADS 8\n#define DIM 128\n#define PAGE 16\n")
     assert f"#define SHARED_BYTES {shared}\n" in source
     words = (
         "void multiply(float (&d)[16]",
-        "void multiply_turned(",
+        "void multiply_transposed(",
         "typedef unsigned int u32",
-        "Attention of chains",
+        "Decode attention for uniform",
     )
     places = [source.index(own) for own in words]
     assert places == sorted(places)
@@ -112,5 +121,8 @@ def test_what_cannot_be_compiled_is_left_to_triton(
     monkeypatch.setattr(native, "compiler", lambda: compiler)
     monkeypatch.setattr(native, "NativeKernel", fail)
     with caplog.at_level(logging.WARNING):
-        assert native.native_kernel("attend", ["attend"], {}, "", 0, torch.device("cuda")) is None
+        assert (
+            native.native_kernel("decode_attention", ["decode_attention"], {}, "", 0, torch.device("cuda"))
+            is None
+        )
     assert ("no such driver" in caplog.text) == (compiler is not None)

@@ -73,7 +73,7 @@ def decode(
         loop.step(requests)
         left.append(loop._workspace.logits[: requests * (drafted + 1)].clone())
         left += [] if loop.features is None else [loop.features.clone()]
-    return [*left, pool.keys, pool.values], any(loop._few_rows._passes.values())
+    return [*left, pool.keys, pool.values], any(loop._megakernel._passes.values())
 
 
 @needs_hopper
@@ -128,7 +128,7 @@ def draft(lengths: list[int], drafted: int) -> tuple[list[torch.Tensor], int]:
     for _ in range(STEPS):
         loop.step(requests)
         left += [network._workspace.logits[:requests].clone(), loop.output.clone()]
-    return [*left, pool.keys, pool.values], sum(map(bool, network._few_rows._passes.values()))
+    return [*left, pool.keys, pool.values], sum(map(bool, network._megakernel._passes.values()))
 
 
 @needs_hopper
@@ -139,7 +139,7 @@ def test_every_pass_of_a_draft_model_can_be_one_kernel(
     from paceline.backends.cuda.persistent import PersistentLayers
 
     left, in_one = draft(lengths, 3)
-    assert in_one == 3, "one that catches up, and two that guess further"
+    assert in_one == 3, "one that catches up, and two that draft further"
     monkeypatch.setattr(PersistentLayers, "run", lambda self, *known: False)
     expected, in_one = draft(lengths, 3)
     assert in_one == 0
@@ -159,7 +159,9 @@ def layers_of_a_suited_model(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def rows_at(address: int) -> Any:
     """Tables of rows that lie at this address."""
-    return SimpleNamespace(paths=None, common=None, positions=SimpleNamespace(data_ptr=lambda: address))
+    return SimpleNamespace(
+        paths=None, shared_prefix=None, positions=SimpleNamespace(data_ptr=lambda: address)
+    )
 
 
 def test_a_torch_without_the_compiler_is_told_once_and_runs_separate_kernels(
@@ -199,9 +201,9 @@ def test_other_devices_have_no_such_kernel() -> None:
 
 
 def test_the_source_comes_with_the_package() -> None:
-    from paceline.backends.cuda import attend, persistent, streaming
+    from paceline.backends.cuda import decode_attention, persistent, weight_pipeline
 
     folder = resources.files("paceline.backends.cuda") / "source"
-    streamed = (*streaming.COMMON, "between", "logits")
-    wanted = {f"{name}.cu" for name in (*persistent.SOURCES, *attend.SOURCES, *streamed)}
+    streamed = (*weight_pipeline.SHARED_SOURCES, "fused_layer", "logits")
+    wanted = {f"{name}.cu" for name in (*persistent.SOURCES, *decode_attention.SOURCES, *streamed)}
     assert {entry.name for entry in folder.iterdir()} == wanted

@@ -15,14 +15,14 @@ POSITIONS = [0, 3, 1000, 65535]
 
 def draw(logits: torch.Tensor, temperature: float, device: torch.device) -> tuple[list[int], torch.Tensor]:
     """The tokens of rows [4, vocab], and the scores that won."""
-    from paceline.backends.cuda.kernels.sampling import candidates_for, race, take_best
+    from paceline.backends.cuda.kernels.sampling import candidates_for, gumbel_argmax, take_best
 
     vocab = logits.shape[1]
     candidates = candidates_for(4, vocab, device)
     temperatures = torch.full((4,), temperature, dtype=torch.float64, device=device)
     seeds = torch.from_numpy(np.array(SEEDS, dtype=np.uint64).view(np.int64)).to(device)
     positions = torch.tensor(POSITIONS, dtype=torch.int32, device=device)
-    race(logits.to(device), vocab, temperatures, seeds, positions, candidates, 4)
+    gumbel_argmax(logits.to(device), vocab, temperatures, seeds, positions, candidates, 4)
     tokens = torch.empty(4, dtype=torch.int32, device=device)
     take_best(candidates, tokens)
     return tokens.tolist(), candidates.scores.cpu().max(-1).values

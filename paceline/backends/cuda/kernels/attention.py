@@ -1,26 +1,27 @@
 """Attention of rows over paged keys and values: decodes, draft trees and prefill chunks in one kernel.
 
-A program has a tile of rows of one request and one key head; the query heads that share it are its lanes. It
-walks over positions, cut by position alone, so how a row is summed depends on its own position and on nothing
-else in the pass:
+As FlashDecoding does, several programs split the KV positions of a tile (split-KV), each runs an online
+softmax, and the last to finish merges their partial results. A program has a tile of rows of one request and
+one KV head; its lanes are rows times the query heads that share the KV head. Positions are split at fixed
+boundaries, so the order in which a row is summed depends on its own position and on nothing else in the pass:
 
-    block      64 positions: one softmax, not yet divided by its sum
-    stretch    8 blocks, merged in order
-    group      8 stretches, merged in order; groups are merged in order, too
+    block       64 positions: one softmax, not yet divided by its sum
+    KV chunk    8 blocks, merged in order
+    group       8 KV chunks, merged in order; groups are merged in order, too
 
-Short contexts are shared out by blocks, so that many programs have something to do, long ones by stretches,
-so that there is little to merge. Who comes last merges what the others have left in memory. Stretches that
-many rows see alike may have been summed before, by kernels/common.py: then programs have the rest.
+Short contexts are split by blocks, to occupy many programs; long ones by KV chunks, so that there is little
+to merge. KV chunks that many rows share may have been computed before, by kernels/shared_prefix.py: then
+programs compute the rest.
 
-A draft's row sees its path from the root, and a path may lie scattered among the rows of its tree:
+A row of a draft tree sees its path from the root, whose KV indices need not be contiguous:
 
     position     0 ... context | root  a   b           row b descends from a, which is not the row before it
     KV index     0 ... context | 0     2   5           beyond the context
-                 straight ------------>|   path: 2, 5
+                 contiguous -------->|   path: 2, 5
 
-Up to `straight` a row's positions are its KV indices; behind, `paths` tells them. A block that is straight
-for all rows of a tile is read once; of others each row reads its own keys, in the order of positions. So a
-drafted token has the bits that it has when it is decoded after its path was committed.
+Positions below `contiguous_until` are KV indices; from there on, `paths` holds the indices. A contiguous
+block is read once for all rows of a tile; of a tree block each row reads its own keys, in the order of
+positions. So a drafted token has the bits that it has when it is decoded after its path was committed.
 """
 
 from __future__ import annotations
@@ -31,81 +32,83 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.common import CommonRows, attend_common
-from paceline.backends.cuda.kernels.launching import let_next_start, overlaps, wait
-from paceline.backends.cuda.kernels.rounding import rounding_scales, scale_place
+from paceline.backends.cuda.kernels.fp8 import fp8_scales, scale_offset
+from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_wait, supports_pdl
+from paceline.backends.cuda.kernels.shared_prefix import SharedPrefixRows, attend_shared_prefix
 from paceline.backends.cuda.kernels.softmax import BLOCK as BLOCK
-from paceline.backends.cuda.kernels.softmax import MERGED as MERGED
-from paceline.backends.cuda.kernels.softmax import MOST_PATH as MOST_PATH
+from paceline.backends.cuda.kernels.softmax import MAX_PATH as MAX_PATH
+from paceline.backends.cuda.kernels.softmax import MERGE_FAN_IN as MERGE_FAN_IN
 from paceline.backends.cuda.kernels.softmax import (
-    crooked_block,
-    gather,
-    leave,
+    contiguous_block,
+    empty_softmax,
+    kv_slots_of,
     merge,
-    nothing,
-    places_of,
-    prefetch_lines,
+    merge_partials,
+    prefetch_kv,
     rows_of_lanes,
-    straight_block,
+    store_partial,
+    tree_block,
     visible_positions,
 )
 
 LANES = 16  # rows times query heads of a tile, at least
-WARPS = 4  # part of the result's bits, as BLOCK and MERGED are
-STAGES = 5  # of the loop over blocks: two for pages, as the places of keys follow from them
-PROGRAMS = 264  # worth having at once
-MOST_TAKERS = MERGED * MERGED  # programs that share a tile and a head
-_BLOCK, _MERGED = tl.constexpr(BLOCK), tl.constexpr(MERGED)
+WARPS = 4  # decides the bits, as BLOCK and MERGE_FAN_IN do
+STAGES = 5  # pipeline stages of the loop over blocks: two for page numbers, from which slots follow
+PROGRAMS = 264  # enough to occupy the device
+MAX_KV_SPLITS = MERGE_FAN_IN * MERGE_FAN_IN  # programs of a tile and KV head, at most
+_BLOCK, _MERGE_FAN_IN = tl.constexpr(BLOCK), tl.constexpr(MERGE_FAN_IN)
 
 
 @dataclass(frozen=True)
-class EvenRows:
-    """What is known ahead of a pass in which all requests have as many rows, request after request."""
+class UniformRows:
+    """What is known before a pass in which every request has the same number of rows."""
 
     tiles: int  # of each request
-    span: int  # KV indices of a request that the step computes, at most
-    settled: bool  # what a request's rows read before their first one was there before the step
+    span: int  # most KV indices of a request that the step computes
+    settled: bool  # whether the context before a request's rows was written before the step
 
 
 @dataclass(frozen=True)
 class RowTables:
-    """Where each row of a pass stands and what it sees. All int32, on the device."""
+    """The position, KV slot and visible KV indices of each row of a pass. All int32, on the device."""
 
     positions: torch.Tensor  # [rows]
-    places: torch.Tensor  # [rows] where its key and value go; -1: nowhere, the row is padding
-    straight: torch.Tensor  # [rows] positions below it lie at their own index
-    paths: torch.Tensor | None  # [rows, MOST_PATH] KV indices from `straight` on; None: all are straight
+    slot_mapping: torch.Tensor  # [rows] KV slot of its key and value; -1: the row is padding
+    contiguous_until: torch.Tensor  # [rows] positions below it are their own KV index
+    paths: torch.Tensor | None  # [rows, MAX_PATH] KV indices from `contiguous_until` on; None: no trees
     tile_rows: torch.Tensor  # [tiles] the first row of each tile
-    tile_counts: torch.Tensor  # [tiles] how many rows it has; 0: the tile is padding
-    tile_pages: torch.Tensor  # [tiles] where the page table of its request begins in `pages`
+    tile_counts: torch.Tensor  # [tiles] its number of rows; 0: the tile is padding
+    tile_pages: torch.Tensor  # [tiles] offset of its request's page table in `pages`
     pages: torch.Tensor  # [pages of all requests] page numbers
-    even: EvenRows | None = None  # None: requests have different numbers of rows
-    common: CommonRows | None = None  # what many rows see alike, if it is read once for all of them
+    uniform: UniformRows | None = None  # None: requests have different numbers of rows
+    shared_prefix: SharedPrefixRows | None = None  # KV chunks that the shared-prefix kernel computes
 
 
 @dataclass(frozen=True)
 class AttentionScratch:
-    """Where parts of a softmax meet. One is enough for all layers, which run one after the other."""
+    """Partial results of the split-KV reduction. All layers, which run in turn, share one."""
 
-    mixed: torch.Tensor  # float32 [floats] a line of head_dim for each row, head and part
-    totals: torch.Tensor  # float32 [floats] for each of them the largest score and the sum of weights
-    counters: torch.Tensor  # int32 [tiles * key heads] zero between passes
-    blocks: int  # of the longest context
+    partial_acc: torch.Tensor  # float32 [floats] head_dim numbers for each row, head and partial
+    partial_stats: torch.Tensor  # float32 [floats] for each of them row_max and row_sum
+    counters: torch.Tensor  # int32 [tiles * KV heads] zero between passes
+    blocks: int  # blocks of the longest context
 
 
 def tile_height(heads: int, kv_heads: int) -> int:
-    """How many rows of a request a tile has."""
+    """The number of rows of a tile."""
     return rows_of_lanes(LANES, heads, kv_heads)
 
 
 def attention_scratch(
     rows: int, heads: int, kv_heads: int, head_dim: int, longest: int, device: torch.device
 ) -> AttentionScratch:
-    """Scratch for passes of at most so many rows over contexts up to `longest`."""
+    """Scratch for passes of at most so many rows over contexts of at most `longest` tokens."""
     blocks = -(-longest // BLOCK)
     height = tile_height(heads, kv_heads)
-    # the fewer tiles there are, the more programs share each, and every one leaves a part
-    lines = max(count * heads * _parts(-(-count // height), kv_heads, blocks) for count in range(1, rows + 1))
+    # the fewer tiles, the more programs split each, and each program stores a partial
+    lines = max(
+        count * heads * _max_partials(-(-count // height), kv_heads, blocks) for count in range(1, rows + 1)
+    )
     return AttentionScratch(
         torch.empty(lines * head_dim, dtype=torch.float32, device=device),
         torch.empty(lines * 2, dtype=torch.float32, device=device),
@@ -114,39 +117,43 @@ def attention_scratch(
     )
 
 
-def _takers(tiles: int, kv_heads: int, blocks: int) -> int:
-    """How many programs share a tile and a head."""
-    return max(1, min(PROGRAMS // (tiles * kv_heads), MOST_TAKERS, blocks))
+def _num_kv_splits(tiles: int, kv_heads: int, blocks: int) -> int:
+    """The number of programs that split the KV positions of a tile and KV head."""
+    return max(1, min(PROGRAMS // (tiles * kv_heads), MAX_KV_SPLITS, blocks))
 
 
-def _parts(tiles: int, kv_heads: int, blocks: int) -> int:
-    """How many parts of one softmax there are at most: blocks of few takers, or stretches."""
-    return max(_takers(tiles, kv_heads, blocks), -(-blocks // MERGED))
+def _max_partials(tiles: int, kv_heads: int, blocks: int) -> int:
+    """The most partial results of one softmax: one per program that splits blocks, or one per KV chunk."""
+    return max(_num_kv_splits(tiles, kv_heads, blocks), -(-blocks // MERGE_FAN_IN))
 
 
 def score_scale(dim: int) -> float:
-    """What scores are multiplied by: weights are powers of two."""
+    """The factor of scores: 1 / sqrt(dim), times log2(e) because weights are powers of two."""
     return float(dim**-0.5 * 1.4426950408889634)
 
 
 @triton.jit
-def _share(position, straight, newest, count, window, takers, skipped):  # type: ignore[no-untyped-def]
-    """What programs of a tile sum before they meet: `each` blocks, one or a stretch, from which to which.
+def _split_kv(position, contiguous_until, newest, count, window, kv_splits, shared_chunks):  # type: ignore[no-untyped-def]
+    """How programs split a tile: blocks per partial, first and end partial, blocks, tree_begin.
 
-    Then the number of blocks, and the first position that is not where its index says, for any row. So many
-    stretches were `skipped`: their parts are there.
+    A partial is one block or one KV chunk. `tree_begin` is the first position that is not contiguous for some
+    row. The first `shared_chunks` KV chunks are left out: their partials are there already.
     """
-    crooked = tl.min(tl.where(straight > position, 1 << 30, straight), 0)
+    tree_begin = tl.min(tl.where(contiguous_until > position, 1 << 30, contiguous_until), 0)
     lowest = tl.maximum(tl.min(position, 0) - window + 1, 0) if window > 0 else 0
     blocks, oldest = tl.where(count > 0, newest // _BLOCK + 1, 0), lowest // _BLOCK
-    in_group: tl.constexpr = _MERGED * _MERGED
-    few = (blocks - oldest <= takers) & (oldest // in_group == (blocks - 1) // in_group) & (skipped == 0)
-    each = tl.where(few, 1, _MERGED)
-    return each, tl.maximum(oldest // each, skipped), (blocks + each - 1) // each, blocks, crooked
+    in_group: tl.constexpr = _MERGE_FAN_IN * _MERGE_FAN_IN
+    few = (
+        (blocks - oldest <= kv_splits)
+        & (oldest // in_group == (blocks - 1) // in_group)
+        & (shared_chunks == 0)
+    )
+    each = tl.where(few, 1, _MERGE_FAN_IN)
+    return each, tl.maximum(oldest // each, shared_chunks), (blocks + each - 1) // each, blocks, tree_begin
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _stretch(  # type: ignore[no-untyped-def]
+def _attend_chunk(  # type: ignore[no-untyped-def]
     query,
     span,
     tile,
@@ -158,68 +165,70 @@ def _stretch(  # type: ignore[no-untyped-def]
     height: tl.constexpr,
     page_size: tl.constexpr,
     stages: tl.constexpr,
-    crooks: tl.constexpr,
+    has_trees: tl.constexpr,
 ):
-    """Blocks of a span, merged in order: those that are straight, then those that are not."""
+    """The merged softmax of a span of blocks: contiguous blocks first, then tree blocks."""
     begin, end = span
-    whole = nothing(query.shape[0], query.shape[1])
+    merged = empty_softmax(query.shape[0], query.shape[1])
     newest = tl.max(sight[0], 0)
-    bend = tl.maximum(tl.minimum(end, tile[3] // _BLOCK), begin)  # where the first crooked one begins
-    for index in tl.range(begin, bend, num_stages=stages):
+    tree_blocks_begin = tl.maximum(tl.minimum(end, tile[3] // _BLOCK), begin)  # the first tree block
+    for index in tl.range(begin, tree_blocks_begin, num_stages=stages):
         column = index * _BLOCK + tl.arange(0, _BLOCK)
         seen, visible = column <= newest, visible_positions(column, sight)
-        place = places_of(column, seen, pool[2], page_size)
-        whole = merge(whole, straight_block(query, place, seen, visible, scale, pool, dim))
-    if crooks:
-        for index in tl.range(bend, end, num_stages=1):
+        kv_slot = kv_slots_of(column, seen, pool[2], page_size)
+        merged = merge(merged, contiguous_block(query, kv_slot, seen, visible, scale, pool, dim))
+    if has_trees:
+        for index in tl.range(tree_blocks_begin, end, num_stages=1):
             column = index * _BLOCK + tl.arange(0, _BLOCK)
             visible = visible_positions(column, sight)
-            other = crooked_block(query, column, tile, visible, scale, tables, pool, dim, height, page_size)
-            whole = merge(whole, other)
-    return whole
+            other = tree_block(query, column, tile, visible, scale, tables, pool, dim, height, page_size)
+            merged = merge(merged, other)
+    return merged
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _meet(whole, meeting, lines, left, used, dim: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether this program is its tile's last to get here, and if it is, all that was left, merged."""
-    counter_at, oldest, begin, end, takers = meeting
+def _merge_if_last(merged, reduction, lines, partials_at, is_used, dim: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether this program is the last of its tile to arrive, and, if it is, all partials merged."""
+    counter_at, oldest, begin, end, kv_splits = reduction
     last = end - oldest == 1
     if end - oldest > 1:
         tl.debug_barrier()
-        last = tl.atomic_add(counter_at, 1, sem="acq_rel") == tl.minimum(takers, end - begin) - 1
+        last = tl.atomic_add(counter_at, 1, sem="acq_rel") == tl.minimum(kv_splits, end - begin) - 1
         if last:
-            _, _, mixed = whole
-            whole = gather(lines, oldest, end, left, used, dim, mixed.shape[1], mixed.shape[0], _MERGED)
+            _, _, acc = merged
+            merged = merge_partials(
+                lines, oldest, end, partials_at, is_used, dim, acc.shape[1], acc.shape[0], _MERGE_FAN_IN
+            )
             tl.store(counter_at, 0)
-    return last, whole
+    return last, merged
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rounded(mixed, row, head, used, scales_at, heads: tl.constexpr, dim: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What is to be written of heads [lanes, dim] as e4m3 numbers; their scales are written here."""
+def _quantized(acc, row, head, is_used, scales_at, heads: tl.constexpr, dim: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Attention output [lanes, dim] scaled for e4m3; writes the scales."""
     groups: tl.constexpr = dim // 64
-    parts = tl.reshape(mixed, (mixed.shape[0], groups, 64))
-    scales, inverse = rounding_scales(tl.max(tl.abs(parts), 2))
+    parts = tl.reshape(acc, (acc.shape[0], groups, 64))
+    scales, inverse = fp8_scales(tl.max(tl.abs(parts), 2))
     group = head[:, None] * groups + tl.arange(0, groups)[None, :]
-    place = scale_place(row[:, None], group, heads * groups)
-    tl.store(scales_at + place, scales, mask=used[:, None])
-    return tl.reshape(parts * inverse[:, :, None], mixed.shape)
+    offset = scale_offset(row[:, None], group, heads * groups)
+    tl.store(scales_at + offset, scales, mask=is_used[:, None])
+    return tl.reshape(parts * inverse[:, :, None], acc.shape)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write(  # type: ignore[no-untyped-def]
-    whole, row, head, used, output, heads: tl.constexpr, dim: tl.constexpr, rounds: tl.constexpr
+    merged, row, head, is_used, output, heads: tl.constexpr, dim: tl.constexpr, quantizes: tl.constexpr
 ) -> None:
-    """Write what lanes have mixed, which may be rounded."""
+    """Write the normalized attention output, quantized to e4m3 if asked."""
     output_at, scales_at, stride = output
-    _, total, mixed = whole
-    part = tl.arange(0, mixed.shape[1])
-    places = row.to(tl.int64)[:, None] * stride + head[:, None] * dim + part[None, :]
-    mixed = mixed / total[:, None]
-    if rounds:
-        mixed = _rounded(mixed, row, head, used, scales_at, heads, dim)
-    mask = used[:, None] & (part < dim)[None, :]
-    tl.store(output_at + places, mixed.to(output_at.dtype.element_ty), mask=mask)
+    _, row_sum, acc = merged
+    part = tl.arange(0, acc.shape[1])
+    offsets = row.to(tl.int64)[:, None] * stride + head[:, None] * dim + part[None, :]
+    acc = acc / row_sum[:, None]
+    if quantizes:
+        acc = _quantized(acc, row, head, is_used, scales_at, heads, dim)
+    mask = is_used[:, None] & (part < dim)[None, :]
+    tl.store(output_at + offsets, acc.to(output_at.dtype.element_ty), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -230,17 +239,17 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     output_at,
     output_scales_at,
     positions_at,
-    straight_at,
+    contiguous_until_at,
     paths_at,
     tile_rows_at,
     tile_counts_at,
     tile_pages_at,
     pages_at,
-    skipped_at,
-    mixed_at,
-    totals_at,
+    shared_chunks_at,
+    partial_acc_at,
+    partial_stats_at,
     counters_at,
-    most_parts,
+    max_partials,
     output_stride,
     window,  # 0: no window
     earliest,
@@ -253,59 +262,77 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     lanes: tl.constexpr,
     page_size: tl.constexpr,
     stages: tl.constexpr,
-    crooks: tl.constexpr,  # whether a row's path may lie scattered
-    rounds: tl.constexpr,
-    skips: tl.constexpr,  # whether stretches may have been summed before
-    overlap: tl.constexpr,
+    has_trees: tl.constexpr,  # whether paths may be non-contiguous
+    quantizes: tl.constexpr,
+    has_shared: tl.constexpr,  # whether the shared-prefix kernel ran before
+    pdl: tl.constexpr,
 ) -> None:
-    number, head, taker, takers = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    let_next_start(overlap)
-    # tables were written before this pass began: no kernel of it has to be waited for
+    number, head, kv_split, kv_splits = (
+        tl.program_id(0),
+        tl.program_id(1),
+        tl.program_id(2),
+        tl.num_programs(2),
+    )
+    pdl_launch(pdl)
+    # tables were written before this pass: they can be read before pdl_wait
     first, count = tl.load(tile_rows_at + number), tl.load(tile_counts_at + number)
     lane, part = tl.arange(0, lanes), tl.arange(0, wide)
     in_tile, in_group = lane // (lanes // height), lane % (lanes // height)
     group: tl.constexpr = heads // kv_heads
-    query_head, used = head * group + in_group, (in_tile < count) & (in_group < group)
+    query_head, is_used = head * group + in_group, (in_tile < count) & (in_group < group)
     row = first + tl.minimum(in_tile, tl.maximum(count - 1, 0))
-    position, straight = tl.load(positions_at + row), tl.load(straight_at + row)
+    position, contiguous_until = tl.load(positions_at + row), tl.load(contiguous_until_at + row)
     newest, sight = tl.max(position, 0), (position, window, earliest)
-    skipped = tl.load(skipped_at + number) if skips else 0
-    each, begin, end, blocks, crooked = _share(position, straight, newest, count, window, takers, skipped)
-    oldest = tl.where(skipped > 0, 0, begin)  # of the parts that are to be merged
+    shared_chunks = tl.load(shared_chunks_at + number) if has_shared else 0
+    each, begin, end, blocks, tree_begin = _split_kv(
+        position, contiguous_until, newest, count, window, kv_splits, shared_chunks
+    )
+    oldest = tl.where(shared_chunks > 0, 0, begin)  # the first partial to merge
     pages_at += tl.load(tile_pages_at + number)
     pool = (keys_at + head * dim, values_at + head * dim, pages_at, kv_heads * dim)
-    if begin + taker >= end:
-        wait(overlap)  # nobody may end before what came before, not even where all rows are padding
+    if begin + kv_split >= end:
+        pdl_wait(pdl)  # no program may end before earlier kernels, not even of a padding tile
         return
-    column = (begin + taker) * each * _BLOCK + tl.arange(0, _BLOCK)
-    seen = (column <= newest) & (column < crooked)
-    place = places_of(column, seen, pages_at, page_size)
-    prefetch_lines(pool, place, wide, overlap)  # of earlier passes
-    wait(overlap)
-    mask, line = used[:, None] & (part < dim)[None, :], row * heads + query_head
+    column = (begin + kv_split) * each * _BLOCK + tl.arange(0, _BLOCK)
+    seen = (column <= newest) & (column < tree_begin)
+    kv_slot = kv_slots_of(column, seen, pages_at, page_size)
+    prefetch_kv(pool, kv_slot, wide, pdl)  # keys and values of earlier passes
+    pdl_wait(pdl)
+    mask, line = is_used[:, None] & (part < dim)[None, :], row * heads + query_head
     query = tl.load(query_at + line[:, None] * dim + part[None, :], mask=mask, other=0.0)
-    left, tables = (mixed_at, totals_at), (positions_at, straight_at, paths_at)
-    whole, tile = nothing(lanes, wide), (first, count, in_tile, crooked)
-    if (each == 1) & ((begin + taker + 1) * _BLOCK <= crooked):
+    partials_at, tables = (partial_acc_at, partial_stats_at), (positions_at, contiguous_until_at, paths_at)
+    merged, tile = empty_softmax(lanes, wide), (first, count, in_tile, tree_begin)
+    if (each == 1) & ((begin + kv_split + 1) * _BLOCK <= tree_begin):
         visible = visible_positions(column, sight)
-        whole = straight_block(query, place, seen, visible, scale, pool, dim)
+        merged = contiguous_block(query, kv_slot, seen, visible, scale, pool, dim)
         if end - oldest > 1:
-            leave(whole, (line * most_parts + begin + taker).to(tl.int64), left, used, dim)
+            store_partial(
+                merged, (line * max_partials + begin + kv_split).to(tl.int64), partials_at, is_used, dim
+            )
     else:
-        for own in range(begin + taker, end, takers):
-            span = (own * each, tl.minimum((own + 1) * each, blocks))
-            whole = _stretch(
-                query, span, tile, sight, scale, tables, pool, dim, height, page_size, stages, crooks
+        for partial in range(begin + kv_split, end, kv_splits):
+            span = (partial * each, tl.minimum((partial + 1) * each, blocks))
+            merged = _attend_chunk(
+                query, span, tile, sight, scale, tables, pool, dim, height, page_size, stages, has_trees
             )
             if end - oldest > 1:
-                leave(whole, (line * most_parts + own).to(tl.int64), left, used, dim)
-    meeting = (counters_at + number * kv_heads + head, oldest, begin, end, takers)
-    last, whole = _meet(whole, meeting, line * most_parts, left, used, dim)
+                store_partial(merged, (line * max_partials + partial).to(tl.int64), partials_at, is_used, dim)
+    reduction = (counters_at + number * kv_heads + head, oldest, begin, end, kv_splits)
+    last, merged = _merge_if_last(merged, reduction, line * max_partials, partials_at, is_used, dim)
     if last:
-        _write(whole, row, query_head, used, (output_at, output_scales_at, output_stride), heads, dim, rounds)
+        _write(
+            merged,
+            row,
+            query_head,
+            is_used,
+            (output_at, output_scales_at, output_stride),
+            heads,
+            dim,
+            quantizes,
+        )
 
 
-def leave_common(
+def store_shared_partials(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -315,10 +342,12 @@ def leave_common(
     parts: int,
     earliest: int,
 ) -> None:
-    """Sum what many rows see alike, as the first of so many parts of each row."""
-    assert tables.common is not None
-    scale, left = score_scale(query.shape[2]), (scratch.mixed, scratch.totals, parts)
-    attend_common(query, keys, values, tables.common, tables.pages, page_size, left, scale, earliest)
+    """Compute the shared KV chunks, as the first of so many partials of each row."""
+    assert tables.shared_prefix is not None
+    scale, partials_at = score_scale(query.shape[2]), (scratch.partial_acc, scratch.partial_stats, parts)
+    attend_shared_prefix(
+        query, keys, values, tables.shared_prefix, tables.pages, page_size, partials_at, scale, earliest
+    )
 
 
 def attend(
@@ -335,34 +364,34 @@ def attend(
 ) -> None:
     """Write values mixed by softmax(query · key) to `output` [rows, at least heads * head_dim].
 
-    `query` is [rows, heads, head_dim], `keys` and `values` are one layer's [places, key heads, head_dim].
+    `query` is [rows, heads, head_dim], `keys` and `values` are one layer's [slots, key heads, head_dim].
     Positions before `earliest` hold nothing and are seen by no row. If there are `scales`, as of Normed, the
     output is rounded to e4m3; heads have whole groups of 64 then.
     """
     _, heads, dim = query.shape
     kv_heads = keys.shape[1]
     tiles = len(tables.tile_rows)
-    height, parts = tile_height(heads, kv_heads), _parts(tiles, kv_heads, scratch.blocks)
-    overlap = overlaps(query.device)
-    if tables.common is not None:
+    height, parts = tile_height(heads, kv_heads), _max_partials(tiles, kv_heads, scratch.blocks)
+    pdl = supports_pdl(query.device)
+    if tables.shared_prefix is not None:
         assert window is None, "rows with windows do not see alike"
-        leave_common(query, keys, values, tables, page_size, scratch, parts, earliest)
-    _attention_kernel[(tiles, kv_heads, _takers(tiles, kv_heads, scratch.blocks))](
+        store_shared_partials(query, keys, values, tables, page_size, scratch, parts, earliest)
+    _attention_kernel[(tiles, kv_heads, _num_kv_splits(tiles, kv_heads, scratch.blocks))](
         query,
         keys,
         values,
         output,
         scales,
         tables.positions,
-        tables.straight,
+        tables.contiguous_until,
         tables.paths,
         tables.tile_rows,
         tables.tile_counts,
         tables.tile_pages,
         tables.pages,
-        None if tables.common is None else tables.common.skipped,
-        scratch.mixed,
-        scratch.totals,
+        None if tables.shared_prefix is None else tables.shared_prefix.shared_chunks,
+        scratch.partial_acc,
+        scratch.partial_stats,
         scratch.counters,
         parts,
         output.stride(0),
@@ -379,9 +408,9 @@ def attend(
         STAGES,
         tables.paths is not None,
         scales is not None,
-        tables.common is not None,
-        overlap,
+        tables.shared_prefix is not None,
+        pdl,
         num_warps=WARPS,
         enable_fp_fusion=False,
-        launch_pdl=overlap,
+        launch_pdl=pdl,
     )

@@ -1,4 +1,4 @@
-"""What draft networks read: rows of features and states, put together."""
+"""The inputs of draft networks: rows of features and states, normed and joined."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.launching import follow, overlaps
 from paceline.backends.cuda.kernels.matrix import Normed
+from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 
-NO_RESIDUAL, STATE_RESIDUAL, NORMED_RESIDUAL = range(3)  # what the residual stream of a head starts from
+NO_RESIDUAL, STATE_RESIDUAL, NORMED_RESIDUAL = range(3)  # initial value of a head's residual stream
 
 
 @triton.jit
@@ -32,12 +32,12 @@ def _norm_rows_kernel(  # type: ignore[no-untyped-def]
     has_sources: tl.constexpr,
     has_norm: tl.constexpr,
     wide: tl.constexpr,  # size, rounded up to a power of two
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     row, group = tl.program_id(0), tl.program_id(1)
     part = tl.arange(0, wide)
     inside = part < size
-    follow(overlap)
+    pdl_sync(pdl)
     source = tl.load(sources_at + row) if has_sources else row
     values = tl.load(
         values_at + source.to(tl.int64) * values_stride + group * size + part, mask=inside, other=0.0
@@ -60,10 +60,10 @@ def norm_rows(
 ) -> None:
     """Write rows of `values` [any, groups * size] to `output` [rows, at least groups * size].
 
-    Row r is row sources[r], or r itself without `sources`. Each of its groups is normed by itself with
-    `norm` [groups * size], if there is one.
+    Row r is row sources[r], or r without `sources`. Each of its groups is normed by itself with `norm`
+    [groups * size], if given.
     """
-    overlap = overlaps(values.device)
+    pdl = supports_pdl(values.device)
     _norm_rows_kernel[(rows, groups)](
         values,
         sources,
@@ -76,9 +76,9 @@ def norm_rows(
         sources is not None,
         norm is not None,
         triton.next_power_of_2(size),
-        overlap,
+        pdl,
         num_warps=4,
-        launch_pdl=overlap,
+        launch_pdl=pdl,
     )
 
 
@@ -98,12 +98,12 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     has_norms: tl.constexpr,
     residual: tl.constexpr,
     wide: tl.constexpr,  # padded, rounded up to a power of two
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     part = tl.arange(0, wide)
     inside = part < padded
-    follow(overlap)
+    pdl_sync(pdl)
     source = tl.load(sources_at + row) if has_sources else row
     embedded = tl.load(embedded_at + row * padded + part, mask=inside, other=0.0)
     state = tl.load(states_at + source * padded + part, mask=inside, other=0.0)
@@ -133,12 +133,12 @@ def join(
     hidden: torch.Tensor,
     rows: int,
 ) -> None:
-    """Write embeddings and states side by side to `joined` [rows, 2 * padded], and begin `hidden`.
+    """Write embeddings and states side by side to `joined` [rows, 2 * padded], and initialize `hidden`.
 
     `embedded` and `states` are float32 [any, padded]; row r reads the state sources[r], or r without
-    `sources`. Both are normed with `norms`, each [padded], if there are any.
+    `sources`. Both are normed with `norms`, each [padded], if given.
     """
-    overlap = overlaps(embedded.device)
+    pdl = supports_pdl(embedded.device)
     embedding_norm, state_norm = norms or (None, None)
     _join_kernel[(rows,)](
         embedded,
@@ -155,9 +155,9 @@ def join(
         norms is not None,
         residual,
         triton.next_power_of_2(hidden.shape[1]),
-        overlap,
+        pdl,
         num_warps=8,
-        launch_pdl=overlap,
+        launch_pdl=pdl,
     )
 
 
@@ -172,11 +172,11 @@ def _pick_kernel(  # type: ignore[no-untyped-def]
     groups,
     wide: tl.constexpr,
     most_groups: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     part, group = tl.arange(0, wide), tl.arange(0, most_groups)
-    follow(overlap)
+    pdl_sync(pdl)
     source = tl.load(wanted_at + row)
     values = tl.load(rows_at + source * width + part, mask=part < width)
     squares = tl.load(squares_at + source * groups + group, mask=group < groups)
@@ -186,7 +186,7 @@ def _pick_kernel(  # type: ignore[no-untyped-def]
 
 def pick_rows(normed: Normed, wanted: torch.Tensor, picked: Normed) -> None:
     """Copy the rows `wanted` [outputs] of `normed` to `picked`."""
-    overlap = overlaps(wanted.device)
+    pdl = supports_pdl(wanted.device)
     width, groups = normed.rows.shape[1], normed.squares.shape[1]
     _pick_kernel[(len(wanted),)](
         normed.rows,
@@ -198,7 +198,7 @@ def pick_rows(normed: Normed, wanted: torch.Tensor, picked: Normed) -> None:
         groups,
         triton.next_power_of_2(width),
         triton.next_power_of_2(groups),
-        overlap,
+        pdl,
         num_warps=4,
-        launch_pdl=overlap,
+        launch_pdl=pdl,
     )

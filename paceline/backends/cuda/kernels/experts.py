@@ -1,15 +1,15 @@
-"""Mixtures of experts: every row goes through its few best experts.
+"""Mixtures of experts: every row goes through its top-k experts, grouped by expert.
 
     router       a product like any other: a score of each expert
-    route        a row's experts and their shares; the row joins their lists, and the last program to end cuts
-                 these lists into blocks: an expert and at most `tokens` of its rows
+    route        a row's experts and their weights; the row joins their lists, and the last program to finish
+                 cuts the lists into blocks: an expert and at most `tokens` of its rows
     gate, up     of every block, with SwiGLU: an expert's weights are read once for all rows of a block
     down         of every block
-    combine      hidden += the sum over a row's experts, in the order of its choice
+    combine      hidden += the weighted sum over a row's experts, in the order of its choice
 
-A pair is a row and one of its experts. In which order pairs come into a list is left to chance, and shows
-nowhere: a row's results do not depend on its place in a tile, and go to the pair's own place. There are
-always programs for as many blocks as could be needed; those without one end at once.
+A pair is a row and one of its experts. The order of pairs in a list is arbitrary and has no effect: a row's
+results do not depend on its index in a tile, and are stored by pair. There are always programs for as many
+blocks as could be needed; those without one end at once.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.launching import follow, overlaps
 from paceline.backends.cuda.kernels.linear import project
+from paceline.backends.cuda.kernels.matmul import apply_scales, halves, matmul_split, sum_of_squares
 from paceline.backends.cuda.kernels.matrix import Normed, Scratch, stages_for
-from paceline.backends.cuda.kernels.product import halves, rescale, split_sums, sum_of_squares
+from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 from paceline.backends.cuda.kernels.routing import Mixture, Routing, block_rows, blocks_for, route
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _block_pairs(lists_at, blocks_at, list_line, block_line, block, count, tokens: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A block's expert, its pairs [tokens], the last one again to fill it up, and which are there."""
+    """A block's expert, its pairs [tokens], padded with the last one, and which of them are real."""
     expert, first = tl.load(blocks_at + block), tl.load(blocks_at + block_line + block)
     token = tl.arange(0, tokens)
     pair = tl.load(lists_at + expert * list_line + first + tl.minimum(token, count - 1))
@@ -53,25 +53,37 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     step: tl.constexpr,
     packing: tl.constexpr,
     stages: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
-    follow(overlap)
+    pdl_sync(pdl)
     tile, block = tl.program_id(0), tl.program_id(1)
     count = tl.load(blocks_at + 2 * block_line + block)
     if count > 0:
         expert, pair, is_there = _block_pairs(
             lists_at, blocks_at, list_line, block_line, block, count, tokens
         )
-        own, row = expert * tl.num_programs(0) + tile, pair // chosen
+        matrix_tile, row = expert * tl.num_programs(0) + tile, pair // chosen
         factor = tl.load(factors_at + row)[None, :]
-        total = split_sums(
-            rows_at, row, weight_at, scales_at, depth, own, 0, 1, columns, tokens, step, packing, stages
+        total = matmul_split(
+            rows_at,
+            row,
+            weight_at,
+            scales_at,
+            depth,
+            matrix_tile,
+            0,
+            1,
+            columns,
+            tokens,
+            step,
+            packing,
+            stages,
         )
-        total = rescale(total, scales_at, own, columns, packing) * factor
+        total = apply_scales(total, scales_at, matrix_tile, columns, packing) * factor
         gate, up = halves(total, columns, tokens)
         mixed = gate / (1.0 + tl.exp(-gate)) * up
-        place = pair[None, :] * width + tile * (columns // 2) + tl.arange(0, columns // 2)[:, None]
-        tl.store(output_at + place, mixed.to(output_at.dtype.element_ty), mask=is_there[None, :])
+        offset = pair[None, :] * width + tile * (columns // 2) + tl.arange(0, columns // 2)[:, None]
+        tl.store(output_at + offset, mixed.to(output_at.dtype.element_ty), mask=is_there[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -91,22 +103,34 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     step: tl.constexpr,
     packing: tl.constexpr,
     stages: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
-    follow(overlap)
+    pdl_sync(pdl)
     tile, block = tl.program_id(0), tl.program_id(1)
     count = tl.load(blocks_at + 2 * block_line + block)
     if count > 0:
         expert, pair, is_there = _block_pairs(
             lists_at, blocks_at, list_line, block_line, block, count, tokens
         )
-        own = expert * tl.num_programs(0) + tile
-        total = split_sums(
-            rows_at, pair, weight_at, scales_at, depth, own, 0, 1, columns, tokens, step, packing, stages
+        matrix_tile = expert * tl.num_programs(0) + tile
+        total = matmul_split(
+            rows_at,
+            pair,
+            weight_at,
+            scales_at,
+            depth,
+            matrix_tile,
+            0,
+            1,
+            columns,
+            tokens,
+            step,
+            packing,
+            stages,
         )
-        total = rescale(total, scales_at, own, columns, packing)
-        place = pair[None, :] * width + tile * columns + tl.arange(0, columns)[:, None]
-        tl.store(output_at + place, total, mask=is_there[None, :])
+        total = apply_scales(total, scales_at, matrix_tile, columns, packing)
+        offset = pair[None, :] * width + tile * columns + tl.arange(0, columns)[:, None]
+        tl.store(output_at + offset, total, mask=is_there[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -120,12 +144,12 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     width,
     chosen: tl.constexpr,
     group: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     row, tile = tl.program_id(0), tl.program_id(1)
     column = tile * group + tl.arange(0, group)
     norm = tl.load(norm_at + column).to(tl.float32)
-    follow(overlap)
+    pdl_sync(pdl)
     hidden = tl.load(hidden_at + row * width + column)
     total = tl.zeros([group], tl.float32)
     for rank in tl.static_range(chosen):
@@ -141,28 +165,28 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 def add_experts(
     mixture: Mixture,
     read: Normed,
-    places: torch.Tensor,
+    slot_mapping: torch.Tensor,
     hidden: torch.Tensor,
     norm: torch.Tensor,
     normed: Normed,
     routing: Routing,
     scratch: Scratch,
 ) -> None:
-    """Add what the experts make of norm(rows) to `hidden`, and prepare `normed` for the norm of this weight.
+    """Add the experts' output for norm(rows) to `hidden`, and prepare `normed` for the norm of this weight.
 
-    Rows whose place [rows] is negative are padding, and get anything.
+    Rows whose slot mapping is negative are padding; their results are undefined.
     """
-    rows = len(places)
+    rows = len(slot_mapping)
     tokens = block_rows(mixture, rows)
     project(read, mixture.router, routing.scores, rows, scratch)
-    route(mixture, read, places, routing, tokens)
+    route(mixture, read, slot_mapping, routing, tokens)
     _run_blocks(mixture, read, routing, blocks_for(mixture, rows, tokens), tokens)
     _combine(mixture, routing, hidden, norm, normed, rows)
 
 
 def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, blocks: int, tokens: int) -> None:
-    """Write what every expert makes of its rows to `routing.outputs`."""
-    overlap = overlaps(read.rows.device)
+    """Write every expert's output for its rows to `routing.outputs`."""
+    pdl = supports_pdl(read.rows.device)
     gate_up, down = mixture.gate_up, mixture.down
     _gate_up_kernel[(gate_up.tiles // mixture.experts, blocks)](
         read.rows,
@@ -182,10 +206,10 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, blocks: int, t
         gate_up.tiling.step,
         gate_up.tiling.packing,
         stages_for(gate_up, tokens),
-        overlap,
+        pdl,
         num_warps=gate_up.tiling.warps,
         enable_fp_fusion=False,
-        launch_pdl=overlap,
+        launch_pdl=pdl,
     )
     _down_kernel[(down.tiles // mixture.experts, blocks)](
         routing.activated,
@@ -203,10 +227,10 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, blocks: int, t
         down.tiling.step,
         down.tiling.packing,
         stages_for(down, tokens),
-        overlap,
+        pdl,
         num_warps=down.tiling.warps,
         enable_fp_fusion=False,
-        launch_pdl=overlap,
+        launch_pdl=pdl,
     )
 
 
@@ -214,7 +238,7 @@ def _combine(
     mixture: Mixture, routing: Routing, hidden: torch.Tensor, norm: torch.Tensor, normed: Normed, rows: int
 ) -> None:
     """Add up the experts of each row."""
-    overlap = overlaps(hidden.device)
+    pdl = supports_pdl(hidden.device)
     groups = normed.squares.shape[1]
     _combine_kernel[(rows, groups)](
         routing.outputs,
@@ -226,8 +250,8 @@ def _combine(
         hidden.shape[1],
         mixture.chosen,
         hidden.shape[1] // groups,
-        overlap,
+        pdl,
         num_warps=1,
         enable_fp_fusion=False,
-        launch_pdl=overlap,
+        launch_pdl=pdl,
     )

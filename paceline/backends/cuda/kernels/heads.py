@@ -1,4 +1,4 @@
-"""The product that gives queries, keys and values: turned by their positions, written to their places."""
+"""The QKV projection: queries, keys and values with RoPE; keys and values go to their KV slots."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.launching import follow
-from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, cut_for
-from paceline.backends.cuda.kernels.product import (
+from paceline.backends.cuda.kernels.matmul import (
     halves,
     load_squares,
+    matmul_tiles,
     norm_factor,
+    program_tokens,
     sum_of_squares,
-    tile_sums,
 )
+from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, launch_for
+from paceline.backends.cuda.kernels.pdl import pdl_sync
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -27,8 +28,8 @@ def _normed(one, two, factor, norm_at, half: tl.constexpr):  # type: ignore[no-u
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turned(one, two, position, cosines_at, sines_at, half: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The halves of heads, turned by each token's position."""
+def _rotated(one, two, position, cosines_at, sines_at, half: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The halves of heads, rotated by RoPE for each token's position."""
     part = tl.arange(0, one.shape[0])
     inside, angle = (part < half)[:, None], position[None, :] * half + part[:, None]
     cosine = tl.load(cosines_at + angle, mask=inside, other=0.0)
@@ -44,20 +45,22 @@ def _store_halves(to, one, two, mask, half: tl.constexpr) -> None:  # type: igno
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_heads(  # type: ignore[no-untyped-def]
-    one, two, head, token, place, to, heads: tl.constexpr, kv_heads: tl.constexpr, half: tl.constexpr
+    one, two, head, token, kv_slot, to, heads: tl.constexpr, kv_heads: tl.constexpr, half: tl.constexpr
 ) -> None:
-    """Store the halves of a head's lines: of queries by token, of keys and values at their places."""
+    """Store the halves of a head: queries by token, keys and values at their KV slots."""
     query_at, keys_at, values_at = to
     part = tl.arange(0, one.shape[0])
-    inside, kept = (part < half)[:, None], (place >= 0)[None, :]
+    inside, kept = (part < half)[:, None], (kv_slot >= 0)[None, :]
     if head < heads:
         lines = query_at + (token * heads + head)[None, :] * (2 * half) + part[:, None]
         _store_halves(lines, one, two, inside, half)
     elif head < heads + kv_heads:
-        lines = keys_at + (place * kv_heads + head - heads)[None, :] * (2 * half) + part[:, None]
+        lines = keys_at + (kv_slot * kv_heads + head - heads)[None, :] * (2 * half) + part[:, None]
         _store_halves(lines, one, two, inside & kept, half)
     else:
-        lines = values_at + (place * kv_heads + head - heads - kv_heads)[None, :] * (2 * half) + part[:, None]
+        lines = (
+            values_at + (kv_slot * kv_heads + head - heads - kv_heads)[None, :] * (2 * half) + part[:, None]
+        )
         _store_halves(lines, one, two, inside & kept, half)
 
 
@@ -70,7 +73,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     scales_at,
     bias_at,
     positions_at,
-    places_at,
+    slot_mapping_at,
     cosines_at,
     sines_at,
     query_norm_at,
@@ -90,25 +93,25 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     dim: tl.constexpr,
-    most_groups: tl.constexpr,
+    max_groups: tl.constexpr,
     splits: tl.constexpr,
-    apart: tl.constexpr,
+    is_split_k: tl.constexpr,
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
     packing: tl.constexpr,
     stages: tl.constexpr,
     tiles: tl.constexpr,  # 1: a tile is a head
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
-    follow(overlap)
-    head = tl.program_id(1)  # a tile is a head: of queries, then of keys, then of values
+    pdl_sync(pdl)
+    head = tl.program_id(1)  # a tile is a head: queries, then keys, then values
     half: tl.constexpr = dim // 2
-    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
-    squares, real = load_squares(squares_at, token, groups, most_groups), token < row_count
+    token = program_tokens(tokens)
+    squares, real = load_squares(squares_at, token, groups, max_groups), token < row_count
     position = tl.load(positions_at + token, mask=real, other=0)
-    place = tl.load(places_at + token, mask=real, other=-1).to(tl.int64)
-    last, total = tile_sums(
+    kv_slot = tl.load(slot_mapping_at + token, mask=real, other=-1).to(tl.int64)
+    last, total = matmul_tiles(
         rows_at,
         weight_at,
         scales_at,
@@ -116,7 +119,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
         counters_at,
         depth,
         splits,
-        apart,
+        is_split_k,
         columns,
         tokens,
         step,
@@ -134,15 +137,15 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
             if has_norm:
                 factor = tl.rsqrt(tl.reshape(sum_of_squares(total), (tokens,)) / dim + eps)[None, :]
                 one, two = _normed(one, two, factor, query_norm_at if head < heads else key_norm_at, half)
-            one, two = _turned(one, two, position, cosines_at, sines_at, half)
-        _store_heads(one, two, head, token, place, (query_at, keys_at, values_at), heads, kv_heads, half)
+            one, two = _rotated(one, two, position, cosines_at, sines_at, half)
+        _store_heads(one, two, head, token, kv_slot, (query_at, keys_at, values_at), heads, kv_heads, half)
 
 
 def project_heads(
     normed: Normed,
     matrix: Matrix,
     positions: torch.Tensor,
-    places: torch.Tensor,
+    slot_mapping: torch.Tensor,
     rotation: tuple[torch.Tensor, torch.Tensor],
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     query: torch.Tensor,
@@ -150,24 +153,24 @@ def project_heads(
     values: torch.Tensor,
     scratch: Scratch,
 ) -> None:
-    """Write queries, keys and values of norm(rows), turned by their `positions` [rows], where they belong.
+    """Write queries, keys and values of norm(rows), with RoPE at `positions` [rows].
 
-    Queries go to `query` [padded rows, heads, head_dim], keys and values to their `places` [rows] of one
-    layer's [places, key heads, head_dim]; those with place -1 go nowhere. The matrix is one of `tile_heads`,
+    Queries go to `query` [padded rows, heads, head_dim], keys and values to the KV slots `slot_mapping`
+    [rows] of one layer's [slots, KV heads, head_dim]; -1: not stored. The matrix is one of `tile_heads`,
     `rotation` is cosine and sine, each [positions, head_dim // 2], and `norms` are the weights [head_dim] of
-    queries' and keys' norms.
+    the QK norms.
     """
     rows, groups = len(positions), normed.squares.shape[1]
-    cut = cut_for(matrix, rows)
+    launch = launch_for(matrix, rows)
     query_norm, key_norm = norms or (None, None)
-    _heads_kernel[cut.grid](
+    _heads_kernel[launch.grid](
         *normed.read_by(matrix),
         normed.squares,
         matrix.weight,
         matrix.scales,
         matrix.bias,
         positions,
-        places,
+        slot_mapping,
         *rotation,
         query_norm,
         key_norm,
@@ -187,5 +190,5 @@ def project_heads(
         keys.shape[1],
         query.shape[2],
         triton.next_power_of_2(groups),
-        **cut.options,
+        **launch.options,
     )

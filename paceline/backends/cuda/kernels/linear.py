@@ -1,8 +1,8 @@
 """Products of few rows: of normed rows, of normed rows with SwiGLU, and added to the residual stream.
 
-Norms cost nothing: whoever writes the residual stream also writes it times the next norm's weight, and the
-sums of its squares by tile; the product that follows multiplies its results by the norm's factor instead of
-its inputs.
+RMSNorm is fused: the kernel that writes the residual stream also writes it times the next norm's weight, and
+its sums of squares by tile; the next product multiplies its results by the norm's factor instead of its
+inputs.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.launching import follow
-from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, cut_for
-from paceline.backends.cuda.kernels.product import (
+from paceline.backends.cuda.kernels.fp8 import store_fp8
+from paceline.backends.cuda.kernels.matmul import (
     halves,
     load_squares,
+    matmul_tiles,
     norm_factor,
+    program_tokens,
     sum_of_squares,
-    tile_sums,
 )
-from paceline.backends.cuda.kernels.rounding import store_rounded
+from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, launch_for
+from paceline.backends.cuda.kernels.pdl import pdl_sync
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -40,22 +41,22 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     size,
     eps,
     has_bias: tl.constexpr,
-    most_groups: tl.constexpr,
+    max_groups: tl.constexpr,
     splits: tl.constexpr,
-    apart: tl.constexpr,
+    is_split_k: tl.constexpr,
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
     packing: tl.constexpr,
     stages: tl.constexpr,
     tiles: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
-    follow(overlap)
+    pdl_sync(pdl)
     column = tl.program_id(1) * tiles * columns + tl.arange(0, tiles * columns)
-    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
-    squares = load_squares(squares_at, token, groups, most_groups)
-    last, total = tile_sums(
+    token = program_tokens(tokens)
+    squares = load_squares(squares_at, token, groups, max_groups)
+    last, total = matmul_tiles(
         rows_at,
         weight_at,
         scales_at,
@@ -63,7 +64,7 @@ def _project_kernel(  # type: ignore[no-untyped-def]
         counters_at,
         depth,
         splits,
-        apart,
+        is_split_k,
         columns,
         tokens,
         step,
@@ -75,8 +76,8 @@ def _project_kernel(  # type: ignore[no-untyped-def]
         total *= norm_factor(squares, size, eps)
         if has_bias:
             total += tl.load(bias_at + column).to(tl.float32)[:, None]
-        place = token[None, :].to(tl.int64) * row_stride + column[:, None]
-        tl.store(output_at + place, total.to(output_at.dtype.element_ty), mask=(column < width)[:, None])
+        offset = token[None, :].to(tl.int64) * row_stride + column[:, None]
+        tl.store(output_at + offset, total.to(output_at.dtype.element_ty), mask=(column < width)[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -95,24 +96,24 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     groups,
     size,
     eps,
-    rounds: tl.constexpr,
-    most_groups: tl.constexpr,
+    quantizes: tl.constexpr,
+    max_groups: tl.constexpr,
     splits: tl.constexpr,
-    apart: tl.constexpr,
+    is_split_k: tl.constexpr,
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
     packing: tl.constexpr,
     stages: tl.constexpr,
     tiles: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
-    follow(overlap)
+    pdl_sync(pdl)
     half: tl.constexpr = tiles * columns // 2
     column = tl.program_id(1) * half + tl.arange(0, half)
-    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
-    squares = load_squares(squares_at, token, groups, most_groups)
-    last, total = tile_sums(
+    token = program_tokens(tokens)
+    squares = load_squares(squares_at, token, groups, max_groups)
+    last, total = matmul_tiles(
         rows_at,
         weight_at,
         scales_at,
@@ -120,7 +121,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         counters_at,
         depth,
         splits,
-        apart,
+        is_split_k,
         columns,
         tokens,
         step,
@@ -133,11 +134,11 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         total *= norm_factor(squares, size, eps)
         gate, up = halves(total, columns, tokens, tiles)
         mixed = gate / (1.0 + tl.exp(-gate)) * up
-        if rounds:
-            store_rounded(mixed, token, tl.program_id(1), padded_width, output_at, output_scales_at)
+        if quantizes:
+            store_fp8(mixed, token, tl.program_id(1), padded_width, output_at, output_scales_at)
         else:
-            place = token[None, :] * padded_width + column[:, None]
-            tl.store(output_at + place, mixed.to(output_at.dtype.element_ty))
+            offset = token[None, :] * padded_width + column[:, None]
+            tl.store(output_at + offset, mixed.to(output_at.dtype.element_ty))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -151,32 +152,32 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     norm_at,
     normed_at,
     squares_at,
-    rounded_at,
-    rounded_scales_at,
+    fp8_at,
+    fp8_scales_at,
     partial_at,
     counters_at,
     depth,
     padded_width,
     has_bias: tl.constexpr,
-    rounds: tl.constexpr,
+    quantizes: tl.constexpr,
     splits: tl.constexpr,
-    apart: tl.constexpr,
+    is_split_k: tl.constexpr,
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
     packing: tl.constexpr,
     stages: tl.constexpr,
     tiles: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     first = tl.program_id(1) * tiles
     column = first * columns + tl.arange(0, tiles * columns)
-    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
+    token = program_tokens(tokens)
     norm = tl.load(norm_at + column).to(tl.float32)[:, None]
-    follow(overlap)
-    place = token[None, :] * padded_width + column[:, None]
-    hidden = tl.load(hidden_at + place)
-    last, total = tile_sums(
+    pdl_sync(pdl)
+    offset = token[None, :] * padded_width + column[:, None]
+    hidden = tl.load(hidden_at + offset)
+    last, total = matmul_tiles(
         rows_at,
         weight_at,
         scales_at,
@@ -184,7 +185,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
         counters_at,
         depth,
         splits,
-        apart,
+        is_split_k,
         columns,
         tokens,
         step,
@@ -197,11 +198,11 @@ def _add_kernel(  # type: ignore[no-untyped-def]
         if has_bias:
             total += tl.load(bias_at + column).to(tl.float32)[:, None]
         hidden += total
-        tl.store(hidden_at + place, hidden)
+        tl.store(hidden_at + offset, hidden)
         weighted = hidden * norm
-        tl.store(normed_at + place, weighted.to(normed_at.dtype.element_ty))
-        if rounds:
-            store_rounded(weighted, token, first, padded_width, rounded_at, rounded_scales_at)
+        tl.store(normed_at + offset, weighted.to(normed_at.dtype.element_ty))
+        if quantizes:
+            store_fp8(weighted, token, first, padded_width, fp8_at, fp8_scales_at)
         tile = first + tl.arange(0, tiles)
         groups = tl.num_programs(1) * tiles
         tl.store(squares_at + token[None, :] * groups + tile[:, None], sum_of_squares(hidden, tiles))
@@ -209,8 +210,8 @@ def _add_kernel(  # type: ignore[no-untyped-def]
 
 def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scratch: Scratch) -> None:
     """Write norm(rows) @ weight.T + bias to `output` [rows, at least width]."""
-    cut, groups = cut_for(matrix, rows, wide=True), normed.squares.shape[1]
-    _project_kernel[cut.grid](
+    launch, groups = launch_for(matrix, rows, wide=True), normed.squares.shape[1]
+    _project_kernel[launch.grid](
         normed.rows,
         normed.squares,
         matrix.weight,
@@ -227,7 +228,7 @@ def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
         normed.eps,
         matrix.bias is not None,
         triton.next_power_of_2(groups),
-        **cut.options,
+        **launch.options,
     )
 
 
@@ -241,10 +242,10 @@ def gate_up(
 ) -> None:
     """Write silu(gate) * up of norm(rows), a `tile_pair`, to `output` [rows, half of the padded width].
 
-    If there are `scales`, as of Normed, the output is rounded to e4m3.
+    With `scales`, as of Normed, the output is quantized to e4m3.
     """
-    cut, groups = cut_for(matrix, rows, wide=True), normed.squares.shape[1]
-    _gate_up_kernel[cut.grid](
+    launch, groups = launch_for(matrix, rows, wide=True), normed.squares.shape[1]
+    _gate_up_kernel[launch.grid](
         *normed.read_by(matrix),
         normed.squares,
         matrix.weight,
@@ -260,7 +261,7 @@ def gate_up(
         normed.eps,
         scales is not None,
         triton.next_power_of_2(groups),
-        **cut.options,
+        **launch.options,
     )
 
 
@@ -276,10 +277,10 @@ def add_product(
 ) -> None:
     """Add inputs @ weight.T + bias to `hidden`, and prepare `normed` for the norm of this weight [hidden].
 
-    Inputs that are rounded to e4m3 have `scales`, as of Normed.
+    Inputs in e4m3 have `scales`, as of Normed.
     """
-    cut = cut_for(matrix, rows, wide=normed.rounded is None)
-    _add_kernel[cut.grid](
+    launch = launch_for(matrix, rows, wide=normed.fp8 is None)
+    _add_kernel[launch.grid](
         inputs,
         scales,
         matrix.weight,
@@ -289,13 +290,13 @@ def add_product(
         norm,
         normed.rows,
         normed.squares,
-        normed.rounded,
+        normed.fp8,
         normed.scales,
         scratch.partial,
         scratch.counters,
         matrix.depth,
         matrix.padded_width,
         matrix.bias is not None,
-        normed.rounded is not None,
-        **cut.options,
+        normed.fp8 is not None,
+        **launch.options,
     )

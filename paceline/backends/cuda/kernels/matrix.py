@@ -1,4 +1,4 @@
-"""What products read and write: weights in tiles, rows of the residual stream, and scratch."""
+"""The operands of products: weights in tiles, rows of the residual stream, and split-K scratch."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 import torch
 import triton
 
-from paceline.backends.cuda.kernels.launching import overlaps
 from paceline.backends.cuda.kernels.packing import depth_of, pack
+from paceline.backends.cuda.kernels.pdl import supports_pdl
 
-LEAST_TOKENS = 16  # rows of a tile
-LEAST_COUNTERS = 512  # more than there are parts of products in between.py
-MOST_TOKENS = 128
-MANY_TILES = {4: 448, 2: 264}  # of columns: then programs with the most rows take so many
-SHARED_BYTES = 208 << 10  # of a multiprocessor of Hopper, less what the ends of programs need
-PACKED_TOGETHER = 3  # programs of a multiprocessor, where weights are packed
-MOST_PACKED_TOKENS = 64  # registers are needed to unpack
-MOST_STAGES = 6
-FEW_PROGRAMS = 264  # two for each multiprocessor
-WIDE = 128  # columns of programs that have all splits, where these are enough:
-ENOUGH_PROGRAMS = 96  # most multiprocessors have one then
-SMALL_BYTES = 4 << 20  # of a matrix that may be read again for every tile of rows: it is in the cache
-MOST_SHORT_STAGES = 12  # of steps of 64 numbers of 8 bits
-UNPACKED = ("none", "e4m3")  # what the matrix unit takes as it is
+MIN_TOKENS = 16  # rows of a tile, at least
+MIN_COUNTERS = 512  # more than the units of fused_layer.py
+MAX_TOKENS = 128
+MANY_TILES = {4: 448, 2: 264}  # {tiles per program: with at least so many column tiles}, for full row tiles
+SHARED_BYTES = 208 << 10  # of a Hopper multiprocessor, less what epilogues need
+PACKED_PROGRAMS_EACH = 3  # programs per multiprocessor, where weights are packed
+MAX_PACKED_TOKENS = 64  # unpacking needs registers
+MAX_STAGES = 6
+FEW_PROGRAMS = 264  # two per multiprocessor
+WIDE = 128  # columns of a program that loops over all splits, if there are
+ENOUGH_PROGRAMS = 96  # this many of them, about one per multiprocessor
+SMALL_BYTES = 4 << 20  # of a matrix that may be read once per row tile: it stays in L2
+MAX_FP8_STAGES = 12  # pipeline stages of steps of 64 bytes
+UNPACKED = ("none", "e4m3")  # formats that tensor cores take as they are
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the work on one matrix is cut. `splits` is part of the result's bits, the rest is not."""
+    """How a matrix is tiled. `splits` decides the bits of the result, the rest does not."""
 
     columns: int = 64
-    step: int = 128  # of the depth at a time
+    step: int = 128  # depth of an iteration
     splits: int = 1
     warps: int = 4
     packing: str = "none"  # or one of kernels/packing.py
@@ -40,7 +40,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Weights in the order in which programs read them, both sides padded with zeros to whole tiles."""
+    """Weights in the order in which programs read them, both sides zero-padded to whole tiles."""
 
     weight: torch.Tensor  # [tiles, steps, columns, step], or words: int32 [tiles, steps, columns, GROUP]
     width: int  # columns of the output, without padding
@@ -74,14 +74,14 @@ def tile_matrix(weight: torch.Tensor, width: int, tiling: Tiling, bias: torch.Te
 
 
 def tile_pair(gate: torch.Tensor, up: torch.Tensor, tiling: Tiling) -> Matrix:
-    """Two matrices of one padded shape as one: half of a tile's columns are of the one, half of the other."""
+    """Two matrices of one padded shape as one: each half of a tile's columns is from one of them."""
     half = tiling.columns // 2
     both = torch.stack((gate.view(-1, half, gate.shape[1]), up.view(-1, half, up.shape[1])), dim=1)
     return tile_matrix(both.view(-1, gate.shape[1]), 2 * len(gate), tiling)
 
 
 def tile_heads(weight: torch.Tensor, dim: int, tiling: Tiling, bias: torch.Tensor | None = None) -> Matrix:
-    """A matrix [heads * dim, padded depth] in which a tile is a head, and half of it is half of the head."""
+    """A matrix [heads * dim, padded depth] in which a tile is a head, and half a tile is half of the head."""
     heads, half = len(weight) // dim, tiling.columns // 2
 
     def spread(lines: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ def tile_heads(weight: torch.Tensor, dim: int, tiling: Tiling, bias: torch.Tenso
 
 @dataclass(frozen=True)
 class Scratch:
-    """Where the splits of a product meet. One is enough for all products, which run one after the other."""
+    """Partial sums of the split-K reduction. All products, which run in turn, share one."""
 
     partial: torch.Tensor  # float32 [floats]
     counters: torch.Tensor  # int32 [tiles, or more] zero between products
@@ -103,23 +103,21 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Normed:
-    """Rows of the residual stream as the next product reads them."""
+    """Rows of the residual stream as the next product reads them: the norm's factor is applied after it."""
 
-    rows: (
-        torch.Tensor
-    )  # [rows, padded hidden] times the norm's weight, not yet divided by the root mean square
+    rows: torch.Tensor  # [rows, padded hidden] times the norm's weight, not yet times its factor
     squares: torch.Tensor  # float32 [rows, groups] whose sum is the sum of a row's squares
     size: int  # hidden
     eps: float
-    rounded: torch.Tensor | None = None  # e4m3 [rows, padded hidden] the same, for matrices packed so
-    scales: torch.Tensor | None = None  # float32 [rows / 16, groups of 64, 16] of these: scale_place
+    fp8: torch.Tensor | None = None  # e4m3 [rows, padded hidden] the same, for matrices in e4m3
+    scales: torch.Tensor | None = None  # float32 [rows / 16, groups of 64, 16] their scales: see scale_offset
 
     def read_by(self, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The rows that a product with this matrix reads, and their scales if they have such."""
+        """The rows that a product with this matrix reads, and their scales if they are in e4m3."""
         if matrix.tiling.packing != "e4m3":
             return self.rows, None
-        assert self.rounded is not None
-        return self.rounded, self.scales
+        assert self.fp8 is not None
+        return self.fp8, self.scales
 
 
 def scratch_for(matrices: list[Matrix], rows: int, device: torch.device) -> Scratch:
@@ -127,99 +125,100 @@ def scratch_for(matrices: list[Matrix], rows: int, device: torch.device) -> Scra
     split = [matrix for matrix in matrices if matrix.tiling.splits > 1]
     padded = padded_rows(rows)
     floats = max((m.tiling.splits * m.padded_width * padded for m in split), default=1)
-    tiles = max((m.tiles * padded // LEAST_TOKENS for m in split), default=0)
+    tiles = max((m.tiles * padded // MIN_TOKENS for m in split), default=0)
     return Scratch(
         torch.empty(floats, dtype=torch.float32, device=device),
-        torch.zeros(max(tiles, LEAST_COUNTERS), dtype=torch.int32, device=device),
+        torch.zeros(max(tiles, MIN_COUNTERS), dtype=torch.int32, device=device),
     )
 
 
 def token_tile(rows: int) -> int:
-    """How many rows a tile has."""
-    return int(min(MOST_TOKENS, max(LEAST_TOKENS, triton.next_power_of_2(rows))))
+    """The number of rows of a tile."""
+    return int(min(MAX_TOKENS, max(MIN_TOKENS, triton.next_power_of_2(rows))))
 
 
 def padded_rows(rows: int) -> int:
-    """Rows that buffers of so many rows must have: kernels read and write whole tiles."""
+    """The rows of buffers for so many rows: kernels read and write whole tiles."""
     tile = token_tile(rows)
     return -(-rows // tile) * tile
 
 
 def row_tile(matrix: Matrix, rows: int) -> int:
-    """How many rows a program of this matrix has: as many as there are, unless programs are few then."""
-    most = MOST_TOKENS if matrix.tiling.packing in UNPACKED else MOST_PACKED_TOKENS
+    """The number of rows of a program: all of them, unless that leaves few programs of a small matrix."""
+    most = MAX_TOKENS if matrix.tiling.packing in UNPACKED else MAX_PACKED_TOKENS
     tokens, programs = min(token_tile(rows), most), matrix.tiles * matrix.tiling.splits
     if matrix.weight.nbytes <= SMALL_BYTES:
-        while tokens > LEAST_TOKENS and programs * -(-2 * rows // tokens) <= FEW_PROGRAMS:
+        while tokens > MIN_TOKENS and programs * -(-2 * rows // tokens) <= FEW_PROGRAMS:
             tokens //= 2
     return tokens
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How programs share a product: no part of the result's bits."""
+class Launch:
+    """The grid and options of a product's kernel. It does not affect the bits."""
 
     grid: tuple[int, int, int]  # tiles of rows, of columns, splits
-    options: dict[str, Any]  # what every kernel of products is told, and how it is compiled
+    options: dict[str, Any]  # compile-time options of a product's kernel
 
 
-def cut_for(matrix: Matrix, rows: int, wide: bool = False) -> Cut:
-    """How the product of this matrix with so many rows is cut; if `wide`, programs may have several tiles."""
-    tiling, tokens, overlap = matrix.tiling, row_tile(matrix, rows), overlaps(matrix.weight.device)
+def launch_for(matrix: Matrix, rows: int, wide: bool = False) -> Launch:
+    """The launch of the product of this matrix with so many rows; `wide`: programs may have several tiles."""
+    tiling, tokens, pdl = matrix.tiling, row_tile(matrix, rows), supports_pdl(matrix.weight.device)
     row_tiles = -(-rows // tokens)
-    tiles = tiles_at_once(matrix, tokens, row_tiles) if wide else 1
-    apart = tiling.splits > 1 and not has_all_splits(matrix, tokens, row_tiles, tiles)
+    tiles = tiles_per_program(matrix, tokens, row_tiles) if wide else 1
+    is_split_k = tiling.splits > 1 and not loops_over_splits(matrix, tokens, row_tiles, tiles)
     options = {
         "splits": tiling.splits,
-        "apart": apart,
+        "is_split_k": is_split_k,
         "columns": tiling.columns,
         "tokens": tokens,
         "step": tiling.step,
         "packing": tiling.packing,
         "stages": stages_for(matrix, tokens, tiles),
         "tiles": tiles,
-        "overlap": overlap,
+        "pdl": pdl,
         "num_warps": tiling.warps * tiles,
         "enable_fp_fusion": False,
-        "launch_pdl": overlap,
+        "launch_pdl": pdl,
     }
-    return Cut((row_tiles, matrix.tiles // tiles, tiling.splits if apart else 1), options)
+    return Launch((row_tiles, matrix.tiles // tiles, tiling.splits if is_split_k else 1), options)
 
 
-def has_all_splits(matrix: Matrix, tokens: int, row_tiles: int, tiles: int) -> bool:
-    """Whether a program of so many tiles has all splits of the depth: rows make enough programs then."""
+def loops_over_splits(matrix: Matrix, tokens: int, row_tiles: int, tiles: int) -> bool:
+    """Whether a program of so many tiles loops over all splits: with many rows there are programs enough."""
     tiling = matrix.tiling
-    many = tokens == MOST_TOKENS and row_tiles > 1 and tiling.packing == "none"
+    many = tokens == MAX_TOKENS and row_tiles > 1 and tiling.packing == "none"
     is_wide = tiles * tiling.columns == WIDE
     return many and is_wide and matrix.tiles // tiles * row_tiles >= ENOUGH_PROGRAMS
 
 
-def tiles_at_once(matrix: Matrix, tokens: int, row_tiles: int) -> int:
-    """How many tiles of columns a program has: several where rows are many, or they are read too often."""
+def tiles_per_program(matrix: Matrix, tokens: int, row_tiles: int) -> int:
+    """The number of column tiles of a program: several where rows are many, to read the rows less often."""
     tiling, tiles = matrix.tiling, matrix.tiles
-    if tokens < MOST_TOKENS or tiling.packing != "none":
+    if tokens < MAX_TOKENS or tiling.packing != "none":
         return 1
     if tiling.splits > 1:
         both = max(1, WIDE // tiling.columns)
-        return both if tiles % both == 0 and has_all_splits(matrix, tokens, row_tiles, both) else 1
+        return both if tiles % both == 0 and loops_over_splits(matrix, tokens, row_tiles, both) else 1
     return next((count for count, many in MANY_TILES.items() if tiles >= many and tiles % count == 0), 1)
 
 
 def stages_for(matrix: Matrix, tokens: int, tiles: int = 1) -> int:
-    """How many steps are in shared memory at once: as many as two programs of a multiprocessor have room for,
-    or one where rows are many or the depth is split: there are fewer programs than multiprocessors then."""
+    """The number of pipeline stages in shared memory: what fits two programs per multiprocessor,
+    or one with many rows or split-K, where there are fewer programs than multiprocessors.
+    """
     is_short = matrix.tiling.packing == "e4m3"
     size = tiles * matrix.weight[0, 0].nbytes + tokens * matrix.tiling.step * (1 if is_short else 2)
-    if tiles == 4:  # there is room for two steps, which is too little: programs read 64 of the depth at once
+    if tiles == 4:  # only two whole steps would fit: iterations have a depth of 64 instead
         size = size * 64 // matrix.tiling.step
-    alone = matrix.tiling.splits > 1 or tokens == MOST_TOKENS
-    together = PACKED_TOGETHER if matrix.tiling.packing != "none" else 1 if alone else 2
-    most = MOST_SHORT_STAGES if is_short else MOST_STAGES
+    alone = matrix.tiling.splits > 1 or tokens == MAX_TOKENS
+    together = PACKED_PROGRAMS_EACH if matrix.tiling.packing != "none" else 1 if alone else 2
+    most = MAX_FP8_STAGES if is_short else MAX_STAGES
     return max(2, min(most, shared_bytes(matrix.weight.device) // together // size))
 
 
 def shared_bytes(device: torch.device) -> int:
-    """What programs of a multiprocessor may take of its shared memory; Hopper has more than others."""
+    """The shared memory that programs of a multiprocessor may use; Hopper has more than others."""
     if device.type != "cuda":
         return SHARED_BYTES
     properties: Any = torch.cuda.get_device_properties(device)  # torch's types lack this one

@@ -1,34 +1,40 @@
-"""Weights in 8 and 4 bits: how they are rounded, and how they lie.
+"""Weights quantized to 8 and 4 bits: formats and memory layout.
 
-    int8    whole numbers -127 to 127, a float16 scale for each 32 of a row: the numbers of GGUF's Q8_0
-    int4    whole numbers -8 to 7, likewise: those of Q4_0
+    int8    integers -127 to 127, a float16 scale for every 32 of a row: the numbers of GGUF's Q8_0
+    int4    integers -8 to 7, likewise: those of Q4_0
     fp8     e4m3, a float32 scale for each row
-    e4m3    the same, multiplied as they are by rows that are rounded to e4m3 too: see rounding.py
-    q4k     GGUF's Q4_K: whole numbers 0 to 15, for each 32 a scale and what is taken off
-    q6k     GGUF's Q6_K in 8 bits: whole numbers -32 to 31, a scale for each 16
+    e4m3    the same, multiplied without unpacking by rows that are in e4m3 too: see fp8.py
+    q4k     GGUF's Q4_K: integers 0 to 15, a scale and a minimum for every 32
+    q6k     GGUF's Q6_K in 8 bits: integers -32 to 31, a scale for every 16
 
-The last two are never rounded: files have such blocks.
+The last two are never quantized here: they are a file's own blocks.
 
-A word has the same place of several groups of 32, so that shifting a block of words by `bits` gives the next
-group, ready to be multiplied: with four bits, place 5 of groups 0 to 7 lies in word 5.
+A word holds the same element of several groups of 32, so that shifting a block of words by `bits` gives the
+next group, ready to be multiplied: with 4 bits, element 5 of groups 0 to 7 is in word 5.
 """
 
 from __future__ import annotations
 
 import torch
 
-GROUP = 32  # numbers of a row that have one scale, and words of a row and step
+GROUP = 32  # numbers of a row that share a scale; also words of a row and step
 BITS = {"int8": 8, "int4": 4, "fp8": 8, "e4m3": 8, "q4k": 4, "q6k": 8}
-BIASES = {"int8": 128, "int4": 8, "fp8": 0, "q4k": 0, "q6k": 128}  # added, so that no number is below zero
-BLOCKS = {"Q4_K": "q4k", "Q6_K": "q6k"}  # blocks of files that stay what they are
-SCALE_WORDS = {"q4k": 5, "q6k": 3}  # of a row and step
+BIASES = {
+    "int8": 128,
+    "int4": 8,
+    "fp8": 0,
+    "q4k": 0,
+    "q6k": 128,
+}  # offsets that make all numbers non-negative
+BLOCKS = {"Q4_K": "q4k", "Q6_K": "q6k"}  # file formats that are kept as they are
+SCALE_WORDS = {"q4k": 5, "q6k": 3}  # words of scales of a row and step
 LARGEST_FP8 = 448.0
-ROUNDED = 64  # numbers of a row of activations that are rounded to e4m3 with one scale
+FP8_GROUP = 64  # activations of a row that share an e4m3 scale
 
 
 def step_of(packing: str) -> int:
-    """The depth that is multiplied at a time: what one word of each place holds."""
-    return ROUNDED if packing == "e4m3" else 32 // BITS[packing] * GROUP
+    """The depth of a step: the elements of one word times GROUP."""
+    return FP8_GROUP if packing == "e4m3" else 32 // BITS[packing] * GROUP
 
 
 def pack(weight: torch.Tensor, packing: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,20 +61,20 @@ def _words(numbers: torch.Tensor, packing: str) -> torch.Tensor:
     codes = numbers.to(torch.int64) + BIASES[packing]
     parts = codes.view(len(numbers), -1, 32 // bits, GROUP) & ((1 << bits) - 1)
     shifts = torch.arange(32 // bits, device=numbers.device)[:, None] * bits
-    return (parts << shifts).sum(2).to(torch.int32)  # the upper bit of a word is its sign: it wraps around
+    return (parts << shifts).sum(2).to(torch.int32)  # the cast wraps: the highest bit becomes the sign
 
 
 def depth_of(weight: torch.Tensor, packing: str) -> int:
-    """How many numbers a row has, of a matrix or of `block_lines`."""
+    """The depth of a matrix, or of `block_lines`."""
     if packing in SCALE_WORDS:
         return weight.shape[1] // (GROUP + SCALE_WORDS[packing]) * step_of(packing)
     return weight.shape[1]
 
 
 def block_lines(blocks: torch.Tensor, kind: str) -> torch.Tensor:
-    """A file's blocks, uint8 [rows, bytes], as int32 [rows, steps * words]: of a step words, then scales.
+    """A file's blocks, uint8 [rows, bytes], as int32 [rows, steps * words]: words of a step, then scales.
 
-    They can be put together with other rows; zeros stand for zeros.
+    They can be concatenated with other rows; zeros are zeros.
     """
     numbers, scales = _TAKE_APART[kind](blocks)
     words = _words(numbers, BLOCKS[kind])
@@ -113,7 +119,7 @@ def round_to_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Numbers [rows, depth], and float16 scales [rows, groups]. Values of Q4_0 blocks stay what they are."""
     groups = weight.view(len(weight), -1, GROUP)
     peak = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
-    scales = (peak / -8).half()  # the largest becomes -8, the only number without its opposite
+    scales = (peak / -8).half()  # the largest becomes -8, which has no positive counterpart
     return _numbers(groups, scales, -8, 7), scales
 
 

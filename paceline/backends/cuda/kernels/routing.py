@@ -1,4 +1,4 @@
-"""Which experts rows go to, and which rows experts get. What the experts do with them is in experts.py."""
+"""Expert routing: the top-k experts of each row, and the rows of each expert. experts.py runs them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.launching import follow, overlaps
-from paceline.backends.cuda.kernels.matrix import LEAST_TOKENS, Matrix, Normed, row_tile
-from paceline.backends.cuda.kernels.product import load_squares, norm_factor
+from paceline.backends.cuda.kernels.matmul import load_squares, norm_factor
+from paceline.backends.cuda.kernels.matrix import MIN_TOKENS, Matrix, Normed, row_tile
+from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 
-LOWEST = tl.constexpr(-3.0e38)  # of a score: below it are only experts that do not exist or are taken
+LOWEST = tl.constexpr(-3.0e38)  # below all scores but those of padding and of experts already chosen
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Mixture:
     router: Matrix
     gate_up: Matrix  # a `tile_pair` of all experts, one after the other
     down: Matrix  # of all experts, one after the other
-    chosen: int  # experts of a row
-    normalize: bool  # whether a row's shares add up to one
+    chosen: int  # top-k: experts per row
+    normalize: bool  # whether a row's expert weights are normalized to sum 1
 
     @property
     def experts(self) -> int:
@@ -32,14 +32,14 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Routing:
-    """Buffers of a mixture. One set is enough for all layers, which run one after the other."""
+    """The buffers of a mixture. All layers, which run in turn, share one set."""
 
     scores: torch.Tensor  # float32 [rows, padded experts]
-    shares: torch.Tensor  # float32 [rows, chosen]
-    factors: torch.Tensor  # float32 [rows] of the norm
-    counts: torch.Tensor  # int32 [experts + 1] pairs of each, then programs that ended; zero between kernels
+    shares: torch.Tensor  # float32 [rows, chosen] weights of a row's experts
+    factors: torch.Tensor  # float32 [rows] norm factors
+    counts: torch.Tensor  # int32 [experts + 1] pairs of each, then finished programs; zero between kernels
     lists: torch.Tensor  # int32 [experts, rows] pairs of each
-    blocks: torch.Tensor  # int32 [3, blocks] expert, first of its list, how many; none beyond the last
+    blocks: torch.Tensor  # int32 [3, blocks] expert, first index in its list, count; 0 after the last
     activated: torch.Tensor  # [rows * chosen, padded intermediate]
     outputs: torch.Tensor  # float32 [rows * chosen, padded hidden]
 
@@ -57,20 +57,20 @@ def routing_for(mixture: Mixture, rows: int, dtype: torch.dtype, device: torch.d
         factors=zeros(rows),
         counts=zeros(experts + 1, kind=torch.int32),
         lists=zeros(experts, rows, kind=torch.int32),
-        blocks=zeros(3, blocks_for(mixture, rows, LEAST_TOKENS), kind=torch.int32),
+        blocks=zeros(3, blocks_for(mixture, rows, MIN_TOKENS), kind=torch.int32),
         activated=zeros(pairs, mixture.down.depth, kind=dtype),
         outputs=zeros(pairs, mixture.down.padded_width // experts),
     )
 
 
 def block_rows(mixture: Mixture, rows: int) -> int:
-    """Rows of a block: twice as many as an expert has on average, so that most experts need one block."""
+    """Rows of a block: twice the average of an expert, so that most experts need one block."""
     likely = 2 * rows * mixture.chosen // mixture.experts
     return min(row_tile(matrix, likely) for matrix in (mixture.gate_up, mixture.down))
 
 
 def blocks_for(mixture: Mixture, rows: int, tokens: int) -> int:
-    """How many blocks so many rows may need: each expert's last one may have a single row."""
+    """The most blocks that so many rows may need: each expert's last one may have a single row."""
     pairs = rows * mixture.chosen
     used = min(pairs, mixture.experts)
     return used + (pairs - used) // tokens
@@ -80,9 +80,9 @@ def blocks_for(mixture: Mixture, rows: int, tokens: int) -> int:
 def _choose(  # type: ignore[no-untyped-def]
     scores, experts, chosen: tl.constexpr, most_chosen: tl.constexpr, most_experts: tl.constexpr
 ):
-    """The best experts in descending order, ties to the lower: int32 [most_chosen]; and their scores."""
+    """The top-k experts in descending order, ties to the lower: int32 [most_chosen]; and their scores."""
     expert, rank = tl.arange(0, most_experts), tl.arange(0, most_chosen)
-    # whatever the scores are, not numbers among them, no expert comes twice
+    # no expert is chosen twice, even if scores are NaN
     left = tl.where(expert < experts, tl.where(scores > LOWEST, scores, LOWEST), float("-inf"))
     best = tl.zeros([most_chosen], tl.int32)
     best_scores = tl.zeros([most_chosen], tl.float32)
@@ -105,16 +105,16 @@ def _cut(  # type: ignore[no-untyped-def]
     most_experts: tl.constexpr,
     most_blocks: tl.constexpr,
 ):
-    """Cut all lists into blocks, and count from zero again."""
+    """Cut all lists into blocks, and reset the counters."""
     expert, block = tl.arange(0, most_experts), tl.arange(0, most_blocks)
     count = tl.load(counts_at + expert, mask=expert < experts, other=0, cache_modifier=".cg")
     each = (count + tokens - 1) // tokens
     ends = tl.cumsum(each, 0)
     for turn in range(tl.max(each, 0)):
-        place, is_used = blocks_at + ends - each + turn, turn < each
-        tl.store(place, expert, mask=is_used)
-        tl.store(place + line, tl.zeros_like(expert) + turn * tokens, mask=is_used)
-        tl.store(place + 2 * line, tl.minimum(count - turn * tokens, tokens), mask=is_used)
+        block_at, is_used = blocks_at + ends - each + turn, turn < each
+        tl.store(block_at, expert, mask=is_used)
+        tl.store(block_at + line, tl.zeros_like(expert) + turn * tokens, mask=is_used)
+        tl.store(block_at + 2 * line, tl.minimum(count - turn * tokens, tokens), mask=is_used)
     is_free = (block >= tl.sum(each, 0)) & (block < line)
     tl.store(blocks_at + 2 * line + block, tl.zeros_like(block), mask=is_free)
     tl.store(counts_at + expert, tl.zeros_like(expert), mask=expert < experts)
@@ -125,7 +125,7 @@ def _cut(  # type: ignore[no-untyped-def]
 def _route_kernel(  # type: ignore[no-untyped-def]
     scores_at,
     squares_at,
-    places_at,
+    slot_mapping_at,
     shares_at,
     factors_at,
     counts_at,
@@ -144,14 +144,14 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     most_chosen: tl.constexpr,
     most_experts: tl.constexpr,
     most_blocks: tl.constexpr,
-    most_groups: tl.constexpr,
-    overlap: tl.constexpr,
+    max_groups: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
-    follow(overlap)
+    pdl_sync(pdl)
     row = tl.program_id(0)
     one = row + tl.arange(0, 1)
     expert, rank = tl.arange(0, most_experts), tl.arange(0, most_chosen)
-    factor = norm_factor(load_squares(squares_at, one, groups, most_groups), size, eps)
+    factor = norm_factor(load_squares(squares_at, one, groups, max_groups), size, eps)
     tl.store(factors_at + one[None, :], factor)
     scores = tl.load(scores_at + row * score_line + expert, mask=expert < experts, other=float("-inf"))
     best, best_scores = _choose(scores, experts, chosen, most_chosen, most_experts)
@@ -160,7 +160,9 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     shares = tl.where(is_chosen, tl.exp(best_scores - top), 0.0)
     total = tl.sum(shares, 0) if normalize else tl.sum(tl.exp(scores - top), 0)
     tl.store(shares_at + row * chosen + rank, shares / total, mask=is_chosen)
-    is_chosen = rank < tl.where(tl.load(places_at + row) >= 0, chosen, 0)  # padding needs no expert
+    is_chosen = rank < tl.where(
+        tl.load(slot_mapping_at + row) >= 0, chosen, 0
+    )  # padding rows have no experts
     slot = tl.atomic_add(counts_at + best, tl.full([most_chosen], 1, tl.int32), mask=is_chosen)
     tl.store(lists_at + best * list_line + slot, row * chosen + rank, mask=is_chosen)
     tl.debug_barrier()
@@ -168,14 +170,14 @@ def _route_kernel(  # type: ignore[no-untyped-def]
         _cut(counts_at, blocks_at, experts, block_line, tokens, most_experts, most_blocks)
 
 
-def route(mixture: Mixture, read: Normed, places: torch.Tensor, routing: Routing, tokens: int) -> None:
+def route(mixture: Mixture, read: Normed, slot_mapping: torch.Tensor, routing: Routing, tokens: int) -> None:
     """Choose every row's experts by `routing.scores`, and cut the rows of experts into blocks of `tokens`."""
-    overlap = overlaps(read.rows.device)
+    pdl = supports_pdl(read.rows.device)
     groups = read.squares.shape[1]
-    _route_kernel[(len(places),)](
+    _route_kernel[(len(slot_mapping),)](
         routing.scores,
         read.squares,
-        places,
+        slot_mapping,
         routing.shares,
         routing.factors,
         routing.counts,
@@ -195,8 +197,8 @@ def route(mixture: Mixture, read: Normed, places: torch.Tensor, routing: Routing
         triton.next_power_of_2(mixture.experts),
         triton.next_power_of_2(routing.blocks.shape[1]),
         triton.next_power_of_2(groups),
-        overlap,
+        pdl,
         num_warps=1,
         enable_fp_fusion=False,
-        launch_pdl=overlap,
+        launch_pdl=pdl,
     )

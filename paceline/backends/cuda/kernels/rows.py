@@ -1,4 +1,4 @@
-"""What happens to one row at a time: its embedding."""
+"""The embedding of rows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.launching import follow, overlaps
+from paceline.backends.cuda.kernels.fp8 import store_fp8
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed
-from paceline.backends.cuda.kernels.rounding import store_rounded
+from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -19,27 +19,29 @@ def _embed_kernel(  # type: ignore[no-untyped-def]
     norm_at,
     normed_at,
     squares_at,
-    rounded_at,
+    fp8_at,
     scales_at,
     padded,
     groups,
-    rounds: tl.constexpr,
+    quantizes: tl.constexpr,
     group: tl.constexpr,
     columns: tl.constexpr,
     step: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     row, tile = tl.program_id(0), tl.program_id(1)
-    follow(overlap)
+    pdl_sync(pdl)
     token = tl.load(tokens_at + row).to(tl.int64)
     column = tile * group + tl.arange(0, group)
-    begin = token // columns * columns * padded + token % columns * step  # of the token in its tile
+    begin = (
+        token // columns * columns * padded + token % columns * step
+    )  # of the token's row in the tiled table
     hidden = tl.load(embedding_at + begin + column // step * step * columns + column % step).to(tl.float32)
     weighted = hidden * tl.load(norm_at + column).to(tl.float32)
     tl.store(hidden_at + row * padded + column, hidden)
     tl.store(normed_at + row * padded + column, weighted.to(normed_at.dtype.element_ty))
-    if rounds:
-        store_rounded(weighted[:, None], row + tl.arange(0, 1), tile, padded, rounded_at, scales_at)
+    if quantizes:
+        store_fp8(weighted[:, None], row + tl.arange(0, 1), tile, padded, fp8_at, scales_at)
     tl.store(squares_at + row * groups + tile, tl.sum(hidden * hidden, 0))
 
 
@@ -48,10 +50,10 @@ def embed(
 ) -> None:
     """Write the embeddings of `tokens` [rows] to `hidden`, and prepare `normed` for the norm of this weight.
 
-    The table is a matrix as products read it, because often it is one.
+    The table has the tiled layout of products, because with tied embeddings it is also the LM head.
     """
     groups = normed.squares.shape[1]
-    overlap = overlaps(hidden.device)
+    pdl = supports_pdl(hidden.device)
     _embed_kernel[(len(tokens), groups)](
         tokens,
         table.weight,
@@ -59,15 +61,15 @@ def embed(
         norm,
         normed.rows,
         normed.squares,
-        normed.rounded,
+        normed.fp8,
         normed.scales,
         hidden.shape[1],
         groups,
-        normed.rounded is not None,
+        normed.fp8 is not None,
         hidden.shape[1] // groups,
         table.tiling.columns,
         table.tiling.step,
-        overlap,
+        pdl,
         num_warps=1,
-        launch_pdl=overlap,
+        launch_pdl=pdl,
     )

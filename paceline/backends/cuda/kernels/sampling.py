@@ -1,8 +1,8 @@
-"""From logits to tokens on the device: argmax(logits / temperature + gumbel), of the logits at temperature 0.
+"""Sampling on the device by the Gumbel-max trick: argmax(logits / temperature + gumbel), or plain argmax.
 
-The noise is that of paceline/verify/noise.py, and so are its bits: Philox in integers, and the logarithm of
-verify/floats.py in doubles, added and multiplied in the same order (compiled without fused multiply-adds).
-So a token drawn here is the token that the host draws from the same logits.
+The noise has the bits of verify/noise.py: Philox in integers, and the logarithm of verify/floats.py in
+doubles, in the same order (compiled without fused multiply-adds). So the device samples the same token as
+the host from the same logits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.launching import follow, overlaps
+from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 from paceline.verify.floats import (
     ATANH,
     EXP_LOWEST,
@@ -25,9 +25,9 @@ from paceline.verify.floats import (
     TAYLOR,
 )
 
-BLOCK = 2048  # ids that a program looks at
-PART = 256  # of them at once
-UNUSABLE = -1  # instead of a token: the logits hold NaN or infinity
+BLOCK = 2048  # ids of a program
+PART = 256  # ids of one iteration: noise needs many registers
+UNUSABLE = -1  # token of a row whose logits hold NaN or +inf
 LN2_HIGH = tl.constexpr(LN2_HIGH)
 LN2_LOW = tl.constexpr(LN2_LOW)
 SQRT_HALF = tl.constexpr(SQRT_HALF)
@@ -40,14 +40,14 @@ EXP_TERMS = tl.constexpr(tuple(float(term) for term in TAYLOR))
 
 @dataclass(frozen=True)
 class Candidates:
-    """The best of each block of ids."""
+    """The best token of each block of ids."""
 
     scores: torch.Tensor  # float64 [rows, blocks]
     ids: torch.Tensor  # int32 [rows, blocks]; UNUSABLE if a logit of the block is
 
 
 def candidates_for(rows: int, vocab_size: int, device: torch.device) -> Candidates:
-    """Room for the candidates of so many rows."""
+    """Uninitialized candidates of so many rows."""
     blocks = -(-vocab_size // BLOCK)
     return Candidates(
         torch.empty((rows, blocks), dtype=torch.float64, device=device),
@@ -56,11 +56,18 @@ def candidates_for(rows: int, vocab_size: int, device: torch.device) -> Candidat
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """What is kept of rows: logits / temperature above a value, and at it the ids up to one."""
+class Thresholds:
+    """Truncation of rows: keeps logits / temperature above `values`, and ties at it up to `last_ids`."""
 
     values: torch.Tensor  # float64 [rows]
-    lasts: torch.Tensor  # int32 [rows]
+    last_ids: torch.Tensor  # int32 [rows]
+
+
+@triton.jit
+def load_logits(logits_at, row, stride, token, vocab_size):  # type: ignore[no-untyped-def]
+    """The logits of token ids of a row; -inf for ids beyond the vocabulary."""
+    at = logits_at + row.to(tl.int64) * stride + token
+    return tl.load(at, mask=token < vocab_size, other=float("-inf"))
 
 
 @triton.jit
@@ -119,50 +126,49 @@ def gumbel(token, seed, position):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _race_kernel(  # type: ignore[no-untyped-def]
+def _gumbel_argmax_kernel(  # type: ignore[no-untyped-def]
     logits_at,
     temperatures_at,
     seeds_at,
     positions_at,
-    cuts_at,
-    lasts_at,
+    thresholds_at,
+    last_ids_at,
     scores_at,
     ids_at,
     vocab_size,
     logits_stride,
-    has_cuts: tl.constexpr,
+    has_thresholds: tl.constexpr,
     block: tl.constexpr,
     part: tl.constexpr,
-    overlap: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     row, number = tl.program_id(0), tl.program_id(1)
-    follow(overlap)
-    at = logits_at + row.to(tl.int64) * logits_stride
+    pdl_sync(pdl)
     temperature = tl.load(temperatures_at + row)
     seed, position = tl.load(seeds_at + row), tl.load(positions_at + row) + 1
     best = tl.full([part], float("-inf"), tl.float64)
     chosen = tl.full([part], 0x7FFFFFFF, tl.int32)
     unusable = tl.zeros([part], tl.int32)
-    # in parts, because noise takes so many registers that of a whole block few programs would run at once
+    # in parts: with the noise of a whole block in registers, few programs would fit a multiprocessor
     for first in range(number * block, (number + 1) * block, part):
         token = first + tl.arange(0, part)
-        logits = tl.load(at + token, mask=token < vocab_size, other=float("-inf"))
+        logits = load_logits(logits_at, row, logits_stride, token, vocab_size)
         unusable |= ((logits != logits) | (logits == float("inf"))).to(tl.int32)
         scores = logits.to(tl.float64)
         if temperature > 0:
             scaled = scores / temperature
             is_kept = logits > float("-inf")
-            if has_cuts:
-                cut, last = tl.load(cuts_at + row), tl.load(lasts_at + row)
-                is_kept = is_kept & ((scaled > cut) | ((scaled == cut) & (token <= last)))
+            if has_thresholds:
+                threshold, last = tl.load(thresholds_at + row), tl.load(last_ids_at + row)
+                is_kept = is_kept & ((scaled > threshold) | ((scaled == threshold) & (token <= last)))
             scores = tl.where(is_kept, scaled + gumbel(token, seed, position), float("-inf"))
         chosen = tl.where(scores > best, token, chosen)
         best = tl.maximum(scores, best)
     highest = tl.max(best, 0)
     first_best = tl.min(tl.where(best == highest, chosen, 0x7FFFFFFF), 0)
-    place = row * tl.num_programs(1) + number
-    tl.store(scores_at + place, highest)
-    tl.store(ids_at + place, tl.where(tl.max(unusable, 0) > 0, -1, first_best))
+    offset = row * tl.num_programs(1) + number
+    tl.store(scores_at + offset, highest)
+    tl.store(ids_at + offset, tl.where(tl.max(unusable, 0) > 0, -1, first_best))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -180,16 +186,16 @@ def best_candidate(scores_at, ids_at, row, blocks, most_blocks: tl.constexpr):  
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _best_kernel(  # type: ignore[no-untyped-def]
-    scores_at, ids_at, chosen_at, blocks, most_blocks: tl.constexpr, overlap: tl.constexpr
+    scores_at, ids_at, chosen_at, blocks, most_blocks: tl.constexpr, pdl: tl.constexpr
 ) -> None:
     row = tl.program_id(0)
-    follow(overlap)
+    pdl_sync(pdl)
     tl.store(chosen_at + row, best_candidate(scores_at, ids_at, row, blocks, most_blocks))
 
 
 def take_best(candidates: Candidates, chosen: torch.Tensor) -> None:
-    """Write the tokens of the first rows to `chosen` [rows] int32: the best of their blocks, or UNUSABLE."""
-    blocks, overlap = candidates.ids.shape[1], overlaps(chosen.device)
+    """Reduce over blocks: write the tokens of the first rows to `chosen` [rows] int32, or UNUSABLE."""
+    blocks, pdl = candidates.ids.shape[1], supports_pdl(chosen.device)
     most_blocks = triton.next_power_of_2(blocks)
     _best_kernel[(len(chosen),)](
         candidates.scores,
@@ -197,13 +203,13 @@ def take_best(candidates: Candidates, chosen: torch.Tensor) -> None:
         chosen,
         blocks,
         most_blocks,
-        overlap,
+        pdl,
         num_warps=1,
-        launch_pdl=overlap,
+        launch_pdl=pdl,
     )
 
 
-def race(
+def gumbel_argmax(
     logits: torch.Tensor,
     vocab_size: int,
     temperatures: torch.Tensor,
@@ -211,30 +217,30 @@ def race(
     positions: torch.Tensor,
     candidates: Candidates,
     rows: int,
-    cuts: Cuts | None = None,
+    thresholds: Thresholds | None = None,
 ) -> None:
-    """Write the best ids of each block of `logits` [rows, at least vocab_size] to `candidates`.
+    """Write the best id of each block of `logits` [rows, at least vocab_size] to `candidates`.
 
     `temperatures` [rows] float64, `seeds` [rows] int64 and `positions` [rows] int32 are those of the rows;
-    the token that a row gives stands one position behind it. With `cuts` only what they keep takes part.
+    a row's token has the next position. With `thresholds`, only the ids that they keep are candidates.
     """
-    overlap = overlaps(logits.device)
-    _race_kernel[(rows, candidates.ids.shape[1])](
+    pdl = supports_pdl(logits.device)
+    _gumbel_argmax_kernel[(rows, candidates.ids.shape[1])](
         logits,
         temperatures,
         seeds,
         positions,
-        None if cuts is None else cuts.values,
-        None if cuts is None else cuts.lasts,
+        None if thresholds is None else thresholds.values,
+        None if thresholds is None else thresholds.last_ids,
         candidates.scores,
         candidates.ids,
         vocab_size,
         logits.stride(0),
-        cuts is not None,
+        thresholds is not None,
         BLOCK,
         PART,
-        overlap,
+        pdl,
         num_warps=4,
         enable_fp_fusion=False,
-        launch_pdl=overlap,
+        launch_pdl=pdl,
     )

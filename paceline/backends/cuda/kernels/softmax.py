@@ -1,7 +1,8 @@
-"""Parts of a softmax over keys in pages: how one is made of a block of positions, and how they are merged.
+"""Online softmax over paged keys and values: partial results of blocks, and how they are merged.
 
-A part is three numbers of each lane: the largest score, the sum of weights, and the values mixed by them. A
-pool is where keys, values and page numbers begin, and how far apart the keys of positions are.
+A partial result is, for each lane, the largest score (row_max), the sum of weights (row_sum) and the
+weighted sum of values (acc), as in FlashAttention. A pool is the addresses of keys, values and page numbers,
+and the stride between positions.
 """
 
 from __future__ import annotations
@@ -9,68 +10,68 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.launching import prefetch
+from paceline.backends.cuda.kernels.pdl import prefetch
 
-BLOCK = 64  # positions looked at together
-MERGED = 8  # blocks of a stretch, stretches of a group
-MOST_PATH = 64  # positions of a path that are not straight
-_PATH_LENGTH = tl.constexpr(MOST_PATH)
+BLOCK = 64  # positions of a block
+MERGE_FAN_IN = 8  # blocks of a KV chunk, KV chunks of a group
+MAX_PATH = 64  # most non-contiguous positions of a path
+_PATH_LENGTH = tl.constexpr(MAX_PATH)
 
 
 def rows_of_lanes(lanes: int, heads: int, kv_heads: int) -> int:
-    """How many rows have room in so many lanes, each with the query heads that share a key head."""
+    """The number of rows that fit so many lanes, each with the query heads that share a KV head."""
     return max(1, lanes // int(triton.next_power_of_2(heads // kv_heads)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def places_of(index, seen, pages_at, page_size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The places of KV indices in the pool."""
+def kv_slots_of(index, seen, pages_at, page_size: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The KV slots of KV indices: page * page_size + offset."""
     page = tl.load(pages_at + index // page_size, mask=seen, other=0)
     return page * page_size + index % page_size
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def prefetch_lines(pool, place, wide: tl.constexpr, overlap: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
-    """Fetch keys and values at these places into the cache, where there is time for it."""
-    if overlap:
+def prefetch_kv(pool, kv_slot, wide: tl.constexpr, pdl: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+    """Prefetch keys and values of these KV slots into the L2 cache, where kernels overlap."""
+    if pdl:
         keys_at, values_at, _, stride = pool
         lines: tl.constexpr = (wide + 63) // 64
-        wanted = place.to(tl.int64)[:, None] * stride + tl.arange(0, lines)[None, :] * 64
+        wanted = kv_slot.to(tl.int64)[:, None] * stride + tl.arange(0, lines)[None, :] * 64
         prefetch(keys_at + wanted)
         prefetch(values_at + wanted)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _own_places(column, tile, tables, pages_at, height: tl.constexpr, page_size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The places of positions `column` on the path of each row of a tile: [height, block]; -1: not seen."""
-    positions_at, straight_at, paths_at = tables
+def _path_slots(column, tile, tables, pages_at, height: tl.constexpr, page_size: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The KV slots of positions `column` on each row's path: [height, block]; -1: not visible."""
+    positions_at, contiguous_until_at, paths_at = tables
     first, count, _, _ = tile
     row = (first + tl.minimum(tl.arange(0, height), count - 1))[:, None]
     at = tl.zeros_like(row) + column[None, :]
-    seen, straight = at <= tl.load(positions_at + row), tl.load(straight_at + row)
-    behind = seen & (at >= straight)
-    on_path = tl.load(paths_at + row * _PATH_LENGTH + (at - straight), mask=behind, other=0)
-    return tl.where(seen, places_of(tl.where(behind, on_path, at), seen, pages_at, page_size), -1)
+    seen, contiguous_until = at <= tl.load(positions_at + row), tl.load(contiguous_until_at + row)
+    on_tail = seen & (at >= contiguous_until)
+    on_path = tl.load(paths_at + row * _PATH_LENGTH + (at - contiguous_until), mask=on_tail, other=0)
+    return tl.where(seen, kv_slots_of(tl.where(on_tail, on_path, at), seen, pages_at, page_size), -1)
 
 
 @triton.jit
-def _of_row(places, row):  # type: ignore[no-untyped-def]
-    """A row of places [height, block]."""
-    number = tl.arange(0, places.shape[0])[:, None]
-    return tl.max(tl.where(number == row, places, -1), 0)
+def _of_row(kv_slots, row):  # type: ignore[no-untyped-def]
+    """One row of kv_slots [height, block]."""
+    number = tl.arange(0, kv_slots.shape[0])[:, None]
+    return tl.max(tl.where(number == row, kv_slots, -1), 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def read_lines(pool_at, place, seen, stride, dim: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys or values at these places: [block, wide], zero where nothing is seen."""
+def load_kv(pool_at, kv_slot, seen, stride, dim: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys or values of these KV slots: [block, wide], zero where not visible."""
     part = tl.arange(0, wide)
     mask = seen[:, None] & (part < dim)[None, :]
-    return tl.load(pool_at + place[:, None].to(tl.int64) * stride + part[None, :], mask=mask, other=0.0)
+    return tl.load(pool_at + kv_slot[:, None].to(tl.int64) * stride + part[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def visible_positions(column, sight):  # type: ignore[no-untyped-def]
-    """Which positions each lane sees: [lanes, block]; `sight` is its own, the window, and the earliest."""
+    """Which positions each lane sees: [lanes, block]. `sight`: its position, the window, the earliest."""
     position, window, earliest = sight
     visible = (column[None, :] <= position[:, None]) & (column[None, :] >= earliest)
     if window > 0:
@@ -79,50 +80,50 @@ def visible_positions(column, sight):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def soften(scores, visible, scale):  # type: ignore[no-untyped-def]
-    """The largest visible score of each lane, and the weights of a softmax, not yet divided by their sum."""
+def softmax_weights(scores, visible, scale):  # type: ignore[no-untyped-def]
+    """The largest visible score of each lane, and the weights exp2(score - largest), not normalized."""
     scores = tl.where(visible, scores * scale, float("-inf"))
-    highest = tl.max(scores, 1)
-    safe = tl.where(highest == float("-inf"), 0.0, highest)  # where nothing is visible
-    return highest, tl.exp2(scores - safe[:, None])
+    row_max = tl.max(scores, 1)
+    safe = tl.where(row_max == float("-inf"), 0.0, row_max)  # no key is visible
+    return row_max, tl.exp2(scores - safe[:, None])
 
 
 @triton.jit
 def merge(part, other):  # type: ignore[no-untyped-def]
-    """Two parts of a softmax as one. To merge into nothing changes no bit.
+    """Two partial results as one. Merging into an empty one changes no bit.
 
-    What is fused with what is said, not left to the compiler: parts are merged in several places.
+    The fused multiply-adds are explicit, not left to the compiler: partials are merged in several kernels.
     """
-    highest, total, mixed = part
-    other_highest, other_total, other_mixed = other
-    higher = tl.maximum(highest, other_highest)
-    safe = tl.where(higher == float("-inf"), 0.0, higher)  # where neither has seen a key
-    shrink, other_shrink = tl.exp2(highest - safe), tl.exp2(other_highest - safe)
-    total = tl.fma(total, shrink, other_total * other_shrink)
-    mixed = tl.fma(mixed, tl.broadcast_to(shrink[:, None], mixed.shape), other_mixed * other_shrink[:, None])
-    return higher, total, mixed
+    row_max, row_sum, acc = part
+    other_max, other_sum, other_acc = other
+    new_max = tl.maximum(row_max, other_max)
+    safe = tl.where(new_max == float("-inf"), 0.0, new_max)  # neither has a visible key
+    rescale, other_rescale = tl.exp2(row_max - safe), tl.exp2(other_max - safe)
+    row_sum = tl.fma(row_sum, rescale, other_sum * other_rescale)
+    acc = tl.fma(acc, tl.broadcast_to(rescale[:, None], acc.shape), other_acc * other_rescale[:, None])
+    return new_max, row_sum, acc
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def nothing(lanes: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A softmax that has seen no key: largest score, sum of weights, mixed values."""
-    highest = tl.full([lanes], float("-inf"), tl.float32)
-    return highest, tl.zeros([lanes], tl.float32), tl.zeros([lanes, wide], tl.float32)
+def empty_softmax(lanes: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The partial result of no keys: row_max, row_sum and acc."""
+    row_max = tl.full([lanes], float("-inf"), tl.float32)
+    return row_max, tl.zeros([lanes], tl.float32), tl.zeros([lanes, wide], tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def straight_block(query, place, seen, visible, scale, pool, dim: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The softmax of a block whose keys and values all rows of the tile read at the same places."""
+def contiguous_block(query, kv_slot, seen, visible, scale, pool, dim: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The partial result of a block whose KV slots are the same for all rows of the tile."""
     keys_at, values_at, _, stride = pool
     wide: tl.constexpr = query.shape[1]
-    key = read_lines(keys_at, place, seen, stride, dim, wide)
-    value = read_lines(values_at, place, seen, stride, dim, wide)
-    highest, weights = soften(tl.dot(query, tl.trans(key)), visible, scale)
-    return highest, tl.sum(weights, 1), tl.dot(weights.to(value.dtype), value)
+    key = load_kv(keys_at, kv_slot, seen, stride, dim, wide)
+    value = load_kv(values_at, kv_slot, seen, stride, dim, wide)
+    row_max, weights = softmax_weights(tl.dot(query, tl.trans(key)), visible, scale)
+    return row_max, tl.sum(weights, 1), tl.dot(weights.to(value.dtype), value)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def crooked_block(  # type: ignore[no-untyped-def]
+def tree_block(  # type: ignore[no-untyped-def]
     query,
     column,
     tile,
@@ -134,73 +135,77 @@ def crooked_block(  # type: ignore[no-untyped-def]
     height: tl.constexpr,
     page_size: tl.constexpr,
 ):
-    """The softmax of a block of which each row reads its own keys.
+    """The partial result of a block of which each row reads its own KV slots.
 
-    `tile` is its first row, the number of its rows, which of them each lane has, and where it gets crooked.
+    `tile` is its first row, its number of rows, the row of each lane, and tree_begin.
     """
     keys_at, values_at, pages_at, stride = pool
     _, _, in_tile, _ = tile
     lanes: tl.constexpr = query.shape[0]
     wide: tl.constexpr = query.shape[1]
-    places = _own_places(column, tile, tables, pages_at, height, page_size)
+    kv_slots = _path_slots(column, tile, tables, pages_at, height, page_size)
     scores = tl.zeros([lanes, column.shape[0]], tl.float32)
-    for own in tl.range(height, num_stages=2):
-        place = _of_row(places, own)
-        key = read_lines(keys_at, place, place >= 0, stride, dim, wide)
-        scores = tl.where((in_tile == own)[:, None], tl.dot(query, tl.trans(key)), scores)
-    highest, weights = soften(scores, visible, scale)
-    mixed = tl.zeros([lanes, wide], tl.float32)
-    for own in tl.range(height, num_stages=2):
-        place = _of_row(places, own)
-        value = read_lines(values_at, place, place >= 0, stride, dim, wide)
-        own_mixed = tl.dot(weights.to(value.dtype), value)
-        mixed = tl.where((in_tile == own)[:, None], own_mixed, mixed)
-    return highest, tl.sum(weights, 1), mixed
+    for tile_row in tl.range(height, num_stages=2):
+        kv_slot = _of_row(kv_slots, tile_row)
+        key = load_kv(keys_at, kv_slot, kv_slot >= 0, stride, dim, wide)
+        scores = tl.where((in_tile == tile_row)[:, None], tl.dot(query, tl.trans(key)), scores)
+    row_max, weights = softmax_weights(scores, visible, scale)
+    acc = tl.zeros([lanes, wide], tl.float32)
+    for tile_row in tl.range(height, num_stages=2):
+        kv_slot = _of_row(kv_slots, tile_row)
+        value = load_kv(values_at, kv_slot, kv_slot >= 0, stride, dim, wide)
+        row_acc = tl.dot(weights.to(value.dtype), value)
+        acc = tl.where((in_tile == tile_row)[:, None], row_acc, acc)
+    return row_max, tl.sum(weights, 1), acc
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def leave(part, line, left, used, dim: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
-    """Write a part to memory for who comes last."""
-    highest, total, mixed = part
-    mixed_at, totals_at = left
-    along = tl.arange(0, mixed.shape[1])
+def store_partial(part, line, partials_at, is_used, dim: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+    """Store a partial result for the program that merges."""
+    row_max, row_sum, acc = part
+    partial_acc_at, partial_stats_at = partials_at
+    along = tl.arange(0, acc.shape[1])
     tl.store(
-        mixed_at + line[:, None] * dim + along[None, :], mixed, mask=used[:, None] & (along < dim)[None, :]
+        partial_acc_at + line[:, None] * dim + along[None, :],
+        acc,
+        mask=is_used[:, None] & (along < dim)[None, :],
     )
-    tl.store(totals_at + line * 2, highest, mask=used)
-    tl.store(totals_at + line * 2 + 1, total, mask=used)
+    tl.store(partial_stats_at + line * 2, row_max, mask=is_used)
+    tl.store(partial_stats_at + line * 2 + 1, row_sum, mask=is_used)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def gather(  # type: ignore[no-untyped-def]
+def merge_partials(  # type: ignore[no-untyped-def]
     lines,
     begin,
     end,
-    left,
-    used,
+    partials_at,
+    is_used,
     dim: tl.constexpr,
     wide: tl.constexpr,
     lanes: tl.constexpr,
-    merged: tl.constexpr,
+    fan_in: tl.constexpr,
 ):
-    """All parts from `begin` to `end`, merged in groups; several are on their way at a time."""
-    mixed_at, totals_at = left
+    """All partials from `begin` to `end`, merged in groups of `fan_in`; the loads of a group overlap."""
+    partial_acc_at, partial_stats_at = partials_at
     along = tl.arange(0, wide)
-    whole = nothing(lanes, wide)
-    for group in range(begin // merged, (end + merged - 1) // merged):
-        inner = nothing(lanes, wide)
-        for index in tl.static_range(merged):
-            number = tl.zeros([lanes], tl.int32) + group * merged + index
-            there = used & (number >= begin) & (number < end)
+    merged = empty_softmax(lanes, wide)
+    for group in range(begin // fan_in, (end + fan_in - 1) // fan_in):
+        inner = empty_softmax(lanes, wide)
+        for index in tl.static_range(fan_in):
+            number = tl.zeros([lanes], tl.int32) + group * fan_in + index
+            there = is_used & (number >= begin) & (number < end)
             line = (lines + number).to(tl.int64)
-            highest = tl.load(totals_at + line * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-            total = tl.load(totals_at + line * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-            mixed = tl.load(
-                mixed_at + line[:, None] * dim + along[None, :],
+            row_max = tl.load(
+                partial_stats_at + line * 2, mask=there, other=float("-inf"), cache_modifier=".cg"
+            )
+            row_sum = tl.load(partial_stats_at + line * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+            acc = tl.load(
+                partial_acc_at + line[:, None] * dim + along[None, :],
                 mask=there[:, None] & (along < dim)[None, :],
                 other=0.0,
                 cache_modifier=".cg",
             )
-            inner = merge(inner, (highest, total, mixed))
-        whole = merge(whole, inner)
-    return whole
+            inner = merge(inner, (row_max, row_sum, acc))
+        merged = merge(merged, inner)
+    return merged

@@ -1,4 +1,4 @@
-"""The rows of a step on the device, written there from the state of the requests: see draft_shape.py."""
+"""The rows of a step on the device, computed there from the state of the requests: see draft_shape.py."""
 
 from __future__ import annotations
 
@@ -8,25 +8,36 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.attention import MOST_PATH
+from paceline.backends.cuda.kernels.attention import MAX_PATH
 
-_PATH_LENGTH = tl.constexpr(MOST_PATH)
+_PATH_LENGTH = tl.constexpr(MAX_PATH)
 LINES = 10
-TOKENS, POSITIONS, TURNS, PLACES, STRAIGHT, SOURCES, TILE_ROWS, TILE_COUNTS, TILE_PAGES, LAST = range(LINES)
+(
+    TOKENS,
+    POSITIONS,
+    ROPE_POSITIONS,
+    SLOT_MAPPING,
+    CONTIGUOUS_UNTIL,
+    SOURCES,
+    TILE_ROWS,
+    TILE_COUNTS,
+    TILE_PAGES,
+    LAST,
+) = range(LINES)
 
 
 @dataclass(frozen=True)
 class DeviceRequests:
-    """What the device knows about the requests in its slots."""
+    """The state of the requests in the device's slots."""
 
     tokens: torch.Tensor  # int32 [slots, longest] prompt and output
     lengths: torch.Tensor  # int32 [slots] tokens whose keys and values are in the pool
-    limits: torch.Tensor  # int32 [slots] KV indices from here on are not computed: they have no pages
+    limits: torch.Tensor  # int32 [slots] KV indices from here on have no pages, and are not computed
     pages: torch.Tensor  # int32 [slots, most pages]
     seeds: torch.Tensor  # int64 [slots]
     temperatures: torch.Tensor  # float64 [slots] 0: greedy
-    kept: torch.Tensor  # float64 [slots, 3] top_k, top_p and min_p
-    takes_drafts: torch.Tensor  # int32 [slots] 0: of a chain only the root's token is taken
+    truncation: torch.Tensor  # float64 [slots, 3] top_k, top_p and min_p
+    takes_drafts: torch.Tensor  # int32 [slots] 0: drafted tokens are never accepted
 
 
 def make_requests(slots: int, longest: int, page_size: int, device: torch.device) -> DeviceRequests:
@@ -49,33 +60,33 @@ def make_requests(slots: int, longest: int, page_size: int, device: torch.device
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of a step, pass after pass, and those of a pass request after request. Lines are
+    """The rows of a step, pass after pass, and within a pass request after request. The lines are
 
-    of rows       tokens; positions; turns (one less: how a head turns queries and keys); places, -1 of
-                  padding; straight; sources (of the draft: the row whose feature or state it reads)
+    of rows       tokens; positions; rope_positions (one less, for heads); slot_mapping, -1 for padding;
+                  contiguous_until; sources (of the drafter: the row whose feature or state it reads)
     of tiles      first row, count and pages
-    of requests   the last row of each in the draft's first pass
+    of requests   the last row of each in the drafter's first pass
     """
 
     lines: torch.Tensor  # int32 [LINES, most rows]
-    paths: torch.Tensor  # int32 [most rows, MOST_PATH], or of one row if all are straight
+    paths: torch.Tensor  # int32 [most rows, MAX_PATH], or of one row if drafts are chains
 
 
 @dataclass(frozen=True)
 class ShapeTables:
-    """A StepPlan on the device, and what kernels must know of its draft."""
+    """A StepPlan on the device, and the constants of its draft."""
 
     rows: torch.Tensor  # int32 [ROW_FIELDS, rows of a request]
     tiles: torch.Tensor  # int32 [TILE_FIELDS, tiles of a request]
     paths: torch.Tensor  # int32 [rows of a request, levels]
     parents: torch.Tensor  # int32 [nodes]
     levels: int
-    catch_up_rows: int  # 0: there is no draft
-    always: int  # how many tokens a draft computes again whatever was accepted; 0: those that were
-    is_straight: bool
+    catch_up_rows: int  # 0: no drafter
+    always: int  # fixed number of tokens that a drafter computes again; 0: the accepted ones
+    is_chain: bool
 
     def arguments(self, state: DeviceRequests, page_size: int) -> dict[str, int | bool]:
-        """What every kernel that writes rows is told about shapes."""
+        """The shape arguments of every kernel that writes rows."""
         return {
             "longest": state.tokens.shape[1],
             "most_pages": state.pages.shape[1],
@@ -86,7 +97,7 @@ class ShapeTables:
             "always": self.always,
             "levels": self.levels,
             "deep": triton.next_power_of_2(max(self.levels, 1)),
-            "is_straight": self.is_straight,
+            "is_chain": self.is_chain,
             "wide_rows": triton.next_power_of_2(self.rows.shape[1]),
             "wide_tiles": triton.next_power_of_2(self.tiles.shape[1]),
             "page_size": page_size,
@@ -101,7 +112,7 @@ def _field(at, field: tl.constexpr, number, count, missing: tl.constexpr):  # ty
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write_tiles(request, requests, pages_begin, tile, valid, rows, plan, wide: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
-    """Write the tiles of a request, of whose rows these are `valid` and lie in these tiles."""
+    """Write the tiles of a request; `valid` are its real rows and `tile` the tile of each."""
     lines_at, _, stride = rows
     _, tiles_at, _, _, num_tiles = plan
     block = tl.arange(0, wide)
@@ -129,17 +140,17 @@ def write_rows(  # type: ignore[no-untyped-def]
     catch_up_rows: tl.constexpr,
     levels: tl.constexpr,
     deep: tl.constexpr,
-    is_straight: tl.constexpr,
+    is_chain: tl.constexpr,
     wide_rows: tl.constexpr,
     wide_tiles: tl.constexpr,
     page_size: tl.constexpr,
 ) -> None:
-    """Write all rows of a request of this length, whose last `fresh` tokens the draft has to compute.
+    """Write all rows of a request of this length, whose last `fresh` tokens the drafter has to compute.
 
-    `state` is where tokens and pages of slots lie, and how many a slot has room for; `rows` a StepRows, with
-    its stride; `plan` a StepPlan: rows, tiles and paths, and how many of the first two there are.
+    `state`: tokens and pages of slots, and their sizes per slot; `rows`: a StepRows and its stride; `plan`: a
+    StepPlan's rows, tiles and paths, and the numbers of the first two.
     """
-    known_at, pages_at, longest, most_pages = state
+    slot_tokens_at, pages_at, longest, most_pages = state
     lines_at, paths_at, stride = rows
     plan_at, _, rest_at, num_rows, _ = plan
     number = tl.arange(0, wide_rows)
@@ -153,33 +164,35 @@ def write_rows(  # type: ignore[no-untyped-def]
     index, position = length + node - back, length + _field(plan_at, 4, number, num_rows, 0) - back
     end = tl.where((slot >= 0) & (length < limit), limit, 0)
     valid = inside & (index < end) & ((node < fresh) | (catches_up == 0))
-    own = tl.maximum(slot, 0)
-    page = tl.load(pages_at + own * most_pages + index // page_size, mask=valid, other=0)
+    valid_slot = tl.maximum(slot, 0)
+    page = tl.load(pages_at + valid_slot * most_pages + index // page_size, mask=valid, other=0)
     to = lines_at + row
     tl.store(to + 1 * stride, tl.where(valid, position, 0), mask=inside)
     tl.store(to + 2 * stride, tl.where(valid, tl.maximum(position - 1, 0), 0), mask=inside)
     tl.store(to + 3 * stride, tl.where(valid, page * page_size + index % page_size, -1), mask=inside)
     tl.store(to + 4 * stride, length + _field(plan_at, 5, number, num_rows, 0) - back, mask=inside)
     is_known = valid & (node <= back)
-    tl.store(to, tl.load(known_at + own * longest + index, mask=is_known, other=0), mask=is_known)
+    tl.store(
+        to, tl.load(slot_tokens_at + valid_slot * longest + index, mask=is_known, other=0), mask=is_known
+    )
     last = request * catch_up_rows + tl.maximum(fresh, 1) - 1
     source = _field(plan_at, 8, number, num_rows, -1)
     source = tl.where(source >= 0, request * _field(plan_at, 7, number, num_rows, 0) + source, last)
     tl.store(to + 5 * stride, source, mask=inside & (first > 0) & (catches_up == 0))
     tl.store(lines_at + 9 * stride + request, last)
-    if not is_straight:
+    if not is_chain:
         along = tl.arange(0, deep)
         mask = inside[:, None] & (along < levels)[None, :]
         rest = tl.load(rest_at + number[:, None] * levels + along[None, :], mask=mask, other=0)
         tl.store(paths_at + row[:, None] * _PATH_LENGTH + along[None, :], length + rest, mask=mask)
     tile = _field(plan_at, 9, number, num_rows, -1)
-    _write_tiles(request, requests, own * most_pages, tile, valid, rows, plan, wide_tiles)
+    _write_tiles(request, requests, valid_slot * most_pages, tile, valid, rows, plan, wide_tiles)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _begin_kernel(  # type: ignore[no-untyped-def]
     slots_at,
-    known_at,
+    slot_tokens_at,
     lengths_at,
     limits_at,
     pages_at,
@@ -198,17 +211,17 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
     always: tl.constexpr,
     levels: tl.constexpr,
     deep: tl.constexpr,
-    is_straight: tl.constexpr,
+    is_chain: tl.constexpr,
     wide_rows: tl.constexpr,
     wide_tiles: tl.constexpr,
     page_size: tl.constexpr,
 ) -> None:
     request, requests = tl.program_id(0), tl.num_programs(0)
     slot = tl.load(slots_at + request)
-    own = tl.maximum(slot, 0)
-    length, limit = tl.load(lengths_at + own), tl.load(limits_at + own)
+    valid_slot = tl.maximum(slot, 0)
+    length, limit = tl.load(lengths_at + valid_slot), tl.load(limits_at + valid_slot)
     fresh = tl.minimum(length + 1, always if always > 0 else 1)
-    if catch_up_rows > 0:  # the feature of the last computed token lies where the root's will
+    if catch_up_rows > 0:  # the last computed token's feature is in the root's row
         source = nodes * requests + request * catch_up_rows
         tl.store(lines_at + 5 * stride + source, request * nodes)
     write_rows(
@@ -218,13 +231,13 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
         length,
         limit,
         fresh,
-        (known_at, pages_at, longest, most_pages),
+        (slot_tokens_at, pages_at, longest, most_pages),
         (lines_at, paths_at, stride),
         (plan_at, tiles_at, rest_at, num_rows, num_tiles),
         catch_up_rows,
         levels,
         deep,
-        is_straight,
+        is_chain,
         wide_rows,
         wide_tiles,
         page_size,

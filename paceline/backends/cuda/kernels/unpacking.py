@@ -1,4 +1,4 @@
-"""Products of packed weights (packing.py), which are unpacked in registers."""
+"""Products of packed weights (packing.py), dequantized in registers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def _unpacking(packing: str, index: int) -> str:
-    """Instructions that make place `index` of two words two bfloat16, without their scale.
+    """PTX that turns element `index` of two words into two bfloat16, without their scale.
 
-    Four bits become the lowest ones of 128, of two numbers at once; eight those of 2 ** 23.
+    4 bits become the lowest mantissa bits of 128, two numbers at once; 8 bits those of 2 ** 23.
     """
     if packing == "int8" or packing == "q6k":
         return f"""{{
@@ -34,10 +34,10 @@ def _unpacking(packing: str, index: int) -> str:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _numbers(words, index: tl.constexpr, packing: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What place `index` of each word holds, without its scale.
+    """Element `index` of each word, without its scale.
 
-    Made of bits, because a multiprocessor converts far fewer numbers at a time than it adds: a whole number
-    becomes the lowest bits of 2 ** 23, and those of e4m3 become a float32 whose exponent is 120 too low.
+    Assembled from bits, because a multiprocessor converts far fewer numbers per cycle than it adds: an
+    integer becomes the lowest mantissa bits of 2 ** 23, an e4m3 a float32 whose exponent is 120 too low.
     """
     if packing == "fp8":
         code = words >> 8 * index
@@ -67,7 +67,7 @@ def _half(words):  # type: ignore[no-untyped-def]
 def _add_scaled(  # type: ignore[no-untyped-def]
     total, numbers, rows, scales_at, column, index: tl.constexpr, columns: tl.constexpr, packing: tl.constexpr
 ):
-    """The total and one more group's product; `scales_at` is where the scales of its step begin."""
+    """The total plus one more group's product; `scales_at` are the scales of its step."""
     shape: tl.constexpr = total.shape
     if packing == "q4k":
         both = tl.load(scales_at + column)
@@ -94,7 +94,7 @@ def _add_scaled(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def packed_product(  # type: ignore[no-untyped-def]
+def packed_matmul(  # type: ignore[no-untyped-def]
     words_at,
     scales_at,
     rows_at,
@@ -111,7 +111,7 @@ def packed_product(  # type: ignore[no-untyped-def]
 ):
     """Packed weights of a tile times the rows `row` [tokens], `begin` to `end`: float32 [columns, tokens].
 
-    Groups are multiplied as whole numbers, then scaled.
+    Groups are multiplied as integers, then scaled.
     """
     group: tl.constexpr = 32
     column, along = tl.arange(0, columns), tl.arange(0, group)

@@ -1,8 +1,8 @@
-// Instructions that C++ has no words for, of all kernels here. Files are put together to one source in Python, which
-// defines the sizes that it is compiled for ahead of them.
+// PTX instructions of all kernels here. Python concatenates the files of a kernel to one source, after definitions of
+// the constants that it is compiled for.
 //
-// bfloat16 numbers are u16: what is done with them is done by instructions, not by C++. Sums and products are
-// spelled __fadd_rn and __fmul_rn, so that the compiler fuses nothing: the bits are to be those of ../kernels.
+// bfloat16 numbers are u16: only instructions compute with them, not C++. Sums and products are spelled __fadd_rn and
+// __fmul_rn, so that the compiler fuses nothing: the bits must be those of ../kernels.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -17,132 +17,133 @@ __device__ inline void copy_16_or_zero(u32 to, const void* from, bool there) {
     int bytes = there ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-__device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most so many of the groups that this thread has ended are on their way.
-template <int GROUPS> __device__ inline void await_copies() {
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most so many committed groups of this thread are in flight.
+template <int GROUPS> __device__ inline void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
-struct __align__(64) Map {  // what the copy engine knows of a tensor
+struct __align__(64) Map {  // a TMA descriptor
     u64 words[16];
 };
 
-// Flags in shared memory: raised when so many threads have raised them, and as many bytes have come as were expected.
-__device__ inline void make_flag(u64* flag, int count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(flag)), "r"(count) : "memory");
+// mbarriers complete a phase when `count` threads have arrived and all expected bytes have come.
+__device__ inline void init_mbarrier(u64* mbarrier, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(mbarrier)), "r"(count) : "memory");
 }
-__device__ inline void raise_flag(u64* flag) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(flag)) : "memory");
+__device__ inline void arrive_mbarrier(u64* mbarrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(mbarrier)) : "memory");
 }
-__device__ inline void expect_bytes(u64* flag, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(flag)), "r"(bytes)
+__device__ inline void expect_bytes(u64* mbarrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(mbarrier)), "r"(bytes)
                  : "memory");
 }
-__device__ inline void await_flag(u64* flag, int parity) {
+__device__ inline void wait_mbarrier(u64* mbarrier, int parity) {
     asm volatile("{ .reg .pred done; again%=: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; "
-                 "@!done bra again%=; }" ::"r"(shared_address(flag)), "r"(parity) : "memory");
+                 "@!done bra again%=; }" ::"r"(shared_address(mbarrier)), "r"(parity) : "memory");
 }
-// New ones are seen by others, and by the copy engine.
-__device__ inline void show_flags() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Makes new mbarriers visible to other programs and to TMA.
+__device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Lines of 64 columns of a head, from a place on.
-__device__ inline void copy_lines(void* to, const Map& map, int column, int head, int place, u64* flag) {
+// TMA copy of lines of 64 columns of a head, from a KV slot on.
+__device__ inline void copy_kv_lines(void* to, const Map& map, int column, int head, int kv_slot, u64* mbarrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)), "l"(&map), "r"(column), "r"(head),
-                 "r"(place), "r"(shared_address(flag)) : "memory");
+                 "r"(kv_slot), "r"(shared_address(mbarrier)) : "memory");
 }
 
-// Weights lie as [tile and step, group of lines, half, 8 lines, 128 of the depth]: see streaming.py. They are the
-// first to leave the cache, since nobody reads them again before all others were read.
-constexpr u64 LEAVES_FIRST = 0x12f0000000000000;
-__device__ inline void copy_weights(void* to, const Map& map, int deep, int group, int block, u64* flag) {
+// Weights are stored as [tile and step, group of lines, half, 8 lines, 128 of the depth]: see weight_pipeline.py. They
+// are evicted from L2 first, since they are not read again before all other weights.
+constexpr u64 EVICT_FIRST = 0x12f0000000000000;
+__device__ inline void copy_weights(void* to, const Map& map, int deep, int group, int block, u64* mbarrier) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%2, 0, 0, %3, %4}], [%5], %6;" ::"r"(shared_address(to)), "l"(&map), "r"(deep),
-                 "r"(group), "r"(block), "r"(shared_address(flag)), "l"(LEAVES_FIRST) : "memory");
+                 "r"(group), "r"(block), "r"(shared_address(mbarrier)), "l"(EVICT_FIRST) : "memory");
 }
-__device__ inline void copy_rows(void* to, const Map& map, int deep, u64* flag) {
+__device__ inline void copy_rows(void* to, const Map& map, int deep, u64* mbarrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, 0}], [%3];" ::"r"(shared_address(to)), "l"(&map), "r"(deep),
-                 "r"(shared_address(flag)) : "memory");
+                 "r"(shared_address(mbarrier)) : "memory");
 }
 
-// What this thread has written is there for the matrix unit, too.
-__device__ inline void share_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Makes this thread's writes to shared memory visible to WGMMA and TMA.
+__device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-__device__ inline void await_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ inline void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-// Barriers of four warps each, by number, beside that of all.
-__device__ inline void await_four_warps(int number) { asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory"); }
-template <int NUMBER, int THREADS> __device__ inline void await_threads() {
+__device__ inline void wait_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
+// Named barriers of a warpgroup.
+__device__ inline void sync_warpgroup(int number) { asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory"); }
+template <int NUMBER, int THREADS> __device__ inline void sync_named_barrier() {
     asm volatile("bar.sync %0, %1;" ::"n"(NUMBER), "n"(THREADS) : "memory");
 }
-// Of what is written in memory: it is there for the copy engine, too.
-__device__ inline void share_in_memory() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-// What was written before one more is counted is there for who sees it.
-__device__ inline void release_one(u32* counter) {
+// Makes writes to global memory visible to TMA.
+__device__ inline void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+// Adds one with release semantics: earlier writes are visible to a load_acquire that sees it.
+__device__ inline void add_release(u32* counter) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
-__device__ inline u32 acquired(const u32* counter) {
+__device__ inline u32 load_acquire(const u32* counter) {
     u32 seen;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
     return seen;
 }
-// Registers of four warps, of which others may have more then.
-template <int COUNT> __device__ inline void keep_registers() {
+// Gives registers of a warpgroup back, for others to take.
+template <int COUNT> __device__ inline void decrease_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
-template <int COUNT> __device__ inline void take_registers() {
+template <int COUNT> __device__ inline void increase_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// Until all threads of both programs of the cluster that have not ended are here.
-__device__ inline void await_other() {
+// Barrier of all threads of both programs of the cluster.
+__device__ inline void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// The place of a program of the cluster that is this one here.
-__device__ inline u32 of_program(const void* here, int number) {
+// The distributed shared-memory address of `here` in a program of the cluster.
+__device__ inline u32 cluster_address(const void* here, int number) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(number));
     return there;
 }
-__device__ inline void give(u32 to, float a, float b, float c, float d, u32 flag) {
+__device__ inline void store_async(u32 to, float a, float b, float c, float d, u32 mbarrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
-                 "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(flag) : "memory");
+                 "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(mbarrier) : "memory");
 }
-__device__ inline float4 given(const float* at) {
+__device__ inline float4 received(const float* at) {
     float4 v;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                  : "r"(shared_address(at)) : "memory");
     return v;
 }
 
-// One more; returns what was there.
-__device__ inline u32 count_one(u32* counter) {
+// Adds one; returns the value before.
+__device__ inline u32 add_acq_rel(u32* counter) {
     u32 before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
     return before;
 }
 
 constexpr u32 INFINITY_BITS = 0x7f800000;
-__device__ inline float nothing() { return -__int_as_float(INFINITY_BITS); }  // the score of what is not seen
+// the score of invisible positions
+__device__ inline float negative_infinity() { return -__int_as_float(INFINITY_BITS); }
 
-// Four tiles of 8 by 8 numbers, as `multiply` wants them in the registers of a warp.
+// Four 8 by 8 tiles in the register layout of `multiply`.
 __device__ inline void load_fragments(u32 (&r)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
 
-__device__ inline void load_turned_fragments(u32 (&r)[4], u32 at) {
+__device__ inline void load_fragments_transposed(u32 (&r)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
 
-__device__ inline void store_turned_fragments(u32 to, const u32 (&r)[4]) {
+__device__ inline void store_fragments_transposed(u32 to, const u32 (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(r[0]), "r"(r[1]),
                  "r"(r[2]), "r"(r[3]) : "memory");
 }
 
-// d [16, 8] += a [16, 16] b [16, 8]: weights are on the side of 16, rows on that of 8.
+// d [16, 8] += a [16, 16] b [16, 8]: weights are the 16-row operand, rows the 8-column one.
 __device__ inline void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
                  "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -177,12 +178,12 @@ __device__ inline float divide(float x, float y) {
 }
 __device__ inline float unpack(u16 bits) { return __uint_as_float((u32)bits << 16); }
 
-// What the matrix unit knows of lines of 128 bytes, swizzled in eights.
-__device__ inline u64 described(const void* at) {
+// The WGMMA descriptor of lines of 128 bytes in the 128-byte swizzle.
+__device__ inline u64 smem_descriptor(const void* at) {
     return (u64)((shared_address(at) & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
-__device__ inline void begin_multiplying() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void end_multiplying() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT> __device__ inline void await_multiplying() {
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }

@@ -1,16 +1,16 @@
-// Normed rows times a matrix of very many columns, through the same ring: the weights of the next tiles are on their
-// way while results are written.
+// The LM head: normed rows times the vocabulary's matrix, through the same pipeline: the weights of the next tiles are
+// loaded while results are written.
 
-struct Logits {  // logits.py has them in the same order
+struct Logits {  // in the order of logits.py
     Product product;
     const float* squares;
     float* output;
-    int stride, columns, row_count, tiles;  // of the output; of the residual stream
+    int stride, columns, row_count, tiles;  // of the output; tiles of the residual stream
     float size, eps;
 };
 
-// In a store of a warp eight columns of a row lie beside each other: 32 bytes, as memory takes them.
-__device__ inline void end_logits(const Shared& s, const Logits& own, const float (&sums)[2][ROWS / 2], int first) {
+// In a warp's store eight columns of a row are contiguous: 32 bytes, a memory sector.
+__device__ inline void finish_logits(const Shared& s, const Logits& own, const float (&sums)[2][ROWS / 2], int first) {
     int line = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int tile = 0; tile < 2; tile++)
@@ -22,31 +22,31 @@ __device__ inline void end_logits(const Shared& s, const Logits& own, const floa
         }
 }
 
-extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 128, 1) all_logits(const __grid_constant__ Logits own) {
+extern "C" __global__ void __launch_bounds__(MMA_THREADS + 128, 1) all_logits(const __grid_constant__ Logits own) {
     extern __shared__ __align__(1024) char raw[];
     Shared& s = *(Shared*)raw;
-    if (threadIdx.x == 0) make_flags(s);
+    if (threadIdx.x == 0) init_mbarriers(s);
     __syncthreads();
     if (blockIdx.x >= own.product.units) return;
     Part part(own.product, true, false);
-    Place at;
-    if (threadIdx.x >= MULTIPLIERS) {
-        keep_registers<40>();
-        if (threadIdx.x >= ASKS_ROWS) await_kernels_before();
+    RingPosition at;
+    if (threadIdx.x >= MMA_THREADS) {
+        decrease_registers<40>();
+        if (threadIdx.x >= ROW_LOADER) wait_dependencies();
         for (int unit = blockIdx.x; unit < own.product.units; unit += gridDim.x) {
-            if (threadIdx.x == ASKS_WEIGHTS) ask_weights<4, 4>(s, at, own.product, unit, part);
-            if (threadIdx.x >= ASKS_ROWS && threadIdx.x < FIRST_FINDER) ask_rows(s, at, own.product, part, {});
+            if (threadIdx.x == WEIGHT_LOADER) load_weights<4, 4>(s, at, own.product, unit, part);
+            if (threadIdx.x >= ROW_LOADER && threadIdx.x < FIRST_NORM_THREAD) load_rows(s, at, own.product, part, {});
         }
-        if (threadIdx.x >= FIRST_FINDER) find_factors(s, own.squares, own.tiles, own.size, own.eps);
+        if (threadIdx.x >= FIRST_NORM_THREAD) compute_norm_factors(s, own.squares, own.tiles, own.size, own.eps);
     } else {
-        take_registers<232>();
-        await_kernels_before();
+        increase_registers<232>();
+        wait_dependencies();
         int group = threadIdx.x / 128;
         for (int unit = blockIdx.x; unit < own.product.units; unit += gridDim.x) {
             float sums[2][ROWS / 2];
-            multiply_all<2, 4>(s, at, sums, part, group);
+            multiply_stages<2, 4>(s, at, sums, part, group);
             if (unit == blockIdx.x) sync_factors();
-            end_logits(s, own, sums, unit * 4 + group * 2);
+            finish_logits(s, own, sums, unit * 4 + group * 2);
         }
     }
 }

@@ -1,0 +1,304 @@
+"""The AsyncDecoder of the cuda backend: slots are initialized, passes launched, tokens read later.
+
+There is one decode loop for each draft (its length and drafter), and all of them step over the same state of
+requests. A pass by another loop than the last, or over other slots, first writes its rows anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.backends.ahead import AheadDraft, AheadOutput, Joining
+from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
+from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork
+from paceline.backends.cuda.draft_shape import chain_shape
+from paceline.backends.cuda.graphs import Graphs, bucket, buckets
+from paceline.backends.cuda.head import HeadPool
+from paceline.backends.cuda.model import Pool
+from paceline.backends.cuda.shared_prefix import find_shared_prefixes, no_shared_prefix, uniform_rows
+from paceline.backends.cuda.tables import to_device
+from paceline.backends.cuda.weights import Weights
+from paceline.core.arrays import Float32Array, Int32Array
+from paceline.core.forward import KeptFeatures
+
+Int64Array = npt.NDArray[np.int64]
+
+TIMED = 5  # steps per measurement
+NO_TRUNCATION = (0.0, 1.0, 0.0)  # top_k, top_p, min_p
+BUFFERS = 4  # per loop: more than passes in flight, so none is overwritten unread
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Host memory for the inputs and results of one pass. On a GPU it is pinned."""
+
+    results: torch.Tensor  # int32 [rows * (3 + length of drafts)] counts, found, tokens: see DecodeLoop
+    counts: Int32Array  # [rows] the same memory
+    found: Int32Array | None  # [rows] the same memory: tokens drafted, unless a head drafts
+    tokens: Int32Array  # [rows, 1 + length of drafts] the same memory: sampled tokens
+    features: torch.Tensor | None  # float32 [rows, width]
+    host_drafts: torch.Tensor | None  # int32 [rows, 1 + most] optimistic drafts of the host, if it drafts
+    pages: torch.Tensor  # int64 [changes] indices into the page table, then page numbers
+    done: torch.cuda.Event | None  # None without a GPU, where work is synchronous
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The decode loop of one draft."""
+
+    steps: DecodeLoop
+    buffers: deque[Buffer]  # the next one first
+    most: int  # requests of a pass
+    width: int  # most tokens of a request in a pass
+
+
+class CudaAsyncDecoder:
+    """The protocol of backends/ahead.py: decoding that overlaps with the host."""
+
+    looks_up = True
+
+    def __init__(
+        self,
+        weights: Weights,
+        pool: Pool,
+        slots: int,
+        longest: int,
+        page_size: int,
+        feature_layers: tuple[int, ...] = (),
+        kept: tuple[KeptFeatures, ...] = (),
+    ) -> None:
+        """Passes without a draft return the features of these layers, or store them in a head's pool."""
+        self.device = weights.device
+        self._weights, self._pool, self._longest, self._page_size = weights, pool, longest, page_size
+        self._feature_layers, self._kept = feature_layers, kept
+        self._rows = bucket(slots)
+        self._requests = make_requests(slots, longest, page_size, self.device)
+        # int64 [values of a slot, requests]
+        self._staged = torch.zeros((11, self._rows), dtype=torch.int64, device=self.device)
+        self._graphs = Graphs(self.device)
+        self._pages = np.zeros(tuple(self._requests.pages.shape), dtype=np.int32)  # a copy of the device's
+        # [slots] upper bound of the computed tokens, and those at `join`
+        self._lengths, self._joined = np.zeros((2, slots), dtype=np.int32)
+        self._keeps_all = np.ones(slots, dtype=np.bool_)  # [slots] whether top_k, top_p and min_p are off
+        self._loops: dict[AheadDraft | None, Loop] = {}
+        self._last: Loop | None = (
+            None  # of the last pass, if the next one over the same slots can reuse its rows
+        )
+        self._slots: list[int] = []  # of the last pass
+        self._unread: deque[tuple[Buffer, Int64Array]] = deque()  # with their slots, oldest first
+
+    @torch.inference_mode()
+    def join(self, requests: Joining) -> None:
+        """Initialize slots, or overwrite the state of slots in use."""
+        staged = np.stack(
+            (
+                requests.slots.astype(np.int64),
+                requests.lengths,
+                requests.limits,
+                requests.tokens[:, 0],
+                requests.tokens[:, 1],
+                requests.seeds.view(np.int64),
+                requests.temperatures.view(np.int64),
+                requests.takes_drafts,
+                *requests.kept.T.copy().view(np.int64),
+            )
+        )
+        count = bucket(len(requests.slots))
+        staged = staged[:, np.arange(count) % len(requests.slots)]  # duplicates are harmless
+        self._staged[:, :count].copy_(to_device(staged, self.device))
+        self._graphs.run(count, lambda: self._init_slots(count))
+        for slot, text in zip(requests.slots.tolist(), requests.texts or (), strict=False):
+            self._requests.tokens[slot, : len(text)] = to_device(text, self.device)
+        self._keeps_all[requests.slots] = (requests.temperatures == 0) | (requests.kept == NO_TRUNCATION).all(
+            1
+        )
+        self._lengths[requests.slots] = self._joined[requests.slots] = requests.lengths
+        self._last = None
+
+    def _init_slots(self, count: int) -> None:
+        """Write the staged values of so many requests to the device state."""
+        state = self._requests
+        slots, lengths, limits, before, last, seeds, temperatures, takes, *kept = self._staged[:, :count]
+        state.lengths[slots] = lengths.int()
+        state.limits[slots] = limits.int()
+        state.tokens[slots, (lengths - 1).clamp(min=0)] = before.int()
+        state.tokens[slots, lengths] = last.int()
+        state.seeds[slots] = seeds
+        state.temperatures[slots] = temperatures.view(torch.float64)
+        state.takes_drafts[slots] = takes.int()
+        state.truncation[slots] = torch.stack(kept, 1).view(torch.float64)
+
+    @torch.inference_mode()
+    def launch(
+        self,
+        slots: Sequence[int],
+        page_tables: Int32Array,
+        draft: AheadDraft | None,
+        leads: Int32Array | None = None,
+    ) -> None:
+        """Launch a pass over the requests in these slots."""
+        slot_list, rows, loop = list(slots), bucket(len(slots)), self._loop(draft)
+        steps, buffer = loop.steps, loop.buffers[0]
+        if buffer.done is not None:
+            buffer.done.synchronize()  # in case the buffer's last pass was never read
+        index = np.array(slot_list)
+        self._send_pages(index, page_tables, buffer)
+        if slot_list != self._slots or loop is not self._last:
+            steps.begin(slot_list, rows)
+            self._use_shared_prefix(steps, index)
+            self._slots, self._last = slot_list, loop
+        if leads is not None:
+            assert buffer.host_drafts is not None
+            assert steps.host_drafts is not None
+            buffer.host_drafts.numpy()[: len(slot_list)] = leads  # rows after them are padding
+            steps.host_drafts[:rows].copy_(buffer.host_drafts[:rows], non_blocking=True)
+        steps.step(rows, bool(self._keeps_all[index].all()))
+        used = 2 * loop.most + rows * loop.width
+        buffer.results[:used].copy_(steps.results[:used], non_blocking=True)
+        if buffer.features is not None:
+            assert steps.features is not None
+            buffer.features[:rows].copy_(steps.features[:rows], non_blocking=True)
+        if buffer.done is not None:
+            buffer.done.record()
+        self._lengths[index] += loop.width
+        loop.buffers.rotate(-1)
+        self._unread.append((buffer, index))
+
+    def _use_shared_prefix(self, steps: DecodeLoop, slots: Int64Array) -> None:
+        """Let steps over these slots read shared prefixes once."""
+        config, begins = self._weights.config, (slots * self._pages.shape[1]).astype(np.int32)
+        pass_rows = uniform_rows(self._pages[slots], begins, self._joined[slots], steps.nodes)
+        steps.use_shared_prefix(
+            find_shared_prefixes(pass_rows, self._page_size, config.num_heads, config.num_kv_heads)
+        )
+
+    def read(self) -> AheadOutput:
+        """The result of the oldest pass that was not read. Waits for it."""
+        buffer, slots = self._unread.popleft()
+        if buffer.done is not None:
+            buffer.done.synchronize()
+        count = len(slots)
+        counts = buffer.counts[:count]
+        self._lengths[slots] -= buffer.tokens.shape[1] - counts
+        features = None if buffer.features is None else cast(Float32Array, buffer.features[:count].numpy())
+        found = None if buffer.found is None else buffer.found[:count]
+        return AheadOutput(buffer.tokens[:count], counts, features, found)
+
+    def skip(self) -> None:
+        """Discard the oldest pass that was not read."""
+        self._unread.popleft()
+
+    def drop(self) -> None:
+        """Discard all passes launched so far."""
+        self._unread.clear()
+
+    @torch.inference_mode()
+    def prepare(self, draft: AheadDraft | None) -> dict[int, float]:
+        """Capture a graph for every bucket, over padding rows, and measure its seconds on a GPU."""
+        for count in buckets(self._rows):  # slot initializations; no slot is in use yet
+            self._graphs.run(count, partial(self._init_slots, count))
+        loop, seconds = self._loop(draft), {}
+        steps = loop.steps
+        for rows in buckets(loop.most):
+            steps.begin([], rows)
+            steps.step(rows)
+            if self.device.type == "cuda":
+                seconds[rows] = self._time(steps, rows)
+        steps.step(rows, keeps_all=False)  # compiles the truncation kernels, for all sizes
+        steps.use_shared_prefix(no_shared_prefix(rows))
+        steps.step(rows)  # compiles; other sizes are captured when first needed
+        self._last = None
+        return seconds
+
+    def _time(self, steps: DecodeLoop, rows: int) -> float:
+        """Seconds of one step, averaged over consecutive ones."""
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(TIMED):
+            steps.step(rows)
+        torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - start) / TIMED
+
+    def _loop(self, draft: AheadDraft | None) -> Loop:
+        """The loop of this draft, created when first needed."""
+        if draft in self._loops:
+            return self._loops[draft]
+        network, keeps, layers = None, None, self._feature_layers
+        shape, most = chain_shape(0 if draft is None else draft.length), self._rows
+        by_text = draft is not None and draft.runner is None  # it drafts without a head
+        if draft is not None and draft.most_requests is not None:
+            most = min(most, bucket(draft.most_requests))
+        if draft is not None and draft.runner is not None:
+            runner = cast(Any, draft.runner)
+            keeps, layers = cast(HeadPool, draft.pool), draft.feature_layers
+            limits = (self._longest, self._page_size)
+            network = HeadNetwork(runner.weights, keeps, layers, shape, most, *limits)
+        elif self._kept:
+            keeps, layers = cast(HeadPool, self._kept[0].pool), self._kept[0].layers
+        steps = DecodeLoop(
+            self._weights,
+            self._pool,
+            self._requests,
+            most,
+            self._page_size,
+            cast(DraftNetwork | None, network),
+            given=shape,
+            feature_layers=layers,
+            kept=keeps,
+            look_up=None if draft is None else draft.look_up,
+            host_drafts=0 if draft is None else draft.leads,
+        )
+        buffers = deque(
+            self._buffer(steps, most, gives_features=keeps is None, gives_found=by_text)
+            for _ in range(BUFFERS)
+        )
+        self._loops[draft] = Loop(steps, buffers, most, steps.output.shape[1])
+        return self._loops[draft]
+
+    def _send_pages(self, slots: Int64Array, page_tables: Int32Array, buffer: Buffer) -> None:
+        """Send the page-table entries of these slots that have changed to the device."""
+        reach = 2 * buffer.tokens.shape[1]  # tokens that this pass and the next may write
+        used = (int(self._lengths[slots].max()) + reach) // self._page_size + 1
+        wanted = page_tables[slots, :used]
+        lines, columns = np.nonzero(wanted != self._pages[slots, :used])
+        if not len(lines):
+            return
+        values = wanted[lines, columns]
+        slots_of = slots[lines]
+        self._pages[slots_of, columns] = values
+        indices = slots_of * self._pages.shape[1] + columns
+        changes = np.concatenate((indices, np.maximum(values, 0)))  # -1 is never read
+        if len(changes) <= len(buffer.pages):
+            buffer.pages[: len(changes)] = torch.from_numpy(changes)
+            there = buffer.pages[: len(changes)].to(self.device, non_blocking=True)
+        else:  # too many for the pinned buffer
+            there = to_device(changes, self.device)
+        self._requests.pages.view(-1)[there[: len(indices)]] = there[len(indices) :].int()
+
+    def _buffer(self, steps: DecodeLoop, most: int, gives_features: bool, gives_found: bool) -> Buffer:
+        pinned = self.device.type == "cuda"
+
+        def like(values: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(values.shape, dtype=values.dtype, pin_memory=pinned)
+
+        results = like(steps.results)
+        numbers = cast(Int32Array, results.numpy())
+        return Buffer(
+            results,
+            numbers[:most],
+            numbers[most : 2 * most] if gives_found else None,
+            numbers[2 * most :].reshape(most, -1),
+            like(steps.features) if gives_features and steps.features is not None else None,
+            None if steps.host_drafts is None else like(steps.host_drafts),
+            torch.zeros(8 * most * steps.output.shape[1], dtype=torch.int64, pin_memory=pinned),
+            torch.cuda.Event() if pinned else None,  # type: ignore[no-untyped-call]
+        )

@@ -1,0 +1,170 @@
+"""Attention of a pass: a CUDA C++ kernel for uniform batches on Hopper, else the Triton kernel.
+
+A batch is uniform if every request has the same number of rows, as in the decode loop: plain rows, chains
+and trees. The kernel (source/decode_attention.cu) has the bits of kernels/attention.py, which takes any rows
+and runs wherever this one cannot. One program occupies a whole multiprocessor, with several KV blocks in
+flight.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+import triton
+
+from paceline.backends.cuda.kernels import attention
+from paceline.backends.cuda.kernels.attention import (
+    BLOCK,
+    LANES,
+    MERGE_FAN_IN,
+    AttentionScratch,
+    RowTables,
+    score_scale,
+    tile_height,
+)
+from paceline.backends.cuda.native import NativeKernel, float_bits, is_left_out, native_kernel, tensor_map
+from paceline.backends.cuda.weight_pipeline import (
+    argument,
+    num_multiprocessors,
+    supports_pipeline,
+    wgmma_source,
+)
+
+SOURCES = ("instructions", "softmax", "decode_attention")  # concatenated in this order
+HEAD_SIZES = (64, 128)
+COLUMNS = 64  # elements per TMA copy of a line
+MAX_SPAN = 64  # nodes of a tree: it spans at most a block and the next
+TILES_PER_PROGRAM = 2  # if a request has several
+STAGES = 5  # pipeline stages: windows of keys and values in flight or in use
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: RowTables,
+    window: int | None,
+    page_size: int,
+    output: torch.Tensor,
+    scratch: AttentionScratch,
+    earliest: int = 0,
+    scales: torch.Tensor | None = None,
+) -> None:
+    """Attention of all rows: the contract of kernels/attention.py's `attend`."""
+    if tables.shared_prefix is not None and (window is not None or is_left_out("shared_prefix")):
+        tables = replace(tables, shared_prefix=None)
+    plain = window is None and scales is None and not is_left_out("decode_attention")
+    if not plain or not _run(query, keys, values, tables, page_size, output, scratch, earliest):
+        attention.attend(
+            query, keys, values, tables, window, page_size, output, scratch, earliest=earliest, scales=scales
+        )
+
+
+def _run(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: RowTables,
+    page_size: int,
+    output: torch.Tensor,
+    scratch: AttentionScratch,
+    earliest: int,
+) -> bool:
+    """Run the CUDA C++ kernel; False if it is not available or not made for this pass."""
+    rows, heads, dim = len(tables.positions), query.shape[1], query.shape[2]
+    uniform, kv_heads, device = tables.uniform, keys.shape[1], query.device
+    if (
+        uniform is None
+        or not supports_pipeline(device)
+        or query.dtype != torch.bfloat16
+        or dim not in HEAD_SIZES
+    ):
+        return False
+    lines = min(page_size, BLOCK)
+    if page_size % lines or BLOCK % lines or lines % 8:
+        return False  # TMA copies are of whole eights of lines, the swizzle's unit
+    has_trees, tiles = tables.paths is not None, len(tables.tile_counts)
+    if (has_trees and uniform.span > MAX_SPAN) or triton.next_power_of_2(heads // kv_heads) > LANES:
+        return False
+    tiles_each, requests = min(uniform.tiles, TILES_PER_PROGRAM), tiles // uniform.tiles
+    groups = requests * -(-uniform.tiles // tiles_each)
+    kv_splits = num_multiprocessors(device) // (groups * kv_heads)
+    if attention.PROGRAMS // (tiles * kv_heads) >= MERGE_FAN_IN or (kv_splits == 0 and tiles_each == 1):
+        return False  # Triton runs several programs per multiprocessor, and splits single blocks
+    kv_chunks = -(-scratch.blocks // MERGE_FAN_IN)
+    kernel = _kernel((heads, kv_heads, dim, page_size), tiles_each, has_trees, device)
+    if kernel is None:
+        return False
+    tensors = (
+        query,
+        output,
+        tables.positions,
+        tables.contiguous_until,
+        tables.paths,
+        tables.tile_counts,
+        tables.tile_pages,
+        tables.pages,
+        None if tables.shared_prefix is None else tables.shared_prefix.shared_chunks,
+        scratch.partial_acc,
+        scratch.partial_stats,
+        scratch.counters,
+    )
+    if tables.shared_prefix is not None:
+        attention.store_shared_partials(query, keys, values, tables, page_size, scratch, kv_chunks, earliest)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    sizes = rows // requests, uniform.tiles, kv_chunks, output.stride(0)
+    of_rows = struct.pack(f"<{len(addresses)}Q6i", *addresses, *sizes, earliest, uniform.settled)
+    maps = _map(keys, lines), _map(values, lines)
+    grid = (groups, kv_heads, max(1, min(kv_splits, kv_chunks)))
+    kernel.launch(argument(*maps, of_rows), grid, (1,), _threads(dim))
+    return True
+
+
+def _map(pool: torch.Tensor, lines: int) -> bytes:
+    """The TMA descriptor of keys or values [slots, KV heads, dim]."""
+    slots, heads, dim = pool.shape
+    return tensor_map(pool.data_ptr(), (dim, heads, slots), (dim, heads * dim), (COLUMNS, 1, lines))
+
+
+def _threads(dim: int) -> int:
+    """Threads of the warps for scores, for the softmax, and for 64 columns of values each."""
+    return 128 + 256 + 2 * dim
+
+
+@lru_cache
+def _kernel(
+    sizes: tuple[int, int, int, int], tiles_each: int, has_trees: bool, device: torch.device
+) -> NativeKernel | None:
+    """The kernel for these heads, KV heads, head size and page size; None if it is not available."""
+    numbers, lanes = kernel_numbers(sizes, tiles_each, has_trees), LANES * tiles_each
+    products = wgmma_source(lanes) + wgmma_source(lanes, "multiply_transposed", transposed=True)
+    return native_kernel("decode_attention", SOURCES, numbers, products, numbers["SHARED_BYTES"], device)
+
+
+def kernel_numbers(sizes: tuple[int, int, int, int], tiles_each: int, has_trees: bool) -> dict[str, int]:
+    """The constants that the kernel is compiled with."""
+    heads, kv_heads, dim, page_size = sizes
+    return {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "DIM": dim,
+        "PAGE": page_size,
+        "HEIGHT": tile_height(heads, kv_heads),
+        "TILES_PER_PROGRAM": tiles_each,
+        "STAGES": STAGES,
+        "HAS_TREES": int(has_trees),
+        "SCALE_BITS": float_bits(score_scale(dim)),
+        "SHARED_BYTES": _shared_bytes(dim, LANES * tiles_each, has_trees),
+    }
+
+
+def _shared_bytes(dim: int, lanes: int, has_trees: bool) -> int:
+    """The size of `Shared` in source/decode_attention.cu."""
+    read = (2 * STAGES * BLOCK + lanes) * dim * 2
+    scores = 2 * lanes * ((2 * BLOCK if has_trees else BLOCK) + 4) * 4
+    weights, totals = 2 * lanes * BLOCK * 2, 2 * lanes * 8 + lanes * 4
+    flags, picked = 2 * STAGES * 8, 2 * lanes * BLOCK  # at most one row per lane
+    return -(-(read + scores + weights + totals + flags + picked + 1) // 16) * 16

@@ -1,0 +1,275 @@
+// Attention, as in kernels/attention.py and kernels/softmax.py: blocks of positions, merged in order.
+
+typedef SoftmaxOf<AttentionTile::halves, DIM / 64> Softmax;  // a warp has an eighth of the columns of values
+
+// Copies 16 bytes of a key and of a value to row `row` of a block, or zeros if it is not visible.
+__device__ inline void copy_kv_slot(Shared& s, const Layer& layer, const AttentionTile& attn, int row, int chunk,
+                                  int kv_slot, bool seen) {
+    long at = ((long)kv_slot * KV_HEADS + attn.head) * DIM + chunk * 8;
+    u32 to = row * (DIM * 2) + (chunk ^ row % 8) * 16;
+    copy_16_or_zero(shared_address(s.attention.keys) + to, layer.keys + at, seen);
+    copy_16_or_zero(shared_address(s.attention.values) + to, layer.values + at, seen);
+}
+
+// Copies keys and values of a block to shared memory. In the first block that this program reads, those of this
+// pass are left to `load_fresh`.
+__device__ inline void load_block(Shared& s, const Layer& layer, const AttentionTile& attn, int block) {
+    constexpr int chunks = DIM / 8;
+    bool first = block == attn.kv_split * attn.each;
+#pragma unroll
+    for (int i = 0; i < BLOCK * chunks / THREADS; i++) {
+        int number = i * THREADS + thread(), row = number / chunks, chunk = number % chunks;
+        int position = block * BLOCK + row;
+        bool seen = position <= attn.newest;
+        if (first && seen && position >= attn.fresh) continue;
+        int kv_slot = !seen ? 0 : first ? s.kv_slots[row] : attn.kv_slot(position);
+        copy_kv_slot(s, layer, attn, row, chunk, kv_slot, seen);
+    }
+}
+__device__ inline void load_fresh(Shared& s, const Layer& layer, const AttentionTile& attn) {
+    constexpr int chunks = DIM / 8;
+    static_assert(ROWS * chunks <= THREADS, "");
+    int begin = attn.kv_split * attn.each * BLOCK, row = max(attn.fresh - begin, 0) + thread() / chunks;
+    if (row < BLOCK && begin + row <= attn.newest)
+        copy_kv_slot(s, layer, attn, row, thread() % chunks, s.kv_slots[row], true);
+}
+
+// Copies the queries of a tile to shared memory: lanes are its rows' heads that share the KV head.
+__device__ inline void load_query(Shared& s, const Pass& pass, const AttentionTile& attn) {
+    constexpr int chunks = DIM / 8;
+    for (int number = thread(); number < LANES * chunks; number += THREADS) {
+        int lane = number / chunks, chunk = number % chunks;
+        int row = lane / AttentionTile::wide, own = lane % AttentionTile::wide;
+        bool used = row < attn.count && own < AttentionTile::group;
+        int line = used ? (attn.first + row) * HEADS + attn.head * AttentionTile::group + own : 0;
+        copy_16_or_zero(shared_address(s.attention.query) + lane * (DIM * 2) + (chunk ^ lane % 8) * 16,
+                        pass.query + line * DIM + chunk * 8, used);
+    }
+}
+
+// The partial result of the block in shared memory: a warp has eight positions of the scores, then all weights,
+// then an eighth of the columns of values.
+__device__ inline Softmax look_at_block(Shared& s, const AttentionTile& attn, int block) {
+    int warp = thread() / 32, lane = thread() % 32, g = lane / 4, q = lane % 4;
+    u32 keys = shared_address(s.attention.keys), values = shared_address(s.attention.values);
+    u32 query = shared_address(s.attention.query);
+    float scores[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    int key = warp * 8 + lane % 8;
+#pragma unroll
+    for (int c = 0; c < DIM / 8; c += 4) {
+        u32 a[2][4], b[4];
+        load_fragments(b, keys + key * (DIM * 2) + ((c + lane / 8) ^ lane % 8) * 16);
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            load_fragments(a[i], query + lane % 16 * (DIM * 2) + ((c + i * 2 + lane / 16) ^ lane % 8) * 16);
+        multiply(scores, a[0], b[0], b[1]);
+        multiply(scores, a[1], b[2], b[3]);
+    }
+    *(float2*)&s.attention.scores[g][warp * 8 + q * 2] = make_float2(scores[0], scores[1]);
+    if (Softmax::halves > 1)
+        *(float2*)&s.attention.scores[g + 8][warp * 8 + q * 2] = make_float2(scores[2], scores[3]);
+    sync();
+    Softmax part;
+    float weights[Softmax::halves][BLOCK / 8][2];  // of its lanes, two positions of each eight
+#pragma unroll
+    for (int i = 0; i < Softmax::halves; i++) {
+        int position = s.row_position[attn.first + min((g + i * 8) / AttentionTile::wide, attn.count - 1)];
+#pragma unroll
+        for (int j = 0; j < BLOCK / 8; j++) {
+            float2 two = *(float2*)&s.attention.scores[g + i * 8][j * 8 + q * 2];
+            int column = block * BLOCK + j * 8 + q * 2;
+            float scale = __int_as_float(SCALE_BITS);
+            weights[i][j][0] = column <= position ? __fmul_rn(two.x, scale) : negative_infinity();
+            weights[i][j][1] = column + 1 <= position ? __fmul_rn(two.y, scale) : negative_infinity();
+            part.highest[i] = fmaxf(part.highest[i], fmaxf(weights[i][j][0], weights[i][j][1]));
+        }
+        part.highest[i] = fmaxf(part.highest[i], __shfl_xor_sync(0xffffffff, part.highest[i], 2));
+        part.highest[i] = fmaxf(part.highest[i], __shfl_xor_sync(0xffffffff, part.highest[i], 1));
+        float zero = safe(part.highest[i]), sums[4];
+#pragma unroll
+        for (int j = 0; j < BLOCK / 8; j++)
+            for (int k = 0; k < 2; k++) weights[i][j][k] = power_of_two(__fsub_rn(weights[i][j][k], zero));
+        // in the order of Triton's four warps
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            sums[j] = __fadd_rn(__fadd_rn(weights[i][j][0], weights[i][j][1]), weights[i][j + 4][0]);
+            sums[j] = __fadd_rn(sums[j], weights[i][j + 4][1]);
+            sums[j] = __fadd_rn(sums[j], __shfl_xor_sync(0xffffffff, sums[j], 2));
+            sums[j] = __fadd_rn(sums[j], __shfl_xor_sync(0xffffffff, sums[j], 1));
+        }
+        part.total[i] = __fadd_rn(__fadd_rn(sums[0], sums[2]), __fadd_rn(sums[1], sums[3]));
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int n = 0; n < Softmax::wide; n++) {
+            u32 v[4];
+            int chunk = warp * Softmax::wide + n, row = half * 32 + lane;
+            load_fragments_transposed(v, values + row * (DIM * 2) + (chunk ^ row % 8) * 16);
+#pragma unroll
+            for (int t = 0; t < 2; t++) {
+                int j = half * 4 + t * 2;
+                u32 a[4];
+#pragma unroll
+                for (int k = 0; k < 4; k++)
+                    if (k % 2 < Softmax::halves)
+                        a[k] = pack(weights[k % 2][j + k / 2][0], weights[k % 2][j + k / 2][1]);
+                    else a[k] = 0;
+                multiply(part.acc[0][n], a, v[t * 2], v[t * 2 + 1]);
+            }
+        }
+    }
+    return part;
+}
+
+struct PartialAddress {  // of a partial in memory, for this thread's lanes and columns
+    float *values, *totals;
+    __device__ PartialAddress(const Pass& pass, const AttentionTile& attn, int number) {
+        int warp = thread() / 32, lane = thread() % 32;
+        long line = ((long)(attn.tile * KV_HEADS + attn.head) * PARTS + number) * LANES + lane / 4;
+        values = pass.part_values + line * DIM + warp * (Softmax::wide * 8) + lane % 4 * 2;
+        totals = pass.part_totals + line * 2;
+    }
+    __device__ void store(const Softmax& part) const {
+#pragma unroll
+        for (int i = 0; i < Softmax::halves; i++) {
+#pragma unroll
+            for (int n = 0; n < Softmax::wide; n++)
+                *(float2*)(values + i * 8 * DIM + n * 8) =
+                    make_float2(part.acc[0][n][2 * i], part.acc[0][n][2 * i + 1]);
+            if (thread() < 32 && thread() % 4 == 0)
+                *(float2*)(totals + i * 16) = make_float2(part.highest[i], part.total[i]);
+        }
+    }
+    __device__ Softmax load() const {
+        Softmax part;
+#pragma unroll
+        for (int i = 0; i < Softmax::halves; i++) {
+#pragma unroll
+            for (int n = 0; n < Softmax::wide; n++) {
+                float2 v = __ldcg((const float2*)(values + i * 8 * DIM + n * 8));
+                part.acc[0][n][2 * i] = v.x, part.acc[0][n][2 * i + 1] = v.y;
+            }
+            float2 t = __ldcg((const float2*)(totals + i * 16));
+            part.highest[i] = t.x, part.total[i] = t.y;
+        }
+        return part;
+    }
+};
+
+__device__ inline void load_8(float (&to)[8], const float* from) {
+    float4 a = __ldcg((const float4*)from), b = __ldcg((const float4*)(from + 4));
+    to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
+}
+
+// Eight columns of a head, merged from at most MERGED_BY_ALL partials at `values` and `totals`.
+__device__ inline uint4 merge_columns(const float* values, const float* totals, int parts) {
+    float highest = negative_infinity(), total = 0.0f, acc[8] = {};
+    for (int first = 0; first < parts; first += 4) {
+        float v[4][8] = {};  // loads in flight
+        float2 t[4] = {};
+#pragma unroll
+        for (int p = 0; p < 4; p++)
+            if (first + p < parts) {
+                load_8(v[p], values + (first + p) * (LANES * DIM));
+                t[p] = __ldcg((const float2*)(totals + (first + p) * (LANES * 2)));
+            }
+#pragma unroll
+        for (int p = 0; p < 4; p++)
+            if (first + p < parts) {
+                float higher = fmaxf(highest, t[p].x), zero = safe(higher);
+                float rescale = power_of_two(__fsub_rn(highest, zero));
+                float other_rescale = power_of_two(__fsub_rn(t[p].x, zero));
+                highest = higher;
+                total = __fmaf_rn(total, rescale, __fmul_rn(t[p].y, other_rescale));
+#pragma unroll
+                for (int e = 0; e < 8; e++)
+                    acc[e] = __fmaf_rn(acc[e], rescale, __fmul_rn(v[p][e], other_rescale));
+            }
+    }
+#pragma unroll
+    for (int e = 0; e < 8; e++) acc[e] = divide(acc[e], total);
+    return make_uint4(pack(acc[0], acc[1]), pack(acc[2], acc[3]), pack(acc[4], acc[5]),
+                      pack(acc[6], acc[7]));
+}
+
+// The attention output, to shared memory. Few partials are merged by every block, since all need the result: that
+// is faster than waiting for one block to merge them.
+__device__ inline void load_attention(Shared& s, const Pass& pass) {
+    constexpr int line = HEADS * DIM / 8, chunks = ROWS * line, each = ceil_div(chunks, THREADS);
+    auto by_all = [&](int row) { return s.row_parts[row] > 0 && s.row_parts[row] <= MERGED_BY_ALL; };
+    auto store = [&](int number, uint4 chunk) {
+        int row = number / line;
+        *(uint4*)&s.product.rows[row * (HEADS * DIM) + (number % line ^ row % 8) * 8] = chunk;
+    };
+    uint4 taken[each];
+#pragma unroll
+    for (int i = 0; i < each; i++) {
+        int number = i * THREADS + thread();
+        bool wanted = number < chunks && !by_all(number / line);
+        taken[i] = wanted ? load_cg_16(pass.attention_output + number * 8) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < each; i++) {
+        int number = i * THREADS + thread();
+        if (number < chunks && !by_all(number / line)) store(number, taken[i]);
+    }
+#pragma unroll 1
+    for (int number = thread(); number < chunks; number += THREADS) {
+        int row = number / line, column = number % line * 8, head = column / DIM;
+        if (!by_all(row)) continue;
+        long at = s.row_line[row] + head / AttentionTile::group * (PARTS * LANES) + head % AttentionTile::group;
+        const float* values = pass.part_values + at * DIM + column % DIM;
+        store(number, merge_columns(values, pass.part_totals + at * 2, s.row_parts[row]));
+    }
+}
+
+__device__ inline void store_attention(const Pass& pass, const AttentionTile& attn, const Softmax& whole) {
+    int warp = thread() / 32, lane = thread() % 32;
+#pragma unroll
+    for (int i = 0; i < Softmax::halves; i++) {
+        int row = (lane / 4 + i * 8) / AttentionTile::wide, own = (lane / 4 + i * 8) % AttentionTile::wide;
+        if (row < attn.count && own < AttentionTile::group) {
+            long head = (long)(attn.first + row) * HEADS + attn.head * AttentionTile::group + own;
+            u16* to = pass.attention_output + head * DIM;
+#pragma unroll
+            for (int n = 0; n < Softmax::wide; n++) {
+                float one = divide(whole.acc[0][n][2 * i], whole.total[i]);
+                float two = divide(whole.acc[0][n][2 * i + 1], whole.total[i]);
+                *(u32*)(to + (warp * Softmax::wide + n) * 8 + lane % 4 * 2) = pack(one, two);
+            }
+        }
+    }
+}
+
+// This block's partials. Keys and values before this pass are in shared memory, or in flight, when it begins.
+__device__ inline void attention(Shared& s, const Pass& pass, const Layer& layer, const AttentionTile& attn) {
+    if (!attn.active()) return;
+    load_query(s, pass, attn);
+    load_fresh(s, layer, attn);
+    Softmax whole;
+    for (int number = attn.kv_split; number < attn.end; number += AttentionTile::kv_splits) {
+        int begin = number * attn.each;
+        for (int block = begin; block < min(begin + attn.each, attn.blocks); block++) {
+            if (block != attn.kv_split * attn.each) {
+                sync();  // all warps have read the block before
+                load_block(s, layer, attn, block);
+            }
+            commit_copies();
+            wait_copies<0>();
+            sync();
+            Softmax part = look_at_block(s, attn, block);
+            if (block == begin) whole = part;
+            else merge(whole, part);
+        }
+        PartialAddress(pass, attn, number).store(whole);
+    }
+    if (attn.end > MERGED_BY_ALL) {  // the last block to arrive merges them
+        sync();
+        u32* counter = pass.counters + 2 + attn.tile * KV_HEADS + attn.head;
+        if (thread() == 0) s.last = is_last_arrival(counter, min(AttentionTile::kv_splits, attn.end));
+        sync();
+        auto load = [&](int number) { return PartialAddress(pass, attn, number).load(); };
+        if (s.last) store_attention(pass, attn, merge_partials<Softmax, MERGE_FAN_IN, 4>(attn.end, load));
+    }
+}

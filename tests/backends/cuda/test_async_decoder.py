@@ -1,0 +1,285 @@
+"""The decoder of the cuda backend: what the host says reaches the device before the pass that needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.backends.ahead import AheadDraft, Joining
+from paceline.control.controller import FixedController
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
+from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
+from paceline.draft.base import Drafter, DraftSampling
+from paceline.draft.vocabulary import trimmed_vocabulary
+from paceline.models.config import RopeConfig
+from paceline.models.heads.config import HeadConfig
+from tests.backends.cuda.test_backend import make, needs_gpu
+from tests.models.heads.driver import random_checkpoint
+from tests.tiny import VOCAB_SIZE, save_checkpoint
+from tests.toy import ToyTokenizer, drain
+
+PAGE, SLOTS, LONGEST = 4, 6, 32
+
+
+class Recording:
+    """In place of the decode loop: a step's token is the page that its row writes to."""
+
+    def __init__(self, requests: object, rows: int, width: int, host_drafts: int) -> None:
+        self.requests, self.features = requests, torch.zeros(rows, 3)
+        self.results = torch.full((rows * (2 + width),), -7, dtype=torch.int32)
+        self.counts, self.found = self.results[: 2 * rows].view(2, rows)
+        self.output = self.results[2 * rows :].view(rows, width)
+        self.host_drafts = torch.full((rows, 1 + host_drafts), -1, dtype=torch.int32) if host_drafts else None
+        self.nodes, self.shared = width, list[object]()
+        self.begun: list[list[int]] = []
+        self.kept_all: list[bool] = []
+
+    def begin(self, slots: Sequence[int], rows: int) -> None:
+        assert rows >= len(slots)
+        self.begun.append(list(slots))
+
+    def use_shared_prefix(self, shared_prefix: object) -> None:
+        self.shared.append(shared_prefix)
+
+    def step(self, rows: int, keeps_all: bool) -> None:
+        self.kept_all.append(keeps_all)
+        state = self.requests
+        for row, slot in enumerate(self.begun[-1]):
+            self.output[row, 0] = state.pages[slot, state.lengths[slot] // PAGE]  # type: ignore[attr-defined]
+            state.lengths[slot] += 1  # type: ignore[attr-defined]
+            self.counts[row] = 1
+            self.features[row] = slot
+
+
+@pytest.fixture
+def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
+    """The decode loops, as they are made."""
+    from paceline.backends.cuda import async_decoder
+
+    made: list[Recording] = []
+
+    def loop(weights, pool, state, rows, size, network, given, feature_layers, kept, look_up, host_drafts):  # type: ignore[no-untyped-def]
+        made.append(Recording(state, rows, 1 + given.levels, host_drafts))
+        return made[-1]
+
+    def network(weights, pool, layers, shape, rows, longest, size):  # type: ignore[no-untyped-def]
+        return shape
+
+    monkeypatch.setattr(async_decoder, "DecodeLoop", loop)
+    monkeypatch.setattr(async_decoder, "HeadNetwork", network)
+    return made
+
+
+@pytest.fixture
+def decoder(loops):  # type: ignore[no-untyped-def]
+    from paceline.backends.cuda.async_decoder import CudaAsyncDecoder
+
+    config = SimpleNamespace(num_heads=4, num_kv_heads=2)
+    weights = type("Weights", (), {"device": torch.device("cpu"), "config": config})
+    return CudaAsyncDecoder(weights, None, SLOTS, LONGEST, PAGE, (1,))  # type: ignore[arg-type]
+
+
+def head_draft(length: int) -> AheadDraft:
+    return AheadDraft(length, SimpleNamespace(weights=None), SimpleNamespace(), (0, 1, 2))  # type: ignore[arg-type]
+
+
+def joining(slots: Sequence[int], lengths: Sequence[int]) -> Joining:
+    return Joining(
+        slots=np.array(slots, dtype=np.int32),
+        tokens=np.array([[slot + 40, slot + 50] for slot in slots], dtype=np.int32),
+        lengths=np.array(lengths, dtype=np.int32),
+        limits=np.array(lengths, dtype=np.int32) + 20,
+        seeds=np.array(slots, dtype=np.uint64) + np.uint64(2**63),
+        temperatures=np.array(slots) / 10,
+        takes_drafts=np.array([slot != 5 for slot in slots]),
+        kept=np.array([(5 if slot == 3 else 0, 1, 0) for slot in slots], dtype=np.float64),
+    )
+
+
+def test_pages_that_change_are_there_for_the_next_pass(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    tables = np.full((SLOTS, LONGEST // PAGE), -1, dtype=np.int32)
+    tables[[1, 4], :2] = [[10, 11], [20, 21]]
+    decoder.join(joining([1, 4], [2, 6]))
+    expected = []
+    for step in range(10):
+        for slot, length in ((1, 2 + step), (4, 6 + step)):
+            tables[slot, length // PAGE] = (
+                30 + 10 * slot + step // 3
+            )  # as good as any: also pages in use change
+        decoder.launch([1, 4], tables, None)
+        expected.append([int(tables[1, (2 + step) // PAGE]), int(tables[4, (6 + step) // PAGE])])
+        if step:
+            assert decoder.read().tokens[:, 0].tolist() == expected[step - 1]  # the one before the last
+    assert decoder.read().tokens[:, 0].tolist() == expected[-1]
+    assert loops[0].begun == [[1, 4]]
+
+
+def test_a_request_that_leaves_and_one_that_joins_begin_the_rows_anew(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
+    decoder.join(joining([0, 1, 2], [3, 3, 3]))
+    decoder.launch([0, 1, 2], tables, None)
+    decoder.launch([0, 2], tables, None)
+    decoder.join(joining([5], [7]))
+    decoder.launch([0, 2, 5], tables, None)
+    assert loops[0].begun == [[0, 1, 2], [0, 2], [0, 2, 5]]
+    assert [decoder.read().features[:, 0].tolist() for _ in range(3)] == [[0, 1, 2], [0, 2], [0, 2, 5]]
+    state = decoder._requests
+    assert state.tokens[5, 6:8].tolist() == [45, 55]
+    assert state.limits[5] == 27
+    assert state.takes_drafts.tolist() == [1, 1, 1, 1, 1, 0]
+    assert state.lengths.tolist() == [6, 4, 6, 0, 0, 8]
+    assert state.seeds[5].item() == 5 - 2**63
+    assert state.temperatures[5] == 0.5
+
+
+def test_shared_prefixes_are_looked_for_when_rows_begin_anew(decoder, loops, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    from paceline.backends.cuda import async_decoder
+
+    asked = []
+
+    def find(own, *sizes):  # type: ignore[no-untyped-def]
+        asked.append((own.contexts.tolist(), own.begins.tolist(), own.counts.tolist(), own.firsts.tolist()))
+        assert sizes == (PAGE, 4, 2)
+        return own.page_tables[:, :2].tolist()
+
+    monkeypatch.setattr(async_decoder, "find_shared_prefixes", find)
+    tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
+    decoder.join(joining([1, 4], [6, 7]))
+    for draft in (None, None, None, head_draft(2)):  # what passes in flight will have computed is not known
+        decoder.launch([1, 4], tables, draft)
+    assert asked == [([6, 7], [8, 32], [1, 1], [0, 1]), ([6, 7], [8, 32], [3, 3], [0, 3])]
+    assert [loop.shared for loop in loops] == [[[[8, 9], [32, 33]]]] * 2
+
+
+def test_each_length_has_a_loop_that_begins_anew_when_it_takes_its_turn(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
+    short, long = head_draft(2), head_draft(3)
+    decoder.join(joining([4, 2], [3, 5]))
+    for draft in (None, short, short, long, short):
+        decoder.launch([4, 2], tables, draft)
+    plain, by_two, by_three = loops
+    assert [len(loop.begun) for loop in (plain, by_two, by_three)] == [1, 2, 1]
+    outputs = [decoder.read() for _ in range(5)]
+    assert [output.tokens.shape[1] for output in outputs] == [1, 3, 3, 4, 3]
+    assert [output.features is None for output in outputs] == [False, True, True, True, True]
+
+
+def test_host_drafts_arrive_before_their_pass_and_for_no_other(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
+    decoder.join(joining([4, 2], [3, 5]))
+    by_host = AheadDraft(2, leads=3)
+    lines = [[[4, 7, 8, -1], [6, 9, 0, 5]], [[-1, -1, -1, -1], [6, 9, 0, 5]], [[7, 1, -1, -1]]]
+    for slots, own in zip([[4, 2], [4, 2], [2]], lines, strict=True):
+        decoder.launch(slots, tables, by_host, np.array(own, dtype=np.int32))
+        assert loops[0].host_drafts[: len(slots)].tolist() == own
+    outputs = [decoder.read() for _ in lines]
+    assert [output.tokens.shape for output in outputs] == [(2, 3), (2, 3), (1, 3)]
+    assert all(output.found is not None for output in outputs)
+
+
+def test_passes_that_are_dropped_are_not_read(decoder) -> None:  # type: ignore[no-untyped-def]
+    tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
+    decoder.join(joining([3], [1]))
+    for number in range(9):  # more than there are buffers
+        tables[:] = number
+        decoder.launch([3], tables, None)
+        if number < 8:
+            decoder.drop()
+    assert decoder.read().tokens[:, 0].tolist() == [8]
+
+
+def test_passes_truncate_while_a_request_has_such_options(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
+    decoder.join(joining([2, 3], [1, 1]))
+    for slots in ([2, 3], [2]):
+        decoder.launch(slots, tables, None)
+    assert loops[0].kept_all == [False, True]
+    assert decoder._requests.truncation[[2, 3]].tolist() == [[0, 1, 0], [5, 1, 0]]
+
+
+@needs_gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
+    temperature: float,
+    tmp_path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """More requests than slots, plain, with a head on the device and with host drafts; and each alone,
+    sampled on the host."""
+    from paceline.engine.admission import Limits
+    from paceline.engine.engine import Engine
+    from paceline.models.registry import load_checkpoint
+
+    checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
+    limits = Limits(VOCAB_SIZE, 96, 4, 32)
+
+    def outputs(
+        tiles_each: bool, logprobs: int | None, length: int = 0, copies: bool = False
+    ) -> list[list[int]]:
+        backend = make(checkpoint, device, dtype)
+        drafters: dict[str, Drafter] = {}
+        if length:
+            drafters = {"eagle3": Copies() if copies else random_head(backend)}
+        controller = FixedController(DraftPlan("eagle3", length) if length else PLAIN)
+        engine = Engine(
+            backend, ToyTokenizer(), limits, num_pages=60, drafters=drafters, controller=controller
+        )
+        results = []
+        for number in range(7):
+            prompt = np.random.default_rng(number).integers(2, VOCAB_SIZE, 3 + 5 * number).tolist()
+            options = SamplingParams(
+                temperature=temperature,
+                top_k=5 * (number % 3),
+                top_p=1.0 if number % 2 else 0.9,
+                seed=number,
+                max_tokens=20 + number,
+                ignore_eos=True,
+                logprobs=logprobs,
+            )
+            results.append(engine.add_request(prompt, options)[0])
+            if not tiles_each:
+                drain(engine, scribble=False)
+        drain(engine, scribble=False)
+        for request in results:
+            assert request.error is None
+            assert not request.failed_drafters
+            assert bool(request.speculative.num_spec_steps) == bool(length)
+        return [request.output_token_ids for request in results]
+
+    expected = outputs(False, 0)
+    assert outputs(True, None) == expected
+    assert outputs(True, None, length=3) == expected
+    assert outputs(True, None, length=3, copies=True) == expected
+
+
+class Copies(Drafter):
+    """Drafts what came three tokens ago, by the host, while passes run."""
+
+    name = "eagle3"
+
+    def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
+        return DraftTrees.chains(
+            [request.token_ids[-3:][: plan.budget] for request, plan in zip(requests, plans, strict=True)]
+        )
+
+
+def random_head(backend):  # type: ignore[no-untyped-def]
+    """A drafter with a random head for a tiny model."""
+    from paceline.backends.cuda.head_runner import CudaHeadRunner
+    from paceline.backends.cuda.head_weights import load_head_weights
+    from paceline.draft.eagle import Eagle3Drafter, HeadShape
+
+    size = backend.config.hidden_size
+    rope = RopeConfig(500.0)
+    config = HeadConfig("eagle3", VOCAB_SIZE, 90, size, size, 6, 2, 16, 80, 1e-5, rope, 128, (0, 1, 2))
+    head = random_checkpoint(config)
+    runner = CudaHeadRunner(load_head_weights(head, backend.weights), max_rows=32)
+    shape = HeadShape((0, 1, 2), 3 * size, trimmed_vocabulary(head.draft_ids, VOCAB_SIZE), 128)
+    return Eagle3Drafter(runner, shape, DraftSampling.COUPLED)
