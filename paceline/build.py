@@ -171,7 +171,7 @@ def _controller(
 HEAD_LENGTHS = (2, 3, 5, 7)  # chains of a head that are made ready on the device
 TEXT_LENGTHS = (3, 7)  # the same from texts
 HEAD_CHANCE, HEAD_DRAFTS = 0.7, 12  # what is thought of a head that nobody knows, and for how many drafts
-TEXT_CHANCES, TEXT_DRAFTS = (0.2, 0.7), 16  # the same of drafts from texts: most passes find nothing
+TEXT_CHANCES, TEXT_DRAFTS = (0.1, 0.7), 3  # the same of drafts from texts: most passes find nothing
 
 
 def _device_planner(

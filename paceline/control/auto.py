@@ -133,7 +133,8 @@ class AutoController(Controller):
             expected, plain = self._expected_of(device, plan, load), self._expected_of(device, PLAIN, load)
             self._log(Decision(self._step, device.reason, load, drafts, expected, plain))
         self._facts = facts
-        return StepPlan([plan if own.plan is None else own.plan for own in running], plan)
+        plans = [plan if own.plan is None else own.plan for own in running]
+        return StepPlan(plans, plan, shadow=None if plan.budget else device.shadow)
 
     @staticmethod
     def _expected_of(device: DevicePlanner, plan: DraftPlan, load: Load) -> Choice:

@@ -30,6 +30,7 @@ class StepPlan:
 
     plans: list[DraftPlan]  # one for each running request, in order
     record: Any = None  # the controller's own: why, and what it expects
+    shadow: DraftPlan | None = None  # by which the host drafts beside a plain pass on the device, to learn
 
 
 class Controller(Protocol):

@@ -3,8 +3,9 @@
     tokens of a pass      1 + the chances that drafts are right down to each depth, counted lately
     seconds of a pass     by plan, number of requests and context: measured at the start and from then on
 
-The plan with most tokens per second is taken. What was not taken is tried now and then, for a share of the
-time that is fixed beforehand.
+The plan with most tokens per second is taken. What drafts from texts would bring beside plain passes is known
+from shadow drafts (engine/shadow.py), which cost the device nothing. What else was not taken is tried now
+and then, for a share of the time that is fixed beforehand.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.stats import DraftFacts, StepStats
+from paceline.core.stats import DraftFacts, ShadowFacts, StepStats
 from paceline.core.trees import PLAIN, DraftPlan
 
 GUESS_PER_TOKEN = 0.1  # plain passes that a drafted token adds to one, until it was measured
@@ -24,6 +25,7 @@ TIME_RATE = 0.05  # how far a pass moves the time of its kind, in the long run
 EXPECTED_WEIGHT = 3  # passes that a time measured at the start counts for
 MAX_OUTLIER = 2.0  # times the usual: a pass that took longer was held up, and counts as this
 MEMORY = 0.99  # of counts, from one draft to the next
+LIKE_ABOVE = 1.0  # drafts that the chance one level above counts for
 MAX_FADING = 4  # drafts of a pass that let older ones fade: those of one pass are alike
 MIN_GAIN = 1.04  # times plain decoding that drafts must promise to begin
 MIN_BETTER = 1.02  # times: for less no other plan is taken
@@ -50,7 +52,10 @@ class DevicePlanner:
         self.arms = {arm.plan: arm for arm in (Arm(PLAIN), *arms)}
         self._acceptance = acceptance
         self._costs = DevicePassCosts()
-        self._plan = max(self.arms, key=lambda plan: self._tokens(plan) / (1 + GUESS_PER_TOKEN * plan.levels))
+        texts = [arm.plan for arm in arms if not arm.attaches]
+        self.shadow = max(texts, key=lambda plan: plan.levels, default=None)  # what is drafted to learn
+        by_guess = {plan: self._tokens(plan) / (1 + GUESS_PER_TOKEN * plan.levels) for plan in self.arms}
+        self._plan = PLAIN if self.shadow else max(by_guess, key=by_guess.__getitem__)
         self._pass = self._next_choice = self._changed = 0
         self._load = (1, 0)  # buckets of requests and of context that the plan was chosen for
         self._last_used = dict.fromkeys(self.arms, 0)  # the last pass by each plan
@@ -104,7 +109,7 @@ class DevicePlanner:
         for plan in arms:
             if not self._costs.knows(plan, *self._load):
                 return plan
-        others = [plan for plan in arms if plan != best]
+        others = [plan for plan in arms if self._teaches(plan, best)]
         if best == PLAIN:  # of each drafter the shortest tells enough
             shortest = {plan.drafter: plan for plan in reversed(others)}
             others = list(shortest.values())
@@ -121,10 +126,19 @@ class DevicePlanner:
         self.regret += lost
         return oldest
 
+    def _teaches(self, plan: DraftPlan, best: DraftPlan) -> bool:
+        """Whether passes by a plan would say what those by the best one do not."""
+        if plan.drafter == best.drafter:
+            return plan.levels > best.levels  # of shorter drafts all is known
+        is_shadowed = self.shadow is not None and plan.drafter == self.shadow.drafter and best == PLAIN
+        return plan.budget > 0 and not is_shadowed
+
     def observe(self, plan: DraftPlan, stats: StepStats) -> None:
         """Take in a pass by a plan."""
         if plan not in self.arms:
             return
+        if stats.shadow is not None and stats.shadow.drafter in self._acceptance:
+            self._acceptance[stats.shadow.drafter].add_shadow(stats.shadow)
         if plan.drafter is not None:
             self._acceptance[plan.drafter].add(stats.drafts, stats.requests, plan.levels)
         self._last_used[plan] = self._pass
@@ -171,10 +185,23 @@ class ChainAcceptance:
         self._tries[:length] = kept * self._tries[:length] + reached[:-1] - untried
         self._hits[:length] = kept * self._hits[:length] + reached[1:]
 
+    def add_shadow(self, shadow: ShadowFacts) -> None:
+        """Count shadow drafts."""
+        length = min(len(self._tries), len(shadow.tries))
+        fade = MEMORY ** min(shadow.tries[0], MAX_FADING)
+        kept = np.where(self._tries[:length] > 1.0, fade, 1.0)
+        self._tries[:length] = kept * self._tries[:length] + shadow.tries[:length]
+        self._hits[:length] = kept * self._hits[:length] + shadow.hits[:length]
+
     def accepted(self, length: int) -> float:
         """Tokens expected of a draft of this length."""
-        chances = self._hits / np.maximum(self._tries, 1e-9)
-        return float(np.cumprod(chances[:length]).sum())
+        reached, chance, expected = 1.0, float(self._hits[0] / self._tries[0]), 0.0
+        for hits, tries in zip(self._hits[:length].tolist(), self._tries[:length].tolist(), strict=True):
+            # deep down little was seen: there drafts go on as they did one level above
+            chance = (hits + LIKE_ABOVE * chance) / (tries + LIKE_ABOVE)
+            reached *= chance
+            expected += reached
+        return expected
 
 
 Kind = tuple[DraftPlan, int, int]  # of a pass: its plan, and the buckets of its requests and their context

@@ -33,6 +33,15 @@ class DraftCall:
 
 
 @dataclass(frozen=True, slots=True)
+class ShadowFacts:
+    """How shadow drafts fared: drafts beside plain passes that nobody verified."""
+
+    drafter: str
+    tries: tuple[int, ...]  # [depth] tokens that were compared there: all before were right
+    hits: tuple[int, ...]  # [depth] those of them that were right
+
+
+@dataclass(frozen=True, slots=True)
 class ControlFacts:
     """What the controller decided for a step, and what it knows of its own success."""
 
@@ -60,6 +69,7 @@ class StepStats:
     # (request_id, child) of those whose drafters were asked: rows may have left no room for some
     asked: frozenset[tuple[str, int]] = frozenset()
     draft_calls: tuple[DraftCall, ...] = ()
+    shadow: ShadowFacts | None = None  # of a plain pass on the device
     draft_failures: int = 0  # drafters that raised
     control: ControlFacts | None = None  # None: there was nothing to decide
     running: int = 0

@@ -27,6 +27,7 @@ from paceline.core.trees import PLAIN, DraftPlan
 from paceline.engine.drafting import Drafting
 from paceline.engine.optimistic import OptimisticDrafts
 from paceline.engine.pipeline import InFlight, Schedule, StepResult, StepTimer
+from paceline.engine.shadow import ShadowDrafts
 from paceline.engine.verification import chosen_verdict
 from paceline.kv.cache import KVCache
 
@@ -58,6 +59,7 @@ class DeviceExecutor:
         self._attached_plan = PLAIN  # by which it does
         self._last_plan = PLAIN
         self._optimistic = OptimisticDrafts(drafting)
+        self.shadow = ShadowDrafts(drafting)
 
     def decoder(self) -> AheadDecoder | None:
         """The backend's decoder, made when it is first asked for; None if there is none."""
@@ -180,7 +182,16 @@ class DeviceExecutor:
         if draft is not None and draft.leads:
             expected = self._optimistic.rows(plan, requests, draft.leads)
         decoder.launch([request.slot for request in requests], self._kv.page_tables, draft, expected)
+        self._shadow(schedule, requests, plan)
         return InFlight(schedule, self._read, self._skip)
+
+    def _shadow(self, schedule: Schedule, requests: Sequence[Request], plan: DraftPlan) -> None:
+        """Draft beside a plain pass, while it runs, if the controller wants to learn from that."""
+        wanted = None if schedule.step_plan is None else schedule.step_plan.shadow
+        if wanted is not None and not plan.budget:
+            self.shadow.follow(wanted, requests)
+        else:
+            self.shadow.clear()
 
     def _read(self, timer: StepTimer) -> StepResult:
         """Wait for the oldest pass; those of its requests that have ended are left out."""
@@ -243,6 +254,7 @@ class DeviceExecutor:
         """Passes of the host follow: what the decoder knows of requests will be out of date."""
         assert not self._passes
         self._detach()
+        self.shadow.clear()
         self._known.clear()
 
     def _detach(self) -> None:

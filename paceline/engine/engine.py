@@ -249,7 +249,7 @@ class Engine:
         stats.plan = common_plan(schedule.parts) if stats.ahead else None
         gained = [len(delta.token_ids) for delta in deltas]
         add_pass(stats, result.parts, result.shapes, result.verdicts, gained, timer.seconds)
-        stats.draft_calls = self._drafting.take_calls()
+        stats.draft_calls, stats.shadow = self._drafting.take_calls(), self._device.shadow.take()
         preemptions, failures = self._counted
         self._counted = self.scheduler.num_preemptions, self._drafting.failures
         stats.preemptions, stats.draft_failures = self._counted[0] - preemptions, self._counted[1] - failures

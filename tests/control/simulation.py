@@ -10,7 +10,7 @@ import numpy as np
 
 from paceline.control.controller import Controller, Load, StepPlan
 from paceline.control.cost import StepCosts
-from paceline.core.stats import DraftCall, DraftFacts, StepStats
+from paceline.core.stats import DraftCall, DraftFacts, ShadowFacts, StepStats
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 
 MEASURED = (1, 2, 4, 8, 9, 16, 17, 32, 64)
@@ -67,6 +67,7 @@ class SimulatedRequest:
     num_pending: int = 1
     num_output: int = 0
     num_computed: int = 100
+    shadow_depth: int = 0
     failed_drafters: set[str] = field(default_factory=set)
     sampler: SimulatedSampler = SimulatedSampler()
     speculative: SimulatedCounts = field(default_factory=SimulatedCounts)
@@ -148,6 +149,7 @@ class World:
                 drafts.append(DraftFacts(*facts, path=tuple(range(accepted))))
             request.num_output += 1 + accepted
             tokens += 1 + accepted
+        shadow = None if planned.shadow is None else self._shadowed(step, running, planned.shadow, rng)
         rows = len(running) * (1 + length)
         seconds = self.pass_seconds(rows)
         if plan.budget:
@@ -159,9 +161,28 @@ class World:
             rows=rows,
             new_tokens=tokens,
             drafts=tuple(drafts),
+            shadow=shadow,
             forward_time=seconds * float(rng.lognormal(0.0, self.noise)),
         )
         return stats, [length] * len(running), [name] * len(running)
+
+    def _shadowed(
+        self, step: int, running: Sequence[SimulatedRequest], plan: DraftPlan, rng: np.random.Generator
+    ) -> ShadowFacts:
+        """How drafts that nobody verifies fare in a plain pass, of which each request gains one token."""
+        drafter, length = self.drafters[plan.drafter or ""], plan.levels
+        tries, hits = [0] * length, [0] * length
+        for request in running[:8]:
+            depth = request.shadow_depth
+            if depth == length:  # the token behind a draft that was right
+                request.shadow_depth = 0
+                continue
+            found = depth > 0 or rng.random() < drafter.finds(step)
+            right = bool(found and rng.random() < drafter.right(step))
+            tries[depth] += 1
+            hits[depth] += right
+            request.shadow_depth = depth + 1 if right else 0
+        return ShadowFacts(plan.drafter or "", tuple(tries), tuple(hits))
 
     def _step(
         self,
