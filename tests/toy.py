@@ -23,6 +23,7 @@ from paceline.core.features import Features
 from paceline.core.forward import Choices, ForwardBatch, ForwardOutput, KeptFeatures, KVPool
 from paceline.core.request import Request
 from paceline.core.trees import DraftPlan, DraftTrees
+from paceline.core.truncation import KEEPS_ALL
 from paceline.core.verdict import Verdict
 from paceline.draft.base import Drafter, DrafterNeeds
 from paceline.engine.admission import Limits
@@ -128,7 +129,7 @@ class ToyBackend(Backend):
         for row, seed, temperature in zip(choices.rows, choices.seeds, choices.temperatures, strict=True):
             logits = self._row_logits(batch, pool, places, int(row))
             position = int(batch.positions[row]) + 1
-            chosen.append(reference_token(logits, float(temperature), (0, 1, 0), int(seed), position))
+            chosen.append(reference_token(logits, float(temperature), KEEPS_ALL, int(seed), position))
         self.num_chosen += len(chosen)
         return np.array(chosen, dtype=np.int32)
 

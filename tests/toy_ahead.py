@@ -11,6 +11,7 @@ import numpy as np
 from paceline.backends.ahead import AheadDraft, AheadOutput, Joining
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch
+from paceline.core.truncation import NUM_FIELDS, Truncation
 from paceline.verify.reference import choose_token_reference
 from tests.draft.reference import lead_chain, ngram_chain
 
@@ -19,13 +20,12 @@ if TYPE_CHECKING:
 
 
 def reference_token(
-    logits: Float32Array, temperature: float, kept: Sequence[float], seed: int, position: int
+    logits: Float32Array, temperature: float, truncation: Sequence[float], seed: int, position: int
 ) -> int:
-    """The token by the readable reference, or -1: there is none. `kept` are top_k, top_p and min_p."""
+    """The token by the readable reference, or -1: there is none. `truncation` is a row of Joining's."""
     if temperature == 0:
         return -1 if np.isnan(logits).any() else int(logits.argmax())
-    top_k, top_p, min_p = kept
-    return choose_token_reference(logits, temperature, int(top_k), top_p, min_p, seed, position)
+    return choose_token_reference(logits, temperature, Truncation.from_row(truncation), seed, position)
 
 
 class ToyAhead:
@@ -43,7 +43,7 @@ class ToyAhead:
         self._limits = np.zeros(slots, dtype=np.int32)  # [slots]
         self._seeds = np.zeros(slots, dtype=np.uint64)  # [slots]
         self._temperatures = np.zeros(slots)  # [slots]
-        self._kept = np.zeros((slots, 3))  # [slots, 3]
+        self._truncation = np.zeros((slots, NUM_FIELDS))  # [slots, NUM_FIELDS]
         self._takes_drafts = np.ones(slots, dtype=np.bool_)  # [slots]
         self._texts: dict[int, list[int]] = {}  # of slots, if they were told
         self._unread: deque[AheadOutput] = deque()
@@ -55,7 +55,7 @@ class ToyAhead:
         self._tokens[slots], self._lengths[slots] = requests.tokens[:, 1], requests.lengths
         self._limits[slots] = requests.limits
         self._seeds[slots], self._temperatures[slots] = requests.seeds, requests.temperatures
-        self._kept[slots], self._takes_drafts[slots] = requests.kept, requests.takes_drafts
+        self._truncation[slots], self._takes_drafts[slots] = requests.truncation, requests.takes_drafts
         self._told = {}
         for number, slot in enumerate(slots.tolist()):
             self._texts.pop(slot, None)
@@ -141,7 +141,7 @@ class ToyAhead:
             )
         )
         self._lengths[own] += 1
-        options = self._temperatures, self._kept, self._seeds, self._lengths
+        options = self._temperatures, self._truncation, self._seeds, self._lengths
         chosen = [
             reference_token(logits, *(of_slots[slot].tolist() for of_slots in options))
             for logits, slot in zip(output.logits, own, strict=True)

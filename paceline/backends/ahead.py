@@ -24,7 +24,7 @@ class Joining:
     seeds: UInt64Array  # [requests]
     temperatures: Float64Array  # [requests]
     takes_drafts: BoolArray  # [requests] whether drafted tokens are theirs too, or only what follows the last
-    kept: Float64Array  # [requests, 3] top_k, top_p and min_p: of a decoder of a backend that keeps some
+    truncation: Float64Array  # [requests, fields of Truncation] read if the backend truncates
     # [requests] all tokens of each, for passes that look up; None: nobody will ask for more than the last two
     texts: Sequence[Int32Array] | None = None
 

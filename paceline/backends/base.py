@@ -31,7 +31,7 @@ class Backend(Protocol):
     supports_features: bool
     chooses: bool = False  # it takes a batch's choices
     drafts_ahead: bool = False  # decode_ahead takes drafts
-    keeps_ahead: bool = False  # decode_ahead takes top_k, top_p and min_p
+    keeps_ahead: bool = False  # decode_ahead truncates
 
     def make_pool(self, num_pages: int) -> KVPool:
         """Storage for `num_pages` pages of keys and values of this model."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.structured_outputs import StructuredOutputsParams, as_structured_outputs
+from paceline.core.truncation import KEEPS_ALL, Truncation, check_truncation
 from paceline.errors import RequestError
 from paceline.options import check_bool, check_integer, check_number, refuse_unknown
 
@@ -25,9 +26,9 @@ class SamplingParams:
 
     n: int = 1  # number of outputs; they share the prompt's KV pages
     temperature: float = 1.0  # 0 is greedy: the largest logit, ties to the lowest id
-    top_k: int = 0  # keep the k likeliest; 0 or -1 keeps all
-    top_p: float = 1.0  # keep the fewest likeliest whose probabilities reach this sum
-    min_p: float = 0.0  # keep ids with at least this fraction of the likeliest one's probability
+    top_k: int = KEEPS_ALL.top_k  # keep the k likeliest; 0 or -1 keeps all
+    top_p: float = KEEPS_ALL.top_p  # keep the fewest likeliest whose probabilities reach this sum
+    min_p: float = KEEPS_ALL.min_p  # keep ids with at least this fraction of the likeliest one's probability
     repetition_penalty: float = (
         1.0  # divides positive and multiplies negative logits of prompt and output ids
     )
@@ -58,11 +59,7 @@ class SamplingParams:
             "temperature": check_number(
                 error, "temperature", self.temperature, 0, 1000, remedy="Use 0 for greedy decoding."
             ),
-            "top_k": max(0, check_integer(error, "top_k", self.top_k, -1, None, "Use 0 to keep all.")),
-            "top_p": check_number(
-                error, "top_p", self.top_p, 0, 1, low_open=True, remedy="Use 1 to keep all."
-            ),
-            "min_p": check_number(error, "min_p", self.min_p, 0, 1, remedy="Use 0 to keep all."),
+            **{name: check_truncation(name, getattr(self, name)) for name in Truncation._fields},
             # further from 1 the quotient would overflow float32
             "repetition_penalty": check_number(
                 error, "repetition_penalty", self.repetition_penalty, 0.01, 100, remedy="1 is none."
@@ -110,6 +107,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the token is the largest logit, without noise."""
         return self.temperature == 0.0
+
+    @property
+    def truncation(self) -> Truncation:
+        """What is kept of the distribution, as one record."""
+        return Truncation(*(getattr(self, name) for name in Truncation._fields))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

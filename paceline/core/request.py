@@ -144,7 +144,7 @@ class Request:
 
     @property
     def races_among_kept(self) -> bool:
-        """Whether that is so among the tokens that top_k, top_p and min_p keep."""
+        """Whether that is so among the tokens that its truncation keeps."""
         return self.num_output >= self._races_from
 
     def _first_race(self) -> float:

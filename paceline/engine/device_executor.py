@@ -294,6 +294,6 @@ def _slot_inits(requests: Sequence[Request], with_texts: bool) -> Joining:
         seeds=np.array([request.seed for request in requests], dtype=np.uint64),
         temperatures=np.array([own.temperature for own in params], dtype=np.float64),
         takes_drafts=np.array([not request.undrafted for request in requests]),
-        kept=np.array([(own.top_k, own.top_p, own.min_p) for own in params], dtype=np.float64),
+        truncation=np.array([own.truncation for own in params], dtype=np.float64),
         texts=[np.array(own.token_ids, dtype=np.int32) for own in requests] if with_texts else None,
     )

@@ -33,7 +33,7 @@ class OverlapScheduler:
         plan: Callable[[bool], StepPlan],
         truncates: bool,
     ) -> None:
-        """`plan` plans the next step. `truncates`: the device knows top_k, top_p and min_p."""
+        """`plan` plans the next step. `truncates`: the device can truncate."""
         self._scheduler = scheduler
         self._device = device
         self._host = host

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PlainValidator
+from pydantic import BaseModel, Field, PlainValidator, create_model
 from pydantic_core import PydanticCustomError
 
 from paceline.constrain.limits import GrammarLimits
 from paceline.core.params import MAX_N, SamplingParams
+from paceline.core.truncation import OPTIONS, Option
 from paceline.engine.outputs import RequestOutput, SpeculativeMetrics
 from paceline.serve.errors import FieldError
 from paceline.serve.fields import Body, Bool, Float, Int, Items, Name, Unsupported
@@ -23,6 +24,7 @@ MOST_STOPS = 16  # every token is compared with each
 MOST_STOP_TEXT = 256  # characters of a stop string
 MOST_STOP_IDS = 64
 MOST_BIASES = 1024
+MOST_INTEGER = 2**31  # where the engine has no upper end
 
 
 class StreamOptions(Body):
@@ -78,13 +80,29 @@ Stop = Annotated[
 _USE_STRUCTURED = Unsupported('is not a field here: use structured_outputs, such as {"regex": "[0-9]+"}')
 
 
-class SamplingFields(Body):
+def _truncation_field(option: Option) -> Any:
+    """The field of a truncation option: its type and its default, None."""
+    high = MOST_INTEGER if option.high is None else option.high
+    low: dict[str, Any] = {"gt" if option.low_open else "ge": option.low}
+    return (Int if option.kind is int else Float) | None, Field(None, **low, le=high)
+
+
+if TYPE_CHECKING:
+
+    class TruncationFields(Body): ...
+
+else:  # what mypy cannot follow
+    TruncationFields = create_model(
+        "TruncationFields",
+        __base__=Body,
+        **{name: _truncation_field(option) for name, option in OPTIONS.items()},
+    )
+
+
+class SamplingFields(TruncationFields):
     """How tokens are chosen. The engine checks the values again; here sizes are bounded."""
 
     temperature: Float | None = Field(None, ge=0, le=1000)
-    top_p: Float | None = Field(None, gt=0, le=1)
-    top_k: Int | None = Field(None, ge=-1, le=2**31)
-    min_p: Float | None = Field(None, ge=0, le=1)
     repetition_penalty: Float | None = Field(None, ge=0.01, le=100)
     presence_penalty: Float | None = Field(None, ge=-2, le=2)
     frequency_penalty: Float | None = Field(None, ge=-2, le=2)
@@ -93,7 +111,7 @@ class SamplingFields(Body):
     n: Int | None = Field(None, ge=1, le=MAX_N)
     stop: Stop = None
     stop_token_ids: Items[Int] | None = Field(None, max_length=MOST_STOP_IDS)
-    min_tokens: Int | None = Field(None, ge=0, le=2**31)
+    min_tokens: Int | None = Field(None, ge=0, le=MOST_INTEGER)
     ignore_eos: Bool | None = None
     skip_special_tokens: Bool | None = None
     include_stop_str_in_output: Bool | None = None

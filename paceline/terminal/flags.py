@@ -21,6 +21,8 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
+from paceline.core.truncation import KEEPS_ALL, OPTIONS
+
 Options: TypeAlias = dict[str, Any]
 Command = Callable[..., None]
 
@@ -100,9 +102,7 @@ ENGINE: Group = (
 
 SAMPLING: Group = (
     Flag("temperature", float, 1.0, "0 is greedy: always the likeliest token."),
-    Flag("top_k", int, 0, "Keep the k likeliest tokens; 0 keeps all."),
-    Flag("top_p", float, 1.0, "Keep the likeliest tokens that together reach this probability."),
-    Flag("min_p", float, 0.0, "Keep tokens with at least this share of the likeliest one's probability."),
+    *(Flag(name, own.kind, getattr(KEEPS_ALL, name), own.help) for name, own in OPTIONS.items()),
     Flag("repetition_penalty", float, 1.0, "Above 1 makes tokens of prompt and output less likely."),
     Flag("presence_penalty", float, 0.0, "-2 to 2: against tokens that are in the output."),
     Flag("frequency_penalty", float, 0.0, "-2 to 2: the same, for each time they are in it."),

@@ -1,6 +1,6 @@
 """From logits and sampling options to a token, a distribution or the best draft candidates.
 
-truncate by min_p, top_k, top_p -> argmax(logit / temperature + gumbel)      (the Gumbel-max trick)
+truncate -> argmax(logit / temperature + gumbel)      (the Gumbel-max trick)
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def _truncated(candidates: IdLogits, options: Options, scratch: Scratch) -> tupl
     """The candidates that the options keep, and the largest logit: not finite if they are not usable."""
     logits, ids = candidates
     peak = float(logits.max())
-    _, top_k, top_p, min_p = options
-    if (top_k <= 0 and top_p >= 1.0 and min_p <= 0.0) or not math.isfinite(peak):
+    if options[1].keeps_all or not math.isfinite(peak):
         return candidates, peak
     count = truncate(logits, (peak, float(logits.min())), options, scratch)
     kept = scratch[1][:count]

@@ -7,16 +7,16 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from paceline.core.truncation import Truncation
 from paceline.verify.floats import exp_reference, log_reference
 from paceline.verify.kernels import LANES
 from paceline.verify.noise import gumbel_reference
 from paceline.verify.truncation import FIXED_POINT_ONE
 
 
-def truncate_reference(
-    scaled: npt.NDArray[np.float64], top_k: int, top_p: float, min_p: float
-) -> npt.NDArray[np.int64]:
-    """The ids that min_p, top_k and top_p keep, ascending."""
+def truncate_reference(scaled: npt.NDArray[np.float64], truncation: Truncation) -> npt.NDArray[np.int64]:
+    """The ids that min_p, top_k and top_p keep, in that order; ascending."""
+    top_k, top_p, min_p = truncation
     peak = scaled.max()
     likeliest_first = np.argsort(-scaled, kind="stable")
     kept = likeliest_first[scaled[likeliest_first] > -np.inf]
@@ -36,9 +36,7 @@ def truncate_reference(
 def choose_token_reference(
     logits: npt.NDArray[np.float32],
     temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
+    truncation: Truncation,
     seed: int,
     position: int,
 ) -> int:
@@ -46,17 +44,17 @@ def choose_token_reference(
     scaled = logits.astype(np.float64) / temperature
     if not np.isfinite(scaled.max()):
         return -1
-    kept = truncate_reference(scaled, top_k, top_p, min_p)
+    kept = truncate_reference(scaled, truncation)
     scores = scaled[kept] + gumbel_reference(seed, position, kept)
     return int(kept[np.argmax(scores)])
 
 
 def probabilities_reference(
-    logits: npt.NDArray[np.float32], temperature: float, top_k: int, top_p: float, min_p: float
+    logits: npt.NDArray[np.float32], temperature: float, truncation: Truncation
 ) -> npt.NDArray[np.float64]:
     """The distribution of a token under the options, of usable logits: float64 [vocab]."""
     scaled = logits.astype(np.float64) / temperature
-    kept = truncate_reference(scaled, top_k, top_p, min_p)
+    kept = truncate_reference(scaled, truncation)
     probs = np.zeros(len(logits))
     probs[kept] = exp_reference(scaled[kept] - scaled.max())
     probs /= _sum_in_lanes(probs)

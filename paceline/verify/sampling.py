@@ -4,10 +4,10 @@ The order, which is vLLM's:
 
     constraint -> logit_bias -> min_tokens -> repetition, presence, frequency penalties
     greedy: argmax, ties to the lowest id
-    else:   temperature -> min_p -> top_k -> top_p -> argmax(log p + gumbel)
+    else:   temperature -> truncation -> argmax(log p + gumbel)
 
 all on the node's own path. A token that the constraint forces is taken whatever the other options say.
-Top-p is measured on the ids that min_p and top_k kept. The token depends on the logits, the options, the
+The order within truncation is that of `truncation.py`. The token depends on the logits, the options, the
 path and (seed, position), and on nothing else.
 """
 
@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from paceline.constrain.constraint import Constraint
 from paceline.core.params import SamplingParams
+from paceline.core.truncation import KEEPS_ALL
 from paceline.errors import BackendError
 from paceline.verify.choosing import ALL_IDS, best_candidates, choose_token, target_probabilities
 
@@ -30,7 +31,7 @@ Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
 
-_PLAIN_OPTIONS = (1.0, 0, 1.0, 0.0)  # temperature, top_k, top_p, min_p: the plain softmax
+_PLAIN_OPTIONS = (1.0, KEEPS_ALL)  # temperature, truncation: the plain softmax
 
 
 class Workspace:
@@ -105,7 +106,7 @@ class Sampler:
         self.constraint = constraint  # None: any token may follow
         self._params = params
         self._seed = np.uint64(seed)
-        self._options = (params.temperature, params.top_k, params.top_p, params.min_p)
+        self._options = (params.temperature, params.truncation)
         self._bias_ids = np.array(list(params.logit_bias or ()), dtype=np.int64)  # [biased]
         self._bias = np.array(list((params.logit_bias or {}).values()), dtype=np.float32)  # [biased]
         self._ending_ids = np.array(sorted(ending_ids), dtype=np.int64)  # [ending]
@@ -123,8 +124,8 @@ class Sampler:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether top_k, top_p and min_p are all off."""
-        return self._options[1:] == _PLAIN_OPTIONS[1:]
+        """Whether nothing is truncated."""
+        return self._options[1].keeps_all
 
     def leaves_logits(self, num_output: int) -> bool:
         """Whether no constraint, bias, min_tokens or penalty edits logits from here on."""

@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.compiling import compiled, inlined
+from paceline.core.truncation import Truncation
 from paceline.verify.kernels import exp, log
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 Extremes = tuple[float, float]  # largest and smallest logit, which numpy finds faster than compiled code here
-Options = tuple[float, int, float, float]  # temperature (not 0), top_k, top_p, min_p
+Options = tuple[float, Truncation]  # temperature (not 0), and what is kept
 Scratch = tuple[Float64Array, Int64Array, Int64Array]  # scaled logits, ids, weights: [vocab] each
 
 FIXED_POINT_ONE = 2.0**40  # the likeliest token's probability; 2^-40 of it or less rounds to 0
@@ -36,7 +37,7 @@ def truncate(logits: Float32Array, extremes: Extremes, options: Options, scratch
     Never keeps a logit of -inf. Also writes logits / temperature to `scaled`. The largest logit must be
     finite.
     """
-    temperature, top_k, top_p, min_p = options
+    temperature, (top_k, top_p, min_p) = options
     scaled, ids, weights = scratch
     for token in range(len(logits)):
         scaled[token] = np.float64(logits[token]) / temperature

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
+from paceline.core.truncation import KEEPS_ALL
 from paceline.errors import BackendError
 from paceline.verify.draws import draw, draw_reference, uniform
 from paceline.verify.noise import (
@@ -19,15 +20,9 @@ from paceline.verify.noise import (
 )
 from paceline.verify.reference import probabilities_reference
 from paceline.verify.sampling import Sampler, Workspace
+from tests.verify.truncations import TRUNCATIONS
 
-OPTIONS = st.fixed_dictionaries(
-    {
-        "temperature": st.sampled_from([0.1, 0.7, 1.0, 2.0]),
-        "top_k": st.sampled_from([0, 1, 2, 5, 50]),
-        "top_p": st.sampled_from([1.0, 0.999, 0.9, 0.5, 1e-9]),
-        "min_p": st.sampled_from([0.0, 0.05, 0.5]),
-    }
-)
+OPTIONS = st.sampled_from([0.1, 0.7, 1.0, 2.0]), TRUNCATIONS  # temperature, truncation
 
 
 def some_logits(seed, size, spread=2.0, ties=False, masked=False):
@@ -45,15 +40,15 @@ def sampler(seed=0, prompt=(), ending=(), **options):
     return Sampler(SamplingParams(**options), seed, prompt, ending)
 
 
-@given(OPTIONS, st.integers(1, 700), st.booleans(), st.booleans(), st.integers(0, 2**32 - 1))
-@example({"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0}, 160, True, False, 187)
+@given(*OPTIONS, st.integers(1, 700), st.booleans(), st.booleans(), st.integers(0, 2**32 - 1))
+@example(0.7, KEEPS_ALL, 160, True, False, 187)
 @settings(max_examples=150)
-def test_the_distribution_is_what_the_sampler_draws_from(options, size, ties, masked, seed):
+def test_the_distribution_is_what_the_sampler_draws_from(temperature, truncation, size, ties, masked, seed):
     logits = some_logits(seed, size, ties=ties, masked=masked)
     workspace = Workspace(size)
-    target = sampler(seed, **options)
+    target = sampler(seed, temperature=temperature, **truncation._asdict())
     probs = target.probabilities(logits, 0, workspace)
-    reference = probabilities_reference(logits, **options)
+    reference = probabilities_reference(logits, temperature, truncation)
     assert np.array_equal(probs > 0, reference > 0)
     assert np.abs(probs - reference).max() < 1e-15
     assert abs(probs.sum() - 1) < 1e-12
@@ -62,12 +57,12 @@ def test_the_distribution_is_what_the_sampler_draws_from(options, size, ties, ma
     assert kept[np.argmax(gumbel_top_k)] == target.sample(logits, 9, 0, workspace)
 
 
-@given(OPTIONS, st.integers(1, 700), st.integers(1, 9), st.booleans(), st.integers(0, 2**32 - 1))
+@given(*OPTIONS, st.integers(1, 700), st.integers(1, 9), st.booleans(), st.integers(0, 2**32 - 1))
 @settings(max_examples=150)
-def test_candidates_are_the_best_of_the_distribution(options, size, count, coupled, seed):
+def test_candidates_are_the_best_of_the_distribution(temperature, truncation, size, count, coupled, seed):
     logits = some_logits(seed, size)
     workspace = Workspace(size)
-    target = sampler(seed, **options)
+    target = sampler(seed, temperature=temperature, **truncation._asdict())
     ids, log_probs = target.candidates(logits, 9, 0, count, coupled, workspace)
     probs = target.probabilities(logits, 0, workspace)
     kept = np.flatnonzero(probs)
@@ -145,14 +140,16 @@ def test_draws_without_replacement_follow_what_is_left():
     assert np.abs(np.bincount(tokens, minlength=4) / 20_000 - [0, 0.4, 0, 0.6]).max() < 0.01
 
 
-@given(OPTIONS, st.booleans(), st.integers(0, 2**32 - 1))
+@given(*OPTIONS, st.booleans(), st.integers(0, 2**32 - 1))
 @settings(max_examples=60)
-def test_candidates_among_known_ids_are_those_of_a_row_where_nothing_else_is_possible(options, coupled, seed):
+def test_candidates_among_known_ids_are_those_of_a_row_where_nothing_else_is_possible(
+    temperature, truncation, coupled, seed
+):
     known = np.sort(np.random.default_rng(seed).permutation(3000)[:1100])  # more than one block of noise
     logits = some_logits(seed, len(known))
     row = np.full(3000, -np.inf, dtype=np.float32)
     row[known] = logits
-    target, workspace = sampler(seed, **options), Workspace(3000)
+    target, workspace = sampler(seed, temperature=temperature, **truncation._asdict()), Workspace(3000)
     ids, log_probs = target.candidates(logits, 9, 0, 7, coupled, workspace, known)
     expected, expected_log_probs = target.candidates(row, 9, 0, 7, coupled, workspace)
     assert ids.tolist() == expected.tolist()

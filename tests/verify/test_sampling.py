@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
+from paceline.core.truncation import KEEPS_ALL, Truncation
 from paceline.errors import BackendError
 from paceline.verify import kernels
 from paceline.verify.choosing import choose_token
@@ -15,11 +16,11 @@ from paceline.verify.logprobs import token_logprobs
 from paceline.verify.noise import gumbel_reference
 from paceline.verify.reference import choose_token_reference, log_normalizer_reference
 from paceline.verify.sampling import Sampler, TokenCounts, Workspace
+from tests.verify.truncations import EXAMPLES, TRUNCATIONS
 
 
-def choose(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0):
-    workspace = Workspace(len(logits))
-    options = (float(temperature), top_k, float(top_p), float(min_p))
+def choose(logits, temperature=1.0, truncation=KEEPS_ALL, seed=0, position=0):
+    options, workspace = (float(temperature), truncation), Workspace(len(logits))
     return choose_token(logits, options, workspace.scratch, (np.uint64(seed), np.uint64(position)))
 
 
@@ -32,9 +33,10 @@ def sample(logits, params, prompt=(), output=(), ending=(), seed=0):
     return sampler.sample(logits, len(prompt) + len(output), len(output), Workspace(len(logits)))
 
 
-def frequencies(logits, draws=4000, **options):
+def frequencies(logits, draws=4000, temperature=1.0, **options):
+    truncation = Truncation(**options)
     tokens = [
-        choose(np.asarray(logits, dtype=np.float32), position=position, **options)
+        choose(np.asarray(logits, dtype=np.float32), temperature, truncation, position=position)
         for position in range(draws)
     ]
     return np.bincount(tokens, minlength=len(logits)) / draws
@@ -46,15 +48,13 @@ def frequencies(logits, draws=4000, **options):
     ties=st.booleans(),
     masked=st.booleans(),
     temperature=st.sampled_from([1e-5, 0.1, 0.7, 1.0, 2.0, 100.0]),
-    top_k=st.sampled_from([0, 1, 2, 5, 50, 1000]),
-    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01, 1e-9]),
-    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    truncation=TRUNCATIONS,
     seed=st.integers(0, 2**64 - 1),
     position=st.integers(0, 100_000),
 )
 @settings(max_examples=400)
 def test_compiled_sampler_chooses_what_the_reference_chooses(
-    size, spread, ties, masked, temperature, top_k, top_p, min_p, seed, position
+    size, spread, ties, masked, temperature, truncation, seed, position
 ):
     rng = np.random.default_rng(seed % 2**32)
     logits = (rng.normal(size=size) * spread).astype(np.float32)
@@ -62,18 +62,15 @@ def test_compiled_sampler_chooses_what_the_reference_chooses(
         logits = np.round(logits)
     if masked:
         logits[rng.random(size) < 0.5] = -np.inf
-    expected = choose_token_reference(logits, temperature, top_k, top_p, min_p, seed, position)
-    assert choose(logits, temperature, top_k, top_p, min_p, seed, position) == expected
+    expected = choose_token_reference(logits, temperature, truncation, seed, position)
+    assert choose(logits, temperature, truncation, seed, position) == expected
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.01}, {"top_k": 9, "top_p": 0.5}]
-)
+@pytest.mark.parametrize("truncation", EXAMPLES)
 @pytest.mark.parametrize("spread", [3.0, 0.02])
-def test_compiled_sampler_agrees_on_a_vocabulary_of_real_size(options, spread):
+def test_compiled_sampler_agrees_on_a_vocabulary_of_real_size(truncation, spread):
     logits = (np.random.default_rng(1).normal(size=151_936) * spread).astype(np.float32)
-    full = {"temperature": 0.9, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5, "position": 9} | options
-    assert choose(logits, **full) == choose_token_reference(logits, **full)
+    assert choose(logits, 0.9, truncation, 5, 9) == choose_token_reference(logits, 0.9, truncation, 5, 9)
 
 
 @given(

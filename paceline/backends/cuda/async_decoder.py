@@ -29,11 +29,11 @@ from paceline.backends.cuda.tables import to_device
 from paceline.backends.cuda.weights import Weights
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import KeptFeatures
+from paceline.core.truncation import KEEPS_ALL, NUM_FIELDS
 
 Int64Array = npt.NDArray[np.int64]
 
 TIMED = 5  # steps per measurement
-NO_TRUNCATION = (0.0, 1.0, 0.0)  # top_k, top_p, min_p
 BUFFERS = 4  # per loop: more than passes in flight, so none is overwritten unread
 
 
@@ -83,12 +83,12 @@ class CudaAsyncDecoder:
         self._rows = bucket(slots)
         self._requests = make_requests(slots, longest, page_size, self.device)
         # int64 [values of a slot, requests]
-        self._staged = torch.zeros((11, self._rows), dtype=torch.int64, device=self.device)
+        self._staged = torch.zeros((8 + NUM_FIELDS, self._rows), dtype=torch.int64, device=self.device)
         self._graphs = Graphs(self.device)
         self._pages = np.zeros(tuple(self._requests.pages.shape), dtype=np.int32)  # a copy of the device's
         # [slots] upper bound of the computed tokens, and those at `join`
         self._lengths, self._joined = np.zeros((2, slots), dtype=np.int32)
-        self._keeps_all = np.ones(slots, dtype=np.bool_)  # [slots] whether top_k, top_p and min_p are off
+        self._keeps_all = np.ones(slots, dtype=np.bool_)  # [slots] whether nothing is truncated
         self._loops: dict[AheadDraft | None, Loop] = {}
         self._last: Loop | None = (
             None  # of the last pass, if the next one over the same slots can reuse its rows
@@ -109,7 +109,7 @@ class CudaAsyncDecoder:
                 requests.seeds.view(np.int64),
                 requests.temperatures.view(np.int64),
                 requests.takes_drafts,
-                *requests.kept.T.copy().view(np.int64),
+                *requests.truncation.T.copy().view(np.int64),
             )
         )
         count = bucket(len(requests.slots))
@@ -118,16 +118,15 @@ class CudaAsyncDecoder:
         self._graphs.run(count, lambda: self._init_slots(count))
         for slot, text in zip(requests.slots.tolist(), requests.texts or (), strict=False):
             self._requests.tokens[slot, : len(text)] = to_device(text, self.device)
-        self._keeps_all[requests.slots] = (requests.temperatures == 0) | (requests.kept == NO_TRUNCATION).all(
-            1
-        )
+        keeps_all = (requests.truncation == KEEPS_ALL).all(1)
+        self._keeps_all[requests.slots] = (requests.temperatures == 0) | keeps_all
         self._lengths[requests.slots] = self._joined[requests.slots] = requests.lengths
         self._last = None
 
     def _init_slots(self, count: int) -> None:
         """Write the staged values of so many requests to the device state."""
         state = self._requests
-        slots, lengths, limits, before, last, seeds, temperatures, takes, *kept = self._staged[:, :count]
+        slots, lengths, limits, before, last, seeds, temperatures, takes, *options = self._staged[:, :count]
         state.lengths[slots] = lengths.int()
         state.limits[slots] = limits.int()
         state.tokens[slots, (lengths - 1).clamp(min=0)] = before.int()
@@ -135,7 +134,7 @@ class CudaAsyncDecoder:
         state.seeds[slots] = seeds
         state.temperatures[slots] = temperatures.view(torch.float64)
         state.takes_drafts[slots] = takes.int()
-        state.truncation[slots] = torch.stack(kept, 1).view(torch.float64)
+        state.truncation[slots] = torch.stack(options, 1).view(torch.float64)
 
     @torch.inference_mode()
     def launch(

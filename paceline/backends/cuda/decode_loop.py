@@ -54,6 +54,7 @@ from paceline.backends.cuda.persistent import PersistentLayers
 from paceline.backends.cuda.shared_prefix import SharedPrefix, SharedPrefixTables
 from paceline.backends.cuda.tables import to_device
 from paceline.backends.cuda.weights import Weights
+from paceline.core.truncation import NUM_FIELDS
 
 __all__ = ["DecodeLoop", "DeviceRequests", "make_requests"]
 
@@ -128,7 +129,7 @@ class DecodeLoop:
         self._accepted, self._slots = integers(max_rows, shape.levels + 1), integers(max_rows)
         self._seeds = torch.zeros((max_rows, self.nodes), dtype=torch.int64, device=device)
         self._temperatures = torch.zeros((max_rows, self.nodes), dtype=torch.float64, device=device)
-        self._options = torch.zeros((max_rows, self.nodes, 3), dtype=torch.float64, device=device)
+        self._options = torch.zeros((max_rows, self.nodes, NUM_FIELDS), dtype=torch.float64, device=device)
         self._request_seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._request_temperatures = torch.zeros(max_rows, dtype=torch.float64, device=device)
         self._candidates = candidates_for(max_rows * self.nodes, config.vocab_size, device)
@@ -208,7 +209,7 @@ class DecodeLoop:
     def step(self, rows: int, keeps_all: bool = True) -> None:
         """A step of all requests; `output` and `counts` hold its tokens when the device is done.
 
-        `keeps_all`: no request has top_k, top_p or min_p, so the truncation kernels are left out.
+        `keeps_all`: no request truncates, so the truncation kernels are left out.
         """
         self._graphs.run((rows, keeps_all, self._uses_shared_prefix), lambda: self._step(rows, keeps_all))
 
@@ -269,7 +270,7 @@ class DecodeLoop:
         run_lm_head(weights, workspace, workspace.attention_input, count)
         vocab_size, temperatures = weights.config.vocab_size, self._temperatures[:rows].view(-1)
         if not keeps_all:
-            options = self._options[:rows].view(-1, 3)
+            options = self._options[:rows].view(-1, NUM_FIELDS)
             find_thresholds(workspace.logits, vocab_size, temperatures, options, self._truncation, count)
         gumbel_argmax(
             workspace.logits,

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.backends.cpu import CpuBackend
 from paceline.core.forward import Choices, ForwardOutput
+from paceline.core.truncation import KEEPS_ALL
 from paceline.models.checkpoint import Checkpoint
 from paceline.verify.reference import choose_token_reference
 from tests.backends.cpu.checkpoints import floats
@@ -64,7 +65,7 @@ POSITIONS = [3, 4, 5, 0, 1, 1, 2, 2, 11]  # of all rows
 def test_sampled_tokens_are_those_of_the_reference_and_other_rows_give_logits(backend, temperatures, wanted):
     logits = output_of(backend, None, None).logits.copy()
     expected = [
-        choose_token_reference(logits[row], max(temperature, 1e-9), 0, 1.0, 0.0, seed, POSITIONS[row] + 1)
+        choose_token_reference(logits[row], max(temperature, 1e-9), KEEPS_ALL, seed, POSITIONS[row] + 1)
         for row, seed, temperature in zip(CHOSEN, SEEDS, temperatures, strict=True)
     ]
     output = output_of(backend, temperatures, wanted)

@@ -15,6 +15,7 @@ from paceline.control.controller import FixedController
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
+from paceline.core.truncation import Truncation
 from paceline.draft.base import Drafter, DraftSampling
 from paceline.draft.vocabulary import trimmed_vocabulary
 from paceline.models.config import RopeConfig
@@ -98,7 +99,7 @@ def joining(slots: Sequence[int], lengths: Sequence[int]) -> Joining:
         seeds=np.array(slots, dtype=np.uint64) + np.uint64(2**63),
         temperatures=np.array(slots) / 10,
         takes_drafts=np.array([slot != 5 for slot in slots]),
-        kept=np.array([(5 if slot == 3 else 0, 1, 0) for slot in slots], dtype=np.float64),
+        truncation=np.array([Truncation(top_k=5 if slot == 3 else 0) for slot in slots], dtype=np.float64),
     )
 
 
@@ -200,7 +201,7 @@ def test_passes_truncate_while_a_request_has_such_options(decoder, loops) -> Non
     for slots in ([2, 3], [2]):
         decoder.launch(slots, tables, None)
     assert loops[0].kept_all == [False, True]
-    assert decoder._requests.truncation[[2, 3]].tolist() == [[0, 1, 0], [5, 1, 0]]
+    assert decoder._requests.truncation[[2, 3]].tolist() == [list(Truncation()), list(Truncation(top_k=5))]
 
 
 @needs_gpu

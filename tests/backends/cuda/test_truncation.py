@@ -12,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
+from paceline.core.truncation import Truncation
 from paceline.verify.reference import truncate_reference
 from paceline.verify.sampling import Sampler, Workspace
+from tests.verify.truncations import TRUNCATIONS
 
 VOCAB, ROWS = 300, 4
 EXAMPLES = 150 if torch.cuda.is_available() else 3  # the interpreter is slow
-Options = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
-PLAIN: Options = (1.0, 0, 1.0, 0.0)
+Options = tuple[float, Truncation]  # temperature, truncation
+PLAIN: Options = (1.0, Truncation())
 
 
 def kept_ids(
@@ -31,8 +33,8 @@ def kept_ids(
     rows, vocab = logits.shape
     kept = truncation_buffers(rows, vocab, device)
     on_device = torch.from_numpy(logits).to(device)
-    numbers = torch.tensor(options, dtype=torch.float64, device=device)
-    temperatures, rest = numbers[:, 0].contiguous(), numbers[:, 1:].contiguous()
+    temperatures = torch.tensor([own for own, _ in options], dtype=torch.float64, device=device)
+    rest = torch.tensor([own for _, own in options], dtype=torch.float64, device=device)
     find_thresholds(on_device, vocab, temperatures, rest, kept, rows)
     found: list[list[int]] = []
 
@@ -55,17 +57,13 @@ def kept_ids(
 
 def check(logits: npt.NDArray[np.float32], options: list[Options], device: torch.device) -> None:
     kept, _ = kept_ids(logits, options, device)
-    for row, ids, (temperature, *rest) in zip(logits, kept, options, strict=True):
+    for row, ids, (temperature, truncation) in zip(logits, kept, options, strict=True):
         if temperature:
-            assert ids == truncate_reference(row.astype(np.float64) / temperature, *rest).tolist(), rest
+            expected = truncate_reference(row.astype(np.float64) / temperature, truncation)
+            assert ids == expected.tolist(), truncation
 
 
-options_of_a_row = st.tuples(
-    st.sampled_from([0.0, 0.3, 1.0, 7.0]),
-    st.one_of(st.just(0), st.integers(1, 20), st.integers(1, VOCAB + 5)),
-    st.one_of(st.just(1.0), st.floats(0.001, 1.0), st.sampled_from([0.5, 0.95, 1 - 1e-9])),
-    st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
-)
+options_of_a_row = st.tuples(st.sampled_from([0.0, 0.3, 1.0, 7.0]), TRUNCATIONS)
 
 
 @settings(max_examples=EXAMPLES)
@@ -97,17 +95,18 @@ def test_rows_with_more_candidates_than_fit_the_list(
     monkeypatch.setattr(truncation, "MAX_CANDIDATES", 40)
     logits = np.random.default_rng(3).normal(size=(4, 2500)).astype(np.float32)  # more than a block
     logits[1] = np.round(logits[1])
-    check(logits, [(1.0, 900, 0.9, 0.0), (1.0, 0, 0.8, 0.0), (0.5, 1000, 1.0, 0.0), PLAIN], device)
+    options = [(1.0, Truncation(900, 0.9)), (1.0, Truncation(0, 0.8)), (0.5, Truncation(1000)), PLAIN]
+    check(logits, options, device)
 
 
 def test_tokens_are_those_of_the_host_and_unusable_logits_give_none(device: torch.device) -> None:
     logits = np.random.default_rng(4).normal(size=(5, VOCAB)).astype(np.float32)
     logits[0, 7], logits[1, 9], logits[2] = np.nan, np.inf, -np.inf
-    options: list[Options] = [(1.0, 5, 0.9, 0.1)] * 4 + [(0.0, 5, 0.9, 0.1)]
+    truncation = Truncation(5, 0.9, 0.1)
+    options: list[Options] = [(1.0, truncation)] * 4 + [(0.0, truncation)]
     tokens = kept_ids(logits, options, device)[1]()
     assert tokens[:3] == [-1, -1, -1]
     for number in (3, 4):
-        temperature, top_k, top_p, min_p = options[number]
-        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        params = SamplingParams(temperature=options[number][0], **truncation._asdict())
         expected = Sampler(params, number, (), ()).sample(logits[number], number + 1, 0, Workspace(VOCAB))
         assert tokens[number] == expected

@@ -13,20 +13,22 @@ import triton.language as tl
 
 from paceline.backends.cuda.kernels.pdl import pdl_sync
 from paceline.backends.cuda.kernels.sampling import exponential, load_logits, logarithm
+from paceline.core.truncation import NUM_FIELDS
 from paceline.verify.truncation import FIXED_POINT_ONE, UNDERFLOW_NATS
 
+_NUM_FIELDS = tl.constexpr(NUM_FIELDS)
 _FIXED_POINT_ONE = tl.constexpr(FIXED_POINT_ONE)
 _UNDERFLOW_NATS = tl.constexpr(UNDERFLOW_NATS)
 
 
 @triton.jit
 def options_of(options_at, temperatures_at, row):  # type: ignore[no-untyped-def]
-    """Temperature, top_k, top_p and min_p of a row, and whether any of them truncates."""
-    temperature = tl.load(temperatures_at + row)
-    top_k, top_p = tl.load(options_at + 3 * row).to(tl.int64), tl.load(options_at + 3 * row + 1)
-    min_p = tl.load(options_at + 3 * row + 2)
+    """Temperature and truncation of a row, the latter as in core/truncation.py, and whether it truncates."""
+    temperature, options_at = tl.load(temperatures_at + row), options_at + _NUM_FIELDS * row
+    top_k, top_p = tl.load(options_at).to(tl.int64), tl.load(options_at + 1)
+    min_p = tl.load(options_at + 2)
     truncates = (temperature > 0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
-    return temperature, top_k, top_p, min_p, truncates
+    return temperature, (top_k, top_p, min_p), truncates
 
 
 @triton.jit
@@ -68,8 +70,9 @@ def required_sum(total, top_p):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def peak_and_floor(peaks_at, row, temperature, top_p, min_p, groups, most_groups: tl.constexpr):  # type: ignore[no-untyped-def]
+def peak_and_floor(peaks_at, row, temperature, truncation, groups, most_groups: tl.constexpr):  # type: ignore[no-untyped-def]
     """The largest logits of a row's groups; the largest logit / temperature, and the lowest kept one."""
+    _, top_p, min_p = truncation
     number = tl.arange(0, most_groups)
     logits = tl.load(peaks_at + row * groups + number, mask=number < groups, other=float("-inf"))
     peak = tl.max(logits, 0).to(tl.float64) / temperature
@@ -126,9 +129,10 @@ def histogram_kernel(  # type: ignore[no-untyped-def]
     """Sum a block's probabilities by the upper 4 bits of their bins, or, second, by the lower 4."""
     row, number, blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     pdl_sync(pdl)
-    temperature, top_k, top_p, min_p, truncates = options_of(options_at, temperatures_at, row)
+    temperature, truncation, truncates = options_of(options_at, temperatures_at, row)
+    top_k, top_p = truncation[0], truncation[1]
     if truncates & (top_p < 1.0) & (top_k <= 0):
-        _, peak, floor = peak_and_floor(peaks_at, row, temperature, top_p, min_p, groups, most_groups)
+        _, peak, floor = peak_and_floor(peaks_at, row, temperature, truncation, groups, most_groups)
         sums_at = probability_sums_at + row * (2 * blocks * 16)
         upper, shift = tl.full([], 0, tl.int32), 4
         if is_second:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.attention import MAX_PATH
+from paceline.core.truncation import NUM_FIELDS
 
 _PATH_LENGTH = tl.constexpr(MAX_PATH)
 LINES = 10
@@ -36,7 +37,7 @@ class DeviceRequests:
     pages: torch.Tensor  # int32 [slots, most pages]
     seeds: torch.Tensor  # int64 [slots]
     temperatures: torch.Tensor  # float64 [slots] 0: greedy
-    truncation: torch.Tensor  # float64 [slots, 3] top_k, top_p and min_p
+    truncation: torch.Tensor  # float64 [slots, NUM_FIELDS] of core/truncation.py
     takes_drafts: torch.Tensor  # int32 [slots] 0: drafted tokens are never accepted
 
 
@@ -53,7 +54,7 @@ def make_requests(slots: int, longest: int, page_size: int, device: torch.device
         integers(slots, -(-longest // page_size)),
         torch.zeros(slots, dtype=torch.int64, device=device),
         torch.zeros(slots, dtype=torch.float64, device=device),
-        torch.zeros((slots, 3), dtype=torch.float64, device=device),
+        torch.zeros((slots, NUM_FIELDS), dtype=torch.float64, device=device),
         integers(slots) + 1,
     )
 

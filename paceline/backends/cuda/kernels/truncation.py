@@ -104,7 +104,7 @@ def _groups_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     row, number = tl.program_id(0), tl.program_id(1)
     pdl_sync(pdl)
-    _, _, _, _, truncates = options_of(options_at, temperatures_at, row)
+    _, _, truncates = options_of(options_at, temperatures_at, row)
     if truncates:
         groups: tl.constexpr = block // group
         own = number * groups + tl.arange(0, groups)
@@ -131,9 +131,10 @@ def _bounds_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     row = tl.program_id(0)
     pdl_sync(pdl)
-    temperature, top_k, top_p, min_p, truncates = options_of(options_at, temperatures_at, row)
+    temperature, truncation, truncates = options_of(options_at, temperatures_at, row)
+    top_k, top_p = truncation[0], truncation[1]
     if truncates:
-        logits, peak, low = peak_and_floor(peaks_at, row, temperature, top_p, min_p, groups, most_groups)
+        logits, peak, low = peak_and_floor(peaks_at, row, temperature, truncation, groups, most_groups)
         tl.store(bins_at + row, -1)
         if (top_p < 1.0) & (top_k <= 0):
             threshold_bin, required = find_threshold_bin(
@@ -182,7 +183,7 @@ def _candidates_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     row, number = tl.program_id(0), tl.program_id(1)
     pdl_sync(pdl)
-    temperature, _, _, _, truncates = options_of(options_at, temperatures_at, row)
+    temperature, _, truncates = options_of(options_at, temperatures_at, row)
     if truncates:
         token = number * block + tl.arange(0, block)
         logits = load_logits(logits_at, row, logits_stride, token, vocab_size)
@@ -282,7 +283,8 @@ def _thresholds_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     row = tl.program_id(0)
     pdl_sync(pdl)
-    temperature, top_k, top_p, _, truncates = options_of(options_at, temperatures_at, row)
+    temperature, truncation, truncates = options_of(options_at, temperatures_at, row)
+    top_k, top_p = truncation[0], truncation[1]
     tl.store(values_at + row, float("-inf"))
     tl.store(last_ids_at + row, _NO_ID)
     if truncates:
@@ -324,8 +326,8 @@ def find_thresholds(
 ) -> None:
     """Write to `kept.thresholds` those of the first rows of `logits` [rows, at least vocab_size].
 
-    `temperatures` [rows] and `options` [rows, 3] are float64; the latter are top_k, top_p and min_p, which
-    keep everything at 0, 1 and 0. Everything is kept at temperature 0, where the argmax is taken anyway.
+    `temperatures` [rows] and `options` [rows, NUM_FIELDS of core/truncation.py] are float64. Everything is
+    kept at temperature 0, where the argmax is taken anyway.
     """
     pdl, groups, blocks = supports_pdl(logits.device), kept.peaks.shape[1], kept.probability_sums.shape[2]
     shared = {"pdl": pdl, "enable_fp_fusion": False, "launch_pdl": pdl}
