@@ -53,11 +53,9 @@ class Option:
 OPTIONS: dict[str, Option] = {
     "top_k": Option(int, -1, None, "Keep the k likeliest tokens; 0 keeps all."),
     "top_p": Option(
-        float, 0.0, 1.0, "Keep the likeliest tokens that together reach this probability.", low_open=True
+        float, 0, 1, "Keep the likeliest tokens that together reach this probability.", low_open=True
     ),
-    "min_p": Option(
-        float, 0.0, 1.0, "Keep tokens with at least this share of the likeliest one's probability."
-    ),
+    "min_p": Option(float, 0, 1, "Keep tokens with at least this share of the likeliest one's probability."),
 }
 assert tuple(OPTIONS) == Truncation._fields
 
