@@ -1,4 +1,4 @@
-"""The page docs/add_a_drafter.md, followed word by word."""
+"""The page docs/extend/drafter.md, followed word by word."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline import LLM, SamplingParams
 from paceline.draft import methods
 from paceline.errors import ConfigError
 
-PAGE = Path(__file__).parents[2] / "docs" / "add_a_drafter.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extend" / "drafter.md"
 
 
 @pytest.fixture
