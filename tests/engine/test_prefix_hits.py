@@ -81,7 +81,7 @@ def test_trees_and_copies_find_as_much_as_plain_decoding(plain):
 def test_where_pages_are_scarce_drafts_cost_no_more_than_the_pages_they_hold(
     style, on_device, pages_of_drafts
 ):
-    """Of each of three requests: room for 5 tokens, on the device for two passes and what they tell the next."""
+    """Of each of three requests: room for 5 tokens; on the device for two passes and what follows them."""
     drafted, _ = hits(Hosted(truth(), style), on_device, num_pages=60)
     smaller, _ = hits(None, on_device=False, num_pages=60 - 3 * pages_of_drafts)
     assert sum(drafted) >= sum(smaller)
