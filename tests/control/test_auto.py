@@ -203,7 +203,7 @@ def test_those_who_come_count_before_their_prompts_are_computed():
     drafters = {"d": SimulatedDrafter(lambda step: 0.9)}
     alone, beside = (controller(World(drafters)) for _ in range(2))
     for auto, load in ((alone, Load(1, 0)), (beside, Load(1, 3, coming=3))):
-        auto.known.steps = dear
+        auto.costs.passes = dear
         assert (auto.plan([request()], load).plans[0].budget > 0) == (auto is alone)
 
 
@@ -215,7 +215,7 @@ def test_less_is_tried_where_very_good_drafts_would_gain_little():
         drafters = {"d": SimulatedDrafter(lambda step: 0.05)}
         world = World(drafters, pass_seconds=lambda rows: 0.003 + 0.002 * rows, concurrency=lambda _: 2)
         auto = controller(world)
-        for model in auto.known.models.values():
+        for model in auto.acceptance.drafters.values():
             model.drafts += drafts
         world.run(auto, 1500)
         return auto.reasons["probe"]
@@ -268,22 +268,22 @@ def test_what_was_learned_is_there_after_a_restart_and_a_damaged_file_is_nothing
     first = controller(world, memory=memory)
     world.run(first, 200)
     first.close()
-    first.known.models["d", True].calibration.fit()  # by all that it has seen, as the next one will
+    first.acceptance.drafters["d", True].calibration.fit()  # by all that it has seen, as the next one will
     again = controller(world, memory=memory)
-    assert again.known.drafts.prices("d") == pytest.approx(first.known.drafts.prices("d"))
-    assert again.known.models["d", True].calibration.line == pytest.approx(
-        first.known.models["d", True].calibration.line
+    assert again.costs.drafts.prices("d") == pytest.approx(first.costs.drafts.prices("d"))
+    assert again.acceptance.drafters["d", True].calibration.line == pytest.approx(
+        first.acceptance.drafters["d", True].calibration.line
     )
     assert drafted(world.run(again, 1)) < drafted(world.run(controller(world), 1))
     memory.path.write_text('{"calls": {"d": 3}, "models": []}')
-    assert controller(world, memory=memory).known.models["d", True].drafts == 0
+    assert controller(world, memory=memory).acceptance.drafters["d", True].drafts == 0
 
 
 def test_what_is_thought_beforehand_counts_until_there_is_a_memory(tmp_path):
     known = World({"d": SimulatedDrafter(lambda step: 0.0, says=lambda step: 0.9)}, max_output=10**6)
     first = controller(known)
     known.run(first, 200)
-    beginning = {"models": {"d greedy": first.known.models["d", True].facts()}}
+    beginning = {"models": {"d greedy": first.acceptance.drafters["d", True].facts()}}
     told, new = controller(known, beginning=beginning), controller(known)
     assert drafted(known.run(told, 20)) < 0.7 * drafted(known.run(new, 20))
     memory = Memory(tmp_path / "memory.json")
@@ -292,7 +292,7 @@ def test_what_is_thought_beforehand_counts_until_there_is_a_memory(tmp_path):
     good.run(other, 200)
     other.close()
     again = controller(good, memory=memory, beginning=beginning)
-    assert again.known.models["d", True].drafts == other.known.models["d", True].drafts
+    assert again.acceptance.drafters["d", True].drafts == other.acceptance.drafters["d", True].drafts
 
 
 def test_a_drafter_that_has_no_opinion_is_judged_by_depth():
@@ -338,6 +338,8 @@ def test_a_drafter_that_is_asked_where_another_has_nothing_is_not_thought_to_be_
     world = World({"copies": copies, "head": head}, max_output=10**6)
     auto = controller(world)
     world.run(auto, 600)
-    firsts = [said[0] for said in auto.known.models["head", True].said.listed()]
-    assert any(len(wish.names) == 2 for wish in auto._wishes.values()), "one is asked after the other"
+    firsts = [draft[0] for draft in auto.acceptance.drafters["head", True].recent.listed()]
+    assert any(len(own.names) == 2 for own in auto._planner.choice.assignments.values()), (
+        "one is asked after the other"
+    )
     assert max(firsts) > 0.8, "it was asked in easy steps too"

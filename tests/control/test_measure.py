@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.control.measure import SECONDS, measure_steps, step_costs
+from paceline.control.config import CONFIG
+from paceline.control.cost.measure import measure_steps, step_costs
 from paceline.control.memory import Memory
 from paceline.core.forward import ForwardBatch, ForwardOutput
 from tests.toy import ToyBackend
@@ -43,7 +44,7 @@ def test_rows_and_keys_are_priced_as_they_were_timed():
 def test_a_slow_model_is_measured_at_fewer_points():
     toy = TimedToy(lambda rows, context: 0.3)
     costs = measure_steps(toy, 256, toy.clock)
-    assert toy.now < 2 * SECONDS + 3 * 0.3
+    assert toy.now < 2 * CONFIG.measure.max_seconds + 3 * 0.3
     assert len(costs.facts()["rows"]) >= 2
 
 

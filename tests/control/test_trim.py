@@ -1,4 +1,4 @@
-"""Steps that are as the one before."""
+"""The fast trim of steps that reuse cached plans."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.control.calibration import Calibration
-from paceline.control.choice import Batch, PassPrices
+from paceline.control.acceptance.calibration import Calibration
 from paceline.control.cost import StepCosts
-from paceline.control.routine import Judge
+from paceline.control.planner.prices import Batch, PassPrices
+from paceline.control.planner.trim import FastTrim
 from paceline.core.trees import DraftTrees, Draws
 
 RATE = 250.0
 
 
-def judge(seconds: list[float], lucks: list[float]) -> Judge:
+def fast_trim(seconds: list[float], ratios: list[float]) -> FastTrim:
     steps = StepCosts(range(1, len(seconds) + 1), seconds)
     prices = PassPrices(Batch(1, 1, 0), steps, len(seconds) - 1)
-    return Judge([{"head": (Calibration().line, luck)} for luck in lucks], prices, RATE)
+    return FastTrim([{"head": (Calibration().line, ratio)} for ratio in ratios], prices, RATE)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -28,7 +28,7 @@ def test_the_nodes_are_kept_that_are_worth_most_together(seed: int):
     said = [sorted(rng.random(4), reverse=True) for _ in range(2)]
     seconds = (0.003 + np.cumsum(rng.choice([1e-5, 1e-3, 3e-3], size=9))).tolist()
     trees = DraftTrees.chains([range(4), range(4)], said)
-    kept = judge(seconds, [0.5, 1.0]).trim(["head", "head"], trees)
+    kept = fast_trim(seconds, [0.5, 1.0]).trim(["head", "head"], trees)
     chances = sorted([0.5 * chance for chance in said[0]] + said[1], reverse=True)
     worth = [sum(chances[:count]) - RATE * seconds[count] for count in range(9)]
     assert kept.num_nodes == int(np.argmax(worth))
@@ -37,7 +37,7 @@ def test_the_nodes_are_kept_that_are_worth_most_together(seed: int):
 
 
 def test_what_was_drawn_or_nothing_was_said_of_stays():
-    dear = judge([0.004, 0.1, 0.2], [1.0])
+    dear = fast_trim([0.004, 0.1, 0.2], [1.0])
     said = DraftTrees.chains([range(2)], [[0.3, 0.2]])
     assert dear.trim(["head"], said).num_nodes == 0
     silent = DraftTrees.chains([range(2)], [[np.nan, np.nan]])

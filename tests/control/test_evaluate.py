@@ -1,19 +1,21 @@
-"""What an offer gives, compiled and written out."""
+"""The expected outcome of a candidate: compiled, and the same in numpy."""
 
 import numpy as np
 import pytest
 
-from paceline.control.outcome import outcome
+from paceline.control.planner.evaluate import evaluate
 
 
-def written_out(chances, sizes, most, prices, late, spent, rate):
+def written_out(chances, sizes, most, prices, catch_up, spent, rate):
     """The same by arrays."""
-    scenes = len(chances)
-    nodes = np.sort(chances.reshape(scenes, -1), axis=-1)[:, ::-1]
-    worth = np.concatenate([np.zeros((scenes, 1)), np.cumsum(nodes, axis=-1)], axis=-1)
+    scenarios = len(chances)
+    nodes = np.sort(chances.reshape(scenarios, -1), axis=-1)[:, ::-1]
+    worth = np.concatenate([np.zeros((scenarios, 1)), np.cumsum(nodes, axis=-1)], axis=-1)
     stops = np.argmax(worth - rate * spent[: worth.shape[1]], axis=-1)
     seconds = spent[stops]
-    for own, levels, (call, request, level, node, _), behind in zip(sizes, most, prices, late, strict=True):
+    for own, levels, (call, request, level, node, _), behind in zip(
+        sizes, most, prices, catch_up, strict=True
+    ):
         asked = own >= 0
         looked_at = np.minimum(np.maximum(own, 0).max(axis=-1) + 1, levels) * asked.any(axis=-1)
         drafted = np.maximum(own, 0).sum(axis=-1)
@@ -30,8 +32,8 @@ def test_as_written_out(requests, drafters):
         chances = random.uniform(size=(6, requests, 5)) * (random.uniform(size=(6, requests, 5)) < 0.7)
         sizes = random.integers(-1, 6, size=(drafters, 6, requests))
         most, prices = random.integers(1, 6, size=drafters), random.uniform(size=(drafters, 5))
-        late = random.uniform(size=(drafters, requests))
+        catch_up = random.uniform(size=(drafters, requests))
         spent = np.cumsum(random.uniform(size=5 * requests + 1))
         rate = random.uniform(0.2, 2.0)
-        given = chances, sizes, most, prices, late, spent, rate
-        assert outcome(*given) == pytest.approx(written_out(*given))
+        given = chances, sizes, most, prices, catch_up, spent, rate
+        assert evaluate(*given) == pytest.approx(written_out(*given))

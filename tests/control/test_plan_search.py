@@ -1,4 +1,4 @@
-"""The choice against a search of everything, and what it must do at cliffs and under load."""
+"""The plan search against a search of everything, and what it must do at cliffs and under load."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
-from paceline.control.choice import Batch, Choice, Market, PassPrices, Prospect, worth_verifying
 from paceline.control.cost import StepCosts
-from paceline.control.draft_cost import DraftCosts
+from paceline.control.cost.draft_calls import DraftCosts
+from paceline.control.planner.forecast import Forecast
+from paceline.control.planner.prices import Batch, PassPrices, worth_verifying
+from paceline.control.planner.search import Choice, PlanSearch
 from paceline.core.stats import DraftCall
 
 FLAT = StepCosts([1, 64], [0.004, 0.0041])
@@ -17,23 +19,23 @@ LINEAR = StepCosts([1, 64], [0.004, 4 * 0.064])
 CLIFF = StepCosts([1, 4, 5, 8], [0.004, 0.004, 0.008, 0.008])
 
 
-def prospect(*chances: float, nodes: int = 4, scenes: int = 3) -> Prospect:
+def forecast(*chances: float, nodes: int = 4, scenarios: int = 3) -> Forecast:
     """Requests whose drafts are right with these chances at each depth."""
     each = [[chance**level for level in range(1, nodes + 1)] for chance in chances]
-    return Prospect(np.array([each] * scenes), nodes, np.zeros(len(chances)))
+    return Forecast(np.array([each] * scenarios), nodes, np.zeros(len(chances)))
 
 
-def market(
-    steps: StepCosts, drafts: DraftCosts | None = None, **prospects: Prospect
-) -> tuple[Market, Choice]:
-    """A market, and its best choice."""
-    count = len(next(iter(prospects.values())).late)
-    found = Market(Batch(count, count, 0), count, 4, steps, drafts or DraftCosts(list(prospects), 0.004))
-    return found, found.best(prospects)
+def search(
+    steps: StepCosts, drafts: DraftCosts | None = None, **forecasts: Forecast
+) -> tuple[PlanSearch, Choice]:
+    """A search, and its best choice."""
+    count = len(next(iter(forecasts.values())).catch_up)
+    found = PlanSearch(Batch(count, count, 0), count, 4, steps, drafts or DraftCosts(list(forecasts), 0.004))
+    return found, found.best(forecasts)
 
 
 def names(choice: Choice) -> list[tuple[str, ...]]:
-    return [] if choice.offer is None else list(choice.offer.names)
+    return [] if choice.candidate is None else list(choice.candidate.names)
 
 
 def verified(steps: StepCosts, chances: list[float], rows: int = 1) -> int:
@@ -61,29 +63,29 @@ def test_no_other_number_of_nodes_is_worth_more(seed: int):
 
 
 def test_where_rows_are_free_all_draft_and_where_they_cost_a_step_nobody():
-    _, best = market(FLAT, d=prospect(0.9))
+    _, best = search(FLAT, d=forecast(0.9))
     assert names(best) == [("d",)]
     assert best.rows == 4
     assert best.rate > 3 * 250
-    dear, best = market(LINEAR, d=prospect(0.9))
+    dear, best = search(LINEAR, d=forecast(0.9))
     assert best is dear.plain
-    assert dear.reach() < 0.01
+    assert dear.headroom() < 0.01
 
 
 def test_a_level_that_costs_a_pass_of_the_drafter_makes_drafts_short():
     drafts = DraftCosts(["d"], 0.004)
     for levels, requests in itertools.product((1, 2, 3, 4) * 6, (1, 2, 3)):
         drafts.observe(DraftCall("d", requests, levels, requests * levels, 0.0015 * levels), 0)
-    _, best = market(FLAT, drafts, d=prospect(0.6))
-    assert best.offer is not None
-    assert best.offer.length == 1
+    _, best = search(FLAT, drafts, d=forecast(0.6))
+    assert best.candidate is not None
+    assert best.candidate.length == 1
 
 
 def test_requests_compete_for_rows_and_each_has_the_drafter_that_is_good_for_it():
     steps = StepCosts([1, 2, 64], [0.004, 0.004, 0.03])
-    _, best = market(steps, copy=prospect(0.9, 0.05), head=prospect(0.1, 0.8))
+    _, best = search(steps, copy=forecast(0.9, 0.05), head=forecast(0.1, 0.8))
     assert names(best) == [("copy",), ("head",)]
-    _, best = market(steps, head=prospect(0.9, 0.001))
+    _, best = search(steps, head=forecast(0.9, 0.001))
     assert best.tokens > 2.5
 
 
@@ -92,23 +94,23 @@ def test_a_dear_drafter_is_asked_only_where_a_cheap_one_has_nothing():
     for _ in range(20):
         drafts.observe(DraftCall("copy", 1, 4, 4, 1e-5), 0)
         drafts.observe(DraftCall("head", 1, 4, 4, 2e-3), 0)
-    copy = prospect(0.95, scenes=4)
+    copy = forecast(0.95, scenarios=4)
     copy.chances[2:] = 0.0  # it finds something every other time
-    both, best = market(FLAT, drafts, copy=copy, head=prospect(0.8, scenes=4))
+    both, best = search(FLAT, drafts, copy=copy, head=forecast(0.8, scenarios=4))
     assert names(best) == [("copy", "head")]
-    assert best.offer is not None
-    assert 0.0 < best.offer.enough[0] < copy.chances[0].sum()
+    assert best.candidate is not None
+    assert 0.0 < best.candidate.enough[0] < copy.chances[0].sum()
     for single in ("copy", "head"):
         assert best.rate > both.alone(single).rate
 
 
 def test_catching_up_is_paid_for():
-    late = Prospect(prospect(0.7).chances, 4, np.array([0.02]))
-    found, best = market(FLAT, d=late)
+    behind = Forecast(forecast(0.7).chances, 4, np.array([0.02]))
+    found, best = search(FLAT, d=behind)
     assert best is found.plain
 
 
 def test_requests_for_which_nothing_can_be_drafted_are_left_out():
-    _, best = market(FLAT, d=Prospect(prospect(0.9, 0.9).chances * [[[1.0], [0.0]]], 4, np.zeros(2)))
+    _, best = search(FLAT, d=Forecast(forecast(0.9, 0.9).chances * [[[1.0], [0.0]]], 4, np.zeros(2)))
     assert names(best) in ([("d",), ()], [("d",), ("d",)])
     assert best.tokens == pytest.approx(2 + sum(0.9**depth for depth in (1, 2, 3, 4)))

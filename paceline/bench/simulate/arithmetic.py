@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rich.table import Table
-
 from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number
 
@@ -24,9 +22,7 @@ class Length:
     tokens_per_pass: float
     cost: float  # of a step
     speedup: float
-    break_even_alpha: (
-        float | None
-    )  # acceptance below which it is slower than plain decoding; None: it always is
+    break_even_alpha: float | None  # below this acceptance plain decoding is faster; None: it always is
 
 
 @dataclass(frozen=True)
@@ -69,26 +65,3 @@ def _break_even(gamma: int, cost: float) -> float | None:
         middle = (low + high) / 2
         low, high = (middle, high) if tokens_per_pass(middle, gamma) < cost else (low, middle)
     return high
-
-
-def arithmetic_table(found: Arithmetic) -> Table:
-    """The same for the terminal."""
-    best = found.best
-    words = (
-        f"best: {best.num_speculative_tokens} drafted tokens, {best.speedup:.2f} times as fast"
-        if best.num_speculative_tokens
-        else "best: plain decoding"
-    )
-    table = Table(title=f"acceptance {found.alpha:g}; {words}", title_justify="left")
-    for heading in ("drafted", "tokens per pass", "cost of a step", "speedup", "break-even acceptance"):
-        table.add_column(heading, justify="right")
-    for length in found.lengths:
-        even = length.break_even_alpha
-        table.add_row(
-            str(length.num_speculative_tokens),
-            f"{length.tokens_per_pass:.2f}",
-            f"{length.cost:.2f}",
-            f"{length.speedup:.2f}",
-            "never" if even is None else f"{even:.2f}",
-        )
-    return table

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from paceline.control.draft_cost import DraftCosts
+from paceline.control.cost.draft_calls import DraftCosts
 from paceline.core.stats import DraftCall
 
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from paceline.bench.simulate.arithmetic import MOST, arithmetic, tokens_per_pass
 from paceline.cli import app
-from paceline.control.arithmetic import MOST, arithmetic, tokens_per_pass
 from paceline.errors import ConfigError
 
 

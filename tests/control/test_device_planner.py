@@ -1,4 +1,4 @@
-"""Passes on the device: one plan for all who run, never slower than none, and close to the best one."""
+"""Passes on the device: one plan for all requests, never slower than plain decoding, close to the best arm."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from paceline.control.acceptance.chains import ChainAcceptance
 from paceline.control.auto import AutoController
 from paceline.control.controller import Load
 from paceline.control.decision import Decision
-from paceline.control.device import Arm, ChainAcceptance, DevicePlanner
+from paceline.control.planner.device import Arm, DevicePlanner
 from paceline.core.stats import DraftFacts, StepStats
 from paceline.core.trees import PLAIN, DraftPlan
 from tests.control.simulation import SimulatedDrafter, SimulatedRequest, Step, World

@@ -1,0 +1,232 @@
+"""HostPlanner: chooses drafters for steps through the host, and turns the choice into plans.
+
+A choice is searched for the requests that run (search.py) and holds for a number of steps; each of those
+steps asks requests for drafts by it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from paceline.control.acceptance.model import AcceptanceModel, key_of
+from paceline.control.config import CONFIG
+from paceline.control.cost.model import CostModel
+from paceline.control.explorer import Probe
+from paceline.control.planner.forecast import make_forecast
+from paceline.control.planner.prices import Batch
+from paceline.control.planner.records import DraftAssignment, DraftRecord, Shortfall
+from paceline.control.planner.search import Choice, PlanSearch
+from paceline.core.trees import DraftPlan
+
+if TYPE_CHECKING:
+    from paceline.core.request import Request
+
+PlanKey = tuple["Request", tuple[str, ...], int, float, str]  # all that a request's plan depends on
+
+
+@dataclass(slots=True)
+class HostChoice:
+    """What was chosen, for how long it holds, and what it has brought so far."""
+
+    search: PlanSearch
+    headroom: float  # gain of very good drafts under this load
+    best: Choice
+    assignments: dict[Request, DraftAssignment]
+    default: DraftAssignment  # for requests that arrive while the choice holds: the most common one
+    made_at: int  # step
+    holds_until: int  # step
+    outlasts_request: bool  # it was made well before its request ends, so it holds for the next one too
+    exploration: float  # fraction of the usual share of time that the explorer earns
+    shortfall: Shortfall = field(default_factory=Shortfall)
+    plans: dict[PlanKey, DraftPlan] = field(default_factory=dict)  # that were made by it
+
+    @property
+    def drafters(self) -> set[str]:
+        return set() if self.best.candidate is None else self.best.candidate.drafters
+
+    @property
+    def length(self) -> int:
+        return 0 if self.best.candidate is None else self.best.candidate.length
+
+
+class HostPlanner:
+    """Makes choices, and plans by the present one."""
+
+    def __init__(self, plans: Mapping[str, DraftPlan], costs: CostModel, acceptance: AcceptanceModel) -> None:
+        """`plans`: by drafter, the most that it may draft."""
+        self._plans = plans
+        self._costs = costs
+        self._acceptance = acceptance
+        self._hold = CONFIG.planner.hold  # steps that the next choice holds
+        self._made: HostChoice | None = None
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether a choice was ever made."""
+        return self._made is not None
+
+    @property
+    def choice(self) -> HostChoice:
+        """The present one."""
+        assert self._made is not None, "nothing was chosen yet"
+        return self._made
+
+    def is_due(self, step: int, requests: Sequence[Request], rows: int, has_winner: bool) -> bool:
+        """Whether to choose again: from time to time, at once if other requests run, and soon after a probe
+        has won."""
+        config, made = CONFIG.planner, self._made
+        if made is None or step >= made.holds_until:
+            return True
+        if has_winner and step > made.made_at + config.arrival_hold:
+            return True
+        if self._takes_over(requests):
+            return False
+        count, known = max(len(requests), len(made.assignments)), self._num_known(requests)
+        rows_then = made.search.batch.rows
+        return 4 * known < 3 * count or not rows_then / 2 - 4 < rows < 2 * rows_then + 4
+
+    def note_arrivals(self, step: int, requests: Sequence[Request]) -> None:
+        """Let the choice end soon if some of these requests arrived after it was made."""
+        if self._num_known(requests) < len(requests) and not self._takes_over(requests):
+            self.choice.holds_until = min(self.choice.holds_until, step + CONFIG.planner.arrival_hold)
+
+    def _num_known(self, requests: Sequence[Request]) -> int:
+        """How many of these requests the choice was made for."""
+        return sum(request in self.choice.assignments for request in requests)
+
+    def _takes_over(self, requests: Sequence[Request]) -> bool:
+        """Whether a single new request simply follows the single one that the choice was made for."""
+        count = max(len(requests), len(self.choice.assignments))
+        return self._num_known(requests) < len(requests) == count == 1 and self.choice.outlasts_request
+
+    def choose(self, step: int, requests: Sequence[Request], crowd: int, rows: int) -> None:
+        """Search the best choice for these requests, in batches of `crowd` requests and `rows` rows."""
+        config, costs, before = CONFIG.planner, self._costs, self._made
+        keys = sum(request.num_computed for request in requests) / len(requests)
+        batch = Batch(float(crowd), rows, keys, costs.per_token)
+        most = max(plan.budget for plan in self._plans.values())
+        drafters, length = (set[str](), 0) if before is None else (before.drafters, before.length)
+        search = PlanSearch(batch, len(requests), most, costs.passes, costs.drafts, bool(drafters))
+        headroom, best = search.headroom(), search.plain
+        if headroom > config.min_headroom:
+            best = search.best(
+                {
+                    name: make_forecast(name, plan, requests, costs, self._acceptance)
+                    for name, plan in self._plans.items()
+                }
+            )
+        assignments = _assignments(best, requests)
+        drafts = min(self._acceptance.of(name, requests[0]).drafts for name in self._plans)
+        is_young = drafts < config.young_drafts
+        self._made = HostChoice(
+            search,
+            headroom,
+            best,
+            assignments,
+            default=Counter(assignments.values()).most_common(1)[0][0],
+            made_at=step,
+            holds_until=step,
+            outlasts_request=min(request.max_output - request.num_output for request in requests)
+            > config.lasting_tokens,
+            exploration=1.0 if is_young else min(1.0, headroom),  # known drafters are tried for their gain
+        )
+        is_same = (drafters, length) == (self.choice.drafters, self.choice.length)
+        self._hold = min(2 * self._hold, config.max_hold) if is_same else config.hold
+        self.choice.holds_until += self._steps_to_hold(step, requests[0], drafts)
+        costs.drafts.fade(self._plans.keys() - self.choice.drafters)
+
+    def _steps_to_hold(self, step: int, request: Request, drafts: int) -> int:
+        """Few while little is known, many where the choice stays the same."""
+        config = CONFIG.planner
+        if drafts < config.unknown_drafts and step < config.warm_up_steps:
+            return 1
+        if drafts < config.young_drafts and step < config.young_drafts * config.unknown_drafts:
+            return config.hold // 2
+        known = (self._acceptance.of(name, request).drafts for name in self.choice.drafters)
+        is_known = max(known, default=config.known_drafts) >= config.known_drafts
+        return self._hold if is_known else config.hold
+
+    def records(self, requests: Sequence[Request], ask_last: bool) -> dict[Request, DraftRecord]:
+        """What the choice asks of these requests; `ask_last`: of two drafters, only the last.
+
+        A drafter that nobody knows starts with one request, not with all.
+        """
+        records: dict[Request, DraftRecord] = {}
+        unknown: set[str] = set()
+        for request in requests:
+            assigned = self.choice.assignments.get(request, self.choice.default)
+            left = min(self.choice.length, request.max_output - request.num_output - 1)
+            if not assigned.names or left < 1:
+                continue
+            new = {name for name in assigned.names if self._is_unknown(name, request)}
+            if not new & unknown:
+                names = assigned.names[-1:] if ask_last else assigned.names
+                explored = min(new, default="")
+                records[request] = DraftRecord(request, names, left, assigned.enough, explored)
+                unknown |= new
+        return records
+
+    def _is_unknown(self, name: str, request: Request) -> bool:
+        return self._acceptance.of(name, request).drafts < CONFIG.planner.unknown_drafts
+
+    def plan_of(self, record: DraftRecord) -> DraftPlan:
+        """The plan of one request, which is made once for a choice."""
+        key = record.request, record.names, record.length, record.enough, record.explored
+        plans = self.choice.plans
+        if key not in plans:
+            request, (*firsts, last) = record.request, record.names
+            plan = self._drafter_plan(last, request, record.length, record.explored)
+            for first in firsts:
+                left = request.max_output - request.num_output - 1
+                first_plan = self._drafter_plan(first, request, left, record.explored)
+                plan = replace(first_plan, otherwise=plan, enough=record.enough)
+            plans[key] = plan
+        return plans[key]
+
+    def _drafter_plan(self, name: str, request: Request, most: int, explored: str) -> DraftPlan:
+        """The plan of one drafter: it leaves out nodes that will not pay, unless it is explored."""
+        config, plan = CONFIG.planner, self._plans[name]
+        least = min(config.max_threshold, self.choice.search.min_chance(name, self.choice.best))
+        confidence = self._acceptance.of(name, request).calibration.confidence_for(least)
+        usual = max(confidence, plan.least_chance, config.min_threshold)
+        return replace(plan, least_chance=config.min_threshold if name == explored else usual).shrunk(most)
+
+    def probe_record(self, request: Request, probe: Probe, chosen: DraftRecord | None) -> DraftRecord:
+        """What a request is asked for by a probe: alone, or, if it is cheap, before what was chosen."""
+        if chosen is None or not self.choice.search.goes_before(probe.drafter, chosen.names):
+            return DraftRecord(request, (probe.drafter,), probe.length, explored=probe.drafter)
+        names, enough = (probe.drafter, *chosen.names), CONFIG.explorer.cheap_promise
+        return replace(chosen, names=names, enough=enough, explored=probe.drafter)
+
+    def make_probe(
+        self, line: int, drafter: str, request: Request, chosen: DraftRecord | None
+    ) -> Probe | None:
+        """A probe of a drafter for the request at index `line`, with its price; None if it makes no sense."""
+        choice, costs = self.choice, self._costs
+        left = request.max_output - request.num_output - 1
+        length = min(CONFIG.explorer.max_nodes, self._plans[drafter].budget, left)
+        is_chosen = chosen is not None and drafter in chosen.names
+        if length < 1 or drafter in request.failed_drafters or is_chosen:
+            return None
+        seconds = float(costs.drafts.seconds(drafter, 1, length, length))
+        missed = 0.0  # tokens of the chosen draft that it replaces
+        if chosen is None or not choice.search.goes_before(drafter, chosen.names):
+            missed = 0.0 if chosen is None else choice.search.expected(chosen.names[-1], line)
+            seconds += choice.search.prices.row(choice.best.rows)
+        seconds += costs.drafts.prices(drafter)[-1] * costs.backlog(drafter, request)
+        rate = choice.best.rate
+        return Probe(key_of(request), line, drafter, length, missed + rate * seconds, rate)
+
+
+def _assignments(best: Choice, requests: Sequence[Request]) -> dict[Request, DraftAssignment]:
+    """Who drafts for each request by a choice."""
+    candidate = best.candidate
+    names = [()] * len(requests) if candidate is None else candidate.names
+    enough = [0.0] * len(requests) if candidate is None or not candidate.enough else candidate.enough
+    return {
+        request: DraftAssignment(own_names, tokens)
+        for request, own_names, tokens in zip(requests, names, enough, strict=True)
+    }
