@@ -19,7 +19,7 @@ from paceline.control.controller import Controller, Load, StepPlan
 from paceline.control.cost import StepCosts
 from paceline.control.cost.model import Backlog, CostModel
 from paceline.control.decision import Decision
-from paceline.control.explorer import Explorer, Probe
+from paceline.control.explorer import Explorer
 from paceline.control.guard import ABGuard
 from paceline.control.memory import Memory, restore, save
 from paceline.control.planner import evaluate
@@ -27,8 +27,9 @@ from paceline.control.planner.cache import PlanCache
 from paceline.control.planner.device import DevicePlanner
 from paceline.control.planner.host import HostPlanner
 from paceline.control.planner.learning import learn_drafts
-from paceline.control.planner.records import DraftRecord, StepRecord, is_open
+from paceline.control.planner.records import StepRecord, is_open
 from paceline.control.planner.search import Choice
+from paceline.control.planner.step import GAIN, NO_GAIN, StepPlanner
 from paceline.control.planner.trim import trim_drafts
 from paceline.control.segments import SegmentGains
 from paceline.core.stats import ControlFacts
@@ -38,14 +39,6 @@ if TYPE_CHECKING:
     from paceline.core.request import Request
     from paceline.core.schedule import Scheduled
     from paceline.core.stats import StepStats
-
-GAIN, NO_GAIN, PROBE, PAIR, STOPPED = (
-    "gain",
-    "no gain",
-    "probe",
-    "pair",
-    "stopped",
-)  # reasons: docs/control.md
 
 
 class AutoController(Controller):
@@ -77,12 +70,12 @@ class AutoController(Controller):
         self._planner = HostPlanner(self.plans, self.costs, self.acceptance)
         self._device = device
         self._explorer = Explorer(list(plans), float(steps.seconds(1, 0)))
+        self._steps = StepPlanner(self.plans, self.costs, self.acceptance, self._explorer)
         self._guards: dict[int, ABGuard] = {}  # by the number of running requests, in powers of two
         self._segments = SegmentGains()
         self._accepted: Counter[str] = Counter()  # tokens since the last choice, by segment
         self._log = log
-        self._step = self._probe_at = 0  # steps: of now, and of the next probe
-        self._planned = 0  # steps that were planned in full
+        self._step = 0  # steps through the host
         self._cache: PlanCache | None = None  # the plans of the last step that was planned in full
         self.reasons: Counter[str] = Counter()  # steps by reason
         self._facts: ControlFacts | None = None  # of the last step in which there was something to decide
@@ -159,13 +152,10 @@ class AutoController(Controller):
             self._planner.note_arrivals(self._step, requests)
         choice = self._planner.choice
         guard.expect(choice.best.rate / choice.search.plain.rate)
-        self._planned += 1
-        reason, records, probe = self._decide(guard, requests)
+        reason, records, probe = self._steps.plan(choice, self._step, requests, guard.reason)
         for place, request in zip(places, requests, strict=True):
-            record = records.get(request)
-            if record is not None:
-                record.catch_up = self.costs.backlog(record.names[-1], request)
-                plans[place] = record.plan = self._planner.plan_of(record)
+            if request in records:
+                plans[place] = records[request].plan
         self.reasons[reason] += 1
         self._facts = ControlFacts(reason, self.regret, math.exp(guard.speedup.mean), self.poor_segments)
         if self._log is not None:
@@ -177,7 +167,7 @@ class AutoController(Controller):
             self._cache = PlanCache(list(running), plans, cached_record)
             if reason == NO_GAIN:
                 self._cache.steps_left = CONFIG.planner.hold
-            elif reason == GAIN and not self._asks_last():
+            elif reason == GAIN and not self._steps.asks_last:
                 self._cache.reuse_drafts(choice, self.acceptance)
         by_key = {key_of(request): record for request, record in records.items()}
         return StepPlan(plans, StepRecord(by_key, choice.best, guard, probe))
@@ -193,40 +183,6 @@ class AutoController(Controller):
                 self._segments.observe(segment, steps * count, self._accepted[segment])
         self._accepted.clear()
         self._planner.choose(self._step, requests, crowd, rows)
-        self._probe_at = self._step
-
-    def _decide(
-        self, guard: ABGuard, requests: Sequence[Request]
-    ) -> tuple[str, dict[Request, DraftRecord], Probe | None]:
-        """The reason, what requests are asked for, and which of it is a probe."""
-        is_plain = self._planner.choice.best.candidate is None
-        if guard.reason == PAIR and not is_plain:
-            return PAIR, {}, None
-        records: dict[Request, DraftRecord] = {}
-        if not is_plain and guard.reason is None:
-            records = self._planner.records(requests, self._asks_last())
-        probe = self._probe(requests, records)
-        if probe is not None:
-            request = requests[probe.line]
-            records[request] = self._planner.probe_record(request, probe, records.get(request))
-            return PROBE, records, probe
-        return GAIN if records else NO_GAIN if is_plain else STOPPED, records, None
-
-    def _asks_last(self) -> bool:
-        """Whether this step asks only the last of two drafters: elsewhere it is seen only where the first has
-        little, which is a biased sample."""
-        return self._planned % CONFIG.planner.cascade_sample == 0
-
-    def _probe(self, requests: Sequence[Request], records: Mapping[Request, DraftRecord]) -> Probe | None:
-        """A draft that was not chosen, if it is time to try one and there is time for it."""
-        has_headroom = self._planner.choice.headroom > CONFIG.planner.min_headroom
-        if self._step < self._probe_at or not has_headroom:
-            return None
-        self._probe_at = self._step + CONFIG.planner.hold
-        line, drafter = self._explorer.next(self._step, requests)
-        request = requests[line]
-        probe = self._planner.make_probe(line, drafter, request, records.get(request))
-        return probe if probe is not None and self._explorer.can_afford(probe) else None
 
     def trim(self, step: StepPlan, parts: Sequence[Scheduled], trees: DraftTrees) -> DraftTrees:
         record = step.record

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from paceline.control.config import CONFIG
 
+PAIR, STOPPED = "pair", "stopped"  # reasons for a plain step: see docs/control.md
+
 
 @dataclass(slots=True)
 class SpeedupEstimate:
@@ -64,8 +66,8 @@ class ABGuard:
     def reason(self) -> str | None:
         """Why the next step must be plain; None if it need not be."""
         if self._stopped_steps:
-            return "stopped"
-        return "pair" if self._is_plain else None
+            return STOPPED
+        return PAIR if self._is_plain else None
 
     def expect(self, speedup: float) -> None:
         """Note what the planner promises. Much more than when it failed means that things have changed."""

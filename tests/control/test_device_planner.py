@@ -1,4 +1,4 @@
-"""Passes on the device: one plan for all requests, never slower than plain decoding, close to the best arm."""
+"""Passes on the device: one plan for all requests, never slower than plain, close to the best arm."""
 
 from __future__ import annotations
 

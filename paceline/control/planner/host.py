@@ -1,23 +1,22 @@
-"""HostPlanner: chooses drafters for steps through the host, and turns the choice into plans.
+"""HostPlanner: chooses drafters for steps through the host.
 
-A choice is searched for the requests that run (search.py) and holds for a number of steps; each of those
-steps asks requests for drafts by it.
+A choice is searched for the requests that run (search.py) and holds for a number of steps. What each of those
+steps asks of its requests is planned in step.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from paceline.control.acceptance.model import AcceptanceModel, key_of
+from paceline.control.acceptance.model import AcceptanceModel
 from paceline.control.config import CONFIG
 from paceline.control.cost.model import CostModel
-from paceline.control.explorer import Probe
 from paceline.control.planner.forecast import make_forecast
 from paceline.control.planner.prices import Batch
-from paceline.control.planner.records import DraftAssignment, DraftRecord, Shortfall
+from paceline.control.planner.records import DraftAssignment, Shortfall
 from paceline.control.planner.search import Choice, PlanSearch
 from paceline.core.trees import DraftPlan
 
@@ -53,7 +52,7 @@ class HostChoice:
 
 
 class HostPlanner:
-    """Makes choices, and plans by the present one."""
+    """Makes choices, and says when the present one ends."""
 
     def __init__(self, plans: Mapping[str, DraftPlan], costs: CostModel, acceptance: AcceptanceModel) -> None:
         """`plans`: by drafter, the most that it may draft."""
@@ -148,77 +147,6 @@ class HostPlanner:
         known = (self._acceptance.of(name, request).drafts for name in self.choice.drafters)
         is_known = max(known, default=config.known_drafts) >= config.known_drafts
         return self._hold if is_known else config.hold
-
-    def records(self, requests: Sequence[Request], ask_last: bool) -> dict[Request, DraftRecord]:
-        """What the choice asks of these requests; `ask_last`: of two drafters, only the last.
-
-        A drafter that nobody knows starts with one request, not with all.
-        """
-        records: dict[Request, DraftRecord] = {}
-        unknown: set[str] = set()
-        for request in requests:
-            assigned = self.choice.assignments.get(request, self.choice.default)
-            left = min(self.choice.length, request.max_output - request.num_output - 1)
-            if not assigned.names or left < 1:
-                continue
-            new = {name for name in assigned.names if self._is_unknown(name, request)}
-            if not new & unknown:
-                names = assigned.names[-1:] if ask_last else assigned.names
-                explored = min(new, default="")
-                records[request] = DraftRecord(request, names, left, assigned.enough, explored)
-                unknown |= new
-        return records
-
-    def _is_unknown(self, name: str, request: Request) -> bool:
-        return self._acceptance.of(name, request).drafts < CONFIG.planner.unknown_drafts
-
-    def plan_of(self, record: DraftRecord) -> DraftPlan:
-        """The plan of one request, which is made once for a choice."""
-        key = record.request, record.names, record.length, record.enough, record.explored
-        plans = self.choice.plans
-        if key not in plans:
-            request, (*firsts, last) = record.request, record.names
-            plan = self._drafter_plan(last, request, record.length, record.explored)
-            for first in firsts:
-                left = request.max_output - request.num_output - 1
-                first_plan = self._drafter_plan(first, request, left, record.explored)
-                plan = replace(first_plan, otherwise=plan, enough=record.enough)
-            plans[key] = plan
-        return plans[key]
-
-    def _drafter_plan(self, name: str, request: Request, most: int, explored: str) -> DraftPlan:
-        """The plan of one drafter: it leaves out nodes that will not pay, unless it is explored."""
-        config, plan = CONFIG.planner, self._plans[name]
-        least = min(config.max_threshold, self.choice.search.min_chance(name, self.choice.best))
-        confidence = self._acceptance.of(name, request).calibration.confidence_for(least)
-        usual = max(confidence, plan.least_chance, config.min_threshold)
-        return replace(plan, least_chance=config.min_threshold if name == explored else usual).shrunk(most)
-
-    def probe_record(self, request: Request, probe: Probe, chosen: DraftRecord | None) -> DraftRecord:
-        """What a request is asked for by a probe: alone, or, if it is cheap, before what was chosen."""
-        if chosen is None or not self.choice.search.goes_before(probe.drafter, chosen.names):
-            return DraftRecord(request, (probe.drafter,), probe.length, explored=probe.drafter)
-        names, enough = (probe.drafter, *chosen.names), CONFIG.explorer.cheap_promise
-        return replace(chosen, names=names, enough=enough, explored=probe.drafter)
-
-    def make_probe(
-        self, line: int, drafter: str, request: Request, chosen: DraftRecord | None
-    ) -> Probe | None:
-        """A probe of a drafter for the request at index `line`, with its price; None if it makes no sense."""
-        choice, costs = self.choice, self._costs
-        left = request.max_output - request.num_output - 1
-        length = min(CONFIG.explorer.max_nodes, self._plans[drafter].budget, left)
-        is_chosen = chosen is not None and drafter in chosen.names
-        if length < 1 or drafter in request.failed_drafters or is_chosen:
-            return None
-        seconds = float(costs.drafts.seconds(drafter, 1, length, length))
-        missed = 0.0  # tokens of the chosen draft that it replaces
-        if chosen is None or not choice.search.goes_before(drafter, chosen.names):
-            missed = 0.0 if chosen is None else choice.search.expected(chosen.names[-1], line)
-            seconds += choice.search.prices.row(choice.best.rows)
-        seconds += costs.drafts.prices(drafter)[-1] * costs.backlog(drafter, request)
-        rate = choice.best.rate
-        return Probe(key_of(request), line, drafter, length, missed + rate * seconds, rate)
 
 
 def _assignments(best: Choice, requests: Sequence[Request]) -> dict[Request, DraftAssignment]:
