@@ -1,4 +1,4 @@
-"""Chances: what drafters say, corrected by what became of it."""
+"""The acceptance model: drafters' confidences, calibrated by what was accepted."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ KEPT, OWN = CONFIG.acceptance.shared_drafts, CONFIG.acceptance.request_drafts
 ONE, OTHER = ("1", 0), ("2", 0)
 
 
-def test_a_drafter_is_believed_until_it_is_seen():
+def test_confidence_is_taken_as_chance_before_anything_was_observed():
     assert Calibration().chances([0.0, 0.25, 0.83, 1.0]) == pytest.approx([0.0, 0.25, 0.83, 0.995])
 
 
 @pytest.mark.parametrize(("said", "right"), [(0.9, 0.2), (0.3, 0.7), (0.55, 0.55)])
-def test_what_was_said_is_corrected_by_what_became_of_it(said: float, right: float):
+def test_calibration_converges_to_the_observed_acceptance(said: float, right: float):
     calibration = Calibration()
     rng = np.random.default_rng(0)
     for _ in range(300):
@@ -31,7 +31,7 @@ def test_what_was_said_is_corrected_by_what_became_of_it(said: float, right: flo
     assert calibration.confidence_for(0.999 * calibration.chances([said])[0]) <= said + 0.01
 
 
-def test_who_says_more_is_believed_no_less():
+def test_calibration_is_monotone():
     calibration = Calibration()
     for _ in range(100):
         calibration.add([0.3, 0.8], [True, False])
@@ -53,17 +53,17 @@ def test_counts_survive_a_restart_and_nonsense_does_not():
             Calibration.of_counts(nonsense)
 
 
-def test_a_request_with_more_accepted_than_others_is_expected_to_have_it_again():
+def test_a_request_whose_drafts_did_better_is_expected_to_do_better():
     model = DrafterAcceptance(3)
     for _ in range(60):
         model.observe(ONE, "s", [0.6, 0.4], [True, True])
         model.observe(OTHER, "s", [0.6, 0.4], [False, False])
-    lucky, unlucky = (model.chances(key, "s", [0.6])[0] for key in (ONE, OTHER))
-    assert unlucky < 0.25 < 0.7 < lucky
-    assert unlucky < model.chances(("new", 0), "s", [0.6])[0] < lucky
+    good, bad = (model.chances(key, "s", [0.6])[0] for key in (ONE, OTHER))
+    assert bad < 0.25 < 0.7 < good
+    assert bad < model.chances(("new", 0), "s", [0.6])[0] < good
 
 
-def test_a_new_request_is_as_its_segment_and_a_new_segment_as_all():
+def test_a_new_request_starts_like_its_segment_and_a_new_segment_like_all():
     model = DrafterAcceptance(1)
     for _ in range(60):
         model.add_draft(ONE, "prose", [0.3], 1)
@@ -75,7 +75,7 @@ def test_a_new_request_is_as_its_segment_and_a_new_segment_as_all():
     assert scenarios[:, 2].mean() == pytest.approx(0.6, abs=0.05)
 
 
-def test_what_was_not_asked_for_goes_on_as_it_went_and_what_was_not_found_is_nothing():
+def test_a_cut_draft_is_extended_as_drafts_usually_continue_and_one_that_ended_is_not():
     model = DrafterAcceptance(4)
     for _ in range(300):
         model.add_draft(OTHER, "", [0.8, 0.4, 0.2, 0.1], asked=4)
@@ -103,7 +103,7 @@ def test_a_change_of_topic_shows_within_a_few_drafts():
     assert model.sample_scenarios([(ONE, "")], 16).max() < 0.25
 
 
-def test_poor_drafts_of_a_request_are_forgotten_when_no_more_are_made():
+def test_a_requests_poor_drafts_are_forgotten_when_no_more_are_made():
     model = DrafterAcceptance(1)
     for _ in range(KEPT):
         model.add_draft(OTHER, "", [0.8], 1)

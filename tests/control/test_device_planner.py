@@ -22,12 +22,12 @@ PER_LEVEL = 0.00004  # seconds
 
 
 def small(rows: float) -> float:
-    """Seconds of a pass that rows hardly matter to."""
+    """Seconds of a pass in which rows are almost free."""
     return 0.0006 + 0.000002 * rows
 
 
 def busy(rows: float) -> float:
-    """Seconds of a pass that pays for rows."""
+    """Seconds of a pass in which rows are expensive."""
     return 0.0006 + 0.00001 * max(0.0, rows - 16)
 
 
@@ -64,7 +64,7 @@ def rate_of(length: int, right: float, seconds: Callable[[float], float], count:
 @pytest.mark.parametrize("count", [1, 16])
 @pytest.mark.parametrize("seconds", [small, busy])
 @pytest.mark.parametrize("right", [0.05, 0.5, 0.9])
-def test_it_is_as_good_as_plain_decoding_and_as_the_best_length(right, seconds, count):
+def test_as_fast_as_plain_decoding_and_as_the_best_length(right, seconds, count):
     done = world(lambda step: right, seconds, lambda step: count).run(controller(), 900)
     reached = rate(done[200:])
     assert reached > 0.98 * rate_of(0, right, seconds, count)
@@ -73,8 +73,8 @@ def test_it_is_as_good_as_plain_decoding_and_as_the_best_length(right, seconds, 
 
 @pytest.mark.parametrize("count", [1, 4, 64])
 @pytest.mark.parametrize("finds", [0.02, 0.2, 0.9])
-def test_drafts_from_texts_never_cost_more_than_two_percent(finds, count):
-    """Where most passes find nothing, a row that is computed in vain costs as much as one that is right."""
+def test_lookup_drafts_never_cost_more_than_two_percent(finds, count):
+    """Where most lookups find nothing, their empty rows cost as much as accepted ones."""
 
     def seconds(rows: float) -> float:
         return 0.0012 * (1.0 + 0.02 * (rows - 1) ** 0.8)
@@ -89,12 +89,12 @@ def test_drafts_from_texts_never_cost_more_than_two_percent(finds, count):
 
 
 def text_pass(rows: float) -> float:
-    """Seconds of a pass of 1.5 billion weights on an H200, about."""
+    """Seconds of a pass of a 1.5B model on an H200, about."""
     return 0.00095 * (1 + 0.007 * (rows - 1))
 
 
 @pytest.mark.parametrize("count", [1, 4, 16, 64])
-def test_nothing_is_lost_in_the_first_passes_either_where_texts_do_not_repeat(count):
+def test_nothing_is_lost_in_the_first_passes_where_texts_do_not_repeat(count):
     auto = controller("text")
     for plan in auto.device_plans():
         auto.expect(plan, {count: text_pass(count * (1 + plan.levels))})
@@ -104,7 +104,7 @@ def test_nothing_is_lost_in_the_first_passes_either_where_texts_do_not_repeat(co
 
 
 @pytest.mark.parametrize("count", [1, 16])
-def test_what_repeats_is_drafted_after_a_few_passes(count):
+def test_repetitive_text_is_drafted_after_a_few_passes(count):
     auto = controller("text")
     for plan in auto.device_plans():
         auto.expect(plan, {count: text_pass(count * (1 + plan.levels))})
@@ -114,7 +114,7 @@ def test_what_repeats_is_drafted_after_a_few_passes(count):
     assert set(drafted[40:]) == {7}
 
 
-def test_a_text_that_begins_to_repeat_is_noticed_and_so_is_one_that_ceases_to():
+def test_follows_text_that_starts_and_stops_repeating():
     finds = [0.05, 0.95, 0.05]
     done = world(
         lambda step: 0.9,
@@ -129,14 +129,14 @@ def test_a_text_that_begins_to_repeat_is_noticed_and_so_is_one_that_ceases_to():
     assert drafted[1800:].mean() < 0.15
 
 
-def test_a_head_that_becomes_good_or_bad_is_noticed():
+def test_follows_a_head_that_becomes_bad_and_good_again():
     right = [0.9, 0.02, 0.9]
     done = world(lambda step: right[step // 1200], small, lambda step: 4).run(controller(), 3600)
     assert rate(done[1300:2400]) > 0.98 * rate_of(0, 0.02, small, 4)
     assert rate(done[3000:]) > 0.95 * rate_of(HEAD[-1], 0.9, small, 4)
 
 
-def test_another_load_gets_another_length_and_its_own_times():
+def test_each_load_has_its_own_length_and_times():
     count = [1, 16, 1]
     done = world(lambda step: 0.3, busy, lambda step: count[step // 400]).run(controller(), 1200)
     for part, running in enumerate(count):
@@ -144,7 +144,7 @@ def test_another_load_gets_another_length_and_its_own_times():
         assert rate(done[400 * part + 100 : 400 * (part + 1)]) > 0.95 * best
 
 
-def test_times_of_the_start_spare_it_trying():
+def test_times_measured_at_start_up_spare_trials():
     auto = controller()
     for plan in auto.device_plans():
         auto.expect(plan, {16: busy(16 * (1 + plan.levels)) + PER_LEVEL * plan.levels})
@@ -152,7 +152,7 @@ def test_times_of_the_start_spare_it_trying():
     assert max(step.nodes[0] for step in done[20:]) == 0
 
 
-def test_a_plan_that_there_are_no_buffers_for_is_not_chosen():
+def test_a_plan_without_buffers_for_the_load_is_not_chosen():
     auto = controller()
     for plan in auto.device_plans():
         auto.expect(plan, {4: 0.001} if plan.budget else {4: 0.001, 16: 0.001})
@@ -160,14 +160,14 @@ def test_a_plan_that_there_are_no_buffers_for_is_not_chosen():
     assert {max(step.nodes) for step in done[3:]} == {0}
 
 
-def test_trials_take_about_a_hundredth_of_the_time():
+def test_trials_take_about_one_percent_of_the_time():
     auto = controller()
     done = world(lambda step: 0.05, small, lambda step: 4).run(auto, 3000)
     assert 0 < auto.facts().regret < 0.011 * sum(step.seconds for step in done)
     assert 0 < sum(max(step.nodes) > 0 for step in done[500:]) < 0.06 * 2500
 
 
-def test_who_asks_for_a_plan_gets_it_and_so_does_who_asks_for_none():
+def test_a_request_keeps_the_plan_it_asks_for_also_plain():
     auto = controller()
     own = DraftPlan("suffix", 3)
     free, asks, off = (SimulatedRequest(str(number), 9) for number in range(3))
@@ -180,27 +180,27 @@ def test_who_asks_for_a_plan_gets_it_and_so_does_who_asks_for_none():
     assert auto.plan([free, off], Load(2, 0, on_device=True)).plans == [alone, PLAIN]
 
 
-def test_nothing_is_changed_while_prompts_are_computed():
+def test_the_plan_stays_during_prefill():
     auto = controller()
     running = [SimulatedRequest(str(number), 9) for number in range(2)]
     running[1].num_pending = 40
     assert len({tuple(auto.plan(running, Load(2, 0, on_device=True)).plans) for _ in range(100)}) == 1
 
 
-def test_a_pass_that_ran_through_the_host_teaches_nothing_of_the_device():
+def test_a_pass_through_the_host_does_not_update_the_device_model():
     auto = controller()
     running = [SimulatedRequest("0", 900)]
     step = auto.plan(running, Load(1, 0, on_device=True))
     auto.observe(step, StepStats(requests=1, rows=40, prefill_tokens=39, new_tokens=1, forward_time=1.0))
     assert auto.facts().regret == 0
-    assert auto._device.seconds(PLAIN) == 1  # what is thought before anything was seen
+    assert auto._device.seconds(PLAIN) == 1  # the guess before anything was measured
 
 
 def facts(accepted: int, nodes: int = 2, depth: int = 2) -> DraftFacts:
     return DraftFacts("a", "", "head", nodes=nodes, depth=depth, accepted=accepted)
 
 
-def test_chances_are_counted_by_depth_and_what_was_not_tried_is_kept():
+def test_chances_are_counted_by_depth_and_untried_depths_keep_theirs():
     chances = ChainAcceptance(3, [0.5, 0.5, 0.8], 12)
     assert chances.accepted(3) == pytest.approx(0.5 + 0.25 + 0.2, rel=0.03)
     for _ in range(2000):
@@ -208,7 +208,7 @@ def test_chances_are_counted_by_depth_and_what_was_not_tried_is_kept():
     assert chances.accepted(3) == pytest.approx(1 + 0.5 + 0.4, rel=0.03)
 
 
-def test_a_pass_that_finds_nothing_counts_and_one_that_ends_a_request_does_not():
+def test_an_empty_draft_counts_as_rejected_and_a_request_that_ends_does_not():
     chances = ChainAcceptance(2, [0.5], 12)
     for _ in range(2000):
         chances.add([facts(2)], 4, 2)  # three found nothing
@@ -219,7 +219,7 @@ def test_a_pass_that_finds_nothing_counts_and_one_that_ends_a_request_does_not()
     assert chances.accepted(2) == pytest.approx(1 + 1, rel=0.03)
 
 
-def test_every_decision_says_what_it_was_made_by():
+def test_decisions_are_logged_with_their_numbers():
     decisions: list[Decision] = []
     auto = controller(log=decisions.append)
     world(lambda step: 0.8, small, lambda step: 2).run(auto, 200)

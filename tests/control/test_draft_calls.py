@@ -1,4 +1,4 @@
-"""What drafters' calls cost, learned from simulated ones."""
+"""The cost of drafter calls, learned from simulated calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def price(costs: DraftCosts, requests: int = 1, levels: int = 1) -> float:
     return float(costs.seconds("head", requests, levels, requests * levels))
 
 
-def test_the_price_is_learned_from_calls_of_different_sizes():
+def test_prices_are_learned_from_calls_of_different_sizes():
     costs = costs_of("head", "copy")
     rng = np.random.default_rng(0)
     for _ in range(300):
@@ -35,14 +35,14 @@ def test_the_price_is_learned_from_calls_of_different_sizes():
     assert float(costs.seconds("head", 0, 0, 0)) == 0.0
 
 
-def test_one_call_says_what_the_next_will_cost_and_what_is_not_known_is_thought_to_lie_in_its_length():
+def test_one_call_predicts_the_next_and_its_cost_is_attributed_to_levels():
     costs = costs_of("head")
     costs.observe(call(7e-3, levels=7), 0)
     assert price(costs, levels=7) == pytest.approx(7e-3, rel=0.05)
     assert price(costs) < 3e-3
 
 
-def test_a_few_calls_of_different_lengths_tell_the_price_of_a_call_from_that_of_a_level():
+def test_a_few_calls_separate_the_price_of_a_call_from_that_of_a_level():
     costs = costs_of("head")
     rng = np.random.default_rng(0)
     for levels in (1, 0, 1, 2, 1, 1, 0, 3, 1, 2, 1, 0):
@@ -50,7 +50,7 @@ def test_a_few_calls_of_different_lengths_tell_the_price_of_a_call_from_that_of_
     assert price(costs, levels=7) == pytest.approx(1.1 * (4e-4 + 7 * 1.2e-4), rel=0.35)
 
 
-def test_what_calls_do_not_tell_apart_stays_as_it_was():
+def test_prices_that_calls_say_nothing_about_stay():
     costs = costs_of("head")
     for levels in (1, 4, 2, 7) * 20:
         costs.observe(call(1e-3 * levels, levels=levels), 0)
@@ -59,7 +59,7 @@ def test_what_calls_do_not_tell_apart_stays_as_it_was():
     assert price(costs, levels=7) == pytest.approx(7e-3, rel=0.2)
 
 
-def test_however_sizes_vary_the_prices_of_what_was_called_stay_true():
+def test_constant_cost_is_predicted_for_all_sizes():
     costs = costs_of("head")
     rng = np.random.default_rng(1)
     for _ in range(500):
@@ -84,7 +84,7 @@ def test_the_first_call_may_be_slow():
     assert price(costs, levels=4) == pytest.approx(0.004, rel=0.1)
 
 
-def test_a_call_that_was_held_up_changes_little_and_a_drafter_that_has_become_slow_is_noticed():
+def test_one_preempted_call_changes_little_and_a_slower_drafter_is_noticed():
     costs = costs_of("head")
     for _ in range(20):
         costs.observe(call(5e-4), 0)
@@ -104,7 +104,7 @@ def test_a_drafter_that_found_nothing_at_first_may_cost_much_more_later():
     assert price(costs) == pytest.approx(8e-4, rel=0.3)
 
 
-def test_what_is_not_called_becomes_cheaper_until_it_is_tried_again():
+def test_an_unused_drafter_becomes_cheaper_until_it_is_tried_again():
     costs = costs_of("head")
     for _ in range(3):
         costs.observe(call(2.0), 0)

@@ -7,7 +7,7 @@ from paceline.control.planner.evaluate import evaluate
 
 
 def written_out(chances, sizes, most, prices, catch_up, spent, rate):
-    """The same by arrays."""
+    """The numpy reference."""
     scenarios = len(chances)
     nodes = np.sort(chances.reshape(scenarios, -1), axis=-1)[:, ::-1]
     worth = np.concatenate([np.zeros((scenarios, 1)), np.cumsum(nodes, axis=-1)], axis=-1)
@@ -26,7 +26,7 @@ def written_out(chances, sizes, most, prices, catch_up, spent, rate):
 
 @pytest.mark.parametrize("requests", [1, 3])
 @pytest.mark.parametrize("drafters", [0, 1, 2])
-def test_as_written_out(requests, drafters):
+def test_equals_the_numpy_reference(requests, drafters):
     random = np.random.default_rng(requests + 10 * drafters)
     for _ in range(20):
         chances = random.uniform(size=(6, requests, 5)) * (random.uniform(size=(6, requests, 5)) < 0.7)

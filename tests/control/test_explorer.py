@@ -1,4 +1,4 @@
-"""Time for trying what was not chosen."""
+"""The explorer's budget of time."""
 
 from paceline.control.config import CONFIG
 from paceline.control.explorer import Explorer, Probe
@@ -6,8 +6,8 @@ from paceline.control.explorer import Explorer, Probe
 MOST = int(CONFIG.explorer.max_saved)  # steps' time
 
 
-def test_no_more_is_saved_up_than_a_dear_draft_costs() -> None:
-    """What was earned where drafts pay would be spent at once on requests for which they do not."""
+def test_no_more_is_saved_up_than_an_expensive_draft_costs() -> None:
+    """Time earned where drafts pay would be spent at once on requests for which they do not."""
     explorer, seconds = Explorer(["head"], plain=0.0), 0.01
     for _ in range(100_000):
         explorer.budget.earn(seconds)

@@ -29,7 +29,7 @@ def request_of(num_output: int, max_output: int = 201) -> SimulatedRequest:
     return SimulatedRequest("1", max_output, num_output=num_output, num_computed=PROMPT + num_output)
 
 
-def test_catching_up_with_a_prompt_is_shared_by_the_steps_that_requests_last() -> None:
+def test_catching_up_is_spread_over_the_steps_of_a_request() -> None:
     """Also if a drafter has caught up with the request that a choice is made for: it holds for others."""
     backlogs = {"1": PROMPT + 1}
     of_head = {"head": lambda request: backlogs[request.request_id]}
@@ -44,7 +44,7 @@ def test_catching_up_with_a_prompt_is_shared_by_the_steps_that_requests_last() -
     assert catch_up_tokens(costs, "copies", request_of(1)) == 0.0
 
 
-def test_who_ends_soon_has_few_steps_to_share_what_is_caught_up_with() -> None:
+def test_a_request_near_its_end_has_few_steps_to_spread_it_over() -> None:
     of_head = {"head": lambda request: PROMPT + 90}
     costs = CostModel(["head"], World({}).costs(), cast(Any, of_head))
     ended = request_of(100, max_output=100)

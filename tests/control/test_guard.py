@@ -46,7 +46,7 @@ def test_after_each_loss_it_waits_twice_as_long():
     assert max(waits) <= CONFIG.guard.max_stop_steps
 
 
-def test_what_has_become_a_gain_is_drafted_again():
+def test_drafting_resumes_when_it_gains_again():
     guard = ABGuard()
     run(guard, speedup=0.8, steps=2000)
     reasons = run(guard, speedup=1.5, steps=3000)
@@ -68,5 +68,5 @@ def test_a_much_better_promise_than_the_one_that_failed_is_tried_at_once():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_noise_alone_does_not_stop_what_gains_a_little(seed: int):
+def test_noise_alone_does_not_stop_a_small_gain(seed: int):
     assert "stopped" not in run(ABGuard(), speedup=1.05, steps=3000, seed=seed)

@@ -1,4 +1,4 @@
-"""The measurement at the start: what it asks of a backend, and what is kept of it."""
+"""The measurement at start-up: what it asks of a backend, and what is kept of it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_small_engines_are_measured_within_their_limits(max_rows: int, longest: 
     assert float(costs.seconds(1, 0)) == pytest.approx(0.004)
 
 
-def test_a_measurement_is_made_once_for_a_model_and_a_damaged_file_is_made_again(tmp_path, monkeypatch):
+def test_a_model_is_measured_once_and_a_damaged_file_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
     first = step_costs(toy := ToyBackend(), 64, Memory.of("model a")).facts()
     passes = len(toy.batches)

@@ -1,4 +1,4 @@
-"""What passes cost, learned from simulated ones."""
+"""Pass costs, learned from simulated passes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def make() -> StepCosts:
     return StepCosts(list(MEASURED), list(MEASURED.values()))
 
 
-def test_between_measured_row_counts_it_is_linear_and_above_them_it_goes_on():
+def test_interpolates_between_measured_row_counts_and_extrapolates_above():
     costs = make()
     rows = np.array([1.0, 4.5, 8.0, 9.0, 16.0, 30.0])
     slope = (0.012 - 0.009) / 7
@@ -29,7 +29,7 @@ def test_each_row_pays_for_the_keys_it_reads():
     assert float(costs.seconds(2, 1000)) == pytest.approx(0.004 + 2 * 1000 * 1e-6)
 
 
-def test_a_row_count_that_was_measured_wrong_is_learned_and_its_neighbour_beyond_a_cliff_is_not_touched():
+def test_a_wrong_entry_is_corrected_and_its_neighbour_beyond_a_cliff_is_not_touched():
     costs = make()
     for _ in range(200):
         costs.observe(8, 0, 0.0075)
@@ -39,7 +39,7 @@ def test_a_row_count_that_was_measured_wrong_is_learned_and_its_neighbour_beyond
     assert float(costs.seconds(9, 0)) == pytest.approx(0.009, rel=0.03)
 
 
-def test_a_cliff_above_all_that_was_measured_is_found_by_going_there():
+def test_a_cliff_above_the_measured_rows_is_learned():
     costs = make()
     for _ in range(300):
         costs.observe(1, 0, 0.004)
@@ -47,7 +47,7 @@ def test_a_cliff_above_all_that_was_measured_is_found_by_going_there():
     assert float(costs.seconds(64, 0)) == pytest.approx(0.2, rel=0.1)
 
 
-def test_a_machine_that_becomes_slower_makes_every_row_count_dearer():
+def test_a_slower_machine_scales_all_row_counts():
     costs = make()
     for seconds in [0.004] * 50 + [0.008] * 100:
         costs.observe(1, 0, seconds)

@@ -42,7 +42,7 @@ def verified(steps: StepCosts, chances: list[float], rows: int = 1) -> int:
     return worth_verifying(chances, PassPrices(Batch(1, rows, 0), steps, len(chances)), rate=250.0)
 
 
-def test_where_rows_are_free_all_is_verified_and_where_they_cost_a_step_nothing():
+def test_all_nodes_are_verified_where_rows_are_free_and_none_where_they_cost_a_step():
     assert verified(FLAT, [0.9, 0.5, 0.1]) == 3
     assert verified(LINEAR, [0.9, 0.5, 0.1]) == 0
 
@@ -62,17 +62,17 @@ def test_no_other_number_of_nodes_is_worth_more(seed: int):
     assert verified(costs, chances.tolist()) == int(np.argmax(worth))
 
 
-def test_where_rows_are_free_all_draft_and_where_they_cost_a_step_nobody():
+def test_all_requests_draft_where_rows_are_free_and_none_where_they_cost_a_step():
     _, best = search(FLAT, d=forecast(0.9))
     assert names(best) == [("d",)]
     assert best.rows == 4
     assert best.rate > 3 * 250
-    dear, best = search(LINEAR, d=forecast(0.9))
-    assert best is dear.plain
-    assert dear.headroom() < 0.01
+    expensive, best = search(LINEAR, d=forecast(0.9))
+    assert best is expensive.plain
+    assert expensive.headroom() < 0.01
 
 
-def test_a_level_that_costs_a_pass_of_the_drafter_makes_drafts_short():
+def test_expensive_levels_make_drafts_short():
     drafts = DraftCosts(["d"], 0.004)
     for levels, requests in itertools.product((1, 2, 3, 4) * 6, (1, 2, 3)):
         drafts.observe(DraftCall("d", requests, levels, requests * levels, 0.0015 * levels), 0)
@@ -81,7 +81,7 @@ def test_a_level_that_costs_a_pass_of_the_drafter_makes_drafts_short():
     assert best.candidate.length == 1
 
 
-def test_requests_compete_for_rows_and_each_has_the_drafter_that_is_good_for_it():
+def test_requests_compete_for_rows_and_each_gets_its_best_drafter():
     steps = StepCosts([1, 2, 64], [0.004, 0.004, 0.03])
     _, best = search(steps, copy=forecast(0.9, 0.05), head=forecast(0.1, 0.8))
     assert names(best) == [("copy",), ("head",)]
@@ -89,7 +89,7 @@ def test_requests_compete_for_rows_and_each_has_the_drafter_that_is_good_for_it(
     assert best.tokens > 2.5
 
 
-def test_a_dear_drafter_is_asked_only_where_a_cheap_one_has_nothing():
+def test_an_expensive_drafter_is_asked_only_where_a_cheap_one_has_nothing():
     drafts = DraftCosts(["copy", "head"], 0.004)
     for _ in range(20):
         drafts.observe(DraftCall("copy", 1, 4, 4, 1e-5), 0)

@@ -23,7 +23,7 @@ def fast_trim(seconds: list[float], ratios: list[float]) -> FastTrim:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_nodes_are_kept_that_are_worth_most_together(seed: int):
+def test_keeps_the_nodes_that_are_worth_most_together(seed: int):
     rng = np.random.default_rng(seed)
     said = [sorted(rng.random(4), reverse=True) for _ in range(2)]
     seconds = (0.003 + np.cumsum(rng.choice([1e-5, 1e-3, 3e-3], size=9))).tolist()
@@ -36,11 +36,11 @@ def test_the_nodes_are_kept_that_are_worth_most_together(seed: int):
     assert sorted(left, reverse=True) == pytest.approx(chances[: kept.num_nodes], abs=0.01)
 
 
-def test_what_was_drawn_or_nothing_was_said_of_stays():
-    dear = fast_trim([0.004, 0.1, 0.2], [1.0])
+def test_drawn_nodes_and_nodes_without_confidence_stay():
+    expensive = fast_trim([0.004, 0.1, 0.2], [1.0])
     said = DraftTrees.chains([range(2)], [[0.3, 0.2]])
-    assert dear.trim(["head"], said).num_nodes == 0
+    assert expensive.trim(["head"], said).num_nodes == 0
     silent = DraftTrees.chains([range(2)], [[np.nan, np.nan]])
-    assert dear.trim(["head"], silent) is silent
+    assert expensive.trim(["head"], silent) is silent
     drawn = replace(said, draws=Draws(np.full((1, 4), 0.25), np.zeros(2, dtype=np.int32)))
-    assert dear.trim(["head"], drawn) is drawn
+    assert expensive.trim(["head"], drawn) is drawn

@@ -1,4 +1,4 @@
-"""The arithmetic of speculation: what a chain of guesses gives, if each is right with the same chance.
+"""The arithmetic of speculation: what chains give if every drafted token is accepted with the same chance.
 
 Costs are in passes of the target over one row. Drafting one more token costs `draft_cost`, and verifying
 it, one more row of the pass, `row_cost`.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number
 
-MOST = 64  # drafted tokens that are looked at
+MOST = 64  # drafted tokens
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Arithmetic:
 
 def arithmetic(alpha: float, gamma: int, draft_cost: float = 0.1, row_cost: float = 0.05) -> Arithmetic:
     """What `gamma` drafted tokens and fewer give at acceptance `alpha`, and how many are best. ConfigError if
-    that cannot be meant."""
+    a value is out of range."""
     check_number(ConfigError, "alpha", alpha, 0.0, 1.0)
     check_integer(ConfigError, "gamma", gamma, 1, MOST)
     for name, cost in (("draft_cost", draft_cost), ("row_cost", row_cost)):
@@ -47,7 +47,7 @@ def arithmetic(alpha: float, gamma: int, draft_cost: float = 0.1, row_cost: floa
 
 
 def tokens_per_pass(alpha: float, gamma: int) -> float:
-    """Expected tokens of a step: the right ones before the first wrong one, and the target's own."""
+    """Expected tokens of a step: the accepted ones, and the bonus token."""
     return sum(alpha**depth for depth in range(gamma + 1))
 
 

@@ -44,7 +44,7 @@ def test_free_guesses_are_never_too_many():
 
 
 @pytest.mark.parametrize("wrong", [{"alpha": 1.1}, {"gamma": 0}, {"gamma": 65}, {"draft_cost": -1.0}])
-def test_what_cannot_be_meant_is_refused(wrong):
+def test_values_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         arithmetic(**({"alpha": 0.7, "gamma": 5} | wrong))
 
