@@ -13,7 +13,7 @@ import pytest
 from paceline import LLM
 from paceline.backends.cpu import CpuBackend
 from paceline.backends.options import BackendOptions
-from paceline.backends.torch_backend import kv_places
+from paceline.backends.torch_backend import kv_slots
 from paceline.core.params import SamplingParams
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling, Target
@@ -84,7 +84,7 @@ class AgainstFresh(HeadDrafter):
             output = run([driven.ask(chunk)], [0], feature_layers=tuple(layers))
             parts = [layers.index(layer) for layer in self._shape.feature_layers]
             values = output.features.reshape(len(chunk), len(layers), -1)[:, parts]
-            places = kv_places(line, at + len(chunk))[at:]
+            places = kv_slots(line, at + len(chunk))[at:]
             fresh._pages.pool.features[places] = (values.view(np.uint32) + 0x8000) >> 16  # as they are kept
             driven.commit(range(len(chunk)))
         twin = copy.copy(request)
