@@ -143,11 +143,13 @@ class AutoController(Controller):
         if not places:
             return StepPlan(plans)
         requests = [running[place] for place in places]
-        crowd = len(running) + load.coming  # the choice is for the steps after the prefill of new requests
-        rows = crowd + sum([plan.budget for plan in plans])
+        batch_size = (
+            len(running) + load.coming
+        )  # the choice is for the steps after the prefill of new requests
+        rows = batch_size + sum([plan.budget for plan in plans])
         guard = self._guards.setdefault(load.running.bit_length(), ABGuard())
         if self._planner.is_due(self._step, requests, rows, self._explorer.has_winner):
-            self._choose(requests, running, crowd, rows)
+            self._choose(requests, running, batch_size, rows)
         else:
             self._planner.note_arrivals(self._step, requests)
         choice = self._planner.choice
@@ -172,7 +174,9 @@ class AutoController(Controller):
         by_key = {key_of(request): record for request, record in records.items()}
         return StepPlan(plans, StepRecord(by_key, choice.best, guard, probe))
 
-    def _choose(self, requests: Sequence[Request], running: Sequence[Request], crowd: int, rows: int) -> None:
+    def _choose(
+        self, requests: Sequence[Request], running: Sequence[Request], batch_size: int, rows: int
+    ) -> None:
         """Close the accounts of the last choice, and make another."""
         before = self._planner.choice if self._planner.has_choice else None
         self.costs.observe_ended([] if before is None else before.assignments)
@@ -182,7 +186,7 @@ class AutoController(Controller):
             for segment, count in Counter(request.segment for request in requests).items():
                 self._segments.observe(segment, steps * count, self._accepted[segment])
         self._accepted.clear()
-        self._planner.choose(self._step, requests, crowd, rows)
+        self._planner.choose(self._step, requests, batch_size, rows)
 
     def trim(self, step: StepPlan, parts: Sequence[Scheduled], trees: DraftTrees) -> DraftTrees:
         record = step.record

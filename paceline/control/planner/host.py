@@ -39,16 +39,10 @@ class HostChoice:
     holds_until: int  # step
     outlasts_request: bool  # it was made well before its request ends, so it holds for the next one too
     exploration: float  # fraction of the usual share of time that the explorer earns
+    drafters: frozenset[str]  # of the best candidate
+    length: int  # most nodes of its drafts
     shortfall: Shortfall = field(default_factory=Shortfall)
     plans: dict[PlanKey, DraftPlan] = field(default_factory=dict)  # that were made by it
-
-    @property
-    def drafters(self) -> set[str]:
-        return set() if self.best.candidate is None else self.best.candidate.drafters
-
-    @property
-    def length(self) -> int:
-        return 0 if self.best.candidate is None else self.best.candidate.length
 
 
 class HostPlanner:
@@ -83,32 +77,31 @@ class HostPlanner:
             return True
         if self._takes_over(requests):
             return False
-        count, known = max(len(requests), len(made.assignments)), self._num_known(requests)
+        count = max(len(requests), len(made.assignments))
+        known = sum([request in made.assignments for request in requests])
         rows_then = made.search.batch.rows
         return 4 * known < 3 * count or not rows_then / 2 - 4 < rows < 2 * rows_then + 4
 
     def note_arrivals(self, step: int, requests: Sequence[Request]) -> None:
         """Let the choice end soon if some of these requests arrived after it was made."""
-        if self._num_known(requests) < len(requests) and not self._takes_over(requests):
-            self.choice.holds_until = min(self.choice.holds_until, step + CONFIG.planner.arrival_hold)
-
-    def _num_known(self, requests: Sequence[Request]) -> int:
-        """How many of these requests the choice was made for."""
-        return sum(request in self.choice.assignments for request in requests)
+        choice = self.choice
+        if any(request not in choice.assignments for request in requests) and not self._takes_over(requests):
+            choice.holds_until = min(choice.holds_until, step + CONFIG.planner.arrival_hold)
 
     def _takes_over(self, requests: Sequence[Request]) -> bool:
         """Whether a single new request simply follows the single one that the choice was made for."""
-        count = max(len(requests), len(self.choice.assignments))
-        return self._num_known(requests) < len(requests) == count == 1 and self.choice.outlasts_request
+        choice = self.choice
+        is_single = len(requests) == 1 and len(choice.assignments) <= 1
+        return is_single and choice.outlasts_request and requests[0] not in choice.assignments
 
-    def choose(self, step: int, requests: Sequence[Request], crowd: int, rows: int) -> None:
-        """Search the best choice for these requests, in batches of `crowd` requests and `rows` rows."""
+    def choose(self, step: int, requests: Sequence[Request], batch_size: int, rows: int) -> None:
+        """Search the best choice for these requests, in batches of `batch_size` requests and `rows` rows."""
         config, costs, before = CONFIG.planner, self._costs, self._made
         keys = sum(request.num_computed for request in requests) / len(requests)
-        batch = Batch(float(crowd), rows, keys, costs.per_token)
+        batch = Batch(float(batch_size), rows, keys, costs.per_token)
         most = max(plan.budget for plan in self._plans.values())
-        drafters, length = (set[str](), 0) if before is None else (before.drafters, before.length)
-        search = PlanSearch(batch, len(requests), most, costs.passes, costs.drafts, bool(drafters))
+        present = (frozenset[str](), 0) if before is None else (before.drafters, before.length)
+        search = PlanSearch(batch, len(requests), most, costs.passes, costs.drafts, bool(present[0]))
         headroom, best = search.headroom(), search.plain
         if headroom > config.min_headroom:
             best = search.best(
@@ -131,8 +124,10 @@ class HostPlanner:
             outlasts_request=min(request.max_output - request.num_output for request in requests)
             > config.lasting_tokens,
             exploration=1.0 if is_young else min(1.0, headroom),  # known drafters are tried for their gain
+            drafters=frozenset() if best.candidate is None else best.candidate.drafters,
+            length=0 if best.candidate is None else best.candidate.length,
         )
-        is_same = (drafters, length) == (self.choice.drafters, self.choice.length)
+        is_same = present == (self.choice.drafters, self.choice.length)
         self._hold = min(2 * self._hold, config.max_hold) if is_same else config.hold
         self.choice.holds_until += self._steps_to_hold(step, requests[0], drafts)
         costs.drafts.fade(self._plans.keys() - self.choice.drafters)

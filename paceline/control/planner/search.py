@@ -40,8 +40,8 @@ class Candidate:
     enough: tuple[float, ...]  # [requests] tokens that the first must promise for the second not to be asked
 
     @property
-    def drafters(self) -> set[str]:
-        return {name for names in self.names for name in names}
+    def drafters(self) -> frozenset[str]:
+        return frozenset([name for names in self.names for name in names])
 
 
 @dataclass(frozen=True, slots=True)
