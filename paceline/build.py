@@ -11,12 +11,13 @@ from typing import Any
 from paceline.backends.base import Backend
 from paceline.backends.load import load_backend
 from paceline.config import EngineConfig, SpeculativeOptions
+from paceline.control.acceptance.chains import ChainAcceptance, known_chances
 from paceline.control.auto import AutoController
 from paceline.control.controller import Controller, FixedController
+from paceline.control.cost.measure import step_costs
 from paceline.control.decision import DecisionLog
-from paceline.control.device import Arm, ChainAcceptance, DevicePlanner, known_chances
-from paceline.control.measure import step_costs
 from paceline.control.memory import Memory
+from paceline.control.planner.device import Arm, DevicePlanner
 from paceline.core.arrays import Float32Array
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import Drafter, Target, TextDrafts

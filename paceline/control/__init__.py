@@ -1,4 +1,7 @@
-"""Control: how much each request may draft in a step."""
+"""Control: how much each request may draft in a step.
+
+auto.py joins five parts: cost/, acceptance/, planner/, explorer.py and guard.py. See docs/control.md.
+"""
 
 from paceline.control.controller import Controller, FixedController, Load
 

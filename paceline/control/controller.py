@@ -1,4 +1,4 @@
-"""Who decides how much is drafted, and the one who leaves it at what was asked for."""
+"""The Controller protocol, and FixedController, which gives every request the same plan."""
 
 from __future__ import annotations
 
@@ -16,60 +16,61 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy the engine is when a step begins."""
+    """How busy the engine is when a step is planned."""
 
     running: int
     waiting: int
-    coming: int = 0  # of those who wait: there are slots for so many
-    on_device: bool = False  # the device can draft for and choose the tokens of all running requests
+    coming: int = 0  # waiting requests that have a free slot: they start now
+    on_device: bool = False  # the device can draft for all running requests, and sample their tokens
 
 
 @dataclass(slots=True)
 class StepPlan:
     """What was decided for one step."""
 
-    plans: list[DraftPlan]  # one for each running request, in order
-    record: Any = None  # the controller's own: why, and what it expects
-    shadow: DraftPlan | None = None  # by which the host drafts beside a plain pass on the device, to learn
+    plans: list[DraftPlan]  # [running]
+    record: Any = None  # the controller's notes, which it gets back with the step's facts
+    shadow: DraftPlan | None = None  # of shadow drafts: made by the host beside a plain pass, to learn
 
 
 class Controller(Protocol):
     """Plans each step and learns from its facts."""
 
     def plan(self, running: Sequence[Request], load: Load) -> StepPlan:
-        """What each running request may draft in the next step. It may be for nothing: a step can fail."""
+        """What each running request may draft in the next step. The step may not happen, or fail."""
         ...
 
     def device_plans(self) -> Sequence[DraftPlan]:
-        """The plans that it may give to all requests of a pass on the device: these are made ready."""
+        """The plans that it may give to passes on the device: buffers and graphs are prepared for these."""
         return ()
 
     def expect(self, plan: DraftPlan, seconds: Mapping[int, float]) -> None:
-        """Take in what passes on the device by a plan take, by the number of their requests."""
+        """Seconds of a plan's passes on the device by their number of requests, measured at start-up."""
         return  # not abstract
 
     def trim(self, step: StepPlan, parts: Sequence[Scheduled], trees: DraftTrees) -> DraftTrees:
-        """What is worth verifying of the trees, by default all. The parts' plans say who drafted each.
+        """The nodes of the trees that are worth verifying, by default all. The parts' plans name drafters.
 
-        What was drawn at random stays: if its verification depended on what it is, it would not be exact.
+        Nodes that were drawn at random must stay: if verification depended on their value, it would not be
+        exact.
         """
         return trees
 
     def observe(self, step: StepPlan, stats: StepStats) -> None:
-        """Take in what a step cost and gave. On the device later ones are planned already."""
+        """Learn from the facts of a step. On the device, later steps may have been planned already."""
         return  # not abstract
 
     def facts(self) -> ControlFacts | None:
-        """What was decided for the last step; None if there was nothing to decide."""
+        """What was decided for the last step; None before there was anything to decide."""
         return None
 
     def close(self) -> None:
-        """The engine ends: the place to write down what is to survive it."""
+        """The engine ends: write down what the next one can use."""
         return  # not abstract
 
 
 class FixedController(Controller):
-    """Gives every request what it asks for, and the others one plan; by default plain decoding."""
+    """Gives requests the plan they ask for, and all others the same one; by default plain decoding."""
 
     def __init__(self, plan: DraftPlan = PLAIN) -> None:
         self._plan = plan

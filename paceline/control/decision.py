@@ -1,4 +1,4 @@
-"""What the controller decided for a step and why: one line of JSON for each decision that differs."""
+"""The decision log: what the controller decided for a step and why, one line of JSON per change."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.control.choice import Choice
 from paceline.control.controller import Load
+from paceline.control.planner.search import Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +18,12 @@ class Decision:
     step: int
     reason: str  # gain | no gain | pair | stopped | probe: see docs/control.md
     load: Load
-    drafts: tuple[tuple[str, str, int], ...]  # (request, drafter, most nodes) of those that draft
-    best: Choice  # what is expected of the best choice
-    plain: Choice  # and of the same step without drafts
+    drafts: tuple[tuple[str, str, int], ...]  # (request, drafters, most nodes)
+    best: Choice  # expected of the best choice
+    plain: Choice  # expected of the same step without drafts
 
     def facts(self) -> dict[str, Any]:
-        """What is written down. Seconds and tokens are what was expected of the step."""
+        """The line of the log. Seconds and tokens are those that were expected of the step."""
         step = self.best if self.reason in ("gain", "probe") else self.plain
         return {
             "step": self.step,
@@ -40,14 +40,14 @@ class Decision:
 
 
 class DecisionLog:
-    """A file with a line for each decision that is not the one before it."""
+    """A file with a line for each decision that differs from the one before it."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1, encoding="utf-8")
         self._last: tuple[object, ...] = ()
 
     def __call__(self, decision: Decision) -> None:
-        said = (decision.reason, decision.load.running, decision.drafts)
-        if said != self._last:
-            self._last = said
+        key = (decision.reason, decision.load.running, decision.drafts)
+        if key != self._last:
+            self._last = key
             self._file.write(json.dumps(decision.facts()) + "\n")

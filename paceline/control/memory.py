@@ -1,4 +1,4 @@
-"""What the controller has learned, kept in a file from one start to the next."""
+"""Memory: the file that keeps what the controller has learned from one start to the next."""
 
 from __future__ import annotations
 
@@ -10,31 +10,35 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.home import paceline_home, tell_unusable
 from paceline.machine import cpu_name
 from paceline.version import __version__
 
+if TYPE_CHECKING:
+    from paceline.control.acceptance.model import AcceptanceModel
+    from paceline.control.cost.model import CostModel
+
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 10_000_000  # a hundred times what several drafters leave
+MAX_BYTES = 10_000_000  # of the file: a hundred times what several drafters need
 
 
 @dataclass(frozen=True)
 class Memory:
-    """A file of facts. That it cannot be read or written is no reason not to run."""
+    """A JSON file of facts. An engine also runs if it cannot be read or written."""
 
     path: Path
 
     @classmethod
     def of(cls, identity: str) -> Memory:
-        """That of what runs here: `identity` says which weights run how."""
+        """The file for this machine; `identity` names the weights, the backend and its options."""
         facts = f"{__version__} {identity} {cpu_name()} {os.cpu_count()}"
         return cls(paceline_home() / "costs" / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json")
 
     def read(self) -> Mapping[str, Mapping[str, Any]]:
-        """What is kept, by section; nothing if that is not usable, which the next write replaces."""
+        """The facts by section; nothing if the file is unusable, which the next write replaces."""
         try:
             with self.path.open("rb") as file:
                 content = file.read(MAX_BYTES + 1)
@@ -53,7 +57,7 @@ class Memory:
         return {}
 
     def write(self, facts: Mapping[str, Any]) -> None:
-        """Keep these facts instead, in one move."""
+        """Replace the facts, atomically."""
         own = self.path.with_suffix(f".{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,3 +67,32 @@ class Memory:
             with suppress(OSError):
                 own.unlink()
             tell_unusable("what the controller has learned", self.path.parent, error)
+
+
+def restore(facts: Mapping[str, Any], costs: CostModel, acceptance: AcceptanceModel) -> None:
+    """Start the models from facts, as far as they make sense."""
+    try:
+        costs.drafts.begin_with(facts.get("draft_calls", {}))
+        for (name, greedy), model in acceptance.drafters.items():
+            model_facts = facts.get("models", {}).get(_section(name, greedy))
+            if model_facts is not None:
+                model.begin_with(model_facts)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        logger.warning("part of what the controller had learned makes no sense: %r. It learns anew.", error)
+
+
+def save(memory: Memory, costs: CostModel, acceptance: AcceptanceModel) -> None:
+    """Write the models down, beside what the memory holds of other drafters."""
+    models = {_section(*key): model.facts() for key, model in acceptance.drafters.items() if model.drafts}
+    before = memory.read()
+    memory.write(
+        {
+            "steps": costs.passes.facts(),
+            "draft_calls": {**before.get("draft_calls", {}), **costs.drafts.facts()},
+            "models": {**before.get("models", {}), **models},
+        }
+    )
+
+
+def _section(drafter: str, greedy: bool) -> str:
+    return f"{drafter} greedy" if greedy else drafter

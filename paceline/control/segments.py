@@ -1,42 +1,43 @@
-"""Which segments gain little from drafts: told once, with what can be done about it."""
+"""Warns, once, about segments whose requests gain little from drafts."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
 
-logger = logging.getLogger(__name__)
+from paceline.control.config import CONFIG
 
-ENOUGH = 400  # steps of a segment's requests before it is judged
-LITTLE = 0.1  # accepted tokens for a step
-FADE = 0.995
-MOST_SEGMENTS = 256
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class SegmentGain:
+    """Of one segment."""
+
     steps: int = 0
-    accepted: float = 1.0  # faded mean of accepted tokens for a step, drafted or not
+    accepted: float = 1.0  # faded mean of accepted tokens per step, drafted or not
 
 
 class SegmentGains:
-    """What drafts give each segment."""
+    """The accepted tokens per step of each segment."""
 
     def __init__(self) -> None:
         self._gains: dict[str, SegmentGain] = {}
         self.poor: frozenset[str] = frozenset()
 
     def observe(self, segment: str, steps: int, accepted: int) -> None:
-        """Take in what so many steps of requests gave; a segment to which many gave little is told of."""
+        """Add the accepted tokens of so many steps; warn if the segment gains little after many."""
+        config = CONFIG.segments
         if steps == 0:
             return
-        if segment not in self._gains and len(self._gains) == MOST_SEGMENTS:
+        if segment not in self._gains and len(self._gains) == config.max_segments:
             return
         gain = self._gains.setdefault(segment, SegmentGain())
-        fade = FADE**steps
+        fade = config.fade**steps
         gain.steps += steps
         gain.accepted = gain.accepted * fade + accepted / steps * (1.0 - fade)
-        if gain.steps >= ENOUGH and gain.accepted < LITTLE and segment not in self.poor:
+        is_poor = gain.steps >= config.min_steps and gain.accepted < config.min_accepted
+        if is_poor and segment not in self.poor:
             self.poor |= {segment}
             logger.warning(
                 "requests of segment %r gain little from drafts: %.2f tokens for each step. Try another "

@@ -17,7 +17,7 @@ MEASURED = (1, 2, 4, 8, 9, 16, 17, 32, 64)
 
 
 def cpu_seconds(rows: float) -> float:
-    """Of a pass on two cores: rows in tiles of 4, and dear above 8."""
+    """Of a pass on two cores: rows in tiles of 4, and expensive above 8."""
     tiles = -(-rows // 4)
     return 0.004 + 0.0005 * tiles + 0.0004 * rows + 0.0004 * max(0.0, rows - 8)
 

@@ -1,4 +1,4 @@
-"""Chances: what drafters say, corrected by what became of it."""
+"""The acceptance model: drafters' confidences, calibrated by what was accepted."""
 
 from __future__ import annotations
 
@@ -7,28 +7,31 @@ import json
 import numpy as np
 import pytest
 
-from paceline.control.acceptance import KEPT, OWN, AcceptanceModel
-from paceline.control.calibration import Calibration
+from paceline.control.acceptance.calibration import Calibration
+from paceline.control.acceptance.drafter import DrafterAcceptance
+from paceline.control.config import CONFIG
+
+KEPT, OWN = CONFIG.acceptance.shared_drafts, CONFIG.acceptance.request_drafts
 
 ONE, OTHER = ("1", 0), ("2", 0)
 
 
-def test_a_drafter_is_believed_until_it_is_seen():
+def test_confidence_is_taken_as_chance_before_anything_was_observed():
     assert Calibration().chances([0.0, 0.25, 0.83, 1.0]) == pytest.approx([0.0, 0.25, 0.83, 0.995])
 
 
 @pytest.mark.parametrize(("said", "right"), [(0.9, 0.2), (0.3, 0.7), (0.55, 0.55)])
-def test_what_was_said_is_corrected_by_what_became_of_it(said: float, right: float):
+def test_calibration_converges_to_the_observed_acceptance(said: float, right: float):
     calibration = Calibration()
     rng = np.random.default_rng(0)
     for _ in range(300):
         calibration.add([said], [bool(rng.random() < right)])
     calibration.fit()
     assert calibration.chances([said]) == pytest.approx([right], abs=0.12)
-    assert calibration.said_for(0.999 * calibration.chances([said])[0]) <= said + 0.01
+    assert calibration.confidence_for(0.999 * calibration.chances([said])[0]) <= said + 0.01
 
 
-def test_who_says_more_is_believed_no_less():
+def test_calibration_is_monotone():
     calibration = Calibration()
     for _ in range(100):
         calibration.add([0.3, 0.8], [True, False])
@@ -50,85 +53,89 @@ def test_counts_survive_a_restart_and_nonsense_does_not():
             Calibration.of_counts(nonsense)
 
 
-def test_a_request_with_more_luck_than_others_is_expected_to_have_it_again():
-    model = AcceptanceModel(3)
+def test_a_request_whose_drafts_did_better_is_expected_to_do_better():
+    model = DrafterAcceptance(3)
     for _ in range(60):
         model.observe(ONE, "s", [0.6, 0.4], [True, True])
         model.observe(OTHER, "s", [0.6, 0.4], [False, False])
-    lucky, unlucky = (model.chances(key, "s", [0.6])[0] for key in (ONE, OTHER))
-    assert unlucky < 0.25 < 0.7 < lucky
-    assert unlucky < model.chances(("new", 0), "s", [0.6])[0] < lucky
+    good, bad = (model.chances(key, "s", [0.6])[0] for key in (ONE, OTHER))
+    assert bad < 0.25 < 0.7 < good
+    assert bad < model.chances(("new", 0), "s", [0.6])[0] < good
 
 
-def test_a_new_request_is_as_its_segment_and_a_new_segment_as_all():
-    model = AcceptanceModel(1)
+def test_a_new_request_starts_like_its_segment_and_a_new_segment_like_all():
+    model = DrafterAcceptance(1)
     for _ in range(60):
-        model.offer(ONE, "prose", [0.3], 1)
-        model.offer(OTHER, "code", [0.9], 1)
-    scenes = model.scenes([(("3", 0), "prose"), (("4", 0), "code"), (("5", 0), "new")], 16)
-    assert scenes.shape == (16, 3, 1)
-    assert scenes[:, 0].mean() == pytest.approx(0.3, abs=0.02)
-    assert scenes[:, 1].mean() == pytest.approx(0.9, abs=0.02)
-    assert scenes[:, 2].mean() == pytest.approx(0.6, abs=0.05)
+        model.add_draft(ONE, "prose", [0.3], 1)
+        model.add_draft(OTHER, "code", [0.9], 1)
+    scenarios = model.sample_scenarios([(("3", 0), "prose"), (("4", 0), "code"), (("5", 0), "new")], 16)
+    assert scenarios.shape == (16, 3, 1)
+    assert scenarios[:, 0].mean() == pytest.approx(0.3, abs=0.02)
+    assert scenarios[:, 1].mean() == pytest.approx(0.9, abs=0.02)
+    assert scenarios[:, 2].mean() == pytest.approx(0.6, abs=0.05)
 
 
-def test_what_was_not_asked_for_goes_on_as_it_went_and_what_was_not_found_is_nothing():
-    model = AcceptanceModel(4)
+def test_a_cut_draft_is_extended_as_drafts_usually_continue_and_one_that_ended_is_not():
+    model = DrafterAcceptance(4)
     for _ in range(300):
-        model.offer(OTHER, "", [0.8, 0.4, 0.2, 0.1], asked=4)
-    model.offer(ONE, "", [0.9], asked=1)
-    assert model.scenes([(ONE, "")], 16)[0, 0].tolist() == pytest.approx([0.9, 0.45, 0.225, 0.1125], rel=0.05)
-    model = AcceptanceModel(4)
-    model.offer(ONE, "", [0.8], asked=4)
-    assert model.scenes([(ONE, "")], 16)[0, 0].tolist() == pytest.approx([0.8, 0, 0, 0])
+        model.add_draft(OTHER, "", [0.8, 0.4, 0.2, 0.1], asked=4)
+    model.add_draft(ONE, "", [0.9], asked=1)
+    assert model.sample_scenarios([(ONE, "")], 16)[0, 0].tolist() == pytest.approx(
+        [0.9, 0.45, 0.225, 0.1125], rel=0.05
+    )
+    model = DrafterAcceptance(4)
+    model.add_draft(ONE, "", [0.8], asked=4)
+    assert model.sample_scenarios([(ONE, "")], 16)[0, 0].tolist() == pytest.approx([0.8, 0, 0, 0])
 
 
 def test_a_change_of_topic_shows_within_a_few_drafts():
-    model = AcceptanceModel(2)
+    model = DrafterAcceptance(2)
     for _ in range(200):
-        model.offer(ONE, "", [0.9, 0.8], 2)
+        model.add_draft(ONE, "", [0.9, 0.8], 2)
         model.observe(ONE, "", [0.9, 0.8], [True, True])
     for _ in range(OWN):
-        model.offer(ONE, "", [0.2], 2)
+        model.add_draft(ONE, "", [0.2], 2)
         model.observe(ONE, "", [0.2], [False])
-    assert (model.scenes([(ONE, "")], 16).max(axis=(1, 2)) < 0.25).mean() >= 0.5
+    assert (model.sample_scenarios([(ONE, "")], 16).max(axis=(1, 2)) < 0.25).mean() >= 0.5
     for _ in range(KEPT):
-        model.offer(ONE, "", [0.2], 2)
+        model.add_draft(ONE, "", [0.2], 2)
         model.observe(ONE, "", [0.2], [False])
-    assert model.scenes([(ONE, "")], 16).max() < 0.25
+    assert model.sample_scenarios([(ONE, "")], 16).max() < 0.25
 
 
-def test_poor_drafts_of_a_request_are_forgotten_when_no_more_are_made():
-    model = AcceptanceModel(1)
+def test_a_requests_poor_drafts_are_forgotten_when_no_more_are_made():
+    model = DrafterAcceptance(1)
     for _ in range(KEPT):
-        model.offer(OTHER, "", [0.8], 1)
+        model.add_draft(OTHER, "", [0.8], 1)
     for _ in range(OWN):
-        model.offer(ONE, "", [0.2], 1)
-    means = [model.scenes([(ONE, "")], 16).mean() for _ in range(5)]
+        model.add_draft(ONE, "", [0.2], 1)
+    means = [model.sample_scenarios([(ONE, "")], 16).mean() for _ in range(5)]
     assert means == sorted(means)
     assert means[0] < 0.45
     assert means[-1] > 0.6
 
 
 def test_requests_that_ended_are_forgotten():
-    model = AcceptanceModel(1)
+    model = DrafterAcceptance(1)
     for _ in range(30):
         model.observe(ONE, "", [0.5], [True])
         model.observe(OTHER, "", [0.5], [False])
-    before = model.luck(ONE, "")
+    before = model.ratio(ONE, "")
     model.keep_only({OTHER})
-    assert model.luck(ONE, "") < before
+    assert model.ratio(ONE, "") < before
 
 
 def test_what_was_learned_survives_a_restart():
-    model = AcceptanceModel(2)
+    model = DrafterAcceptance(2)
     for _ in range(40):
-        model.offer(ONE, "", [0.9, 0.5], 2)
+        model.add_draft(ONE, "", [0.9, 0.5], 2)
         model.observe(ONE, "", [0.9, 0.5], [True, False])
-    again = AcceptanceModel(3)  # may draft more now
+    again = DrafterAcceptance(3)  # may draft more now
     again.begin_with(json.loads(json.dumps(model.facts())))
     new = [(("9", 0), "elsewhere")]
-    np.testing.assert_allclose(again.scenes(new, 16)[:, :, :2], model.scenes(new, 16), rtol=0.2)
+    np.testing.assert_allclose(
+        again.sample_scenarios(new, 16)[:, :, :2], model.sample_scenarios(new, 16), rtol=0.2
+    )
     assert again.drafts == model.drafts
     with pytest.raises(KeyError):
         again.begin_with({})

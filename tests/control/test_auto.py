@@ -41,7 +41,7 @@ def drafted(steps: Sequence[Step]) -> float:
     return sum(sum(step.nodes) / len(step.nodes) for step in steps) / len(steps)
 
 
-def test_what_is_tried_before_the_chosen_draft_leaves_that_as_it_is():
+def test_a_cheap_probe_leaves_the_chosen_draft_as_it_is():
     """A cheap drafter that is tried first must not make the other one draft what does not pay."""
     drafters = {
         "copies": SimulatedDrafter(lambda step: 0.9, finds=lambda step: 0.02),
@@ -83,10 +83,12 @@ def test_a_choice_holds_for_the_next_request_unless_it_was_made_at_the_end_of_on
     settled = chosen[20:]
     assert len(settled) < int(settled[-1][0]) - int(settled[0][0])  # fewer than requests
     for (before, left), (after, _) in pairwise(chosen):
-        assert left > 24 or after == before or int(after) == int(before) + 1  # who came was chosen for
+        assert (
+            left > 24 or after == before or int(after) == int(before) + 1
+        )  # a new request got its own choice
 
 
-def test_asks_for_nothing_that_a_drafter_would_not_draft_by_itself():
+def test_never_asks_below_the_drafters_own_threshold():
     world = World({"d": SimulatedDrafter(lambda step: 0.8)}, pass_seconds=gpu_seconds)  # rows cost nothing
 
     def longest(least_chance):
@@ -133,7 +135,7 @@ def test_a_bad_drafter_costs_less_than_two_percent(drafter, concurrency):
     assert rate(world.run(auto, 1000)) > 0.98 * plain
 
 
-def test_trying_costs_no_more_than_its_share():
+def test_exploring_costs_no_more_than_its_share():
     world = World({"d": SimulatedDrafter(lambda step: 0.1, seconds_per_level=0.001)})
     auto = controller(world)
     steps = world.run(auto, 1000)
@@ -164,7 +166,7 @@ def test_follows_a_change_of_load_at_once():
     assert drafted(steps[205:300]) > 1
 
 
-def test_of_two_drafters_it_changes_to_the_one_that_has_become_better():
+def test_switches_to_the_drafter_that_has_become_better():
     world = World(
         {
             "a": SimulatedDrafter(lambda step: 0.2 if step < 300 else 0.9),
@@ -180,42 +182,42 @@ def request(**fields: object) -> SimulatedRequest:
     return SimulatedRequest("r", 100, **fields)
 
 
-def test_requests_that_ask_or_are_nearly_done_are_left_alone():
+def test_requests_with_their_own_plan_or_nearly_done_are_left_alone():
     world = World({"d": SimulatedDrafter(lambda step: 0.9)}, pass_seconds=gpu_seconds)
-    wish = DraftPlan("d", 3)
+    asked = DraftPlan("d", 3)
     running = [
         request(),
         request(plan=PLAIN),
-        request(plan=wish),
+        request(plan=asked),
         request(num_output=98),
         request(num_pending=50),
         request(failed_drafters={"d"}),
     ]
     plans = controller(world).plan(running, Load(len(running), 0)).plans
     assert plans[0].budget == 7
-    assert plans[1:] == [PLAIN, wish, PLAIN, PLAIN, PLAIN]
+    assert plans[1:] == [PLAIN, asked, PLAIN, PLAIN, PLAIN]
 
 
-def test_those_who_come_count_before_their_prompts_are_computed():
-    """Who is left of a crowd does not draft in the step in which the next crowd begins: a choice is for the
-    steps behind the prompts."""
-    dear = StepCosts([1, 4, 8, 32], [0.005, 0.008, 0.0145, 0.057])  # two small cores
+def test_arriving_requests_count_before_their_prefill():
+    """The last request of a batch does not draft in the step in which the next batch starts: a choice is for
+    the steps after the prefill."""
+    expensive = StepCosts([1, 4, 8, 32], [0.005, 0.008, 0.0145, 0.057])  # two small cores
     drafters = {"d": SimulatedDrafter(lambda step: 0.9)}
     alone, beside = (controller(World(drafters)) for _ in range(2))
     for auto, load in ((alone, Load(1, 0)), (beside, Load(1, 3, coming=3))):
-        auto.known.steps = dear
+        auto.costs.passes = expensive
         assert (auto.plan([request()], load).plans[0].budget > 0) == (auto is alone)
 
 
-def test_less_is_tried_where_very_good_drafts_would_gain_little():
-    """Once drafters are known: of what is not, nobody can say what it would gain."""
+def test_less_is_explored_where_very_good_drafts_would_gain_little():
+    """Once drafters are known. What an unknown one would gain, nobody can say."""
 
     def probes(drafts: int) -> int:
         """Drafts that are tried in 1,500 steps."""
         drafters = {"d": SimulatedDrafter(lambda step: 0.05)}
         world = World(drafters, pass_seconds=lambda rows: 0.003 + 0.002 * rows, concurrency=lambda _: 2)
         auto = controller(world)
-        for model in auto.known.models.values():
+        for model in auto.acceptance.drafters.values():
             model.drafts += drafts
         world.run(auto, 1500)
         return auto.reasons["probe"]
@@ -232,13 +234,13 @@ def test_a_new_drafter_is_tried_on_one_request_before_it_drafts_for_all():
     assert sum(nodes > 0 for nodes in steps[-1].nodes) > 12
 
 
-def test_a_draft_is_never_longer_than_what_a_request_may_still_have():
+def test_a_draft_is_never_longer_than_the_tokens_left():
     world = World({"d": SimulatedDrafter(lambda step: 0.9)}, pass_seconds=gpu_seconds)
     (plan,) = controller(world).plan([request(num_output=95)], Load(1, 0)).plans
     assert plan.budget == 4  # and the token of the target behind them
 
 
-def test_every_change_of_mind_is_written_down_with_its_reason(tmp_path):
+def test_every_changed_decision_is_logged_with_its_reason(tmp_path):
     world = World({"d": SimulatedDrafter(lambda step: 0.9 if step < 100 else 0.0)}, max_output=10**6)
     path = tmp_path / "decisions.jsonl"
     auto = controller(world, log=DecisionLog(path))
@@ -252,7 +254,7 @@ def test_every_change_of_mind_is_written_down_with_its_reason(tmp_path):
     assert first["gain"] > 1
 
 
-def test_a_segment_that_gains_little_is_told_of_once(caplog):
+def test_a_segment_that_gains_little_is_warned_about_once(caplog):
     world = World({"d": SimulatedDrafter(lambda step: 0.05)})
     auto = controller(world)
     with caplog.at_level(logging.WARNING):
@@ -261,29 +263,29 @@ def test_a_segment_that_gains_little_is_told_of_once(caplog):
     assert [record.message.count("gain little") for record in caplog.records] == [1]
 
 
-def test_what_was_learned_is_there_after_a_restart_and_a_damaged_file_is_nothing(tmp_path):
+def test_what_was_learned_survives_a_restart_and_a_damaged_file_is_ignored(tmp_path):
     memory = Memory(tmp_path / "costs" / "memory.json")
     wrong = {"d": SimulatedDrafter(lambda step: 0.0, says=lambda step: 0.9, seconds_per_level=0.001)}
     world = World(wrong, max_output=10**6)
     first = controller(world, memory=memory)
     world.run(first, 200)
     first.close()
-    first.known.models["d", True].calibration.fit()  # by all that it has seen, as the next one will
+    first.acceptance.drafters["d", True].calibration.fit()  # by all that it has seen, as the next one will
     again = controller(world, memory=memory)
-    assert again.known.drafts.prices("d") == pytest.approx(first.known.drafts.prices("d"))
-    assert again.known.models["d", True].calibration.line == pytest.approx(
-        first.known.models["d", True].calibration.line
+    assert again.costs.drafts.prices("d") == pytest.approx(first.costs.drafts.prices("d"))
+    assert again.acceptance.drafters["d", True].calibration.line == pytest.approx(
+        first.acceptance.drafters["d", True].calibration.line
     )
     assert drafted(world.run(again, 1)) < drafted(world.run(controller(world), 1))
     memory.path.write_text('{"calls": {"d": 3}, "models": []}')
-    assert controller(world, memory=memory).known.models["d", True].drafts == 0
+    assert controller(world, memory=memory).acceptance.drafters["d", True].drafts == 0
 
 
-def test_what_is_thought_beforehand_counts_until_there_is_a_memory(tmp_path):
+def test_the_prior_counts_until_there_is_a_memory(tmp_path):
     known = World({"d": SimulatedDrafter(lambda step: 0.0, says=lambda step: 0.9)}, max_output=10**6)
     first = controller(known)
     known.run(first, 200)
-    beginning = {"models": {"d greedy": first.known.models["d", True].facts()}}
+    beginning = {"models": {"d greedy": first.acceptance.drafters["d", True].facts()}}
     told, new = controller(known, beginning=beginning), controller(known)
     assert drafted(known.run(told, 20)) < 0.7 * drafted(known.run(new, 20))
     memory = Memory(tmp_path / "memory.json")
@@ -292,10 +294,10 @@ def test_what_is_thought_beforehand_counts_until_there_is_a_memory(tmp_path):
     good.run(other, 200)
     other.close()
     again = controller(good, memory=memory, beginning=beginning)
-    assert again.known.models["d", True].drafts == other.known.models["d", True].drafts
+    assert again.acceptance.drafters["d", True].drafts == other.acceptance.drafters["d", True].drafts
 
 
-def test_a_drafter_that_has_no_opinion_is_judged_by_depth():
+def test_a_drafter_without_confidences_is_calibrated_by_depth():
     silent = {"d": SimulatedDrafter(lambda step: 0.8, says=lambda step: math.nan)}
     world = World(silent, max_output=10**6)
     steps = world.run(controller(world), 400)
@@ -304,7 +306,7 @@ def test_a_drafter_that_has_no_opinion_is_judged_by_depth():
     assert drafted(World(wrong).run(controller(world), 400)[100:]) < 0.3
 
 
-def test_what_was_drawn_at_random_is_verified_whole():
+def test_drawn_drafts_are_verified_whole():
     """Rules that take drawn drafts are exact only if nothing about them depends on what was drawn."""
     world = World({"d": SimulatedDrafter(lambda step: 0.9)})
     auto = controller(world)
@@ -319,7 +321,7 @@ def test_what_was_drawn_at_random_is_verified_whole():
     assert auto.trim(step, parts, low).num_nodes < 2
 
 
-def test_what_it_did_can_be_told():
+def test_facts_describe_the_last_step():
     world = World({"d": SimulatedDrafter(lambda step: 0.9)})
     auto = controller(world)
     assert auto.facts() is None
@@ -331,13 +333,15 @@ def test_what_it_did_can_be_told():
     assert facts.poor_segments == frozenset()
 
 
-def test_a_drafter_that_is_asked_where_another_has_nothing_is_not_thought_to_be_so_poor_elsewhere():
+def test_the_second_drafter_of_a_cascade_is_also_sampled_alone():
     easy = [True, False, False]  # steps: in easy ones both drafters are good, in the others one has nothing
     copies = SimulatedDrafter(lambda step: 0.9, finds=lambda step: float(easy[step % 3]))
     head = SimulatedDrafter(lambda step: 0.9 if easy[step % 3] else 0.5, seconds_per_call=0.001)
     world = World({"copies": copies, "head": head}, max_output=10**6)
     auto = controller(world)
     world.run(auto, 600)
-    firsts = [said[0] for said in auto.known.models["head", True].said.listed()]
-    assert any(len(wish.names) == 2 for wish in auto._wishes.values()), "one is asked after the other"
+    firsts = [draft[0] for draft in auto.acceptance.drafters["head", True].recent.listed()]
+    assert any(len(own.names) == 2 for own in auto._planner.choice.assignments.values()), (
+        "one is asked after the other"
+    )
     assert max(firsts) > 0.8, "it was asked in easy steps too"

@@ -1,4 +1,4 @@
-"""The measurement at the start: what it asks of a backend, and what is kept of it."""
+"""The measurement at start-up: what it asks of a backend, and what is kept of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.control.measure import SECONDS, measure_steps, step_costs
+from paceline.control.config import CONFIG
+from paceline.control.cost.measure import measure_steps, step_costs
 from paceline.control.memory import Memory
 from paceline.core.forward import ForwardBatch, ForwardOutput
 from tests.toy import ToyBackend
@@ -43,7 +44,7 @@ def test_rows_and_keys_are_priced_as_they_were_timed():
 def test_a_slow_model_is_measured_at_fewer_points():
     toy = TimedToy(lambda rows, context: 0.3)
     costs = measure_steps(toy, 256, toy.clock)
-    assert toy.now < 2 * SECONDS + 3 * 0.3
+    assert toy.now < 2 * CONFIG.measure.max_seconds + 3 * 0.3
     assert len(costs.facts()["rows"]) >= 2
 
 
@@ -54,7 +55,7 @@ def test_small_engines_are_measured_within_their_limits(max_rows: int, longest: 
     assert float(costs.seconds(1, 0)) == pytest.approx(0.004)
 
 
-def test_a_measurement_is_made_once_for_a_model_and_a_damaged_file_is_made_again(tmp_path, monkeypatch):
+def test_a_model_is_measured_once_and_a_damaged_file_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
     first = step_costs(toy := ToyBackend(), 64, Memory.of("model a")).facts()
     passes = len(toy.batches)

@@ -1,4 +1,4 @@
-"""The file that the controller learns into: whatever becomes of it, an engine starts, and ends."""
+"""The controller's memory file: whatever happens to it, an engine starts, and ends."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_told_and_replaced(
+def test_a_damaged_file_is_warned_about_and_replaced(
     learned: Memory, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     learned.path.write_bytes(DAMAGE[damage])
@@ -80,7 +80,7 @@ def replaced(value: Any, data: st.DataObject) -> Any:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_facts_that_make_no_sense_are_nothing(learned: Memory, data: st.DataObject) -> None:
+def test_facts_that_make_no_sense_are_ignored(learned: Memory, data: st.DataObject) -> None:
     facts = json.loads(learned.path.read_text())
     learned.path.write_text(json.dumps(replaced(facts, data)))
     start_and_end(learned)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 
 import pytest
 
-from paceline.control import acceptance, knowledge, segments
+from paceline.control import segments
+from paceline.control.acceptance import drafter as drafter_acceptance
 from paceline.control.auto import AutoController
+from paceline.control.config import CONFIG, AcceptanceConfig, SegmentConfig
 from paceline.control.cost import StepCosts
+from paceline.control.cost import model as cost_model
 from paceline.core.params import SamplingParams
 from paceline.core.trees import DraftPlan
 from paceline.draft.suffix import SuffixDrafter
@@ -51,8 +55,13 @@ def serve(engine: Engine, first: int, count: int) -> None:
 
 @pytest.mark.parametrize(("ahead", "controlled"), [(False, True), (True, False)], ids=["auto", "ahead"])
 def test_nothing_grows_with_the_number_of_requests(monkeypatch, ahead, controlled):
-    for module in (acceptance, knowledge, segments):
-        monkeypatch.setattr(module, "MOST_SEGMENTS", SEGMENTS)
+    config = replace(
+        CONFIG,
+        acceptance=AcceptanceConfig(max_segments=SEGMENTS),
+        segments=SegmentConfig(max_segments=SEGMENTS),
+    )
+    for module in (drafter_acceptance, cost_model, segments):
+        monkeypatch.setattr(module, "CONFIG", config)
     drafter = SuffixDrafter(SuffixDrafter.Options(suffix_decoding_max_cached_requests=10))
     controller = None
     if controlled:

@@ -11,6 +11,7 @@ from paceline.bench.flags import integers
 from paceline.bench.report.result import Result
 from paceline.bench.report.terminal import progress
 from paceline.bench.run.speculation import OFF
+from paceline.bench.simulate.arithmetic import MOST, arithmetic
 from paceline.bench.simulate.check import TOLERANCE, check
 from paceline.bench.simulate.flags import DRAFTS, MACHINE, TRAFFIC
 from paceline.bench.simulate.run import parse_methods, simulate
@@ -18,7 +19,6 @@ from paceline.bench.simulate.sources import Drafters, of_alpha, of_bench, of_dep
 from paceline.bench.simulate.view import arithmetic_result, check_result, simulated_result
 from paceline.bench.simulate.worlds import given_world, measured_world
 from paceline.config import DEFAULT_MODEL
-from paceline.control.arithmetic import MOST, arithmetic
 from paceline.draft.methods import AUTO
 from paceline.errors import ConfigError
 from paceline.options import check_integer

@@ -24,7 +24,7 @@ from paceline.bench.simulate.prices import (
     overhead_terms,
 )
 from paceline.control.cost import Float64Array, StepCosts
-from paceline.control.measure import chain_batch
+from paceline.control.cost.measure import chain_batch
 from paceline.core.stats import StepStats
 from paceline.engine.engine import Engine
 

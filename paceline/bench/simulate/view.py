@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 from paceline.bench.report.result import Figure, Lines, Point, Result, Table
 from paceline.bench.run.wording import shown, three
+from paceline.bench.simulate.arithmetic import Arithmetic
 from paceline.bench.simulate.check import TOLERANCE, Compared
 from paceline.bench.simulate.run import Simulation
-from paceline.control.arithmetic import Arithmetic
 
 
 def arithmetic_result(found: Arithmetic) -> Result:

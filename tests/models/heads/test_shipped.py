@@ -6,7 +6,7 @@ import pytest
 
 from paceline.build import LoadedModel, build_engine, load_model
 from paceline.config import EngineConfig
-from paceline.control.acceptance import AcceptanceModel
+from paceline.control.acceptance.drafter import DrafterAcceptance
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.models.heads.shipped import known_drafts, shipped_head
@@ -35,9 +35,9 @@ def test_what_its_drafts_are_worth_is_known_from_the_start(model: LoadedModel) -
     models = known_drafts(model.fingerprint)["models"]
     assert models.keys() == {"suffix", "suffix greedy", "eagle3", "eagle3 greedy"}
     for facts in models.values():
-        known = AcceptanceModel(7)
+        known = DrafterAcceptance(7)
         known.begin_with(facts)
-        assert 0.2 < known.scenes([(("1", 0), "")], 16).sum(axis=2).mean() < 3
+        assert 0.2 < known.sample_scenarios([(("1", 0), "")], 16).sum(axis=2).mean() < 3
     assert known_drafts("of another model") == {}
 
 

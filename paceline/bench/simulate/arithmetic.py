@@ -1,0 +1,67 @@
+"""The arithmetic of speculation: what chains give if every drafted token is accepted with the same chance.
+
+Costs are in passes of the target over one row. Drafting one more token costs `draft_cost`, and verifying
+it, one more row of the pass, `row_cost`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError
+from paceline.options import check_integer, check_number
+
+MOST = 64  # drafted tokens
+
+
+@dataclass(frozen=True)
+class Length:
+    """What chains of one length give."""
+
+    num_speculative_tokens: int
+    tokens_per_pass: float
+    cost: float  # of a step
+    speedup: float
+    break_even_alpha: float | None  # below this acceptance plain decoding is faster; None: it always is
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """A row for each length up to the one that was asked for, and the length that is best."""
+
+    alpha: float
+    lengths: tuple[Length, ...]
+    best: Length  # its length is 0 if nothing beats plain decoding
+
+
+def arithmetic(alpha: float, gamma: int, draft_cost: float = 0.1, row_cost: float = 0.05) -> Arithmetic:
+    """What `gamma` drafted tokens and fewer give at acceptance `alpha`, and how many are best. ConfigError if
+    a value is out of range."""
+    check_number(ConfigError, "alpha", alpha, 0.0, 1.0)
+    check_integer(ConfigError, "gamma", gamma, 1, MOST)
+    for name, cost in (("draft_cost", draft_cost), ("row_cost", row_cost)):
+        check_number(ConfigError, name, cost, 0.0, 1000.0, remedy="1 is a pass of the target over one row.")
+    price = draft_cost + row_cost
+    every = [_length(alpha, tokens, price) for tokens in range(MOST + 1)]
+    return Arithmetic(alpha, tuple(every[1 : gamma + 1]), max(every, key=lambda length: length.speedup))
+
+
+def tokens_per_pass(alpha: float, gamma: int) -> float:
+    """Expected tokens of a step: the accepted ones, and the bonus token."""
+    return sum(alpha**depth for depth in range(gamma + 1))
+
+
+def _length(alpha: float, gamma: int, price: float) -> Length:
+    tokens, cost = tokens_per_pass(alpha, gamma), 1.0 + gamma * price
+    return Length(gamma, tokens, cost, tokens / cost, _break_even(gamma, cost))
+
+
+def _break_even(gamma: int, cost: float) -> float | None:
+    """The acceptance with which a step gives as many tokens as it costs passes."""
+    if cost > gamma + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens_per_pass(middle, gamma) < cost else (low, middle)
+    return high

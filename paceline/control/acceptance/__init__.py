@@ -1,0 +1,1 @@
+"""The acceptance model: how likely each drafted node is to be accepted."""

@@ -1,0 +1,71 @@
+"""Acceptance of chains that are drafted on the device: counts by depth, because nothing else comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.control.config import CONFIG
+from paceline.control.cost import Float64Array
+from paceline.core.stats import DraftFacts, ShadowFacts
+
+
+class ChainAcceptance:
+    """The chance that a drafted token is accepted at each depth, given that all before it were.
+
+    Counts fade, so recent drafts count most. Where a draft ends early, or there is none, the next token
+    counts as rejected.
+    """
+
+    def __init__(self, longest: int, chances: Sequence[float], weight: float) -> None:
+        """The prior: `chances` by depth (the last one holds for deeper tokens too), worth `weight` drafts."""
+        known = np.array([*chances[:longest], *[chances[-1]] * (longest - len(chances))])
+        self._tries = weight * np.cumprod([1.0, *known[:-1]])  # [depth]
+        self._hits = self._tries * known  # [depth]
+
+    def add(self, drafts: Sequence[DraftFacts], requests: int, length: int) -> None:
+        """Count the drafts of a pass in which each of `requests` could have a draft of this length."""
+        fades = self._fades(length, requests)
+        accepted = np.bincount([draft.accepted for draft in drafts], minlength=length + 1)
+        reached = accepted[::-1].cumsum()[::-1][: length + 1]  # [depth] drafts accepted down to it
+        reached[0] = requests
+        # a request that ended within its draft says nothing of the tokens below
+        ended = [draft.depth for draft in drafts if draft.accepted == draft.depth < min(draft.nodes, length)]
+        untried = np.bincount(ended, minlength=length)[:length]
+        self._tries[:length] = fades * self._tries[:length] + reached[:-1] - untried
+        self._hits[:length] = fades * self._hits[:length] + reached[1:]
+
+    def add_shadow(self, shadow: ShadowFacts) -> None:
+        """Count shadow drafts."""
+        length = min(len(self._tries), len(shadow.tries))
+        fades = self._fades(length, shadow.tries[0])
+        self._tries[:length] = fades * self._tries[:length] + shadow.tries[:length]
+        self._hits[:length] = fades * self._hits[:length] + shadow.hits[:length]
+
+    def _fades(self, length: int, drafts: int) -> Float64Array:
+        """[length] factors on the counts for so many new drafts. Counts up to 1 do not fade to nothing."""
+        fade = CONFIG.chains.fade ** min(drafts, CONFIG.chains.max_fades)
+        return np.where(self._tries[:length] > 1.0, fade, 1.0)
+
+    def accepted(self, length: int) -> float:
+        """Expected accepted tokens of a draft of this length."""
+        parent = CONFIG.chains.parent_weight
+        reached, chance, expected = 1.0, float(self._hits[0] / self._tries[0]), 0.0
+        for hits, tries in zip(self._hits[:length].tolist(), self._tries[:length].tolist(), strict=True):
+            # at great depth little was seen: there the chance of the depth above holds
+            chance = (hits + parent * chance) / (tries + parent)
+            reached *= chance
+            expected += reached
+        return expected
+
+
+def known_chances(known: Mapping[str, Any], drafter: str) -> list[float]:
+    """By depth, the chance of a drafter's tokens for greedy requests, given those before, from the facts of a
+    memory (DrafterAcceptance.facts); empty if it holds none."""
+    said = known.get("models", {}).get(f"{drafter} greedy", {}).get("said", [])
+    if not said:
+        return []
+    reached = np.mean(said, axis=0)  # [depth] chance that a chain is accepted down to it
+    return [min(1.0, float(chance)) for chance in reached / np.array([1.0, *reached[:-1]])]

@@ -1,0 +1,170 @@
+"""The chance that a node of one drafter is accepted, by request, segment and confidence.
+
+The drafter's confidence is calibrated, then corrected by the request's acceptance estimate: the tokens that
+its recent drafts brought, over those that were predicted. Recent confidences are kept too, because the next
+drafts are likely to resemble them. A new request starts like its segment, a new segment like all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.control.acceptance.calibration import Calibration
+from paceline.control.acceptance.recent import AcceptanceEstimate, History, RecentDrafts
+from paceline.control.config import CONFIG
+from paceline.control.cost import Float64Array
+
+Confidences = Sequence[float]  # by node, descending: of the path down to it
+Key = tuple[str, int]  # of a request: its id, and which of its n outputs
+
+
+class DrafterAcceptance:
+    """The acceptance of one drafter's drafts."""
+
+    def __init__(self, depth: int) -> None:
+        """Drafts have at most `depth` nodes."""
+        config = CONFIG.acceptance
+        self.depth = depth
+        self.drafts = 0  # that were observed
+        self.calibration = Calibration()
+        self.recent = RecentDrafts(config.shared_drafts, depth)  # of all requests
+        self._continuation = config.continuation  # mean ratio of a node's confidence to the one before it
+        self._all = AcceptanceEstimate(config.all_fade, config.all_prior)
+        self._segments: dict[str, History] = {}
+        self._requests: dict[Key, History] = {}
+
+    def add_draft(
+        self, key: Key, segment: str, confidences: Confidences, asked: int, threshold: float = 0.0
+    ) -> None:
+        """Add a draft to the recent ones. `asked`: the most nodes, `threshold`: the least confidence, that
+        the drafter was asked for."""
+        extended = self._extended(confidences, asked, threshold)
+        self.recent.add(extended)
+        for history in self._histories(key, segment):
+            history.recent.add(extended)
+            history.idle = 0
+
+    def _extended(self, confidences: Confidences, asked: int, threshold: float) -> list[float]:
+        """The draft with `depth` confidences: where it was cut off, it continues as drafts usually do.
+
+        A draft that ended early had no node above the threshold; half of it stands for the unknown value.
+        """
+        kept = list(confidences[: self.depth])
+        for node, before in enumerate(kept, start=1):
+            if node < min(asked, self.depth) and before > 0.0:
+                after = kept[node] if node < len(kept) else 0.5 * threshold
+                rate = CONFIG.acceptance.continuation_rate
+                self._continuation += rate * (after / before - self._continuation)
+        last = kept[-1] * self._continuation if kept else 1.0
+        if len(kept) < asked:
+            last = min(last, 0.5 * threshold)
+        while len(kept) < self.depth:
+            kept.append(last)
+            last *= self._continuation
+        return kept
+
+    def observe(self, key: Key, segment: str, confidences: Confidences, accepted: Sequence[bool]) -> None:
+        """Update from the verified nodes of a draft."""
+        self.drafts += 1
+        predicted = sum(self.calibration.chances(confidences))
+        self.calibration.add(confidences, accepted)
+        self._all.add(sum(accepted), predicted)
+        for history in self._histories(key, segment):
+            history.estimate.add(sum(accepted), predicted)
+
+    def _histories(self, key: Key, segment: str) -> Iterable[History]:
+        """Those of a segment and of a request, made if they are new."""
+        config = CONFIG.acceptance
+        if segment not in self._segments and len(self._segments) < config.max_segments:
+            estimate = AcceptanceEstimate(config.segment_fade, config.segment_prior)
+            self._segments[segment] = History(estimate, RecentDrafts(config.shared_drafts, self.depth))
+        if segment in self._segments:
+            yield self._segments[segment]
+        if key not in self._requests:
+            estimate = AcceptanceEstimate(config.request_fade, config.request_prior)
+            self._requests[key] = History(estimate, RecentDrafts(config.request_drafts, self.depth))
+        yield self._requests[key]
+
+    def ratio(self, key: Key, segment: str) -> float:
+        """The acceptance estimate of a request, relative to that of all requests.
+
+        What all of them have in common is the calibration's to correct, and must not count twice.
+        """
+        config, everyone = CONFIG.acceptance, self._all.ratio(1.0)
+        above, own = self._segments.get(segment), self._requests.get(key)
+        ratio = everyone if above is None else above.estimate.ratio(everyone)
+        relative = (ratio if own is None else own.estimate.ratio(ratio)) / everyone
+        return min(max(relative, config.min_ratio), config.max_ratio)
+
+    def chances(self, key: Key, segment: str, confidences: Confidences) -> list[float]:
+        """The acceptance chances of the nodes of one draft."""
+        ratio, most = self.ratio(key, segment), CONFIG.acceptance.max_chance
+        return [min(most, ratio * chance) for chance in self.calibration.chances(confidences)]
+
+    def sample_scenarios(
+        self, requests: Sequence[tuple[Key, str]], count: int, threshold: float = 0.0
+    ) -> Float64Array:
+        """[count, requests, nodes] acceptance chances of the drafts that requests may get next, sampled from
+        recent ones. Nodes below the `threshold` of confidence are not drafted: 0.
+
+        Starts a new choice: the calibration is refitted, and estimates without new drafts fade.
+        """
+        self.calibration.fit()
+        self._all.fade_idle()
+        for history in (*self._segments.values(), *self._requests.values()):
+            history.estimate.fade_idle()
+            history.idle += 1
+        sampled = [drafts for key, segment in requests for drafts in self._similar(key, segment, count)]
+        ratios = np.array([self.ratio(key, segment) for key, segment in requests])
+        confidences = np.concatenate(sampled).reshape(len(requests), count, self.depth)
+        is_drafted = confidences > max(0.0, threshold)
+        chances = self.calibration.of_array(confidences) * (ratios[:, None, None] * is_drafted)
+        scenarios: Float64Array = np.minimum(chances, CONFIG.acceptance.max_chance).swapaxes(0, 1)
+        return scenarios
+
+    def _similar(self, key: Key, segment: str, count: int) -> list[Float64Array]:
+        """[count, nodes] recent drafts that stand for a request's next: some of its own, the others of its
+        segment or of all.
+
+        A request's own drafts lose their weight while no more are made; otherwise a request whose drafts
+        were poor would never be drafted for again.
+        """
+        config = CONFIG.acceptance
+        if not self.recent.count:
+            guess = config.first_guess ** np.arange(1, self.depth + 1)
+            return [np.broadcast_to(guess, (count, self.depth))]
+        own, above = self._requests.get(key), self._segments.get(segment)
+        known = 0 if own is None else min(own.recent.count, config.request_drafts >> (own.idle - 1))
+        num_own = count * known // (known + config.own_half)
+        enough = config.segment_enough
+        num_segment = 0 if above is None else (count - num_own) * min(above.recent.count, enough) // enough
+        sampled = [self.recent.sample(count - num_own - num_segment, config.shared_drafts)]
+        if own is not None and num_own:
+            sampled.append(own.recent.sample(num_own, known))
+        if above is not None and num_segment:
+            sampled.append(above.recent.sample(num_segment, config.shared_drafts))
+        return sampled
+
+    def keep_only(self, requests: set[Key]) -> None:
+        """Forget the other requests."""
+        self._requests = {key: history for key, history in self._requests.items() if key in requests}
+
+    def facts(self) -> dict[str, Any]:
+        """The model as JSON values, to start another from."""
+        recent = [[round(chance, 4) for chance in draft] for draft in self.recent.listed()]
+        return {"drafts": self.drafts, "counts": self.calibration.counts(), "said": recent}
+
+    def begin_with(self, facts: Mapping[str, Any]) -> None:
+        """Start from these facts; ValueError, TypeError or KeyError if they make no sense."""
+        calibration, drafts = Calibration.of_counts(facts["counts"]), int(facts["drafts"])
+        recent = [
+            [min(max(float(chance), 0.0), 1.0) for chance in draft[: self.depth]] for draft in facts["said"]
+        ]
+        if not 0 <= drafts < 1e12:
+            raise ValueError(f"{facts['drafts']} is no number of drafts")
+        self.calibration, self.drafts = calibration, drafts
+        for draft in reversed(recent[: CONFIG.acceptance.shared_drafts]):
+            self.recent.add(draft + [0.0] * (self.depth - len(draft)))

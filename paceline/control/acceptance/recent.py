@@ -1,0 +1,82 @@
+"""Recent history of a drafter's drafts: accepted over predicted tokens, and the confidences of the drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from paceline.control.config import CONFIG
+from paceline.control.cost import Float64Array
+
+GOLDEN_RATIO = 0.618034  # its multiples modulo 1 are spread evenly without a period
+
+
+@dataclass(slots=True)
+class AcceptanceEstimate:
+    """Accepted tokens over predicted ones, with older drafts fading."""
+
+    fade: float  # factor per draft
+    prior: float  # tokens that the estimate of the level above counts for
+    accepted: float = 0.0
+    predicted: float = 0.0
+
+    def add(self, accepted: float, predicted: float) -> None:
+        self.accepted = self.fade * self.accepted + accepted
+        self.predicted = self.fade * self.predicted + predicted
+
+    def fade_idle(self) -> None:
+        """Forget a little: a bad streak must not last because nothing is drafted after it."""
+        self.accepted *= CONFIG.acceptance.idle_fade
+        self.predicted *= CONFIG.acceptance.idle_fade
+
+    def ratio(self, above: float) -> float:
+        """The estimate; `above` is that of the level above, the prior."""
+        ratio = (self.accepted + self.prior * above) / (self.predicted + self.prior)
+        return max(CONFIG.acceptance.min_ratio, ratio)
+
+
+class RecentDrafts:
+    """The confidences of the last drafts, in a ring."""
+
+    def __init__(self, kept: int, depth: int) -> None:
+        """Keeps so many drafts of `depth` nodes each."""
+        self._ring = np.zeros((kept, depth))
+        self._newest = 0
+        self.count = 0
+
+    def add(self, confidences: Sequence[float]) -> None:
+        """Add the newest draft: `depth` confidences."""
+        self._newest = (self._newest or len(self._ring)) - 1
+        self._ring[self._newest] = confidences
+        self.count = min(self.count + 1, len(self._ring))
+
+    def sample(self, count: int, newest: int) -> Float64Array:
+        """[count, nodes] drafts out of the `newest` ones, half of them from the newest quarter."""
+        ages = self._newest + (_ages(count) * min(self.count, newest)).astype(np.int64)
+        return self._ring[ages % len(self._ring)]
+
+    def listed(self) -> list[list[float]]:
+        """All of them, newest first."""
+        return [self._ring[(self._newest + age) % len(self._ring)].tolist() for age in range(self.count)]
+
+
+@dataclass(slots=True)
+class History:
+    """What is known of a request or of a segment."""
+
+    estimate: AcceptanceEstimate
+    recent: RecentDrafts
+    idle: int = 0  # choices since the newest draft
+
+
+@cache
+def _ages(count: int) -> Float64Array:
+    """[count] relative ages of the drafts to sample: 0 is the newest, 1 is beyond the oldest.
+
+    Irregularly spaced, because drafts may alternate with a period.
+    """
+    parts = np.arange(float(count))
+    return ((parts + parts * GOLDEN_RATIO % 1.0) / count) ** 2

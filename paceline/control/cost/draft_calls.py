@@ -1,0 +1,134 @@
+"""Seconds of a drafter's call: a sum of five terms, so that few calls are enough to learn it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paceline.control.config import CONFIG
+from paceline.control.cost.passes import Float64Array, Numbers
+
+if TYPE_CHECKING:
+    from paceline.core.stats import DraftCall
+
+TERMS = 5  # the call, each request, each level, each node, each token to catch up with
+
+
+class CallPrices:
+    """The prices of one drafter's terms, none below 0: a Kalman filter.
+
+    A call moves most the prices that are least certain, and leaves alone those that it says nothing about.
+    So calls of different lengths soon separate the price of a call from that of a level.
+    """
+
+    def __init__(self, plain: float) -> None:
+        """`plain`: seconds of a pass without drafts."""
+        self._plain = plain
+        self._prior = np.diag(np.square(plain * np.array(CONFIG.draft_calls.prior_deviation)))
+        self._first: list[float] = []  # seconds of the warm-up calls
+        # A drafter that was never called costs nothing, so that it is tried once, but not for a long prompt.
+        self._prior_prices = [0.0, 0.0, 0.0, 0.0, CONFIG.draft_calls.catch_up_price * plain]
+        self.prices = self._prior_prices
+        self._covariance = self._prior  # [terms, terms] of the error of the prices
+        self._slow = 0  # consecutive calls that were much slower than expected
+
+    def _reset(self) -> None:
+        """Go back to the prior."""
+        self.prices, self._covariance, self._slow = self._prior_prices, self._prior, 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was ever called."""
+        return bool(self._first)
+
+    def observe(self, sizes: Sequence[float], seconds: float) -> None:
+        """Update from a call of these sizes, one for each of the TERMS."""
+        config = CONFIG.draft_calls
+        call_sizes, is_warm_up = np.array(sizes), len(self._first) < config.warm_up_calls
+        if is_warm_up:
+            is_fastest = seconds < min(self._first, default=math.inf)
+            self._first.append(seconds)
+            if not is_fastest:
+                return
+            self._reset()
+        error = seconds - float(call_sizes @ self.prices)
+        noise = config.noise * self._plain * (config.slow_noise if error > 0.0 else 1.0)
+        variance = float(call_sizes @ self._covariance @ call_sizes) + noise * noise
+        max_error = config.max_deviations * math.sqrt(variance)
+        self._slow = self._slow + 1 if error > max_error and not is_warm_up else 0
+        if self._slow == config.slow_calls:  # it was not preempted, it has become slower
+            self._covariance = self._prior
+        is_clipped = 0 < self._slow < config.slow_calls
+        self._correct(call_sizes, min(error, max_error) if is_clipped else error, noise)
+
+    def _correct(self, sizes: Float64Array, error: float, noise: float) -> None:
+        """The Kalman update: a call took `error` seconds more than expected, `noise` of it by chance."""
+        spread = self._covariance @ sizes
+        gain = spread / (float(spread @ sizes) + noise * noise)
+        self._covariance = self._covariance - np.outer(gain, spread)
+        self._covariance += CONFIG.draft_calls.drift * (self._prior - self._covariance)
+        self.prices = np.maximum(self.prices + gain * error, 0.0).tolist()
+
+    def fade(self) -> None:
+        """Lower the prices a little."""
+        self.prices = [CONFIG.draft_calls.idle_fade * price for price in self.prices]
+
+    def facts(self) -> list[float]:
+        """The prices in plain passes, a unit that holds on another machine too."""
+        return [price / self._plain for price in self.prices]
+
+    def begin_with(self, facts: Any) -> None:
+        """Start from these facts. ValueError or TypeError if they make no sense."""
+        config = CONFIG.draft_calls
+        passes = np.array([float(price) for price in facts])
+        if len(passes) != TERMS or not all(0.0 <= price < 100.0 for price in passes):
+            raise ValueError(f"a draft does not cost {facts} passes")
+        self._reset()
+        min_deviation = config.min_deviation * np.array(config.prior_deviation)
+        deviation = config.restored_deviation * passes + min_deviation
+        self._covariance = np.diag(np.square(self._plain * deviation))
+        self.prices, self._first = (self._plain * passes).tolist(), [0.0] * config.warm_up_calls
+
+
+class DraftCosts:
+    """The prices of several drafters."""
+
+    def __init__(self, drafters: Iterable[str], plain: float) -> None:
+        """`plain`: seconds of a pass without drafts."""
+        self._drafters = {name: CallPrices(plain) for name in drafters}
+
+    def knows(self, drafter: str) -> bool:
+        """Whether it is one of these drafters."""
+        return drafter in self._drafters
+
+    def seconds(self, drafter: str, requests: Numbers, levels: Numbers, nodes: Numbers) -> Float64Array:
+        """[...] seconds of calls of these sizes with nothing to catch up with; 0 for those of no request."""
+        call, request, level, node, _ = self.prices(drafter)
+        count = np.asarray(requests)
+        return np.where(count > 0, call, 0.0) + request * count + level * levels + node * nodes
+
+    def prices(self, drafter: str) -> list[float]:
+        """Seconds of each of the TERMS."""
+        return self._drafters[drafter].prices
+
+    def observe(self, call: DraftCall, catch_up: int) -> None:
+        """Update from a call that had this many tokens to catch up with."""
+        sizes = (1.0, call.requests, call.levels, call.nodes, catch_up)
+        self._drafters[call.drafter].observe(sizes, call.seconds)
+
+    def fade(self, drafters: Iterable[str]) -> None:
+        """Lower the prices of unused drafters, so that none stays too expensive to be tried."""
+        for name in drafters:
+            self._drafters[name].fade()
+
+    def facts(self) -> dict[str, list[float]]:
+        """The prices of drafters that were called, as JSON values."""
+        return {name: prices.facts() for name, prices in self._drafters.items() if prices.is_known}
+
+    def begin_with(self, facts: Mapping[str, Any]) -> None:
+        """Start from these facts. ValueError or TypeError if they make no sense."""
+        for name in self._drafters.keys() & facts.keys():
+            self._drafters[name].begin_with(facts[name])

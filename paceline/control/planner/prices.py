@@ -1,0 +1,58 @@
+"""What one more row costs in a batch, and how many drafted nodes are worth their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.control.cost import StepCosts
+
+BoolArray = npt.NDArray[np.bool_]
+ROW_SPAN = 4  # rows over which the price of one more is averaged: the table has steps
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step before anything is drafted, without its prefill.
+
+    Prefill has to be computed anyway. If its seconds counted, tokens would look more valuable in a step with
+    a prompt than in the next one.
+    """
+
+    tokens: float  # new tokens without drafts
+    rows: int
+    keys: float  # mean keys that a row reads
+    per_token: float = 0.0  # seconds on the host for a new token, drafted or not
+
+
+class PassPrices:
+    """Seconds of a batch's pass with 0, 1, 2, ... more rows."""
+
+    def __init__(self, batch: Batch, passes: StepCosts, most: int) -> None:
+        """With up to `most` more."""
+        self.seconds = passes.seconds(batch.rows + np.arange(most + 1.0), batch.keys)  # [more rows]
+        self.listed: list[float] = self.seconds.tolist()  # the same as a list: faster to read one by one
+
+    def row(self, rows: float) -> float:
+        """Seconds of one row beyond so many more rows, averaged over the next few."""
+        first = min(int(rows), len(self.listed) - 1)
+        last = min(first + ROW_SPAN, len(self.listed) - 1)
+        return (self.listed[last] - self.listed[first]) / max(1, last - first)
+
+
+def worth_verifying(chances: Sequence[float], prices: PassPrices, rate: float) -> int:
+    """How many nodes to verify, given their chances in descending order and the tokens per second `rate`.
+
+    Every place to stop is compared, because rows get cheap and expensive in turn: a row that fills a tile is
+    worth taking where one that starts another is not.
+    """
+    best, best_worth, worth, before = 0, 0.0, 0.0, prices.listed[0]
+    for count, (chance, seconds) in enumerate(zip(chances, prices.listed[1:], strict=False), start=1):
+        worth += chance - rate * (seconds - before)
+        before = seconds
+        if worth > best_worth:
+            best, best_worth = count, worth
+    return best

@@ -1,0 +1,242 @@
+"""PlanSearch: which drafters draft for which requests, so that most tokens come per second.
+
+Drafts cost seconds and bring tokens, and a second is worth the tokens per second of the best choice so far.
+So a step is worth its tokens less what its seconds are worth, and the nodes of all requests compete for rows
+in the order of their chances (prices.py).
+
+The chances of a draft are unknown before it is made. Recent drafts stand for them: each of a few scenarios is
+decided as the step would be (evaluate.py), and the mean is what a candidate is expected to give.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.control.config import CONFIG
+from paceline.control.cost import Float64Array, StepCosts
+from paceline.control.cost.draft_calls import TERMS, DraftCosts
+from paceline.control.planner.evaluate import evaluate
+from paceline.control.planner.forecast import Forecast
+from paceline.control.planner.prices import Batch, PassPrices
+
+Int64Array = npt.NDArray[np.int64]
+Names = tuple[str, ...]  # drafters in the order in which they are asked: the second if the first has little
+
+DRAFT_LENGTHS = (1, 2, 3, 5, 8, 16, 32)  # that are tried where levels are expensive, beside the longest
+EXPENSIVE_LEVEL = 0.01  # tokens per request: a level that costs more is expensive
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Who drafts for whom in a step."""
+
+    names: tuple[Names, ...]  # [requests] none: plain decoding
+    length: int  # most nodes of a draft, of the drafter that is asked last
+    enough: tuple[float, ...]  # [requests] tokens that the first must promise for the second not to be asked
+
+    @property
+    def drafters(self) -> frozenset[str]:
+        return frozenset([name for names in self.names for name in names])
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A candidate, and what is expected of the step."""
+
+    candidate: Candidate | None  # None: plain decoding
+    tokens: float
+    seconds: float
+    rows: float = 0.0  # verified rows beyond those of plain decoding
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterLoad:
+    """What one drafter does in a candidate."""
+
+    sizes: Int64Array  # [scenarios, requests] nodes that it drafts; -1: it is not asked
+    most: int  # levels that it may draft
+
+
+class PlanSearch:
+    """The search for one batch at present prices."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        count: int,
+        nodes: int,
+        passes: StepCosts,
+        drafts: DraftCosts,
+        is_drafting: bool = False,
+    ) -> None:
+        """Drafts for `count` of the requests, of at most `nodes` nodes each. `is_drafting`: drafts are made
+        now."""
+        config = CONFIG.planner
+        self.batch = batch
+        margin = config.stay_margin if is_drafting else config.start_margin
+        self._margin = margin * (config.batch_margin if count > 1 else 1.0)
+        self.count = count
+        self.prices = PassPrices(batch, passes, count * nodes)
+        self.plain = Choice(None, batch.tokens, self.prices.listed[0] + batch.per_token * batch.tokens)
+        self.forecasts: Mapping[str, Forecast] = {}  # by drafter
+        self._drafts = drafts
+        self._rate = self.plain.rate  # tokens per second of the best so far: what a second is worth
+
+    def best(self, forecasts: Mapping[str, Forecast]) -> Choice:
+        """The choice with most tokens per second, plain decoding among them."""
+        self.forecasts = forecasts
+        alone = {name: self.alone(name) for name in forecasts}
+        best = self._best_of(alone.values())
+        if best.candidate is None:
+            return best
+        for first, second in self._cascades():
+            found = alone[second].candidate
+            assert found is not None
+            best = self._best_of((best, self.cascade(first, second, found.length, best)))
+        return self._best_of((best, self._each_its_own(best))) if self.count > 1 else best
+
+    def expected(self, name: str, line: int) -> float:
+        """Tokens that a fully verified draft of this drafter brings the request at index `line`."""
+        return float(self.forecasts[name].chances[:, line].sum(axis=1).mean())
+
+    def headroom(self) -> float:
+        """What very good drafts for all requests would gain if they cost nothing; 1: twice as fast."""
+        depths = 1 + np.arange(len(self.prices.seconds) - 1) // self.count
+        tokens = self.plain.tokens + np.concatenate(([0.0], np.cumsum(CONFIG.planner.good_chance**depths)))
+        rates = tokens / (self.prices.seconds + self.batch.per_token * tokens)
+        return float(rates.max()) / self.plain.rate - 1.0
+
+    def alone(self, name: str) -> Choice:
+        """One drafter for all requests, with the best length."""
+        chances = self._drafted(name)
+        lengths = self._lengths(name)
+        sizes = np.count_nonzero(chances, axis=2)
+        names = ((name,),) * self.count
+        choices = [
+            self._expected(
+                Candidate(names, length, ()),
+                chances[:, :, :length],
+                {name: DrafterLoad(np.minimum(sizes, length), length)},
+            )
+            for length in lengths
+        ]
+        least = CONFIG.planner.longer_draft * max(choice.rate for choice in choices)
+        return [choice for choice in choices if choice.rate >= least][-1]
+
+    def min_chance(self, name: str, choice: Choice) -> float:
+        """The chance at which a node of this drafter pays for its row and level, at a choice's prices."""
+        level = self._drafts.prices(name)[2]  # drafting a node means computing one more level
+        rows = max(1, min(round(choice.rows), len(self.prices.listed) - 1))
+        row = (self.prices.listed[rows] - self.prices.listed[0]) / rows
+        return choice.rate * (row + level / self.count)
+
+    def _drafted(self, name: str) -> Float64Array:
+        """[scenarios, requests, nodes] chances of the nodes that are likely enough to be drafted."""
+        chances = self.forecasts[name].chances
+        return chances * (chances >= self.min_chance(name, self.plain))
+
+    def _lengths(self, name: str) -> list[int]:
+        """The draft lengths to evaluate: the longest, and shorter ones where levels are expensive."""
+        most = self.forecasts[name].chances.shape[2]
+        level = self._drafts.prices(name)[2]
+        is_expensive = level * self.plain.rate > EXPENSIVE_LEVEL * self.count
+        shorter = DRAFT_LENGTHS if is_expensive else ()
+        return [length for length in shorter if length < most] + [most]
+
+    def _cascades(self) -> list[tuple[str, str]]:
+        """Pairs of a cheap drafter and an expensive one that is asked where the cheap one has little."""
+        pairs = itertools.permutations(self.forecasts, 2)
+        return [(first, second) for first, second in pairs if self.is_cheaper(first, second)]
+
+    def is_cheaper(self, first: str, second: str) -> bool:
+        """Whether the first drafter is cheap enough to be asked before the second."""
+        one, other = (float(self._drafts.seconds(name, 1, 1, 1)) for name in (first, second))
+        return CONFIG.planner.cheaper * one < other
+
+    def goes_before(self, drafter: str, others: Sequence[str]) -> bool:
+        """Whether asking a drafter before the others costs next to nothing."""
+        return len(others) == 1 and self.is_cheaper(drafter, others[0])
+
+    def cascade(self, first: str, second: str, length: int, best: Choice) -> Choice:
+        """The first drafter for all requests, and the second where the first has too little."""
+        one, other = self.forecasts[first].chances, self._drafted(second)[:, :, :length]
+        sizes = np.count_nonzero(other, axis=2)
+        call, request, level, node, _ = self._drafts.prices(second)
+        price = (call + level * (sizes.mean() + 1)) / self.count + request + node * sizes.mean()
+        row = best.rate * self.prices.row(best.rows)
+        enough = self._kept(other, row) - best.rate * (price + self.forecasts[second].catch_up)  # [requests]
+        enough = np.maximum(enough, 0.0) * CONFIG.planner.cascade_margin
+        asked = np.maximum(one - row, 0.0).sum(axis=2) < enough
+        chances = np.zeros((*asked.shape, max(one.shape[2], length)))
+        chances[:, :, : one.shape[2]] = one * ~asked[:, :, None]
+        chances[:, :, : other.shape[2]] += other * asked[:, :, None]
+        loads = {
+            first: DrafterLoad(np.count_nonzero(one, axis=2), one.shape[2]),
+            second: DrafterLoad(np.where(asked, sizes, -1), length),
+        }
+        candidate = Candidate(((first, second),) * self.count, length, tuple(enough.tolist()))
+        return self._expected(candidate, chances, loads)
+
+    def _each_its_own(self, best: Choice) -> Choice:
+        """For each request the drafter whose drafts are worth most at the present price of a row, or none.
+
+        Levels are free here: the other requests of the drafter's call pay for them.
+        """
+        row = best.rate * self.prices.row(best.rows)
+        length = best.candidate.length if best.candidate is not None else 1
+        worth = [np.zeros(self.count)]
+        for name, forecast in self.forecasts.items():
+            _, request, _, node, _ = self._drafts.prices(name)
+            drafted = self._drafted(name)[:, :, :length]
+            sizes = np.count_nonzero(drafted, axis=2).mean(axis=0)
+            worth.append(self._kept(drafted, row) - best.rate * (request + node * sizes + forecast.catch_up))
+        names = ["", *self.forecasts]
+        chosen = [names[place] for place in np.argmax(worth, axis=0)]
+        scenarios = len(next(iter(self.forecasts.values())).chances)
+        chances = np.zeros((scenarios, self.count, length))
+        loads: dict[str, DrafterLoad] = {}
+        for name in set(chosen) - {""}:
+            is_chosen = np.array([drafter == name for drafter in chosen])
+            drafted = self._drafted(name)[:, :, :length] * is_chosen[:, None]
+            chances[:, :, : drafted.shape[2]] += drafted
+            loads[name] = DrafterLoad(np.where(is_chosen, np.count_nonzero(drafted, axis=2), -1), length)
+        candidate = Candidate(tuple((name,) if name else () for name in chosen), length, ())
+        return self._expected(candidate, chances, loads)
+
+    @staticmethod
+    def _kept(chances: Float64Array, row: float) -> Float64Array:
+        """[requests] tokens that drafts are worth after their rows are paid."""
+        return np.asarray(np.maximum(chances - row, 0.0).sum(axis=2).mean(axis=0))
+
+    def _expected(
+        self, candidate: Candidate, chances: Float64Array, loads: Mapping[str, DrafterLoad]
+    ) -> Choice:
+        """The choice of a candidate that drafts these nodes: chances [scenarios, requests, nodes]."""
+        accepted, seconds, rows = evaluate(
+            np.ascontiguousarray(chances),
+            np.array([load.sizes for load in loads.values()]).reshape(-1, len(chances), self.count),
+            np.array([min(load.most, self.forecasts[name].levels) for name, load in loads.items()]),
+            np.array([self._drafts.prices(name) for name in loads]).reshape(-1, TERMS),
+            np.array([self.forecasts[name].catch_up for name in loads]).reshape(-1, self.count),
+            self.prices.seconds,
+            self._rate,
+        )
+        tokens = self.batch.tokens + accepted
+        return Choice(candidate, tokens, seconds + self.batch.per_token * tokens, rows)
+
+    def _best_of(self, choices: Iterable[Choice]) -> Choice:
+        best = max(choices, key=lambda choice: choice.rate)
+        if best.rate < self._margin * self.plain.rate:
+            best = self.plain
+        self._rate = best.rate
+        return best

@@ -1,0 +1,229 @@
+"""Passes on the device: one plan for all requests, never slower than plain, close to the best arm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from paceline.control.acceptance.chains import ChainAcceptance
+from paceline.control.auto import AutoController
+from paceline.control.controller import Load
+from paceline.control.decision import Decision
+from paceline.control.planner.device import Arm, DevicePlanner
+from paceline.core.stats import DraftFacts, StepStats
+from paceline.core.trees import PLAIN, DraftPlan
+from tests.control.simulation import SimulatedDrafter, SimulatedRequest, Step, World
+
+HEAD = (2, 3, 5, 7)
+TEXT = (3, 7)
+PER_LEVEL = 0.00004  # seconds
+
+
+def small(rows: float) -> float:
+    """Seconds of a pass in which rows are almost free."""
+    return 0.0006 + 0.000002 * rows
+
+
+def busy(rows: float) -> float:
+    """Seconds of a pass in which rows are expensive."""
+    return 0.0006 + 0.00001 * max(0.0, rows - 16)
+
+
+def controller(name: str = "head", log: Callable[[Decision], None] | None = None) -> AutoController:
+    lengths, chances, weight = (HEAD, [0.7], 12) if name == "head" else (TEXT, [0.1, 0.7], 3)
+    arms = [Arm(DraftPlan(name, length), attaches=name == "head") for length in lengths]
+    planner = DevicePlanner(arms, {name: ChainAcceptance(7, chances, weight)})
+    costs = World({}).costs()
+    return AutoController({name: DraftPlan(name, 7)}, costs, log=log, device=planner)
+
+
+def world(
+    right: Callable[[int], float],
+    seconds: Callable[[float], float],
+    count: Callable[[int], int],
+    name: str = "head",
+    finds: Callable[[int], float] = lambda step: 1.0,
+) -> World:
+    per_level = PER_LEVEL if name == "head" else 0.0
+    drafter = SimulatedDrafter(right, 0.0, per_level, finds)
+    return World({name: drafter}, seconds, count, on_device=True)
+
+
+def rate(steps: list[Step]) -> float:
+    return sum(step.tokens for step in steps) / sum(step.seconds for step in steps)
+
+
+def rate_of(length: int, right: float, seconds: Callable[[float], float], count: int) -> float:
+    """Tokens per second of a head's chains of this length."""
+    tokens = sum(right**depth for depth in range(length + 1))
+    return count * tokens / (seconds(count * (1 + length)) + PER_LEVEL * length)
+
+
+@pytest.mark.parametrize("count", [1, 16])
+@pytest.mark.parametrize("seconds", [small, busy])
+@pytest.mark.parametrize("right", [0.05, 0.5, 0.9])
+def test_as_fast_as_plain_decoding_and_as_the_best_length(right, seconds, count):
+    done = world(lambda step: right, seconds, lambda step: count).run(controller(), 900)
+    reached = rate(done[200:])
+    assert reached > 0.98 * rate_of(0, right, seconds, count)
+    assert reached > 0.95 * max(rate_of(length, right, seconds, count) for length in (0, *HEAD))
+
+
+@pytest.mark.parametrize("count", [1, 4, 64])
+@pytest.mark.parametrize("finds", [0.02, 0.2, 0.9])
+def test_lookup_drafts_never_cost_more_than_two_percent(finds, count):
+    """Where most lookups find nothing, their empty rows cost as much as accepted ones."""
+
+    def seconds(rows: float) -> float:
+        return 0.0012 * (1.0 + 0.02 * (rows - 1) ** 0.8)
+
+    done = world(lambda step: 0.8, seconds, lambda step: count, "text", lambda step: finds).run(
+        controller("text"), 900
+    )
+    accepted = {length: finds * sum(0.8**depth for depth in range(1, length + 1)) for length in (0, *TEXT)}
+    rates = {length: count * (1 + own) / seconds(count * (1 + length)) for length, own in accepted.items()}
+    assert rate(done[100:]) > 0.98 * rates[0]
+    assert rate(done[100:]) > 0.95 * max(rates.values())
+
+
+def text_pass(rows: float) -> float:
+    """Seconds of a pass of a 1.5B model on an H200, about."""
+    return 0.00095 * (1 + 0.007 * (rows - 1))
+
+
+@pytest.mark.parametrize("count", [1, 4, 16, 64])
+def test_nothing_is_lost_in_the_first_passes_where_texts_do_not_repeat(count):
+    auto = controller("text")
+    for plan in auto.device_plans():
+        auto.expect(plan, {count: text_pass(count * (1 + plan.levels))})
+    simulated = world(lambda step: 0.5, text_pass, lambda step: count, "text", lambda step: 0.02)
+    simulated.noise = 0.0
+    assert rate(simulated.run(auto, 60)) > 0.99 * count / text_pass(count)
+
+
+@pytest.mark.parametrize("count", [1, 16])
+def test_repetitive_text_is_drafted_after_a_few_passes(count):
+    auto = controller("text")
+    for plan in auto.device_plans():
+        auto.expect(plan, {count: text_pass(count * (1 + plan.levels))})
+    simulated = world(lambda step: 0.95, text_pass, lambda step: count, "text", lambda step: 0.9)
+    drafted = [max(step.nodes) for step in simulated.run(auto, 200)]
+    assert max(drafted[:20]) > 0
+    assert set(drafted[40:]) == {7}
+
+
+def test_follows_text_that_starts_and_stops_repeating():
+    finds = [0.05, 0.95, 0.05]
+    done = world(
+        lambda step: 0.9,
+        lambda rows: 0.0006 + 0.00001 * rows,
+        lambda step: 4,
+        "text",
+        lambda step: finds[step // 800],
+    ).run(controller("text"), 2400)
+    drafted = np.array([max(step.nodes) > 0 for step in done])
+    assert drafted[400:800].mean() < 0.15
+    assert drafted[1000:1600].mean() > 0.85
+    assert drafted[1800:].mean() < 0.15
+
+
+def test_follows_a_head_that_becomes_bad_and_good_again():
+    right = [0.9, 0.02, 0.9]
+    done = world(lambda step: right[step // 1200], small, lambda step: 4).run(controller(), 3600)
+    assert rate(done[1300:2400]) > 0.98 * rate_of(0, 0.02, small, 4)
+    assert rate(done[3000:]) > 0.95 * rate_of(HEAD[-1], 0.9, small, 4)
+
+
+def test_each_load_has_its_own_length_and_times():
+    count = [1, 16, 1]
+    done = world(lambda step: 0.3, busy, lambda step: count[step // 400]).run(controller(), 1200)
+    for part, running in enumerate(count):
+        best = max(rate_of(length, 0.3, busy, running) for length in (0, *HEAD))
+        assert rate(done[400 * part + 100 : 400 * (part + 1)]) > 0.95 * best
+
+
+def test_times_measured_at_start_up_spare_trials():
+    auto = controller()
+    for plan in auto.device_plans():
+        auto.expect(plan, {16: busy(16 * (1 + plan.levels)) + PER_LEVEL * plan.levels})
+    done = world(lambda step: 0.1, busy, lambda step: 16).run(auto, 60)
+    assert max(step.nodes[0] for step in done[20:]) == 0
+
+
+def test_a_plan_without_buffers_for_the_load_is_not_chosen():
+    auto = controller()
+    for plan in auto.device_plans():
+        auto.expect(plan, {4: 0.001} if plan.budget else {4: 0.001, 16: 0.001})
+    done = world(lambda step: 0.9, small, lambda step: 16).run(auto, 200)
+    assert {max(step.nodes) for step in done[3:]} == {0}
+
+
+def test_trials_take_about_one_percent_of_the_time():
+    auto = controller()
+    done = world(lambda step: 0.05, small, lambda step: 4).run(auto, 3000)
+    assert 0 < auto.facts().regret < 0.011 * sum(step.seconds for step in done)
+    assert 0 < sum(max(step.nodes) > 0 for step in done[500:]) < 0.06 * 2500
+
+
+def test_a_request_keeps_the_plan_it_asks_for_also_plain():
+    auto = controller()
+    own = DraftPlan("suffix", 3)
+    free, asks, off = (SimulatedRequest(str(number), 9) for number in range(3))
+    asks.plan, off.plan = own, PLAIN
+    for plan in auto.device_plans():
+        auto.expect(plan, {1: 1.0, 2: 1.0})
+    (alone,) = auto.plan([free], Load(1, 0, on_device=True)).plans
+    assert alone.drafter == "head"
+    assert auto.plan([free, asks], Load(2, 0, on_device=True)).plans == [alone, own]
+    assert auto.plan([free, off], Load(2, 0, on_device=True)).plans == [alone, PLAIN]
+
+
+def test_the_plan_stays_during_prefill():
+    auto = controller()
+    running = [SimulatedRequest(str(number), 9) for number in range(2)]
+    running[1].num_pending = 40
+    assert len({tuple(auto.plan(running, Load(2, 0, on_device=True)).plans) for _ in range(100)}) == 1
+
+
+def test_a_pass_through_the_host_does_not_update_the_device_model():
+    auto = controller()
+    running = [SimulatedRequest("0", 900)]
+    step = auto.plan(running, Load(1, 0, on_device=True))
+    auto.observe(step, StepStats(requests=1, rows=40, prefill_tokens=39, new_tokens=1, forward_time=1.0))
+    assert auto.facts().regret == 0
+    assert auto._device.seconds(PLAIN) == 1  # the guess before anything was measured
+
+
+def facts(accepted: int, nodes: int = 2, depth: int = 2) -> DraftFacts:
+    return DraftFacts("a", "", "head", nodes=nodes, depth=depth, accepted=accepted)
+
+
+def test_chances_are_counted_by_depth_and_untried_depths_keep_theirs():
+    chances = ChainAcceptance(3, [0.5, 0.5, 0.8], 12)
+    assert chances.accepted(3) == pytest.approx(0.5 + 0.25 + 0.2, rel=0.03)
+    for _ in range(2000):
+        chances.add([facts(2), facts(1)], 2, 2)
+    assert chances.accepted(3) == pytest.approx(1 + 0.5 + 0.4, rel=0.03)
+
+
+def test_an_empty_draft_counts_as_rejected_and_a_request_that_ends_does_not():
+    chances = ChainAcceptance(2, [0.5], 12)
+    for _ in range(2000):
+        chances.add([facts(2)], 4, 2)  # three found nothing
+    assert chances.accepted(2) == pytest.approx(0.25 + 0.25, rel=0.03)
+    chances = ChainAcceptance(2, [0.5], 12)
+    for _ in range(2000):
+        chances.add([facts(1, depth=1), facts(2)], 2, 2)  # the first ended with its first token
+    assert chances.accepted(2) == pytest.approx(1 + 1, rel=0.03)
+
+
+def test_decisions_are_logged_with_their_numbers():
+    decisions: list[Decision] = []
+    auto = controller(log=decisions.append)
+    world(lambda step: 0.8, small, lambda step: 2).run(auto, 200)
+    gains = [decision.facts() for decision in decisions if decision.reason == "gain"]
+    assert gains[-1]["drafts"][0][:2] == ("all", "head")
+    assert gains[-1]["gain"] > 1.5
+    assert auto.facts().gain > 2
