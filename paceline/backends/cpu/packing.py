@@ -183,7 +183,7 @@ def _pack_int4_rounded(rows: npt.NDArray[np.float32]) -> Bytes:
     above = groups - smallest[:, :, None].astype(np.float32)
     with np.errstate(invalid="ignore"):  # as below
         values = np.clip(np.rint(above * inverse[:, :, None]), 0, 15).astype(np.uint8)
-    nibbles = values[:, :, : GROUP // 2] | values[:, :, GROUP // 2 :] << 4
+    nibbles = values[:, :, : GROUP // 2] | values[:, :, GROUP // 2 :] << np.uint8(4)
     return _stream(_interleave(nibbles, 4), _columns(scale), _columns(smallest))
 
 
