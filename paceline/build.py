@@ -139,7 +139,7 @@ def _speculation(config: EngineConfig, model: LoadedModel) -> Speculation:
     asked = config.speculative.speculation()
     if asked.auto and not asked.drafters:
         head = default_method(model.fingerprint) if model.backend.supports_features else None
-        methods = [] if head is not None and model.backend.drafts_ahead else ["suffix"]
+        methods = [] if head is not None and model.backend.drafts_on_device else ["suffix"]
         named = methods if head is None else [*methods, head]
         share = config.speculative.share_suffix_cache
         there = SpeculativeOptions(named, share_suffix_cache=share).speculation()
@@ -165,7 +165,7 @@ def _controller(
         backlogs={name: drafters[name].backlog for name in plans},
         memory=memory,
         beginning=beginning,
-        device=_device_planner(plans, drafters, beginning) if model.backend.drafts_ahead else None,
+        device=_device_planner(plans, drafters, beginning) if model.backend.drafts_on_device else None,
     )
 
 

@@ -14,9 +14,9 @@ from paceline.draft.suffix import SuffixDrafter
 from tests.toy import ScriptedDrafter, ToyBackend
 
 
-def controller(drafts_ahead: bool, asked: object, methods=("suffix", "eagle3")):
+def controller(drafts_on_device: bool, asked: object, methods=("suffix", "eagle3")):
     backend = ToyBackend()
-    backend.drafts_ahead = drafts_ahead
+    backend.drafts_on_device = drafts_on_device
     model = SimpleNamespace(backend=backend, fingerprint="none", config=SimpleNamespace(max_position=64))
     drafters = {"suffix": SuffixDrafter.__new__(SuffixDrafter), "eagle3": ScriptedDrafter({}, "right")}
     own = parse_speculative_config(["auto", *methods])

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.ahead import AheadDraft
+from paceline.backends.async_decoding import DeviceDraft
 from paceline.backends.base import Backend
 from paceline.control.controller import Controller, FixedController
 from paceline.core.arrays import Float32Array, Int32Array
@@ -28,7 +28,7 @@ from paceline.core.verdict import Verdict
 from paceline.draft.base import Drafter, DrafterNeeds
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
-from tests.toy_ahead import ToyAhead, reference_token
+from tests.toy_decoder import ToyDecoder, reference_token
 from tests.toy_logits import hashed_logits
 from tests.toy_tokenizer import VOCAB, ToyTokenizer
 
@@ -55,14 +55,14 @@ class ToyBackend(Backend):
         vocab: int = VOCAB,
         nan_after: int | None = None,
         chooses: bool = False,
-        ahead: bool = False,
-        looks_up: bool = True,
+        on_device: bool = False,
+        supports_lookup: bool = True,
     ) -> None:
-        self.chooses = chooses or ahead
-        self.looks_up = looks_up  # where it runs ahead
-        self.keeps_ahead = ahead
-        self.ahead = ahead
-        self.num_launched = 0  # passes that were begun ahead
+        self.chooses = chooses or on_device
+        self.supports_lookup = supports_lookup  # on the device
+        self.truncates_on_device = on_device
+        self.on_device = on_device
+        self.num_launched = 0  # passes that were launched on the device
         self.page_size = page_size
         self.max_rows = max_rows
         self.vocab = vocab
@@ -147,16 +147,16 @@ class ToyBackend(Backend):
     ) -> None:
         self.prepared = (longest, feature_layers)
 
-    def decode_ahead(
+    def make_async_decoder(
         self,
         pool: KVPool,
         slots: int,
         longest: int,
         feature_layers: tuple[int, ...],
         kept: tuple[KeptFeatures, ...] = (),
-    ) -> ToyAhead | None:
+    ) -> ToyDecoder | None:
         assert isinstance(pool, ToyPool)
-        return ToyAhead(self, pool, slots, len(feature_layers)) if self.ahead else None
+        return ToyDecoder(self, pool, slots, len(feature_layers)) if self.on_device else None
 
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         assert isinstance(pool, ToyPool)
@@ -298,10 +298,10 @@ class ScriptedDrafter(Drafter):
     def forget(self, request: Request) -> None:
         self.forgotten.append(request)
 
-    def device_draft(self, plan: DraftPlan) -> AheadDraft | None:
+    def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
         if plan.branching > 1:
             return None
-        return AheadDraft(plan.levels, self, None, self.needs.feature_layers)  # type: ignore[arg-type]
+        return DeviceDraft(plan.levels, self, None, self.needs.feature_layers)  # type: ignore[arg-type]
 
     def prefill_ahead(self, requests: Sequence[Request]) -> None:
         return

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from paceline.backends.ahead import LookUp
+from paceline.backends.async_decoding import NgramLookup
 from paceline.backends.cuda.backend import PAGE_SIZE
 from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork, ModelNetwork
 from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, tree_shape
@@ -25,7 +25,7 @@ from paceline.models.heads.config import HeadConfig, expected_tensors
 CHAIN = 5  # drafted tokens
 TREE = (32, 3, CHAIN)  # rows with the root, most children, levels
 DRAFT_VOCABULARY = 32000
-LOOK_UP = LookUp(2, 4)  # what `ngram` does if nothing is said
+LOOK_UP = NgramLookup(2, 4)  # what `ngram` does if nothing is said
 
 # from the pages of requests and their longest length to what drafts
 MakeDraft = Callable[[int, int, int], DraftNetwork]
@@ -38,7 +38,7 @@ class Drafting:
     shape: DraftShape
     make: MakeDraft | None  # None: there is no network
     bytes_read: int  # of the draft's weights, in a step
-    look_up: LookUp | None = None  # None, and no network: nothing is drafted
+    look_up: NgramLookup | None = None  # None, and no network: nothing is drafted
 
 
 def eagle3(target: Weights, shape: DraftShape) -> Drafting:

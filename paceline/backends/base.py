@@ -15,7 +15,7 @@ from paceline.core.arrays import Float32Array, Float64Array, Int32Array, UInt64A
 from paceline.core.forward import DeviceMemory, ForwardBatch, ForwardOutput, KeptFeatures, KVPool
 
 if TYPE_CHECKING:
-    from paceline.backends.ahead import AheadDecoder
+    from paceline.backends.async_decoding import AsyncDecoder
 
 
 class Backend(Protocol):
@@ -30,8 +30,8 @@ class Backend(Protocol):
     batch_invariant: bool  # a token's logits depend, bit for bit, on its own prefix alone
     supports_features: bool
     chooses: bool = False  # it takes a batch's choices
-    drafts_ahead: bool = False  # decode_ahead takes drafts
-    keeps_ahead: bool = False  # decode_ahead truncates
+    drafts_on_device: bool = False  # make_async_decoder takes drafts
+    truncates_on_device: bool = False  # make_async_decoder truncates
 
     def make_pool(self, num_pages: int) -> KVPool:
         """Storage for `num_pages` pages of keys and values of this model."""
@@ -49,7 +49,7 @@ class Backend(Protocol):
     def device_memory(self, rows: int, longest: int) -> DeviceMemory | None:
         """The memory that pools are made in, if not the host's.
 
-        Buffers are thought of for contexts of at most `longest` tokens, and passes ahead of so many rows.
+        Buffers are counted for contexts of at most `longest` tokens and device passes of so many rows.
         """
         return None
 
@@ -66,14 +66,14 @@ class Backend(Protocol):
         """
         return  # not abstract
 
-    def decode_ahead(
+    def make_async_decoder(
         self,
         pool: KVPool,
         slots: int,
         longest: int,
         feature_layers: tuple[int, ...],
         kept: tuple[KeptFeatures, ...] = (),
-    ) -> AheadDecoder | None:
+    ) -> AsyncDecoder | None:
         """A decoder of requests of at most `longest` tokens in so many slots; None if there is no such.
 
         Passes that do not draft give the features of these layers, and leave to heads' pools what they keep.

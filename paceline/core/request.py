@@ -98,11 +98,11 @@ class Request:
     num_preemptions: int = 0
     speculative: SpeculativeCounts = field(default_factory=SpeculativeCounts)
     failed_drafters: set[str] = field(default_factory=set)  # raised for this request: not asked again
-    _races_from: float = math.inf  # tokens of output from which on it races among what is kept
+    _samples_from: float = math.inf  # tokens of output from which on it samples_plainly among what is kept
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
-        self._races_from = self._first_race()
+        self._samples_from = self._first_plain_sample()
 
     @property
     def num_output(self) -> int:
@@ -138,16 +138,16 @@ class Request:
         return self.plan is not None and self.plan.budget == 0
 
     @property
-    def races(self) -> bool:
+    def samples_plainly(self) -> bool:
         """Whether its next tokens are argmax(logits / temperature + noise), and nothing else is asked for."""
-        return self.races_among_kept and (self.sampler.greedy or self.sampler.keeps_all)
+        return self.samples_truncated and (self.sampler.greedy or self.sampler.keeps_all)
 
     @property
-    def races_among_kept(self) -> bool:
+    def samples_truncated(self) -> bool:
         """Whether that is so among the tokens that its truncation keeps."""
-        return self.num_output >= self._races_from
+        return self.num_output >= self._samples_from
 
-    def _first_race(self) -> float:
+    def _first_plain_sample(self) -> float:
         params = self.params
         if params.logprobs is not None or not self.sampler.leaves_logits(params.min_tokens):
             return math.inf

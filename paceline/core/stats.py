@@ -57,7 +57,7 @@ class StepStats:
 
     requests: int = 0  # requests in the pass
     failed: bool = False  # the pass raised: its requests have ended with the error
-    ahead: bool = False  # the pass began before the one before it was read
+    overlapped: bool = False  # the pass began before the one before it was read
     plan: DraftPlan | None = None  # that all requests of a pass on the device had; None: a pass of the host
     rows: int = 0  # rows of the pass
     attended: int = 0  # keys of committed tokens that its rows read, summed over the rows

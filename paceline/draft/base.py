@@ -12,7 +12,7 @@ from paceline.core.features import Features
 from paceline.core.trees import DraftPlan, DraftTrees
 
 if TYPE_CHECKING:
-    from paceline.backends.ahead import AheadDraft, LookUp
+    from paceline.backends.async_decoding import DeviceDraft, NgramLookup
     from paceline.backends.base import Backend
     from paceline.backends.options import BackendOptions
     from paceline.core.forward import KeptFeatures
@@ -64,7 +64,7 @@ class Target:
 class DeviceDrafter(Protocol):
     """The side of a drafter that lets passes draft on the device, while the host does not wait for them."""
 
-    def device_draft(self, plan: DraftPlan) -> AheadDraft | None:
+    def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
         """What passes by this plan draft with; None if they cannot."""
         ...
 
@@ -91,17 +91,17 @@ class DeviceDrafter(Protocol):
 class TextDrafts(DeviceDrafter):
     """Chains from the requests' own texts, found on the device, or drafted optimistically by the host."""
 
-    def __init__(self, look_up: LookUp | None = None, optimistic: bool = True) -> None:
+    def __init__(self, look_up: NgramLookup | None = None, optimistic: bool = True) -> None:
         """`optimistic`: the drafter is asked while passes run, and texts are looked up only where that was of
         no help."""
         self.look_up = look_up
         self._optimistic = optimistic
 
-    def device_draft(self, plan: DraftPlan) -> AheadDraft | None:
-        from paceline.backends.ahead import AheadDraft  # here: drafters load without a backend
+    def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
+        from paceline.backends.async_decoding import DeviceDraft  # here: drafters load without a backend
 
         reach = OPTIMISTIC_PASSES * (1 + plan.levels) if self._optimistic else 0
-        return AheadDraft(plan.levels, look_up=self.look_up, leads=reach)
+        return DeviceDraft(plan.levels, look_up=self.look_up, host_tokens=reach)
 
     def attach(self, requests: Sequence[Request]) -> bool:
         return True

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.ahead import AheadDraft
+from paceline.backends.async_decoding import DeviceDraft
 from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner
 from paceline.core.features import Features
 from paceline.core.forward import KeptFeatures
@@ -210,10 +210,10 @@ class HeadDrafter(Drafter):
         keeps = self._runner.keeps_features
         return KeptFeatures(self._pages.pool, self._shape.feature_layers) if keeps else None
 
-    def device_draft(self, plan: DraftPlan) -> AheadDraft | None:
+    def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
         if plan.branching != 1:
             return None
-        return AheadDraft(plan.levels, self._runner, self._pages.pool, self._shape.feature_layers)
+        return DeviceDraft(plan.levels, self._runner, self._pages.pool, self._shape.feature_layers)
 
     def attach(self, requests: Sequence[Request]) -> bool:
         ends = [len(request.prompt_token_ids) + request.max_output for request in requests]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backends.ahead import LookUp
+from paceline.backends.async_decoding import NgramLookup
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, Target, TextDrafts
 from paceline.draft.matching import copy_longest
@@ -81,7 +81,7 @@ class NgramDrafter(Drafter):
     def __init__(self, options: Options) -> None:
         self._indexes = RequestIndexes(range(options.shortest, options.prompt_lookup_max + 1))
         # not optimistic: the device finds the very same chains, and finds them in time
-        self.device = TextDrafts(LookUp(options.shortest, options.prompt_lookup_max), optimistic=False)
+        self.device = TextDrafts(NgramLookup(options.shortest, options.prompt_lookup_max), optimistic=False)
 
     @classmethod
     def load(cls, options: Options, target: Target) -> NgramDrafter:

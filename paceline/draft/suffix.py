@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backends.ahead import LookUp
+from paceline.backends.async_decoding import NgramLookup
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, Target, TextDrafts
 from paceline.draft.matching import COLUMNS, draft_trees
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 LEVELS = (1, 3, 8, 24)  # n-grams that are indexed; what lies between is found on the level below
 # What a decoder looks up where it runs, if what was drafted in advance is of no help: rows of its passes are
 # computed anyway, so also behind one token. Longer matches gained nothing in simulation.
-LOOK_UP = LookUp(1, 4)
+LOOK_UP = NgramLookup(1, 4)
 SHARES = ("responses", "prompts", "off")
 
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.backends.ahead import AheadDecoder, AheadDraft, AheadOutput, Joining
+from paceline.backends.async_decoding import AsyncDecoder, DecodeOutput, DeviceDraft, SlotInits
 from paceline.core.features import Features
 from paceline.core.request import Request
 from paceline.core.schedule import Scheduled
@@ -45,14 +45,14 @@ class DeviceExecutor:
 
     on_device = True
 
-    def __init__(self, make: Callable[[], AheadDecoder | None], drafting: Drafting, kv: KVCache) -> None:
+    def __init__(self, make: Callable[[], AsyncDecoder | None], drafting: Drafting, kv: KVCache) -> None:
         """`make` gives the backend's decoder, None if it has none."""
         self._make = make
         self._drafting = drafting
         self._kv = kv
-        self._made: AheadDecoder | None = None
+        self._made: AsyncDecoder | None = None
         self._is_missing = False  # the backend has no decoder, or there was no memory for it
-        self._drafts: dict[DraftPlan, AheadDraft] = {}
+        self._drafts: dict[DraftPlan, DeviceDraft] = {}
         self._passes: deque[tuple[list[Request], DraftPlan]] = deque()  # in flight
         self._known: dict[Request, int] = {}  # to the decoder: how many passes in flight each takes part in
         self._attached: dict[Request, None] = {}  # those that a head drafts for on the device
@@ -61,7 +61,7 @@ class DeviceExecutor:
         self._optimistic = OptimisticDrafts(drafting)
         self.shadow = ShadowDrafts(drafting)
 
-    def decoder(self) -> AheadDecoder | None:
+    def decoder(self) -> AsyncDecoder | None:
         """The backend's decoder, made when it is first asked for; None if there is none."""
         if self._made is None and not self._is_missing:
             try:
@@ -71,7 +71,7 @@ class DeviceExecutor:
             self._is_missing = self._made is None
         return self._made
 
-    def draft(self, plan: DraftPlan) -> AheadDraft | None:
+    def draft(self, plan: DraftPlan) -> DeviceDraft | None:
         """What the decoder drafts with by this plan; None if it cannot."""
         decoder = self.decoder()
         if decoder is None or not plan.budget:
@@ -80,7 +80,7 @@ class DeviceExecutor:
             draft = self._drafting.device_draft(plan)
             if draft is not None and draft.runner is None:
                 rows = max(1, MAX_TEXT_DRAFT_ROWS // (1 + plan.levels))
-                draft = replace(draft, most_requests=rows) if decoder.looks_up else None
+                draft = replace(draft, max_requests=rows) if decoder.supports_lookup else None
             if draft is None:
                 return None
             self._drafts[plan] = draft
@@ -100,7 +100,7 @@ class DeviceExecutor:
     def fitting(self, plan: DraftPlan, requests: int) -> DraftPlan:
         """This plan, or the plain one where passes by it have no buffers for so many requests."""
         draft = self.draft(plan)
-        fits = draft is None or draft.most_requests is None or requests <= draft.most_requests
+        fits = draft is None or draft.max_requests is None or requests <= draft.max_requests
         return plan if fits else PLAIN
 
     def admit(self, requests: Sequence[Request], plan: DraftPlan) -> list[Request]:
@@ -175,12 +175,12 @@ class DeviceExecutor:
         self._passes.append((requests, plan))
         if new:
             self._forget_finished()
-            decoder.join(_slot_inits(new, with_texts=decoder.looks_up and self._drafting.reads_texts))
+            decoder.join(_slot_inits(new, with_texts=decoder.supports_lookup and self._drafting.reads_texts))
         for request in requests:
             self._known[request] = self._known.get(request, 0) + 1
         expected = None
-        if draft is not None and draft.leads:
-            expected = self._optimistic.rows(plan, requests, draft.leads)
+        if draft is not None and draft.host_tokens:
+            expected = self._optimistic.rows(plan, requests, draft.host_tokens)
         decoder.launch([request.slot for request in requests], self._kv.page_tables, draft, expected)
         self._shadow(schedule, requests, plan)
         return InFlight(schedule, self._read, self._skip)
@@ -225,7 +225,7 @@ class DeviceExecutor:
         return requests, plan
 
     def _features(
-        self, parts: Sequence[Scheduled], rows: Sequence[int], output: AheadOutput
+        self, parts: Sequence[Scheduled], rows: Sequence[int], output: DecodeOutput
     ) -> Features | None:
         """Those of the parts, which are these rows of a pass."""
         if output.features is None:
@@ -283,10 +283,10 @@ def common_plan(parts: Sequence[Scheduled]) -> DraftPlan:
     return next((part.plan for part in parts if part.plan.budget), PLAIN)
 
 
-def _slot_inits(requests: Sequence[Request], with_texts: bool) -> Joining:
+def _slot_inits(requests: Sequence[Request], with_texts: bool) -> SlotInits:
     """What the decoder must know of requests that it does not know yet; for look-ups all of their texts."""
     params = [request.params for request in requests]
-    return Joining(
+    return SlotInits(
         slots=np.array([request.slot for request in requests], dtype=np.int32),
         tokens=np.array([[0, *request.token_ids[-2:]][-2:] for request in requests], dtype=np.int32),
         lengths=np.array([request.num_computed for request in requests], dtype=np.int32),

@@ -14,7 +14,7 @@ from itertools import compress
 
 import numpy as np
 
-from paceline.backends.ahead import AheadDraft
+from paceline.backends.async_decoding import DeviceDraft
 from paceline.constrain.constraint import MOST_FORCED
 from paceline.constrain.pruning import Draft, fit_draft
 from paceline.core.features import Features
@@ -218,7 +218,7 @@ class Drafting:
         """Whether passes may draft from the requests' own texts on the device."""
         return not self.feature_layers and any(map(_drafts_from_texts, self._drafters.values()))
 
-    def device_draft(self, plan: DraftPlan) -> AheadDraft | None:
+    def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
         """What passes by this plan draft with on the device; None if they cannot."""
         chain = plan.drafter is not None and plan.branching == 1 and plan.otherwise is None
         if not chain or plan.forced or plan.least_chance:  # by chances the host decides

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.backends.ahead import AheadDecoder
+from paceline.backends.async_decoding import AsyncDecoder
 from paceline.backends.base import Backend
 from paceline.constrain.compiler import Grammar, GrammarCompiler, GrammarTokenizer
 from paceline.control.controller import Controller, FixedController, Load, StepPlan
@@ -84,7 +84,7 @@ class Engine:
             Verification(rule, limits.vocab_size),
         )
         self._device = DeviceExecutor(self._make_decoder if samples else _no_decoder, self._drafting, self.kv)
-        truncates = backend.keeps_ahead
+        truncates = backend.truncates_on_device
         self._overlap = OverlapScheduler(self.scheduler, self._device, self._host, self._plan, truncates)
         self._next_plan: _Planned | None = None  # that no pass was scheduled by yet
         self._counted = (0, 0)  # preemptions and failures of drafters that statistics have
@@ -245,8 +245,8 @@ class Engine:
     ) -> StepStats:
         stats = self.state()
         stats.rows, stats.attended = result.num_rows, result.attended
-        stats.ahead = schedule.executor.on_device
-        stats.plan = common_plan(schedule.parts) if stats.ahead else None
+        stats.overlapped = schedule.executor.on_device
+        stats.plan = common_plan(schedule.parts) if stats.overlapped else None
         gained = [len(delta.token_ids) for delta in deltas]
         add_pass(stats, result.parts, result.shapes, result.verdicts, gained, timer.seconds)
         stats.draft_calls, stats.shadow = self._drafting.take_calls(), self._device.shadow.take()
@@ -263,9 +263,11 @@ class Engine:
             self._device.drop()
         return [request for request in dict.fromkeys(lost) if not request.finished]
 
-    def _make_decoder(self) -> AheadDecoder | None:
+    def _make_decoder(self) -> AsyncDecoder | None:
         limits, layers, kept = self.limits, self._drafting.feature_layers, self._drafting.kept
-        return self.backend.decode_ahead(self._pool, limits.max_num_seqs, limits.max_model_len, layers, kept)
+        return self.backend.make_async_decoder(
+            self._pool, limits.max_num_seqs, limits.max_model_len, layers, kept
+        )
 
     def _remove(self, request: Request) -> None:
         """Take out a request that ended. After an error its keys and values are not offered to others."""

@@ -43,7 +43,7 @@ class OptimisticDrafts:
         self._drafts: dict[Request, OptimisticDraft] = {}
 
     def rows(self, plan: DraftPlan, requests: Sequence[Request], length: int) -> Int32Array:
-        """The drafts of these requests for their next pass, as AheadDecoder.launch takes them."""
+        """The drafts of these requests for their next pass, as AsyncDecoder.launch takes them."""
         # over the pass in flight, the next one, and those until it is asked again; more would take it longer
         passes = 1 + -(-len(requests) // MAX_DRAFTED)
         budget = min(passes * (1 + plan.levels), length)

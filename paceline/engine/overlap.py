@@ -72,7 +72,7 @@ class OverlapScheduler:
         return self._device.decoder() is not None and all(self._samples(own) for own in requests)
 
     def _samples(self, request: Request) -> bool:
-        return request.races or (self._truncates and request.races_among_kept)
+        return request.samples_plainly or (self._truncates and request.samples_truncated)
 
     def _counts_as_due(self, decoding: int) -> bool:
         """Count another pass that the waiting requests wait for; whether they have waited long enough."""

@@ -156,7 +156,7 @@ class World:
             seconds += length * self.drafters[name].seconds_per_level
         stats = StepStats(
             requests=len(running),
-            ahead=True,
+            overlapped=True,
             plan=plan,
             rows=rows,
             new_tokens=tokens,

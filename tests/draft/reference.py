@@ -52,8 +52,8 @@ def ngram_chain(stream, shortest, longest, budget):
     return []
 
 
-def lead_chain(text, start, tokens, budget):
-    """What a lead whose first token has this place in the text says next; nothing, if it was wrong before."""
+def host_draft_chain(text, start, tokens, budget):
+    """What a host draft that starts at this place in the text says next; nothing if it was wrong before."""
     known = len(text) - start
     if start < 0 or known < 0 or tokens[:known] != text[start:]:
         return []

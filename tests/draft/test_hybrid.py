@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from paceline.backends.ahead import LookUp
+from paceline.backends.async_decoding import NgramLookup
 from paceline.core.trees import DraftPlan, DraftTrees, Draws
 from paceline.draft.base import DrafterNeeds, DraftSampling
 from paceline.draft.hybrid import HybridDrafter, union
@@ -185,7 +185,7 @@ def test_loading_brings_both_parts():
     target = SimpleNamespace(sampling=DraftSampling.COUPLED)
     drafter = HybridDrafter.load(config.options, target)
     assert tree_of(drafter, [5, 6, 7, 8, 9, 5], DraftPlan("hybrid", 4))[0] == [6, 7]
-    assert drafter.device.look_up == LookUp(1, 4)  # where a decoder can, as the other would
+    assert drafter.device.look_up == NgramLookup(1, 4)  # where a decoder can, as the other would
 
 
 def test_chosen_and_drawn_nodes_in_one_tree_are_refused():

@@ -24,7 +24,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 def outputs(drafter: ScriptedDrafter | None = None, ahead: bool = False) -> list[Request]:
-    engine = toy_engine(ToyBackend(ahead=ahead), drafter=drafter, budget=4 if drafter else 0, branching=1)
+    engine = toy_engine(ToyBackend(on_device=ahead), drafter=drafter, budget=4 if drafter else 0, branching=1)
     requests = [engine.add_request(ids, PARAMS)[0] for ids in PROMPTS]
     drain(engine)
     assert engine.kv.usage == 0

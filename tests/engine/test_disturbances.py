@@ -15,7 +15,7 @@ from paceline.control.controller import FixedController
 from paceline.core.forward import ForwardBatch, ForwardOutput
 from paceline.core.trees import DraftPlan
 from paceline.engine.engine import Engine
-from tests.engine.test_ahead import REQUESTS, Changing, Hosted, LookedUp, expected, outcome
+from tests.engine.test_overlap import REQUESTS, Changing, Hosted, LookedUp, expected, outcome
 from tests.toy import ScriptedDrafter, ToyBackend, ToyPool, drain, scribble_free_pages, toy_engine
 
 RUBBISH = -555  # of a pass that raised: a request that reads it gets other bytes
@@ -65,7 +65,7 @@ DRAFTS = {
 def disturbed_engine(
     ahead: bool, drafts: str, caching: bool = True, rows: int = 16
 ) -> tuple[Engine, Disturbed]:
-    backend = Disturbed(ahead=ahead, max_rows=rows, nan_after=NAN)
+    backend = Disturbed(on_device=ahead, max_rows=rows, nan_after=NAN)
     drafter, controller = None, None
     if (given := DRAFTS[drafts]) is not None:
         kind, style, lengths = given

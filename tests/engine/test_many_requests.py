@@ -67,7 +67,7 @@ def test_nothing_grows_with_the_number_of_requests(monkeypatch, ahead, controlle
     if controlled:
         controller = AutoController({"suffix": DraftPlan("suffix", 4)}, StepCosts([1, 64], [1.0, 2.0], 0.0))
     engine = toy_engine(
-        ToyBackend(ahead=ahead),
+        ToyBackend(on_device=ahead),
         drafter=drafter,
         budget=4,
         branching=1,

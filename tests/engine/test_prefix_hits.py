@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.draft.ngram import NgramDrafter
-from tests.engine.test_ahead import Hosted, alone, params
 from tests.engine.test_exactness import prompt
+from tests.engine.test_overlap import Hosted, alone, params
 from tests.toy import ScriptedDrafter, ToyBackend, drain, toy_engine
 
 PAGE = 4
@@ -27,7 +27,7 @@ def hits(
 ) -> tuple[list[int], list[list[int]]]:
     """Tokens found in the cache for each request, and the answers: six conversations of three turns."""
     engine = toy_engine(
-        ToyBackend(page_size=PAGE, ahead=on_device),
+        ToyBackend(page_size=PAGE, on_device=on_device),
         num_pages=num_pages,
         drafter=drafter,
         budget=5 if drafter else 0,

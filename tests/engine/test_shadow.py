@@ -12,9 +12,9 @@ from paceline.core.stats import StepStats
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.ngram import NgramDrafter
 from paceline.engine.shadow import MAX_FOLLOWED
-from tests.engine.test_ahead import params
-from tests.engine.test_ahead_look_up import Repeating
 from tests.engine.test_exactness import prompt
+from tests.engine.test_lookup import Repeating
+from tests.engine.test_overlap import params
 from tests.toy import drain, toy_engine
 
 LENGTH = 4
@@ -43,7 +43,7 @@ class Shadowing(Controller):
 def run(controller: Controller | None, count: int = 1, tokens: int = 60):
     drafter = NgramDrafter(NgramDrafter.Options(prompt_lookup_min=1))
     options = {"controller": controller} if controller else {"budget": LENGTH, "branching": 1}
-    engine = toy_engine(Repeating(ahead=True), drafter=drafter, num_pages=2000, **options)
+    engine = toy_engine(Repeating(on_device=True), drafter=drafter, num_pages=2000, **options)
     own = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
     requests = [engine.add_request(prompt(n, 5), params(n, **own))[0] for n in range(count)]
     drain(engine)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.backends.ahead import AheadDraft, AheadOutput, Joining
+from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, SlotInits
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
 from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork
 from paceline.backends.cuda.draft_shape import chain_shape
@@ -62,9 +62,9 @@ class Loop:
 
 
 class CudaAsyncDecoder:
-    """The protocol of backends/ahead.py: decoding that overlaps with the host."""
+    """The protocol of backends/async_decoding.py: decoding that overlaps with the host."""
 
-    looks_up = True
+    supports_lookup = True
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class CudaAsyncDecoder:
         # [slots] upper bound of the computed tokens, and those at `join`
         self._lengths, self._joined = np.zeros((2, slots), dtype=np.int32)
         self._keeps_all = np.ones(slots, dtype=np.bool_)  # [slots] whether nothing is truncated
-        self._loops: dict[AheadDraft | None, Loop] = {}
+        self._loops: dict[DeviceDraft | None, Loop] = {}
         self._last: Loop | None = (
             None  # of the last pass, if the next one over the same slots can reuse its rows
         )
@@ -97,7 +97,7 @@ class CudaAsyncDecoder:
         self._unread: deque[tuple[Buffer, Int64Array]] = deque()  # with their slots, oldest first
 
     @torch.inference_mode()
-    def join(self, requests: Joining) -> None:
+    def join(self, requests: SlotInits) -> None:
         """Initialize slots, or overwrite the state of slots in use."""
         staged = np.stack(
             (
@@ -141,8 +141,8 @@ class CudaAsyncDecoder:
         self,
         slots: Sequence[int],
         page_tables: Int32Array,
-        draft: AheadDraft | None,
-        leads: Int32Array | None = None,
+        draft: DeviceDraft | None,
+        host_drafts: Int32Array | None = None,
     ) -> None:
         """Launch a pass over the requests in these slots."""
         slot_list, rows, loop = list(slots), bucket(len(slots)), self._loop(draft)
@@ -155,10 +155,10 @@ class CudaAsyncDecoder:
             steps.begin(slot_list, rows)
             self._use_shared_prefix(steps, index)
             self._slots, self._last = slot_list, loop
-        if leads is not None:
+        if host_drafts is not None:
             assert buffer.host_drafts is not None
             assert steps.host_drafts is not None
-            buffer.host_drafts.numpy()[: len(slot_list)] = leads  # rows after them are padding
+            buffer.host_drafts.numpy()[: len(slot_list)] = host_drafts  # rows after them are padding
             steps.host_drafts[:rows].copy_(buffer.host_drafts[:rows], non_blocking=True)
         steps.step(rows, bool(self._keeps_all[index].all()))
         used = 2 * loop.most + rows * loop.width
@@ -180,7 +180,7 @@ class CudaAsyncDecoder:
             find_shared_prefixes(pass_rows, self._page_size, config.num_heads, config.num_kv_heads)
         )
 
-    def read(self) -> AheadOutput:
+    def read(self) -> DecodeOutput:
         """The result of the oldest pass that was not read. Waits for it."""
         buffer, slots = self._unread.popleft()
         if buffer.done is not None:
@@ -190,7 +190,7 @@ class CudaAsyncDecoder:
         self._lengths[slots] -= buffer.tokens.shape[1] - counts
         features = None if buffer.features is None else cast(Float32Array, buffer.features[:count].numpy())
         found = None if buffer.found is None else buffer.found[:count]
-        return AheadOutput(buffer.tokens[:count], counts, features, found)
+        return DecodeOutput(buffer.tokens[:count], counts, features, found)
 
     def skip(self) -> None:
         """Discard the oldest pass that was not read."""
@@ -201,7 +201,7 @@ class CudaAsyncDecoder:
         self._unread.clear()
 
     @torch.inference_mode()
-    def prepare(self, draft: AheadDraft | None) -> dict[int, float]:
+    def prepare(self, draft: DeviceDraft | None) -> dict[int, float]:
         """Capture a graph for every bucket, over padding rows, and measure its seconds on a GPU."""
         for count in buckets(self._rows):  # slot initializations; no slot is in use yet
             self._graphs.run(count, partial(self._init_slots, count))
@@ -227,15 +227,15 @@ class CudaAsyncDecoder:
         torch.cuda.synchronize(self.device)
         return (time.perf_counter() - start) / TIMED
 
-    def _loop(self, draft: AheadDraft | None) -> Loop:
+    def _loop(self, draft: DeviceDraft | None) -> Loop:
         """The loop of this draft, created when first needed."""
         if draft in self._loops:
             return self._loops[draft]
         network, keeps, layers = None, None, self._feature_layers
         shape, most = chain_shape(0 if draft is None else draft.length), self._rows
         by_text = draft is not None and draft.runner is None  # it drafts without a head
-        if draft is not None and draft.most_requests is not None:
-            most = min(most, bucket(draft.most_requests))
+        if draft is not None and draft.max_requests is not None:
+            most = min(most, bucket(draft.max_requests))
         if draft is not None and draft.runner is not None:
             runner = cast(Any, draft.runner)
             keeps, layers = cast(HeadPool, draft.pool), draft.feature_layers
@@ -254,7 +254,7 @@ class CudaAsyncDecoder:
             feature_layers=layers,
             kept=keeps,
             look_up=None if draft is None else draft.look_up,
-            host_drafts=0 if draft is None else draft.leads,
+            host_drafts=0 if draft is None else draft.host_tokens,
         )
         buffers = deque(
             self._buffer(steps, most, gives_features=keeps is None, gives_found=by_text)

@@ -54,7 +54,7 @@ class CudaBackend(Backend):
     name = "cuda"
     page_size = PAGE_SIZE
     batch_invariant = True
-    chooses = drafts_ahead = keeps_ahead = True
+    chooses = drafts_on_device = truncates_on_device = True
     supports_features = True
 
     def __init__(self, weights: Weights, max_rows: int) -> None:
@@ -218,7 +218,7 @@ class CudaBackend(Backend):
                 "Lower gpu_memory_utilization, max_model_len or max_num_batched_tokens."
             ) from error
 
-    def decode_ahead(
+    def make_async_decoder(
         self,
         pool: KVPool,
         slots: int,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paceline.backends.ahead import LookUp
+from paceline.backends.async_decoding import NgramLookup
 from paceline.backends.cuda.draft_networks import DraftNetwork, DraftRows
 from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, plan_step
 from paceline.backends.cuda.graphs import Graphs
@@ -78,7 +78,7 @@ class DecodeLoop:
         given: DraftShape | None = None,
         feature_layers: tuple[int, ...] = (),
         kept: HeadPool | None = None,
-        look_up: LookUp | None = None,
+        look_up: NgramLookup | None = None,
         host_drafts: int = 0,
     ) -> None:
         """Steps of at most `max_rows` requests, plain if nothing drafts.

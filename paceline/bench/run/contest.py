@@ -140,7 +140,7 @@ def run_contest(
     contest = Contest(options, chosen.threads, chosen.quantization, inexact=_inexact(options))
 
     disturbances = Disturbances()
-    ahead = model.backend.drafts_ahead
+    ahead = model.backend.drafts_on_device
 
     def make(label: str) -> EngineRunner:
         gc.collect()  # pools of engines that are done

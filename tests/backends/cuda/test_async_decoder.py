@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backends.ahead import AheadDraft, Joining
+from paceline.backends.async_decoding import DeviceDraft, SlotInits
 from paceline.control.controller import FixedController
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
@@ -86,12 +86,12 @@ def decoder(loops):  # type: ignore[no-untyped-def]
     return CudaAsyncDecoder(weights, None, SLOTS, LONGEST, PAGE, (1,))  # type: ignore[arg-type]
 
 
-def head_draft(length: int) -> AheadDraft:
-    return AheadDraft(length, SimpleNamespace(weights=None), SimpleNamespace(), (0, 1, 2))  # type: ignore[arg-type]
+def head_draft(length: int) -> DeviceDraft:
+    return DeviceDraft(length, SimpleNamespace(weights=None), SimpleNamespace(), (0, 1, 2))  # type: ignore[arg-type]
 
 
-def joining(slots: Sequence[int], lengths: Sequence[int]) -> Joining:
-    return Joining(
+def joining(slots: Sequence[int], lengths: Sequence[int]) -> SlotInits:
+    return SlotInits(
         slots=np.array(slots, dtype=np.int32),
         tokens=np.array([[slot + 40, slot + 50] for slot in slots], dtype=np.int32),
         lengths=np.array(lengths, dtype=np.int32),
@@ -174,7 +174,7 @@ def test_each_length_has_a_loop_that_begins_anew_when_it_takes_its_turn(decoder,
 def test_host_drafts_arrive_before_their_pass_and_for_no_other(decoder, loops) -> None:  # type: ignore[no-untyped-def]
     tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
     decoder.join(joining([4, 2], [3, 5]))
-    by_host = AheadDraft(2, leads=3)
+    by_host = DeviceDraft(2, host_tokens=3)
     lines = [[[4, 7, 8, -1], [6, 9, 0, 5]], [[-1, -1, -1, -1], [6, 9, 0, 5]], [[7, 1, -1, -1]]]
     for slots, own in zip([[4, 2], [4, 2], [2]], lines, strict=True):
         decoder.launch(slots, tables, by_host, np.array(own, dtype=np.int32))

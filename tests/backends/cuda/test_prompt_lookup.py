@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.backends.ahead import LookUp
+from paceline.backends.async_decoding import NgramLookup
 from paceline.core.params import SamplingParams
 from paceline.core.trees import DraftPlan
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.suffix import SuffixDrafter, SuffixOptions
 from tests.backends.cuda.test_backend import make, needs_gpu
 from tests.backends.cuda.test_decode_loop import LENGTH, Case
-from tests.draft.reference import lead_chain, ngram_chain
+from tests.draft.reference import host_draft_chain, ngram_chain
 from tests.draft.requests import chains, make_request
 from tests.tiny import VOCAB_SIZE, save_checkpoint
 from tests.toy import ToyTokenizer, drain
@@ -38,7 +38,7 @@ def on_the_host(text: list[int], shortest: int, longest: int, most: int) -> list
 def on_the_device(
     texts: dict[int, list[int]],
     slots: list[int],
-    options: LookUp | None,
+    options: NgramLookup | None,
     device: torch.device,
     limits: dict[int, int] | None = None,
     without: list[int] | None = None,
@@ -81,7 +81,7 @@ def test_the_device_finds_what_the_host_finds(data, shortest, more, letters):  #
         slot: data.draw(st.lists(st.integers(0, letters), min_size=1, max_size=LONGEST - 1))
         for slot in (0, 2, 5)
     }
-    found = on_the_device(texts, [2, -1, 5, 0], LookUp(shortest, longest), device)
+    found = on_the_device(texts, [2, -1, 5, 0], NgramLookup(shortest, longest), device)
     hosts = {slot: on_the_host(text, shortest, longest, CHAIN) for slot, text in texts.items()}
     assert found == [hosts[2], [], hosts[5], hosts[0]]
 
@@ -96,7 +96,7 @@ def test_texts_of_many_blocks(device: torch.device) -> None:
         3: [9, *([4] * 60)],
     }
     assert all(len(text) <= LONGEST for text in texts.values())
-    found = on_the_device(texts, [0, 1, 2, 3], LookUp(2, 4), device)
+    found = on_the_device(texts, [0, 1, 2, 3], NgramLookup(2, 4), device)
     assert found == [[50, 51, 52, 53, 54], [41, 42, 43, 44, 45], [], [4] * 5]
 
 
@@ -105,15 +105,15 @@ def test_what_no_request_can_have_is_not_drafted(device: torch.device) -> None:
     text = [1, 2, 3, 4, 5, 6, 1, 2]
     texts = dict.fromkeys(range(6), text)
     limits = {0: LONGEST, 1: len(text) + 2, 2: len(text), 3: len(text) - 1}
-    found = on_the_device(texts, [0, 1, 2, 3, 4, -1], LookUp(2, 4), device, limits, without=[4])
+    found = on_the_device(texts, [0, 1, 2, 3, 4, -1], NgramLookup(2, 4), device, limits, without=[4])
     assert found == [[3, 4, 5, 6, 1], [3, 4], [], [], [], []]
     assert found[1] == on_the_host(text, 2, 4, limits[1] - len(text))
 
 
-def by_reference(text: list[int], host_draft: HostDraft, options: LookUp | None, most: int) -> list[int]:
+def by_reference(text: list[int], host_draft: HostDraft, options: NgramLookup | None, most: int) -> list[int]:
     """The chain after a text: the rest of the host's draft, if it matches, or else what is looked up."""
     most = min(most, CHAIN)
-    chain = lead_chain(text, *host_draft, most)
+    chain = host_draft_chain(text, *host_draft, most)
     if not chain and options is not None:
         chain = on_the_host(text, options.shortest, options.longest, most)
     return chain
@@ -131,7 +131,7 @@ def host_draft_of(draw: st.DrawFn, text: list[int], letters: int) -> HostDraft:
 
 @settings(max_examples=EXAMPLES)
 @given(st.data(), st.booleans(), st.integers(1, 3))
-def test_the_device_follows_host_drafts_as_the_reference_does(data, looks_up, letters):  # type: ignore[no-untyped-def]
+def test_the_device_follows_host_drafts_as_the_reference_does(data, supports_lookup, letters):  # type: ignore[no-untyped-def]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     slots, texts, host_drafts, limits = [5, -1, 0, 2, 1], {}, [], {}
     for slot in slots:
@@ -139,7 +139,7 @@ def test_the_device_follows_host_drafts_as_the_reference_does(data, looks_up, le
         host_drafts.append(data.draw(host_draft_of(text, letters)))
         if slot >= 0:
             texts[slot], limits[slot] = text, min(len(text) + data.draw(st.integers(-1, CHAIN + 2)), LONGEST)
-    options = LookUp(1, 3) if looks_up else None
+    options = NgramLookup(1, 3) if supports_lookup else None
     found = on_the_device(texts, slots, options, device, limits, without=[1], host_drafts=host_drafts)
     for slot, host_draft, chain in zip(slots, host_drafts, found, strict=True):
         if slot in (-1, 1):
@@ -153,7 +153,7 @@ LED = [40, 41, 42, 43, 44, 45]
 REPEATS = [1, 2, 30, 31, 40, 41, 1, 2]  # behind 1, 2 there is something to look up
 
 
-@pytest.mark.parametrize("options", [None, LookUp(2, 4)])
+@pytest.mark.parametrize("options", [None, NgramLookup(2, 4)])
 @pytest.mark.parametrize(
     ("text", "host_draft", "chain"),
     [
@@ -188,7 +188,9 @@ def test_a_host_draft_that_matched_until_here_gives_the_next_tokens(  # type: ig
     ],
 )
 def test_without_a_matching_host_draft_the_text_is_looked_up(host_draft, device) -> None:  # type: ignore[no-untyped-def]
-    assert on_the_device({2: REPEATS}, [2], LookUp(2, 4), device, host_drafts=[host_draft]) == [REPEATS[2:7]]
+    assert on_the_device({2: REPEATS}, [2], NgramLookup(2, 4), device, host_drafts=[host_draft]) == [
+        REPEATS[2:7]
+    ]
     assert on_the_device({2: REPEATS}, [2], None, device, host_drafts=[host_draft]) == [[]]
 
 
@@ -204,7 +206,7 @@ def test_host_drafts_are_read_by_row_and_not_beyond_the_limit(device: torch.devi
 
 
 def test_steps_that_follow_host_drafts_keep_the_tokens(device: torch.device, dtype: torch.dtype) -> None:
-    """The lead is right but for its end, and the second step goes on with it."""
+    """The host's draft is right but for its end, and the second step goes on with it."""
     from paceline.backends.cuda.decode_loop import DecodeLoop
     from paceline.backends.cuda.draft_shape import chain_shape
 
@@ -242,7 +244,7 @@ def test_steps_that_look_up_leave_the_tokens_as_they_are(device: torch.device, d
     before = case.state.tokens[1, LENGTH - 1 : LENGTH + 1].tolist()
     case.state.tokens[1, 2:6] = torch.tensor([*before, *expected[:2]])
     loop = DecodeLoop(
-        case.weights, case.pool(), case.state, 2, 16, None, chain_shape(2), look_up=LookUp(2, 4)
+        case.weights, case.pool(), case.state, 2, 16, None, chain_shape(2), look_up=NgramLookup(2, 4)
     )
     loop.begin([1], 2)
     loop.step(2)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.ahead import LookUp
+from paceline.backends.async_decoding import NgramLookup
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 from paceline.backends.cuda.kernels.step_rows import TOKENS, DeviceRequests, StepRows
 
@@ -88,7 +88,7 @@ def _prompt_lookup_kernel(  # type: ignore[no-untyped-def]
 def prompt_lookup(
     slots: torch.Tensor,
     state: DeviceRequests,
-    options: LookUp | None,
+    options: NgramLookup | None,
     host_drafts: torch.Tensor | None,
     rows: StepRows,
     nodes: int,

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.backends.ahead import LookUp
+from paceline.backends.async_decoding import NgramLookup
 from paceline.control.controller import FixedController
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import OPTIMISTIC_PASSES, DrafterNeeds, TextDrafts
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.suffix import SuffixDrafter, SuffixOptions
 from paceline.engine.optimistic import MAX_DRAFTED
-from tests.engine.test_ahead import REQUESTS, Hosted, alone, expected, outcome, params
-from tests.engine.test_ahead_look_up import Repeating
 from tests.engine.test_exactness import prompt
+from tests.engine.test_lookup import Repeating
+from tests.engine.test_overlap import REQUESTS, Hosted, alone, expected, outcome, params
 from tests.toy import ToyBackend, drain, toy_engine
-from tests.toy_ahead import ToyAhead
+from tests.toy_decoder import ToyDecoder
 from tests.toy_tokenizer import VOCAB
 
 LEVELS = 3
-LEAD = OPTIMISTIC_PASSES * (1 + LEVELS)
+REACH = OPTIMISTIC_PASSES * (1 + LEVELS)
 LONG = {"max_tokens": 42, "ignore_eos": True}
 
 
 @pytest.fixture
 def given(monkeypatch):
-    """The leads of all passes that were begun, None of a plain one, with their slots."""
+    """The host's drafts of all passes that were begun, None of a plain one, with their slots."""
     lines = []
-    launch = ToyAhead.launch
+    launch = ToyDecoder.launch
 
-    def recorded(self, slots, page_tables, draft, leads=None):
-        lines.append((list(slots), None if leads is None else leads.tolist()))
-        launch(self, slots, page_tables, draft, leads)
+    def recorded(self, slots, page_tables, draft, host_drafts=None):
+        lines.append((list(slots), None if host_drafts is None else host_drafts.tolist()))
+        launch(self, slots, page_tables, draft, host_drafts)
 
-    monkeypatch.setattr(ToyAhead, "launch", recorded)
+    monkeypatch.setattr(ToyDecoder, "launch", recorded)
     return lines
 
 
@@ -60,7 +60,7 @@ class Counting(Hosted):
 
 def test_what_is_right_is_accepted_whole_though_the_host_is_a_pass_behind():
     truth = truth_of([2])
-    drafter, backend = Counting(truth), ToyBackend(ahead=True)
+    drafter, backend = Counting(truth), ToyBackend(on_device=True)
     engine = toy_engine(backend, drafter=drafter, budget=LEVELS, branching=1)
     (request,) = added(engine, [2])
     in_flight, gained = [], []
@@ -77,37 +77,41 @@ def test_what_is_right_is_accepted_whole_though_the_host_is_a_pass_behind():
     assert [number for ((_, number),) in drafter.asked] == [1, 5, 9, 13, 17, 21, 25, 29, 33, 37]
 
 
-def test_leads_are_places_of_the_text_and_go_as_far_as_two_passes(given):
+def test_drafts_say_their_place_in_the_text_and_reach_over_two_passes(given):
     truth = truth_of([2])
-    engine = toy_engine(ToyBackend(ahead=True), drafter=Hosted(truth, "right"), budget=LEVELS, branching=1)
+    engine = toy_engine(
+        ToyBackend(on_device=True), drafter=Hosted(truth, "right"), budget=LEVELS, branching=1
+    )
     added(engine, [2])
     drain(engine)
     (whole,) = truth.values()
-    lines = [leads[0] for _, leads in given]
+    lines = [host_drafts[0] for _, host_drafts in given]
     assert [start for start, *_ in lines] == [6, 6, 10, 14, 18, 22, 26, 30, 34, 38, 42]
     for start, *tokens in lines:
         known = start - 5
         left = whole[known:][: min(2 * (1 + LEVELS), len(whole) - known - 1)]  # the last token comes anyway
-        assert tokens == left + [-1] * (LEAD - len(left))
+        assert tokens == left + [-1] * (REACH - len(left))
 
 
-@pytest.mark.parametrize("look_up", [None, LookUp(1, 4)])
+@pytest.mark.parametrize("look_up", [None, NgramLookup(1, 4)])
 @pytest.mark.parametrize("style", ["right", "partly", "wrong"])
-def test_tokens_are_those_of_plain_steps_however_good_leads_are(style, look_up):
+def test_tokens_are_those_of_plain_steps_however_good_drafts_are(style, look_up):
     truth = {tuple(ids): expected(number)[0] for number, (ids, _) in enumerate(REQUESTS)}
     drafter = Hosted(truth, style)
     drafter.device = TextDrafts(look_up)
-    engine = toy_engine(ToyBackend(ahead=True), drafter=drafter, budget=LEVELS, branching=1, max_num_seqs=4)
+    engine = toy_engine(
+        ToyBackend(on_device=True), drafter=drafter, budget=LEVELS, branching=1, max_num_seqs=4
+    )
     requests = [engine.add_request(*REQUESTS[number])[0] for number in range(len(REQUESTS))]
     drain(engine)
     assert [outcome(request) for request in requests] == [expected(n) for n in range(len(REQUESTS))]
 
 
-def test_where_leads_were_wrong_the_text_is_looked_up():
+def test_where_drafts_were_wrong_the_text_is_looked_up():
     """A drafter that is always wrong drafts what ngram finds, but in the first pass, where nothing tells."""
 
     def run(drafter, ahead=True):
-        engine = toy_engine(Repeating(ahead=ahead), drafter=drafter, budget=LEVELS, branching=1)
+        engine = toy_engine(Repeating(on_device=ahead), drafter=drafter, budget=LEVELS, branching=1)
         (request,) = added(engine, [2])
         drain(engine)
         own = request.speculative
@@ -130,7 +134,7 @@ def test_what_a_request_leaves_serves_nobody_who_has_its_slot_next(given):
     truth = truth_of([2])
     truth[tuple(prompt(3, 5))] = []  # nothing is expected of it
     engine = toy_engine(
-        ToyBackend(ahead=True), drafter=Hosted(truth, "right"), budget=LEVELS, branching=1, max_num_seqs=1
+        ToyBackend(on_device=True), drafter=Hosted(truth, "right"), budget=LEVELS, branching=1, max_num_seqs=1
     )
     first, second = added(engine, [2, 3])
     while not first.finished:
@@ -141,7 +145,7 @@ def test_what_a_request_leaves_serves_nobody_who_has_its_slot_next(given):
     assert second.speculative.num_draft_tokens == 0
     assert {tuple(slots) for slots, _ in given} == {(0,)}
     assert len(given) > before
-    assert all(leads == [[-1] * (1 + LEAD)] for _, leads in given[before:])
+    assert all(host_drafts == [[-1] * (1 + REACH)] for _, host_drafts in given[before:])
     assert list(engine._device._optimistic._drafts) == [second]
 
 
@@ -149,7 +153,7 @@ def test_with_many_requests_some_are_drafted_for_before_each_pass_by_turns():
     """All go on meanwhile with what was expected of them before: it reaches over as many passes."""
     count = 3 * MAX_DRAFTED
     truth = truth_of(range(count), temperature=0.0)
-    drafter, backend = Counting(truth), ToyBackend(ahead=True, max_rows=256)
+    drafter, backend = Counting(truth), ToyBackend(on_device=True, max_rows=256)
     engine = toy_engine(
         backend,
         drafter=drafter,
@@ -185,7 +189,7 @@ class Failing(Counting):
 def test_a_drafter_that_raises_costs_nobody_and_is_followed_no_longer(given):
     truth = truth_of([2, 4])
     drafter = Failing(truth)
-    backend = ToyBackend(ahead=True)
+    backend = ToyBackend(on_device=True)
     engine = toy_engine(backend, drafter=drafter, budget=LEVELS, branching=1)
     requests = added(engine, [2, 4])
     drain(engine)
@@ -193,26 +197,30 @@ def test_a_drafter_that_raises_costs_nobody_and_is_followed_no_longer(given):
     assert all(request.failed_drafters == {"scripted"} for request in requests)
     assert len(drafter.asked) == 3  # of both
     assert engine._drafting.failures == 1
-    drafted = [leads for _, leads in given if leads is not None]
-    assert drafted[-1] == [[-1] * (1 + LEAD)] * 2  # the pass that it was asked for
+    drafted = [host_drafts for _, host_drafts in given if host_drafts is not None]
+    assert drafted[-1] == [[-1] * (1 + REACH)] * 2  # the pass that it was asked for
     assert given[-1][1] is None  # then they are plain
 
 
 def test_whoever_wants_no_drafts_is_not_asked_for(given):
     truth = truth_of([2, 4])
     drafter = Counting(truth)
-    engine = toy_engine(ToyBackend(ahead=True), drafter=drafter, budget=LEVELS, branching=1)
+    engine = toy_engine(ToyBackend(on_device=True), drafter=drafter, budget=LEVELS, branching=1)
     (off,) = added(engine, [4], speculative="off")
     (drafted,) = added(engine, [2])
     drain(engine)
     assert [own.output_token_ids for own in (drafted, off)] == list(truth.values())
     assert {request for asked in drafter.asked for request, _ in asked} == {drafted}
     assert off.speculative.num_spec_steps == 0
-    assert all(leads[0] == [-1] * (1 + LEAD) for _, leads in given if leads is not None and len(leads) == 2)
+    assert all(
+        host_drafts[0] == [-1] * (1 + REACH)
+        for _, host_drafts in given
+        if host_drafts is not None and len(host_drafts) == 2
+    )
 
 
 def test_passes_that_the_host_must_decide_on_go_step_by_step():
-    """A decoder cannot follow leads, or guesses are in the target's pages."""
+    """A decoder cannot follow drafts of the host, or guesses are in the target's pages."""
     truth = truth_of([2])
 
     class InPages(Hosted):
@@ -220,8 +228,8 @@ def test_passes_that_the_host_must_decide_on_go_step_by_step():
 
     plan = DraftPlan("scripted", LEVELS)
     for backend, kind, controller in (
-        (ToyBackend(ahead=True, looks_up=False), Hosted, FixedController(plan)),
-        (ToyBackend(ahead=True), InPages, FixedController(plan)),
+        (ToyBackend(on_device=True, supports_lookup=False), Hosted, FixedController(plan)),
+        (ToyBackend(on_device=True), InPages, FixedController(plan)),
     ):
         engine = toy_engine(backend, drafter=kind(truth, "right"), controller=controller)
         (request,) = added(engine, [2])
@@ -232,7 +240,7 @@ def test_passes_that_the_host_must_decide_on_go_step_by_step():
 
 
 def test_suffix_drafting_says_a_response_that_it_has_seen_again():
-    drafter, backend = SuffixDrafter(SuffixOptions()), ToyBackend(ahead=True)
+    drafter, backend = SuffixDrafter(SuffixOptions()), ToyBackend(on_device=True)
     engine = toy_engine(backend, drafter=drafter, budget=LEVELS, branching=1)
     launched, counts = [], []
     for _ in range(2):
@@ -254,7 +262,7 @@ def test_a_drafter_that_gives_nonsense_is_left_aside():
 
     truth = truth_of([2])
     drafter = Nonsense(truth)
-    engine = toy_engine(ToyBackend(ahead=True), drafter=drafter, budget=LEVELS, branching=1)
+    engine = toy_engine(ToyBackend(on_device=True), drafter=drafter, budget=LEVELS, branching=1)
     (request,) = added(engine, [2])
     drain(engine)
     assert request.output_token_ids == truth[tuple(prompt(2, 5))]

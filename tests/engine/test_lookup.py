@@ -9,8 +9,8 @@ from paceline.control.controller import Controller, StepPlan
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.ngram import NgramDrafter
 from paceline.engine import device_executor
-from tests.engine.test_ahead import params
 from tests.engine.test_exactness import prompt
+from tests.engine.test_overlap import params
 from tests.toy import ToyBackend, drain, toy_engine
 from tests.toy_logits import hashed_logits
 
@@ -47,7 +47,7 @@ def results(backend, count=5, drafts=True, **options):
 def test_tokens_are_those_of_off_and_drafts_those_that_the_host_makes_between_two_steps():
     plain, nothing = results(Repeating(), drafts=False)
     by_host, host_counts = results(Repeating())  # step by step
-    backend = Repeating(ahead=True)
+    backend = Repeating(on_device=True)
     looked_up, counts = results(backend)
     assert looked_up == by_host == plain
     assert counts == host_counts
@@ -58,7 +58,7 @@ def test_tokens_are_those_of_off_and_drafts_those_that_the_host_makes_between_tw
 
 def test_a_pass_is_always_begun_before_the_last_is_read():
     engine = toy_engine(
-        Repeating(ahead=True),
+        Repeating(on_device=True),
         drafter=NgramDrafter(NgramDrafter.Options()),
         budget=LENGTH,
         branching=1,
@@ -74,16 +74,16 @@ def test_a_pass_is_always_begun_before_the_last_is_read():
 
 def test_where_a_decoder_cannot_look_up_the_host_does():
     plain, _ = results(Repeating(), drafts=False)
-    by_host, counts = results(Repeating(ahead=True, looks_up=False))
+    by_host, counts = results(Repeating(on_device=True, supports_lookup=False))
     assert by_host == plain
     assert counts[0][2] > 10
 
 
 def test_with_more_requests_than_pay_passes_are_plain(monkeypatch):
     plain, _ = results(Repeating(), drafts=False)
-    few, some_counts = results(Repeating(ahead=True))
+    few, some_counts = results(Repeating(on_device=True))
     monkeypatch.setattr(device_executor, "MAX_TEXT_DRAFT_ROWS", 3 * (1 + LENGTH))
-    looked_up, counts = results(Repeating(ahead=True))
+    looked_up, counts = results(Repeating(on_device=True))
     assert looked_up == few == plain
     accepted, all_accepted = (sum(own[2] for own in counts) for counts in (counts, some_counts))
     assert 0 < accepted < all_accepted  # some when others have ended
@@ -107,6 +107,6 @@ RANDOM = np.random.default_rng(0).integers(0, 2, 1000).tolist()
 @pytest.mark.parametrize("turns", [[0, 1], [0] * 3 + [1] * 3, [0] * 8 + [1] * 8, RANDOM])
 def test_plain_passes_and_such_that_look_up_may_take_turns(turns):
     plain, _ = results(Repeating(), drafts=False)
-    looked_up, counts = results(Repeating(ahead=True), controller=Alternating(turns))
+    looked_up, counts = results(Repeating(on_device=True), controller=Alternating(turns))
     assert looked_up == plain
     assert counts[0][2] > 5

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backends.ahead import AheadDraft, AheadOutput, Joining
+from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, SlotInits
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch
 from paceline.core.truncation import NUM_FIELDS, Truncation
 from paceline.verify.reference import choose_token_reference
-from tests.draft.reference import lead_chain, ngram_chain
+from tests.draft.reference import host_draft_chain, ngram_chain
 
 if TYPE_CHECKING:
     from tests.toy import ToyBackend, ToyPool
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 def reference_token(
     logits: Float32Array, temperature: float, truncation: Sequence[float], seed: int, position: int
 ) -> int:
-    """The token by the readable reference, or -1: there is none. `truncation` is a row of Joining's."""
+    """The token by the readable reference, or -1: there is none. `truncation` is a row of SlotInits's."""
     if temperature == 0:
         return -1 if np.isnan(logits).any() else int(logits.argmax())
     return choose_token_reference(logits, temperature, Truncation.from_row(truncation), seed, position)
 
 
-class ToyAhead:
-    """An AheadDecoder whose passes run when they are begun, and are read later.
+class ToyDecoder:
+    """An AsyncDecoder whose passes run when they are begun, and are read later.
 
-    If it drafts, chains of `length` are right as far as the position says, or what leads say that fit the
-    texts that it was told, or what a plain search finds in these. Guesses that are wrong are written behind,
-    as a device would, and the places of the next pass are looked up by the one before it.
+    If it drafts, chains of `length` are right as far as the position says, or are what drafts of the host say
+    that fit the texts that it was told, or what a plain search finds in these. Wrong guesses are written behind,
+    as a device would, and the slots of the next pass are looked up by the one before it.
     """
 
     def __init__(self, backend: ToyBackend, pool: ToyPool, slots: int, layers: int) -> None:
@@ -46,11 +46,11 @@ class ToyAhead:
         self._truncation = np.zeros((slots, NUM_FIELDS))  # [slots, NUM_FIELDS]
         self._takes_drafts = np.ones(slots, dtype=np.bool_)  # [slots]
         self._texts: dict[int, list[int]] = {}  # of slots, if they were told
-        self._unread: deque[AheadOutput] = deque()
+        self._unread: deque[DecodeOutput] = deque()
         self._by_text = False  # whether it drafts without a head
         self._told: dict[int, list[int]] = {}  # the pages that the last pass has told the next one of
 
-    def join(self, requests: Joining) -> None:
+    def join(self, requests: SlotInits) -> None:
         slots = requests.slots
         self._tokens[slots], self._lengths[slots] = requests.tokens[:, 1], requests.lengths
         self._limits[slots] = requests.limits
@@ -63,22 +63,22 @@ class ToyAhead:
                 self._texts[slot] = requests.texts[number].tolist()
 
     @property
-    def looks_up(self) -> bool:
-        return self._backend.looks_up
+    def supports_lookup(self) -> bool:
+        return self._backend.supports_lookup
 
     def launch(
         self,
         slots: Sequence[int],
         page_tables: Int32Array,
-        draft: AheadDraft | None,
-        leads: Int32Array | None = None,
+        draft: DeviceDraft | None,
+        host_drafts: Int32Array | None = None,
     ) -> None:
         self._backend.num_launched += 1
         before, self._length = self._length, 0 if draft is None else draft.length
-        given, found, lines = None, None, [None] * len(slots) if leads is None else leads.tolist()
+        given, found, lines = None, None, [None] * len(slots) if host_drafts is None else host_drafts.tolist()
         self._by_text = draft is not None and draft.runner is None
         if draft is not None and self._by_text:
-            assert (leads is not None) == (draft.leads > 0)
+            assert (host_drafts is not None) == (draft.host_tokens > 0)
             given = np.full((len(slots), draft.length), -1, dtype=np.int32)  # which nobody chooses
             chains = [self._drafted(slot, draft, line) for slot, line in zip(slots, lines, strict=True)]
             for line, chain in zip(given, chains, strict=True):
@@ -101,20 +101,20 @@ class ToyAhead:
                 place = self._page(slot, index, page_tables) * self._backend.page_size
                 self._pool.tokens[place + index % self._backend.page_size] = -999
         features = np.repeat(tokens.astype(np.float32), self._layers, axis=1) if self._layers else None
-        self._unread.append(AheadOutput(tokens, counts, None if self._length else features, found))
+        self._unread.append(DecodeOutput(tokens, counts, None if self._length else features, found))
         self._told = {slot: self._next_pages(slot, page_tables) for slot in slots}
 
-    def _drafted(self, slot: int, draft: AheadDraft, line: list[int] | None) -> list[int]:
-        """What the lead of a slot says, if it fits, or else its text."""
+    def _drafted(self, slot: int, draft: DeviceDraft, line: list[int] | None) -> list[int]:
+        """What the host's draft for a slot says, if it fits, or else its text."""
         text, length, options = self._texts[slot], int(self._lengths[slot]), draft.look_up
         assert len(text) == length + 1, "a text that is not known to its end"
         most = min(draft.length, int(self._limits[slot]) - 1 - length) if self._takes_drafts[slot] else 0
         chain: list[int] = []
         if line is not None:
-            assert len(line) == 1 + draft.leads
+            assert len(line) == 1 + draft.host_tokens
             expected = [token for token in line[1:] if token >= 0]
-            assert line[1:] == [*expected, *[-1] * (draft.leads - len(expected))]
-            chain = lead_chain(text, line[0], expected, max(most, 0))
+            assert line[1:] == [*expected, *[-1] * (draft.host_tokens - len(expected))]
+            chain = host_draft_chain(text, line[0], expected, max(most, 0))
         if not chain and options is not None:
             chain = ngram_chain(text, options.shortest, options.longest, max(most, 0))
         return chain
@@ -163,7 +163,7 @@ class ToyAhead:
         assert page >= 0, "an index without a page"
         return page
 
-    def read(self) -> AheadOutput:
+    def read(self) -> DecodeOutput:
         return self._unread.popleft()
 
     def skip(self) -> None:
@@ -172,5 +172,5 @@ class ToyAhead:
     def drop(self) -> None:
         self._unread.clear()
 
-    def prepare(self, draft: AheadDraft | None) -> dict[int, float]:
+    def prepare(self, draft: DeviceDraft | None) -> dict[int, float]:
         return {}

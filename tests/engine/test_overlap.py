@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.backends.ahead import LookUp
+from paceline.backends.async_decoding import NgramLookup
 from paceline.control.controller import Controller, FixedController, Load, StepPlan
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
@@ -97,7 +97,7 @@ class Hosted(ScriptedDrafter):
 class Led(Hosted):
     """The same, and where it was wrong the decoder looks chains up."""
 
-    device = TextDrafts(LookUp(1, 4))
+    device = TextDrafts(NgramLookup(1, 4))
 
 
 class LookedUp(NgramDrafter):
@@ -125,7 +125,7 @@ LENGTHS = st.one_of(st.just([]), st.just([3]), st.lists(st.integers(0, 3), min_s
 def test_requests_that_come_end_and_are_aborted_get_the_tokens_of_plain_steps(
     events, num_pages, page_size, caching, lengths, hold, kind
 ):
-    backend = ToyBackend(page_size=page_size, ahead=True)
+    backend = ToyBackend(page_size=page_size, on_device=True)
     pages = max(num_pages * 4 // page_size, 3)
     drafter = None
     if lengths:
@@ -162,7 +162,7 @@ def test_requests_that_come_end_and_are_aborted_get_the_tokens_of_plain_steps(
 
 def steady_engine(count: int = 3, **options: object) -> tuple[Engine, ToyBackend]:
     """An engine whose requests decode, all ahead, the first steps behind it."""
-    backend = ToyBackend(ahead=True)
+    backend = ToyBackend(on_device=True)
     engine = toy_engine(backend, **options)
     added = [
         engine.add_request(prompt(number, 5), params(number, max_tokens=60, ignore_eos=True))[0]
@@ -184,7 +184,7 @@ def test_while_requests_go_on_a_pass_is_always_begun_before_the_last_is_read():
 
 
 def test_no_pass_is_begun_for_tokens_that_nobody_may_have():
-    backend = ToyBackend(ahead=True)
+    backend = ToyBackend(on_device=True)
     engine = toy_engine(backend)
     (request,) = engine.add_request(prompt(1, 5), params(1, max_tokens=10, ignore_eos=True))
     drain(engine)
@@ -195,7 +195,7 @@ def test_no_pass_is_begun_for_tokens_that_nobody_may_have():
 def test_no_pass_is_begun_when_those_in_flight_will_probably_end_all():
     """Chains of 3 are right for 0 to 3 tokens, so two passes are thought to give four."""
     drafter = ScriptedDrafter({tuple(prompt(1, 5)): []}, "right")
-    backend = ToyBackend(ahead=True)
+    backend = ToyBackend(on_device=True)
     engine = toy_engine(backend, drafter=drafter, budget=3, branching=1)
     (request,) = engine.add_request(prompt(1, 5), params(1, max_tokens=40, ignore_eos=True))
     while engine.has_unfinished:
@@ -256,7 +256,7 @@ def test_a_drafter_sees_prompts_whose_ends_are_being_computed():
 
 def test_who_asks_not_to_be_drafted_for_decodes_beside_those_who_are():
     drafter = ScriptedDrafter({}, "right")
-    backend = ToyBackend(ahead=True)
+    backend = ToyBackend(on_device=True)
     engine = toy_engine(backend, drafter=drafter, budget=3, branching=1)
     off = params(2, ignore_eos=True, speculative="off", max_tokens=20)
     (plain,) = engine.add_request(prompt(2, 5), off)
@@ -273,7 +273,7 @@ def test_who_asks_not_to_be_drafted_for_decodes_beside_those_who_are():
 
 
 def test_where_pages_are_short_someone_is_preempted_and_all_end():
-    backend = ToyBackend(ahead=True)
+    backend = ToyBackend(on_device=True)
     engine = toy_engine(backend, num_pages=9, max_model_len=32)
     added = [engine.add_request(prompt(number, 4), params(number, max_tokens=20))[0] for number in range(3)]
     drain(engine)
@@ -305,7 +305,7 @@ def test_a_pass_that_fails_ends_its_requests_and_the_engine_goes_on():
 
 
 def test_unusable_logits_end_their_own_request():
-    backend = ToyBackend(ahead=True, nan_after=11)
+    backend = ToyBackend(on_device=True, nan_after=11)
     engine = toy_engine(backend)
     added = [
         engine.add_request(prompt(number, 5), params(number, max_tokens=40, ignore_eos=True))[0]
@@ -319,7 +319,7 @@ def test_unusable_logits_end_their_own_request():
 
 def test_a_drafter_that_decodes_ahead_gives_several_tokens_a_step_and_is_counted():
     drafter = ScriptedDrafter({}, "right")
-    engine = toy_engine(ToyBackend(ahead=True), drafter=drafter, budget=3, branching=1)
+    engine = toy_engine(ToyBackend(on_device=True), drafter=drafter, budget=3, branching=1)
     added = [engine.add_request(*REQUESTS[number])[0] for number in (2, 9)]
     drafter.truth = {tuple(request.prompt_token_ids): [] for request in added}
     drain(engine)
@@ -336,7 +336,7 @@ def test_a_controller_that_drafts_now_and_then_is_heard_at_every_change(branchin
     """Plain steps run ahead. Drafted ones wait for the passes in flight; chains then run ahead too."""
     number = 2
     drafter = ScriptedDrafter({tuple(REQUESTS[number][0]): expected(number)[0]}, "right")
-    backend = ToyBackend(ahead=True)
+    backend = ToyBackend(on_device=True)
     engine = toy_engine(backend, drafter=drafter, budget=3)
     planned = []
 
@@ -360,7 +360,7 @@ def test_a_controller_that_drafts_now_and_then_is_heard_at_every_change(branchin
 
 def test_requests_cannot_make_the_decoder_have_buffers_for_every_length():
     drafter = ScriptedDrafter({tuple(prompt(number, 5)): [] for number in range(9)}, "right")
-    backend = ToyBackend(ahead=True)
+    backend = ToyBackend(on_device=True)
     engine = toy_engine(backend, drafter=drafter, budget=3)
     launched = []
     for length in range(1, 8):

@@ -1,0 +1,118 @@
+"""Asynchronous decoding: what a backend's decoder is told and gives. See engine/device_executor.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.backends.base import HeadRunner
+from paceline.core.arrays import BoolArray, Float32Array, Float64Array, Int32Array, UInt64Array
+from paceline.core.forward import KVPool
+
+
+@dataclass(frozen=True)
+class SlotInits:
+    """Requests whose next token is to be computed and which a decoder does not know yet."""
+
+    slots: Int32Array  # [requests] their lines of the page table
+    tokens: Int32Array  # [requests, 2] the last but one, if there is one, and the last, which is not computed
+    lengths: Int32Array  # [requests] tokens whose keys and values are there
+    limits: Int32Array  # [requests] KV indices from here on are not computed
+    seeds: UInt64Array  # [requests]
+    temperatures: Float64Array  # [requests]
+    takes_drafts: BoolArray  # [requests] whether drafted tokens are theirs too, or only what follows the last
+    truncation: Float64Array  # [requests, fields of core/truncation.py] for a backend that truncates
+    # [requests] all tokens of each, for passes that draft from texts; None: only the last two are needed
+    texts: Sequence[Int32Array] | None = None
+
+
+@dataclass(frozen=True)
+class NgramLookup:
+    """Chains found in requests' own texts, as draft/ngram.py finds them."""
+
+    shortest: int  # tokens of an n-gram
+    longest: int
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceDraft:
+    """What a pass drafts with: a head, or the requests' texts and optimistic drafts of the host.
+
+    An optimistic draft is what the host expects of a request's text from some place on, further than the
+    passes in flight reach. If these have chosen what it says, the chain is what it says next. Otherwise,
+    or if it ends there, the chain is looked up, if `look_up` says how; if nothing is found, there is none.
+    """
+
+    length: int  # of the chains, at least 1
+    runner: HeadRunner | None = None  # None: no head drafts
+    pool: KVPool | None = None  # of the head, which keeps features
+    feature_layers: tuple[int, ...] = ()  # that the head reads
+    max_requests: int | None = None  # of a pass; None: as many as there are slots
+    look_up: NgramLookup | None = None  # None: nothing is looked up
+    host_tokens: int = 0  # of the longest optimistic draft; 0: the host gives none
+
+
+@dataclass(frozen=True)
+class DecodeOutput:
+    """What a decode pass gave. The arrays are valid until the decoder's next but one."""
+
+    tokens: Int32Array  # [slots, 1 + length of drafts] -1 where logits gave none
+    counts: Int32Array  # [slots] how many of these are tokens
+    features: Float32Array | None = None  # [slots, width] of the computed tokens, if asked
+    found: Int32Array | None = None  # [slots] how many tokens were drafted for each, unless a head drafts
+
+
+class AsyncDecoder(Protocol):
+    """Decode passes, each of which reads the tokens where the one before it has chosen them.
+
+    A pass that drafts gives a request up to as many tokens more as its drafts are long. Passes and all other
+    work of the backend run in the order in which they were begun.
+    """
+
+    @property
+    def supports_lookup(self) -> bool:
+        """Whether passes can draft from texts: look chains up, and follow optimistic drafts."""
+        ...
+
+    def join(self, requests: SlotInits) -> None:
+        """Take over requests, or the present state of known ones."""
+        ...
+
+    def launch(
+        self,
+        slots: Sequence[int],
+        page_tables: Int32Array,
+        draft: DeviceDraft | None,
+        host_drafts: Int32Array | None = None,
+    ) -> None:
+        """Launch a pass over the known requests in these slots: it gives each of them its next token.
+
+        `page_tables` [all slots, max pages] are those of this pass. They have room for what another pass of
+        its kind computes too, below the limits, and what they say of it stays: the pass may tell the next.
+        A head that drafts has computed all of the requests' tokens but the last, and those of passes that
+        it has not drafted in, and features of all computed tokens are in its pool. A pass that drafts from
+        texts has been told them. `host_drafts` [slots, 1 + draft.host_tokens], where the host gives some:
+        the place in the text of the first token, -1 if there is no draft, and its tokens, -1 behind the last.
+        They are for this pass alone.
+        """
+        ...
+
+    def read(self) -> DecodeOutput:
+        """What the oldest pass that was not read gave. Waits for it."""
+        ...
+
+    def skip(self) -> None:
+        """Nobody will read the oldest pass that was not read."""
+        ...
+
+    def drop(self) -> None:
+        """No pass that was launched until now will be read."""
+        ...
+
+    def prepare(self, draft: DeviceDraft | None) -> Mapping[int, float]:
+        """Have ready what the first passes would wait for.
+
+        Gives the seconds of passes by the number of their requests, for some numbers, if they were timed.
+        """
+        ...
