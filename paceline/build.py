@@ -13,6 +13,7 @@ from paceline.backends.load import load_backend
 from paceline.config import EngineConfig, SpeculativeOptions
 from paceline.control.acceptance.chains import ChainAcceptance, known_chances
 from paceline.control.auto import AutoController
+from paceline.control.config import CONFIG
 from paceline.control.controller import Controller, FixedController
 from paceline.control.cost.measure import step_costs
 from paceline.control.decision import DecisionLog
@@ -169,12 +170,6 @@ def _controller(
     )
 
 
-HEAD_LENGTHS = (2, 3, 5, 7)  # chains of a head that are made ready on the device
-TEXT_LENGTHS = (3, 7)  # the same from texts
-HEAD_CHANCE, HEAD_DRAFTS = 0.7, 12  # what is thought of a head that nobody knows, and for how many drafts
-TEXT_CHANCES, TEXT_DRAFTS = (0.1, 0.7), 3  # the same of drafts from texts: most passes find nothing
-
-
 def _device_planner(
     plans: Mapping[str, DraftPlan], drafters: Mapping[str, Drafter], beginning: Mapping[str, Any]
 ) -> DevicePlanner | None:
@@ -183,10 +178,14 @@ def _device_planner(
     heads = [name for name in on_device if not isinstance(on_device[name], TextDrafts)]
     arms: list[Arm] = []
     acceptance: dict[str, ChainAcceptance] = {}
+    config = CONFIG.device_planner
     for name in heads[:1] or on_device:
-        lengths = HEAD_LENGTHS if heads else TEXT_LENGTHS
+        lengths = config.head_lengths if heads else config.lookup_lengths
         chosen = sorted({min(length, plans[name].levels) for length in lengths})
         arms += [Arm(DraftPlan(name, length), attaches=bool(heads)) for length in chosen]
-        thought = known_chances(beginning, name) or [HEAD_CHANCE] if heads else TEXT_CHANCES
-        acceptance[name] = ChainAcceptance(chosen[-1], thought, HEAD_DRAFTS if heads else TEXT_DRAFTS)
+        if heads:
+            chances, weight = known_chances(beginning, name) or config.head_chances, config.head_weight
+        else:
+            chances, weight = config.lookup_chances, config.lookup_weight
+        acceptance[name] = ChainAcceptance(chosen[-1], chances, weight)
     return DevicePlanner(arms, acceptance) if arms else None

@@ -154,6 +154,14 @@ class DevicePlannerConfig:
     young_passes: int = 48  # first passes, in which ...
     young_hold: int = 4  # ... choices hold shorter
     settle_passes: int = 2  # after a switch, not timed: they overlap with passes of the old plan
+    # arms: graphs are captured for each, so there are few
+    head_lengths: tuple[int, ...] = (2, 3, 5, 7)  # tokens of a head's chains
+    lookup_lengths: tuple[int, ...] = (3, 7)  # tokens of chains that are looked up in texts
+    # prior acceptance by depth (the last holds for deeper tokens), and the drafts that it counts for
+    head_chances: tuple[float, ...] = (0.7,)
+    head_weight: int = 12
+    lookup_chances: tuple[float, ...] = (0.1, 0.7)  # most lookups find nothing
+    lookup_weight: int = 3
 
 
 @dataclass(frozen=True)
