@@ -32,8 +32,8 @@ class ToyDecoder:
     """An AsyncDecoder whose passes run when they are begun, and are read later.
 
     If it drafts, chains of `length` are right as far as the position says, or are what drafts of the host say
-    that fit the texts that it was told, or what a plain search finds in these. Wrong guesses are written behind,
-    as a device would, and the slots of the next pass are looked up by the one before it.
+    that fit the texts that it was told, or what a plain search finds in these. Wrong guesses are written
+    behind, as a device would, and the slots of the next pass are looked up by the one before it.
     """
 
     def __init__(self, backend: ToyBackend, pool: ToyPool, slots: int, layers: int) -> None:
