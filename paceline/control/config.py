@@ -14,9 +14,15 @@ class PassCostConfig:
     """Seconds of a pass by its rows: an exponentially weighted table."""
 
     scale_rate: float = 0.05  # step size, per pass, of the factor on all row counts: the machine's speed
+    young_passes: int = 8  # the first passes: the mean of these is the first factor
     shape_rate: float = 0.03  # step size of one row count once it was seen often
     measured_weight: int = 12  # passes that a measurement at start-up counts for
     interpolated_weight: int = 4  # passes that a row count between two known ones starts with
+    # A row count far from known ones was only guessed: its first passes are believed as they are, and say
+    # nothing of the machine's speed.
+    max_gap: float = 2.0  # factor between the known row counts below and above it
+    max_reach: float = 1.5  # factor to the largest known row count
+    guessed_passes: int = 3
     max_outlier: float = 1.5  # ratio to the expected seconds at which an observation is clipped
     slow_weight: float = 0.4  # weight of a slower pass: it may have been preempted, a fast one never is
     per_token_rate: float = 0.05  # step size of the seconds that a new token takes on the host
@@ -26,7 +32,9 @@ class PassCostConfig:
 class MeasureConfig:
     """The measurement of passes when an engine starts."""
 
-    rows: tuple[int, ...] = (1, 8, 4, 2, 16, 5, 9, 3, 6, 32, 12, 7, 17, 64, 24)  # most informative first
+    rows: tuple[int, ...] = (
+        *(1, 8, 4, 2, 16, 5, 9, 3, 6, 32, 12, 7, 17, 64, 24, 128, 256),
+    )  # most informative first
     long_context: int = 1024  # tokens of the context that is compared with an empty one
     small_pass: int = 16  # rows up to which a pass is repeated often
     small_repeats: int = 12  # of small passes; the fastest counts, because other load only slows them

@@ -119,6 +119,35 @@ def test_never_below_plain_decoding_and_near_the_best_fixed_length(
     assert auto >= 0.95 * max(fixed)
 
 
+def large_model_seconds(rows: float) -> float:
+    """Of a pass of 70 billion weights on four H100: it reads them until 208 rows, and then computes."""
+    return max(0.0123, 0.000059 * rows) + 0.001 + 0.000009 * rows
+
+
+@pytest.mark.parametrize("concurrency", [1, 4, 16, 64, 96, 128, 256])
+@pytest.mark.parametrize("right", [0.5, 0.7, 0.85])
+def test_with_many_requests_it_is_near_the_best_fixed_length_after_a_hundred_steps(right, concurrency):
+    """What passes of more than 64 rows cost was never measured: it must learn that from a few steps."""
+    per_call, per_level = 0.0001, 0.00064
+    world = World(
+        {"d": SimulatedDrafter(lambda step: right, per_call, per_level)},
+        pass_seconds=large_model_seconds,
+        concurrency=lambda step: concurrency,
+        noise=0.02,
+        max_output=10**6,
+    )
+    steps = 300 * max(1, 16 // concurrency)
+    reached = rate(world.run(controller(world), 100 + steps)[100:])
+
+    def fixed(length: int) -> float:
+        tokens = concurrency * sum(right**depth for depth in range(length + 1))
+        drafting = per_call + per_level * length if length else 0.0
+        return tokens / (large_model_seconds(concurrency * (1 + length)) + drafting)
+
+    assert reached >= 0.98 * fixed(0)
+    assert reached >= 0.95 * max(fixed(length) for length in range(8))
+
+
 @pytest.mark.parametrize("concurrency", [1, 8])
 @pytest.mark.parametrize(
     "drafter",

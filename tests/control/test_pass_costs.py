@@ -19,7 +19,7 @@ def make() -> StepCosts:
 def test_interpolates_between_measured_row_counts_and_extrapolates_above():
     costs = make()
     rows = np.array([1.0, 4.5, 8.0, 9.0, 16.0, 30.0])
-    slope = (0.012 - 0.009) / 7
+    slope = 0.012 / 16  # the share of a row: that of the upper half would be more
     expected = [0.004, 0.005, 0.006, 0.009, 0.012, 0.012 + 14 * slope]
     np.testing.assert_allclose(costs.seconds(rows, 0), expected)
 
@@ -45,6 +45,25 @@ def test_a_cliff_above_the_measured_rows_is_learned():
         costs.observe(1, 0, 0.004)
         costs.observe(64, 0, 0.2)
     assert float(costs.seconds(64, 0)) == pytest.approx(0.2, rel=0.1)
+
+
+def roofline(rows: float) -> float:
+    return max(0.012, 0.00006 * rows)
+
+
+def test_a_few_passes_tell_what_was_never_measured_and_leave_the_rest_alone():
+    costs = StepCosts([1, 32, 64], [roofline(rows) for rows in (1, 32, 64)])
+    costs.observe(768, 0, roofline(768))
+    rows = np.array([1.0, 64.0, 128.0, 192.0, 384.0, 768.0])
+    np.testing.assert_allclose(costs.seconds(rows, 0), [roofline(own) for own in rows], rtol=0.02)
+
+
+def test_one_slow_pass_that_was_never_measured_is_corrected_by_the_next():
+    costs = StepCosts([1, 32, 64], [roofline(rows) for rows in (1, 32, 64)])
+    costs.observe(256, 0, 10 * roofline(256))
+    for _ in range(20):
+        costs.observe(256, 0, roofline(256))
+    assert float(costs.seconds(256, 0)) < 1.5 * roofline(256)
 
 
 def test_a_slower_machine_scales_all_row_counts():

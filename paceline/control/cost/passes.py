@@ -6,7 +6,7 @@ The table is measured at start-up (measure.py) and updated by every step.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,14 +19,17 @@ Float64Array = npt.NDArray[np.float64]
 Numbers = Float64Array | float
 
 LAST_ROWS = 1e6  # rows of the last point, from which the table is never left
-FINE_ROWS, COARSE_STEP = 32, 8  # up to 32 rows each count is a point, above only multiples of 8
+FINE_ROWS = (
+    32  # up to so many each row count is a point; above, eight points for every doubling, from 8 apart
+)
 
 
 class StepCosts:
     """Seconds of a step without its drafters, by rows and by the keys that they read.
 
     Row counts that were seen have their own entry. Between them seconds are interpolated, and above the
-    largest they are extrapolated from the last two.
+    largest they are extrapolated. Across a wide gap they follow the roofline: as the pass
+    of fewer rows, until computing takes as long per row as in the pass of more.
     """
 
     def __init__(self, rows: Sequence[int], seconds: Sequence[float], per_key: float = 0.0) -> None:
@@ -37,17 +40,28 @@ class StepCosts:
         self._seconds = [*map(float, seconds), 0.0]  # [points] the last one is extrapolated
         self._visits = [CONFIG.passes.measured_weight] * len(rows)
         self._scale = 1.0
+        self._num_observed = 0
         self.per_key = per_key
         self._extrapolate()
 
     def seconds(self, rows: Numbers, keys: float) -> Float64Array:
         """[...] seconds of passes of these rows, ascending, each of which reads `keys` keys.
 
-        A pass is never faster than one of fewer rows: if it looks so, that is noise.
+        A pass is never slower than one of more rows: if it looks so, it was preempted.
         """
-        table = np.maximum.accumulate(np.atleast_1d(np.interp(rows, self._rows, self._seconds)))
-        table = table.reshape(np.shape(rows))
+        table = self._interpolated(np.asarray(rows, dtype=np.float64))
         return np.asarray(self._scale * (table + self.per_key * keys * np.asarray(rows)))
+
+    def _interpolated(self, rows: Float64Array) -> Float64Array:
+        points, seconds = np.array(self._rows), np.minimum.accumulate(self._seconds[::-1])[::-1]
+        linear = np.interp(rows, points, seconds)
+        right = np.clip(np.searchsorted(points, rows), 1, len(self._rows) - 1)
+        right = np.minimum(right, len(self._rows) - 2)  # the last one is extrapolated
+        left = np.maximum(right - 1, 0)
+        roofline = np.maximum(seconds[left], seconds[right] * rows / points[right])
+        is_gap = (points[right] > CONFIG.passes.max_gap * points[left]) & (rows < points[right])
+        is_gap &= rows > FINE_ROWS
+        return np.where(is_gap, np.minimum(linear, roofline), linear)
 
     def observe(self, rows: int, attended: int, seconds: float) -> None:
         """Update from a pass whose rows read `attended` keys in all.
@@ -57,30 +71,47 @@ class StepCosts:
         """
         config = CONFIG.passes
         point = self._point(rows)
+        self._visits[point] += 1
+        if self._visits[point] <= config.guessed_passes:
+            measured = max(seconds / self._scale - self.per_key * attended, 1e-9)
+            self._seconds[point] += (measured - self._seconds[point]) / self._visits[point]
+            self._extrapolate()
+            return
         expected = self._scale * (self._seconds[point] + self.per_key * attended)
         surprise = math.log(min(max(seconds / expected, 1 / config.max_outlier), config.max_outlier))
-        surprise *= config.slow_weight if surprise > 0.0 else 1.0
-        self._scale *= math.exp(config.scale_rate * surprise)
-        self._visits[point] += 1
+        # a measured pass lacks what a step does around it, so the first steps move all entries at once
+        self._num_observed += 1
+        is_young = self._num_observed <= config.young_passes
+        surprise *= config.slow_weight if surprise > 0.0 and not is_young else 1.0
+        self._scale *= math.exp(surprise * (1.0 / self._num_observed if is_young else config.scale_rate))
         self._seconds[point] *= math.exp(max(config.shape_rate, 1.0 / self._visits[point]) * surprise)
         self._extrapolate()
 
     def _point(self, rows: int) -> int:
         """The index of this row count, rounded above FINE_ROWS; inserted if it is new."""
-        rounded = (rows + COARSE_STEP // 2) // COARSE_STEP * COARSE_STEP
-        place = float(rows if rows <= FINE_ROWS else rounded)
+        step = 1 if rows <= FINE_ROWS else max(8, (1 << (rows.bit_length() - 1)) // 8)
+        place = float((rows + step // 2) // step * step)
         point = bisect_left(self._rows, place)
         if self._rows[point] != place:
-            self._seconds.insert(point, float(np.interp(place, self._rows, self._seconds)))
+            below = self._rows[point - 1]
+            is_last = point == len(self._rows) - 1
+            far = CONFIG.passes.max_reach * below if is_last else CONFIG.passes.max_gap * below
+            is_guess = (place if is_last else self._rows[point]) > far
+            self._seconds.insert(point, float(self._interpolated(np.array([place]))[0]))
             self._rows.insert(point, place)
-            self._visits.insert(point, CONFIG.passes.interpolated_weight)
+            self._visits.insert(point, 0 if is_guess else CONFIG.passes.interpolated_weight)
         return point
 
     def _extrapolate(self) -> None:
-        """Continue the table beyond its last two measured points."""
-        before, last, end = self._rows[-3:]
-        less, more, _ = self._seconds[-3:]
-        self._seconds[-1] = more + max(0.0, (more - less) / (last - before)) * (end - last)
+        """Continue the table beyond its largest known row count, at the slope of its upper half.
+
+        Two neighbours would not do: their difference may be noise. A row never costs more than its share.
+        """
+        last, end = self._rows[-2:]
+        most = self._seconds[-2]
+        half = max(0, bisect_right(self._rows, last / 2) - 1)
+        slope = (most - self._seconds[half]) / (last - self._rows[half])
+        self._seconds[-1] = most + min(max(0.0, slope), most / last) * (end - last)
 
     def facts(self) -> dict[str, Any]:
         """The table as JSON values, to start another from."""
