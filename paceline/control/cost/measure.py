@@ -31,7 +31,7 @@ def step_costs(backend: Backend, longest: int, memory: Memory) -> StepCosts:
 def measure_steps(
     backend: Backend, longest: int, clock: Callable[[], float] = time.perf_counter
 ) -> StepCosts:
-    """The costs of passes of 1 to 64 rows over an empty context, and what a long context adds."""
+    """The costs of passes of 1 to 128 rows over an empty context, and what a long context adds."""
     config = CONFIG.measure
     row_counts = [rows for rows in config.rows if rows <= min(backend.max_rows, longest // 2)]
     context = max(1, min(config.long_context, backend.max_rows, longest // 2))
@@ -43,7 +43,7 @@ def measure_steps(
     fastest = [float("inf")] * len(batches)
     for repeat in range(config.small_repeats):  # interleaved, so that a busy moment spoils none of them
         for place, batch in enumerate(batches):
-            if batch.num_rows > config.small_pass and repeat >= config.repeats:
+            if repeat >= _repeats(batch.num_rows):
                 continue
             if clock() < end or (fastest[place] == float("inf") and place in (0, 1, len(batches) - 1)):
                 start = clock()
@@ -57,6 +57,14 @@ def measure_steps(
     if len(known) == 1:  # the backend runs one row at a time
         known, seconds = [1, 2], [seconds[0], 2 * seconds[0]]
     return StepCosts(known, seconds, per_key)
+
+
+def _repeats(rows: int) -> int:
+    """How often a pass of so many rows is timed."""
+    config = CONFIG.measure
+    if rows > config.large_pass:
+        return 1
+    return config.repeats if rows > config.small_pass else config.small_repeats
 
 
 def chain_batch(pool: KVPool, context: int, rows: int, logits: int | None = None) -> ForwardBatch:
