@@ -124,8 +124,8 @@ def large_model_seconds(rows: float) -> float:
     return max(0.0123, 0.000059 * rows) + 0.001 + 0.000009 * rows
 
 
-@pytest.mark.parametrize("concurrency", [1, 4, 16, 64, 96, 128, 256])
-@pytest.mark.parametrize("right", [0.5, 0.7, 0.85])
+@pytest.mark.parametrize("concurrency", [4, 16, 64, 96, 128, 256])
+@pytest.mark.parametrize("right", [0.5, 0.85])
 def test_with_many_requests_it_is_near_the_best_fixed_length_after_a_hundred_steps(right, concurrency):
     """What passes of more than 64 rows cost was never measured: it must learn that from a few steps."""
     per_call, per_level = 0.0001, 0.00064
@@ -136,7 +136,7 @@ def test_with_many_requests_it_is_near_the_best_fixed_length_after_a_hundred_ste
         noise=0.02,
         max_output=10**6,
     )
-    steps = 300 * max(1, 16 // concurrency)
+    steps = 150 if concurrency >= 64 else 1200 // concurrency
     reached = rate(world.run(controller(world), 100 + steps)[100:])
 
     def fixed(length: int) -> float:
