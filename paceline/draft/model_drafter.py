@@ -1,4 +1,4 @@
-"""What drafters that run a model ahead of the target have in common: one pass for each level of the trees."""
+"""The base of drafters that run a model (draft_model, layerskip): one pass per level of the trees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ModelDrafter(Drafter):
-    """Computes what it needs when it proposes, so requests that it does not draft for cost nothing."""
+    """Drafts with a model. It catches up when it proposes, so requests without drafts cost nothing."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ModelDrafter(Drafter):
         vocab_size: int,
         sampling: DraftSampling,
     ) -> None:
-        """`make_cache` gives the draft's cache beside the target's; `vocab_size` is the draft model's."""
+        """`make_cache` makes the draft model's KV cache, given the target's. `vocab_size` is the draft's."""
         self._backend = backend
         self._vocab_size = vocab_size
         self._make_cache = make_cache

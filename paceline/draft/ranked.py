@@ -1,7 +1,7 @@
-"""Trees whose shape was found beforehand: which of the guesses at each level were right most often.
+"""Trees of a calibrated shape (Medusa): which ranks at each level were accepted most often.
 
-A path names a node by ranks: (0, 2) is the third best guess behind the best one. Paths are in the order of
-how often they are right, each behind its own beginning, so that the first n of them are the best tree of n.
+A path names a node by ranks: (0, 2) is the third best guess after the best one. Paths are sorted by how often
+they were right, each after its own prefix, so the first n paths are the best tree of n nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Path = tuple[int, ...]
 def make_ranked_tree(
     context: Context, plan: DraftPlan, scales: Scales, sampling: DraftSampling, paths: Sequence[Path]
 ) -> GrowingTree:
-    """The kind of tree that suits a request and the way of sampling, in the shape of the paths."""
+    """A growing tree in the shape of the paths: drawn or chosen, as the sampling asks."""
     allowed = [path for path in paths if len(path) <= plan.levels and max(path) < plan.branching]
     allowed = allowed[: plan.budget]
     if sampling is DraftSampling.INDEPENDENT and not context.request.sampler.greedy:
@@ -30,7 +30,7 @@ def make_ranked_tree(
 
 
 def shape_of(paths: Sequence[Path]) -> dict[int, list[int]]:
-    """The children of each path that has any, and of the ROOT: paths are numbered in their order."""
+    """The children of ROOT and of each path that has any; paths are numbered in their order."""
     numbers: dict[Path, int] = {(): ROOT} | {path: number for number, path in enumerate(paths)}
     children: dict[int, list[int]] = {}
     for path in paths:
@@ -39,14 +39,14 @@ def shape_of(paths: Sequence[Path]) -> dict[int, list[int]]:
 
 
 class RankedTree(ChosenTree):
-    """Of each node's guesses those of the ranks that the paths name."""
+    """A tree that keeps, of each node's guesses, the ranks that the paths name."""
 
     def __init__(
         self, context: Context, plan: DraftPlan, scales: Scales, coupled: bool, paths: Sequence[Path]
     ) -> None:
         super().__init__(context, plan, scales, coupled)
         self._allowed = frozenset(paths)
-        self._inner = {path[:-1] for path in paths}  # those with children
+        self._inner = {path[:-1] for path in paths}  # paths with children
         self._paths: dict[int, Path] = {ROOT: ()}
 
     def grow(self, logits: Float32Array) -> None:

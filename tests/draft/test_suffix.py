@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.core.trees import DraftPlan
 from paceline.draft import suffix_store
-from paceline.draft.matching import GAP, NOBODY, SHARED
+from paceline.draft.ngram_index import GAP, NO_NAMESPACE, SHARED_NAMESPACE
 from paceline.draft.suffix import LEVELS, SuffixDrafter
 from paceline.draft.suffix_store import USUAL_RESPONSE, ResponseCache
 from paceline.errors import ConfigError
@@ -182,7 +182,7 @@ def test_a_growing_request_drafts_as_a_search_of_all_of_its_salt_would(
         entry = (whose, [*output, GAP])
         kept = (kept if entry in kept else [*kept, entry])[-cached:]
     past = [token for whose, entry in kept for token in entry if whose == salt]
-    owner = drafter._past.owner_of(salt)
+    namespace = drafter._past.namespace_of(salt)
     request = make_request(prompt, max_output=50, salt=salt)
     for part in parts:
         request.token_ids.extend(part)
@@ -191,7 +191,10 @@ def test_a_growing_request_drafts_as_a_search_of_all_of_its_salt_would(
         suffix = reference.ending(request.token_ids, 24)
         sources = [
             reference.candidates(stream, suffix, LEVELS, 4.0, 6, index.table.shape[1], whose)
-            for stream, index, whose in ((request.token_ids, own_index, SHARED), (past, past_index, owner))
+            for stream, index, whose in (
+                (request.token_ids, own_index, SHARED_NAMESPACE),
+                (past, past_index, namespace),
+            )
         ]
         tokens, parents, chances = reference.suffix_tree(*sources, budget=6, branching=2, least=0.02)
         assert trees.tree_lists(0) == (tokens, parents)
@@ -233,7 +236,7 @@ class TestResponseCache:
             assert len(cache.occurrences) <= 8 * 289
         assert cache.occurrences.num_bytes == size
         assert len(cache._keys) == len(cache._owners) == cache.num_salts
-        assert cache.owner_of("salt 0") == NOBODY
+        assert cache.namespace_of("salt 0") == NO_NAMESPACE
         for _ in range(3):  # the last of the others go too
             cache.add([], [*range(900 + _, 1600 + _)])
         assert cache.num_salts == 1
@@ -245,7 +248,7 @@ class TestResponseCache:
         cache = ResponseCache(LEVELS, 8)
         for salt in ("", "ann", "bob"):
             cache.add([], [1], salt)
-        assert [cache.owner_of(salt) for salt in ("", "ann", "bob")] == [SHARED, 5, 6]
+        assert [cache.namespace_of(salt) for salt in ("", "ann", "bob")] == [SHARED_NAMESPACE, 5, 6]
 
     def test_a_response_that_was_evicted_can_come_back(self):
         cache = ResponseCache(LEVELS, 1)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.trees import DraftPlan
-from paceline.draft.matching import GAP
+from paceline.draft.ngram_index import GAP
 from paceline.draft.suffix import SuffixDrafter
 from paceline.draft.suffix_store import fingerprint_of
 from paceline.errors import ConfigError
