@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.constrain import StructuredOutputsParams
-from paceline.constrain.constraint import MOST_FORCED
+from paceline.constrain.constraint import MAX_FORCED
 from paceline.errors import GrammarError
 from tests.constrain.walks import CALL, COMPILER, GRAMMARS, TOKENIZER, choices, random_text, start
 
@@ -129,7 +129,7 @@ def test_forced_runs_are_cut_into_canonical_tokens():
 def test_long_runs_come_in_parts():
     word = "abc yes no " * 30
     constraint = COMPILER.compile(StructuredOutputsParams(choice=[word])).start()
-    assert len(constraint.forced()) == MOST_FORCED
+    assert len(constraint.forced()) == MAX_FORCED
     assert TOKENIZER.decode(random_text(constraint, 0, most=500)) == word
 
 
