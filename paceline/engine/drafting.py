@@ -296,7 +296,7 @@ class Drafting:
 
 
 class _Guard:
-    """Catches what a drafter raises. A class, not a generator, for speed: every step enters it several times."""
+    """Catches what a drafter raises. A class and not a generator, for speed: every step enters it often."""
 
     __slots__ = ("_drafting", "_name", "_requests")
 
