@@ -30,7 +30,7 @@ def view(constraint) -> tuple[tuple[int, ...], list[int]]:
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_it_depends_on_the_path_alone(name):
+def test_a_constraint_depends_only_on_the_tokens_so_far(name):
     """Asked or not, branched or not, in any order: each place of a text looks the same from everywhere."""
     for seed in range(5):
         tokens = random_text(start(name), seed)

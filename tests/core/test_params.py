@@ -79,7 +79,7 @@ def test_defaults_are_vllms():
     )
 
 
-def test_values_get_one_plain_form():
+def test_values_are_normalized():
     params = SamplingParams(stop="x", top_k=-1, seed=-1, stop_token_ids=[3], temperature=1e-7)
     assert params.stop == ("x",)
     assert params.top_k == 0

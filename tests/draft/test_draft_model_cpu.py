@@ -147,7 +147,7 @@ def generate(model, speculative_config, **options):
     return llm.generate([list(range(3, 60))], params, use_tqdm=False)[0]
 
 
-def test_by_name(folders):
+def test_loads_by_method_name(folders):
     model, _ = folders
     expected = generate(model, None)
     drafted = generate(model, {"method": "draft_model", "model": model, "num_speculative_tokens": 5})

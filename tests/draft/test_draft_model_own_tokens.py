@@ -121,7 +121,7 @@ def test_proposals_are_those_of_a_fresh_drafter(plan):
     assert engine.scheduler.num_preemptions > 0
 
 
-def test_without_pages_the_least_recently_used_gives_way():
+def test_without_pages_the_least_recently_used_request_is_evicted():
     drafter = translating_drafter()
     engine = drafting_engine(drafter, chain(2), num_pages=40, max_model_len=120, max_num_seqs=3)
     evict, evicted = drafter._cache._evict, []

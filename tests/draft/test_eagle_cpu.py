@@ -151,7 +151,7 @@ def test_proposals_do_not_depend_on_the_past_nor_bytes_on_proposals(
     assert engine.scheduler.num_preemptions > 0 if "num_pages" in setting else engine.kv.prefix_hits > 0
 
 
-def test_by_name(tmp_path):
+def test_loads_by_method_name(tmp_path):
     model = save_model(tmp_path)
     write_head(random_checkpoint(EAGLE3), tmp_path / "head", "speculators")
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True)

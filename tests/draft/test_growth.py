@@ -181,7 +181,7 @@ def test_a_chain_ends_where_it_is_unlikely_to_be_right(share, length):
 
 
 @pytest.mark.parametrize("branching", [1, 2])
-def test_a_node_tells_the_chance_of_its_path_and_is_left_out_where_that_is_below_the_plans(branching):
+def test_a_node_has_the_chance_of_its_path_and_is_left_out_below_the_plans_minimum(branching):
     scales = Scales(same_ids(), Workspace(VOCAB))
 
     def likely(path):  # token 20 has half, the next a fifth
@@ -198,7 +198,7 @@ def test_a_node_tells_the_chance_of_its_path_and_is_left_out_where_that_is_below
     assert chances == pytest.approx(chain if branching == 1 else chain | beside)
 
 
-def test_a_chance_that_nobody_asks_for_is_not_computed():
+def test_chances_that_are_not_needed_are_not_computed():
     scales = Scales(same_ids(), Workspace(VOCAB))
     for plan, known in [(DraftPlan("draft_model", 3), False), (DraftPlan("draft_model", 3, 2), True)]:
         tree = ChosenTree(context_of(request_of(temperature=0)), plan, scales, coupled=True)

@@ -130,7 +130,7 @@ def test_every_tree_follows_from_the_last_state(ids, paths, sampling, checkpoint
 
 
 @pytest.mark.parametrize("backend_name", ["cpu", "torch"])
-def test_by_name(backend_name, tmp_path):
+def test_loads_by_method_name(backend_name, tmp_path):
     model = save_model(tmp_path)
     write_medusa(random_medusa(replace(CONFIG, target=TargetName("0" * 16, "another"))), tmp_path / "head")
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True)

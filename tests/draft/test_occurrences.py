@@ -64,7 +64,7 @@ def test_the_longest_ngram_is_found_at_its_newest_place(parts, capacity, keep, s
     budget=st.integers(1, 8),
     depth=st.integers(1, 8),
 )
-def test_trees_are_those_of_a_plain_search_of_the_own_and_the_owners_text(
+def test_trees_are_those_of_a_plain_search_of_the_own_text_and_the_namespace(
     own_parts, past_parts, namespace, past_capacity, keep, longest, factor, least, branching, budget, depth
 ):
     """Texts of several namespaces are in one index; it is as if the others' were not there."""
@@ -97,7 +97,7 @@ def test_trees_are_those_of_a_plain_search_of_the_own_and_the_owners_text(
     assert chances[:size].tolist() == np.float32(survivals).tolist()
 
 
-def test_what_others_wrote_since_does_not_hide_what_is_there():
+def test_newer_texts_of_other_namespaces_do_not_hide_a_match():
     mine, others = MEETING[:2]
     past, own = Occurrences([1], 100), Occurrences([1], 10)
     past.append([1, 7, GAP], mine)
@@ -136,7 +136,7 @@ def test_a_stream_of_any_length_keeps_its_newest_tokens(monkeypatch):
         assert chain[:size].tolist() == reference.ngram_chain(stream[: start + 7][-50:], 1, 2, 3)
 
 
-def test_texts_keep_their_owners_when_positions_are_counted_from_the_start_again(monkeypatch):
+def test_texts_keep_their_namespaces_when_positions_restart(monkeypatch):
     monkeypatch.setattr(occurrences, "LAST_POSITION", 1000)
     index = Occurrences([1, 2], 50)
     expected: list[tuple[int, int]] = []
