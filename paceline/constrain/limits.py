@@ -125,10 +125,10 @@ def _decimal(number: float) -> Decimal:
 
 def _common_multiple(numbers: list[Decimal]) -> int:
     """The least common multiple of decimals, in units of the smallest decimal place among them."""
-    places = max(0, *(-int(number.as_tuple().exponent) for number in numbers))
-    if places > 30 or max(numbers) > 10**15:
+    decimal_places = max(0, *(-int(number.as_tuple().exponent) for number in numbers))
+    if decimal_places > 30 or max(numbers) > 10**15:
         return 10**45
-    return math.lcm(*(int(number.scaleb(places)) for number in numbers))
+    return math.lcm(*(int(number.scaleb(decimal_places)) for number in numbers))
 
 
 def _too_deep(limits: GrammarLimits) -> RequestError:

@@ -71,7 +71,7 @@ class ForwardBatch:
     # hidden_states indices to return: 0 is the embedding, i is after layer i - 1
     feature_layers: tuple[int, ...] = ()
     choices: Choices | None = None  # only for a backend that samples; none of its rows is among logit_rows
-    kept: tuple[KeptFeatures, ...] = ()  # features to write to heads' pools
+    kept_features: tuple[KeptFeatures, ...] = ()  # features to write to heads' pools
 
     @property
     def num_requests(self) -> int:

@@ -129,8 +129,8 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of prompt tokens are still missing. Child 0 has them for all n."""
-        asked = self.params.prompt_logprobs is not None and self.child == 0
-        return asked and len(self.prompt_logprobs) < len(self.prompt_token_ids)
+        wanted = self.params.prompt_logprobs is not None and self.child == 0
+        return wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     @property
     def undrafted(self) -> bool:

@@ -165,7 +165,7 @@ class DraftTrees:
         chains: Sequence[Sequence[int]], chances: Sequence[Sequence[float]] | None = None
     ) -> DraftTrees:
         """Trees from one chain of tokens per request, and their chances."""
-        return DraftTrees.from_lists([(line, range(-1, len(line) - 1)) for line in chains], chances)
+        return DraftTrees.from_lists([(tokens, range(-1, len(tokens) - 1)) for tokens in chains], chances)
 
     @staticmethod
     def merged(num_requests: int, groups: Sequence[tuple[Sequence[int], DraftTrees]]) -> DraftTrees:

@@ -100,10 +100,10 @@ class GrowingTree(ABC):
         """The number of leading nodes that are ancestors of all others and whose rows are in place."""
         parents = [self.parents[node] for node in nodes]
         end = ROOT
-        for place, node in enumerate(nodes):
-            in_place = place < len(self._written) and self._written[place] == node
+        for index, node in enumerate(nodes):
+            in_place = index < len(self._written) and self._written[index] == node
             if not in_place or node in self.frontier or parents.count(end) > 1:
-                return place
+                return index
             end = node
         return len(nodes)
 
@@ -243,10 +243,10 @@ class ChosenTree(GrowingTree):
 
     def finished(self) -> FinishedTree:
         nodes = sorted(self._best())
-        places = {node: place for place, node in enumerate(nodes)} | {ROOT: ROOT}
+        numbers = {node: number for number, node in enumerate(nodes)} | {ROOT: ROOT}
         tokens, parents = (
             [self.tokens[node] for node in nodes],
-            [places[self.parents[node]] for node in nodes],
+            [numbers[self.parents[node]] for node in nodes],
         )
         chances = [math.exp(self._scores[node]) if self._is_scored else math.nan for node in nodes]
         return FinishedTree(tokens, parents, chances, [-1] * len(nodes), ())

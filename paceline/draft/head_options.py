@@ -55,8 +55,8 @@ def check_min_prob(min_prob: float | None) -> None:
 def check_quantization(quantization: str | None) -> None:
     """ConfigError if a head cannot have this quantization; it names those it can."""
     if quantization not in (None, *QUANTIZATIONS):
-        known = " or ".join(QUANTIZATIONS)
-        raise ConfigError(f"quantization of a draft head must be {known}, got {quantization!r}.")
+        names = " or ".join(QUANTIZATIONS)
+        raise ConfigError(f"quantization of a draft head must be {names}, got {quantization!r}.")
 
 
 def check_features(method: str, target: Target) -> None:

@@ -201,13 +201,13 @@ def _from_short_form(text: str) -> Mapping[str, Any]:
         with suppress(ValueError):
             return {"method": name, argument.option: argument.read(rest)}
     long_names = SHORT_NAMES.values()
-    known = [
+    short_forms = [
         f"{name}:{method.argument.shown}" if method.argument else name
         for name, method in METHODS.items()
         if name not in long_names
     ]
     raise ConfigError(
-        f"{text!r} names no drafting method. Use off, model:PATH, auto, or one of {', '.join(known)}."
+        f"{text!r} names no drafting method. Use off, model:PATH, auto, or one of {', '.join(short_forms)}."
     )
 
 
@@ -217,8 +217,8 @@ def _is_auto(entry: Mapping[str, Any]) -> bool:
         return False
     for key in entry:
         if key not in ("method", *SHARED_KEYS):
-            known = ["method", *SHARED_KEYS]
-            raise ConfigError(unknown_option(key, known, "speculative_config with method auto"))
+            allowed = ["method", *SHARED_KEYS]
+            raise ConfigError(unknown_option(key, allowed, "speculative_config with method auto"))
     return True
 
 
@@ -272,8 +272,8 @@ def _drafter(entry: Mapping[str, Any], rule_takes_trees: bool, rule: str) -> tup
     method_options = {key: value for key, value in entry.items() if key not in PLAN_KEYS + SHARED_KEYS}
     for key in method_options:
         if key not in options.__dataclass_fields__:
-            known = [*PLAN_KEYS, *SHARED_KEYS, *options.__dataclass_fields__]
-            raise ConfigError(unknown_option(key, known, f"speculative_config with method {name}"))
+            allowed = [*PLAN_KEYS, *SHARED_KEYS, *options.__dataclass_fields__]
+            raise ConfigError(unknown_option(key, allowed, f"speculative_config with method {name}"))
     return name, DrafterConfig(plan, options(**method_options))
 
 

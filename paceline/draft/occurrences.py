@@ -54,7 +54,7 @@ class Occurrences:
         """
         new = np.asarray(tokens, dtype=np.int32)
         if self.end + len(new) > LAST_POSITION:  # index all tokens again, with positions from 1
-            tokens_left, namespaces = self.tokens_left(), self.namespaces()
+            tokens_left, namespaces = self.tokens(), self.namespaces()
             self._start_afresh()
             changes = np.flatnonzero(np.diff(namespaces)) + 1
             for part, part_namespaces in zip(
@@ -81,7 +81,7 @@ class Occurrences:
         """Forget all but the newest `count` tokens."""
         self.oldest = max(self.oldest, self.end - count)
 
-    def kept(self) -> Int32Array:
+    def tokens(self) -> Int32Array:
         """The stored tokens, oldest first."""
         return self._row(0)
 

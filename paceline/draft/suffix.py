@@ -61,8 +61,8 @@ class SuffixOptions:
         )
         factor = self.suffix_decoding_max_spec_factor
         check_number(ConfigError, "suffix_decoding_max_spec_factor", factor, 0.0, 1e6, low_open=True)
-        least = self.suffix_decoding_min_token_prob
-        check_number(ConfigError, "suffix_decoding_min_token_prob", least, 0.0, 1.0)
+        min_prob = self.suffix_decoding_min_token_prob
+        check_number(ConfigError, "suffix_decoding_min_token_prob", min_prob, 0.0, 1.0)
         path = self.suffix_cache_path
         if path is not None and (not isinstance(path, str) or not path):
             raise ConfigError(f"suffix_cache_path must be the path of a file, got {path!r}.")
@@ -133,16 +133,16 @@ class SuffixDrafter(Drafter):
         """One chain or tree per request, without nodes that are unlikely to be accepted."""
         options, past = self._options, self._past.occurrences
         default_chance = float(options.suffix_decoding_min_token_prob)
-        lines: list[tuple[int, ...]] = []
+        rows: list[tuple[int, ...]] = []
         new: list[int] = []
         for request, plan in zip(requests, plans, strict=True):
             index, unread = self._indexes.unread(request, plan.prefix)
             limits = (len(unread), plan.budget, plan.branching, plan.levels)
-            lines.append((*index.table_fields(), *limits, self._past.namespace_of(request.cache_salt)))
+            rows.append((*index.table_fields(), *limits, self._past.namespace_of(request.cache_salt)))
             new += unread
             index.note_appended(len(unread))
         drafted = draft_trees(
-            np.array(lines, dtype=np.int64).reshape(-1, REQUEST_COLUMNS),
+            np.array(rows, dtype=np.int64).reshape(-1, REQUEST_COLUMNS),
             np.array(new, dtype=np.int32),
             np.array([plan.least_chance or default_chance for plan in plans], dtype=np.float64),
             past.table,

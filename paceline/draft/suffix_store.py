@@ -139,7 +139,7 @@ class ResponseCache:
                     fingerprint=np.array(fingerprint),
                     with_prompts=np.array(self._with_prompts),
                     sizes=np.array(shared, dtype=np.int64),
-                    tokens=self.occurrences.kept()[self.occurrences.namespaces() == SHARED_NAMESPACE],
+                    tokens=self.occurrences.tokens()[self.occurrences.namespaces() == SHARED_NAMESPACE],
                 )
             temporary.replace(path)
         except OSError as error:

@@ -136,14 +136,14 @@ def prompt_too_long(count: int, limits: Limits, exact: bool = True) -> RequestEr
 
 
 def _asked_plan(
-    asked: str | Mapping[str, Any] | None, plans: Mapping[str, DraftPlan], limits: Limits
+    speculative: str | Mapping[str, Any] | None, plans: Mapping[str, DraftPlan], limits: Limits
 ) -> DraftPlan | None:
     """The plan that a request's `speculative` asks for; None: the engine decides."""
-    if asked is None or asked == "auto":
+    if speculative is None or speculative == "auto":
         return None
-    if asked == "off":
+    if speculative == "off":
         return PLAIN
-    options = {"method": asked} if isinstance(asked, str) else asked
+    options = {"method": speculative} if isinstance(speculative, str) else speculative
     for key in options:
         if key not in PLAN_KEYS:
             raise RequestError(unknown_option(str(key), PLAN_KEYS, "speculative"))

@@ -43,7 +43,7 @@ class BatchBuilder:
         kv: KVCache,
         pool: KVPool,
         feature_layers: tuple[int, ...] = (),
-        kept: tuple[KeptFeatures, ...] = (),
+        kept_features: tuple[KeptFeatures, ...] = (),
     ) -> ForwardBatch:
         """The batch of one pass; its arrays are valid until the next call. No trees: nothing is drafted."""
         row = outputs = choices = pages = 0
@@ -87,7 +87,7 @@ class BatchBuilder:
             pool=pool,
             feature_layers=feature_layers,
             choices=self._choices(choices),
-            kept=kept,
+            kept_features=kept_features,
         )
 
     def _choose(self, request: Request, first: int, end: int, choices: int) -> int:

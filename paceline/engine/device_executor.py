@@ -107,7 +107,7 @@ class DeviceExecutor:
         Empty if there are no pages, or if the passes in flight will probably finish all of them.
         """
         in_flight = self._joined
-        going = [
+        unfinished = [
             request
             for request in requests
             if request.num_output + in_flight.get(request, 0) < request.max_output
@@ -115,11 +115,11 @@ class DeviceExecutor:
         tokens_per_pass = 1 + plan.levels // 2  # tokens that a pass in flight probably gives
         if all(
             request.num_output + tokens_per_pass * in_flight.get(request, 0) >= request.max_output
-            for request in going
+            for request in unfinished
         ):
             return []
         # the next commit releases what was reserved in vain
-        return going if self._reserved(going, plan) and self._attached_to(going, plan) else []
+        return unfinished if self._reserved(unfinished, plan) and self._attached_to(unfinished, plan) else []
 
     def _attached_to(self, requests: Sequence[Request], plan: DraftPlan) -> bool:
         """Whether the plan's head, if it has one, drafts for all of these requests on the device now."""

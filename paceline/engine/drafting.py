@@ -58,9 +58,9 @@ class Drafting:
         )
         for drafter in self._drafters.values():
             drafter.bind(kv)
-        kept_features = [drafter.kept() for drafter in self._drafters.values()]
-        self.kept = tuple(
-            features for features in kept_features if features is not None
+        kept = [drafter.kept() for drafter in self._drafters.values()]
+        self.kept_features = tuple(
+            features for features in kept if features is not None
         )  # features that passes write to heads' pools
         nothing = DraftTrees.merged(1, [([0], DraftTrees.chains([()]))]).kept(np.empty(0, dtype=bool))
         nothing.check([PLAIN], vocab_size)  # compile now, not in the first step
@@ -146,8 +146,8 @@ class Drafting:
             for index, part in enumerate(parts)
             if expected_tokens[index] < part.plan.enough  # false where the expectation is unknown (NaN)
         }
-        asked = [second.get(index, part) for index, part in enumerate(parts)]
-        for members, trees in self._ask(asked, second):
+        parts_to_ask = [second.get(index, part) for index, part in enumerate(parts)]
+        for members, trees in self._ask(parts_to_ask, second):
             sizes, expected = trees.sizes(), trees.expected()
             is_better = [
                 size > 0 and not tokens < expected_tokens[index]

@@ -154,8 +154,8 @@ class Engine:
 
     def prepare(self) -> None:
         """Warm up: compile and allocate what the first steps would wait for. Call it before any request."""
-        layers, kept = self._drafting.feature_layers, self._drafting.kept
-        self.backend.prepare(self._pool, self.limits.max_model_len, layers, kept)
+        layers, kept_features = self._drafting.feature_layers, self._drafting.kept_features
+        self.backend.prepare(self._pool, self.limits.max_model_len, layers, kept_features)
         self._drafting.prepare()
         self.tokenizer.token_bytes(0)  # builds the table of all tokens
         for plan in dict.fromkeys([PLAIN, *self._controller.device_plans()]):
@@ -264,9 +264,13 @@ class Engine:
         return [request for request in dict.fromkeys(lost) if not request.finished]
 
     def _make_decoder(self) -> AsyncDecoder | None:
-        limits, layers, kept = self.limits, self._drafting.feature_layers, self._drafting.kept
+        limits, layers, kept_features = (
+            self.limits,
+            self._drafting.feature_layers,
+            self._drafting.kept_features,
+        )
         return self.backend.make_async_decoder(
-            self._pool, limits.max_num_seqs, limits.max_model_len, layers, kept
+            self._pool, limits.max_num_seqs, limits.max_model_len, layers, kept_features
         )
 
     def _remove(self, request: Request) -> None:

@@ -52,8 +52,8 @@ class HostExecutor:
         if trees is not None and not trees.num_nodes:
             trees = None
         timer.end("plan")
-        layers, kept = self._drafting.feature_layers, self._drafting.kept
-        batch = self._builder.build(parts, trees, self._kv, self._pool, layers, kept)
+        layers, kept_features = self._drafting.feature_layers, self._drafting.kept_features
+        batch = self._builder.build(parts, trees, self._kv, self._pool, layers, kept_features)
         timer.end("build")
         output = self._backend.begin(batch)
 

@@ -130,7 +130,7 @@ def test_a_stream_of_any_length_keeps_its_newest_tokens(monkeypatch):
     for start in range(0, len(stream), 7):
         index.append(stream[start : start + 7])
         assert index.end <= 1000
-        assert index.kept().tolist() == stream[: start + 7][-50:]
+        assert index.tokens().tolist() == stream[: start + 7][-50:]
         chain = np.empty(3, dtype=np.int32)
         size = copy_longest(index.table, index.levels, index.oldest, index.end, chain)
         assert chain[:size].tolist() == reference.ngram_chain(stream[: start + 7][-50:], 1, 2, 3)
@@ -143,4 +143,4 @@ def test_texts_keep_their_namespaces_when_positions_restart(monkeypatch):
     for number in range(600):
         index.append([number % 9, number % 7, GAP], namespace=number % 4)
         expected = [*expected, *((token, number % 4) for token in (number % 9, number % 7, GAP))][-50:]
-        assert [*zip(index.kept().tolist(), index.namespaces().tolist(), strict=True)] == expected
+        assert [*zip(index.tokens().tolist(), index.namespaces().tolist(), strict=True)] == expected

@@ -79,7 +79,7 @@ def test_nothing_of_a_prompt_is_kept_across_requests():
     for size in range(1, len(prompt) + 1):
         assert draft(drafter, prompt[:size]) == []
     assert draft(drafter, [*prompt, *output[:5]]) == output[5:]
-    assert drafter._past.occurrences.kept().tolist() == [*output, GAP]
+    assert drafter._past.occurrences.tokens().tolist() == [*output, GAP]
 
 
 @pytest.mark.parametrize("share", ["responses", "prompts"])
@@ -205,7 +205,7 @@ class TestResponseCache:
     def entries(self, cache):
         """The responses that are kept, with the ends of their prompts."""
         found = [[]]
-        for token in cache.occurrences.kept().tolist():
+        for token in cache.occurrences.tokens().tolist():
             if token == GAP:
                 found.append([])
             else:
