@@ -92,7 +92,7 @@ class DeviceExecutor:
         """Whether a pass by this plan can be launched after those in flight."""
         draft = self.draft(plan)
         by_head = draft is not None and draft.runner is not None
-        # a head can be attached only when no pass is in flight
+        # another head than the one in use needs all tokens, so no pass may be in flight
         return not by_head or not self._passes or self._attached_plan.drafter == plan.drafter
 
     def fitting(self, plan: DraftPlan, requests: int) -> DraftPlan:

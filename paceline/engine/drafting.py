@@ -59,9 +59,8 @@ class Drafting:
         for drafter in self._drafters.values():
             drafter.bind(kv)
         kept = [drafter.kept() for drafter in self._drafters.values()]
-        self.kept_features = tuple(
-            features for features in kept if features is not None
-        )  # features that passes write to heads' pools
+        # what passes write to the heads' pools
+        self.kept_features = tuple(features for features in kept if features is not None)
         nothing = DraftTrees.merged(1, [([0], DraftTrees.chains([()]))]).kept(np.empty(0, dtype=bool))
         nothing.check([PLAIN], vocab_size)  # compile now, not in the first step
 
