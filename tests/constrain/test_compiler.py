@@ -1,4 +1,4 @@
-"""Compiling: what is refused and why, and what is kept."""
+"""GrammarCompiler: what is refused and why, and what is cached."""
 
 from __future__ import annotations
 

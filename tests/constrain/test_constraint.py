@@ -1,4 +1,4 @@
-"""What a constraint allows and forces is a pure function of the tokens it has followed."""
+"""What a constraint allows and forces is a pure function of the tokens so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts along a grammar: nothing that it forbids, everything that it forces, nothing else changed."""
+"""Drafts fitted to a grammar: no forbidden node, all forced tokens, nothing else changed."""
 
 from __future__ import annotations
 

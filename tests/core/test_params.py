@@ -1,4 +1,4 @@
-"""A parameter that cannot be meant is refused, with its name, its value and what is allowed."""
+"""An invalid parameter is refused, with its name, its value and what is allowed."""
 
 from __future__ import annotations
 

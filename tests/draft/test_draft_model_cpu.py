@@ -1,4 +1,4 @@
-"""A draft model on the compiled backend: a model drafts for itself, for a coarser copy, and by name."""
+"""A draft model on the cpu backend: for itself, for a coarser copy, and loaded by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads on the compiled backend: the same bytes, and the same proposals with and without a past."""
+"""Heads on the cpu backend: the same bytes, and proposals that do not depend on earlier steps."""
 
 from __future__ import annotations
 

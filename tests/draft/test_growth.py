@@ -1,4 +1,4 @@
-"""Trees while they grow: their shape, the rows of their passes, and what drawn ones are drawn from."""
+"""Growing trees: their shape, the rows of their passes, and the distributions of drawn ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features beside pages: what is kept, for how long, and that nothing stale is ever read."""
+"""Features stored beside pages: what is stored, for how long, and that nothing stale is read."""
 
 from __future__ import annotations
 

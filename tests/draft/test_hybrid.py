@@ -1,4 +1,4 @@
-"""Suffix drafting with a fallback: who drafts when, and that both parts see everything."""
+"""hybrid: which of its two drafters drafts when, and that both observe every pass."""
 
 from __future__ import annotations
 

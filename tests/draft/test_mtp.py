@@ -1,4 +1,4 @@
-"""mtp: the block for multi-token prediction in a target's own files drafts for it."""
+"""mtp: the block for multi-token prediction in the target's own files drafts."""
 
 from __future__ import annotations
 

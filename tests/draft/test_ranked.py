@@ -1,4 +1,4 @@
-"""Trees of a shape that was found beforehand."""
+"""Trees of a calibrated shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suffix drafting: what followed before, here and in past responses, as far as it will be accepted."""
+"""Suffix decoding: drafts what followed before, here and in past responses, as far as it is likely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of the suffix cache: it survives a restart, and nothing wrong is taken from it."""
+"""The file of past responses: it survives a restart, and damaged files are refused."""
 
 from __future__ import annotations
 

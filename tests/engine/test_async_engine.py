@@ -1,4 +1,4 @@
-"""The async front: the same text as the engine alone; nothing is lost, left running or waited for in vain."""
+"""AsyncEngine: the same text as the engine alone; no request is lost, left running or waited for in vain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafters are plug-ins: one that raises, talks nonsense or hangs costs time, and never a byte."""
+"""Drafters are plug-ins: one that raises, returns invalid drafts or hangs costs time, and never a byte."""
 
 from __future__ import annotations
 

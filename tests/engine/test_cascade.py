@@ -1,4 +1,4 @@
-"""One drafter after another, and a controller that takes from drafts what is not worth its rows."""
+"""The cascade of two drafters, and the controller's trimming of nodes that are not worth a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend that chooses tokens itself gives the tokens that the host would have sampled from its logits."""
+"""A backend that samples gives the tokens that the host would have sampled from its logits."""
 
 from __future__ import annotations
 

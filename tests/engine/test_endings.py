@@ -1,4 +1,4 @@
-"""How requests end: by stop, by length, by abort, by error; and which never begin."""
+"""How requests end (stop, length, abort, error), and which are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heart: what else happens in the engine changes not one bit of a request's output.
+"""Exactness: nothing else that happens in the engine changes a bit of a request's output.
 
 The toy's logits hash everything it reads back from its pool, so equal log-probabilities mean that
 every page, move, prefix hit and recomputation was right.

@@ -1,4 +1,4 @@
-"""The same promise on a real model: the compiled backend's bits do not depend on the batch either."""
+"""Exactness on a real model: the cpu backend's bits do not depend on the batch either."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes that look up chains where they run draft what the host would, and wait for nobody."""
+"""Prompt lookup on the device: the drafts of the host, in passes that overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes that follow what a drafter of the host has expected while the ones before them ran."""
+"""Optimistic host drafts: made while a pass runs, and used by the next one."""
 
 from __future__ import annotations
 

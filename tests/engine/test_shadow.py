@@ -1,4 +1,4 @@
-"""Shadow drafts: plain passes on the device tell what a drafter would have brought, and change nothing."""
+"""Shadow drafts: they measure a drafter beside plain device passes, and change nothing."""
 
 from __future__ import annotations
 

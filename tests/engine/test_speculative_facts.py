@@ -1,4 +1,4 @@
-"""What a step and a request tell about drafting, and that each request drafts as it asks."""
+"""The drafting statistics of steps and requests, and each request's own speculative options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""config.json to ModelConfig: what each family's keys mean, and what is refused."""
+"""From config.json to ModelConfig: the keys of each family, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer: equal to transformers', byte-exact, and never surprised by a text."""
+"""The tokenizer: equal to that of transformers, byte-exact, for any text."""
 
 from __future__ import annotations
 
