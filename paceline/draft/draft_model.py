@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from paceline.draft.base import DrafterNeeds, DraftSampling, Target
 from paceline.draft.draft_cache import DraftCache, SharedPages
 from paceline.draft.model_drafter import ModelDrafter
-from paceline.draft.own_pages import OwnPages
+from paceline.draft.separate_pages import SeparatePages
 from paceline.draft.vocabulary import Vocabulary, common_vocabulary, vocabulary_intersection
 from paceline.errors import ConfigError
 from paceline.options import check_bool, check_integer, refuse_unknown
@@ -87,7 +87,7 @@ class DraftModelDrafter(ModelDrafter):
         make_cache: Callable[[KVCache, Backend], DraftCache]
         if options.use_heterogeneous_vocab:
             vocabulary = intersection = vocabulary_intersection(*pair, options.model)
-            make_cache = partial(OwnPages, longest=longest, vocabulary=intersection)
+            make_cache = partial(SeparatePages, longest=longest, vocabulary=intersection)
         else:
             vocabulary = common_vocabulary(*pair, options.model)
             make_cache = partial(SharedPages, longest=longest)

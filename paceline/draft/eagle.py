@@ -27,7 +27,7 @@ from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part, Passes
-from paceline.draft.growth import GrowingTree, Scales, make_tree, merged
+from paceline.draft.growth import GrowingTree, Scoring, make_tree, merged
 from paceline.draft.head_options import EagleOptions, find_head
 from paceline.draft.head_pages import HeadPages
 from paceline.draft.vocabulary import Vocabulary, trimmed_vocabulary
@@ -134,7 +134,7 @@ class HeadDrafter(Drafter):
         self._sampling = sampling
         self._seen_layers: tuple[int, ...] = ()  # feature layers of the last pass
         self._parts = np.empty(0, dtype=np.int64)  # [layers] the index of each layer of the head among them
-        self._scales = Scales(shape.vocabulary, Workspace(shape.vocabulary.target_size), least_chance)
+        self._scoring = Scoring(shape.vocabulary, Workspace(shape.vocabulary.target_size), least_chance)
 
     @classmethod
     def beside(
@@ -171,7 +171,7 @@ class HeadDrafter(Drafter):
         trees = [
             None
             if context is None
-            else make_tree(context, plan.shrunk(context.room), self._scales, self._sampling)
+            else make_tree(context, plan.shrunk(context.room), self._scoring, self._sampling)
             for context, plan in zip(contexts, plans, strict=True)
         ]
         growing = [GuessedTree(tree) for tree in trees if tree is not None]
@@ -197,7 +197,7 @@ class HeadDrafter(Drafter):
         chances: list[Sequence[float]] = [()] * len(contexts)
         if opened:
             lengths = [plans[number].shrunk(context.room).levels for number, context in opened.items()]
-            min_chances = [plans[number].least_chance or self._scales.least_chance for number in opened]
+            min_chances = [plans[number].least_chance or self._scoring.least_chance for number in opened]
             chains = self._passes.chains(list(opened.values()), lengths, min(min_chances))
             rows = zip(chains.tokens.tolist(), chains.chances.tolist(), chains.lengths.tolist(), strict=True)
             for (number, context), min_chance, (tokens, chain_chances, length) in zip(

@@ -40,7 +40,7 @@ _ALL_IDS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)  # the logits are 
 
 
 @dataclass(frozen=True)
-class Scales:
+class Scoring:
     """What all trees of a drafter use to score guesses."""
 
     vocabulary: Vocabulary
@@ -65,13 +65,13 @@ NO_GUESS = FinishedTree((), (), (), (), ())
 class GrowingTree(ABC):
     """One request's tree. `frontier` is empty when it is complete."""
 
-    def __init__(self, context: Context, plan: DraftPlan, scales: Scales) -> None:
+    def __init__(self, context: Context, plan: DraftPlan, scoring: Scoring) -> None:
         self.context = context
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.frontier = [ROOT]  # ascending
         self._plan = plan
-        self._scales = scales
+        self._scoring = scoring
         self._depths: list[int] = []
         self._samplers: dict[int, Sampler] = {ROOT: context.request.sampler}
         self._written: list[int] = []  # nodes whose rows are in the pool after the context, in this order
@@ -90,7 +90,7 @@ class GrowingTree(ABC):
         return Part(
             self.context,
             len(self.context.tokens) + stem,
-            [self._scales.vocabulary.draft_id(self.tokens[node]) for node in rows],
+            [self._scoring.vocabulary.draft_id(self.tokens[node]) for node in rows],
             [rows.get(self.parents[node], -1) for node in rows],
             [rows[node] for node in self.frontier],
             list(rows),
@@ -122,7 +122,7 @@ class GrowingTree(ABC):
         for node in self._written:
             if self.parents[node] != end:
                 break
-            chain.append(self._scales.vocabulary.draft_id(self.tokens[node]))
+            chain.append(self._scoring.vocabulary.draft_id(self.tokens[node]))
             end = node
         return chain
 
@@ -150,11 +150,11 @@ class GrowingTree(ABC):
         return self._samplers[node]
 
 
-def make_tree(context: Context, plan: DraftPlan, scales: Scales, sampling: DraftSampling) -> GrowingTree:
+def make_tree(context: Context, plan: DraftPlan, scoring: Scoring, sampling: DraftSampling) -> GrowingTree:
     """A growing tree for a request: drawn or chosen, as the sampling asks."""
     if sampling is DraftSampling.INDEPENDENT and not context.request.sampler.greedy:
-        return DrawnTree(context, plan, scales)
-    return ChosenTree(context, plan, scales, coupled=sampling is DraftSampling.COUPLED)
+        return DrawnTree(context, plan, scoring)
+    return ChosenTree(context, plan, scoring, coupled=sampling is DraftSampling.COUPLED)
 
 
 def merged(trees: Sequence[GrowingTree | None]) -> DraftTrees:
@@ -180,12 +180,12 @@ class ChosenTree(GrowingTree):
     `budget` of all nodes are proposed.
     """
 
-    def __init__(self, context: Context, plan: DraftPlan, scales: Scales, coupled: bool) -> None:
-        super().__init__(context, plan, scales)
+    def __init__(self, context: Context, plan: DraftPlan, scoring: Scoring, coupled: bool) -> None:
+        super().__init__(context, plan, scoring)
         self._coupled = coupled
         self._scores: list[float] = []  # [nodes] log of the chance that the path is accepted
         self._is_scored = True  # False: the scores were not computed
-        least_chance = plan.least_chance or (scales.least_chance if plan.branching == 1 else 0.0)
+        least_chance = plan.least_chance or (scoring.least_chance if plan.branching == 1 else 0.0)
         self._least_score = math.log(least_chance) if least_chance > 0.0 else -math.inf
 
     def grow(self, logits: Float32Array) -> None:
@@ -204,8 +204,8 @@ class ChosenTree(GrowingTree):
     def _candidates(self, node: int, row: Float32Array) -> list[tuple[int, float]]:
         """The children of a node, each with the log of its chance, from a row of the draft model's logits."""
         depth, request = self._depth(node), self.context.request
-        sampler, vocabulary = self._sampler(node), self._scales.vocabulary
-        count, workspace = self._plan.branching, self._scales.workspace
+        sampler, vocabulary = self._sampler(node), self._scoring.vocabulary
+        count, workspace = self._plan.branching, self._scoring.workspace
         coupled = self._coupled and not sampler.greedy
         before = request.num_output + depth
         if sampler.leaves_logits(before):
@@ -259,10 +259,10 @@ class DrawnTree(GrowingTree):
     """
 
     def __init__(
-        self, context: Context, plan: DraftPlan, scales: Scales, shape: dict[int, list[int]] | None = None
+        self, context: Context, plan: DraftPlan, scoring: Scoring, shape: dict[int, list[int]] | None = None
     ) -> None:
         """`shape` has the children of ROOT and of each node that has any; None: `static_shape`."""
-        super().__init__(context, plan, scales)
+        super().__init__(context, plan, scoring)
         self._distributions: list[Float64Array] = []  # each [vocabulary of the target]
         self._rows: list[int] = []  # [nodes] which distribution a node was drawn from
         self._shape = shape or static_shape(plan.budget, plan.branching, plan.levels)
@@ -272,7 +272,7 @@ class DrawnTree(GrowingTree):
         level = len(self.tokens)
         try:
             for node, row in zip(self.frontier, logits, strict=True):
-                self._draw_children(node, self._scales.vocabulary.target_logits(row))
+                self._draw_children(node, self._scoring.vocabulary.target_logits(row))
         except BackendError:  # logits that allow no guess
             self.frontier = []
             return
@@ -286,7 +286,7 @@ class DrawnTree(GrowingTree):
     def _draw_children(self, node: int, logits: Float32Array) -> None:
         depth, request = self._depth(node), self.context.request
         sampler, first = self._sampler(node), len(request.token_ids)
-        probabilities = sampler.probabilities(logits, request.num_output + depth, self._scales.workspace)
+        probabilities = sampler.probabilities(logits, request.num_output + depth, self._scoring.workspace)
         self._distributions.append(probabilities)
         taken: list[int] = []
         for number in self._shape[self._numbers[node]]:

@@ -19,7 +19,7 @@ from paceline.core.features import Features
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Target
 from paceline.draft.draft_cache import Context
-from paceline.draft.growth import GrowingTree, Scales, make_tree, merged
+from paceline.draft.growth import GrowingTree, Scoring, make_tree, merged
 from paceline.draft.head_options import HeadOptions, find_head
 from paceline.draft.ranked import Path, make_ranked_tree
 from paceline.draft.vocabulary import Vocabulary, trimmed_vocabulary
@@ -63,7 +63,7 @@ class MedusaDrafter(Drafter):
         self._paths = paths
         self._sampling: DraftSampling = target.sampling
         self._norm, self._eps = target.final_norm, target.config.rms_norm_eps
-        self._scales = Scales(vocabulary, Workspace(vocabulary.target_size), least_chance)
+        self._scoring = Scoring(vocabulary, Workspace(vocabulary.target_size), least_chance)
         self._states: dict[Request, tuple[int, Float32Array]] = {}  # (position of its token, state [hidden])
 
     @classmethod
@@ -117,8 +117,8 @@ class MedusaDrafter(Drafter):
         context = Context(request, request.token_ids, self._kv.page_tables[request.slot], plan.budget)
         plan = replace(plan, depth=min(plan.levels, self._num_heads))
         if plan.branching > 1 and self._paths:
-            return make_ranked_tree(context, plan, self._scales, self._sampling, self._paths)
-        return make_tree(context, plan, self._scales, self._sampling)
+            return make_ranked_tree(context, plan, self._scoring, self._sampling, self._paths)
+        return make_tree(context, plan, self._scoring, self._sampling)
 
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None

@@ -10,7 +10,7 @@ from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, DraftSampling
 from paceline.draft.draft_cache import DraftCache
 from paceline.draft.draft_pass import DraftRunner
-from paceline.draft.growth import Scales, make_tree, merged
+from paceline.draft.growth import Scoring, make_tree, merged
 from paceline.draft.vocabulary import Vocabulary
 from paceline.verify.sampling import Workspace
 
@@ -38,7 +38,7 @@ class ModelDrafter(Drafter):
         self._vocab_size = vocab_size
         self._make_cache = make_cache
         self._sampling = sampling
-        self._scales = Scales(vocabulary, Workspace(vocabulary.target_size))
+        self._scoring = Scoring(vocabulary, Workspace(vocabulary.target_size))
 
     def bind(self, kv: KVCache) -> None:
         self._cache = self._make_cache(kv, self._backend)
@@ -49,7 +49,7 @@ class ModelDrafter(Drafter):
         trees = [
             None
             if context is None
-            else make_tree(context, plan.shrunk(context.room), self._scales, self._sampling)
+            else make_tree(context, plan.shrunk(context.room), self._scoring, self._sampling)
             for context, plan in zip(contexts, plans, strict=True)
         ]
         growing = [tree for tree in trees if tree is not None]

@@ -12,21 +12,21 @@ from paceline.core.tree_shapes import ROOT
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import DraftSampling
 from paceline.draft.draft_cache import Context
-from paceline.draft.growth import ChosenTree, DrawnTree, Float32Array, GrowingTree, Scales
+from paceline.draft.growth import ChosenTree, DrawnTree, Float32Array, GrowingTree, Scoring
 from paceline.errors import BackendError
 
 Path = tuple[int, ...]
 
 
 def make_ranked_tree(
-    context: Context, plan: DraftPlan, scales: Scales, sampling: DraftSampling, paths: Sequence[Path]
+    context: Context, plan: DraftPlan, scoring: Scoring, sampling: DraftSampling, paths: Sequence[Path]
 ) -> GrowingTree:
     """A growing tree in the shape of the paths: drawn or chosen, as the sampling asks."""
     allowed = [path for path in paths if len(path) <= plan.levels and max(path) < plan.branching]
     allowed = allowed[: plan.budget]
     if sampling is DraftSampling.INDEPENDENT and not context.request.sampler.greedy:
-        return DrawnTree(context, plan, scales, shape_of(allowed))
-    return RankedTree(context, plan, scales, sampling is DraftSampling.COUPLED, allowed)
+        return DrawnTree(context, plan, scoring, shape_of(allowed))
+    return RankedTree(context, plan, scoring, sampling is DraftSampling.COUPLED, allowed)
 
 
 def shape_of(paths: Sequence[Path]) -> dict[int, list[int]]:
@@ -42,9 +42,9 @@ class RankedTree(ChosenTree):
     """A tree that keeps, of each node's guesses, the ranks that the paths name."""
 
     def __init__(
-        self, context: Context, plan: DraftPlan, scales: Scales, coupled: bool, paths: Sequence[Path]
+        self, context: Context, plan: DraftPlan, scoring: Scoring, coupled: bool, paths: Sequence[Path]
     ) -> None:
-        super().__init__(context, plan, scales, coupled)
+        super().__init__(context, plan, scoring, coupled)
         self._allowed = frozenset(paths)
         self._inner = {path[:-1] for path in paths}  # paths with children
         self._paths: dict[int, Path] = {ROOT: ()}

@@ -71,7 +71,7 @@ class AgainstFresh(HeadDrafter):
     def _expected(self, request, plan: DraftPlan) -> DraftTrees:
         kv = KVCache(16, self.backend.page_size, max_sequences=1, max_length=16 * self.backend.page_size)
         pool = kv.add_pool(self.backend)
-        fresh = HeadDrafter(self._runner, self._shape, self._sampling, self._scales.least_chance)
+        fresh = HeadDrafter(self._runner, self._shape, self._sampling, self._scoring.least_chance)
         fresh.bind(kv)
         slot, _ = kv.open(request.token_ids)
         kv.reserve(slot, len(request.token_ids) + plan.budget)

@@ -79,7 +79,7 @@ class AgainstWhole(EagleDrafter):
                 continue
             pages = np.zeros(0, dtype=np.int32)
             context = Context(request, request.token_ids, pages, plan.budget)
-            tree = make_tree(context, plan, self._scales, self._sampling)
+            tree = make_tree(context, plan, self._scoring, self._sampling)
             self.outputs: dict[tuple[int, ...], torch.Tensor] = {}
             self.features = self._features(request.token_ids)
             while tree.frontier:

@@ -64,9 +64,9 @@ class AgainstWhole(MedusaDrafter):
             context = Context(request, request.token_ids, np.zeros(0, dtype=np.int32), plan.budget)
             shallow = replace(plan, depth=min(plan.levels, len(levels)))
             if plan.branching > 1 and self._paths:
-                tree = make_ranked_tree(context, shallow, self._scales, self._sampling, self._paths)
+                tree = make_ranked_tree(context, shallow, self._scoring, self._sampling, self._paths)
             else:
-                tree = make_tree(context, shallow, self._scales, self._sampling)
+                tree = make_tree(context, shallow, self._scoring, self._sampling)
             for level in levels:
                 if tree.frontier:
                     tree.grow(np.stack([level] * len(tree.frontier)))

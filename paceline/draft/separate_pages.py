@@ -27,7 +27,7 @@ class _Reading:
     drafted: Sequence[int] = ()  # drafted tokens computed after them
 
 
-class OwnPages:
+class SeparatePages:
     """A DraftCache with its own page table: the same text has other tokens, so other KV indices.
 
     It has as many pages as the target. When they run out, the least recently used request loses its pages
