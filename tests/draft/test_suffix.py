@@ -227,7 +227,7 @@ class TestResponseCache:
         cache.add([1, 2], [3, 5], "ann")
         assert self.entries(cache) == [[3, 4], [3, 4], [3, 4], [3, 5]]
 
-    def test_who_invents_salts_gets_no_more_memory_than_who_uses_one(self):
+    def test_a_client_that_invents_salts_gets_no_more_memory(self):
         cache = ResponseCache(LEVELS, 8)
         size = cache.occurrences.num_bytes
         for number in range(1000):
@@ -235,12 +235,12 @@ class TestResponseCache:
             assert len(cache) == cache.num_salts <= 8
             assert len(cache.occurrences) <= 8 * 289
         assert cache.occurrences.num_bytes == size
-        assert len(cache._keys) == len(cache._owners) == cache.num_salts
+        assert len(cache._keys) == len(cache._namespaces) == cache.num_salts
         assert cache.namespace_of("salt 0") == NO_NAMESPACE
         for _ in range(3):  # the last of the others go too
             cache.add([], [*range(900 + _, 1600 + _)])
         assert cache.num_salts == 1
-        assert not cache._owners
+        assert not cache._namespaces
 
     def test_no_two_salts_have_the_same_owner(self, monkeypatch):
         drawn = iter([0, 5, 5, 0, 5, 6])
