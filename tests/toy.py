@@ -1,9 +1,8 @@
-"""A toy model whose logits are a hash of what it finds in its own paged pool.
+"""A toy model whose logits are a hash of what it reads from its paged pool.
 
-The toy keeps, at every KV place, the token and the position it was written for. The logits of a
-row are a hash of its whole path, read back through the page table: one wrong page, one stale
-place, one ancestor too many, one missed move, and the output is another. It also checks the
-contract of ForwardBatch as strictly as it can.
+The toy stores, at every KV slot, the token and the position it was written for. The logits of a row are a
+hash of its whole path, read back through the page table: one wrong page, stale slot, extra ancestor or missed
+move changes the output. It also checks the contract of ForwardBatch as strictly as it can.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class ToyPool:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.bytes_per_page = 8 * page_size
-        self.tokens = np.full(num_pages * page_size, -7, dtype=np.int64)  # [places]
-        self.positions = np.full(num_pages * page_size, -7, dtype=np.int64)  # [places]
+        self.tokens = np.full(num_pages * page_size, -7, dtype=np.int64)  # [KV slots]
+        self.positions = np.full(num_pages * page_size, -7, dtype=np.int64)  # [KV slots]
 
 
 class ToyBackend(Backend):
@@ -89,28 +88,28 @@ class ToyBackend(Backend):
             raise error
         pool = batch.pool
         assert isinstance(pool, ToyPool)
-        places = [self._write(batch, pool, request) for request in range(batch.num_requests)]
+        kv_slots = [self._write(batch, pool, request) for request in range(batch.num_requests)]
         for output, row in enumerate(batch.logit_rows.tolist()):
-            self._logits[output] = self._row_logits(batch, pool, places, row)
+            self._logits[output] = self._row_logits(batch, pool, kv_slots, row)
         self.num_logits += len(batch.logit_rows)
         features = None
         if batch.feature_layers:
             features = batch.tokens.astype(np.float32)[:, None].repeat(len(batch.feature_layers), axis=1)
-        chosen = None if batch.choices is None else self._choose(batch, pool, places, batch.choices)
+        chosen = None if batch.choices is None else self._choose(batch, pool, kv_slots, batch.choices)
         return ForwardOutput(self._logits[: len(batch.logit_rows)], features, chosen)
 
     def begin(self, batch: ForwardBatch) -> Callable[[], ForwardOutput]:
-        """Passes of the decoder may come between: they do not disturb the output."""
+        """The output is a copy: passes of the decoder in between do not overwrite it."""
         output = self.forward(batch)
-        own = replace(output, logits=output.logits.copy())
-        return lambda: own
+        copied = replace(output, logits=output.logits.copy())
+        return lambda: copied
 
     def _row_logits(
-        self, batch: ForwardBatch, pool: ToyPool, places: Sequence[npt.NDArray[np.int64]], row: int
+        self, batch: ForwardBatch, pool: ToyPool, kv_slots: Sequence[npt.NDArray[np.int64]], row: int
     ) -> Float32Array:
-        """The logits [vocab] behind a row, as the pool has its path."""
+        """The logits [vocab] after a row, from its path in the pool."""
         request = int(np.searchsorted(batch.row_offsets, row, side="right")) - 1
-        path = places[request][self._path(batch, request, row)]
+        path = kv_slots[request][self._path(batch, request, row)]
         tokens = pool.tokens[path]
         if self.nan_after is not None and self.nan_after in tokens:
             return np.full(self.vocab, np.nan, dtype=np.float32)
@@ -120,21 +119,21 @@ class ToyBackend(Backend):
         self,
         batch: ForwardBatch,
         pool: ToyPool,
-        places: Sequence[npt.NDArray[np.int64]],
+        kv_slots: Sequence[npt.NDArray[np.int64]],
         choices: Choices,
     ) -> Int32Array:
-        """The tokens [choices] by the readable reference of sampling."""
+        """The tokens [choices] by the reference sampler."""
         assert self.chooses
         chosen = []
         for row, seed, temperature in zip(choices.rows, choices.seeds, choices.temperatures, strict=True):
-            logits = self._row_logits(batch, pool, places, int(row))
+            logits = self._row_logits(batch, pool, kv_slots, int(row))
             position = int(batch.positions[row]) + 1
             chosen.append(reference_token(logits, float(temperature), KEEPS_ALL, int(seed), position))
         self.num_chosen += len(chosen)
         return np.array(chosen, dtype=np.int32)
 
     def logits_of(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Float32Array:
-        """Logits after a path: peaked enough that a draft can be right, and a function of all of it."""
+        """Logits after a path: a function of all of it, and peaked enough that drafts can be right."""
         items = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(1_000_003) + positions.astype(np.uint64)
         return hashed_logits(items.tobytes(), self.vocab)
 
@@ -166,17 +165,17 @@ class ToyBackend(Backend):
         self.moved += len(source)
 
     def _write(self, batch: ForwardBatch, pool: ToyPool, request: int) -> npt.NDArray[np.int64]:
-        """Store a request's rows; the places of all its KV indices."""
+        """The KV slots of all KV indices of a request, after storing its rows."""
         start, end = batch.row_offsets[request], batch.row_offsets[request + 1]
         length = int(batch.context_lengths[request] + end - start)
         indices = np.arange(length)
         pages = batch.page_tables[request][indices // self.page_size]
         assert ((pages >= 0) & (pages < pool.num_pages)).all(), "an index without a page"
-        places = pages.astype(np.int64) * self.page_size + indices % self.page_size
-        written = places[batch.context_lengths[request] :]
+        kv_slots = pages.astype(np.int64) * self.page_size + indices % self.page_size
+        written = kv_slots[batch.context_lengths[request] :]
         pool.tokens[written] = batch.tokens[start:end]
         pool.positions[written] = batch.positions[start:end]
-        return places
+        return kv_slots
 
     def _path(self, batch: ForwardBatch, request: int, row: int) -> list[int]:
         """KV indices of a row's committed context, its ancestors and itself, in order."""
@@ -216,13 +215,13 @@ class ToyBackend(Backend):
             assert (batch.positions[start:end] == context + depth).all()
             for index in range(context, context + end - start):
                 page = int(batch.page_tables[request, index // self.page_size])
-                place = page * self.page_size + index % self.page_size
-                assert place not in written, "two rows write to one place"
-                written.add(place)
+                kv_slot = page * self.page_size + index % self.page_size
+                assert kv_slot not in written, "two rows write to one KV slot"
+                written.add(kv_slot)
 
 
 class OneByOne(ToyBackend):
-    """Each pass waits until it is let through."""
+    """Each pass waits for `turn`."""
 
     def __init__(self) -> None:
         super().__init__(max_rows=64)
@@ -272,7 +271,7 @@ class ScriptedDrafter(Drafter):
         return chain, list(range(-1, len(chain) - 1))
 
     def _tree(self, truth: list[int], budget: int, step: int) -> tuple[list[int], list[int]]:
-        """At every level a wrong sibling before the right one, so that accepted rows lie apart."""
+        """At most levels a wrong sibling before the right one, so that accepted rows are not contiguous."""
         tokens: list[int] = []
         parents: list[int] = []
         parent = -1
@@ -352,14 +351,14 @@ ENDLESS = 19_000  # tokens of an output in a roomy engine: more than any test wa
 
 
 def roomy_engine(backend: ToyBackend | None = None, max_num_seqs: int = 16) -> Engine:
-    """A toy engine whose requests of ENDLESS tokens run until they are ended."""
+    """A toy engine whose requests of ENDLESS tokens run until they are aborted."""
     return toy_engine(backend, max_model_len=20_000, num_pages=20_000, max_num_seqs=max_num_seqs)
 
 
 def drain(engine: Engine, scribble: bool = True) -> dict[Request, str]:
-    """Step until all is done; the streamed text of each request.
+    """The streamed text of each request, after stepping until all have finished.
 
-    Between steps every free page is filled with rubbish: what is freed must never be read.
+    Between steps every free page is filled with garbage: freed pages must never be read.
     """
     texts: dict[Request, str] = {}
     steps = 0
@@ -374,10 +373,10 @@ def drain(engine: Engine, scribble: bool = True) -> dict[Request, str]:
 
 
 def scribble_free_pages(engine: Engine) -> None:
-    """Fill all free pages with rubbish."""
+    """Fill all free pages with garbage."""
     pool = engine._pool
     assert isinstance(pool, ToyPool)
     for page in engine.kv.pages.free_pages():
-        places = slice(page * engine.kv.page_size, (page + 1) * engine.kv.page_size)
-        pool.tokens[places] = -999
-        pool.positions[places] = -999
+        kv_slots = slice(page * engine.kv.page_size, (page + 1) * engine.kv.page_size)
+        pool.tokens[kv_slots] = -999
+        pool.positions[kv_slots] = -999

@@ -1,4 +1,4 @@
-"""The toy model's passes that run ahead."""
+"""ToyDecoder: the toy model's AsyncDecoder."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 def reference_token(
     logits: Float32Array, temperature: float, truncation: Sequence[float], seed: int, position: int
 ) -> int:
-    """The token by the readable reference, or -1: there is none. `truncation` is a row of SlotInits's."""
+    """The token that the reference samples, or -1 if logits are NaN. `truncation` is a row of SlotInits."""
     if temperature == 0:
         return -1 if np.isnan(logits).any() else int(logits.argmax())
     return choose_token_reference(logits, temperature, Truncation.from_row(truncation), seed, position)
 
 
 class ToyDecoder:
-    """An AsyncDecoder whose passes run when they are begun, and are read later.
+    """An AsyncDecoder whose passes run at launch, and are read later.
 
-    If it drafts, chains of `length` are right as far as the position says, or are what drafts of the host say
-    that fit the texts that it was told, or what a plain search finds in these. Wrong guesses are written
-    behind, as a device would, and the slots of the next pass are looked up by the one before it.
+    Its drafts are chains of `length` that are right up to a depth that depends on the position (a head), or
+    the host's drafts where they match the text, or what a plain search finds in the text. Rejected guesses
+    are written too, as on a device, and each pass looks up the pages of the next one.
     """
 
     def __init__(self, backend: ToyBackend, pool: ToyPool, slots: int, layers: int) -> None:
@@ -45,10 +45,12 @@ class ToyDecoder:
         self._temperatures = np.zeros(slots)  # [slots]
         self._truncation = np.zeros((slots, NUM_FIELDS))  # [slots, NUM_FIELDS]
         self._takes_drafts = np.ones(slots, dtype=np.bool_)  # [slots]
-        self._texts: dict[int, list[int]] = {}  # of slots, if they were told
+        self._texts: dict[int, list[int]] = {}  # slot: its tokens, if `join` had them
         self._unread: deque[DecodeOutput] = deque()
         self._by_text = False  # whether it drafts without a head
-        self._told: dict[int, list[int]] = {}  # the pages that the last pass has told the next one of
+        self._next_slot_pages: dict[
+            int, list[int]
+        ] = {}  # slot: the pages that the last pass looked up for the next one
 
     def join(self, requests: SlotInits) -> None:
         slots = requests.slots
@@ -56,7 +58,7 @@ class ToyDecoder:
         self._limits[slots] = requests.limits
         self._seeds[slots], self._temperatures[slots] = requests.seeds, requests.temperatures
         self._truncation[slots], self._takes_drafts[slots] = requests.truncation, requests.takes_drafts
-        self._told = {}
+        self._next_slot_pages = {}
         for number, slot in enumerate(slots.tolist()):
             self._texts.pop(slot, None)
             if requests.texts is not None:
@@ -79,13 +81,13 @@ class ToyDecoder:
         self._by_text = draft is not None and draft.runner is None
         if draft is not None and self._by_text:
             assert (host_drafts is not None) == (draft.host_tokens > 0)
-            given = np.full((len(slots), draft.length), -1, dtype=np.int32)  # which nobody chooses
+            given = np.full((len(slots), draft.length), -1, dtype=np.int32)  # matches no token
             chains = [self._drafted(slot, draft, line) for slot, line in zip(slots, lines, strict=True)]
             for line, chain in zip(given, chains, strict=True):
                 line[: len(chain)] = chain
             found = np.array([len(chain) for chain in chains], dtype=np.int32)
-        if list(slots) == list(self._told) and self._length == before:
-            assert {slot: self._next_pages(slot, page_tables) for slot in slots} == self._told
+        if list(slots) == list(self._next_slot_pages) and self._length == before:
+            assert {slot: self._next_pages(slot, page_tables) for slot in slots} == self._next_slot_pages
         starts = self._lengths.copy()
         tokens = np.full((len(slots), 1 + self._length), -999, dtype=np.int32)
         counts = np.zeros(len(slots), dtype=np.int32)
@@ -98,25 +100,25 @@ class ToyDecoder:
                 counts[rows] += 1
         for slot in slots:  # wrong guesses
             for index in range(self._lengths[slot], min(starts[slot] + 1 + self._length, self._limits[slot])):
-                place = self._page(slot, index, page_tables) * self._backend.page_size
-                self._pool.tokens[place + index % self._backend.page_size] = -999
+                first_slot = self._page(slot, index, page_tables) * self._backend.page_size
+                self._pool.tokens[first_slot + index % self._backend.page_size] = -999
         features = np.repeat(tokens.astype(np.float32), self._layers, axis=1) if self._layers else None
         self._unread.append(DecodeOutput(tokens, counts, None if self._length else features, found))
-        self._told = {slot: self._next_pages(slot, page_tables) for slot in slots}
+        self._next_slot_pages = {slot: self._next_pages(slot, page_tables) for slot in slots}
 
     def _drafted(self, slot: int, draft: DeviceDraft, line: list[int] | None) -> list[int]:
-        """What the host's draft for a slot says, if it fits, or else its text."""
+        """The chain of the host's draft for a slot, if it matches the text, else that of prompt lookup."""
         text, length, options = self._texts[slot], int(self._lengths[slot]), draft.look_up
-        assert len(text) == length + 1, "a text that is not known to its end"
-        most = min(draft.length, int(self._limits[slot]) - 1 - length) if self._takes_drafts[slot] else 0
+        assert len(text) == length + 1, "the decoder lacks tokens of a text"
+        budget = min(draft.length, int(self._limits[slot]) - 1 - length) if self._takes_drafts[slot] else 0
         chain: list[int] = []
         if line is not None:
             assert len(line) == 1 + draft.host_tokens
             expected = [token for token in line[1:] if token >= 0]
             assert line[1:] == [*expected, *[-1] * (draft.host_tokens - len(expected))]
-            chain = host_draft_chain(text, line[0], expected, max(most, 0))
+            chain = host_draft_chain(text, line[0], expected, max(budget, 0))
         if not chain and options is not None:
-            chain = ngram_chain(text, options.shortest, options.longest, max(most, 0))
+            chain = ngram_chain(text, options.shortest, options.longest, max(budget, 0))
         return chain
 
     def _goes_on(self, slot: int, starts: Int32Array, level: int, tokens: Int32Array) -> bool:
@@ -126,28 +128,28 @@ class ToyDecoder:
         right = self._by_text or level <= starts[slot] % (1 + self._length)
         return bool(right and self._lengths[slot] < self._limits[slot] and -1 not in tokens)
 
-    def _pass(self, own: list[int], page_tables: Int32Array) -> Int32Array:
-        rows = np.arange(len(own), dtype=np.int32)
+    def _pass(self, slots: list[int], page_tables: Int32Array) -> Int32Array:
+        rows = np.arange(len(slots), dtype=np.int32)
         output = self._backend.forward(
             ForwardBatch(
-                tokens=self._tokens[own],
-                positions=self._lengths[own],
-                parents=np.full(len(own), -1, dtype=np.int32),
-                row_offsets=np.arange(len(own) + 1, dtype=np.int32),
-                context_lengths=self._lengths[own],
-                page_tables=np.ascontiguousarray(page_tables[own]),
+                tokens=self._tokens[slots],
+                positions=self._lengths[slots],
+                parents=np.full(len(slots), -1, dtype=np.int32),
+                row_offsets=np.arange(len(slots) + 1, dtype=np.int32),
+                context_lengths=self._lengths[slots],
+                page_tables=np.ascontiguousarray(page_tables[slots]),
                 logit_rows=rows,
                 pool=self._pool,
             )
         )
-        self._lengths[own] += 1
+        self._lengths[slots] += 1
         options = self._temperatures, self._truncation, self._seeds, self._lengths
         chosen = [
             reference_token(logits, *(of_slots[slot].tolist() for of_slots in options))
-            for logits, slot in zip(output.logits, own, strict=True)
+            for logits, slot in zip(output.logits, slots, strict=True)
         ]
-        self._tokens[own] = np.maximum(chosen, 0)
-        for slot, token in zip(own, self._tokens[own].tolist(), strict=True):
+        self._tokens[slots] = np.maximum(chosen, 0)
+        for slot, token in zip(slots, self._tokens[slots].tolist(), strict=True):
             if slot in self._texts:
                 self._texts[slot].append(token)
         return np.array(chosen, dtype=np.int32)

@@ -100,18 +100,18 @@ class TorchBackend(Backend):
 
     def _rows(self, batch: ForwardBatch) -> Rows:
         """The batch as the model reads it: KV slots instead of pages, masks instead of parents."""
-        views, places = [], []
+        views, new_slots = [], []
         for request in range(batch.num_requests):
             rows = slice(int(batch.row_offsets[request]), int(batch.row_offsets[request + 1]))
             context = int(batch.context_lengths[request])
             key_slots = kv_slots(batch.page_tables[request], context + rows.stop - rows.start)
-            places.append(key_slots[context:])
+            new_slots.append(key_slots[context:])
             masks = self._masks(batch.parents[rows], batch.positions[rows], context)
             views.append(RowView(rows, self._tensor(key_slots), masks))
         return Rows(
             tokens=self._tensor(batch.tokens),
             positions=self._tensor(batch.positions),
-            places=self._tensor(np.concatenate(places)),
+            slot_mapping=self._tensor(np.concatenate(new_slots)),
             views=views,
         )
 

@@ -64,11 +64,11 @@ class TorchHeadRunner(HeadRunner):
         """Logits of the wanted rows, and the states that their children read."""
         rows = batch.rows
         assert rows.num_rows <= self.max_rows, f"{rows.num_rows} rows, but max_rows is {self.max_rows}"
-        views, places = self._views(rows)
+        views, slot_mapping = self._views(rows)
         cache = cast(TorchPool, rows.pool).cache
 
         def attend_to_pages(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return _attend(query, key, value, cache, views, places)
+            return _attend(query, key, value, cache, views, slot_mapping)
 
         states = torch.from_numpy(batch.states).to(device=self.device, dtype=self.dtype)
         if batch.from_target:
@@ -86,31 +86,33 @@ class TorchHeadRunner(HeadRunner):
 
     def _views(self, batch: ForwardBatch) -> tuple[list[RowView], Tensor]:
         """What the rows of each request see, and the KV slot of every row."""
-        views, places = [], []
+        views, new_slots = [], []
         for request in range(batch.num_requests):
             rows = slice(int(batch.row_offsets[request]), int(batch.row_offsets[request + 1]))
             context = int(batch.context_lengths[request])
             key_slots = kv_slots(batch.page_tables[request], context + rows.stop - rows.start)
-            places.append(key_slots[context:])
+            new_slots.append(key_slots[context:])
             related = ancestors(batch.parents[rows])
             sees_context = np.ones((len(related), context - 1), dtype=np.bool_)
             mask = torch.from_numpy(np.concatenate((sees_context, related), axis=1)).to(self.device)
             views.append(
                 RowView(rows, self._tensor(key_slots[1:]), {None: mask})
             )  # a head has no row at KV index 0
-        return views, self._tensor(np.concatenate(places))
+        return views, self._tensor(np.concatenate(new_slots))
 
     def _tensor(self, array: Int32Array) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, cache: KeyValues, views: list[RowView], places: Tensor
+    query: Tensor, key: Tensor, value: Tensor, cache: KeyValues, views: list[RowView], slot_mapping: Tensor
 ) -> Tensor:
     """Attention of all rows, after their keys and values are written to their KV slots."""
     keys, values = cache.keys[0], cache.values[0]
-    keys[places], values[places] = key, value
+    keys[slot_mapping], values[slot_mapping] = key, value
     mixed = torch.empty_like(query)
     for view in views:
-        mixed[view.rows] = attend(query[view.rows], keys[view.places], values[view.places], view.masks[None])
+        mixed[view.rows] = attend(
+            query[view.rows], keys[view.key_slots], values[view.key_slots], view.masks[None]
+        )
     return mixed

@@ -1,4 +1,4 @@
-"""Structured output: JSON schema, regex, choice and grammar as token masks along a draft tree."""
+"""Structured outputs: JSON schemas, regular expressions, choices and grammars as token masks."""
 
 from paceline.constrain.compiler import Grammar, GrammarCompiler
 from paceline.constrain.constraint import Constraint

@@ -1,4 +1,4 @@
-"""From params to grammars that can be followed: compiled once, kept, and never for long."""
+"""GrammarCompiler: from StructuredOutputsParams to compiled grammars, cached and with a time limit."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from paceline.errors import GrammarError, RequestError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-CACHED_GRAMMARS = 128
-CACHED_BYTES = 1 << 20  # of their sources
-TOKENIZED = 2048  # characters of a forced text at a time: a schema may force a text without end
+CACHED_GRAMMARS = 128  # at most
+CACHED_BYTES = 1 << 20  # of their sources, at most
+TOKENIZED = 2048  # characters of a forced text per call: a schema may force an endless text
 
 
 class GrammarTokenizer(Protocol):
@@ -39,7 +39,7 @@ class GrammarTokenizer(Protocol):
 
 
 class Grammar:
-    """A compiled grammar, from which any number of outputs can start."""
+    """A compiled grammar. Any number of outputs can start from it."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._matcher = matcher
@@ -47,13 +47,13 @@ class Grammar:
         self._eos_ids = tuple(eos_ids)
 
     def start(self, ignore_eos: bool = False) -> Constraint:
-        """A constraint at the start of a text. `ignore_eos`: it ends only where nothing else may follow."""
+        """A constraint at the start of an output. `ignore_eos`: end only where nothing else may follow."""
         endings = Endings(self._eos_ids, eager=not ignore_eos)
         return Constraint(self._matcher.deep_copy(), self._vocab_size, endings)
 
     @property
     def usable(self) -> bool:
-        """Whether an output can start: false once a request has used up what the grammar may cost in all."""
+        """Whether an output can start: false once requests have used up the grammar's lexer states."""
         first = self.start()
         try:
             return bool(first.forced()) or bool(first.mask().any())
@@ -62,24 +62,24 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles what requests ask for. Any thread may call it; it takes one grammar at a time."""
+    """Compiles grammars, one at a time. Any thread may call it."""
 
     def __init__(
         self, tokenizer: GrammarTokenizer, vocab_size: int, limits: GrammarLimits | None = None
     ) -> None:
-        """`vocab_size` is the model's: ids that the tokenizer does not have are never allowed."""
+        """`vocab_size` is the model's; ids that the tokenizer lacks are never allowed."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._limits = limits or GrammarLimits()
         self._compiling = threading.Lock()
-        self._changing = threading.Lock()  # of the cache
+        self._changing = threading.Lock()  # for the cache
         self._cache: OrderedDict[str, Grammar] = OrderedDict()  # by source, least recently used first
         self._trial = GrammarTrial(self._limits.seconds)
 
     def compile(self, params: StructuredOutputsParams, *, trusted: bool = True) -> Grammar:
-        """The grammar that the params mean. RequestError if there is none, or if it is beyond the limits.
+        """The compiled grammar. RequestError if it is not valid or exceeds the limits.
 
-        One that is not `trusted` is first tried in a process that can be killed.
+        A grammar that is not `trusted` is first tried in a child process that can be killed.
         """
         try:
             source = grammar_source(params, self._limits)
@@ -101,8 +101,8 @@ class GrammarCompiler:
         return found
 
     def prepare(self) -> None:
-        """Have ready what the first grammar would wait for: the library holds up other threads for it."""
-        with suppress(ImportError, RequestError):  # a request that needs a grammar is told
+        """Warm up: build the token table now. The library holds the GIL while it does."""
+        with suppress(ImportError, RequestError):  # raised again by the first request that needs a grammar
             _ = self._vocabulary
 
     def _cached(self, source: str) -> Grammar | None:
@@ -123,7 +123,7 @@ class GrammarCompiler:
                 self._cache.popitem(last=False)
 
     def close(self) -> None:
-        """End the process in which grammars are tried."""
+        """Stop the child process that tries grammars."""
         self._trial.kill()
         with self._compiling:
             self._trial.close()
@@ -134,39 +134,39 @@ class GrammarCompiler:
             raise RequestError(f"the grammar cannot be compiled: {fault}. Use a simpler one.")
 
     def _compiled(self, source: str, vocabulary: LLTokenizer, seconds: float | None) -> Grammar:
-        """The grammar, compiled on a thread whose stack is deep enough, or refused if that takes too long.
+        """The grammar, compiled on a thread with a deep stack; RequestError if that takes too long.
 
-        The library lets other threads run meanwhile. It cannot be interrupted.
+        The library releases the GIL meanwhile. It cannot be interrupted.
         """
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(verbose_errors=False, **self._library_limits)
-        made: list[LLMatcher] = []
+        matchers: list[LLMatcher] = []
 
         def work() -> None:
             matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
-            matcher.deep_copy().compute_ff_tokens()  # the first step is often the costliest: it counts too
-            made.append(matcher)
+            matcher.deep_copy().compute_ff_tokens()  # the first step is often the slowest: count it too
+            matchers.append(matcher)
 
-        before = threading.stack_size(STACK_BYTES)
+        old_size = threading.stack_size(STACK_BYTES)
         try:
             thread = threading.Thread(target=work, name="paceline-grammar", daemon=True)
             thread.start()
         finally:
-            threading.stack_size(before)
+            threading.stack_size(old_size)
         thread.join(seconds)
-        if not made:
+        if not matchers:
             raise RequestError(f"the grammar takes longer than {seconds:g} s to compile. Use a simpler one.")
-        if made[0].is_error():
-            raise RequestError(f"the grammar cannot be compiled: {_in_one_line(made[0].get_error())}")
-        grammar = Grammar(made[0], self._vocab_size, sorted(self._tokenizer.eos_ids))
+        if matchers[0].is_error():
+            raise RequestError(f"the grammar cannot be compiled: {_in_one_line(matchers[0].get_error())}")
+        grammar = Grammar(matchers[0], self._vocab_size, sorted(self._tokenizer.eos_ids))
         if not grammar.usable:
             raise RequestError("the grammar allows no text at all, or its first token costs too much.")
         return grammar
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
-        """The tokens as the library wants them."""
+        """The token table in the library's form."""
         from llguidance import LLTokenizer
 
         if not self._tokenizer.eos_ids:
@@ -185,7 +185,7 @@ class GrammarCompiler:
 
 
 class _Vocabulary:
-    """The tokenizer with the members that the library asks for."""
+    """The tokenizer with the interface that the library asks for."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -201,19 +201,19 @@ class _Vocabulary:
         )
 
     def __call__(self, text: str) -> list[int]:
-        """The canonical tokens of the beginning of a text, in which nothing stands for a special token."""
+        """The canonical tokens of the first TOKENIZED characters of a text, none of them special."""
         text = text[:TOKENIZED]
         ids: list[int] = []
         start = 0
-        for match in self._special.finditer(text):  # cut after its first character, it is plain text
+        for match in self._special.finditer(text):  # split after its first character: then it is plain text
             ids += self._plain(text[start : match.start() + 1])
             start = match.start() + 1
         return ids + self._plain(text[start:])
 
     def _plain(self, text: str) -> list[int]:
-        """The tokenizer's own tokens if they spell the text, else the longest that fit, from left to right.
+        """The tokenizer's tokens if they spell the text, else greedily the longest, from left to right.
 
-        Some tokenizers put a space before a text: then the tokens after a line break are taken.
+        Some tokenizers add a space before a text: then the tokens after a line break are used.
         """
         spelled = text.encode()
         for before in ("", "\n"):
@@ -243,5 +243,5 @@ class _Vocabulary:
 
 
 def _in_one_line(message: str) -> str:
-    """The library's message, short: its later lines draw the place in the source."""
+    """The library's message in one line of at most 300 characters; it draws the source position below."""
     return " ".join(message.split())[:300]

@@ -1,4 +1,4 @@
-"""A request's place in its grammar: which tokens may follow, and which must."""
+"""Constraint: a request's state in its grammar. It gives the token mask, and the forced tokens."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ if TYPE_CHECKING:
 BoolArray = npt.NDArray[np.bool_]
 UInt8Array = npt.NDArray[np.uint8]
 
-MOST_FORCED = 32  # tokens that are looked ahead
+MAX_FORCED = 32  # tokens of look-ahead
 
 
 @dataclass(frozen=True)
 class Endings:
-    """The ids that end a text that fits its grammar."""
+    """The ids that end an output."""
 
-    ids: tuple[int, ...]  # end-of-sequence; the first is the one that is forced
+    ids: tuple[int, ...]  # end-of-sequence; the first one is used where the end is forced
     eager: bool = True  # False: only where nothing else may follow
 
 
 class Constraint:
-    """Follows one output by `advance`. What it allows is a pure function of the tokens it has followed.
+    """The grammar state of one output. What it allows is a pure function of the tokens so far.
 
-    Where the grammar leaves one continuation of bytes, their canonical tokens are the only ones
-    allowed: they are forced, with and without speculation, so that drafting them is always right.
+    Where the grammar leaves only one continuation of bytes, only their canonical tokens are allowed. They are
+    forced with and without speculation, so drafts of them are always accepted.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, endings: Endings) -> None:
-        """`matcher` is at the start of a text, and this constraint's own."""
+        """`matcher` is at the start of an output, and no one else uses it."""
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._endings = endings
         self._ended = False
-        self._forced: tuple[int, ...] | None = None  # from here on; None: not looked for yet
-        self._bits: UInt8Array | None = None  # [(vocab + 7) // 8] what is allowed here, if asked before
+        self._forced: tuple[int, ...] | None = None  # tokens from here on; None: not computed yet
+        self._bits: UInt8Array | None = None  # [(vocab + 7) // 8] the mask; None: not computed yet
 
     def forced(self) -> tuple[int, ...]:
-        """The tokens that must come next, at most MOST_FORCED of them. Empty: there is a choice."""
+        """The tokens that must come next, at most MAX_FORCED of them. Empty: there is a choice."""
         if self._forced is None:
             self._forced = self._look_ahead()
         return self._forced
@@ -54,7 +54,7 @@ class Constraint:
         """Whether the token may come next."""
         if self.forced():
             return token == self.forced()[0]
-        if self._bits is None and token not in self._endings.ids:  # quicker than finding all that are
+        if self._bits is None and token not in self._endings.ids:  # faster than the whole mask
             return bool(self._matcher.validate_tokens([token]))
         return bool(self._allowed()[token >> 3] >> (token & 7) & 1)
 
@@ -68,15 +68,15 @@ class Constraint:
         return bits.view(np.bool_)
 
     def advance(self, token: int) -> None:
-        """Take a token into the text. GrammarError if it may not come next."""
-        forced = self.forced()  # also if nobody asked: where a run begins decides how it is cut into tokens
+        """Append a token to the output. GrammarError if it may not come next."""
+        forced = self.forced()  # always: the start of a forced run decides how it is split into tokens
         if forced and token != forced[0]:
             raise self._error()
         self._take(token)
         self._forced = forced[1:] or None
 
     def _take(self, token: int) -> None:
-        """Advance, not asking what is forced."""
+        """Advance without checking the forced tokens."""
         if token in self._endings.ids and not self._ended and self._matcher.is_accepting():
             self._ended = True
         elif self._ended or not self._matcher.consume_token(token):
@@ -84,29 +84,29 @@ class Constraint:
         self._forced = self._bits = None
 
     def branch(self) -> Constraint:
-        """A twin at the same place. What is done to the one does not touch the other."""
+        """An independent copy in the same state."""
         twin = copy.copy(self)
         twin._matcher = self._matcher.deep_copy()
         return twin
 
     def _look_ahead(self) -> tuple[int, ...]:
-        """The run of tokens without an alternative."""
+        """The forced tokens from here on."""
         ahead = self.branch()
         run: list[int] = []
-        while len(run) < MOST_FORCED and not ahead._ended:
+        while len(run) < MAX_FORCED and not ahead._ended:
             tokens = ahead._next_run()
             if not tokens:
                 break
             try:
-                for token in tokens[: MOST_FORCED - len(run)]:
+                for token in tokens[: MAX_FORCED - len(run)]:
                     ahead._take(token)
                     run.append(token)
-            except GrammarError:  # a limit: the text may not come so far
+            except GrammarError:  # a limit of the library; the output may end before it
                 break
         return tuple(run)
 
     def _next_run(self) -> list[int]:
-        """The canonical tokens of the bytes that have no alternative here, as far as they are settled."""
+        """The canonical tokens of the bytes that must come next, as far as the library has computed them."""
         if self._ended:
             return []
         if self._matcher.is_stopped():
@@ -114,16 +114,16 @@ class Constraint:
         return list(self._matcher.compute_ff_tokens())
 
     def _allowed(self) -> UInt8Array:
-        """One bit for each id that may come next: uint8 [(vocab + 7) // 8]."""
+        """The mask, one bit per id: uint8 [(vocab + 7) // 8]."""
         if self._bits is None:
             bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8).copy()
             if self._ended or self._matcher.is_error():
                 raise self._error()
             if not self._endings.eager:
-                without = bits.copy()
+                without_endings = bits.copy()
                 for token in self._endings.ids:
-                    without[token >> 3] &= ~np.uint8(1 << (token & 7))
-                bits = without if without.any() else bits
+                    without_endings[token >> 3] &= ~np.uint8(1 << (token & 7))
+                bits = without_endings if without_endings.any() else bits
             self._bits = bits
         return self._bits
 

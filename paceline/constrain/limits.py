@@ -1,8 +1,8 @@
-"""How much of a grammar is compiled. A request can bring any text, and some small texts are bombs.
+"""Limits of what is compiled. A request can send any grammar, and some small texts are bombs.
 
-What is checked here is what the library would not survive: chains of rules or references that its
-recursion follows (a stack overflow ends the process), and remainders of large divisors, which it
-counts one by one. It bounds the rest itself by fuel, see GrammarLimits.
+Checked here is what the library would not survive: chains of rules or references that it follows by recursion
+(a stack overflow kills the process), and remainders of large divisors, which it enumerates. The rest is
+bounded by the library's own fuel, see GrammarLimits.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from typing import Any
 
 from paceline.errors import RequestError
 
-# possessive: a text of one long word, or of empty lines, would take hours otherwise
-RULE_HEAD = re.compile(r"^[ \t]*+[?!]?[\w-]++[^\n:\"/]*+:", re.MULTILINE)  # of a Lark or GBNF grammar
-LARK = re.compile(r"^[^\S\n]*+(%llguidance\b|start\s*+:)", re.MULTILINE)  # what a GBNF grammar does not have
+# possessive quantifiers: otherwise one long word, or many empty lines, would take hours
+RULE_HEAD = re.compile(r"^[ \t]*+[?!]?[\w-]++[^\n:\"/]*+:", re.MULTILINE)  # Lark or GBNF
+LARK = re.compile(r"^[^\S\n]*+(%llguidance\b|start\s*+:)", re.MULTILINE)  # never in GBNF
 EMBEDDED = re.compile(r"%json\s*")
 
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """The most that one request's grammar may be and cost."""
+    """The maximal size and cost of one request's grammar."""
 
     source_bytes: int = 128 * 1024
-    schema_depth: int = 64  # objects and lists within each other
+    schema_depth: int = 64  # nested objects and lists
     schema_values: int = 20_000
     references: int = 500  # distinct targets of $ref
     rules: int = 500  # of a grammar
-    gbnf_bytes: int = 32 * 1024  # converted to Lark, in Python
+    gbnf_bytes: int = 32 * 1024  # lower, because GBNF is converted to Lark in Python
     regex_length: int = 8192
     choices: int = 1000
     multiple: int = 10_000  # least common multiple of all multipleOf of a schema
-    seconds: float = 3.0  # of compiling
-    # the library's own
+    seconds: float = 3.0  # of compilation
+    # LLParserLimits of llguidance
     initial_lexer_fuel: int = 500_000
     step_lexer_fuel: int = 100_000
     step_max_items: int = 50_000
@@ -46,16 +46,16 @@ class GrammarLimits:
     max_grammar_size: int = 200_000
 
 
-def check_size(name: str, text: str, most: int) -> None:
-    """Refuse a text of more than so many bytes."""
-    if len(text) > most or len(text.encode("utf-8", "surrogatepass")) > most:
+def check_size(name: str, text: str, max_bytes: int) -> None:
+    """RequestError if a text has more than `max_bytes` bytes."""
+    if len(text) > max_bytes or len(text.encode("utf-8", "surrogatepass")) > max_bytes:
         raise RequestError(
-            f"{name} has {len(text)} characters, and at most {most} bytes are compiled. Shorten it."
+            f"{name} has {len(text)} characters, and at most {max_bytes} bytes are compiled. Shorten it."
         )
 
 
 def checked_schema(given: str | Mapping[str, Any], limits: GrammarLimits) -> dict[str, Any]:
-    """The schema as an object that is safe to hand on."""
+    """The schema as an object that is safe to compile. RequestError if it is not."""
     schema: Any = given
     if isinstance(given, str):
         check_size("the JSON schema", given, limits.source_bytes)
@@ -74,7 +74,7 @@ def checked_schema(given: str | Mapping[str, Any], limits: GrammarLimits) -> dic
 
 
 def _check_values(schema: Mapping[str, Any], limits: GrammarLimits) -> None:
-    """Refuse what is too deep, too large or a bomb. Not recursive: depth is what is in doubt."""
+    """RequestError if the schema is too deep, too large or a bomb. Not recursive: it may be very deep."""
     waiting: list[tuple[Any, int]] = [(schema, 1)]
     references: set[str] = set()
     multiples: list[Decimal] = []
@@ -124,11 +124,11 @@ def _decimal(number: float) -> Decimal:
 
 
 def _common_multiple(numbers: list[Decimal]) -> int:
-    """The least common multiple of decimals, counted in units of the smallest place that any of them has."""
-    places = max(0, *(-int(number.as_tuple().exponent) for number in numbers))
-    if places > 30 or max(numbers) > 10**15:
+    """The least common multiple of decimals, in units of the smallest decimal place among them."""
+    decimal_places = max(0, *(-int(number.as_tuple().exponent) for number in numbers))
+    if decimal_places > 30 or max(numbers) > 10**15:
         return 10**45
-    return math.lcm(*(int(number.scaleb(places)) for number in numbers))
+    return math.lcm(*(int(number.scaleb(decimal_places)) for number in numbers))
 
 
 def _too_deep(limits: GrammarLimits) -> RequestError:
@@ -139,7 +139,7 @@ def _too_deep(limits: GrammarLimits) -> RequestError:
 
 
 def check_rules(grammar: str, limits: GrammarLimits) -> None:
-    """Refuse a grammar of too many rules."""
+    """RequestError if a grammar has too many rules."""
     rules = len(RULE_HEAD.findall(grammar))
     if rules > limits.rules:
         raise RequestError(

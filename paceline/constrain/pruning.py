@@ -1,4 +1,4 @@
-"""A draft along a grammar: what it forbids goes, what it forces is added."""
+"""Fitting a draft to a grammar: forbidden nodes are removed, forced tokens are added."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class Draft:
-    """One request's draft, as a drafter gave it. Sequences are parallel."""
+    """One request's draft. All sequences have one entry per node."""
 
     tokens: Sequence[int]
     parents: Sequence[int]  # ROOT for the first level
     rows: Sequence[int]  # the distribution that a node was drawn from, -1: it was chosen
-    chances: Sequence[float] | None = (
-        None  # that the path to a node is right; NaN, or None for all: no opinion
-    )
+    chances: Sequence[float] | None = None  # that the path is accepted; NaN, or None for all: unknown
 
 
 NOTHING = Draft((), (), ())
@@ -29,7 +27,7 @@ NOTHING = Draft((), (), ())
 
 @dataclass
 class _Fitted:
-    """The draft that is being made, and what it may become."""
+    """The draft being built, and its limits."""
 
     budget: int
     levels: int
@@ -52,7 +50,7 @@ class _Fitted:
         return 0 if node == ROOT else self.depths[node]
 
     def extend(self, node: int, forced: Sequence[int]) -> int:
-        """Add a run below a node as far as there is room; where it ends."""
+        """The last node of a run of forced tokens added below a node, as far as there is room."""
         room = min(self.budget - len(self.tokens), self.levels - self.depth(node))
         chance = 1.0 if node == ROOT else self.chances[node]
         for token in forced[: max(room, 0)]:
@@ -64,13 +62,13 @@ class _Fitted:
 
 
 def fit_draft(draft: Draft, constraint: Constraint, forced: Sequence[int], budget: int, levels: int) -> Draft:
-    """The draft behind `forced`, without what the grammar forbids, its paths continued by what it forces.
+    """The draft after `forced`, without nodes that the grammar forbids, its paths extended by forced tokens.
 
-    At most `budget` nodes and `levels` levels. The nodes of the draft keep their order; what continues
-    paths comes after them. `constraint` is at the request's last token, and stays there.
+    At most `budget` nodes and `levels` levels. The nodes of the draft keep their order; extensions come after
+    them. `constraint` is at the request's last token, and is not changed.
 
-    A node that was drawn stays even if it is forbidden, as does what stands beside it: a rule must see
-    what was refused, or the rest is no longer distributed as the target is. Below it nothing stays.
+    A drawn node and its siblings stay even if they are forbidden: rejection sampling must see every draw, or
+    the output no longer has the target's distribution. Nothing stays below a forbidden node.
     """
     fitted = _Fitted(budget, levels)
     stem = fitted.extend(ROOT, forced)
@@ -79,22 +77,22 @@ def fit_draft(draft: Draft, constraint: Constraint, forced: Sequence[int], budge
     start: Constraint | None = constraint
     for token in fitted.tokens:
         start = start and _followed(start, token)
-    if start is None:  # a limit
+    if start is None:  # a limit of the library
         return NOTHING
-    states = {stem: start}  # of the nodes that something may follow
-    places = {ROOT: stem}  # of the draft's nodes that stay
+    states = {stem: start}  # fitted node: the grammar's state after it, if it is allowed
+    fitted_nodes = {ROOT: stem}  # node of the draft: its node in the fitted draft
     drawn = {parent for parent, row in zip(draft.parents, draft.rows, strict=True) if row >= 0}
     chances = [math.nan] * len(draft.tokens) if draft.chances is None else draft.chances
     nodes = zip(draft.tokens, draft.parents, draft.rows, chances, strict=True)
     for node, (token, parent, row, chance) in enumerate(nodes):
-        above = places.get(parent)
+        above = fitted_nodes.get(parent)
         if above is None or above not in states:
             continue
         following = _followed(states[above], token)
         if following is not None or parent in drawn:
-            places[node] = fitted.add(token, above, row, chance)
+            fitted_nodes[node] = fitted.add(token, above, row, chance)
         if following is not None:
-            states[places[node]] = following
+            states[fitted_nodes[node]] = following
     with_children = set(fitted.parents)
     for node, state in states.items():
         if node not in with_children:
@@ -103,12 +101,12 @@ def fit_draft(draft: Draft, constraint: Constraint, forced: Sequence[int], budge
 
 
 def _followed(state: Constraint, token: int) -> Constraint | None:
-    """The state after a token; None if it may not come there."""
+    """The state after a token; None if the token may not come next."""
     try:
         if state.allows(token):
             following = state.branch()
             following.advance(token)
             return following
-    except GrammarError:  # a limit, on a path that the text need not take
+    except GrammarError:  # a limit of the library, on a path that the output may not take
         pass
     return None

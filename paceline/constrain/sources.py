@@ -1,4 +1,4 @@
-"""From what a user asks to the text that llguidance compiles."""
+"""From StructuredOutputsParams to the grammar text that llguidance compiles."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ ANY_OBJECT = {"type": "object"}
 
 
 def grammar_source(params: StructuredOutputsParams, limits: GrammarLimits) -> str:
-    """The grammar in the library's own language. RequestError if it is beyond the limits."""
+    """The grammar in the library's language. RequestError if it exceeds the limits."""
     return _SOURCES[params.kind](params, limits)
 
 
 def json_rule(schema: dict[str, Any], whitespace_pattern: str | None = None) -> dict[str, Any]:
-    """The schema with the rules of how its JSON is spelled: fixed separators, nothing ignored."""
-    spelling: dict[str, Any] = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+    """The schema with llguidance's options for its JSON: fixed separators, no keyword ignored."""
+    options: dict[str, Any] = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
     if whitespace_pattern is None:
-        spelling |= {"item_separator": ", ", "key_separator": ": "}
+        options |= {"item_separator": ", ", "key_separator": ": "}
     else:
-        spelling["whitespace_pattern"] = whitespace_pattern
-    return {**schema, "x-guidance": spelling}
+        options["whitespace_pattern"] = whitespace_pattern
+    return {**schema, "x-guidance": options}
 
 
 def _from_json(params: StructuredOutputsParams, limits: GrammarLimits) -> str:
@@ -74,17 +74,17 @@ def _from_grammar(params: StructuredOutputsParams, limits: GrammarLimits) -> str
     check_size("the grammar", params.grammar, limits.source_bytes)
     check_rules(params.grammar, limits)
     if LARK.search(params.grammar):
-        return _with_settled_schemas(params.grammar, limits)
+        return _with_checked_schemas(params.grammar, limits)
     check_size("the GBNF grammar", params.grammar, limits.gbnf_bytes)
     try:
         lark = str(gbnf_to_lark(params.grammar))
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # the library raises many types
         raise RequestError(f"the grammar cannot be read as GBNF: {error!s:.200}. Check its syntax.") from None
-    return _with_settled_schemas(lark, limits)
+    return _with_checked_schemas(lark, limits)
 
 
-def _with_settled_schemas(lark: str, limits: GrammarLimits) -> str:
-    """The grammar with every embedded `%json {...}` checked, and spelled as all JSON is."""
+def _with_checked_schemas(lark: str, limits: GrammarLimits) -> str:
+    """The grammar with every embedded `%json {...}` checked and given the options of `json_rule`."""
     pieces: list[str] = []
     end = 0
     for match in EMBEDDED.finditer(lark):

@@ -1,11 +1,11 @@
-"""Trying out a grammar in a process of its own, before it is compiled here.
+"""GrammarTrial: compile an untrusted grammar in a child process first.
 
-The library cannot be interrupted, its fuel does not bound all that it does, and what it cannot survive ends
-the process. So a server first has a child process compile the grammar and take a few steps by it: a child
-that takes too long or too much memory is killed. It has the 256 bytes as its vocabulary: it starts
-quickly, and a grammar costs there what it costs with a model's tokens.
+The library cannot be interrupted, its fuel does not bound everything, and a stack overflow kills the process.
+So a server has a child process compile the grammar and take a few steps in it; a child that takes too long or
+too much memory is killed. The child's vocabulary is the 256 bytes: it starts quickly, and a grammar costs
+there about what it costs with a model's vocabulary.
 
-The child speaks JSON over its standard input and output, a line for each grammar and for each answer.
+The child reads a line of JSON per grammar from standard input, and answers with one on standard output.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-STACK_BYTES = 64 << 20  # the library follows rules and references by recursion
+STACK_BYTES = 64 << 20  # of a thread: the library follows rules and references by recursion
 MEMORY_BYTES = 2 << 30  # address space of the child
-STEPS = 32  # tokens of a random text that are tried
-STEP_SECONDS = 0.25  # of processor time for a token: the engine waits for it, and all requests with it
-RULE = re.compile(r"^[ \t]*+[?!]?((?!start\b)[a-z_]\w*+)[^\n:\"/]*+:", re.MULTILINE)  # not of a terminal
+STEPS = 32  # tokens of a random text to try
+STEP_SECONDS = 0.25  # CPU time per token, at most: the whole batch waits for it
+RULE = re.compile(r"^[ \t]*+[?!]?((?!start\b)[a-z_]\w*+)[^\n:\"/]*+:", re.MULTILINE)  # not terminals
 START = re.compile(r"^[ \t]*+[?!]?start\b[^\n:\"/]*+:", re.MULTILINE)
 END = 256  # the id that ends a text of bytes
 
 
 class GrammarTrial:
-    """Tries grammars, one at a time. The child starts with the first, and anew after one that ended it."""
+    """Tries grammars, one at a time. The child starts on first use, and again after a grammar killed it."""
 
     def __init__(self, seconds: float) -> None:
-        """`seconds` that a grammar may take."""
+        """`seconds` is the time limit for a grammar."""
         self._seconds = seconds
         self._child: subprocess.Popen[str] | None = None
 
     def fault_of(self, source: str, limits: Mapping[str, int]) -> str | None:
-        """Why the grammar should not be compiled here; None if it may. `limits` are LLParserLimits."""
+        """Why the grammar must not be compiled here; None if it is safe. `limits` are LLParserLimits."""
         child = self._started()
         ended = threading.Event()
 
@@ -64,12 +64,12 @@ class GrammarTrial:
         return "it takes too much memory, or is too deep"
 
     def kill(self) -> None:
-        """End the child, and with it what it tries. Any thread may call this."""
+        """Kill the child. Any thread may call this."""
         if self._child is not None:
             self._child.kill()
 
     def close(self) -> None:
-        """End the child and forget it."""
+        """Kill the child and wait for its end."""
         child, self._child = self._child, None
         if child is not None:
             child.kill()
@@ -82,17 +82,17 @@ class GrammarTrial:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # a Ctrl-C is for the server
+                start_new_session=True,  # Ctrl-C must reach the server only
                 text=True,
             )
-            if self._ask(self._child, None) is None:  # else it is ready
+            if self._ask(self._child, None) is None:  # it answers when it is ready
                 self.close()
                 raise RuntimeError("the process that tries out grammars has not started")
         return self._child
 
     @staticmethod
     def _ask(child: subprocess.Popen[str], question: object) -> dict[str, Any] | None:
-        """The child's answer; None if it has ended."""
+        """The child's answer; None if it has died."""
         assert child.stdin is not None
         assert child.stdout is not None
         try:
@@ -109,7 +109,7 @@ class GrammarTrial:
 
 
 class _Bytes:
-    """A vocabulary of bytes, with the members that the library asks for."""
+    """A vocabulary of bytes, with the interface that the library asks for."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -122,7 +122,7 @@ class _Bytes:
 
 
 def main() -> None:
-    """Answer until the input ends. A child whose parent was killed ends too: its time is limited."""
+    """The child: answer until the input ends. Its CPU time is limited, so it does not outlive its parent."""
     from llguidance import LLTokenizer
 
     _limit(resource.RLIMIT_CORE, 0)
@@ -139,27 +139,27 @@ def main() -> None:
             thread = threading.Thread(target=_try, args=(vocabulary, source, limits, faults))
             thread.start()
             thread.join()
-        print(json.dumps({"fault": faults[0]}), flush=True)  # IndexError if it raised: there was no memory
+        print(json.dumps({"fault": faults[0]}), flush=True)  # IndexError if the thread raised: out of memory
 
 
 def _try(vocabulary: LLTokenizer, source: str, limits: dict[str, Any], faults: list[str]) -> None:
-    """Add what is wrong with a grammar, or an empty text."""
+    """Append the fault of a grammar to `faults`, or an empty text."""
     from llguidance import LLMatcher, LLParserLimits
 
-    own = LLParserLimits(**limits, verbose_errors=False)
-    tried = [source] if source.startswith("{") else [source, _with_all_rules_at_once(source)]
-    found = (_fault(LLMatcher(vocabulary, text, log_level=0, limits=own)) for text in tried)
+    parser_limits = LLParserLimits(**limits, verbose_errors=False)
+    sources = [source] if source.startswith("{") else [source, _with_all_rules_at_once(source)]
+    found = (_fault(LLMatcher(vocabulary, text, log_level=0, limits=parser_limits)) for text in sources)
     faults.append(next(filter(None, found), ""))
 
 
 def _with_all_rules_at_once(lark: str) -> str:
-    """The grammar with each rule as one more beginning: a costly one shows wherever a text would meet it."""
+    """The grammar with every rule as an alternative start, so that a costly rule shows in the first steps."""
     rules = dict.fromkeys(RULE.findall(lark))
     return START.sub(lambda head: head.group() + " ".join(f" {rule} |" for rule in rules), lark, count=1)
 
 
 def _fault(matcher: LLMatcher) -> str:
-    """What is wrong with a grammar's first steps; what is wrong with itself is told where it is compiled."""
+    """The fault of a grammar in its first steps, or an empty text. Syntax errors are found at compilation."""
     any_byte = random.Random(0).randrange
     text = matcher.deep_copy()
     for _ in range(STEPS):
@@ -176,9 +176,9 @@ def _fault(matcher: LLMatcher) -> str:
     return ""
 
 
-def _limit(kind: int, most: int) -> None:
+def _limit(kind: int, value: int) -> None:
     _, hard = resource.getrlimit(kind)
-    soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (soft, hard))
 
 

@@ -1,1 +1,1 @@
-"""The types that travel between rooms: data and small pure methods, no policy."""
+"""The types that packages exchange: data and small pure methods, no policy."""

@@ -1,4 +1,4 @@
-"""Names of the array types that records carry. Shapes and meanings are said where they are used."""
+"""Names of numpy array types. Each field that uses one states its shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hidden states of the target that draft heads read."""
+"""Features: the target's hidden states that draft heads read."""
 
 from __future__ import annotations
 
@@ -14,61 +14,61 @@ from paceline.core.verdict import Verdict
 
 @dataclass(frozen=True)
 class Features:
-    """Hidden states of the rows of a pass: of each request its own tokens', then its draft's nodes'."""
+    """The hidden states of a pass: per request the rows of its known tokens, then of its draft nodes."""
 
     values: Float32Array  # [rows, len(layers) * hidden]
-    layers: tuple[int, ...]  # what all drafters need, ascending
-    row_offsets: Int32Array  # [at least requests] where the rows of each begin
+    layers: tuple[int, ...]  # those that any drafter needs, ascending
+    row_offsets: Int32Array  # [requests or more] the first row of each request
     context_lengths: Int32Array  # [requests] tokens that were committed before the pass
-    num_tokens: Sequence[int]  # [requests] rows that are its own tokens
+    num_tokens: Sequence[int]  # [requests] rows of known tokens
 
     def of_requests(self, chosen: Sequence[int]) -> Features:
-        """Those of some of the requests."""
-        own = [self.num_tokens[index] for index in chosen]
+        """The features of some of the requests, by index."""
+        num_tokens = [self.num_tokens[index] for index in chosen]
         return replace(
             self,
             row_offsets=self.row_offsets[chosen],
             context_lengths=self.context_lengths[chosen],
-            num_tokens=own,
+            num_tokens=num_tokens,
         )
 
     def committed(
         self, index: int, request: Request, verdict: Verdict, layers: tuple[int, ...]
     ) -> Float32Array:
-        """Those of the tokens that a request has committed with this pass: [tokens, len(layers) * hidden].
+        """The features of the tokens that this pass committed for a request: [tokens, len(layers) * hidden].
 
-        The first is that of token context_lengths[index]. It may be a view, good until the next pass.
+        The first is that of token context_lengths[index]. It may be a view, valid until the next pass.
         """
-        first, own = self.row_offsets[index], self.num_tokens[index]
+        first, num_known = self.row_offsets[index], self.num_tokens[index]
         count = int(request.num_computed - self.context_lengths[index])
         nodes = verdict.accepted
-        if nodes == tuple(range(len(nodes))):  # nothing lies between them
+        if nodes == tuple(range(len(nodes))):  # contiguous rows
             values = self.values[first : first + count]
         else:
             values = self.values[
-                [*range(first, first + own), *(first + own + node for node in nodes)][:count]
+                [*range(first, first + num_known), *(first + num_known + node for node in nodes)][:count]
             ]
         return values if layers == self.layers else values[:, self._columns(layers)]
 
     def committed_spans(self, requests: Sequence[Request], verdicts: Sequence[Verdict]) -> Int64Array:
-        """Where those of all tokens are that were committed with this pass, in runs: [runs, 4].
+        """Runs of contiguous tokens that this pass committed: int64 [runs, 4].
 
-        A run's columns: the slot of its request, the position of its first token, the row of that, and how
-        many tokens follow each other in both.
+        The columns of a run: the slot of its request, the position of its first token, the row of that
+        token, and the number of tokens.
         """
         spans: list[tuple[int, int, int, int]] = []
         starts, rows = self.context_lengths.tolist(), self.row_offsets.tolist()
-        for request, verdict, start, row, own in zip(
+        for request, verdict, start, row, num_known in zip(
             requests, verdicts, starts, rows, self.num_tokens, strict=False
         ):
             nodes = verdict.accepted
-            if not nodes or nodes == tuple(range(len(nodes))):  # nothing lies between them
+            if not nodes or nodes == tuple(range(len(nodes))):  # contiguous rows
                 spans.append((request.slot, start, row, request.num_computed - start))
                 continue
             count = request.num_computed - start
-            spans.append((request.slot, start, row, own))
-            for place, node in enumerate(nodes[: count - own], own):
-                spans.append((request.slot, start + place, row + own + node, 1))
+            spans.append((request.slot, start, row, num_known))
+            for offset, node in enumerate(nodes[: count - num_known], num_known):
+                spans.append((request.slot, start + offset, row + num_known + node, 1))
         return np.array(spans, dtype=np.int64)
 
     def _columns(self, layers: Sequence[int]) -> Int64Array:

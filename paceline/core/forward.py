@@ -1,9 +1,8 @@
-"""One forward pass as data: what it computes and what it gives back.
+"""One forward pass as data: its inputs and its outputs.
 
-One ForwardBatch is a flat list of
-rows; each request owns a contiguous range of them. The rows of a request form a tree whose root
-is its last committed token's successor: a decode is one row, a draft is a tree, and a chain or a
-prefill chunk is the degenerate tree in which each row's parent is the row before it.
+A ForwardBatch is a flat list of rows, one per token; each request has a contiguous range of them. The rows of
+a request form a tree below its committed tokens: a decode is one row, a draft is a tree, and a chain or a
+prefill chunk is a tree in which each row's parent is the row before it.
 
     request      |------- A --------|-- B --|
     row           0   1   2   3   4   5   6
@@ -11,8 +10,8 @@ prefill chunk is the degenerate tree in which each row's parent is the row befor
     positions     9  10  11  11  12   4   5      context length + depth
     KV index      9  10  11  12  13   4   5      context length + local row (before commit)
 
-Row r of a request writes its key and value at KV index `context_length + local row`; the page
-table turns an index into a place. It attends to all committed indices and to its own ancestors.
+Row r of a request writes its key and value at KV index `context_length + local row`; the page table maps an
+index to a KV slot. It attends to all committed indices, its ancestors and itself.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ class KVPool(Protocol):
 
 @dataclass(frozen=True)
 class Choices:
-    """Rows whose logits stay where they are, because the backend chooses their tokens itself.
+    """Rows whose next token the backend samples itself, so that their logits stay on the device.
 
-    The token behind a row is argmax(logits / temperature + gumbel) with the noise of its seed and of the
-    position behind the row's, or the largest logit at temperature 0: the one that verify/sampling.py gives.
+    The token is argmax(logits / temperature + gumbel), with the noise of the row's seed and of the position
+    after the row's, or the largest logit at temperature 0: the token that verify/sampling.py gives.
     """
 
     rows: Int32Array  # [choices] ascending
@@ -51,15 +50,15 @@ class Choices:
 
 @dataclass(frozen=True)
 class KeptFeatures:
-    """Features that a head's pool keeps, at the places of their rows: they stay where the passes run."""
+    """Features that a pass writes to a head's pool, at their rows' KV slots: they stay on the device."""
 
-    pool: KVPool  # of the head
-    layers: tuple[int, ...]  # that it reads, in this order
+    pool: KVPool  # the head's
+    layers: tuple[int, ...]  # the layers that it reads, in this order
 
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """Everything one forward pass needs."""
+    """The inputs of one forward pass."""
 
     tokens: Int32Array  # [rows]
     positions: Int32Array  # [rows]
@@ -71,8 +70,8 @@ class ForwardBatch:
     pool: KVPool
     # hidden_states indices to return: 0 is the embedding, i is after layer i - 1
     feature_layers: tuple[int, ...] = ()
-    choices: Choices | None = None  # only for a backend that chooses; none of its rows is among logit_rows
-    kept: tuple[KeptFeatures, ...] = ()  # what heads' pools keep of the pass
+    choices: Choices | None = None  # only for a backend that samples; none of its rows is among logit_rows
+    kept_features: tuple[KeptFeatures, ...] = ()  # features to write to heads' pools
 
     @property
     def num_requests(self) -> int:
@@ -85,7 +84,7 @@ class ForwardBatch:
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """What one forward pass gives back. The arrays are valid until the backend's next pass."""
+    """The outputs of one forward pass. The arrays are valid until the backend's next pass."""
 
     logits: Float32Array  # [outputs, vocab]
     features: Float32Array | None = None  # [rows, len(feature_layers) * hidden], if asked
@@ -98,9 +97,9 @@ class DeviceMemory:
 
     total: int
     free: int
-    needed: int  # of the free, for buffers that are still to be made
+    needed: int  # of the free bytes, for buffers that are not allocated yet
 
 
 def chain_parents(row_counts: Sequence[int]) -> Int32Array:
-    """Parents of requests whose rows are chains of the given lengths."""
+    """The parents of rows that are chains of the given lengths, one per request."""
     return np.concatenate([np.arange(-1, count - 1, dtype=np.int32) for count in row_counts])

@@ -54,7 +54,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Check every field and normalize it to tuples, ints and floats."""
         error = RequestError
-        settled: dict[str, Any] = {
+        checked: dict[str, Any] = {
             "n": check_integer(error, "n", self.n, 1, MAX_N),
             "temperature": check_number(
                 error, "temperature", self.temperature, 0, 1000, remedy="Use 0 for greedy decoding."
@@ -84,18 +84,18 @@ class SamplingParams:
             )
         if self.seed is not None:
             seed = check_integer(error, "seed", self.seed, -(2**63), 2**64 - 1)
-            settled["seed"] = seed % 2**64
+            checked["seed"] = seed % 2**64
         if self.max_tokens is not None:
-            settled["max_tokens"] = check_integer(
+            checked["max_tokens"] = check_integer(
                 error, "max_tokens", self.max_tokens, 1, None, "Use None to fill the context."
             )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None:
-                settled[name] = check_integer(error, name, count, 0, MAX_LOGPROBS, "Use None for none.")
-        if settled["temperature"] < GREEDY_BELOW:
-            settled["temperature"] = 0.0
-        for name, value in settled.items():
+                checked[name] = check_integer(error, name, count, 0, MAX_LOGPROBS, "Use None for none.")
+        if checked["temperature"] < GREEDY_BELOW:
+            checked["temperature"] = 0.0
+        for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
@@ -110,7 +110,7 @@ class SamplingParams:
 
     @property
     def truncation(self) -> Truncation:
-        """What is kept of the distribution, as one record."""
+        """top_k, top_p and min_p as one record."""
         return Truncation(*(getattr(self, name) for name in Truncation._fields))
 
     @property

@@ -1,4 +1,4 @@
-"""A request: one prompt and the one output that grows from it. Plain Python, no tensors."""
+"""A request: one prompt and one of its n outputs. Plain Python, no tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.core.stats import DraftFacts
 from paceline.core.trees import DraftPlan
 from paceline.core.verdict import Logprob
 
-if TYPE_CHECKING:  # a request carries them, and calls nothing of theirs but what its properties ask
+if TYPE_CHECKING:  # a request carries them; only its properties call them
     from paceline.models.detokenizer import Detokenizer
     from paceline.verify.sampling import Sampler
 
@@ -25,15 +25,15 @@ class Status(Enum):
 
 @dataclass(slots=True)
 class SpeculativeCounts:
-    """What drafting did for a request. All zero when nothing was drafted."""
+    """Counts of a request's drafts. All zero when nothing was drafted."""
 
     num_spec_steps: int = 0  # steps with at least one drafted token
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)  # [i] steps that accepted i tokens
     depth_histogram: list[int] = field(default_factory=list)  # [d] drafts that reached depth d, not d + 1
-    draft_time: float = 0.0  # seconds; those of a step are shared evenly by the requests it drafted for
-    verify_time: float = 0.0
+    draft_time: float = 0.0  # seconds; a step's time is split evenly among the requests it drafted for
+    verify_time: float = 0.0  # seconds
 
     def add(self, draft: DraftFacts) -> None:
         """Count one step's draft."""
@@ -55,36 +55,36 @@ class SpeculativeCounts:
         return [sum(steps[depth + 1 :]) for depth in range(len(self.depth_histogram) - 1)]
 
 
-def _count(histogram: list[int], place: int) -> None:
-    """Count one more at a place, which may be beyond the end."""
-    if place >= len(histogram):
-        histogram.extend([0] * (place + 1 - len(histogram)))
-    histogram[place] += 1
+def _count(histogram: list[int], bin_index: int) -> None:
+    """Add one to a bin, which may be beyond the end."""
+    if bin_index >= len(histogram):
+        histogram.extend([0] * (bin_index + 1 - len(histogram)))
+    histogram[bin_index] += 1
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """The engine changes a request only between two passes; drafters and controllers only read it."""
+    """One prompt and one output. Only the engine changes it, between two passes; all others read it."""
 
     request_id: str
     child: int  # which of the n outputs of request_id
-    arrival_order: tuple[int, int]  # (order of request_id, child): who came first
+    arrival_order: tuple[int, int]  # (order of request_id, child)
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    max_output: int  # tokens until max_tokens or the end of the context
+    max_output: int  # output tokens, by max_tokens and the context length
     ending_ids: frozenset[int]  # end-of-sequence (unless ignored) and stop ids
     sampler: Sampler
     detokenizer: Detokenizer
     arrival_time: float
     segment: str = ""  # the kind of traffic it belongs to, for statistics
     cache_salt: str = ""  # only requests of the same salt share cached pages and past responses
-    plan: DraftPlan | None = None  # what its options ask to be drafted; None leaves it to the controller
-    leader: Request | None = None  # the first of the n children: the others wait for its prompt's pages
+    plan: DraftPlan | None = None  # the plan that its options ask for; None: the controller decides
+    leader: Request | None = None  # child 0: the others wait for its prompt's pages, to share them
 
     token_ids: list[int] = field(default_factory=list)  # prompt and output
     status: Status = Status.WAITING
-    slot: int = -1  # line of the KV page table while running
+    slot: int = -1  # row of the KV page table while running
     num_computed: int = 0  # tokens whose keys and values are committed
     finish_reason: str | None = None  # stop | length | abort | error
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
@@ -94,11 +94,11 @@ class Request:
     scheduled_time: float | None = None  # when it first took part in a pass
     first_token_time: float | None = None
     finished_time: float | None = None
-    num_cached_tokens: int = 0  # found in the prefix cache when first admitted
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
     num_preemptions: int = 0
     speculative: SpeculativeCounts = field(default_factory=SpeculativeCounts)
-    failed_drafters: set[str] = field(default_factory=set)  # raised for this request: not asked again
-    _samples_from: float = math.inf  # tokens of output from which on it samples_plainly among what is kept
+    failed_drafters: set[str] = field(default_factory=set)  # they raised for this request: not asked again
+    _samples_from: float = math.inf  # output tokens from which on samples_truncated is true
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -110,7 +110,7 @@ class Request:
 
     @property
     def most_tokens(self) -> int:
-        """How many tokens it may have in all."""
+        """The most tokens that it can have, prompt and output."""
         return len(self.prompt_token_ids) + self.max_output
 
     @property
@@ -119,7 +119,7 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens still to compute before the next one can be chosen; 1 while decoding."""
+        """Tokens to compute before the next one can be sampled; 1 while decoding."""
         return len(self.token_ids) - self.num_computed
 
     @property
@@ -128,23 +128,24 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of prompt tokens are still missing. Child 0 gets them for all n."""
-        asked = self.params.prompt_logprobs is not None and self.child == 0
-        return asked and len(self.prompt_logprobs) < len(self.prompt_token_ids)
+        """Whether log-probabilities of prompt tokens are still missing. Child 0 has them for all n."""
+        wanted = self.params.prompt_logprobs is not None and self.child == 0
+        return wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     @property
     def undrafted(self) -> bool:
-        """Whether it has asked not to be drafted for."""
+        """Whether its options turn drafting off."""
         return self.plan is not None and self.plan.budget == 0
 
     @property
     def samples_plainly(self) -> bool:
-        """Whether its next tokens are argmax(logits / temperature + noise), and nothing else is asked for."""
+        """Whether its next tokens are argmax(logits / temperature + noise): no truncation, penalty, bias,
+        constraint or log-probabilities."""
         return self.samples_truncated and (self.sampler.greedy or self.sampler.keeps_all)
 
     @property
     def samples_truncated(self) -> bool:
-        """Whether that is so among the tokens that its truncation keeps."""
+        """Whether `samples_plainly` holds but for truncation (top-k, top-p, min-p)."""
         return self.num_output >= self._samples_from
 
     def _first_plain_sample(self) -> float:
@@ -154,5 +155,5 @@ class Request:
         return 0 if self.sampler.leaves_logits(0) else params.min_tokens
 
     def ends_by(self, token: int, num_output: int) -> bool:
-        """Whether the output ends with this token, by itself, when `num_output` tokens precede it."""
+        """Whether this token ends the output after `num_output` tokens: a stop id, or max_tokens."""
         return token in self.ending_ids or num_output + 1 >= self.max_output

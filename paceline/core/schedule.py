@@ -1,4 +1,4 @@
-"""What the scheduler gives a request in one pass."""
+"""Scheduled: one request's rows in a pass, as the scheduler assigns them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Scheduled:
     """One request's part of a pass: known tokens to compute, then a draft below the last of them."""
 
     request: Request
-    num_tokens: int
+    num_tokens: int  # known tokens: 1 in a decode, more in a prefill chunk
     plan: DraftPlan = PLAIN
 
     @property
     def reaches_end(self) -> bool:
-        """Whether the pass computes all known tokens, so that a new one can be chosen."""
+        """Whether the pass computes all known tokens, so that a new one can be sampled."""
         return self.num_tokens == self.request.num_pending

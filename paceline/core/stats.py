@@ -1,4 +1,4 @@
-"""StepStats: the only stream of facts about a step. The controller, metrics and bench read it."""
+"""StepStats: the statistics of one step, for the controller, the metrics and the benchmarks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from paceline.core.trees import DraftPlan
 
 @dataclass(slots=True)  # not frozen: there is one for each draft of every step
 class DraftFacts:
-    """What became of one request's draft in one step. Nobody changes it."""
+    """One request's draft in one step, and how much of it was accepted. Immutable by convention."""
 
     request_id: str
     segment: str
     drafter: str
     nodes: int
-    depth: int  # levels of the draft that could be tried: none below a token that ended the request
+    depth: int  # levels of the draft that were verified: none below a token that ended the request
     accepted: int  # nodes on the accepted path
     child: int = 0  # which of the n outputs of request_id
-    path: tuple[int, ...] = ()  # the accepted nodes, as they are numbered in the tree that was verified
+    path: tuple[int, ...] = ()  # the accepted nodes of the verified tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,56 +26,56 @@ class DraftCall:
     """One call of a drafter."""
 
     drafter: str
-    requests: int  # that it was asked for
-    levels: int  # that were looked at: those of the deepest of its drafts, and where it ended one more
-    nodes: int  # of all of them, also of those that others were preferred to
+    requests: int  # that it drafted for
+    levels: int  # computed: those of its deepest draft, and one more if that ended before its plan did
+    nodes: int  # of all its drafts, also of those that were replaced by another drafter's
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowFacts:
-    """How shadow drafts fared: drafts beside plain passes that nobody verified."""
+    """How often shadow drafts were right: drafts beside plain passes, compared with the sampled tokens."""
 
     drafter: str
-    tries: tuple[int, ...]  # [depth] tokens that were compared there: all before were right
+    tries: tuple[int, ...]  # [depth] tokens compared there: all tokens before them were right
     hits: tuple[int, ...]  # [depth] those of them that were right
 
 
 @dataclass(frozen=True, slots=True)
 class ControlFacts:
-    """What the controller decided for a step, and what it knows of its own success."""
+    """The controller's decision for a step, and its measured gain."""
 
-    reason: str  # why it was planned as it was: see docs/control.md
-    regret: float  # seconds that were spent since the start on trying what turned out worse
-    gain: float  # times plain decoding, measured under this load; 1 while that is unknown
-    poor_segments: frozenset[str]  # those that gain little
+    reason: str  # of the plan, see docs/control.md
+    regret: float  # seconds since the start that exploration has cost
+    gain: float  # speed relative to plain decoding, measured under this load; 1 while unknown
+    poor_segments: frozenset[str]  # segments that gain little
 
 
 @dataclass(slots=True)
 class StepStats:
-    """One step. Times are seconds."""
+    """The statistics of one step. Times are in seconds."""
 
     requests: int = 0  # requests in the pass
     failed: bool = False  # the pass raised: its requests have ended with the error
-    overlapped: bool = False  # the pass began before the one before it was read
-    plan: DraftPlan | None = None  # that all requests of a pass on the device had; None: a pass of the host
+    overlapped: bool = False  # the pass was launched before the previous one was read
+    plan: DraftPlan | None = None  # of all requests of a device pass; None: a host pass
     rows: int = 0  # rows of the pass
     attended: int = 0  # keys of committed tokens that its rows read, summed over the rows
-    prefill_tokens: int = 0  # rows that only compute known tokens, beyond each request's last
-    new_tokens: int = 0  # tokens that requests gained
+    prefill_tokens: int = 0  # rows of known tokens, without the last of each request
+    new_tokens: int = 0  # output tokens of all requests
     drafted: int = 0  # draft nodes in the pass
     accepted: int = 0  # draft nodes on accepted paths
-    drafts: tuple[DraftFacts, ...] = ()  # of the requests that were drafted for
-    # (request_id, child) of those whose drafters were asked: rows may have left no room for some
+    drafts: tuple[DraftFacts, ...] = ()  # one per request with a draft
+    # (request_id, child) of requests with a draft plan; a drafter may have proposed nothing
     asked: frozenset[tuple[str, int]] = frozenset()
     draft_calls: tuple[DraftCall, ...] = ()
     shadow: ShadowFacts | None = None  # of a plain pass on the device
     draft_failures: int = 0  # drafters that raised
-    control: ControlFacts | None = None  # None: there was nothing to decide
+    control: ControlFacts | None = None  # None: the controller had nothing to decide
     running: int = 0
     waiting: int = 0
     preemptions: int = 0  # in this step
-    kv_usage: float = 0.0  # share of pages held
+    kv_usage: float = 0.0  # fraction of pages held by sequences
     prefix_queries: int = 0  # tokens looked up, since the start
     prefix_hits: int = 0  # tokens found, since the start
     plan_time: float = 0.0  # controller and scheduler

@@ -1,4 +1,4 @@
-"""StructuredOutputsParams: what a request's output has to look like. The names are vLLM's."""
+"""StructuredOutputsParams: the constraint on a request's output. The names are vLLM's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar")
 @refuse_unknown(RequestError)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The form of an output: exactly one of json, json_object, regex, choice and grammar.
+    """The constraint on an output: exactly one of json, json_object, regex, choice and grammar.
 
     Only types are checked here. GrammarCompiler checks sizes and compiles.
     """
@@ -25,12 +25,12 @@ class StructuredOutputsParams:
     regex: str | None = None  # the whole output matches it, in the syntax of Rust's regex
     choice: Sequence[str] | None = None  # the output is one of these
     grammar: str | None = None  # a Lark or GBNF grammar
-    # white space that JSON may have where it may have any, a regular expression; None: one space after
-    # each comma and colon and none elsewhere, so that as much as possible is forced
+    # a regular expression for the optional white space of JSON; None: one space after each comma and colon
+    # and none elsewhere, so that as many tokens as possible are forced
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        """Check every field and give it its plain form."""
+        """Check every field and normalize it."""
         if self.json_object is not None:
             check_bool(RequestError, "json_object", self.json_object)
             object.__setattr__(self, "json_object", self.json_object or None)  # False asks for nothing
@@ -56,12 +56,12 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which of the fields is given."""
+        """The name of the field that is given."""
         return next(name for name in KINDS if getattr(self, name) is not None)
 
 
 def as_structured_outputs(given: object) -> StructuredOutputsParams | None:
-    """The params that a user's object or mapping means; None for None."""
+    """The params of a user's object or mapping; None for None."""
     if given is None or isinstance(given, StructuredOutputsParams):
         return given
     if not isinstance(given, Mapping):

@@ -1,6 +1,6 @@
-"""The compiled side of DraftTrees: what is done to every draft of every step.
+"""The compiled side of DraftTrees: what runs on every draft of every step.
 
-tests/core/test_trees.py compares it with the plain Python that trees.py has of the same.
+tests/core/test_trees.py compares it with the plain Python of trees.py.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def are_sound(
     vocab_size: int,
     chances: Float32Array,
 ) -> bool:
-    """Whether these are trees within their limits, [requests, 2]: most nodes, and most children of a node.
+    """Whether these are valid trees within `limits`, [requests, 2]: budget and branching.
 
-    `chances` is empty where there are none.
+    `chances` is empty if the drafter gave none.
     """
     count = len(tokens)
     if len(parents) != count or offsets[0] != 0 or offsets[-1] != count:
@@ -42,7 +42,7 @@ def are_sound(
             parent = parents[node]
             if not (-1 <= parent < node - first and 0 <= tokens[node] < vocab_size):
                 return False
-            for elder in range(first + parent + 1, node):  # a sibling comes behind the parent
+            for elder in range(first + parent + 1, node):  # siblings come after their parent
                 if parents[elder] == parent and (limits[request, 1] == 1 or tokens[elder] == tokens[node]):
                     return False
             if len(chances):
@@ -54,31 +54,31 @@ def are_sound(
 
 @compiled
 def kept_nodes(keep: BoolArray, parents: Int32Array, offsets: Int32Array) -> tuple[Int32Array, ...]:
-    """Of the nodes that are kept: which they are, their parents, and the offsets of their requests."""
-    places = np.empty(len(keep), np.int32)  # of a node among those of its request that are kept
-    nodes, moved = np.empty(len(keep), np.int32), np.empty(len(keep), np.int32)
+    """The kept nodes, their parents among the kept ones, and the offsets of the requests."""
+    new_numbers = np.empty(len(keep), np.int32)  # [nodes] its number among the kept nodes of its request
+    nodes, new_parents = np.empty(len(keep), np.int32), np.empty(len(keep), np.int32)
     ends = np.zeros(len(offsets), np.int32)
     count = 0
     for request in range(len(offsets) - 1):
         first = offsets[request]
         for node in range(first, offsets[request + 1]):
             if keep[node]:
-                places[node] = count - ends[request]
+                new_numbers[node] = count - ends[request]
                 nodes[count] = node
-                moved[count] = -1 if parents[node] < 0 else places[first + parents[node]]
+                new_parents[count] = -1 if parents[node] < 0 else new_numbers[first + parents[node]]
                 count += 1
         ends[request + 1] = count
-    return nodes[:count], moved[:count], ends
+    return nodes[:count], new_parents[:count], ends
 
 
 @compiled
 def run_numbers(runs: Int32Array) -> tuple[Int32Array, Int32Array]:
-    """The numbers of several runs, [runs, 2]: first number and length; and where each run begins in them."""
+    """The numbers of several runs, [runs, 2]: first number and length; and the offset of each run."""
     offsets = np.zeros(len(runs) + 1, np.int32)
     for run in range(len(runs)):
         offsets[run + 1] = offsets[run] + runs[run, 1]
     numbers = np.empty(offsets[-1], np.int32)
     for run in range(len(runs)):
-        for place in range(runs[run, 1]):
-            numbers[offsets[run] + place] = runs[run, 0] + place
+        for step in range(runs[run, 1]):
+            numbers[offsets[run] + step] = runs[run, 0] + step
     return numbers, offsets

@@ -1,18 +1,18 @@
-"""The shape of a draft tree that is fixed before anything is drafted."""
+"""Static draft trees: a shape that is fixed before anything is drafted."""
 
 from __future__ import annotations
 
 import heapq
 
 ROOT = -1
-FIRST_CHILD = 0.7  # the chance that a drawn child is accepted, given that its elder siblings were not
+FIRST_CHILD = 0.7  # probability that a drawn child is accepted, given that its elder siblings were rejected
 
 
 def static_shape(budget: int, branching: int, levels: int) -> dict[int, list[int]]:
-    """The children of each node of a tree with `budget` nodes that has any, and of the ROOT.
+    """The children of ROOT and of each node that has any, in a tree of `budget` nodes.
 
-    The nodes most likely to be reached, if every child has the same chance once its elder siblings
-    were refused.
+    These are the nodes most likely to be reached if every child is accepted with the same probability once
+    its elder siblings were rejected.
     """
     children: dict[int, list[int]] = {}
     waiting = [(-FIRST_CHILD, 1, 0, ROOT)]  # (-chance, depth, order, parent): the next child of each parent

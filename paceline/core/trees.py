@@ -1,9 +1,10 @@
-"""Drafted nodes of a batch, and what a request may draft in a step.
+"""DraftTrees: the drafted nodes of a batch. DraftPlan: what a request may draft in a step.
 
-A chain is the degenerate tree and an empty tree is plain decoding, so nothing downstream asks which
-of the three it got.
+A chain is a tree without branches and an empty tree is plain decoding, so all code downstream handles trees
+only.
 
-What is compiled is imported where it is used: the command line knows plans, and should not wait for numba.
+Compiled functions are imported where they are called: the command line uses DraftPlan and should not wait for
+numba.
 """
 
 from __future__ import annotations
@@ -17,26 +18,28 @@ import numpy as np
 
 from paceline.core.arrays import BoolArray, Float32Array, Float64Array, Int32Array
 
-ROUNDING = 1e-6  # by which a chance may be above that of the node above
+ROUNDING = 1e-6  # a node's chance may exceed its parent's by this much
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """What the controller allows a request this step. Budget 0 is plain decoding."""
+    """What a request may draft in this step. Budget 0 is plain decoding."""
 
-    drafter: str | None = None  # a name of the engine's drafters
-    budget: int = 0  # most nodes of the tree
-    branching: int = 1  # most children of a node; 1 is a chain
-    depth: int | None = None  # most levels of the tree; None: as many as the budget has nodes
-    forced: int = 0  # nodes of the budget that are kept for tokens that a constraint forces
-    prefix: tuple[int, ...] = ()  # tokens that are sure to come first: what is drafted follows them
-    least_chance: float = 0.0  # of a path, by its drafter: less is not worth a row; 0: as the drafter is set
-    otherwise: DraftPlan | None = None  # for another drafter, which is asked too, within the same budget,
-    enough: float = 0.0  # if the draft promises fewer tokens than this; the surer of both drafts is used
+    drafter: str | None = None  # one of the engine's drafters, by name
+    budget: int = 0  # nodes of the tree, at most
+    branching: int = 1  # children of a node, at most; 1 is a chain
+    depth: int | None = None  # levels of the tree, at most; None: as many as the budget has nodes
+    forced: int = 0  # nodes of the budget that are reserved for tokens that a constraint forces
+    prefix: tuple[int, ...] = ()  # forced tokens that come first: the draft starts after them
+    least_chance: float = 0.0  # paths with a lower chance are not worth a row; 0: the drafter's own value
+    # a cascade: if the draft is expected to give fewer than `enough` tokens, the drafter of `otherwise` is
+    # asked too, within the same budget, and the draft with more expected tokens is used
+    otherwise: DraftPlan | None = None
+    enough: float = 0.0
 
     @property
     def levels(self) -> int:
-        """Most levels that the tree can have."""
+        """The most levels that the tree can have."""
         return self.budget if self.depth is None else min(self.depth, self.budget)
 
     def shrunk(self, budget: int) -> DraftPlan:
@@ -46,7 +49,7 @@ class DraftPlan:
         return replace(self, budget=budget) if budget > 0 else PLAIN
 
     def second(self) -> DraftPlan:
-        """What `otherwise` asks for within the budget and levels of this plan; the plain plan if nothing."""
+        """The `otherwise` plan within the budget and levels of this one; the plain plan if there is none."""
         other = (self.otherwise or PLAIN).shrunk(self.budget)
         return other if other.levels <= self.levels else replace(other, depth=self.levels)
 
@@ -59,13 +62,13 @@ PLAIN = DraftPlan()
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Where nodes that were drawn at random come from."""
+    """The distributions that nodes were drawn from."""
 
     draft_probs: Float64Array  # [distributions, vocab] each sums to 1
-    rows: Int32Array  # [nodes] the distribution a node was drawn from, -1: it was chosen
+    rows: Int32Array  # [nodes] the distribution that a node was drawn from, -1: it was chosen
 
     def check(self, tokens: Int32Array, vocab_size: int) -> None:
-        """Nothing, if these tokens can have been drawn so; ValueError names what is not sound."""
+        """ValueError if these tokens cannot have been drawn from these distributions."""
         shape = self.draft_probs.shape
         if len(shape) != 2 or shape[1] != vocab_size or self.draft_probs.dtype != np.float64:
             raise ValueError(f"draft_probs must be float64 [distributions, {vocab_size}], got {shape}")
@@ -80,22 +83,22 @@ class Draws:
 class DraftTrees:
     """The drafted nodes of several requests, flat.
 
-    A node's parent is a node before it of the same request, or -1: the request's last token.
+    A node's parent is an earlier node of the same request, or -1: the request's last token.
 
-    A node may have been chosen (a copy, the likeliest token, shared noise) or drawn at random from
-    a distribution of the drafter's. Rules other than pathwise must know which, and the distribution.
-    Siblings drawn from one distribution are drawn without replacement, in order: the second from
-    what is left of it when the tokens of all earlier siblings, drawn or chosen, are taken out.
+    A node was either chosen (a copy, the likeliest token, shared noise) or drawn at random from a
+    distribution of the drafter. Verification rules other than pathwise must know which, and the distribution.
+    Siblings from one distribution are drawn without replacement, in order: each from what is left of it when
+    the tokens of all earlier siblings, drawn or chosen, are taken out.
 
-    A drafter may say how likely its nodes are to be right, for the controller. Of drawn nodes it says
-    nothing: a rule must see them whatever they are, so nothing may be decided by how likely they were.
+    A drafter may report how likely its nodes are to be accepted, for the controller. It reports nothing for
+    drawn nodes: rejection sampling is exact only if no node is dropped because of its probability.
     """
 
     tokens: Int32Array  # [nodes]
     parents: Int32Array  # [nodes] local to the request, -1 for the root's children
     offsets: Int32Array  # [requests + 1] nodes of request i are offsets[i]:offsets[i + 1]
     draws: Draws | None = None  # None: every node was chosen
-    # [nodes] that the path down to a node is right, as its drafter sees it; NaN, or None for all: no opinion
+    # [nodes] the drafter's probability that the path to a node is accepted; NaN, or None for all: unknown
     chances: Float32Array | None = None
 
     @property
@@ -107,7 +110,7 @@ class DraftTrees:
         return len(self.tokens)
 
     def sizes(self) -> list[int]:
-        """How many nodes each tree has."""
+        """The number of nodes of each tree."""
         ends = self.offsets.tolist()
         return [end - start for start, end in pairwise(ends)]
 
@@ -117,32 +120,32 @@ class DraftTrees:
         return self.tokens[start:end], self.parents[start:end]
 
     def tree_lists(self, request: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of one request's nodes, as lists: quicker to walk."""
+        """Tokens and parents of one request's nodes, as lists: faster to walk."""
         tokens, parents = self.tree(request)
         return tokens.tolist(), parents.tolist()
 
     def draws_of(self, request: int) -> Draws | None:
-        """Where one request's nodes were drawn from; None if all of them were chosen."""
+        """The distributions of one request's nodes; None if all of them were chosen."""
         if self.draws is None:
             return None
         rows = self.draws.rows[self.offsets[request] : self.offsets[request + 1]]
         return Draws(self.draws.draft_probs, rows) if (rows >= 0).any() else None
 
     def chances_of(self, request: int) -> list[float]:
-        """The chances of one request's nodes; NaN: no opinion."""
+        """The chances of one request's nodes; NaN: unknown."""
         start, end = self.offsets[request], self.offsets[request + 1]
         return [math.nan] * int(end - start) if self.chances is None else self.chances[start:end].tolist()
 
     def expected(self) -> list[float]:
-        """How many nodes of each tree should be accepted. NaN where there is no opinion."""
-        known = [math.nan] * self.num_nodes if self.chances is None else self.chances.tolist()
-        return [sum(known[start:end]) for start, end in pairwise(self.offsets.tolist())]
+        """The expected number of accepted nodes of each tree; NaN: unknown."""
+        chances = [math.nan] * self.num_nodes if self.chances is None else self.chances.tolist()
+        return [sum(chances[start:end]) for start, end in pairwise(self.offsets.tolist())]
 
     @staticmethod
     def from_lists(
         trees: Sequence[tuple[Sequence[int], Sequence[int]]], chances: Sequence[Sequence[float]] | None = None
     ) -> DraftTrees:
-        """The trees given as one (tokens, parents) pair per request, and chances of each. All were chosen."""
+        """Trees from one (tokens, parents) pair per request, and their chances. All nodes were chosen."""
         tokens: list[int] = []
         parents: list[int] = []
         offsets = [0]
@@ -161,20 +164,20 @@ class DraftTrees:
     def chains(
         chains: Sequence[Sequence[int]], chances: Sequence[Sequence[float]] | None = None
     ) -> DraftTrees:
-        """One chain of tokens per request, and chances of each."""
-        return DraftTrees.from_lists([(line, range(-1, len(line) - 1)) for line in chains], chances)
+        """Trees from one chain of tokens per request, and their chances."""
+        return DraftTrees.from_lists([(tokens, range(-1, len(tokens) - 1)) for tokens in chains], chances)
 
     @staticmethod
     def merged(num_requests: int, groups: Sequence[tuple[Sequence[int], DraftTrees]]) -> DraftTrees:
-        """The trees of several drafters as one: each group's trees belong to the requests it names.
+        """The trees of several drafters as one batch; a group has the indices of its requests.
 
-        Where two groups have nodes for a request, it gets those of the later one.
+        Where two groups have nodes for a request, the later group's are used.
         """
         from paceline.core.tree_arrays import run_numbers
 
         if not groups:
             return DraftTrees.chains([()] * num_requests)
-        runs = [(0, 0)] * num_requests  # of each request's nodes among those of all groups
+        runs = [(0, 0)] * num_requests  # [requests] (first node, number of nodes) among those of all groups
         first = 0
         for requests, trees in groups:
             ends = trees.offsets.tolist()
@@ -193,7 +196,7 @@ class DraftTrees:
         )
 
     def kept(self, keep: BoolArray) -> DraftTrees:
-        """The trees with only these nodes: [nodes]. With a node its ancestors must be kept."""
+        """The trees with only the nodes that `keep` marks: [nodes]. Ancestors of a kept node must be kept."""
         from paceline.core.tree_arrays import kept_nodes
 
         nodes, parents, offsets = kept_nodes(keep, self.parents, self.offsets)
@@ -206,10 +209,10 @@ class DraftTrees:
         )
 
     def check(self, plans: Sequence[DraftPlan], vocab_size: int) -> None:
-        """Nothing, if these are sound trees within the plans; ValueError names what is not.
+        """ValueError if these are not valid trees within the plans; it names the fault.
 
-        Drafters are plug-ins: a node out of order or a repeated sibling would corrupt the output
-        or waste the pass, so their trees are checked before they are used.
+        Drafters are plug-ins: a node out of order or a repeated sibling would corrupt the output or waste
+        rows, so their trees are checked before they are used.
         """
         if self.tokens.ndim != 1 or self.parents.shape != self.tokens.shape or self.offsets.ndim != 1:
             raise ValueError(f"{self.tokens.shape} tokens, but {self.parents.shape} parents")
@@ -226,12 +229,12 @@ class DraftTrees:
         nodes = self.tokens, self.parents, self.offsets
         chances = np.empty(0, dtype=np.float32) if self.chances is None else self.chances
         if not plans or any(array.dtype != np.int32 for array in nodes) or chances.dtype != np.float32:
-            return False  # other numbers go the slow way
+            return False  # other dtypes are checked in plain Python
         limits = np.array([(plan.budget, plan.branching) for plan in plans], dtype=np.int32)
         return are_sound(*nodes, limits, vocab_size, chances)
 
     def _name_fault(self, plans: Sequence[DraftPlan], vocab_size: int) -> None:
-        """Raise ValueError for what is not sound, if anything is."""
+        """ValueError that names the fault, if there is one."""
         ends = self.offsets.tolist()
         if ends[0] != 0 or ends[-1] != self.num_nodes or ends != sorted(ends):
             raise ValueError(f"offsets must go from 0 up to {self.num_nodes} nodes, got {ends}")
@@ -251,7 +254,7 @@ class DraftTrees:
             self._check_chances(self.chances)
 
     def _check_chances(self, chances: Float32Array) -> None:
-        """Nothing, if these can be the chances of paths; else ValueError."""
+        """ValueError if these cannot be the chances of paths."""
         if chances.shape != self.tokens.shape:
             raise ValueError(f"expected a chance for each of {self.num_nodes} nodes, got {chances.shape}")
         starts = np.repeat(self.offsets[:-1], np.diff(self.offsets))
@@ -261,7 +264,7 @@ class DraftTrees:
 
 
 def _joined_draws(groups: Sequence[DraftTrees], nodes: Int32Array) -> Draws | None:
-    """Where these nodes of all groups' were drawn from."""
+    """The distributions of these nodes of all groups."""
     rows, distributions = [], []
     first = 0
     for trees in groups:
@@ -275,14 +278,14 @@ def _joined_draws(groups: Sequence[DraftTrees], nodes: Int32Array) -> Draws | No
 
 
 def _joined_chances(groups: Sequence[DraftTrees], nodes: Int32Array) -> Float32Array | None:
-    """The chances of these nodes of all groups'."""
+    """The chances of these nodes of all groups."""
     if all(trees.chances is None for trees in groups):
         return None
     unknown = np.float32(np.nan)
-    known = [
+    chances = [
         np.full(trees.num_nodes, unknown) if trees.chances is None else trees.chances for trees in groups
     ]
-    return np.concatenate(known)[nodes]
+    return np.concatenate(chances)[nodes]
 
 
 NO_TREE: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())

@@ -41,11 +41,11 @@ class Truncation(NamedTuple):
 
 @dataclass(frozen=True)
 class Option:
-    """What users may give for one field, and how it is explained to them."""
+    """The allowed values of one field, and its help text."""
 
     kind: type[int] | type[float]
     low: int | float  # values below 0, where allowed, keep everything
-    high: int | float | None  # None: no upper end
+    high: int | float | None  # None: no upper bound
     help: str  # of the command-line flag
     low_open: bool = False  # whether `low` itself is refused
 

@@ -1,4 +1,4 @@
-"""What a pass decided for one request."""
+"""Verdict: the accepted path of a request's draft, and its new tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Logprob:
 
 @dataclass(slots=True)  # not frozen: there is one for each request of every pass
 class Verdict:
-    """What a pass decided for one request. Nobody changes it."""
+    """The result of verification for one request of a pass. Immutable by convention."""
 
-    accepted: tuple[int, ...]  # nodes of the draft on the target's path, from the root down
+    accepted: tuple[int, ...]  # accepted nodes of the draft, from the root down
     # their tokens and the bonus token, or without it if the last of them ends the request; empty for a
-    # chunk that ends inside a prompt
+    # prefill chunk that ends inside the prompt
     tokens: tuple[int, ...]
     logprobs: tuple[dict[int, Logprob], ...] = ()  # one per token, if asked
-    error: Exception | None = None  # the request cannot go on
+    error: Exception | None = None  # the request ends with it
 
 
 NOTHING = Verdict((), ())

@@ -1,4 +1,4 @@
-"""Drafting: trees of guessed tokens, and the protocol of those who guess."""
+"""Drafting: the drafter protocol, and one module per drafting method."""
 
 from paceline.core.features import Features
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees

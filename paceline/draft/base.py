@@ -1,4 +1,4 @@
-"""The contract of a drafter: a cheap guesser of the target's next tokens."""
+"""The drafter protocol: propose draft trees, observe what became of them, declare what is needed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from paceline.models.tokenizer import Tokenizer
 
 
-# Passes that an optimistic draft reaches over at most: the one in flight, the one that follows it, and two
-# more, since with many requests it is a while until one is drafted for again.
-OPTIMISTIC_PASSES = 4
+# An optimistic draft covers the pass in flight, the one after it, and two more, because with many requests it
+# takes some passes until each is drafted for again.
+OPTIMISTIC_PASSES = 4  # passes, at most
 
 
 @dataclass(frozen=True)
@@ -34,66 +34,66 @@ class DrafterNeeds:
     """What a drafter wants from the engine, declared as data."""
 
     feature_layers: tuple[int, ...] = ()  # hidden states it reads: 0 is the embedding, i is after layer i - 1
-    bytes_per_page: int = 0  # of keys and values that it keeps for each page of the target's
-    target_pages: bool = False  # it writes its guesses to the target's pages: no pass may be in flight then
+    bytes_per_page: int = 0  # of its own keys and values, beside each page of the target
+    target_pages: bool = False  # it writes drafted rows to the target's pages: no pass may be in flight then
 
 
 class DraftSampling(Enum):
-    """How a drafter that has a distribution turns it into tokens. At temperature 0 it is always GREEDY."""
+    """How a drafter turns its distribution into tokens. At temperature 0 it is always GREEDY."""
 
-    GREEDY = "greedy"  # the likeliest
-    COUPLED = "coupled"  # with the noise of the target's own choice: for pathwise verification
-    INDEPENDENT = "independent"  # drawn with noise of its own: for the classic rules
+    GREEDY = "greedy"  # the likeliest token
+    COUPLED = "coupled"  # sampled with the noise that the target will use: for pathwise verification
+    INDEPENDENT = "independent"  # sampled with noise of its own: for rejection sampling
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a drafter may know of the model it drafts for when it is loaded."""
+    """The target model, as a drafter sees it when it is loaded."""
 
     config: ModelConfig
     tokenizer: Tokenizer
     backend: BackendOptions
-    loaded: Backend  # it, ready to run; a model that drafts can share its threads
-    max_rows: int  # most rows of a pass
+    loaded: Backend  # the target, ready to run; a draft model can share its threads
+    max_rows: int  # of a pass
     sampling: DraftSampling
     fingerprint: str = ""  # of its weights, see heads/fingerprint.py; empty: unknown
-    final_norm: Float32Array | None = None  # [hidden] the weights of its last norm
-    mtp: Mapping[str, Tensor] = field(default_factory=dict)  # of its files: see Checkpoint
+    final_norm: Float32Array | None = None  # [hidden] weights of its last norm
+    mtp: Mapping[str, Tensor] = field(default_factory=dict)  # its MTP block, see Checkpoint
 
 
 class DeviceDrafter(Protocol):
-    """The side of a drafter that lets passes draft on the device, while the host does not wait for them."""
+    """The side of a drafter that drafts on the device, in passes that the host does not wait for."""
 
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
-        """What passes by this plan draft with; None if they cannot."""
+        """How device passes draft by this plan; None if they cannot."""
         ...
 
     def attach(self, requests: Sequence[Request]) -> bool:
-        """Whether the device can draft for these requests from now on: all their tokens but the last are
-        computed."""
+        """Whether the device can draft for these requests from now on. Computes the drafter's keys and values
+        of all their tokens but the last."""
         ...
 
     def prefill_ahead(self, requests: Sequence[Request]) -> None:
-        """A pass over all tokens of these requests has begun, and the device will probably draft for them.
+        """Queue what `attach` would compute for these requests after the pass that now prefills them.
 
-        What `attach` would compute then can be computed behind that pass, while others wait for it.
+        Called when that pass has begun and the device will probably draft for them.
         """
         ...
 
     def detach(self, requests: Sequence[Request], unsure: int) -> None:
-        """The device has drafted for these requests, up to the tokens that they have now.
+        """Return these requests to the host: the device has drafted for them up to their current tokens.
 
-        Of the last `unsure` it may have computed guesses only.
+        The keys and values of the last `unsure` tokens may be those of rejected guesses.
         """
         ...
 
 
 class TextDrafts(DeviceDrafter):
-    """Chains from the requests' own texts, found on the device, or drafted optimistically by the host."""
+    """Chains from the requests' own texts: prompt lookup on the device, or optimistic host drafts."""
 
     def __init__(self, look_up: NgramLookup | None = None, optimistic: bool = True) -> None:
-        """`optimistic`: the drafter is asked while passes run, and texts are looked up only where that was of
-        no help."""
+        """`optimistic`: the host drafts while passes run, and the device looks up only where its draft does
+        not match the sampled tokens."""
         self.look_up = look_up
         self._optimistic = optimistic
 
@@ -114,56 +114,58 @@ class TextDrafts(DeviceDrafter):
 
 
 class Drafter(Protocol):
-    """Proposes trees, and learns from what became of every pass, its own or not.
+    """Proposes draft trees and observes every pass, also those that other drafters drafted for.
 
-    A drafter derives from this class and overrides what it needs. If a method raises, the requests
-    at hand go on with plain decoding, and the drafter is not asked for them again.
+    Derive from this class and override what is needed. If a method raises, its requests continue with plain
+    decoding, and the drafter is not asked for them again.
     """
 
     name: str
     needs: DrafterNeeds = DrafterNeeds()
-    follows_prefix: bool = False  # whether it can draft behind a plan's prefix; if not, it is not asked then
-    least_chance: float = 0.0  # of a path, as it is set: less is not worth a row on this machine
-    only_forced: bool = False  # whether all it drafts is forced, so that its budget is for that
+    follows_prefix: bool = (
+        False  # can draft after a plan's prefix; if not, it is not asked where there is one
+    )
+    least_chance: float = 0.0  # paths with a lower chance are not drafted: not worth a row on this machine
+    only_forced: bool = False  # drafts forced tokens only, so its whole budget is for them
     # how it drafts on the device; None: on the host only. Without needs, the host drafts while passes run
     device: DeviceDrafter | None = TextDrafts()
 
     def bind(self, kv: KVCache) -> None:
-        """Called once, before the first request: the place to take a KV pool on the engine's pages."""
+        """Called once, before the first request: the place to add a KV pool to the engine's pages."""
         return  # not abstract
 
     def prepare(self) -> None:
-        """Have ready what the first drafts would wait for. Nothing has been added yet."""
+        """Warm up: compile and allocate what the first drafts would wait for. Called before any request."""
         return  # not abstract
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         """One tree per request, within its plan: budget, branching, depth. May be empty.
 
-        Room for `budget` tokens after the request's own is reserved in its pages, unless it needs none.
+        The request's pages have room for `budget` more tokens, unless the drafter needs none.
         """
         ...
 
     def backlog(self, request: Request) -> int:
-        """How many tokens of a request it would have to compute before it could draft for it."""
+        """The number of tokens that it would have to catch up on before it could draft for a request."""
         return 0
 
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:
-        """Take in a pass, after the requests advanced; prefill chunks too, so no position is missed.
+        """Learn from a pass, after its requests advanced. Prefill chunks too, so no position is missed.
 
-        Requests that ended with it hold their pages until all drafters have observed it.
+        Requests that ended with the pass hold their pages until all drafters have observed it.
         """
         return  # not abstract
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept for a request that has ended."""
+        """Drop the state of a request that has ended."""
         return  # not abstract
 
     def kept(self) -> KeptFeatures | None:
-        """What passes leave in its pool by themselves, instead of features that it is shown."""
+        """The features that passes write to its pool; None: it reads them in `observe`."""
         return None
 
     def close(self) -> None:
-        """The engine ends: the place to write down what is to survive it."""
+        """The engine ends: the place to save what must survive it."""
         return  # not abstract

@@ -1,4 +1,4 @@
-"""Where a draft model keeps the keys and values of requests, and how far it has computed them."""
+"""The KV cache of a draft model: where its keys and values are, and which tokens have them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Context:
     """One request as the draft model sees it while it proposes."""
 
     request: Request
-    tokens: Sequence[int]  # all known ones; not a copy
-    pages: Int32Array  # [pages] its line of the page table, a view
+    tokens: Sequence[int]  # prompt and output so far, in the draft model's ids; not a copy
+    pages: Int32Array  # [pages] its row of the page table, a view
     room: int  # rows that can be written after its tokens
 
 
@@ -35,67 +35,66 @@ Span = tuple[Context, int, int]  # tokens start to end - 1 of a context
 
 
 class DraftCache(Protocol):
-    """The keys and values of a draft model. Token i of a context lies at KV index i of its pages."""
+    """The keys and values of a draft model. Token i of a context is at KV index i of its pages."""
 
     pool: KVPool
 
     def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Context | None]:
-        """One context for each request, with room for at most `budget` rows; None if it can have none."""
+        """One context per request, with room for at most `budget` rows; None if it cannot be drafted for."""
         ...
 
     def computed(self, contexts: Sequence[Context]) -> list[int]:
-        """How many leading tokens of each context have keys and values."""
+        """The number of leading tokens of each context that have keys and values."""
         ...
 
     def backlog(self, request: Request) -> int:
-        """How many tokens of a request, the last left out, have no keys and values yet. At once."""
+        """The number of tokens of a request, without the last, that have no keys and values yet."""
         ...
 
     def keep(self, spans: Sequence[Span]) -> None:
-        """Take note that tokens start to end - 1 of contexts were computed, and all before them."""
+        """Record that tokens start to end - 1 of contexts were computed, and all before them."""
         ...
 
     def keep_drafted(self, context: Context, tokens: Sequence[int]) -> None:
-        """Take note that these guesses were computed after the context; `settle` tells which were right."""
+        """Record that these drafted tokens were computed after the context; see `settle`."""
         ...
 
     def settle(self, request: Request, in_place: bool) -> None:
-        """Keep the drafted tokens that became the request's; `in_place`: the engine has not moved them."""
+        """Keep the drafted tokens that were accepted; `in_place`: commit has not moved their rows."""
         ...
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept for a request that has ended."""
+        """Drop the state of a request that has ended."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Drafted:
-    """Guesses whose keys and values are in the pool."""
+    """Drafted tokens whose keys and values are in the pool."""
 
-    pages: Int32Array  # [pages] where they were written; an equal page may take a page's place later
-    start: int
+    pages: Int32Array  # [pages] where they were written; prefix caching may replace pages of the table later
+    start: int  # KV index of the first
     tokens: Sequence[int]
 
 
 class SharedPages:
-    """Keys and values beside the target's, on the same pages at the same indices.
+    """A DraftCache on the target's pages: a second pool, with the same page tables and KV indices.
 
-    Each page has a count of its leading places that hold those of committed tokens, good for one
-    generation of the page. So what is computed is found again after a prefix hit, and what is not is
-    noticed after a preemption, when an equal page takes a page's place, and when a request begins to
-    draft late.
+    Each page counts its leading slots that hold keys and values of committed tokens; the count is valid for
+    one generation of the page. So computed tokens are found after a prefix hit, and missing ones are noticed
+    after a preemption, after prefix caching replaced a page, and when a request starts to draft late.
     """
 
     def __init__(self, kv: KVCache, owner: PoolOwner, longest: int) -> None:
-        """`longest` is the context of the draft model, which makes the pool."""
+        """`owner` makes the pool; `longest` is the context of the draft model, in tokens."""
         self._kv = kv
         self.pool = kv.add_pool(owner)
         self._longest = longest
-        self._counts = np.zeros(kv.pages.num_pages, dtype=np.int64)  # [pages]
-        self._generations = np.full(kv.pages.num_pages, -1, dtype=np.int64)  # [pages]
+        self._counts = np.zeros(kv.pages.num_pages, dtype=np.int64)  # [pages] computed leading slots
+        self._generations = np.full(kv.pages.num_pages, -1, dtype=np.int64)  # [pages] that the counts are of
         self._drafted: dict[Request, _Drafted] = {}
-        self.computed([])  # compiles it,
-        self.keep([])  # and this: no draft should wait for it
+        self.computed([])  # compile now,
+        self.keep([])  # and not in the first draft
 
     def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Context | None]:
         contexts: list[Context | None] = []
@@ -107,24 +106,24 @@ class SharedPages:
         return contexts
 
     def computed(self, contexts: Sequence[Context]) -> list[int]:
-        asked = [(context.request.slot, len(context.tokens)) for context in contexts]
-        lines, counts = self._kv.page_tables, (self._counts, self._generations, self._kv.pages.generations)
-        wanted = np.array(asked, dtype=np.int64).reshape(-1, 2)
-        known: list[int] = _count_leading(lines, wanted, self._kv.page_size, *counts).tolist()
-        return known
+        lengths = [(context.request.slot, len(context.tokens)) for context in contexts]
+        tables, counts = self._kv.page_tables, (self._counts, self._generations, self._kv.pages.generations)
+        queries = np.array(lengths, dtype=np.int64).reshape(-1, 2)
+        computed: list[int] = _count_leading(tables, queries, self._kv.page_size, *counts).tolist()
+        return computed
 
     def backlog(self, request: Request) -> int:
-        known = 0
+        computed = 0
         if request.slot >= 0:
             pages = self._kv.page_tables[request.slot]
-            (known,) = self.computed([Context(request, request.token_ids, pages, 0)])
-        return max(len(request.token_ids) - 1 - known, 0)
+            (computed,) = self.computed([Context(request, request.token_ids, pages, 0)])
+        return max(len(request.token_ids) - 1 - computed, 0)
 
     def keep(self, spans: Sequence[Span]) -> None:
-        computed = [(context.request.slot, start, end) for context, start, end in spans]
-        lines, counts = self._kv.page_tables, (self._counts, self._generations, self._kv.pages.generations)
-        kept = np.array(computed, dtype=np.int64).reshape(-1, 3)
-        _count_spans_in(lines, kept, self._kv.page_size, *counts)
+        slot_spans = [(context.request.slot, start, end) for context, start, end in spans]
+        tables, counts = self._kv.page_tables, (self._counts, self._generations, self._kv.pages.generations)
+        computed = np.array(slot_spans, dtype=np.int64).reshape(-1, 3)
+        _count_spans_in(tables, computed, self._kv.page_size, *counts)
 
     def keep_drafted(self, context: Context, tokens: Sequence[int]) -> None:
         self._drafted[context.request] = _Drafted(context.pages.copy(), len(context.tokens), tokens)
@@ -133,63 +132,60 @@ class SharedPages:
         drafted = self._drafted.pop(request, None)
         if drafted is None or not in_place:
             return
-        right = equal_prefix(drafted.tokens, request.token_ids[drafted.start :])
-        self._mark(drafted.pages, drafted.start, drafted.start + right)
+        accepted = equal_prefix(drafted.tokens, request.token_ids[drafted.start :])
+        self._mark(drafted.pages, drafted.start, drafted.start + accepted)
 
     def forget(self, request: Request) -> None:
         self._drafted.pop(request, None)
 
-    def _mark(self, line: Int32Array, start: int, end: int) -> None:
-        """Count tokens start to end - 1 of a line of pages, given that all before them count already."""
+    def _mark(self, pages: Int32Array, start: int, end: int) -> None:
+        """Record that tokens start to end - 1 of these pages are computed, as all before them are."""
         counts = self._counts, self._generations, self._kv.pages.generations
-        _count_in(line, start, end, self._kv.page_size, *counts)
+        _count_in(pages, start, end, self._kv.page_size, *counts)
 
 
 @compiled
 def _count_leading(
-    lines: Int32Array,
-    asked: Int64Array,
+    page_tables: Int32Array,
+    queries: Int64Array,
     page_size: int,
     counts: Int64Array,
     generations: Int64Array,
     current: Int64Array,
 ) -> Int64Array:
-    """How many of the first tokens of lines of pages count, up to the first that does not: [asked].
-
-    What is asked for: the number of a line, and how many tokens it has.
-    """
-    found = np.zeros(len(asked), np.int64)
-    for number in range(len(asked)):
-        slot, length = asked[number]
-        known = 0
-        while known < length:
-            page = lines[slot, known // page_size]
+    """The number of leading computed tokens of each query, a slot and its number of tokens: [queries]."""
+    found = np.zeros(len(queries), np.int64)
+    for query in range(len(queries)):
+        slot, length = queries[query]
+        computed = 0
+        while computed < length:
+            page = page_tables[slot, computed // page_size]
             count = counts[page] if generations[page] == current[page] else 0
-            known += count
+            computed += count
             if count < page_size:
                 break
-        found[number] = min(known, length)
+        found[query] = min(computed, length)
     return found
 
 
 @compiled
 def _count_spans_in(
-    lines: Int32Array,
+    page_tables: Int32Array,
     spans: Int64Array,
     page_size: int,
     counts: Int64Array,
     generations: Int64Array,
     current: Int64Array,
 ) -> None:
-    """Count tokens start to end - 1 of some lines; a span is the number of a line, start and end."""
-    for number in range(len(spans)):
-        slot, start, end = spans[number]
-        _count_in(lines[slot], start, end, page_size, counts, generations, current)
+    """Record computed tokens; a span is a slot, and tokens start to end - 1 of it."""
+    for span in range(len(spans)):
+        slot, start, end = spans[span]
+        _count_in(page_tables[slot], start, end, page_size, counts, generations, current)
 
 
 @compiled
 def _count_in(
-    line: Int32Array,
+    pages: Int32Array,
     start: int,
     end: int,
     page_size: int,
@@ -197,21 +193,21 @@ def _count_in(
     generations: Int64Array,
     current: Int64Array,
 ) -> None:
-    """Count tokens start to end - 1 of a line of pages."""
+    """Record that tokens start to end - 1 of a request's pages are computed."""
     while start < end:
-        page, stop = line[start // page_size], (start // page_size + 1) * page_size
-        known = counts[page] if generations[page] == current[page] else 0
-        counts[page] = max(known, page_size - max(stop - end, 0))
+        page, stop = pages[start // page_size], (start // page_size + 1) * page_size
+        computed = counts[page] if generations[page] == current[page] else 0
+        counts[page] = max(computed, page_size - max(stop - end, 0))
         generations[page] = current[page]
         start = stop
 
 
 class TargetPages:
-    """The target's own keys and values, for a draft model that is the first layers of the target.
+    """A DraftCache that is the target's own pool, for a draft model that is the target's first layers.
 
-    What the target has computed is computed. Rows of drafts lie behind that, where nothing is committed
-    and no other request looks, and the pass that verifies them writes all of them again before it reads
-    any. So there is nothing to keep account of.
+    What the target has computed is computed. Drafted rows are written after the committed tokens, where no
+    other request reads, and the pass that verifies them writes all of them again before it reads any. So
+    there is nothing to record.
     """
 
     def __init__(self, kv: KVCache, backend: Backend, target: Backend) -> None:
@@ -247,6 +243,6 @@ class TargetPages:
 
 
 def equal_prefix(guesses: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many leading guesses are the tokens."""
+    """The number of leading guesses that equal the tokens."""
     pairs = enumerate(zip(guesses, tokens, strict=False))
-    return next((at for at, (guess, token) in pairs if guess != token), min(len(guesses), len(tokens)))
+    return next((index for index, (guess, token) in pairs if guess != token), min(len(guesses), len(tokens)))

@@ -1,4 +1,4 @@
-"""draft_model: a second, smaller model guesses what the target will say."""
+"""draft_model: a second, smaller model drafts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from paceline.draft.base import DrafterNeeds, DraftSampling, Target
 from paceline.draft.draft_cache import DraftCache, SharedPages
 from paceline.draft.model_drafter import ModelDrafter
-from paceline.draft.own_pages import OwnPages
+from paceline.draft.separate_pages import SeparatePages
 from paceline.draft.vocabulary import Vocabulary, common_vocabulary, vocabulary_intersection
 from paceline.errors import ConfigError
 from paceline.options import check_bool, check_integer, refuse_unknown
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class DraftModelOptions:
-    """The keys of speculative_config that are draft_model's own."""
+    """The keys of speculative_config for method draft_model."""
 
     model: str | None = None  # required: an alias, a folder of safetensors, a .gguf file or a hub id
     quantization: str | None = None  # None: the target's
-    max_model_len: int | None = None  # None: the draft model's context; longer requests go on without drafts
+    max_model_len: int | None = None  # tokens; None: the draft model's context. Longer requests get no drafts
     use_heterogeneous_vocab: bool = False  # draft with the tokens that two different vocabularies share
     draft_tensor_parallel_size: int = 1
 
@@ -49,7 +49,7 @@ class DraftModelOptions:
 
 
 class DraftModelDrafter(ModelDrafter):
-    """Runs a model of its own ahead of the target."""
+    """Drafts with a model of its own."""
 
     name = "draft_model"
     Options = DraftModelOptions
@@ -68,7 +68,7 @@ class DraftModelDrafter(ModelDrafter):
 
     @classmethod
     def load(cls, options: DraftModelOptions, target: Target) -> DraftModelDrafter:
-        """The drafter with the model that the options name, run as the target is."""
+        """The drafter with the model that the options name, on the target's backend."""
         from paceline.backends.load import load_backend
         from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
 
@@ -87,13 +87,13 @@ class DraftModelDrafter(ModelDrafter):
         make_cache: Callable[[KVCache, Backend], DraftCache]
         if options.use_heterogeneous_vocab:
             vocabulary = intersection = vocabulary_intersection(*pair, options.model)
-            make_cache = partial(OwnPages, longest=longest, vocabulary=intersection)
+            make_cache = partial(SeparatePages, longest=longest, vocabulary=intersection)
         else:
             vocabulary = common_vocabulary(*pair, options.model)
             make_cache = partial(SharedPages, longest=longest)
-        how = target.backend
+        backend_options = target.backend
         if options.quantization is not None:
-            how = replace(how, quantization=options.quantization)
-        backend = load_backend(checkpoint, how, target.max_rows, beside=target.loaded)
+            backend_options = replace(backend_options, quantization=options.quantization)
+        backend = load_backend(checkpoint, backend_options, target.max_rows, beside=target.loaded)
         assert backend.page_size == target.loaded.page_size, "one kind of backend has one page size"
         return cls(backend, vocabulary, make_cache, vocab_size=config.vocab_size, sampling=target.sampling)

@@ -1,4 +1,4 @@
-"""Passes of a network that drafts: rows of several requests into one ForwardBatch, and catching up."""
+"""Passes of a draft model or head: building its ForwardBatch, and catching up on accepted tokens."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Part:
     tokens: Sequence[int]
     parents: Sequence[int]  # local rows, -1: the token before `start`
     outputs: Sequence[int] = ()  # local rows whose logits are wanted
-    nodes: Sequence[int] = ()  # the nodes of a tree that the rows are; none in a context
+    nodes: Sequence[int] = ()  # the tree node of each row; empty: the rows are tokens of the context
 
 
 class Passes(ABC, Generic[Output]):
-    """Runs a network over contexts and the trees behind them."""
+    """Runs a draft model over the requests' contexts and the trees below them."""
 
-    first_position = 0  # of the row at KV index 0
-    most_before = 2**31  # tokens that a pass takes before the last ones; of more, keys and values come first
+    first_position = 0  # position of the row at KV index 0
+    max_before = 2**31  # tokens besides the last of each context in one pass; more get passes of their own
 
     def __init__(self, cache: DraftCache, page_size: int, max_rows: int) -> None:
         self._cache = cache
@@ -43,12 +43,12 @@ class Passes(ABC, Generic[Output]):
 
     @abstractmethod
     def run(self, parts: Sequence[Part]) -> Output:
-        """What one pass over parts of contexts gives, part after part, until the next pass."""
+        """The outputs of one pass, part after part; valid until the next pass."""
 
     def batch(self, parts: Sequence[Part], room: int = 0) -> ForwardBatch:
-        """The rows of one pass, and pages for `room` more behind those of each part.
+        """The rows of one pass, with page tables that reach `room` rows further.
 
-        Put together in lists: for a few rows they are quicker than arrays.
+        Built in lists: for a few rows they are faster than arrays.
         """
         tokens: list[int] = []
         positions: list[int] = []
@@ -64,7 +64,7 @@ class Passes(ABC, Generic[Output]):
             if part.nodes:
                 for parent in part.parents:
                     positions.append(positions[first + parent] + 1 if parent >= 0 else root)
-            else:  # tokens of a context are a chain
+            else:  # tokens of the context: a chain
                 positions += range(root, root + len(part.tokens))
             offsets.append(len(tokens))
         return ForwardBatch(
@@ -79,27 +79,27 @@ class Passes(ABC, Generic[Output]):
         )
 
     def catch_up(self, contexts: Sequence[Context]) -> Output:
-        """What a pass gives for the last token of each context, after all others are computed.
+        """The outputs for the last token of each context, after all tokens before it are computed.
 
-        One pass, unless there is more to compute than a pass can take.
+        One pass, unless there is more to compute than fits in one.
         """
         return self._compute(self._last_parts(contexts))
 
     def _last_parts(self, contexts: Sequence[Context]) -> list[Part]:
-        """What one pass can compute of the contexts up to their last tokens, after passes over the rest."""
+        """The parts of the pass that ends at the contexts' last tokens; what does not fit is run before."""
         while True:
             lasts = [len(context.tokens) - 1 for context in contexts]
             starts = [*map(min, self._cache.computed(contexts), lasts)]
             missing = sum(lasts) + len(lasts) - sum(starts)
-            most = min(self._max_rows, len(contexts) + self.most_before)
-            if missing <= most and self._are_apart(contexts, starts, lasts):
+            max_rows = min(self._max_rows, len(contexts) + self.max_before)
+            if missing <= max_rows and self._are_apart(contexts, starts, lasts):
                 break
             self._compute(self._chunks(contexts, starts))
         rest = zip(contexts, starts, strict=True)
         return [_chain(context, start, len(context.tokens), True) for context, start in rest]
 
     def _are_apart(self, contexts: Sequence[Context], starts: Sequence[int], lasts: Sequence[int]) -> bool:
-        """Whether no two contexts have a page to compute in common: not the last one, which is not full."""
+        """Whether no two contexts compute the same page. Last pages are never shared: they are not full."""
         pages: list[int] = []
         for context, start, last in zip(contexts, starts, lasts, strict=True):
             first, end = start // self._page_size, last // self._page_size
@@ -108,14 +108,14 @@ class Passes(ABC, Generic[Output]):
         return len(set(pages)) == len(pages)
 
     def compute(self, contexts: Sequence[Context]) -> None:
-        """Compute all tokens of the contexts but the last of each, in passes of which nothing is asked."""
+        """Compute all tokens of the contexts but the last of each, in passes without outputs."""
         while chunks := self._chunks(contexts, self._cache.computed(contexts)):
             self._compute(chunks)
 
     def _chunks(self, contexts: Sequence[Context], starts: Sequence[int]) -> list[Part]:
-        """What one pass can compute of the contexts, their last tokens left for later.
+        """The parts of one pass over the contexts, without their last tokens.
 
-        Contexts may share pages that neither has computed: one does, and the other finds them done.
+        Contexts may share pages that are not computed yet: the first one computes them, the others skip them.
         """
         rows = self._max_rows
         page_size = self._page_size
@@ -131,17 +131,17 @@ class Passes(ABC, Generic[Output]):
         return chunks
 
     def _compute(self, parts: Sequence[Part]) -> Output:
-        """Run parts of contexts and take note that they are computed."""
+        """Run parts of contexts and record that they are computed."""
         output = self.run(parts)
         self._keep(parts)
         return output
 
     def _keep(self, parts: Sequence[Part]) -> None:
-        """Take note that parts of contexts are computed."""
+        """Record that parts of contexts are computed."""
         self._cache.keep([(part.context, part.start, part.start + len(part.tokens)) for part in parts])
 
     def _page_tables(self, parts: Sequence[Part], room: int) -> Int32Array:
-        """The lines of the parts, as far as they are used: int32 [parts, pages]."""
+        """The page tables of the parts, as far as they are used: int32 [parts, pages]."""
         ends = (part.start + len(part.tokens) + room for part in parts)
         width = pages_for(max(ends), self._page_size)
         if len(parts) == 1:
@@ -159,12 +159,14 @@ class DraftRunner(Passes[Float32Array]):
 
     def run(self, parts: Sequence[Part]) -> Float32Array:
         batch = self.batch(parts)
-        known = np.minimum(batch.tokens, self._last_id)  # an id the draft does not have: any other will do
-        return self._backend.forward(replace(batch, tokens=known)).logits
+        tokens = np.minimum(
+            batch.tokens, self._last_id
+        )  # ids that the draft model lacks: any valid id will do
+        return self._backend.forward(replace(batch, tokens=tokens)).logits
 
 
 def _chain(context: Context, start: int, end: int, with_output: bool = False) -> Part:
-    """Tokens start to end - 1 of a context, and the logits of the last if wanted."""
+    """Tokens start to end - 1 of a context as a part, with the logits of the last if wanted."""
     count = end - start
     outputs = (count - 1,) if with_output else ()
     return Part(context, start, context.tokens[start:end], range(-1, count - 1), outputs)

@@ -1,14 +1,13 @@
-"""eagle3 and eagle: a small head reads the target's hidden states and guesses what it will say.
+"""eagle3 and eagle: a one-layer head reads the target's hidden states (features) and drafts.
 
-    tokens      x0   x1   x2   x3        x3 is the last known one, the target has computed x0 to x2
+    tokens      x0   x1   x2   x3        x3 is the last token; the target has computed x0 to x2
     features    h0   h1   h2
     slots          (h0,x1) (h1,x2) (h2,x3) -> logits of the root's children, and the state they read
 
-The slots of new tokens are computed when it proposes, in one pass for all requests: while it does not,
-their features are kept, and that is all it costs. Then follows one pass for each level of the trees, whose
-slots read the head's own states; those are computed again with the target's features once they are known.
-Where all trees are chains of the likeliest tokens, or of those that the target's noise favours, nothing is to
-be decided between the passes, and the runner is asked for all of them at once.
+The head catches up when it proposes: one pass over the slots of new tokens, for all requests. Until then only
+their features are stored. Then one pass per level of the trees; its slots read the head's own states, and are
+computed again with the target's features after verification. Where all trees are greedy or coupled chains,
+the host has nothing to decide between these passes, and the runner does all of them in one call.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part, Passes
-from paceline.draft.growth import GrowingTree, Scales, make_tree, merged
+from paceline.draft.growth import GrowingTree, Scoring, make_tree, merged
 from paceline.draft.head_options import EagleOptions, find_head
 from paceline.draft.head_pages import HeadPages
 from paceline.draft.vocabulary import Vocabulary, trimmed_vocabulary
@@ -47,19 +46,21 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What a drafter must know of its head."""
+    """What a drafter must know about its head."""
 
     feature_layers: tuple[int, ...]  # the target's hidden states that it reads, in this order
-    feature_width: int
+    feature_width: int  # numbers per token, of all these layers
     vocabulary: Vocabulary
-    longest: int  # context
+    longest: int  # tokens of its context
 
 
 class HeadPasses(Passes[HeadOutput]):
     """Passes of a head."""
 
     first_position = -1  # a slot has the position of the token whose feature it reads
-    most_before = 24  # a head has one layer: all behind the keys and values of these tokens is for nobody
+    # rows before the last ones: a head has one layer, so they need keys and values only, which is cheaper in
+    # passes without outputs
+    max_before = 24
 
     def __init__(self, runner: HeadRunner, pages: HeadPages) -> None:
         super().__init__(pages, runner.page_size, runner.max_rows)
@@ -67,48 +68,50 @@ class HeadPasses(Passes[HeadOutput]):
         self._pages = pages
 
     def run(self, parts: Sequence[Part]) -> HeadOutput:
-        """A pass over known tokens, which reads the target's features."""
-        return self._runner.run(self._known(parts))
+        """The outputs of a pass over committed tokens, which reads the target's features."""
+        return self._runner.run(self._committed_batch(parts))
 
-    def chains(self, contexts: Sequence[Context], most: Sequence[int], least_chance: float) -> HeadChains:
-        """The best guesses behind each context, at most so many, after all its slots are computed."""
+    def chains(self, contexts: Sequence[Context], lengths: Sequence[int], least_chance: float) -> HeadChains:
+        """A chain of the best guesses after each context, of at most its length; catches up first."""
         parts = self._last_parts(contexts)
         noise = ChainNoise(
             np.array([context.request.seed for context in contexts], dtype=np.uint64),
             np.array([context.request.params.temperature for context in contexts], dtype=np.float64),
         )
-        chains = self._runner.run_chains(self._known(parts, max(most)), most, least_chance, noise)
+        chains = self._runner.run_chains(
+            self._committed_batch(parts, max(lengths)), lengths, least_chance, noise
+        )
         self._keep(parts)
         return chains
 
-    def _known(self, parts: Sequence[Part], room: int = 0) -> HeadBatch:
-        """A pass over known tokens, with pages for `room` guesses behind them."""
+    def _committed_batch(self, parts: Sequence[Part], room: int = 0) -> HeadBatch:
+        """A pass over committed tokens, with page tables that reach `room` guesses further."""
         # the slot of token j reads the feature of token j - 1
         spans = [(part.context, part.start - 1, part.start - 1 + len(part.tokens)) for part in parts]
         rows = self.batch(parts, room)
         if self._runner.keeps_features:
-            return HeadBatch(rows, np.empty((0, 0), np.float32), True, self._pages.places(spans))
+            return HeadBatch(rows, np.empty((0, 0), np.float32), True, self._pages.kv_slots(spans))
         return HeadBatch(rows, self._pages.features(spans), from_target=True)
 
     def run_guesses(self, parts: Sequence[Part], states: Float32Array) -> HeadOutput:
-        """A pass over nodes of trees, which reads states of the head's own: [rows, hidden]."""
+        """The outputs of a pass over tree nodes, which reads the head's own states: [rows, hidden]."""
         return self._runner.run(HeadBatch(self.batch(parts), states, from_target=False))
 
 
 class GuessedTree:
-    """A tree that grows, and the states that the slots of its nodes read."""
+    """A growing tree, and the states that the slots of its nodes read."""
 
     def __init__(self, tree: GrowingTree) -> None:
         self.tree = tree
         self._states: dict[int, Float32Array] = {}  # of nodes that have children, each [hidden]
 
     def grow(self, logits: Float32Array, states: Float32Array) -> None:
-        """Add the children of the frontier, given what a pass gave for it: [frontier, ...]."""
+        """Add the children of the frontier, given its logits and states: [frontier, ...]."""
         self._states.update(zip(self.tree.frontier, states.copy(), strict=True))
         self.tree.grow(logits)
 
     def states_of(self, part: Part) -> list[Float32Array]:
-        """What the rows of a part read: the states of their parents."""
+        """The states that the rows of a part read: those of their parents."""
         return [self._states[self.tree.parents[node]] for node in part.nodes]
 
 
@@ -118,32 +121,32 @@ class HeadDrafter(Drafter):
     def __init__(
         self, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling, least_chance: float = 0.0
     ) -> None:
-        """A chain ends where it has not at least this chance to be right, by the head."""
+        """A chain ends where the head gives it a chance below `least_chance`."""
         self.needs = DrafterNeeds(bytes_per_page=runner.bytes_per_page())
         if not runner.keeps_features:
-            kept = HeadPages.feature_bytes_per_page(runner.page_size, shape.feature_width)
-            self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + kept)
+            feature_bytes = HeadPages.feature_bytes_per_page(runner.page_size, shape.feature_width)
+            self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + feature_bytes)
         self.least_chance = least_chance
         on_device = runner.keeps_features and sampling is not DraftSampling.INDEPENDENT
         self.device = self if on_device else None
         self._runner = runner
         self._shape = shape
         self._sampling = sampling
-        self._seen_layers: tuple[int, ...] = ()  # of the last pass, of which the head reads these parts
-        self._parts = np.empty(0, dtype=np.int64)  # [layers]
-        self._scales = Scales(shape.vocabulary, Workspace(shape.vocabulary.target_size), least_chance)
+        self._seen_layers: tuple[int, ...] = ()  # feature layers of the last pass
+        self._parts = np.empty(0, dtype=np.int64)  # [layers] the index of each layer of the head among them
+        self._scoring = Scoring(shape.vocabulary, Workspace(shape.vocabulary.target_size), least_chance)
 
     @classmethod
     def beside(
         cls, head: HeadCheckpoint, target: Target, quantization: str | None, min_prob: float | None
     ) -> Self:
-        """The drafter with a loaded head, run as the target is."""
+        """The drafter with a loaded head, on the target's backend."""
         from paceline.backends.load import load_head_runner
 
-        how = target.backend
+        backend_options = target.backend
         if quantization is not None:
-            how = replace(how, quantization=quantization)
-        runner = load_head_runner(head, how, target.max_rows, target.loaded)
+            backend_options = replace(backend_options, quantization=quantization)
+        runner = load_head_runner(head, backend_options, target.max_rows, target.loaded)
         shape = HeadShape(
             feature_layers=head.config.layers_of(target.config.num_layers),
             feature_width=head.config.feature_width,
@@ -168,7 +171,7 @@ class HeadDrafter(Drafter):
         trees = [
             None
             if context is None
-            else make_tree(context, plan.shrunk(context.room), self._scales, self._sampling)
+            else make_tree(context, plan.shrunk(context.room), self._scoring, self._sampling)
             for context, plan in zip(contexts, plans, strict=True)
         ]
         growing = [GuessedTree(tree) for tree in trees if tree is not None]
@@ -182,28 +185,30 @@ class HeadDrafter(Drafter):
         return merged(trees)
 
     def _is_one_call(self, request: Request, plan: DraftPlan) -> bool:
-        """Whether nothing is to be decided between the passes for a request's tree."""
+        """Whether the runner can draft a request's tree alone: a greedy or coupled chain of plain logits."""
         sampler = request.sampler
-        simple = sampler.greedy or (self._sampling is DraftSampling.COUPLED and sampler.keeps_all)
-        return plan.branching == 1 and simple and sampler.leaves_logits(request.num_output)
+        samples_on_runner = sampler.greedy or (self._sampling is DraftSampling.COUPLED and sampler.keeps_all)
+        return plan.branching == 1 and samples_on_runner and sampler.leaves_logits(request.num_output)
 
     def _propose_chains(self, contexts: Sequence[Context | None], plans: Sequence[DraftPlan]) -> DraftTrees:
-        """The same as by trees that grow, where those would be chains of the best tokens."""
-        known = {number: context for number, context in enumerate(contexts) if context is not None}
+        """The drafts of `propose` where all of them are chains, in one call of the runner."""
+        opened = {number: context for number, context in enumerate(contexts) if context is not None}
         proposed: list[Sequence[int]] = [()] * len(contexts)
         chances: list[Sequence[float]] = [()] * len(contexts)
-        if known:
-            most = [plans[number].shrunk(context.room).levels for number, context in known.items()]
-            least = [plans[number].least_chance or self._scales.least_chance for number in known]
-            chains = self._passes.chains(list(known.values()), most, min(least))
-            lines = zip(chains.tokens.tolist(), chains.chances.tolist(), chains.lengths.tolist(), strict=True)
-            for (number, context), lowest, (tokens, line, length) in zip(
-                known.items(), least, lines, strict=True
+        if opened:
+            lengths = [plans[number].shrunk(context.room).levels for number, context in opened.items()]
+            min_chances = [plans[number].least_chance or self._scoring.least_chance for number in opened]
+            chains = self._passes.chains(list(opened.values()), lengths, min(min_chances))
+            rows = zip(chains.tokens.tolist(), chains.chances.tolist(), chains.lengths.tolist(), strict=True)
+            for (number, context), min_chance, (tokens, chain_chances, length) in zip(
+                opened.items(), min_chances, rows, strict=True
             ):
-                while lowest > min(least) and length and line[length - 1] < lowest:  # a chain's only fall
+                while (
+                    min_chance > min(min_chances) and length and chain_chances[length - 1] < min_chance
+                ):  # chances only fall along a chain
                     length -= 1
-                proposed[number] = own = _up_to_end(context.request, tokens[:length])
-                chances[number] = line[: len(own)]
+                proposed[number] = chain = _up_to_end(context.request, tokens[:length])
+                chances[number] = chain_chances[: len(chain)]
         return DraftTrees.chains(proposed, chances)
 
     def kept(self) -> KeptFeatures | None:
@@ -218,23 +223,23 @@ class HeadDrafter(Drafter):
     def attach(self, requests: Sequence[Request]) -> bool:
         ends = [len(request.prompt_token_ids) + request.max_output for request in requests]
         contexts = self._pages.open(requests, [1] * len(requests))
-        known = [context for context in contexts if context is not None]
-        if len(known) < len(requests) or max(ends) > self._shape.longest:
+        opened = [context for context in contexts if context is not None]
+        if len(opened) < len(requests) or max(ends) > self._shape.longest:
             return False
-        self._passes.compute(known)
+        self._passes.compute(opened)
         return True
 
     def prefill_ahead(self, requests: Sequence[Request]) -> None:
-        # their last tokens have successors then, so that their slots are computed too: which ones is all one
+        # append any token, so that the slots of their last tokens are computed too
         opened = self._pages.open_computing(requests)
         self._passes.compute([replace(context, tokens=[*context.tokens, 0]) for context in opened])
 
     def detach(self, requests: Sequence[Request], unsure: int) -> None:
-        opened = self._pages.open(requests, [1] * len(requests))
-        known = [context for context in opened if context is not None]
-        starts = zip(known, self._pages.computed(known), strict=True)
-        ends = [(context, start, len(context.tokens) - unsure) for context, start in starts]
-        self._pages.keep([span for span in ends if span[1] < span[2]])
+        contexts = self._pages.open(requests, [1] * len(requests))
+        opened = [context for context in contexts if context is not None]
+        starts = zip(opened, self._pages.computed(opened), strict=True)
+        spans = [(context, start, len(context.tokens) - unsure) for context, start in starts]
+        self._pages.keep([span for span in spans if span[1] < span[2]])
 
     def backlog(self, request: Request) -> int:
         return self._pages.backlog(request)
@@ -243,8 +248,8 @@ class HeadDrafter(Drafter):
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:
         if self._runner.keeps_features:
-            return  # passes leave them in its pool
-        assert features is not None, "the engine gives what the needs ask for"
+            return  # passes write them to its pool
+        assert features is not None, "the engine provides what DrafterNeeds ask for"
         if features.layers != self._seen_layers:
             self._seen_layers = features.layers
             parts = [features.layers.index(layer) for layer in self.needs.feature_layers]
@@ -253,7 +258,7 @@ class HeadDrafter(Drafter):
 
 
 class EagleDrafter(HeadDrafter):
-    """EAGLE-1 and 2: a head that reads the target's last state."""
+    """EAGLE-1 and 2: a head that reads the target's last hidden state."""
 
     name = "eagle"
     Options = EagleOptions
@@ -273,20 +278,20 @@ class EagleDrafter(HeadDrafter):
 
 
 class Eagle3Drafter(EagleDrafter):
-    """EAGLE-3: the same with a head that reads several hidden states."""
+    """EAGLE-3: a head that reads hidden states of several layers."""
 
     name = "eagle3"
 
 
 def _up_to_end(request: Request, tokens: Sequence[int]) -> Sequence[int]:
-    """The tokens of a chain up to the first that ends the request."""
+    """The tokens of a chain up to and including the first that ends the request."""
     before = request.num_output
-    ends = (at + 1 for at, token in enumerate(tokens) if request.ends_by(token, before + at))
+    ends = (index + 1 for index, token in enumerate(tokens) if request.ends_by(token, before + index))
     return tokens[: next(ends, len(tokens))]
 
 
 def _grow(growing: Sequence[GuessedTree], output: HeadOutput) -> None:
-    """Add a level to each tree, given the outputs of their frontiers."""
+    """Add a level to each tree, given the outputs for their frontiers."""
     first = 0
     for guessed in growing:
         end = first + len(guessed.tree.frontier)

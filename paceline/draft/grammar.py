@@ -1,4 +1,4 @@
-"""grammar: drafts what the request's grammar leaves no choice about, and nothing else."""
+"""grammar: drafts the tokens that the request's grammar forces, and nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class GrammarDrafter(Drafter):
-    """The forced tokens that come next, as a chain. They are always accepted."""
+    """Drafts the forced tokens that come next, as a chain. They are always accepted."""
 
     name = "grammar"
     only_forced = True
@@ -24,15 +24,15 @@ class GrammarDrafter(Drafter):
     @refuse_unknown(ConfigError)
     @dataclass(frozen=True)
     class Options:
-        """It has none."""
+        """No options."""
 
     @classmethod
     def load(cls, options: Options, target: Target) -> GrammarDrafter:
-        """The drafter; it keeps nothing."""
+        """The drafter; it has no state."""
         return cls()
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
-        """One chain per request; none where there is a choice."""
+        """One chain per request; empty where the grammar leaves a choice."""
         constraints = [request.sampler.constraint for request in requests]
         chains = [
             () if constraint is None else constraint.forced()[: plan.levels]

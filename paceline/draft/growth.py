@@ -1,8 +1,8 @@
-"""Trees while they grow: one level of guesses for each pass of the drafting model.
+"""Growing draft trees: each pass of the draft model adds one level.
 
-A pass computes the rows of the frontier, whose children come next, and those of its ancestors, because
-a row sees its ancestors only within the pass. What all of them have in common and the passes before
-have left in place, the stem, is not computed again: so a chain costs one row a level.
+A pass computes the rows of the frontier, whose children come next, and those of their ancestors, because a
+row sees its ancestors only within the pass. The ancestors that all of them share, and whose rows earlier
+passes have left in place (the stem), are not computed again: so a chain costs one row per level.
 
         stem            rows of the pass
     0 --- 1 --- 2 -+- 3 --- 5
@@ -36,26 +36,26 @@ from paceline.verify.sampling import Sampler, Workspace
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
-_EVERY: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)  # logits are those of all ids
+_ALL_IDS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)  # the logits are those of all ids
 
 
 @dataclass(frozen=True)
-class Scales:
-    """What all trees of a drafter weigh their guesses with."""
+class Scoring:
+    """What all trees of a drafter use to score guesses."""
 
     vocabulary: Vocabulary
     workspace: Workspace
-    least_chance: float = 0.0  # that all of a chain is right; trees are as large as they were asked for
+    least_chance: float = 0.0  # a chain ends where its chance is lower; trees use their whole budget
 
 
 @dataclass(frozen=True)
 class FinishedTree:
-    """What is proposed for one request, as in DraftTrees."""
+    """The proposed tree of one request, as in DraftTrees."""
 
     tokens: Sequence[int]
     parents: Sequence[int]
-    chances: Sequence[float]  # [nodes] NaN: no opinion
-    rows: Sequence[int]  # [nodes] which distribution a node was drawn from, -1: it was chosen
+    chances: Sequence[float]  # [nodes] NaN: unknown
+    rows: Sequence[int]  # [nodes] the distribution that a node was drawn from, -1: it was chosen
     distributions: Sequence[Float64Array]  # each [vocabulary of the target]
 
 
@@ -65,19 +65,19 @@ NO_GUESS = FinishedTree((), (), (), (), ())
 class GrowingTree(ABC):
     """One request's tree. `frontier` is empty when it is complete."""
 
-    def __init__(self, context: Context, plan: DraftPlan, scales: Scales) -> None:
+    def __init__(self, context: Context, plan: DraftPlan, scoring: Scoring) -> None:
         self.context = context
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.frontier = [ROOT]  # ascending
         self._plan = plan
-        self._scales = scales
+        self._scoring = scoring
         self._depths: list[int] = []
         self._samplers: dict[int, Sampler] = {ROOT: context.request.sampler}
-        self._written: list[int] = []  # nodes whose rows lie after the context's tokens, in this order
+        self._written: list[int] = []  # nodes whose rows are in the pool after the context, in this order
 
     def part(self) -> Part:
-        """The rows of the next pass. Their logits are those of the frontier."""
+        """The rows of the next pass; its logits are those of the frontier."""
         needed: set[int] = set()
         for node in self.frontier:
             while node != ROOT and node not in needed:
@@ -90,20 +90,20 @@ class GrowingTree(ABC):
         return Part(
             self.context,
             len(self.context.tokens) + stem,
-            [self._scales.vocabulary.draft_id(self.tokens[node]) for node in rows],
+            [self._scoring.vocabulary.draft_id(self.tokens[node]) for node in rows],
             [rows.get(self.parents[node], -1) for node in rows],
             [rows[node] for node in self.frontier],
             list(rows),
         )
 
     def _stem(self, nodes: Sequence[int]) -> int:
-        """How many of the leading nodes are ancestors of all others and lie in place already."""
+        """The number of leading nodes that are ancestors of all others and whose rows are in place."""
         parents = [self.parents[node] for node in nodes]
         end = ROOT
-        for place, node in enumerate(nodes):
-            in_place = place < len(self._written) and self._written[place] == node
+        for index, node in enumerate(nodes):
+            in_place = index < len(self._written) and self._written[index] == node
             if not in_place or node in self.frontier or parents.count(end) > 1:
-                return place
+                return index
             end = node
         return len(nodes)
 
@@ -116,13 +116,13 @@ class GrowingTree(ABC):
         """The tree as it is proposed."""
 
     def chain_in_place(self) -> list[int]:
-        """The draft's ids of the guesses that lie after the context's tokens as if they were committed."""
+        """The draft model's ids of the written nodes that form a chain right after the context."""
         chain: list[int] = []
         end = ROOT
         for node in self._written:
             if self.parents[node] != end:
                 break
-            chain.append(self._scales.vocabulary.draft_id(self.tokens[node]))
+            chain.append(self._scoring.vocabulary.draft_id(self.tokens[node]))
             end = node
         return chain
 
@@ -130,35 +130,35 @@ class GrowingTree(ABC):
         return 0 if node == ROOT else self._depths[node]
 
     def _add(self, parent: int, token: int) -> int:
-        """A new node."""
+        """The number of a new node."""
         self.tokens.append(token)
         self.parents.append(parent)
         self._depths.append(self._depth(parent) + 1)
         return len(self.tokens) - 1
 
     def _goes_on(self, node: int) -> bool:
-        """Whether the tree may have children below a node: not below a token that ends the request."""
+        """Whether a node may have children: not on the last level, and its token does not end the request."""
         depth, request = self._depths[node], self.context.request
         return depth < self._plan.levels and not request.ends_by(
             self.tokens[node], request.num_output + depth - 1
         )
 
     def _sampler(self, node: int) -> Sampler:
-        """The sampler that has followed a node's own path."""
+        """The sampler after a node's path."""
         if node not in self._samplers:
             self._samplers[node] = self._sampler(self.parents[node]).branch([self.tokens[node]])
         return self._samplers[node]
 
 
-def make_tree(context: Context, plan: DraftPlan, scales: Scales, sampling: DraftSampling) -> GrowingTree:
-    """The kind of tree that suits a request and the way of sampling."""
+def make_tree(context: Context, plan: DraftPlan, scoring: Scoring, sampling: DraftSampling) -> GrowingTree:
+    """A growing tree for a request: drawn or chosen, as the sampling asks."""
     if sampling is DraftSampling.INDEPENDENT and not context.request.sampler.greedy:
-        return DrawnTree(context, plan, scales)
-    return ChosenTree(context, plan, scales, coupled=sampling is DraftSampling.COUPLED)
+        return DrawnTree(context, plan, scoring)
+    return ChosenTree(context, plan, scoring, coupled=sampling is DraftSampling.COUPLED)
 
 
 def merged(trees: Sequence[GrowingTree | None]) -> DraftTrees:
-    """What the trees propose as one batch, with the distributions of those that were drawn."""
+    """The trees of all requests as one batch, with the distributions of those that were drawn."""
     finished = [NO_GUESS if tree is None else tree.finished() for tree in trees]
     proposed = DraftTrees.from_lists(
         [(tree.tokens, tree.parents) for tree in finished], [tree.chances for tree in finished]
@@ -174,19 +174,19 @@ def merged(trees: Sequence[GrowingTree | None]) -> DraftTrees:
 
 
 class ChosenTree(GrowingTree):
-    """The likeliest continuations, or with `coupled` those that the noise of the target's own choice favours.
+    """A tree of the likeliest tokens, or with `coupled` of the likeliest under the target's noise.
 
-    The tree takes the shape of its guesses, as in EAGLE-2: of each level the best `branching` nodes
-    get children, and of all nodes the best `budget` stay.
+    A dynamic tree, as in EAGLE-2: the best `branching` nodes of each level get children, and the best
+    `budget` of all nodes are proposed.
     """
 
-    def __init__(self, context: Context, plan: DraftPlan, scales: Scales, coupled: bool) -> None:
-        super().__init__(context, plan, scales)
+    def __init__(self, context: Context, plan: DraftPlan, scoring: Scoring, coupled: bool) -> None:
+        super().__init__(context, plan, scoring)
         self._coupled = coupled
-        self._scores: list[float] = []  # [nodes] logarithm of the chance that the path is right
-        self._is_scored = True  # whether they were computed
-        least = plan.least_chance or (scales.least_chance if plan.branching == 1 else 0.0)
-        self._least_score = math.log(least) if least > 0.0 else -math.inf
+        self._scores: list[float] = []  # [nodes] log of the chance that the path is accepted
+        self._is_scored = True  # False: the scores were not computed
+        least_chance = plan.least_chance or (scoring.least_chance if plan.branching == 1 else 0.0)
+        self._least_score = math.log(least_chance) if least_chance > 0.0 else -math.inf
 
     def grow(self, logits: Float32Array) -> None:
         level = len(self.tokens)
@@ -202,27 +202,32 @@ class ChosenTree(GrowingTree):
         self.frontier = sorted(best[: self._plan.branching])
 
     def _candidates(self, node: int, row: Float32Array) -> list[tuple[int, float]]:
-        """The children of a node, each with the logarithm of its chance, from a row of the draft's logits."""
+        """The children of a node, each with the log of its chance, from a row of the draft model's logits."""
         depth, request = self._depth(node), self.context.request
-        sampler, vocabulary = self._sampler(node), self._scales.vocabulary
-        count, workspace = self._plan.branching, self._scales.workspace
+        sampler, vocabulary = self._sampler(node), self._scoring.vocabulary
+        count, workspace = self._plan.branching, self._scoring.workspace
         coupled = self._coupled and not sampler.greedy
         before = request.num_output + depth
         if sampler.leaves_logits(before):
-            logits, known = vocabulary.known_logits(row)
+            logits, ids_of_logits = vocabulary.known_logits(row)
         else:
-            logits, known = vocabulary.target_logits(row), _EVERY
-        place = logits, len(request.token_ids) + depth, before
-        if count == 1 and len(known) == 0 and self._least_score == -math.inf and (coupled or sampler.greedy):
-            self._is_scored = False  # nobody asks: the same as the best candidate, but faster
-            return [(sampler.sample(*place, workspace), 0.0)]
-        # The target adds the same noise: what it chooses is among those that are ahead with the noise.
-        wanted = count + RIVALS if coupled else count
-        ids, chances = sampler.candidates(*place, wanted, coupled, workspace, known)
+            logits, ids_of_logits = vocabulary.target_logits(row), _ALL_IDS
+        query = logits, len(request.token_ids) + depth, before
+        if (
+            count == 1
+            and len(ids_of_logits) == 0
+            and self._least_score == -math.inf
+            and (coupled or sampler.greedy)
+        ):
+            self._is_scored = False  # scores are not needed: the token of the best candidate, but faster
+            return [(sampler.sample(*query, workspace), 0.0)]
+        # The target adds the same noise: its token is probably among the likeliest under that noise.
+        num_candidates = count + RIVALS if coupled else count
+        ids, chances = sampler.candidates(*query, num_candidates, coupled, workspace, ids_of_logits)
         if sampler.greedy:
             chances *= 0.5  # see head_chains.py
         if coupled:
-            chances += gumbel(np.uint64(sampler.seed), np.uint64(place[1]), ids)
+            chances += gumbel(np.uint64(sampler.seed), np.uint64(query[1]), ids)
             chances -= np.logaddexp.reduce(chances)
         return list(zip(ids[:count].tolist(), chances[:count].tolist(), strict=True))
 
@@ -230,42 +235,44 @@ class ChosenTree(GrowingTree):
         return self._scores[node] >= self._least_score + math.log(EXTEND_FACTOR) and super()._goes_on(node)
 
     def _best(self) -> list[int]:
-        """The nodes that stay, best first, ties to the shallower: so ancestors stay with descendants."""
+        """The nodes to propose, best first; ties go to the shallower node, so ancestors are included."""
         nodes = [node for node, score in enumerate(self._scores) if score >= self._least_score]
         return heapq.nsmallest(
             self._plan.budget, nodes, key=lambda node: (-self._scores[node], self._depths[node], node)
         )
 
     def finished(self) -> FinishedTree:
-        kept = sorted(self._best())
-        places = {node: place for place, node in enumerate(kept)} | {ROOT: ROOT}
-        tokens, parents = [self.tokens[node] for node in kept], [places[self.parents[node]] for node in kept]
-        chances = [math.exp(self._scores[node]) if self._is_scored else math.nan for node in kept]
-        return FinishedTree(tokens, parents, chances, [-1] * len(kept), ())
+        nodes = sorted(self._best())
+        numbers = {node: number for number, node in enumerate(nodes)} | {ROOT: ROOT}
+        tokens, parents = (
+            [self.tokens[node] for node in nodes],
+            [numbers[self.parents[node]] for node in nodes],
+        )
+        chances = [math.exp(self._scores[node]) if self._is_scored else math.nan for node in nodes]
+        return FinishedTree(tokens, parents, chances, [-1] * len(nodes), ())
 
 
 class DrawnTree(GrowingTree):
-    """Continuations drawn at random from the draft's distribution, children of a node without replacement.
+    """A tree drawn at random from the draft model's distributions, siblings without replacement.
 
-    The rules that verify such a tree need its shape to be independent of what is drawn, so it is
-    fixed beforehand.
+    The rules that verify such a tree need its shape to be independent of what is drawn: it is static.
     """
 
     def __init__(
-        self, context: Context, plan: DraftPlan, scales: Scales, shape: dict[int, list[int]] | None = None
+        self, context: Context, plan: DraftPlan, scoring: Scoring, shape: dict[int, list[int]] | None = None
     ) -> None:
-        """`shape` has the children of each node that has any, and of the ROOT; None: static_shape."""
-        super().__init__(context, plan, scales)
+        """`shape` has the children of ROOT and of each node that has any; None: `static_shape`."""
+        super().__init__(context, plan, scoring)
         self._distributions: list[Float64Array] = []  # each [vocabulary of the target]
         self._rows: list[int] = []  # [nodes] which distribution a node was drawn from
         self._shape = shape or static_shape(plan.budget, plan.branching, plan.levels)
-        self._numbers = {ROOT: ROOT}  # each node's number in the shape
+        self._numbers = {ROOT: ROOT}  # node: its number in the shape
 
     def grow(self, logits: Float32Array) -> None:
         level = len(self.tokens)
         try:
             for node, row in zip(self.frontier, logits, strict=True):
-                self._draw_children(node, self._scales.vocabulary.target_logits(row))
+                self._draw_children(node, self._scoring.vocabulary.target_logits(row))
         except BackendError:  # logits that allow no guess
             self.frontier = []
             return
@@ -279,12 +286,12 @@ class DrawnTree(GrowingTree):
     def _draw_children(self, node: int, logits: Float32Array) -> None:
         depth, request = self._depth(node), self.context.request
         sampler, first = self._sampler(node), len(request.token_ids)
-        probabilities = sampler.probabilities(logits, request.num_output + depth, self._scales.workspace)
+        probabilities = sampler.probabilities(logits, request.num_output + depth, self._scoring.workspace)
         self._distributions.append(probabilities)
         taken: list[int] = []
         for number in self._shape[self._numbers[node]]:
             token = draw(probabilities, sampler.seed, first, STREAM_DRAFT, number, taken)
-            if token < 0:  # all that may be drawn is taken
+            if token < 0:  # the distribution has no other token
                 return
             taken.append(token)
             self._numbers[self._add(node, token)] = number

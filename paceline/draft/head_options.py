@@ -1,4 +1,4 @@
-"""What a user says about a learned head, and where it is then found."""
+"""The options of learned heads, and finding the head's files."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ QUANTIZATIONS = ("int8", "int4")  # of a head on the cpu backend
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class HeadOptions:
-    """The keys of speculative_config that all learned heads have."""
+    """The keys of speculative_config for all learned heads."""
 
-    model: str | None = None  # its folder, file or hub id; None: the head that is shipped for the target
-    any_target: bool = False  # use a head that was trained for another model of the same sizes
-    min_prob: float | None = None  # a chain ends where its chance is less; 0: never; None: what pays here
+    model: str | None = None  # folder, file or hub id; None: the head that is shipped for the target
+    any_target: bool = False  # accept a head that was trained for another model of the same sizes
+    min_prob: float | None = (
+        None  # a chain ends where its chance is lower; 0: never; None: the backend's value
+    )
 
     def __post_init__(self) -> None:
         check_min_prob(self.min_prob)
@@ -35,7 +37,7 @@ class HeadOptions:
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class EagleOptions(HeadOptions):
-    """The keys of speculative_config that are an EAGLE head's own."""
+    """The keys of speculative_config for EAGLE heads."""
 
     quantization: str | None = None  # of its weights on the cpu backend: int8 or int4; None: int4
 
@@ -45,20 +47,20 @@ class EagleOptions(HeadOptions):
 
 
 def check_min_prob(min_prob: float | None) -> None:
-    """Nothing, if it is a probability; ConfigError if not."""
+    """ConfigError if min_prob is not a probability."""
     if min_prob is not None:
         check_number(ConfigError, "min_prob", min_prob, 0.0, 1.0, remedy="0 drafts always as many as asked.")
 
 
 def check_quantization(quantization: str | None) -> None:
-    """Nothing, if a head can have it; ConfigError names those it can."""
+    """ConfigError if a head cannot have this quantization; it names those it can."""
     if quantization not in (None, *QUANTIZATIONS):
-        known = " or ".join(QUANTIZATIONS)
-        raise ConfigError(f"quantization of a draft head must be {known}, got {quantization!r}.")
+        names = " or ".join(QUANTIZATIONS)
+        raise ConfigError(f"quantization of a draft head must be {names}, got {quantization!r}.")
 
 
 def check_features(method: str, target: Target) -> None:
-    """Nothing, if the target gives its hidden states; ConfigError if it does not."""
+    """ConfigError if the target's backend does not return hidden states."""
     if not target.loaded.supports_features:
         raise ConfigError(
             f"the method {method} reads hidden states of the target, which the {target.loaded.name} backend "
@@ -67,9 +69,9 @@ def check_features(method: str, target: Target) -> None:
 
 
 def find_head(options: HeadOptions, method: str, target: Target) -> Path:
-    """The folder or file of the head that was asked for; fetched if it is on the hub.
+    """The folder or file of the head that the options name, downloaded if it is on the hub.
 
-    ConfigError if the target cannot have one.
+    ConfigError if the target cannot have a head, or if none is shipped for it.
     """
     from paceline.models.registry import resolve
 

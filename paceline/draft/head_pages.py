@@ -1,4 +1,4 @@
-"""Where a learned head keeps its keys and values, and the features that its slots have still to read."""
+"""The KV cache of a learned head, and the target's features that its slots still have to read."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class HeadPages(SharedPages):
-    """The slots of a head on the target's pages: the one that reads token j lies at KV index j.
+    """The slots of a head on the target's pages: the slot that reads token j is at KV index j.
 
-    It also reads the feature of token j - 1. Features of all tokens are kept beside their keys and values,
-    so slots can wait until somebody drafts, and whoever shares a page can compute them. An unknown feature
-    reads as zeros, which makes guesses poorer and nothing wrong. A runner whose pools keep features is told
-    their places instead.
+    It also reads the feature of token j - 1. The features of all tokens are stored beside their pages, so
+    slots are computed only when a request is drafted for, and any request that shares a page can compute
+    them. A missing feature reads as zeros: worse guesses, nothing wrong. Where the runner's pool stores the
+    features itself, it gets their KV slots instead.
     """
 
     def __init__(self, kv: KVCache, runner: HeadRunner, longest: int, width: int) -> None:
-        """`longest` is the context of the head, `width` that of a feature."""
+        """`longest` is the head's context in tokens, `width` the numbers of a token's feature."""
         super().__init__(kv, runner, longest)
-        places = 0 if runner.keeps_features else kv.pages.num_pages * kv.page_size
-        # [places, width] the upper halves of float32: bfloat16. Memory is taken when it is used.
-        self._features = np.empty((places, width), dtype=np.uint16)
-        self._known = np.full(places, -1, dtype=np.int64)  # [places] the generation of the page then
+        num_slots = 0 if runner.keeps_features else kv.pages.num_pages * kv.page_size
+        # [KV slots, width] bfloat16, the upper halves of float32; memory is allocated on first use
+        self._features = np.empty((num_slots, width), dtype=np.uint16)
+        self._written_in = np.full(num_slots, -1, dtype=np.int64)  # [KV slots] the page's generation
         nothing = np.empty((0, width), dtype=np.float32)
-        self.put(np.empty((0, 4), dtype=np.int64), nothing, np.zeros(1, dtype=np.int64))  # compiles it,
-        self.features([])  # and this
+        self.put(np.empty((0, 4), dtype=np.int64), nothing, np.zeros(1, dtype=np.int64))  # compile now,
+        self.features([])  # and not in the first draft
 
     @staticmethod
     def feature_bytes_per_page(page_size: int, width: int) -> int:
-        """What is kept of features beside each page."""
+        """Bytes of the stored features beside each page."""
         return page_size * (2 * width + 8)
 
     def open(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Context | None]:
-        """As of any DraftCache; None also where the target has not computed all tokens but the last."""
+        """As for any DraftCache; None also where the target has not computed all tokens but the last."""
         contexts = super().open(requests, budgets)
         return [context if _can_draft(context) else None for context in contexts]
 
     def open_computing(self, requests: Sequence[Request]) -> list[Context]:
-        """The contexts of requests all of whose tokens the target is just computing, if they have some."""
+        """The contexts of requests whose last prefill pass is in flight, if they can be drafted for."""
         contexts = super().open(requests, [1] * len(requests))
         return [context for context in contexts if context is not None and len(context.tokens) > 1]
 
     def computed(self, contexts: Sequence[Context]) -> list[int]:
-        return [max(known, 1) for known in super().computed(contexts)]  # index 0 has no slot
+        return [max(computed, 1) for computed in super().computed(contexts)]  # KV index 0 has no slot
 
     def keep(self, spans: Sequence[Span]) -> None:
-        # index 0 has no slot to wait for
+        # KV index 0 has no slot: it counts as computed
         super().keep([(context, 0 if start == 1 else start, end) for context, start, end in spans])
 
     def put(self, spans: Int64Array, values: Float32Array, parts: Int64Array) -> None:
-        """Keep features of a pass: see Features.committed_spans. Each has these parts of its row."""
+        """Store features of a pass: `spans` as of Features.committed_spans, `parts` the layers of a row."""
         _put(
             spans,
             values,
@@ -75,26 +75,26 @@ class HeadPages(SharedPages):
             self._kv.page_size,
             self._longest,
             self._features,
-            self._known,
+            self._written_in,
         )
 
-    def places(self, spans: Sequence[Span]) -> Int32Array:
-        """Where the features of tokens of contexts are kept, one span behind the other: [tokens]."""
+    def kv_slots(self, spans: Sequence[Span]) -> Int32Array:
+        """The KV slots of the tokens of the spans, span after span: [tokens]."""
         size = self._kv.page_size
-        every = [np.arange(start, end) for _, start, end in spans]
-        owners = [context.pages[index // size] for (context, *_), index in zip(spans, every, strict=True)]
-        return (np.concatenate(owners) * size + np.concatenate(every) % size).astype(np.int32)
+        indices = [np.arange(start, end) for _, start, end in spans]
+        pages = [context.pages[index // size] for (context, *_), index in zip(spans, indices, strict=True)]
+        return (np.concatenate(pages) * size + np.concatenate(indices) % size).astype(np.int32)
 
     def features(self, spans: Sequence[Span]) -> Float32Array:
-        """The features of tokens of contexts, one span behind the other: [tokens, width]."""
-        asked = [(context.request.slot, start, end) for context, start, end in spans]
+        """The features of the tokens of the spans, span after span: [tokens, width]."""
+        slot_spans = [(context.request.slot, start, end) for context, start, end in spans]
         return _take(
-            np.array(asked, dtype=np.int64).reshape(-1, 3),
+            np.array(slot_spans, dtype=np.int64).reshape(-1, 3),
             self._kv.page_tables,
             self._kv.pages.generations,
             self._kv.page_size,
             self._features,
-            self._known,
+            self._written_in,
         )
 
 
@@ -108,22 +108,22 @@ def _put(
     page_size: int,
     longest: int,
     features: UInt16Array,
-    known: Int64Array,
+    written_in: Int64Array,
 ) -> None:
-    """Write the upper halves of the numbers, rounded, to the places of their tokens."""
+    """Store features as bfloat16, rounded, at the KV slots of their tokens."""
     width = features.shape[1] // len(parts)
     for span in range(len(spans)):
         slot, start, row, count = spans[span]
-        for step in range(min(count, longest - start)):  # nobody reads those beyond the head's context
+        for step in range(min(count, longest - start)):  # beyond the head's context nothing is read
             page = page_tables[slot, (start + step) // page_size]
-            place = page * page_size + (start + step) % page_size
+            kv_slot = page * page_size + (start + step) % page_size
             bits = values[row + step].view(np.uint32)
             for part in range(len(parts)):
                 source = bits[parts[part] * width : (parts[part] + 1) * width]
-                target = features[place, part * width : (part + 1) * width]
+                target = features[kv_slot, part * width : (part + 1) * width]
                 for column in range(width):
                     target[column] = (source[column] + np.uint32(0x8000)) >> np.uint32(16)
-            known[place] = generations[page]
+            written_in[kv_slot] = generations[page]
 
 
 @compiled
@@ -133,11 +133,11 @@ def _take(
     generations: Int64Array,
     page_size: int,
     features: UInt16Array,
-    known: Int64Array,
+    written_in: Int64Array,
 ) -> Float32Array:
-    """The numbers whose upper halves were put at the places of these tokens, zero where none were.
+    """The stored features of these tokens as float32, zeros where none are stored.
 
-    A span is a slot, and where its tokens start and end.
+    A span is a slot of the page table, and tokens start to end - 1 of it.
     """
     values = np.zeros(((spans[:, 2] - spans[:, 1]).sum(), features.shape[1]), np.float32)
     bits = values.view(np.uint32)
@@ -146,10 +146,10 @@ def _take(
         slot, start, end = spans[span]
         for position in range(start, end):
             page = page_tables[slot, position // page_size]
-            place = page * page_size + position % page_size
-            if known[place] == generations[page]:
+            kv_slot = page * page_size + position % page_size
+            if written_in[kv_slot] == generations[page]:
                 for column in range(features.shape[1]):
-                    bits[row, column] = np.uint32(features[place, column]) << np.uint32(16)
+                    bits[row, column] = np.uint32(features[kv_slot, column]) << np.uint32(16)
             row += 1
     return values
 

@@ -1,7 +1,7 @@
-"""Suffix drafting and another drafter together: the one where it is sure, the other or both elsewhere.
+"""hybrid: suffix decoding where it is confident, and a fallback drafter (or both) elsewhere.
 
-Copies are long and cost nothing to draft, but there are not always any; a drafter that knows the
-language always has something to say, but not as far ahead.
+Copies are long and cheap to draft, but exist only where the text repeats. A learned drafter always has a
+guess, but a shorter one.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Tree = tuple[list[int], list[int], list[float]]  # tokens, parents, chances
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class HybridOptions(SuffixOptions):
-    """The options of suffix drafting, and those of the combination."""
+    """The options of suffix decoding, and those of the combination."""
 
-    fallback: Mapping[str, Any] | None = None  # a speculative_config of another method; must be given
-    combine: str = "either"  # where suffix is not sure, the other drafts alone, or both in one "tree"
-    confidence: float = 2.0  # accepted tokens that a suffix draft must promise to be sure
+    fallback: Mapping[str, Any] | None = None  # a speculative_config of another method; required
+    combine: str = "either"  # where suffix is not confident, the fallback drafts alone, or both in one "tree"
+    confidence: float = 2.0  # expected accepted tokens from which on a suffix draft is used alone
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,21 +64,23 @@ class HybridOptions(SuffixOptions):
 
 
 class HybridDrafter(Drafter):
-    """Asks the suffix drafter first, and another where that is not sure."""
+    """Asks the suffix drafter first, and the fallback where its draft is not confident."""
 
     name = "hybrid"
     Options = HybridOptions
 
-    def __init__(self, options: HybridOptions, suffix: SuffixDrafter, other: Drafter, most: int) -> None:
-        """`most` tokens are drafted by the other in a step."""
+    def __init__(
+        self, options: HybridOptions, suffix: SuffixDrafter, fallback: Drafter, fallback_budget: int
+    ) -> None:
+        """`fallback_budget` is the number of tokens that the fallback drafts in a step, at most."""
         self._options = options
         self._suffix = suffix
-        self._other = other
-        self._most = most
-        self._parts: tuple[Drafter, Drafter] = (suffix, other)
-        self.needs = other.needs
-        self.follows_prefix = suffix.follows_prefix and other.follows_prefix
-        self.device = TextDrafts(other.device.look_up if isinstance(other.device, TextDrafts) else None)
+        self._fallback = fallback
+        self._fallback_budget = fallback_budget
+        self._parts: tuple[Drafter, Drafter] = (suffix, fallback)
+        self.needs = fallback.needs
+        self.follows_prefix = suffix.follows_prefix and fallback.follows_prefix
+        self.device = TextDrafts(fallback.device.look_up if isinstance(fallback.device, TextDrafts) else None)
 
     @classmethod
     def load(cls, options: HybridOptions, target: Target) -> HybridDrafter:
@@ -90,8 +92,8 @@ class HybridDrafter(Drafter):
                 "verification 'pathwise'."
             )
         ((name, config),) = parse_speculative_config(options.fallback).drafters.items()
-        other = load_drafter(name, config, target)
-        return cls(options, SuffixDrafter.load(options, target), other, config.plan.budget)
+        fallback = load_drafter(name, config, target)
+        return cls(options, SuffixDrafter.load(options, target), fallback, config.plan.budget)
 
     def bind(self, kv: KVCache) -> None:
         for part in self._parts:
@@ -102,29 +104,31 @@ class HybridDrafter(Drafter):
             part.prepare()
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
-        """One tree per request: of the suffix drafter, of the other, or of both."""
+        """One tree per request: of the suffix drafter, of the fallback, or of both."""
         trees = self._suffix.propose(requests, plans)
-        least = self._options.confidence
-        unsure = [index for index, tokens in enumerate(trees.expected()) if tokens < least]
+        confidence = self._options.confidence
+        unsure = [index for index, tokens in enumerate(trees.expected()) if tokens < confidence]
         if not unsure:
             return trees
-        others = self._ask_other([requests[index] for index in unsure], [plans[index] for index in unsure])
+        fallback_trees = self._ask_fallback(
+            [requests[index] for index in unsure], [plans[index] for index in unsure]
+        )
         if self._options.combine == "tree":
-            assert others.draws is None, "drawn nodes cannot stand beside chosen ones"
+            assert fallback_trees.draws is None, "drawn nodes cannot stand beside chosen ones"
             both = [
-                union(_tree(others, number), _tree(trees, index), plans[index])
+                union(_tree(fallback_trees, number), _tree(trees, index), plans[index])
                 for number, index in enumerate(unsure)
             ]
-            others = DraftTrees.from_lists([tree[:2] for tree in both], [tree[2] for tree in both])
-        return DraftTrees.merged(len(requests), [(range(len(requests)), trees), (unsure, others)])
+            fallback_trees = DraftTrees.from_lists([tree[:2] for tree in both], [tree[2] for tree in both])
+        return DraftTrees.merged(len(requests), [(range(len(requests)), trees), (unsure, fallback_trees)])
 
-    def _ask_other(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
-        name, most = self._other.name, self._most
-        own = [replace(plan, drafter=name, budget=min(plan.budget, most)) for plan in plans]
-        return self._other.propose(requests, own)
+    def _ask_fallback(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
+        name, budget = self._fallback.name, self._fallback_budget
+        limited = [replace(plan, drafter=name, budget=min(plan.budget, budget)) for plan in plans]
+        return self._fallback.propose(requests, limited)
 
     def kept(self) -> KeptFeatures | None:
-        return self._other.kept()
+        return self._fallback.kept()
 
     def backlog(self, request: Request) -> int:
         return max(part.backlog(request) for part in self._parts)
@@ -149,29 +153,29 @@ def _tree(trees: DraftTrees, request: int) -> Tree:
 
 
 def union(first: Tree, second: Tree, plan: DraftPlan) -> Tree:
-    """The nodes of both trees, equal paths once, as far as the plan has room; the first's come first.
+    """The nodes of both trees, equal paths once, within the plan; nodes of the first tree come first.
 
-    A path that both have is as likely as the surer says.
+    A path that both trees have gets the higher of its two chances.
     """
     tokens: list[int] = []
     parents: list[int] = []
     chances: list[float] = []
     children: dict[int, dict[int, int]] = {-1: {}}  # node: its children by token
     for tree in (first, second):
-        places = {-1: -1}  # of this tree's nodes in the union; those that found no room are missing
+        merged_nodes = {-1: -1}  # this tree's node: its node in the union; missing if there was no room
         for node, (token, parent, chance) in enumerate(zip(*tree, strict=True)):
-            if parent not in places:
+            if parent not in merged_nodes:
                 continue
-            place = places[parent]
-            siblings = children[place]
+            above = merged_nodes[parent]
+            siblings = children[above]
             if token not in siblings:
                 if len(tokens) == plan.budget or len(siblings) == plan.branching:
                     continue
                 siblings[token] = len(tokens)
                 children[len(tokens)] = {}
                 tokens.append(token)
-                parents.append(place)
+                parents.append(above)
                 chances.append(math.nan)
-            places[node] = same = siblings[token]
-            chances[same] = float(np.fmax(chances[same], chance))  # NaN only if neither has an opinion
+            merged_nodes[node] = same = siblings[token]
+            chances[same] = float(np.fmax(chances[same], chance))  # NaN only if both are
     return tokens, parents, chances

@@ -1,8 +1,7 @@
-"""layerskip: the first layers of the target, then its final norm and head, guess what all layers will say.
+"""layerskip: the target's first layers, then its final norm and output head, draft (self-speculation).
 
-The early layers of a draft are those of the target, and so are their keys and values: the target's own
-are read, and nothing else is kept. The pass that verifies a draft runs all layers over it, the early ones
-for the second time.
+The draft reads and writes the target's own keys and values of these layers; it has no KV cache of its own.
+The pass that verifies a draft runs all layers over it, the first ones for the second time.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from paceline.options import check_integer, refuse_unknown
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class LayerSkipOptions:
-    """The keys of speculative_config that are layerskip's own."""
+    """The keys of speculative_config for method layerskip."""
 
-    exit_layer: int | None = None  # how many layers draft; None: usual_exit_layer
+    exit_layer: int | None = None  # layers that draft; None: usual_exit_layer
 
     def __post_init__(self) -> None:
         if self.exit_layer is not None:
@@ -31,12 +30,12 @@ class LayerSkipOptions:
 
 
 def usual_exit_layer(num_layers: int) -> int:
-    """How many layers draft if nobody says: a quarter, as models are that were trained for it."""
+    """The default exit_layer: a quarter of the layers, as in models trained with LayerSkip."""
     return max(1, num_layers // 4)
 
 
 class LayerSkipDrafter(ModelDrafter):
-    """Runs the first layers of the target ahead of it, over its own pages."""
+    """Drafts with the target's first layers, on the target's pages."""
 
     name = "layerskip"
     needs = DrafterNeeds(target_pages=True)

@@ -1,8 +1,8 @@
-"""medusa: several heads read the target's last state, and each guesses one token ahead.
+"""medusa: several heads read the target's last hidden state; head i guesses the token i + 1 ahead.
 
-All guesses come from one state, so a level's are the same below every node: a tree is the product of
-the levels. Of it those paths stay that were right most often when the heads were calibrated; of heads that
-were not, those that they think the likeliest.
+All guesses come from one state, so the guesses of a level are the same below every node, and the full tree is
+the product of the levels. Calibrated heads keep the paths that were right most often; others keep the paths
+that the heads find likeliest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.core.features import Features
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Target
 from paceline.draft.draft_cache import Context
-from paceline.draft.growth import GrowingTree, Scales, make_tree, merged
+from paceline.draft.growth import GrowingTree, Scoring, make_tree, merged
 from paceline.draft.head_options import HeadOptions, find_head
 from paceline.draft.ranked import Path, make_ranked_tree
 from paceline.draft.vocabulary import Vocabulary, trimmed_vocabulary
@@ -37,7 +37,7 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class MedusaDrafter(Drafter):
-    """Keeps each request's last state, and nothing else."""
+    """Drafts with Medusa heads. Its only state is each request's last hidden state."""
 
     name = "medusa"
     Options = HeadOptions
@@ -51,9 +51,9 @@ class MedusaDrafter(Drafter):
         paths: Sequence[Path] = (),
         least_chance: float = 0.0,
     ) -> None:
-        """`paths` are the best shape of a tree, if it is known: see ranked.py.
+        """`paths` are the calibrated shape of the tree, if there is one: see ranked.py.
 
-        A chain ends where it has not at least `least_chance` to be right, by the heads.
+        A chain ends where the heads give it a chance below `least_chance`.
         """
         assert target.final_norm is not None
         self.needs = DrafterNeeds(feature_layers=(target.config.num_layers,))
@@ -63,30 +63,34 @@ class MedusaDrafter(Drafter):
         self._paths = paths
         self._sampling: DraftSampling = target.sampling
         self._norm, self._eps = target.final_norm, target.config.rms_norm_eps
-        self._scales = Scales(vocabulary, Workspace(vocabulary.target_size), least_chance)
-        self._states: dict[Request, tuple[int, Float32Array]] = {}  # tokens before the state, [hidden]
+        self._scoring = Scoring(vocabulary, Workspace(vocabulary.target_size), least_chance)
+        self._states: dict[Request, tuple[int, Float32Array]] = {}  # (position of its token, state [hidden])
 
     @classmethod
     def load(cls, options: HeadOptions, target: Target) -> MedusaDrafter:
-        """The drafter with the heads that the options name, run as the target is."""
+        """The drafter with the heads that the options name, on the target's backend."""
         from paceline.backends.load import load_medusa_runner
 
         head = load_medusa(find_head(options, cls.name, target))
         config = head.config
         ids = head.draft_ids
-        guessed = config.draft_vocab_size if ids is None else target.config.vocab_size
-        if (config.hidden_size, guessed) != (target.config.hidden_size, target.config.vocab_size):
+        target_vocab = config.draft_vocab_size if ids is None else target.config.vocab_size
+        if (config.hidden_size, target_vocab) != (target.config.hidden_size, target.config.vocab_size):
             raise ConfigError(
-                f"the heads {head.source} are for a target with {guessed} tokens and hidden size "
+                f"the heads {head.source} are for a target with {target_vocab} tokens and hidden size "
                 f"{config.hidden_size}, but this one has {target.config.vocab_size} and "
                 f"{target.config.hidden_size}. Use heads that were trained for it."
             )
-        if ids is not None and (ids.min() < 0 or ids.max() >= guessed or len(set(ids.tolist())) != len(ids)):
+        if ids is not None and (
+            ids.min() < 0 or ids.max() >= target_vocab or len(set(ids.tolist())) != len(ids)
+        ):
             raise ConfigError(f"the heads {head.source} guess tokens that this target does not have.")
         check_fingerprint(config.target, target.fingerprint, str(head.source), options.any_target)
         runner = load_medusa_runner(head, target.backend, target.loaded)
-        least = runner.least_chance if options.min_prob is None else options.min_prob
-        return cls(runner, config.num_heads, trimmed_vocabulary(ids, guessed), target, head.paths, least)
+        least_chance = runner.least_chance if options.min_prob is None else options.min_prob
+        return cls(
+            runner, config.num_heads, trimmed_vocabulary(ids, target_vocab), target, head.paths, least_chance
+        )
 
     def bind(self, kv: KVCache) -> None:
         self._kv = kv
@@ -105,21 +109,21 @@ class MedusaDrafter(Drafter):
         return merged(trees)
 
     def _is_ready(self, request: Request) -> bool:
-        """Whether the state of the token before the last is known."""
-        known = self._states.get(request)
-        return known is not None and known[0] == len(request.token_ids) - 2 == request.num_computed - 1
+        """Whether it has the state of the token before the last."""
+        state = self._states.get(request)
+        return state is not None and state[0] == len(request.token_ids) - 2 == request.num_computed - 1
 
     def _tree(self, request: Request, plan: DraftPlan) -> GrowingTree:
         context = Context(request, request.token_ids, self._kv.page_tables[request.slot], plan.budget)
         plan = replace(plan, depth=min(plan.levels, self._num_heads))
         if plan.branching > 1 and self._paths:
-            return make_ranked_tree(context, plan, self._scales, self._sampling, self._paths)
-        return make_tree(context, plan, self._scales, self._sampling)
+            return make_ranked_tree(context, plan, self._scoring, self._sampling, self._paths)
+        return make_tree(context, plan, self._scoring, self._sampling)
 
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:
-        assert features is not None, "the engine gives what the needs ask for"
+        assert features is not None, "the engine provides what DrafterNeeds ask for"
         for index, (request, verdict) in enumerate(zip(requests, verdicts, strict=True)):
             values = features.committed(index, request, verdict, self.needs.feature_layers)
             if len(values):

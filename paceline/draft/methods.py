@@ -1,4 +1,4 @@
-"""The one table that names the drafting methods, and the way from a user's words to loaded drafters."""
+"""The table of drafting methods, and the parsing of speculative_config."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from paceline.constrain.constraint import MOST_FORCED
+from paceline.constrain.constraint import MAX_FORCED
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import Drafter, DraftSampling, Target
 from paceline.errors import ConfigError, PacelineError
 from paceline.options import check_integer, unknown_option
 from paceline.verify.rules import RULES
 
-MOST_NODES = 1024
+MAX_NODES = 1024  # nodes of a draft, and the limit of branching and depth
 
 
 @dataclass(frozen=True)
 class Argument:
-    """What the short form of a method may say behind a colon."""
+    """The argument of a method's short form, after the colon: eagle3:PATH."""
 
-    option: str  # the key of speculative_config that it is
-    shown: str  # what errors call it
+    option: str  # the key of speculative_config that it sets
+    shown: str  # its name in error messages
     read: Callable[[str], Any] = str
 
 
@@ -33,17 +33,17 @@ PATH = Argument("model", "PATH")
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the table. The class is imported only when the method is used.
+    """One row of the table. The class is imported when the method is used.
 
     The class has `Options`, a frozen dataclass with the method's own keys of speculative_config,
-    and `load(options, target)`, which gives the drafter.
+    and `load(options, target)`, which returns the drafter.
     """
 
     module: str
     drafter: str  # the class
-    num_speculative_tokens: int  # drafted in a step, if the user does not say
-    trees: bool  # can draft several continuations
-    argument: Argument | None = None  # of the short form: eagle3:PATH
+    num_speculative_tokens: int  # the default
+    trees: bool  # can draft trees, not only chains
+    argument: Argument | None = None  # of the short form
 
 
 METHODS: dict[str, Method] = {
@@ -74,22 +74,22 @@ METHODS: dict[str, Method] = {
         argument=Argument("exit_layer", "LAYERS", int),
     ),
     "grammar": Method(
-        "paceline.draft.grammar", "GrammarDrafter", num_speculative_tokens=MOST_FORCED, trees=False
+        "paceline.draft.grammar", "GrammarDrafter", num_speculative_tokens=MAX_FORCED, trees=False
     ),
     "hybrid": Method("paceline.draft.hybrid", "HybridDrafter", num_speculative_tokens=7, trees=True),
 }
 
-AUTO = "auto"  # not a method: a controller chooses among those that are named beside it
+AUTO = "auto"  # not a method: the controller chooses among the methods listed with it
 SHORT_NAMES = {"model": "draft_model"}
-PLAN_KEYS = ("method", "num_speculative_tokens", "branching", "depth")  # a request may give these too
-SHARED_KEYS = ("verification", "rejection_sample_method", "draft_sample_method")  # one for all drafters
-SAMPLE_METHODS = ("probabilistic", "greedy")
+PLAN_KEYS = ("method", "num_speculative_tokens", "branching", "depth")  # requests may set these too
+SHARED_KEYS = ("verification", "rejection_sample_method", "draft_sample_method")  # the same for all drafters
+SAMPLE_METHODS = ("probabilistic", "greedy")  # values of draft_sample_method
 RULE_NAMES = {"standard": "rejection", "block": "block"}  # vLLM's rejection_sample_method
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """One drafter to load, and what it drafts for requests that do not say."""
+    """One drafter to load, and its plan for requests that do not set one."""
 
     plan: DraftPlan
     options: Any  # the method's own
@@ -97,13 +97,13 @@ class DrafterConfig:
 
 @dataclass(frozen=True)
 class Speculation:
-    """What a speculative_config asks for. Without drafters: plain decoding."""
+    """A parsed speculative_config. Without drafters: plain decoding."""
 
     drafters: Mapping[str, DrafterConfig]  # by method; the first is the default
-    rule: str = "pathwise"  # of RULES
+    rule: str = "pathwise"  # a key of RULES
     sampling: DraftSampling = DraftSampling.COUPLED
-    forced: bool = True  # tokens that a constraint forces are drafted, whatever the drafter
-    auto: bool = False  # who drafts, and how much, is decided for each step; no drafters: what there is
+    forced: bool = True  # draft the tokens that a constraint forces, with any drafter
+    auto: bool = False  # the controller decides each step who drafts and how much; no drafters: all available
 
     @property
     def default_plan(self) -> DraftPlan:
@@ -111,12 +111,12 @@ class Speculation:
 
 
 def parse_speculative_config(given: Any) -> Speculation:
-    """The speculation that a speculative_config means. ConfigError if it means none.
+    """The speculation that a speculative_config asks for. ConfigError if it is not valid.
 
-    It is None; "off", which drafts not even forced tokens; an object as vLLM takes it; the short form
-    "ngram" or "model:PATH"; or a list of objects, or short forms with commas between, for several
-    drafters, of which each request chooses one. The first is the default. With "auto" among them it is
-    decided for each step which of the others drafts, and how much.
+    Accepted forms: None; "off", which does not even draft forced tokens; an object as vLLM takes it; a short
+    form such as "ngram" or "model:PATH"; or several of these, as a list or separated by commas. Each request
+    chooses one of several drafters, by default the first. With "auto" among them the controller decides
+    which of the others drafts in each step, and how much.
     """
     entries = _entries(given)
     if not entries:
@@ -141,28 +141,30 @@ def load_drafter(name: str, config: DrafterConfig, target: Target) -> Drafter:
 def parse_plan(
     error: type[PacelineError], given: Mapping[str, Any], default: DraftPlan | None, name: str, trees: bool
 ) -> DraftPlan:
-    """What num_speculative_tokens, branching and depth ask of a drafter; `trees`: whether it may branch."""
+    """The plan of num_speculative_tokens, branching and depth; `trees`: whether the drafter may branch."""
     method = METHODS.get(name)
-    usual = default or DraftPlan(name, method.num_speculative_tokens if method else 1)
+    default_plan = default or DraftPlan(name, method.num_speculative_tokens if method else 1)
     tokens = check_integer(
         error,
         "num_speculative_tokens",
-        given.get("num_speculative_tokens", usual.budget),
+        given.get("num_speculative_tokens", default_plan.budget),
         0,
-        MOST_NODES,
+        MAX_NODES,
         "0 is plain decoding.",
     )
-    branching = check_integer(error, "branching", given.get("branching", usual.branching), 1, MOST_NODES)
-    depth = given.get("depth", usual.depth)
+    branching = check_integer(
+        error, "branching", given.get("branching", default_plan.branching), 1, MAX_NODES
+    )
+    depth = given.get("depth", default_plan.depth)
     if depth is not None:
-        depth = check_integer(error, "depth", depth, 1, MOST_NODES)
+        depth = check_integer(error, "depth", depth, 1, MAX_NODES)
     if branching > 1 and not trees:
         raise error(f"branching is {branching}, but {name} drafts chains here. Leave branching out.")
     return DraftPlan(name, tokens, branching, depth) if tokens else PLAIN
 
 
 def _entries(given: Any) -> list[Mapping[str, Any]]:
-    """The drafters that are asked for, each as an object."""
+    """The drafters of a speculative_config, each as an object."""
     if given is None or given == "off":
         return []
     if isinstance(given, str):
@@ -199,29 +201,29 @@ def _from_short_form(text: str) -> Mapping[str, Any]:
         with suppress(ValueError):
             return {"method": name, argument.option: argument.read(rest)}
     long_names = SHORT_NAMES.values()
-    known = [
+    short_forms = [
         f"{name}:{method.argument.shown}" if method.argument else name
         for name, method in METHODS.items()
         if name not in long_names
     ]
     raise ConfigError(
-        f"{text!r} names no drafting method. Use off, model:PATH, auto, or one of {', '.join(known)}."
+        f"{text!r} names no drafting method. Use off, model:PATH, auto, or one of {', '.join(short_forms)}."
     )
 
 
 def _is_auto(entry: Mapping[str, Any]) -> bool:
-    """Whether this is the word auto as an object."""
+    """Whether an entry is "auto". ConfigError if it has keys that auto does not take."""
     if entry.get("method") != AUTO:
         return False
     for key in entry:
         if key not in ("method", *SHARED_KEYS):
-            known = ["method", *SHARED_KEYS]
-            raise ConfigError(unknown_option(key, known, "speculative_config with method auto"))
+            allowed = ["method", *SHARED_KEYS]
+            raise ConfigError(unknown_option(key, allowed, "speculative_config with method auto"))
     return True
 
 
 def _shared(entries: Sequence[Mapping[str, Any]]) -> Speculation:
-    """The rule of verification and the way of sampling drafts, which all drafters share."""
+    """The verification rule and the draft sampling, which all drafters share."""
     found: dict[str, Any] = {}
     for entry in entries:
         for key in SHARED_KEYS:
@@ -239,15 +241,15 @@ def _shared(entries: Sequence[Mapping[str, Any]]) -> Speculation:
 
 
 def _rule(found: Mapping[str, Any]) -> str:
-    """The rule of verification by our name or by vLLM's."""
+    """The verification rule, by our name or by vLLM's."""
     if "rejection_sample_method" in found:
-        theirs = found["rejection_sample_method"]
-        if "verification" in found or theirs not in RULE_NAMES:
+        vllm_name = found["rejection_sample_method"]
+        if "verification" in found or vllm_name not in RULE_NAMES:
             raise ConfigError(
-                f"rejection_sample_method {theirs!r}: use standard or block, or leave it out and give "
+                f"rejection_sample_method {vllm_name!r}: use standard or block, or leave it out and give "
                 f"verification, one of {', '.join(RULES)}."
             )
-        return RULE_NAMES[theirs]
+        return RULE_NAMES[vllm_name]
     rule = found.get("verification", "pathwise")
     if rule not in RULES:
         raise ConfigError(f"verification must be one of {', '.join(RULES)}, got {rule!r}.")
@@ -255,7 +257,7 @@ def _rule(found: Mapping[str, Any]) -> str:
 
 
 def _drafter(entry: Mapping[str, Any], rule_takes_trees: bool, rule: str) -> tuple[str, DrafterConfig]:
-    """One drafter's name, default plan and own options."""
+    """One drafter's name, default plan and options."""
     name = entry.get("method", "draft_model" if "model" in entry else None)
     if name not in METHODS:
         raise ConfigError(f"method must be one of {', '.join(METHODS)}, or auto; got {name!r}.")
@@ -267,12 +269,12 @@ def _drafter(entry: Mapping[str, Any], rule_takes_trees: bool, rule: str) -> tup
             "Use branching 1, or verification 'traversal'."
         )
     options = _class_of(name).Options
-    own = {key: value for key, value in entry.items() if key not in PLAN_KEYS + SHARED_KEYS}
-    for key in own:
+    method_options = {key: value for key, value in entry.items() if key not in PLAN_KEYS + SHARED_KEYS}
+    for key in method_options:
         if key not in options.__dataclass_fields__:
-            known = [*PLAN_KEYS, *SHARED_KEYS, *options.__dataclass_fields__]
-            raise ConfigError(unknown_option(key, known, f"speculative_config with method {name}"))
-    return name, DrafterConfig(plan, options(**own))
+            allowed = [*PLAN_KEYS, *SHARED_KEYS, *options.__dataclass_fields__]
+            raise ConfigError(unknown_option(key, allowed, f"speculative_config with method {name}"))
+    return name, DrafterConfig(plan, options(**method_options))
 
 
 def _class_of(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What drafters that run a model ahead of the target have in common: one pass for each level of the trees."""
+"""The base of drafters that run a model (draft_model, layerskip): one pass per level of the trees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, DraftSampling
 from paceline.draft.draft_cache import DraftCache
 from paceline.draft.draft_pass import DraftRunner
-from paceline.draft.growth import Scales, make_tree, merged
+from paceline.draft.growth import Scoring, make_tree, merged
 from paceline.draft.vocabulary import Vocabulary
 from paceline.verify.sampling import Workspace
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ModelDrafter(Drafter):
-    """Computes what it needs when it proposes, so requests that it does not draft for cost nothing."""
+    """Drafts with a model. It catches up when it proposes, so requests without drafts cost nothing."""
 
     def __init__(
         self,
@@ -33,12 +33,12 @@ class ModelDrafter(Drafter):
         vocab_size: int,
         sampling: DraftSampling,
     ) -> None:
-        """`make_cache` gives the draft's cache beside the target's; `vocab_size` is the draft model's."""
+        """`make_cache` makes the draft model's KV cache, given the target's. `vocab_size` is the draft's."""
         self._backend = backend
         self._vocab_size = vocab_size
         self._make_cache = make_cache
         self._sampling = sampling
-        self._scales = Scales(vocabulary, Workspace(vocabulary.target_size))
+        self._scoring = Scoring(vocabulary, Workspace(vocabulary.target_size))
 
     def bind(self, kv: KVCache) -> None:
         self._cache = self._make_cache(kv, self._backend)
@@ -49,7 +49,7 @@ class ModelDrafter(Drafter):
         trees = [
             None
             if context is None
-            else make_tree(context, plan.shrunk(context.room), self._scales, self._sampling)
+            else make_tree(context, plan.shrunk(context.room), self._scoring, self._sampling)
             for context, plan in zip(contexts, plans, strict=True)
         ]
         growing = [tree for tree in trees if tree is not None]

@@ -1,4 +1,4 @@
-"""mtp: the block for multi-token prediction that a target brings along drafts for it."""
+"""mtp: the target's own block for multi-token prediction drafts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from paceline.options import refuse_unknown
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class MtpOptions:
-    """The keys of speculative_config that are mtp's own."""
+    """The keys of speculative_config for method mtp."""
 
     quantization: str | None = None  # of the block's weights on the cpu backend: int8 or int4; None: int4
-    min_prob: float | None = None  # a chain ends where its chance is less; 0: never; None: what pays here
+    min_prob: float | None = (
+        None  # a chain ends where its chance is lower; 0: never; None: the backend's value
+    )
 
     def __post_init__(self) -> None:
         check_min_prob(self.min_prob)
@@ -26,13 +28,13 @@ class MtpOptions:
 
 
 class MtpDrafter(HeadDrafter):
-    """Drafts with a head that is a part of the target's own checkpoint."""
+    """Drafts with a head that is part of the target's checkpoint."""
 
     name = "mtp"
     Options = MtpOptions
 
     @classmethod
     def load(cls, options: MtpOptions, target: Target) -> MtpDrafter:
-        """The drafter with the block that the target's files have."""
+        """The drafter with the MTP block of the target's files."""
         check_features(cls.name, target)
         return cls.beside(mtp_head(target.config, target.mtp), target, options.quantization, options.min_prob)

@@ -1,7 +1,6 @@
-"""Prompt lookup: what followed these few tokens the last time comes next.
+"""Prompt lookup (n-gram drafting): copy what followed the text's last n tokens the last time.
 
-The longest n-gram at the end of the text that occurred before decides, and of its occurrences the
-newest. Its followers are copied.
+The longest n-gram at the end of the text that occurred before is used, at its newest occurrence.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 from paceline.backends.async_decoding import NgramLookup
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, Target, TextDrafts
-from paceline.draft.matching import copy_longest
+from paceline.draft.ngram_index import copy_longest
 from paceline.draft.occurrences import Occurrences
 from paceline.errors import ConfigError
 from paceline.options import check_integer, refuse_unknown
@@ -25,26 +24,26 @@ if TYPE_CHECKING:
 
 
 class RequestIndexes:
-    """The index of each request's own text, made when it is first asked for and then only extended."""
+    """The n-gram index of each request's own text, made on first use and then extended."""
 
     def __init__(self, levels: Sequence[int]) -> None:
         self._levels = tuple(levels)
         self._indexes: dict[Request, Occurrences] = {}
 
     def of(self, request: Request, prefix: Sequence[int] = ()) -> Occurrences:
-        """The index of all tokens that the request has now, and of those that are sure to come next."""
+        """The index of all tokens that the request has now, and of `prefix`: forced tokens that come next."""
         index, new = self.unread(request, prefix)
         index.append(new)
         return index
 
     def unread(self, request: Request, prefix: Sequence[int] = ()) -> tuple[Occurrences, list[int]]:
-        """The index of a request, and which of these tokens are still to be appended to it."""
+        """The index of a request, and those of its tokens (then `prefix`) that are not in it yet."""
         index = self._indexes.get(request)
         if index is None:
-            most = len(request.prompt_token_ids) + request.max_output
-            index = self._indexes[request] = Occurrences(self._levels, max(most, len(request.token_ids)))
-        known, own = len(index), request.token_ids
-        return index, [*own[known:], *prefix[max(known - len(own), 0) :]]
+            capacity = len(request.prompt_token_ids) + request.max_output
+            index = self._indexes[request] = Occurrences(self._levels, max(capacity, len(request.token_ids)))
+        indexed, tokens = len(index), request.token_ids
+        return index, [*tokens[indexed:], *prefix[max(indexed - len(tokens), 0) :]]
 
     def drop(self, request: Request) -> None:
         self._indexes.pop(request, None)
@@ -54,7 +53,7 @@ class RequestIndexes:
 
 
 class NgramDrafter(Drafter):
-    """Copies what followed the newest occurrence of the longest n-gram. Drafts chains."""
+    """Drafts chains: what followed the newest occurrence of the longest n-gram."""
 
     name = "ngram"
     follows_prefix = True
@@ -62,7 +61,7 @@ class NgramDrafter(Drafter):
     @refuse_unknown(ConfigError)
     @dataclass(frozen=True)
     class Options:
-        """Sizes of the n-grams that are looked for, as vLLM names them."""
+        """The smallest and largest n to look up, under vLLM's names."""
 
         prompt_lookup_max: int = 4
         prompt_lookup_min: int | None = None  # None: 2, or prompt_lookup_max if that is less
@@ -80,7 +79,7 @@ class NgramDrafter(Drafter):
 
     def __init__(self, options: Options) -> None:
         self._indexes = RequestIndexes(range(options.shortest, options.prompt_lookup_max + 1))
-        # not optimistic: the device finds the very same chains, and finds them in time
+        # not optimistic: the device finds the same chains itself, with the newest tokens
         self.device = TextDrafts(NgramLookup(options.shortest, options.prompt_lookup_max), optimistic=False)
 
     @classmethod

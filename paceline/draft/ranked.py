@@ -1,7 +1,7 @@
-"""Trees whose shape was found beforehand: which of the guesses at each level were right most often.
+"""Trees of a calibrated shape (Medusa): which ranks at each level were accepted most often.
 
-A path names a node by ranks: (0, 2) is the third best guess behind the best one. Paths are in the order of
-how often they are right, each behind its own beginning, so that the first n of them are the best tree of n.
+A path names a node by ranks: (0, 2) is the third best guess after the best one. Paths are sorted by how often
+they were right, each after its own prefix, so the first n paths are the best tree of n nodes.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from paceline.core.tree_shapes import ROOT
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import DraftSampling
 from paceline.draft.draft_cache import Context
-from paceline.draft.growth import ChosenTree, DrawnTree, Float32Array, GrowingTree, Scales
+from paceline.draft.growth import ChosenTree, DrawnTree, Float32Array, GrowingTree, Scoring
 from paceline.errors import BackendError
 
 Path = tuple[int, ...]
 
 
 def make_ranked_tree(
-    context: Context, plan: DraftPlan, scales: Scales, sampling: DraftSampling, paths: Sequence[Path]
+    context: Context, plan: DraftPlan, scoring: Scoring, sampling: DraftSampling, paths: Sequence[Path]
 ) -> GrowingTree:
-    """The kind of tree that suits a request and the way of sampling, in the shape of the paths."""
+    """A growing tree in the shape of the paths: drawn or chosen, as the sampling asks."""
     allowed = [path for path in paths if len(path) <= plan.levels and max(path) < plan.branching]
     allowed = allowed[: plan.budget]
     if sampling is DraftSampling.INDEPENDENT and not context.request.sampler.greedy:
-        return DrawnTree(context, plan, scales, shape_of(allowed))
-    return RankedTree(context, plan, scales, sampling is DraftSampling.COUPLED, allowed)
+        return DrawnTree(context, plan, scoring, shape_of(allowed))
+    return RankedTree(context, plan, scoring, sampling is DraftSampling.COUPLED, allowed)
 
 
 def shape_of(paths: Sequence[Path]) -> dict[int, list[int]]:
-    """The children of each path that has any, and of the ROOT: paths are numbered in their order."""
+    """The children of ROOT and of each path that has any; paths are numbered in their order."""
     numbers: dict[Path, int] = {(): ROOT} | {path: number for number, path in enumerate(paths)}
     children: dict[int, list[int]] = {}
     for path in paths:
@@ -39,14 +39,14 @@ def shape_of(paths: Sequence[Path]) -> dict[int, list[int]]:
 
 
 class RankedTree(ChosenTree):
-    """Of each node's guesses those of the ranks that the paths name."""
+    """A tree that keeps, of each node's guesses, the ranks that the paths name."""
 
     def __init__(
-        self, context: Context, plan: DraftPlan, scales: Scales, coupled: bool, paths: Sequence[Path]
+        self, context: Context, plan: DraftPlan, scoring: Scoring, coupled: bool, paths: Sequence[Path]
     ) -> None:
-        super().__init__(context, plan, scales, coupled)
+        super().__init__(context, plan, scoring, coupled)
         self._allowed = frozenset(paths)
-        self._inner = {path[:-1] for path in paths}  # those with children
+        self._inner = {path[:-1] for path in paths}  # paths with children
         self._paths: dict[int, Path] = {ROOT: ()}
 
     def grow(self, logits: Float32Array) -> None:

@@ -1,5 +1,7 @@
-"""Reading a file of arrays that may be damaged or made to harm. numpy's own reader believes what it says:
-it allocates what a header claims, and unpacks without a limit."""
+"""A reader of .npz files that are untrusted: damaged, or made to harm.
+
+numpy's own reader trusts the file: it allocates what a header claims, and decompresses without a limit.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 MAX_MEMBERS = 16
-KINDS = "iubU"  # whole numbers, booleans, text: no floats (NaN passes every comparison), no objects
+KINDS = "iubU"  # numpy kinds: integers, booleans, text. No floats (NaN passes every comparison), no objects
 
 
 @contextmanager
@@ -27,14 +29,16 @@ def stored_arrays(path: Path) -> Iterator[Mapping[str, Array]]:
         size = os.fstat(file.fileno()).st_size
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
-            packed = any(one.compress_type != zipfile.ZIP_STORED or one.flag_bits & 1 for one in members)
-            if packed or len(members) > MAX_MEMBERS or sum(one.file_size for one in members) > size:
+            packed = any(
+                member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1 for member in members
+            )
+            if packed or len(members) > MAX_MEMBERS or sum(member.file_size for member in members) > size:
                 raise ValueError("it claims to hold more than it does")
-            yield {one.filename.removesuffix(".npy"): _array(archive.read(one)) for one in members}
+            yield {member.filename.removesuffix(".npy"): _array(archive.read(member)) for member in members}
 
 
 def _array(content: bytes) -> Array:
-    """The array of a member, whose header must say what is there."""
+    """The array of a member. ValueError if its header does not fit its content."""
     stream = io.BytesIO(content)
     version = np.lib.format.read_magic(stream)
     if version != (1, 0):

@@ -1,7 +1,7 @@
-"""Past responses, indexed and bounded, in memory and in a file.
+"""The store of past responses for suffix decoding: indexed, bounded, in memory and in a file.
 
-Each is found only by requests of the `cache_salt` that its own request had, as pages of the prefix cache
-are. In memory a salt is a number drawn at random, the owner of its tokens in the one index of all.
+A response is found only by requests with the same `cache_salt`, as with pages of the prefix cache. In the
+index, which all salts share, a salt is a namespace: a random number beside each of its tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.draft.matching import GAP, NOBODY, SHARED, Int32Array
+from paceline.draft.ngram_index import GAP, NO_NAMESPACE, SHARED_NAMESPACE, Int32Array
 from paceline.draft.occurrences import Occurrences
 from paceline.draft.stored_arrays import stored_arrays
 from paceline.errors import ConfigError
@@ -26,120 +26,120 @@ from paceline.errors import ConfigError
 if TYPE_CHECKING:
     from paceline.models.tokenizer import Tokenizer
 
-PROMPT_TAIL = 32  # prompt tokens kept before a response, if any are: its first tokens are found by them
-USUAL_RESPONSE = 256  # tokens of a response that memory is set aside for
-VERSION = 2
-WITHOUT_SALT = ""  # of requests that give none: they share what they leave
-LAST_OWNER = 2**31 - 1  # owners are kept in 32 bits
+PROMPT_TAIL = 32  # prompt tokens stored before a response, so that its first tokens are found by them
+USUAL_RESPONSE = 256  # tokens per response that memory is allocated for
+VERSION = 2  # of the file format
+WITHOUT_SALT = ""  # the salt of requests that give none: they share their responses
+MAX_NAMESPACE = 2**31 - 1  # namespaces are int32
 
 
 @dataclass
-class Salt:
-    """A salt of which responses are kept."""
+class SaltEntry:
+    """A salt that has stored responses."""
 
-    owner: int
-    responses: int = 0
+    namespace: int  # of its tokens in the index
+    responses: int = 0  # stored now
 
 
 @dataclass(frozen=True)
 class Response:
-    """A response that is kept."""
+    """A stored response."""
 
-    size: int  # tokens, with the gap behind it
-    key: int
+    size: int  # tokens, with the gap after it
+    key: int  # hash of salt and tokens: equal responses are stored once
     salt: str
 
 
 class ResponseCache:
-    """The newest responses. When there are too many, or too many tokens of them, the oldest go first.
+    """The newest responses, bounded in number and in tokens; the oldest are evicted first.
 
-    These bounds are for all salts together, and a salt without responses is forgotten: a client
-    that invents salts gets no more memory than one that uses a single salt.
+    The bounds are for all salts together, and a salt without responses is forgotten: a client that invents
+    salts gets no more memory than one that uses a single salt.
     """
 
     def __init__(self, levels: Sequence[int], max_responses: int, with_prompts: bool = False) -> None:
-        """`with_prompts`: ends of prompts are kept too, in front of the responses to them."""
+        """`with_prompts`: the end of the prompt is stored too, before the response to it."""
         self._max_responses = max_responses
         self._max_tokens = max_responses * (PROMPT_TAIL + USUAL_RESPONSE + 1)
         self._with_prompts = with_prompts
         self.occurrences = Occurrences(levels, self._max_tokens)
         self._responses: deque[Response] = deque()  # oldest first
         self._keys: set[int] = set()
-        self._salts: dict[str, Salt] = {}
-        self._owners: set[int] = set()  # numbers that are taken
+        self._salts: dict[str, SaltEntry] = {}
+        self._namespaces: set[int] = set()  # numbers in use
 
     def __len__(self) -> int:
         return len(self._responses)
 
     @property
     def num_salts(self) -> int:
-        """Of how many salts there are responses."""
+        """The number of salts that have stored responses."""
         return len(self._salts)
 
-    def owner_of(self, salt: str) -> int:
-        """Who owns the responses of this salt in `occurrences`; NOBODY if there are none."""
-        known = self._salts.get(salt)
-        return NOBODY if known is None else known.owner
+    def namespace_of(self, salt: str) -> int:
+        """The namespace of this salt's responses in `occurrences`; NO_NAMESPACE if it has none."""
+        entry = self._salts.get(salt)
+        return NO_NAMESPACE if entry is None else entry.namespace
 
     def add(self, prompt: Sequence[int], output: Sequence[int], salt: str = WITHOUT_SALT) -> None:
-        """Keep a response for requests of this salt, unless they have the same already."""
+        """Store a response for requests of this salt, unless an equal one is stored already."""
         if self._max_responses and output:
             before = prompt[-PROMPT_TAIL:] if self._with_prompts else ()
             self._add(np.array([*before, *output, GAP], dtype=np.int32)[-self._max_tokens :], salt)
 
-    def _add(self, entry: Int32Array, salt: str) -> None:
-        key = hash((salt, entry.tobytes()))
+    def _add(self, tokens: Int32Array, salt: str) -> None:
+        key = hash((salt, tokens.tobytes()))
         if key in self._keys:
             return
-        size = len(self.occurrences) + len(entry)
+        size = len(self.occurrences) + len(tokens)
         while len(self._responses) >= self._max_responses or size > self._max_tokens:
             size -= self._drop_oldest()
-        own = self._salts.get(salt)
-        if own is None:
-            own = self._salts[salt] = Salt(self._new_owner(salt))
-        own.responses += 1
-        self.occurrences.append(entry, own.owner)
+        entry = self._salts.get(salt)
+        if entry is None:
+            entry = self._salts[salt] = SaltEntry(self._new_namespace(salt))
+        entry.responses += 1
+        self.occurrences.append(tokens, entry.namespace)
         self.occurrences.keep_newest(size)
-        self._responses.append(Response(len(entry), key, salt))
+        self._responses.append(Response(len(tokens), key, salt))
         self._keys.add(key)
 
     def _drop_oldest(self) -> int:
-        """Forget the oldest response, and its salt if it was the last of that; how many tokens it had."""
+        """The number of tokens freed by evicting the oldest response, and its salt if that has no other."""
         oldest = self._responses.popleft()
         self._keys.remove(oldest.key)
-        own = self._salts[oldest.salt]
-        own.responses -= 1
-        if not own.responses:
+        entry = self._salts[oldest.salt]
+        entry.responses -= 1
+        if not entry.responses:
             del self._salts[oldest.salt]
-            self._owners.discard(own.owner)
+            self._namespaces.discard(entry.namespace)
         return oldest.size
 
-    def _new_owner(self, salt: str) -> int:
-        """A random number that no other salt has."""
+    def _new_namespace(self, salt: str) -> int:
+        """A number that no other salt has: random, or SHARED_NAMESPACE for requests without a salt."""
         if salt == WITHOUT_SALT:
-            return SHARED
-        owner = SHARED
-        while owner == SHARED or owner in self._owners:
-            owner = secrets.randbelow(LAST_OWNER)
-        self._owners.add(owner)
-        return owner
+            return SHARED_NAMESPACE
+        namespace = SHARED_NAMESPACE
+        while namespace == SHARED_NAMESPACE or namespace in self._namespaces:
+            namespace = secrets.randbelow(MAX_NAMESPACE)
+        self._namespaces.add(namespace)
+        return namespace
 
     def save(self, path: Path, fingerprint: str) -> None:
-        """Write the responses without a salt to a file, in one move: a crash leaves the old file or the new.
+        """Write the responses without a salt to a file, atomically: a crash leaves the old file or the new.
 
-        Those with a salt go with the process: no file tells whose they were, or of whom there are some.
+        Responses with a salt are never written: the file must not reveal which salts exist.
         """
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         shared = [response.size for response in self._responses if response.salt == WITHOUT_SALT]
         try:
-            with open(temporary, "wb", opener=_for_its_owner) as file:
+            with open(temporary, "wb", opener=_open_private) as file:
                 np.savez(
                     file,
                     version=np.array(VERSION),
                     fingerprint=np.array(fingerprint),
                     with_prompts=np.array(self._with_prompts),
                     sizes=np.array(shared, dtype=np.int64),
-                    tokens=self.occurrences.kept()[self.occurrences.owners() == SHARED],
+                    tokens=self.occurrences.tokens()[self.occurrences.namespaces() == SHARED_NAMESPACE],
                 )
             temporary.replace(path)
         except OSError as error:
@@ -151,7 +151,7 @@ class ResponseCache:
 
     def load(self, path: Path, fingerprint: str, vocab_size: int) -> None:
         """Add the responses of a file. ConfigError if it is damaged, another tokenizer's, or has prompts
-        that are not to be kept."""
+        while `with_prompts` is off."""
         try:
             with stored_arrays(path) as file:
                 version, found = int(file["version"]), str(file["fingerprint"])
@@ -181,7 +181,7 @@ class ResponseCache:
 
 
 def fingerprint_of(tokenizer: Tokenizer) -> str:
-    """A text that tells vocabularies apart: two are equal if every id stands for the same bytes."""
+    """A SHA-256 of the vocabulary: equal if every id stands for the same bytes."""
     digest = hashlib.sha256()
     for token in range(tokenizer.vocab_size):
         spelling = tokenizer.token_bytes(token)
@@ -189,13 +189,13 @@ def fingerprint_of(tokenizer: Tokenizer) -> str:
     return digest.hexdigest()
 
 
-def _for_its_owner(path: str, flags: int) -> int:
-    """Opens a file that other users of the machine may not read: it has what a model answered."""
+def _open_private(path: str, flags: int) -> int:
+    """A file descriptor with mode 0600: other users of the machine must not read the responses."""
     return os.open(path, flags, mode=0o600)
 
 
 class DamagedStoreError(ConfigError):
-    """The file of past responses is not one that this version wrote."""
+    """The file of past responses is damaged, or not of a version that we read."""
 
 
 def _unreadable(path: Path, reason: str) -> DamagedStoreError:

@@ -1,8 +1,8 @@
-"""Two vocabularies side by side: which ids of a draft model mean what to its target.
+"""The map between the vocabularies of a draft model and its target.
 
-Models of one family share their tokenizer, and an id means the same to both; only the padding at
-the end may differ. Other pairs share many token strings under other ids (token-level intersection):
-the draft proposes shared tokens only, and reads the rest of the target's tokens spelled out in its own.
+Models of one family share their tokenizer, and an id means the same to both; only the padding at the end may
+differ. Other pairs share many token strings under different ids (token-level intersection): the draft model
+proposes shared tokens only, and reads the target's other tokens spelled in its own.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 
-_EVERY: Int64Array = np.empty(0, dtype=np.int64)
-MOST_NAMED = 3  # differing ids that an error shows
+_ALL_IDS: Int64Array = np.empty(0, dtype=np.int64)  # the logits are those of all ids
+MAX_NAMED = 3  # differing ids that an error shows
 
 
 class TokenTexts(Protocol):
-    """The part of a tokenizer that tells what its ids mean."""
+    """The part of a tokenizer that maps ids to bytes."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -38,14 +38,14 @@ class TokenTexts(Protocol):
 class Vocabulary:
     """The tokens that a draft model and its target share."""
 
-    draft_ids: Int32Array  # [shared] ids of the draft
+    draft_ids: Int32Array  # [shared] the draft model's ids
     target_ids: Int32Array  # [shared] the target's ids of the same tokens
-    target_size: int  # logits of the target
+    target_size: int  # number of the target's logits
 
     def target_logits(self, logits: Float32Array) -> Float32Array:
-        """A row of the draft's logits by the target's ids: float32 [target_size]; it may be the row itself.
+        """A row of the draft model's logits in the order of the target's ids: float32 [target_size].
 
-        What is not shared has -inf.
+        It may be the row itself. Tokens that are not shared have -inf.
         """
         if self._is_identity and len(logits) == self.target_size:
             return logits
@@ -54,14 +54,11 @@ class Vocabulary:
         return row
 
     def known_logits(self, logits: Float32Array) -> tuple[Float32Array, Int64Array]:
-        """Logits of what can be guessed, and the target's ids of them; no ids: they are those of all ids.
-
-        From a row of the draft's logits.
-        """
-        return self.target_logits(logits), _EVERY
+        """The logits of the tokens that can be drafted, and their target ids; no ids: all of them."""
+        return self.target_logits(logits), _ALL_IDS
 
     def draft_id(self, token: int) -> int:
-        """The draft's id of a shared token of the target's."""
+        """The draft model's id of a shared token, given the target's id."""
         return token
 
     @property
@@ -71,10 +68,10 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class TrimmedVocabulary(Vocabulary):
-    """Some of the target's tokens, which a head numbers from 0."""
+    """A head's draft vocabulary: some of the target's tokens, numbered from 0."""
 
-    _row: Float32Array  # [target_size] what is given, until the next call; -inf where nothing can be guessed
-    _places: Int64Array  # [shared] target_ids as numpy likes to index with: in half the time
+    _row: Float32Array  # [target_size] returned by target_logits, valid until the next call; -inf elsewhere
+    _places: Int64Array  # [shared] target_ids as int64: indexing takes half the time
 
     def target_logits(self, logits: Float32Array) -> Float32Array:
         self._row[self._places] = logits
@@ -85,31 +82,31 @@ class TrimmedVocabulary(Vocabulary):
 
 
 def trimmed_vocabulary(target_ids: Int32Array | None, target_size: int) -> Vocabulary:
-    """The vocabulary of a head that guesses these ids of the target, in this order; None: all of them."""
+    """The vocabulary of a head that drafts these target ids, in this order; None: all of them."""
     if target_ids is None:
-        every = np.arange(target_size, dtype=np.int32)
-        return Vocabulary(every, every, target_size)
-    own = np.arange(len(target_ids), dtype=np.int32)
+        all_ids = np.arange(target_size, dtype=np.int32)
+        return Vocabulary(all_ids, all_ids, target_size)
+    draft_ids = np.arange(len(target_ids), dtype=np.int32)
     row = np.full(target_size, -np.inf, dtype=np.float32)
-    return TrimmedVocabulary(own, target_ids, target_size, row, target_ids.astype(np.int64))
+    return TrimmedVocabulary(draft_ids, target_ids, target_size, row, target_ids.astype(np.int64))
 
 
 def common_vocabulary(
     target: TokenTexts, draft: TokenTexts, target_size: int, draft_size: int, model: str
 ) -> Vocabulary:
-    """The vocabulary of two models with one tokenizer; ConfigError if an id means two things.
+    """The vocabulary of two models with one tokenizer; ConfigError if an id means different bytes.
 
     The sizes are those of the models' logits. Ids that only one tokenizer has are padding.
     """
     differing = []
     for token in range(min(target.vocab_size, draft.vocab_size)):
-        ours, theirs = target.token_bytes(token), draft.token_bytes(token)
-        if ours != theirs and ours and theirs:
-            differing.append((token, ours, theirs))
+        target_bytes, draft_bytes = target.token_bytes(token), draft.token_bytes(token)
+        if target_bytes != draft_bytes and target_bytes and draft_bytes:
+            differing.append((token, target_bytes, draft_bytes))
     if differing:
         named = "; ".join(
-            f"id {token} is {_shown(ours)} to the target and {_shown(theirs)} to the draft"
-            for token, ours, theirs in differing[:MOST_NAMED]
+            f"id {token} is {_shown(target_bytes)} to the target and {_shown(draft_bytes)} to the draft"
+            for token, target_bytes, draft_bytes in differing[:MAX_NAMED]
         )
         raise ConfigError(
             f"the draft model {model!r} has another vocabulary than the target: {len(differing)} ids differ "
@@ -122,10 +119,10 @@ def common_vocabulary(
 
 @dataclass(frozen=True)
 class Intersection(Vocabulary):
-    """The tokens that two tokenizers share, and the spelling of all of the target's in the draft's ids."""
+    """The tokens that two tokenizers share, and the spelling of the target's tokens in the draft model's."""
 
     _texts: TokenTexts  # the target's
-    _ids: dict[bytes, int]  # the draft's ids of all tokens by what they say
+    _ids: dict[bytes, int]  # the draft model's id of each token, by its bytes
     _pieces: dict[bytes, int]  # the same without special tokens
     _longest: int  # bytes of the longest piece
     _spellings: dict[int, list[int]] = field(default_factory=dict)
@@ -134,31 +131,31 @@ class Intersection(Vocabulary):
         return self.spelling(token)[0]
 
     def spelling(self, token: int) -> list[int]:
-        """The draft's ids that say what one token of the target's says."""
-        known = self._spellings.get(token)
-        if known is None:
+        """The draft model's ids for the bytes of one target token."""
+        spelling = self._spellings.get(token)
+        if spelling is None:
             text = self._texts.token_bytes(token)
-            known = [self._ids[text]] if text in self._ids else self._spell(text)
-            self._spellings[token] = known
-        return known
+            spelling = [self._ids[text]] if text in self._ids else self._spell(text)
+            self._spellings[token] = spelling
+        return spelling
 
     def _spell(self, text: bytes) -> list[int]:
-        """Pieces that make up a text, the longest first. Bytes that no piece begins with are left out."""
+        """The ids of a text's pieces, greedily the longest. Bytes that no piece starts with are dropped."""
         spelled = []
-        at = 0
-        while at < len(text):
-            ends = range(min(len(text), at + self._longest), at, -1)
-            end = next((end for end in ends if text[at:end] in self._pieces), None)
+        start = 0
+        while start < len(text):
+            ends = range(min(len(text), start + self._longest), start, -1)
+            end = next((end for end in ends if text[start:end] in self._pieces), None)
             if end is not None:
-                spelled.append(self._pieces[text[at:end]])
-            at = end or at + 1
+                spelled.append(self._pieces[text[start:end]])
+            start = end or start + 1
         return spelled
 
 
 def vocabulary_intersection(
     target: TokenTexts, draft: TokenTexts, target_size: int, draft_size: int, model: str
 ) -> Intersection:
-    """The token strings that two tokenizers share, whatever their ids; ConfigError if there are none."""
+    """The tokens that two tokenizers share by their bytes; ConfigError if there are none."""
     targets = _ids_by_bytes(target, target_size)
     drafts = _ids_by_bytes(draft, draft_size)
     shared = [text for text in drafts if text in targets]
@@ -180,7 +177,7 @@ def vocabulary_intersection(
 
 
 def _ids_by_bytes(tokenizer: TokenTexts, size: int) -> dict[bytes, int]:
-    """The id of each token string; of several the last, because byte tokens come before real ones."""
+    """The id of each token's bytes; of several the last, because byte tokens come before merged ones."""
     ids = {tokenizer.token_bytes(token): token for token in range(min(tokenizer.vocab_size, size))}
     ids.pop(b"", None)
     return ids

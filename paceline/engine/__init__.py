@@ -1,4 +1,4 @@
-"""The engine: requests, the scheduler, the step loop."""
+"""The engine: requests, scheduling, the step loop, executors."""
 
 from paceline.core.request import Request
 from paceline.core.stats import StepStats

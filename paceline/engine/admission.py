@@ -1,4 +1,4 @@
-"""From what a user asks to queued requests: checks, seeds, and one request for each of the n outputs."""
+"""Admission: check a user's request, derive seeds, and make one Request for each of the n outputs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class TextTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """What the engine can take."""
+    """The engine's limits, under vLLM's names."""
 
     vocab_size: int
-    max_model_len: int  # most tokens of a request, prompt and output
-    max_num_seqs: int  # most requests of a pass
-    max_num_batched_tokens: int  # most rows of a pass
-    draft_trees: bool = True  # the rule of verification takes trees
+    max_model_len: int  # tokens of a request, prompt and output
+    max_num_seqs: int  # requests of a pass
+    max_num_batched_tokens: int  # rows of a pass
+    draft_trees: bool = True  # the verification rule takes trees, not only chains
 
 
 def make_requests(
@@ -56,12 +56,12 @@ def make_requests(
     segment: str = "",
     cache_salt: str = "",
 ) -> list[Request]:
-    """One request for each of the n outputs of the index-th arrival.
+    """One Request for each of the n outputs. `index` is the order of arrival.
 
-    Seeds: a request without one gets derive_seed(engine seed, index), so a program that sends the
-    same requests in the same order gets the same answers. Child 0 has the request's seed, child i
-    derive_seed(seed, i). `plans` are what each of the engine's drafters drafts if a request does not
-    say; the first is the default. `grammar` is what the structured_outputs of the params mean.
+    Seeds: a request without one gets derive_seed(engine seed, index), so a program that sends the same
+    requests in the same order gets the same answers. Child 0 has the request's seed, child i
+    derive_seed(seed, i). `plans` has the default plan of each of the engine's drafters; the first is the
+    default. `grammar` is the compiled structured_outputs of the params.
     """
     prompt = _checked_prompt(prompt_token_ids, limits)
     _check_ids(params, limits.vocab_size)
@@ -76,7 +76,7 @@ def make_requests(
     plan = _asked_plan(params.speculative, plans or {}, limits)
     seed = derive_seed(engine_seed, index) if params.seed is None else params.seed
     ending_ids = frozenset(params.stop_ids)
-    if grammar is not None or not params.ignore_eos:  # where a grammar must end, there is nothing else
+    if grammar is not None or not params.ignore_eos:  # a grammar can force the end
         ending_ids |= tokenizer.eos_ids
     children: list[Request] = []
     for child in range(params.n):
@@ -105,7 +105,7 @@ def make_requests(
 
 
 def _checked_prompt(prompt_token_ids: Sequence[int], limits: Limits) -> list[int]:
-    """The prompt as a list of ints that a model of these limits can take."""
+    """The prompt as a list of ints. RequestError if it does not fit the limits."""
     try:
         prompt = [token.__index__() for token in prompt_token_ids]
     except (AttributeError, TypeError):
@@ -126,7 +126,7 @@ def _checked_prompt(prompt_token_ids: Sequence[int], limits: Limits) -> list[int
 
 
 def prompt_too_long(count: int, limits: Limits, exact: bool = True) -> RequestError:
-    """The refusal of a prompt of `count` tokens; of more than `count`, if that is not exact."""
+    """The error for a prompt of `count` tokens; of more than `count`, if that is not exact."""
     less = f" by {count - limits.max_model_len + 1} tokens" if exact else ""
     return RequestError(
         f"the prompt has {'' if exact else 'more than '}{count} tokens and the context holds "
@@ -136,18 +136,18 @@ def prompt_too_long(count: int, limits: Limits, exact: bool = True) -> RequestEr
 
 
 def _asked_plan(
-    asked: str | Mapping[str, Any] | None, plans: Mapping[str, DraftPlan], limits: Limits
+    speculative: str | Mapping[str, Any] | None, plans: Mapping[str, DraftPlan], limits: Limits
 ) -> DraftPlan | None:
-    """What a request wants drafted; None if it leaves that to the engine."""
-    if asked is None or asked == "auto":
+    """The plan that a request's `speculative` asks for; None: the engine decides."""
+    if speculative is None or speculative == "auto":
         return None
-    if asked == "off":
+    if speculative == "off":
         return PLAIN
-    wish = {"method": asked} if isinstance(asked, str) else asked
-    for key in wish:
+    options = {"method": speculative} if isinstance(speculative, str) else speculative
+    for key in options:
         if key not in PLAN_KEYS:
             raise RequestError(unknown_option(str(key), PLAN_KEYS, "speculative"))
-    name = str(wish.get("method", next(iter(plans), "none")))
+    name = str(options.get("method", next(iter(plans), "none")))
     if name not in plans:
         loaded = f"It has {', '.join(plans)}" if plans else "It has none"
         raise RequestError(
@@ -155,7 +155,7 @@ def _asked_plan(
             "name it in the engine's speculative_config, or use 'off'."
         )
     trees = limits.draft_trees and (name not in METHODS or METHODS[name].trees)
-    plan = parse_plan(RequestError, wish, plans[name], name, trees)
+    plan = parse_plan(RequestError, options, plans[name], name, trees)
     if plan.budget >= limits.max_num_batched_tokens:
         raise RequestError(
             f"num_speculative_tokens is {plan.budget}, but a pass has at most "
@@ -166,7 +166,7 @@ def _asked_plan(
 
 
 def _check_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse ids of options that the vocabulary does not have."""
+    """RequestError if logit_bias or stop_token_ids have ids outside the vocabulary."""
     for name, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_ids)):
         for token in ids:
             if token >= vocab_size:

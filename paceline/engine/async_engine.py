@@ -1,10 +1,10 @@
-"""The async front: the engine steps in a thread of its own, and an event loop sends requests and gets tokens.
+"""AsyncEngine: the engine in its own thread, behind an asyncio interface.
 
-    event loop                                 engine thread
-    submit, abort  -- commands, in order -->   between two passes: carry them out
-    Stream         <-- one batch a step ----   after a pass: what each request gained
+    event loop                                  engine thread
+    submit, abort  -- commands, in order --->   executed between two passes
+    Stream         <-- one batch per step ---   the new tokens of each request
 
-Requests belong to the engine thread. The loop only sees Updates, which do not change.
+Requests belong to the engine thread. The event loop only sees Updates, which are immutable.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from paceline.errors import OverloadedError, RequestError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
-STUCK_AFTER = 120.0  # seconds in which a step of an engine that works should end
-LOOKS = 4  # that the watchdog takes in this time
+STUCK_AFTER = 120.0  # seconds without a finished step after which the engine counts as stuck
+CHECKS_PER_TIMEOUT = 4  # watchdog checks within that time
 
 
 class Observer(Protocol):
-    """Sees every step, in the engine's thread: be quick."""
+    """Called after every step, in the engine's thread: must be fast."""
 
     def step(self, stats: StepStats, deltas: Sequence[Delta]) -> None: ...
 
     def aborted(self, requests: Sequence[Request]) -> None:
-        """These have ended between two steps: nobody waits for them."""
+        """These requests were aborted between two steps."""
 
 
 _Command: TypeAlias = Callable[[], None]
@@ -61,14 +61,14 @@ class AsyncEngine:
         observers: Sequence[Observer] = (),
         stuck_after: float = STUCK_AFTER,
     ) -> None:
-        """`max_queue` is how many requests may wait; more are refused with OverloadedError.
+        """`max_queue` requests may wait; more are refused with OverloadedError.
 
-        An engine that has work and ends no step within `stuck_after` seconds counts as stuck until it
+        An engine that has work and finishes no step within `stuck_after` seconds counts as stuck until it
         does; 0: never.
         """
         self._engine = engine
         self._tokenizer = tokenizer
-        self._most_requests = engine.limits.max_num_seqs + max_queue
+        self._max_requests = engine.limits.max_num_seqs + max_queue
         self._observers = tuple(observers)
         self._commands: deque[_Command] = deque()
         self._wake = threading.Event()
@@ -76,38 +76,38 @@ class AsyncEngine:
         self._draining = False
         self._dead: Exception | None = None
         self._stuck_after = stuck_after
-        self._busy_since: float | None = None  # when the thread began its turn; None: it waits for work
+        self._busy_since: float | None = None  # start of the current step; None: idle
         self._watching: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
-        self._children: dict[str, list[Request]] = {}  # of the engine's thread
-        self._streams: dict[str, tuple[Stream, int]] = {}  # of the loop: with how many outputs
-        self._num_preparing = 0  # of the loop
+        self._children: dict[str, list[Request]] = {}  # used by the engine's thread only
+        self._streams: dict[str, tuple[Stream, int]] = {}  # stream and n; used by the event loop only
+        self._num_preparing = 0  # used by the event loop only
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def limits(self) -> Limits:
-        """What the engine can take."""
+        """The engine's limits."""
         return self._engine.limits
 
     @property
     def num_requests(self) -> int:
-        """Outputs that are waited for now, and requests that are being prepared."""
+        """The number of unfinished outputs, and of requests being prepared."""
         return sum(count for _, count in self._streams.values()) + self._num_preparing
 
     @property
     def draining(self) -> bool:
-        """Whether new requests are refused because the engine is to stop."""
+        """Whether new requests are refused because the engine is stopping."""
         return self._draining
 
     @property
     def state(self) -> StepStats:
-        """How things are now: who runs and waits, and what the cache holds."""
+        """The current numbers of running and waiting requests, and the cache usage."""
         return self._engine.state()
 
     @property
     def failure(self) -> str | None:
-        """Why the engine takes no requests any more; None while it is well."""
+        """Why the engine accepts no more requests; None while it is healthy."""
         if self._dead is not None:
             return f"the engine has died: {type(self._dead).__name__}"
         if self.stuck:
@@ -116,19 +116,19 @@ class AsyncEngine:
 
     @property
     def stuck(self) -> bool:
-        """Whether the engine has work and ends no step. It cannot be interrupted, but may recover."""
+        """Whether the engine has work and finishes no step. It cannot be interrupted, but may recover."""
         began = self._busy_since
         return bool(self._stuck_after) and began is not None and time.monotonic() - began > self._stuck_after
 
     def compile(self, structure: StructuredOutputsParams) -> Grammar:
-        """The grammar for a request that is to be submitted. Any thread may call this; it can take seconds.
+        """The compiled grammar of a request, for `submit`. Any thread may call this; it can take seconds.
 
-        RequestError if there is none, or if it is beyond the limits.
+        RequestError if it is not valid or exceeds the limits.
         """
         return self._engine.grammars.compile(structure, trusted=False)
 
     def start(self) -> None:
-        """Let the engine run. Call it in the event loop that will use it."""
+        """Start the engine's thread. Call it in the event loop that will use the engine."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         if self._stuck_after:
@@ -136,9 +136,9 @@ class AsyncEngine:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """A place in the queue for a request that is still read and tokenized. Leave it to submit.
+        """Reserve a place in the queue while a request is read and tokenized. Exit before `submit`.
 
-        OverloadedError if there is none.
+        OverloadedError if the queue is full.
         """
         self._check_room(1)
         self._num_preparing += 1
@@ -158,12 +158,11 @@ class AsyncEngine:
         grammar: Grammar | None = None,
         arrived: asyncio.Event | None = None,
     ) -> Stream:
-        """The stream of a request that the engine has taken. `arrived`: see Stream.
+        """The stream of a request that the engine has accepted. `arrived`: see Stream.
 
-        `grammar` is what `compile` gave for the params' structured_outputs: it takes too long for the
-        engine's thread.
-        RequestError if it cannot be served, OverloadedError if too many wait, UnavailableError if
-        the engine is stopping or dead.
+        `grammar` is the result of `compile` for the params' structured_outputs, which would take too long in
+        the engine's thread. RequestError if the request cannot be served, OverloadedError if too many wait,
+        UnavailableError if the engine is stopping or dead.
         """
         assert (grammar is None) == (params.structure is None)
         self._check_open(params.n)
@@ -185,7 +184,7 @@ class AsyncEngine:
                 )
                 self._children[request_id] = children
                 self._in_loop(stream.accept)
-            except Exception as error:  # a refusal, or a bug that is this request's alone
+            except Exception as error:  # a refusal, or a bug that concerns only this request
                 self._in_loop(stream.fail, error)
 
         self._send(add)
@@ -214,12 +213,12 @@ class AsyncEngine:
             self._send(end)
 
     async def drain(self) -> None:
-        """Take no new requests, and return when those at hand have ended."""
+        """Accept no new requests, and return when all running and waiting ones have finished."""
         self._draining = True
         await self._idle.wait()
 
     async def stop(self) -> None:
-        """End: requests at hand fail, and what drafters keep is written."""
+        """Stop: unfinished requests fail, and drafters save their state."""
         self._draining = True
         self._fail_all(UnavailableError("the server is stopping; send the request to another one."))
         self._stopping = True
@@ -235,42 +234,43 @@ class AsyncEngine:
             raise UnavailableError(f"{failure}; restart the server.")
         if self._draining:
             raise UnavailableError("the server is stopping; send the request to another one.")
-        if wanted > self._most_requests:
+        if wanted > self._max_requests:
             raise RequestError(
-                f"n is {wanted}, but at most {self._most_requests} outputs may run and wait. Use a smaller n."
+                f"n is {wanted}, but at most {self._max_requests} outputs may run and wait. Use a smaller n."
             )
         self._check_room(wanted)
 
     def _check_room(self, wanted: int) -> None:
-        most, now = self._most_requests, self.num_requests
-        if now + wanted > most:
+        max_requests, num_requests = self._max_requests, self.num_requests
+        if num_requests + wanted > max_requests:
             raise OverloadedError(
-                f"{now} requests run or wait, and at most {most} may. Send the request again later."
+                f"{num_requests} requests run or wait, and at most {max_requests} may. "
+                "Send the request again later."
             )
 
     async def _watch(self) -> None:
-        """Log where the engine hangs, each time that it does, and when it goes on."""
-        told = False
+        """The watchdog: log the stack each time the engine gets stuck, and when it recovers."""
+        was_stuck = False
         while True:
-            await asyncio.sleep(self._stuck_after / LOOKS)
-            if self.stuck and not told:
+            await asyncio.sleep(self._stuck_after / CHECKS_PER_TIMEOUT)
+            if self.stuck and not was_stuck:
                 frame = sys._current_frames().get(self._thread.ident or 0)
                 stack = "" if frame is None else "".join(traceback.format_stack(frame))
                 drafter = self._engine.asked_drafter
                 where = "" if drafter is None else f" It waits for the drafter {drafter}."
                 logger.error("%s.%s Restart the server. It is here:\n%s", self.failure, where, stack)
-            elif told and not self.stuck:
+            elif was_stuck and not self.stuck:
                 logger.warning("the engine goes on")
-            told = self.stuck
+            was_stuck = self.stuck
 
     def _forget(self, request_id: str) -> None:
-        """In the loop: this request is no longer waited for."""
+        """In the event loop: drop a request's stream."""
         self._streams.pop(request_id, None)
         if not self._streams:
             self._idle.set()
 
     def _fail_all(self, error: Exception) -> None:
-        """In the loop: no stream will get more."""
+        """In the event loop: abort all requests with this error."""
         for stream, _ in list(self._streams.values()):
             self.abort(stream)
             stream.fail(error)
@@ -280,10 +280,10 @@ class AsyncEngine:
         self._wake.set()
 
     def _in_loop(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a function in the event loop, if that still runs."""
+        """Call a function in the event loop, if it is still open."""
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop is closed: nobody listens
+        except RuntimeError:  # the event loop is closed
             self._stopping = True
 
     # --- the engine's thread ---
@@ -302,26 +302,26 @@ class AsyncEngine:
                     self._step()
             self._engine.close()
             self._busy_since = None
-        except Exception as error:  # a bug of ours: the requests get an answer and /health tells
+        except Exception as error:  # a bug of ours: requests get an error, and /health reports it
             logger.exception("the engine has died")
             self._dead = error
             self._in_loop(self._fail_all, UnavailableError("the engine has died; restart the server."))
 
     def _step(self) -> None:
         deltas = self._engine.step()
-        for observer in self._observers:  # first: who has an answer finds it counted
+        for observer in self._observers:  # first: metrics count a token before its client sees it
             observer.step(self._engine.stats, deltas)
-        updates = [(delta.request.request_id, self._update(delta)) for delta in deltas if _tells(delta)]
+        updates = [(delta.request.request_id, self._update(delta)) for delta in deltas if _has_news(delta)]
         if updates:
             self._in_loop(self._deliver, updates, self._take_outputs(deltas))
 
     def _update(self, delta: Delta) -> Update:
-        """What a delta tells the loop."""
+        """A delta as the event loop sees it."""
         request, count = delta.request, len(delta.token_ids)
         logprobs = None
         if request.params.logprobs is not None:
-            taken = request.logprobs[len(request.logprobs) - count :]
-            logprobs = tuple(with_texts(entry, self._tokenizer) for entry in taken)
+            entries = request.logprobs[len(request.logprobs) - count :]
+            logprobs = tuple(with_texts(entry, self._tokenizer) for entry in entries)
         return Update(
             index=request.child,
             text=delta.text,
@@ -333,7 +333,7 @@ class AsyncEngine:
         )
 
     def _take_outputs(self, deltas: Sequence[Delta]) -> list[tuple[str, RequestOutput]]:
-        """The whole outputs of requests whose last child has ended in this step."""
+        """The outputs of requests whose last child has finished in this step."""
         outputs = []
         for request_id in {delta.request.request_id for delta in deltas if delta.request.finished}:
             if all(child.finished for child in self._children[request_id]):
@@ -344,7 +344,7 @@ class AsyncEngine:
     def _deliver(
         self, updates: Sequence[tuple[str, Update]], outputs: Sequence[tuple[str, RequestOutput]]
     ) -> None:
-        """In the loop: hand out what a step gave."""
+        """In the event loop: pass a step's updates and outputs to their streams."""
         for request_id, update in updates:
             if request_id in self._streams:  # else it was aborted while the pass ran
                 self._streams[request_id][0].put(update)
@@ -354,6 +354,6 @@ class AsyncEngine:
                 self._forget(request_id)
 
 
-def _tells(delta: Delta) -> bool:
-    """Whether a delta has anything for a client; chunks of a prompt have not."""
+def _has_news(delta: Delta) -> bool:
+    """Whether a delta has anything for the client; prefill chunks have nothing."""
     return bool(delta.token_ids or delta.text or delta.request.finished)

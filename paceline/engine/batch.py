@@ -1,4 +1,4 @@
-"""Building the ForwardBatch of a pass in arrays that are made once."""
+"""BatchBuilder: makes the ForwardBatch of a pass, in arrays that are allocated once."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from paceline.kv.cache import KVCache
 class BatchBuilder:
     """Turns scheduled parts and their draft trees into rows.
 
-    A part's rows are its known tokens as a chain, then its draft nodes, whose -1 is the last of
-    the chain. Of that last row and of every node logits are wanted, or the token itself if the backend
-    chooses and can; logits are wanted too of the prompt rows whose log-probabilities were asked for.
+    A part's rows are its known tokens as a chain, then its draft nodes, whose root is the last token of the
+    chain. The last row and every node need logits, or the sampled token if the backend can sample for this
+    request. Prompt rows need logits if their log-probabilities were asked for.
     """
 
     def __init__(self, max_rows: int, max_sequences: int, choosing: bool = False) -> None:
-        """`choosing`: the backend is left to choose the tokens of requests that merely race."""
+        """`choosing`: the backend samples the tokens of requests that sample plainly."""
         self._choosing = choosing
         self._tokens = np.empty(max_rows, dtype=np.int32)
         self._positions = np.empty(max_rows, dtype=np.int32)
@@ -43,9 +43,9 @@ class BatchBuilder:
         kv: KVCache,
         pool: KVPool,
         feature_layers: tuple[int, ...] = (),
-        kept: tuple[KeptFeatures, ...] = (),
+        kept_features: tuple[KeptFeatures, ...] = (),
     ) -> ForwardBatch:
-        """The batch of one pass. Its arrays are valid until the next call. No trees: nothing is drafted."""
+        """The batch of one pass; its arrays are valid until the next call. No trees: nothing is drafted."""
         row = outputs = choices = pages = 0
         for index, part in enumerate(parts):
             request, count = part.request, part.num_tokens
@@ -87,11 +87,11 @@ class BatchBuilder:
             pool=pool,
             feature_layers=feature_layers,
             choices=self._choices(choices),
-            kept=kept,
+            kept_features=kept_features,
         )
 
     def _choose(self, request: Request, first: int, end: int, choices: int) -> int:
-        """Leave the tokens behind these rows of a request to the backend; how many such there are now."""
+        """The new number of choices: the backend samples the token after each of these rows of a request."""
         stop = choices + end - first
         self._choice_rows[choices:stop] = self._steps[first + 1 : end + 1]
         self._seeds[choices:stop] = request.seed
@@ -104,7 +104,7 @@ class BatchBuilder:
         return Choices(self._choice_rows[:count], self._seeds[:count], self._temperatures[:count])
 
     def _add_tree(self, tree: tuple[Int32Array, Int32Array], start: int, end: int) -> int:
-        """Add a tree's rows below row end - 1 of a part that began at `start`; the new end."""
+        """The new end after adding a tree's rows below row end - 1 of a part that started at row `start`."""
         tokens, parents = tree
         count = len(tokens)
         root = end - 1 - start
@@ -120,7 +120,7 @@ class BatchBuilder:
 
 
 def prompt_rows(part: Scheduled) -> tuple[int, int]:
-    """Which rows of a part give wanted prompt log-probabilities: the first, and how many.
+    """The rows of a part that give requested prompt log-probabilities: the first row, and how many.
 
     The row of prompt token i gives that of token i + 1; token 0 has none.
     """

@@ -1,7 +1,7 @@
-"""The engine's drafters: asked for trees, shown every pass, and left aside where they fail.
+"""Drafting: the engine's drafters behind one interface, isolated from the engine.
 
-A draft can only make a request faster, so no mistake of a drafter may cost one: if it raises or
-gives an unsound tree, the requests at hand go on with plain decoding.
+Drafting only makes requests faster, so no fault of a drafter may fail one: if it raises or returns an invalid
+tree, its requests continue with plain decoding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import compress
 import numpy as np
 
 from paceline.backends.async_decoding import DeviceDraft
-from paceline.constrain.constraint import MOST_FORCED
+from paceline.constrain.constraint import MAX_FORCED
 from paceline.constrain.pruning import Draft, fit_draft
 from paceline.core.features import Features
 from paceline.core.request import Request
@@ -29,14 +29,14 @@ from paceline.kv.cache import KVCache
 
 logger = logging.getLogger(__name__)
 
-Group = tuple[list[int], DraftTrees]  # parts, and what one drafter proposes for them
+Group = tuple[list[int], DraftTrees]  # indices of parts, and one drafter's trees for them
 
-FORCED_ONLY = DraftPlan(GrammarDrafter.name, MOST_FORCED)
-ROOM_AT_ENDS = 8  # nodes for what is forced at the ends of a draft
+FORCED_ONLY = DraftPlan(GrammarDrafter.name, MAX_FORCED)
+ROOM_AT_ENDS = 8  # nodes reserved for tokens that are forced after a path of the draft
 
 
 class Drafting:
-    """Several drafters behind one face, and the one that is always there: of forced tokens."""
+    """All drafters of an engine, with the one that is always there: the drafter of forced tokens."""
 
     def __init__(
         self,
@@ -50,38 +50,39 @@ class Drafting:
         self._vocab_size = vocab_size
         self._draft_forced = draft_forced
         self._clock = clock
-        self._calls: list[DraftCall] = []  # since they were last taken
+        self._calls: list[DraftCall] = []  # since the last take_calls
         self.failures = 0  # calls of drafters that raised, since the start
-        self.asked: str | None = None  # the drafter being called now; the watchdog logs it
+        self.asked: str | None = None  # the drafter being called now, for the watchdog
         self.feature_layers = tuple(
             sorted({layer for drafter in self._drafters.values() for layer in drafter.needs.feature_layers})
         )
         for drafter in self._drafters.values():
             drafter.bind(kv)
         kept = [drafter.kept() for drafter in self._drafters.values()]
-        self.kept = tuple(own for own in kept if own is not None)  # what passes leave to heads by themselves
+        # what passes write to the heads' pools
+        self.kept_features = tuple(features for features in kept if features is not None)
         nothing = DraftTrees.merged(1, [([0], DraftTrees.chains([()]))]).kept(np.empty(0, dtype=bool))
-        nothing.check([PLAIN], vocab_size)  # so that all of it is compiled before the first step
+        nothing.check([PLAIN], vocab_size)  # compile now, not in the first step
 
     def take_calls(self) -> tuple[DraftCall, ...]:
-        """Calls of drafters since the last time this was asked."""
-        taken, self._calls = tuple(self._calls), []
-        return taken
+        """The calls of drafters since the last time."""
+        calls, self._calls = tuple(self._calls), []
+        return calls
 
     def prepare(self) -> None:
-        """Let drafters have ready what their first drafts would wait for."""
+        """Warm up all drafters."""
         for drafter in self._drafters.values():
             drafter.prepare()
 
     def settled(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> list[DraftPlan]:
-        """The plans, without those of drafters that failed for their request, with room for forced tokens."""
+        """The plans with room for forced tokens, and without drafters that failed for their request."""
         return [
             self._with_forced(request, _without_failed(request, plan))
             for request, plan in zip(requests, plans, strict=True)
         ]
 
     def _with_forced(self, request: Request, plan: DraftPlan) -> DraftPlan:
-        """The plan with nodes for what the request's constraint forces, unless the request wants none."""
+        """The plan with nodes for the tokens that the constraint forces, unless drafting is off."""
         constraint = request.sampler.constraint
         if constraint is None or request.undrafted or not self._draft_forced:
             return plan
@@ -94,12 +95,12 @@ class Drafting:
         return replace(plan, budget=plan.budget + room, depth=depth, forced=room, otherwise=other)
 
     def propose(self, parts: Sequence[Scheduled]) -> tuple[DraftTrees | None, list[Scheduled]]:
-        """The trees of all parts, None when nothing is drafted, and the parts with the plans behind them."""
+        """The trees of all parts (None: nothing was drafted), and the parts with the plans that were used."""
         parts = list(parts)
         groups = self._ask(parts, range(len(parts)))
         if any(part.plan.otherwise is not None for part in parts):
             self._ask_others(parts, groups)
-        constrained = [index for index, part in enumerate(parts) if self._is_to_fit(part)]
+        constrained = [index for index, part in enumerate(parts) if self._must_fit(part)]
         if not groups and not constrained:
             return None, parts
         if len(groups) == 1 and len(groups[0][0]) == len(parts):
@@ -109,14 +110,14 @@ class Drafting:
         return self._fitted(merged, parts, constrained) if constrained else merged, parts
 
     def _ask(self, parts: Sequence[Scheduled], members: Iterable[int]) -> list[Group]:
-        """What drafters propose for these parts, by their plans."""
-        own: dict[str, dict[int, DraftPlan]] = {}
+        """The trees that drafters propose for these parts, one group per drafter."""
+        by_drafter: dict[str, dict[int, DraftPlan]] = {}
         for index in members:
-            plan = self._own_plan(parts[index])
+            plan = self._drafter_plan(parts[index])
             if plan.drafter is not None:
-                own.setdefault(plan.drafter, {})[index] = plan
+                by_drafter.setdefault(plan.drafter, {})[index] = plan
         groups = []
-        for name, by_part in own.items():
+        for name, by_part in by_drafter.items():
             requests, plans = [parts[index].request for index in by_part], list(by_part.values())
             start = self._clock()
             with self._guard(name, requests):
@@ -131,54 +132,57 @@ class Drafting:
         return groups
 
     def _ask_others(self, parts: list[Scheduled], groups: list[Group]) -> None:
-        """Ask again for parts whose draft is not enough: add the surer drafts, and write down their plans."""
-        promised = [0.0] * len(parts)
+        """The cascade: where a draft expects too few tokens, ask the `otherwise` drafter too.
+
+        Where its draft expects more tokens, it is added to `groups` and its plan replaces the part's.
+        """
+        expected_tokens = [0.0] * len(parts)
         for members, trees in groups:
             for index, tokens in zip(members, trees.expected(), strict=True):
-                promised[index] = tokens
+                expected_tokens[index] = tokens
         second = {
             index: replace(part, plan=_without_failed(part.request, part.plan.second()))
             for index, part in enumerate(parts)
-            if promised[index] < part.plan.enough  # not where a drafter has no opinion
+            if expected_tokens[index] < part.plan.enough  # false where the expectation is unknown (NaN)
         }
-        asked = [second.get(index, part) for index, part in enumerate(parts)]
-        for members, trees in self._ask(asked, second):
+        parts_to_ask = [second.get(index, part) for index, part in enumerate(parts)]
+        for members, trees in self._ask(parts_to_ask, second):
             sizes, expected = trees.sizes(), trees.expected()
-            surer = [
-                size > 0 and not tokens < promised[index]
+            is_better = [
+                size > 0 and not tokens < expected_tokens[index]
                 for index, size, tokens in zip(members, sizes, expected, strict=True)
             ]
-            for index in compress(members, surer):
+            for index in compress(members, is_better):
                 parts[index] = second[index]
-            if all(surer) and len(members) == len(parts):
+            if all(is_better) and len(members) == len(parts):
                 groups[:] = [(members, trees)]
             else:
-                groups.append((members, trees.kept(np.repeat(surer, sizes))))
+                groups.append((members, trees.kept(np.repeat(is_better, sizes))))
 
-    def _own_plan(self, part: Scheduled) -> DraftPlan:
-        """What the drafter of a part is asked for: what the forced tokens leave of the plan, behind them."""
+    def _drafter_plan(self, part: Scheduled) -> DraftPlan:
+        """The plan that the drafter of a part gets: what the forced tokens leave of it, after them."""
         plan, constraint = part.plan, part.request.sampler.constraint
         if plan.drafter is None or plan.forced == 0 or constraint is None:
             return plan
         run = constraint.forced()
-        own = replace(plan.shrunk(plan.budget - plan.forced), forced=0)
-        if own.budget == 0 or not run:
-            return own
+        remaining = replace(plan.shrunk(plan.budget - plan.forced), forced=0)
+        if remaining.budget == 0 or not run:
+            return remaining
         depth = None if plan.depth is None else plan.depth - len(run)
         over = (
             len(run) > plan.forced or run[-1] in part.request.ending_ids or (depth is not None and depth < 1)
         )
         if over or not self._drafters[plan.drafter].follows_prefix:
             return PLAIN
-        return replace(own, depth=depth, prefix=run)
+        return replace(remaining, depth=depth, prefix=run)
 
-    def _is_to_fit(self, part: Scheduled) -> bool:
-        """Whether a part's draft is still to be held against a constraint."""
+    def _must_fit(self, part: Scheduled) -> bool:
+        """Whether a part's draft has to be fitted to a constraint."""
         drafter, constraint = part.plan.drafter, part.request.sampler.constraint
         return drafter is not None and constraint is not None and not self._drafters[drafter].only_forced
 
     def _fitted(self, trees: DraftTrees, parts: Sequence[Scheduled], members: Sequence[int]) -> DraftTrees:
-        """The trees, those of these parts along their constraints."""
+        """The trees, with those of the parts `members` fitted to their constraints."""
         rows = [-1] * trees.num_nodes if trees.draws is None else trees.draws.rows.tolist()
         ends = trees.offsets.tolist()
         drafts = [
@@ -201,13 +205,13 @@ class Drafting:
     def observe(
         self, parts: Sequence[Scheduled], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:
-        """Show a pass to every drafter, also to those that did not propose."""
+        """Let every drafter observe a pass, also those that did not propose."""
         requests = [part.request for part in parts]
         for name, drafter in self._drafters.items():
             if features is None and drafter.needs.feature_layers:
-                continue  # the device has drafted: features are there
+                continue  # a device pass: the features stay on the device
             self.asked = name
-            try:  # not a guard: this is part of every step, also of those without drafts
+            try:  # not _guard, for speed: this is part of every step, also without drafts
                 drafter.observe(requests, verdicts, features)
             except Exception as error:
                 self.note_failure(name, requests, error)
@@ -215,13 +219,13 @@ class Drafting:
 
     @property
     def reads_texts(self) -> bool:
-        """Whether passes may draft from the requests' own texts on the device."""
+        """Whether device passes may draft from the requests' own texts."""
         return not self.feature_layers and any(map(_drafts_from_texts, self._drafters.values()))
 
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
-        """What passes by this plan draft with on the device; None if they cannot."""
+        """How device passes draft by this plan; None if they cannot."""
         chain = plan.drafter is not None and plan.branching == 1 and plan.otherwise is None
-        if not chain or plan.forced or plan.least_chance:  # by chances the host decides
+        if not chain or plan.forced or plan.least_chance:  # only the host cuts drafts by their chances
             return None
         drafter = self._drafters[plan.drafter or ""]
         draft = None if drafter.device is None else drafter.device.device_draft(plan)
@@ -230,28 +234,30 @@ class Drafting:
         return draft if _drafts_from_texts(drafter) and not self.feature_layers else None
 
     def chains(self, plan: DraftPlan, requests: Sequence[Request]) -> list[Sequence[int]]:
-        """The chain that a drafter proposes for each request by this plan, which can be empty."""
-        useful = [request.max_output - request.num_output - 1 for request in requests]  # one comes anyway
+        """The chain that the plan's drafter proposes for each request; may be empty."""
+        useful = [
+            request.max_output - request.num_output - 1 for request in requests
+        ]  # the last is the bonus
         pairs = zip(requests, useful, strict=True)
-        parts = [Scheduled(request, 1, plan.shrunk(max(most, 0))) for request, most in pairs]
+        parts = [Scheduled(request, 1, plan.shrunk(max(length, 0))) for request, length in pairs]
         trees, _ = self.propose(parts)
         if trees is None:
             return [()] * len(requests)
         return [trees.tree_lists(index)[0] for index in range(len(requests))]
 
     def attach(self, plan: DraftPlan, requests: Sequence[Request]) -> bool:
-        """Whether the device can draft for these requests now."""
+        """Whether the device can draft for these requests from now on."""
         with self._guard(plan.drafter or "", requests):
             return self._device_drafter(plan).attach(requests)
         return False
 
     def prefill_ahead(self, plan: DraftPlan, requests: Sequence[Request]) -> None:
-        """The device will probably draft for these requests, all of whose tokens a pass is computing."""
+        """Let the plan's head prefill these requests after the pass that prefills them now."""
         with self._guard(plan.drafter or "", requests):
             self._device_drafter(plan).prefill_ahead(requests)
 
     def detach(self, plan: DraftPlan, requests: Sequence[Request]) -> None:
-        """The device drafts for these requests no longer."""
+        """Return these requests from the device to the host."""
         with self._guard(plan.drafter or "", requests):
             self._device_drafter(plan).detach(requests, unsure=1 + plan.levels)
 
@@ -261,26 +267,26 @@ class Drafting:
         return device
 
     def forget(self, requests: Sequence[Request]) -> None:
-        """Let drafters drop what they keep for requests that have ended."""
+        """Let drafters drop their state of requests that have ended."""
         for name, drafter in self._drafters.items():
             for request in requests:
                 with self._guard(name, [request]):
                     drafter.forget(request)
 
     def close(self) -> None:
-        """Let drafters write down what is to survive the engine."""
+        """Let drafters save what must survive the engine."""
         for name, drafter in self._drafters.items():
             try:
                 drafter.close()
-            except Exception as error:  # a full disk: the others still have something to write
+            except Exception as error:  # for example a full disk: the others are still closed
                 logger.warning("what drafter %s keeps could not be written: %s", name, error)
 
     def _guard(self, name: str, requests: Sequence[Request]) -> _Guard:
-        """If a drafter raises in here, these requests are not drafted for by it again."""
+        """A context in which a drafter may raise: it then never drafts for these requests again."""
         return _Guard(self, name, requests)
 
     def note_failure(self, name: str, requests: Sequence[Request], error: Exception) -> None:
-        """Leave a drafter aside for these requests."""
+        """Exclude a drafter for these requests, and log why."""
         for request in requests:
             request.failed_drafters.add(name)
         once = not self.failures  # one traceback is enough
@@ -289,7 +295,7 @@ class Drafting:
 
 
 class _Guard:
-    """Catches what a drafter raises. A class, since it is passed several times in every step."""
+    """Catches what a drafter raises. A class and not a generator, for speed: every step enters it often."""
 
     __slots__ = ("_drafting", "_name", "_requests")
 
@@ -301,17 +307,17 @@ class _Guard:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         self._drafting.asked = None
-        if isinstance(error, Exception):  # a drafter is a plug-in: anything may happen in it
+        if isinstance(error, Exception):  # drafters are plug-ins: they may raise anything
             self._drafting.note_failure(self._name, self._requests, error)
             return True
         return False
 
 
 def _drafts_from_texts(drafter: Drafter) -> bool:
-    """Whether a drafter needs nothing but texts, so that the host can draft while passes run."""
+    """Whether a drafter needs only the texts, so that the host can draft while passes run."""
     return drafter.device is not None and drafter.needs == DrafterNeeds() and not drafter.only_forced
 
 
 def _without_failed(request: Request, plan: DraftPlan) -> DraftPlan:
-    """The plan, or what is left of it without a drafter that failed for the request."""
+    """The plan, or its `otherwise` plan if its drafter failed for the request."""
     return _without_failed(request, plan.second()) if plan.drafter in request.failed_drafters else plan

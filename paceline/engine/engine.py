@@ -1,4 +1,4 @@
-"""The engine: requests in, one step at a time, tokens out."""
+"""Engine: continuous batching with speculative decoding, one step at a time."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class Engine:
         self._device = DeviceExecutor(self._make_decoder if samples else _no_decoder, self._drafting, self.kv)
         truncates = backend.truncates_on_device
         self._overlap = OverlapScheduler(self.scheduler, self._device, self._host, self._plan, truncates)
-        self._next_plan: _Planned | None = None  # that no pass was scheduled by yet
-        self._counted = (0, 0)  # preemptions and failures of drafters that statistics have
+        self._next_plan: _Planned | None = None  # planned, but no pass was scheduled by it yet
+        self._counted = (0, 0)  # preemptions and drafter failures that earlier steps have reported
         self._clock = clock
         self._live: dict[str, list[Request]] = {}
         self._num_arrived = 0
@@ -98,7 +98,7 @@ class Engine:
 
     @property
     def asked_drafter(self) -> str | None:
-        """The drafter that the engine's thread is in now; any thread may ask."""
+        """The drafter that is running now; any thread may ask."""
         return self._drafting.asked
 
     def add_request(
@@ -111,11 +111,11 @@ class Engine:
         cache_salt: str = "",
         grammar: Grammar | None = None,
     ) -> list[Request]:
-        """The queued requests, one for each of the n outputs. RequestError if it cannot be served.
+        """The queued requests, one for each of the n outputs. RequestError if they cannot be served.
 
-        `segment` names the kind of traffic, for statistics. Only requests of the same `cache_salt`
-        share pages of the prefix cache and past responses to draft from. `grammar` is what the params'
-        structured_outputs were compiled to; if it is left out, they are compiled here.
+        `segment` names the kind of traffic, for statistics. Only requests with the same `cache_salt` share
+        cached pages and past responses. `grammar` is the compiled structured_outputs of the params; without
+        it they are compiled here.
         """
         name = str(self._num_arrived) if request_id is None else request_id
         if name in self._live:
@@ -144,7 +144,7 @@ class Engine:
         return children
 
     def abort(self, request_id: str) -> list[Request]:
-        """The requests of this id that were still unfinished and are now ended with reason "abort"."""
+        """The unfinished requests of this id, which have ended now with reason "abort"."""
         aborted = self._live.get(request_id, [])
         for request in list(aborted):
             self._processor.end(request, "abort")
@@ -153,26 +153,26 @@ class Engine:
         return aborted
 
     def prepare(self) -> None:
-        """Have ready what the first passes would wait for. Nothing has been added yet."""
-        layers, kept = self._drafting.feature_layers, self._drafting.kept
-        self.backend.prepare(self._pool, self.limits.max_model_len, layers, kept)
+        """Warm up: compile and allocate what the first steps would wait for. Call it before any request."""
+        layers, kept_features = self._drafting.feature_layers, self._drafting.kept_features
+        self.backend.prepare(self._pool, self.limits.max_model_len, layers, kept_features)
         self._drafting.prepare()
-        self.tokenizer.token_bytes(0)  # makes the table of all
+        self.tokenizer.token_bytes(0)  # builds the table of all tokens
         for plan in dict.fromkeys([PLAIN, *self._controller.device_plans()]):
             self._controller.expect(plan, self._device.prepare(plan))
-        gc.unfreeze()  # engines that are gone
+        gc.unfreeze()  # what earlier engines froze
         gc.collect()
-        gc.freeze()  # to look through all that was loaded takes a quarter of a second, between any two steps
+        gc.freeze()  # else a collection between two steps would scan all that was loaded, for 0.25 s
 
     def close(self) -> None:
-        """End: what drafters and the controller keep on disk is written."""
+        """Stop: drafters and the controller save their state."""
         gc.unfreeze()
         self.grammars.close()
         self._drafting.close()
         self._controller.close()
 
     def step(self) -> list[Delta]:
-        """What one pass adds to its requests: launch every pass that can overlap, commit the oldest."""
+        """The deltas of one pass: launch every pass that can overlap, then commit the oldest."""
         timer = StepTimer(self._clock)
         while (schedule := self._next_schedule()) is not None:
             timer.end("plan")
@@ -185,7 +185,7 @@ class Engine:
         return self._commit(oldest, timer)
 
     def _next_schedule(self) -> Schedule | None:
-        """The next pass that can begin, KV reserved. One of the host waits for all passes in flight."""
+        """The next pass that can start, pages reserved. A host pass waits until none is in flight."""
         schedule = self._overlap.next(self._pipeline)
         if schedule is None and not self._pipeline and self.has_unfinished:
             step_plan = self._plan(self._overlap.takes(self.scheduler.running))
@@ -197,17 +197,17 @@ class Engine:
         return schedule
 
     def _plan(self, on_device: bool) -> StepPlan:
-        """The plan of the next step: made once, though passes in flight may delay it."""
-        running, kept = self.scheduler.running, self._next_plan
-        if kept is None or kept.running != running or kept.on_device != on_device:
+        """The controller's plan for the next step; asked once, even if passes in flight delay the step."""
+        running, planned = self.scheduler.running, self._next_plan
+        if planned is None or planned.running != running or planned.on_device != on_device:
             waiting, coming = len(self.scheduler.waiting), self.scheduler.num_admissible
             step_plan = self._controller.plan(running, Load(len(running), waiting, coming, on_device))
             step_plan.plans = self._drafting.settled(running, step_plan.plans)
-            self._next_plan = kept = _Planned(list(running), on_device, step_plan)
-        return kept.step_plan
+            self._next_plan = planned = _Planned(list(running), on_device, step_plan)
+        return planned.step_plan
 
     def _begin(self, schedule: Schedule, timer: StepTimer) -> InFlight:
-        """Begin a pass. One that cannot is lost when it is waited for, as one that fails later is."""
+        """The started pass. If it fails to start, waiting for it raises, as for one that fails later."""
         for part in schedule.parts:
             if part.request.scheduled_time is None:
                 part.request.scheduled_time = self._clock()
@@ -220,10 +220,10 @@ class Engine:
         return begun
 
     def _commit(self, done: InFlight, timer: StepTimer) -> list[Delta]:
-        """Wait for a pass and give its requests their tokens; show it to drafters and the controller."""
+        """The deltas of a pass: wait for it, advance its requests, let drafters and controller observe it."""
         try:
             result = done.wait(timer)
-        except Exception as error:  # the pass is lost, the engine is not
+        except Exception as error:  # only this pass is lost
             return self._fail(self._lost_with(done), error)
         advance, lookahead = self._processor.advance, self._device.lookahead
         pairs = zip(result.parts, result.verdicts, strict=True)
@@ -256,7 +256,7 @@ class Engine:
         return stats
 
     def _lost_with(self, done: InFlight) -> list[Request]:
-        """The requests of a lost pass, and of those behind it that build on its tokens."""
+        """The requests of a lost pass, and of the passes after it that depend on its tokens."""
         lost = done.schedule.requests
         if done.schedule.executor.on_device:
             lost += self._pipeline.drop_decodes()
@@ -264,13 +264,17 @@ class Engine:
         return [request for request in dict.fromkeys(lost) if not request.finished]
 
     def _make_decoder(self) -> AsyncDecoder | None:
-        limits, layers, kept = self.limits, self._drafting.feature_layers, self._drafting.kept
+        limits, layers, kept_features = (
+            self.limits,
+            self._drafting.feature_layers,
+            self._drafting.kept_features,
+        )
         return self.backend.make_async_decoder(
-            self._pool, limits.max_num_seqs, limits.max_model_len, layers, kept
+            self._pool, limits.max_num_seqs, limits.max_model_len, layers, kept_features
         )
 
     def _remove(self, request: Request) -> None:
-        """Take out a request that ended. After an error its keys and values are not offered to others."""
+        """Remove a request that has ended. After an error its pages do not stay in the prefix cache."""
         self.scheduler.remove(request, forget=request.error is not None)
         siblings = self._live[request.request_id]
         self._live[request.request_id] = [other for other in siblings if other is not request]
@@ -278,7 +282,7 @@ class Engine:
             del self._live[request.request_id]
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> list[Delta]:
-        """End the requests of a pass that raised."""
+        """The last deltas of the requests of a pass that raised; they end with its error."""
         for request in requests:
             self._processor.end(request, "error", error=error)
             self._remove(request)
@@ -287,7 +291,7 @@ class Engine:
         return [Delta(request, request.detokenizer.take(), ()) for request in requests]
 
     def state(self) -> StepStats:
-        """The facts of a step in which nothing happened: how things are now. Any thread may ask."""
+        """The statistics of an empty step: requests and cache usage now. Any thread may ask."""
         return StepStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -299,7 +303,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A step that was planned, and for what."""
+    """A step plan, and the requests and executor that it was made for."""
 
     running: list[Request]
     on_device: bool
@@ -307,4 +311,4 @@ class _Planned:
 
 
 def _no_decoder() -> None:
-    """The rule of verification needs logits on the host."""
+    """None: the verification rule needs logits on the host."""

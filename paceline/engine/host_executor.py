@@ -1,4 +1,4 @@
-"""Passes whose drafts are made and verified on the host."""
+"""HostExecutor: passes whose drafts are made and verified on the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.kv.cache import KVCache
 
 
 class HostExecutor:
-    """propose -> trim -> build -> forward -> verify."""
+    """A pass on the host: propose -> trim -> build -> forward -> verify."""
 
     on_device = False
 
@@ -44,7 +44,7 @@ class HostExecutor:
         self._verification = verification
 
     def begin(self, schedule: Schedule, timer: StepTimer) -> InFlight:
-        """Draft, and begin the pass over the drafts. A pass over prompts drafts nothing."""
+        """Draft, and start the pass that verifies the drafts. Prefill passes have no drafts."""
         trees, parts = self._drafting.propose(schedule.parts)
         timer.end("draft")
         if trees is not None and schedule.step_plan is not None:
@@ -52,8 +52,8 @@ class HostExecutor:
         if trees is not None and not trees.num_nodes:
             trees = None
         timer.end("plan")
-        layers, kept = self._drafting.feature_layers, self._drafting.kept
-        batch = self._builder.build(parts, trees, self._kv, self._pool, layers, kept)
+        layers, kept_features = self._drafting.feature_layers, self._drafting.kept_features
+        batch = self._builder.build(parts, trees, self._kv, self._pool, layers, kept_features)
         timer.end("build")
         output = self._backend.begin(batch)
 
@@ -73,12 +73,15 @@ class HostExecutor:
         attended, features = int(np.diff(batch.row_offsets) @ batch.context_lengths), None
         if output.features is not None:
             features = _features(parts, batch, output)
-        left = [index for index, part in enumerate(parts) if not part.request.finished]
+        unfinished = [index for index, part in enumerate(parts) if not part.request.finished]
         shapes = shapes_of(trees)
-        if len(left) < len(parts):  # some were aborted meanwhile
-            parts, verdicts = [parts[index] for index in left], [verdicts[index] for index in left]
-            shapes = [shapes[index] for index in left] if shapes else []
-            features = None if features is None else features.of_requests(left)
+        if len(unfinished) < len(parts):  # some were aborted during the pass
+            parts, verdicts = (
+                [parts[index] for index in unfinished],
+                [verdicts[index] for index in unfinished],
+            )
+            shapes = [shapes[index] for index in unfinished] if shapes else []
+            features = None if features is None else features.of_requests(unfinished)
         return StepResult(parts, verdicts, shapes, features, batch.num_rows, attended)
 
 

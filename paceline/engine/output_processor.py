@@ -1,4 +1,4 @@
-"""What a pass gives its requests: tokens, text, their keys and values, and an end where there is one."""
+"""OutputProcessor: appends the tokens of a pass to its requests, commits their KV, and ends requests."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Delta:
 
 
 class OutputProcessor:
-    """Gives requests the tokens of a committed pass."""
+    """Advances requests by the verdicts of a pass."""
 
     def __init__(self, kv: KVCache, clock: Callable[[], float]) -> None:
         self._kv = kv
         self._clock = clock
 
     def advance(self, part: Scheduled, verdict: Verdict, room: int) -> Delta:
-        """Give a request its tokens, keep their keys and values and room behind, and end it where it must."""
+        """The delta of a request: append its tokens, commit their KV with `room` more, end it if it must."""
         request, tokens = part.request, verdict.tokens
         if verdict.error is not None:
             self.end(request, "error", error=verdict.error)
@@ -50,16 +50,16 @@ class OutputProcessor:
         return Delta(request, request.detokenizer.take(), tokens)
 
     def end(self, request: Request, reason: str, error: Exception | None = None) -> None:
-        """Decide that a request goes on no longer."""
+        """End a request. The scheduler removes it later."""
         request.finish_reason = reason
         request.error = error
         request.finished_time = self._clock()
         request.detokenizer.finish()
 
     def _commit(self, part: Scheduled, accepted: Sequence[int], room: int) -> None:
-        """Keep the keys and values of a part's tokens and of the accepted nodes behind them."""
+        """Commit the keys and values of a part's tokens and of its accepted nodes."""
         request, count = part.request, part.num_tokens + len(accepted)
-        if not accepted or accepted[-1] == len(accepted) - 1:  # nothing lies between them: paths ascend
+        if not accepted or accepted[-1] == len(accepted) - 1:  # contiguous, since paths ascend
             self._kv.commit(request.slot, request.token_ids, count, (), room)
         else:
             rows = [part.num_tokens + node for node in accepted]
@@ -69,15 +69,15 @@ class OutputProcessor:
     def _take_one_by_one(
         self, request: Request, tokens: tuple[int, ...]
     ) -> tuple[tuple[int, ...], str | None]:
-        """The tokens up to the one that the request ends with, and why it does, if it does."""
-        for taken, token in enumerate(tokens, start=1):
+        """The tokens up to the one that ends the request, and the finish reason, None if it goes on."""
+        for count, token in enumerate(tokens, start=1):
             reason = self._take_token(request, token)
             if reason is not None:
-                return tokens[:taken], reason
+                return tokens[:count], reason
         return tokens, None
 
     def _take_token(self, request: Request, token: int) -> str | None:
-        """Append one token; why the request ends with it, if it does."""
+        """The finish reason after appending one token; None if the request goes on."""
         request.token_ids.append(token)
         num_output = request.num_output
         if token in request.ending_ids:

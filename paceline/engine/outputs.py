@@ -1,4 +1,4 @@
-"""What a user gets back. The names are vLLM's."""
+"""RequestOutput and its parts: what a user gets back. The names are vLLM's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass(frozen=True)
 class SpeculativeMetrics:
-    """What drafting did. All zero, and the length 1, when nothing was drafted."""
+    """The drafting statistics of a request. All zero, and the mean length 1, when nothing was drafted."""
 
     num_spec_steps: int = 0  # steps with at least one drafted token
     num_draft_tokens: int = 0
@@ -23,9 +23,9 @@ class SpeculativeMetrics:
     acceptance_histogram: list[int] = field(default_factory=list)  # [i] steps that accepted i tokens
     drafts_per_position: list[int] = field(default_factory=list)  # [d] drafts that reached depth d + 1
     accepted_per_position: list[int] = field(default_factory=list)  # [d] of these, accepted there
-    draft_time: float = 0.0  # seconds; those of a step are shared evenly by its requests
-    verify_time: float = 0.0
-    failed_drafters: list[str] = field(default_factory=list)  # raised, and were left aside
+    draft_time: float = 0.0  # seconds; a step's time is split evenly among its requests
+    verify_time: float = 0.0  # seconds
+    failed_drafters: list[str] = field(default_factory=list)  # they raised, and were not asked again
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -34,19 +34,19 @@ class SpeculativeMetrics:
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted share of drafted tokens."""
+        """The accepted fraction of drafted tokens."""
         return self.num_accepted_draft_tokens / max(1, self.num_draft_tokens)
 
     @property
     def acceptance_rate_per_position(self) -> list[float]:
-        """[d] the share of drafts accepted at depth d + 1 among those that went so deep."""
+        """[d] the fraction of drafts accepted at depth d + 1, of those that reached it."""
         pairs = zip(self.accepted_per_position, self.drafts_per_position, strict=True)
         return [accepted / drafts for accepted, drafts in pairs]
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """When things happened, in seconds of one monotonic clock, and what was spared."""
+    """The times of a request, in seconds of one monotonic clock, and its counts."""
 
     arrival_time: float
     scheduled_time: float | None  # when it first took part in a pass
@@ -87,7 +87,7 @@ class RequestOutput:
 def request_output(
     prompt: str | None, children: Sequence[Request], tokenizer: TextTokenizer
 ) -> RequestOutput:
-    """The output of a request as it stands, from its n children."""
+    """The current output of a request, from its n children."""
     first = children[0]
     prompt_logprobs = None
     if first.params.prompt_logprobs is not None:
@@ -150,13 +150,15 @@ def _speculative_metrics(children: Sequence[Request]) -> SpeculativeMetrics:
 
 
 def _summed(lists: Sequence[list[int]]) -> list[int]:
-    """The sums place by place; what a shorter list does not have is 0."""
+    """The element-wise sums; shorter lists are padded with 0."""
     return [sum(places) for places in zip_longest(*lists, fillvalue=0)]
 
 
 def with_texts(entry: TokenLogprobs, tokenizer: TextTokenizer) -> TokenLogprobs:
-    """The entries with their tokens' texts."""
+    """The entry with the texts of its tokens."""
     return {
-        token: Logprob(one.logprob, one.rank, tokenizer.token_bytes(token).decode("utf-8", errors="replace"))
-        for token, one in entry.items()
+        token: Logprob(
+            logprob.logprob, logprob.rank, tokenizer.token_bytes(token).decode("utf-8", errors="replace")
+        )
+        for token, logprob in entry.items()
     }

@@ -1,7 +1,7 @@
-"""Overlap scheduling: which pass is launched next behind those in flight.
+"""Overlap (asynchronous) scheduling: the next pass that can be launched before those in flight are read.
 
-Requests that merely decode are launched again before their last pass was read. New requests are prefilled in
-their own pass, queued behind the passes in flight, and join the decode batch once it has been read.
+Decoding requests are launched again before their last pass was read. New requests are prefilled in their own
+pass, queued after the passes in flight, and join the decode batch once it has been read.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from paceline.engine.device_executor import DeviceExecutor
 from paceline.engine.pipeline import DEPTH, Executor, Pipeline, Schedule
 from paceline.engine.scheduler import Scheduler
 
-# A prefill starts once the waiting requests have waited this many passes per decoding request, at most so
-# many: it costs everybody who decodes about one pass, whether it is over one prompt or over three.
+# Start a prefill once the waiting requests have waited 0.25 passes per decoding request, at most 8 in all: a
+# prefill delays every decoding request by about one pass, whether it is over one prompt or over three.
 PREFILL_WAIT_PER_DECODE = 0.25  # passes
 MAX_PREFILL_WAIT = 8  # passes
 
 
 class OverlapScheduler:
-    """Schedules passes that can begin before those in flight were read."""
+    """Schedules passes that can start before those in flight are read."""
 
     def __init__(
         self,
@@ -33,16 +33,16 @@ class OverlapScheduler:
         plan: Callable[[bool], StepPlan],
         truncates: bool,
     ) -> None:
-        """`plan` plans the next step. `truncates`: the device can truncate."""
+        """`plan` makes the next step's plan. `truncates`: the device supports top-k, top-p and min-p."""
         self._scheduler = scheduler
         self._device = device
         self._host = host
         self._plan = plan
         self._truncates = truncates
-        self._waited = 0  # passes, of all waiting requests together
+        self._waited = 0  # passes, summed over the waiting requests
 
     def next(self, pipeline: Pipeline) -> Schedule | None:
-        """The next pass, KV reserved; None if none can follow those in flight."""
+        """The next pass, pages reserved; None if none can follow those in flight."""
         running = self._scheduler.running
         if not running or pipeline.num_decodes >= DEPTH or self._device.decoder() is None:
             return None
@@ -50,7 +50,9 @@ class OverlapScheduler:
         decoding = running
         if prefill_is_due or not pipeline.decodes(running):
             prefilling = pipeline.prefilling
-            decoding = [own for own in running if own.num_pending == 1 and own not in prefilling]
+            decoding = [
+                request for request in running if request.num_pending == 1 and request not in prefilling
+            ]
             prefill_is_due = not prefilling and (prefill_is_due or len(decoding) < len(running))
             if not decoding or not self.takes(decoding):
                 return None
@@ -63,33 +65,35 @@ class OverlapScheduler:
         plan = self._device.fitting(plan, len(decoding))
         if not self._device.can_follow(plan):
             return None
-        going = self._device.admit(decoding, plan)
-        parts = [Scheduled(request, 1, PLAIN if request.undrafted else plan) for request in going]
+        admitted = self._device.admit(decoding, plan)
+        parts = [Scheduled(request, 1, PLAIN if request.undrafted else plan) for request in admitted]
         return Schedule(parts, self._device, step_plan) if parts else None
 
     def takes(self, requests: Sequence[Request]) -> bool:
-        """Whether the device can choose the next tokens of all of these."""
-        return self._device.decoder() is not None and all(self._samples(own) for own in requests)
+        """Whether the device can sample the next tokens of all of these."""
+        return self._device.decoder() is not None and all(self._samples(request) for request in requests)
 
     def _samples(self, request: Request) -> bool:
         return request.samples_plainly or (self._truncates and request.samples_truncated)
 
     def _counts_as_due(self, decoding: int) -> bool:
-        """Count another pass that the waiting requests wait for; whether they have waited long enough."""
-        coming = self._scheduler.num_admissible
-        self._waited = self._waited + coming if coming else 0
-        if not coming or self._waited < min(PREFILL_WAIT_PER_DECODE * decoding, MAX_PREFILL_WAIT):
+        """Whether the waiting requests have waited long enough, after counting one more pass for each."""
+        admissible = self._scheduler.num_admissible
+        self._waited = self._waited + admissible if admissible else 0
+        if not admissible or self._waited < min(PREFILL_WAIT_PER_DECODE * decoding, MAX_PREFILL_WAIT):
             return False
         self._waited = 0
         return True
 
     def _common_plan(self, decoding: Sequence[Request], step_plan: StepPlan) -> DraftPlan | None:
-        """The plan of all requests that want drafts; None if they differ."""
+        """The plan of all requests that are drafted for; None if they differ."""
         planned = dict(zip(self._scheduler.running, step_plan.plans, strict=True))
-        plan = next((planned[own] for own in decoding if not own.undrafted), PLAIN)
-        same = all(own.undrafted or planned[own] is plan or planned[own] == plan for own in decoding)
+        plan = next((planned[request] for request in decoding if not request.undrafted), PLAIN)
+        same = all(
+            request.undrafted or planned[request] is plan or planned[request] == plan for request in decoding
+        )
         return plan if same else None
 
     def _prefill(self, decoding: Sequence[Request]) -> list[Scheduled]:
-        """The parts of a pass over the prompts of those who do not decode."""
+        """The parts of a prefill pass over all requests that are not decoding."""
         return self._scheduler.schedule([PLAIN] * len(self._scheduler.running), set(decoding))

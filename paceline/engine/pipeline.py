@@ -1,6 +1,6 @@
-"""Passes on their way: scheduled, in flight, committed. Every pass goes through the same three records.
+"""The pipeline: every pass is a Schedule, then InFlight, then a StepResult.
 
-Schedule --executor.begin--> InFlight --wait--> StepResult --engine.commit--> tokens
+Schedule --executor.begin--> InFlight --wait--> StepResult --engine._commit--> tokens
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.core.schedule import Scheduled
 from paceline.core.verdict import Verdict
 from paceline.engine.step_stats import Shape
 
-DEPTH = 2  # decode passes in flight when the oldest of them is read
+DEPTH = 2  # decode passes in flight when the oldest is read
 PHASES = ("plan", "draft", "build", "forward", "verify", "commit")
 
 
@@ -30,7 +30,7 @@ class StepTimer:
         self.seconds = dict.fromkeys(PHASES, 0.0)
 
     def end(self, phase: str) -> None:
-        """Charge the time since the last call to a phase."""
+        """Add the time since the last call to a phase."""
         now = self._clock()
         self.seconds[phase] += now - self._last
         self._last = now
@@ -38,11 +38,11 @@ class StepTimer:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A pass that can begin: its KV is reserved."""
+    """A pass that can start: its pages are reserved."""
 
     parts: list[Scheduled]
     executor: Executor
-    step_plan: StepPlan | None = None  # None: a pass over prompts, for which nothing was planned
+    step_plan: StepPlan | None = None  # None: a prefill pass, which the controller does not plan
 
     @property
     def requests(self) -> list[Request]:
@@ -51,11 +51,11 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a pass gave to its requests that have not ended meanwhile."""
+    """The result of a pass for its requests that have not ended meanwhile."""
 
     parts: list[Scheduled]
     verdicts: list[Verdict]
-    shapes: list[Shape]  # of the drafts; empty if nothing was drafted
+    shapes: list[Shape]  # [parts] of the drafts; empty if nothing was drafted
     features: Features | None
     num_rows: int
     attended: int  # keys of committed tokens that its rows read, summed over the rows
@@ -63,20 +63,20 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A pass that has begun."""
+    """A pass that was started."""
 
     schedule: Schedule
-    wait: Callable[[StepTimer], StepResult]  # waits for it, and verifies; raises what the pass was lost by
-    skip: Callable[[], None]  # instead of wait: all of its requests have ended
+    wait: Callable[[StepTimer], StepResult]  # waits for the pass and verifies; raises if the pass failed
+    skip: Callable[[], None]  # call instead of wait if all of its requests have ended
 
 
 class Executor(Protocol):
-    """How a pass runs: its drafts made and its tokens chosen on the host, or on the device."""
+    """Runs passes; drafts are made and tokens are sampled on the host, or on the device."""
 
     on_device: bool
 
     def begin(self, schedule: Schedule, timer: StepTimer) -> InFlight:
-        """Begin a pass, behind those in flight."""
+        """Start a pass, after those in flight."""
         ...
 
 
@@ -91,18 +91,23 @@ class Pipeline:
 
     @property
     def num_decodes(self) -> int:
-        """Passes in flight that decode on the device."""
-        return sum([one.schedule.executor.on_device for one in self._passes])
+        """The number of decode passes in flight on the device."""
+        return sum([in_flight.schedule.executor.on_device for in_flight in self._passes])
 
     @property
     def prefilling(self) -> list[Request]:
-        """Requests whose prompts a pass in flight computes beside those that decode."""
+        """The requests of the prefill pass in flight, if there is one."""
         return next(
-            (one.schedule.requests for one in self._passes if not one.schedule.executor.on_device), []
+            (
+                in_flight.schedule.requests
+                for in_flight in self._passes
+                if not in_flight.schedule.executor.on_device
+            ),
+            [],
         )
 
     def decodes(self, requests: Sequence[Request]) -> bool:
-        """Whether all passes in flight are decodes, the last of them of exactly these requests."""
+        """Whether all passes in flight are decode passes, and the last one has exactly these requests."""
         if not self._passes or self.prefilling:
             return False
         return self._passes[-1].schedule.requests == requests
@@ -111,7 +116,7 @@ class Pipeline:
         self._passes.append(begun)
 
     def pop(self) -> InFlight | None:
-        """The oldest pass that has a request left; those before it are skipped."""
+        """The oldest pass with an unfinished request; passes before it are skipped. None if there is none."""
         while self._passes:
             oldest = self._passes.popleft()
             if not all(part.request.finished for part in oldest.schedule.parts):
@@ -120,14 +125,16 @@ class Pipeline:
         return None
 
     def drop_decodes(self) -> list[Request]:
-        """Take out all passes that decode on the device: one of them was lost. Their requests."""
-        lost = [one for one in self._passes if one.schedule.executor.on_device]
-        self._passes = deque(one for one in self._passes if not one.schedule.executor.on_device)
-        return [part.request for one in lost for part in one.schedule.parts]
+        """The requests of all decode passes on the device, which are removed: one of them failed."""
+        lost = [in_flight for in_flight in self._passes if in_flight.schedule.executor.on_device]
+        self._passes = deque(
+            in_flight for in_flight in self._passes if not in_flight.schedule.executor.on_device
+        )
+        return [part.request for in_flight in lost for part in in_flight.schedule.parts]
 
 
 def failing(schedule: Schedule, error: Exception) -> InFlight:
-    """A pass that was lost when it was to begin: whoever waits for it is told."""
+    """A pass that failed to start: waiting for it raises the error."""
 
     def wait(timer: StepTimer) -> StepResult:
         raise error

@@ -1,9 +1,9 @@
-"""Who takes part in the next pass, with how many rows.
+"""Scheduler: the requests of the next pass, and the rows of each.
 
-Strictly first come, first served. A decoding request always gets its row, prefill chunks share
-what is left in order of arrival, drafts get the rest. A request is admitted when all its tokens
-fit, and nobody passes it in the queue, so a large one cannot starve; when pages run out, the
-youngest gives up its own and is computed again later, so the oldest always advances.
+First come, first served. A decoding request always gets its row, prefill chunks share the remaining rows in
+order of arrival, drafts get the rest. A request is admitted when all its tokens fit, and no other overtakes
+it in the queue, so a large one cannot starve. When pages run out, the youngest request is preempted and
+computed again later, so the oldest always advances.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.core.schedule import Scheduled
 from paceline.core.trees import DraftPlan
 from paceline.kv.cache import KVCache
 
-PROMPT_LOGPROB_ROWS = 64  # each such row has the whole vocabulary's logits: keep the chunk small
+PROMPT_LOGPROB_ROWS = 64  # rows of a prefill chunk whose logits (one vocabulary per row) are needed
 
 
 class Scheduler:
@@ -40,7 +40,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def remove(self, request: Request, forget: bool = False) -> None:
-        """Take a request out of the engine, wherever it is. `forget`: its KV is not to be trusted."""
+        """Remove a running or waiting request. `forget`: its pages must not stay in the prefix cache."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
             self._kv.release(request.slot, forget)
@@ -51,22 +51,22 @@ class Scheduler:
 
     @property
     def num_admissible(self) -> int:
-        """How many of those who wait there are slots for; there may be no pages."""
+        """The number of waiting requests that there are slots for; pages are not checked."""
         return min(len(self.waiting), self._max_num_seqs - len(self.running))
 
     def schedule(
         self, plans: Sequence[DraftPlan], resting: Collection[Request] = frozenset()
     ) -> list[Scheduled]:
-        """The parts of the next pass, KV reserved. `plans` belong to the running requests.
+        """The parts of the next pass, pages reserved. `plans` are those of the running requests.
 
-        A plan's budget may be shrunk, never raised. Who is resting takes no part.
+        A plan's budget may be shrunk, never raised. Requests in `resting` are left out.
         """
         allowed = dict(zip(self.running, plans, strict=True))
         decoding = sum(request.num_pending == 1 and request not in resting for request in self.running)
         prefill_rows = self._max_rows - decoding
         parts: list[Scheduled] = []
         for request in list(self.running):
-            if request.status is not Status.RUNNING:  # preempted for an older one
+            if request.status is not Status.RUNNING:  # preempted by an older one
                 continue
             if request in resting:
                 continue
@@ -84,12 +84,12 @@ class Scheduler:
         return parts
 
     def _chunk(self, request: Request, rows: int) -> int:
-        """How many of its pending tokens a request computes, given the free rows."""
+        """The number of pending tokens that a request computes, given the free rows."""
         limit = PROMPT_LOGPROB_ROWS if request.wants_prompt_logprobs else rows
         return min(request.num_pending, rows, limit)
 
     def _reserve_or_preempt(self, request: Request, length: int) -> bool:
-        """Whether the request has room for `length` tokens, after preempting the youngest if need be."""
+        """Whether the request has room for `length` tokens; preempts the youngest requests if needed."""
         while not self._kv.reserve(request.slot, length):
             youngest = self.running[-1]
             self._preempt(youngest)
@@ -98,14 +98,14 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Send a running request back to the queue; its tokens stay, its keys and values are recomputed."""
+        """Move a running request back to the queue. It keeps its tokens; its KV is computed again."""
         self.running.remove(request)
         self._kv.release(request.slot)
         request.slot, request.num_computed = -1, 0
         request.status = Status.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(request)  # it is older than everyone in the queue
+        self.waiting.appendleft(request)  # it is older than all in the queue
 
     def _admit(self, parts: list[Scheduled], rows: int) -> None:
         """Start waiting requests, in order, as long as slots, rows and pages last."""
@@ -129,7 +129,7 @@ class Scheduler:
             parts.append(Scheduled(request, tokens))
 
     def _should_wait_for_leader(self, request: Request) -> bool:
-        """Whether the first of its siblings is just computing prompt pages that it could share."""
+        """Whether child 0 is still prefilling prompt pages that this request could share."""
         leader = request.leader
         if leader is None or not self._kv.enable_prefix_caching:
             return False

@@ -1,8 +1,8 @@
-"""Shadow drafts: what a drafter would have drafted beside plain passes, compared with what these chose.
+"""Shadow drafts: drafts beside plain device passes, compared with the tokens that these sample.
 
-The device computes nothing for them, and the host drafts while a pass runs. So the controller knows what
-drafts from texts would bring before it asks for any. A shadow draft ends where it was wrong, or at its
-length, and the next one begins behind the token that follows, as it would if drafts were verified.
+The device computes nothing for them, and the host drafts while a pass runs. So the controller learns what
+text drafts would gain before it uses any. A shadow draft ends at its first wrong token, or at its length; the
+next one starts after the token that follows, as it would if drafts were verified.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from paceline.core.stats import ShadowFacts
 from paceline.core.trees import DraftPlan
 from paceline.engine.drafting import Drafting
 
-MAX_FOLLOWED = 8  # requests: a draft of each takes the host about 20 us
+MAX_FOLLOWED = 8  # requests; a draft takes the host about 20 us
 
 
 @dataclass(slots=True)
 class _Shadow:
-    """A draft that nobody verifies."""
+    """A draft that is not verified."""
 
-    start: int  # place in the text of its first token
+    start: int  # position of its first token
     tokens: Sequence[int]
-    depth: int = 0  # of them, those that were right
+    depth: int = 0  # leading tokens that were right so far
 
 
 class ShadowDrafts:
-    """The shadow drafts of a few requests, and how they fared."""
+    """The shadow drafts of at most 8 requests, and how often they were right."""
 
     def __init__(self, drafting: Drafting) -> None:
         self._drafting = drafting
@@ -38,21 +38,27 @@ class ShadowDrafts:
         self._hits: list[int] = []
 
     def follow(self, plan: DraftPlan, requests: Sequence[Request]) -> None:
-        """Compare what requests have gained with their drafts, and draft again where those have ended."""
+        """Compare the requests' new tokens with their shadow drafts, and draft again where one has ended."""
         if plan != self._plan:
             self.clear()
             self._plan, self._tries, self._hits = plan, [0] * plan.levels, [0] * plan.levels
-        ended = [own for own in requests if own in self._shadows and self._ends(own, self._shadows[own])]
-        followed = sum([own in self._shadows for own in requests])
-        wanted = [own for own in requests if own not in self._shadows and not own.undrafted]
+        ended = [
+            request
+            for request in requests
+            if request in self._shadows and self._ends(request, self._shadows[request])
+        ]
+        followed = sum([request in self._shadows for request in requests])
+        wanted = [request for request in requests if request not in self._shadows and not request.undrafted]
         ended += wanted[: MAX_FOLLOWED - followed]
         if ended:
-            self._shadows = {own: shadow for own, shadow in self._shadows.items() if not own.finished}
+            self._shadows = {
+                request: shadow for request, shadow in self._shadows.items() if not request.finished
+            }
             for request, tokens in zip(ended, self._drafting.chains(plan, ended), strict=True):
                 self._shadows[request] = _Shadow(len(request.token_ids), tokens)
 
     def _ends(self, request: Request, shadow: _Shadow) -> bool:
-        """Count the tokens that a request has gained; whether one of them ended its draft."""
+        """Whether a shadow draft has ended, after counting the request's new tokens."""
         for token in request.token_ids[shadow.start + shadow.depth :]:
             depth, left = shadow.depth, len(shadow.tokens) - shadow.depth
             if depth == len(self._tries):
@@ -65,7 +71,7 @@ class ShadowDrafts:
         return False
 
     def take(self) -> ShadowFacts | None:
-        """What was counted since the last time; None if nothing was."""
+        """The counts since the last call; None if there are none."""
         if self._plan is None or not any(self._tries):
             return None
         facts = ShadowFacts(self._plan.drafter or "", tuple(self._tries), tuple(self._hits))
@@ -73,5 +79,5 @@ class ShadowDrafts:
         return facts
 
     def clear(self) -> None:
-        """Drop all: passes that draft follow, or passes of the host."""
+        """Drop all shadow drafts: drafted passes or host passes follow."""
         self._shadows.clear()

@@ -1,4 +1,4 @@
-"""StepStats of a pass, from its parts and what became of them."""
+"""The StepStats of a pass, from its parts and verdicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Shape = tuple[int, int]  # nodes and levels of a draft
 
 
 def shapes_of(trees: DraftTrees | None) -> list[Shape]:
-    """Those of all trees; none if nothing was drafted."""
+    """The shapes of all trees; empty if nothing was drafted."""
     if trees is None:
         return []
     shapes = []
@@ -33,8 +33,8 @@ def add_pass(
     gained: Sequence[int],
     seconds: Mapping[str, float],
 ) -> None:
-    """Add a pass whose parts gained so many tokens, whose drafts had these shapes, and whose phases took
-    so many seconds. `rows` and `attended` are set by the caller."""
+    """Fill in the statistics of a pass: `shapes` of its drafts, `gained` tokens of its parts, `seconds` of
+    its phases. The caller sets `rows` and `attended`."""
     known = sum([part.num_tokens for part in parts])
     drafts = _count_drafts(parts, shapes, verdicts, gained, seconds)
     stats.requests = len(parts)
@@ -56,7 +56,7 @@ def _count_drafts(
     gained: Sequence[int],
     seconds: Mapping[str, float],
 ) -> list[DraftFacts]:
-    """What became of each draft, counted for its request too, with an even share of the time."""
+    """The facts of each draft. Counts them for the requests too, each with an even share of the time."""
     planned = [part.request.speculative for part in parts if part.plan.drafter is not None]
     if planned:
         drafting, verifying = seconds["draft"] / len(planned), seconds["verify"] / len(parts)
@@ -74,9 +74,9 @@ def _count_drafts(
 def _draft_facts(
     part: Scheduled, nodes: int, depth: int, path: tuple[int, ...], num_tokens: int
 ) -> DraftFacts:
-    """What became of the draft of one part that gained `num_tokens` tokens."""
+    """The facts of one part's draft, which gave `num_tokens` tokens."""
     request = part.request
-    if request.finished:  # nothing below its last token was tried
+    if request.finished:  # nothing below its last token was verified
         depth = min(depth, num_tokens)
     return DraftFacts(
         request_id=request.request_id,

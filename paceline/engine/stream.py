@@ -1,4 +1,4 @@
-"""What the event loop sees of a request: its updates, and in the end the whole."""
+"""Stream: a request as the event loop sees it, its updates and finally its output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.engine.outputs import RequestOutput, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one step added to one of the n outputs of a request."""
+    """The new tokens and text of one of the n outputs, from one step."""
 
     index: int  # which of the n outputs
     text: str  # may be empty while characters or stop strings are incomplete
@@ -29,12 +29,12 @@ class Stream:
     def __init__(
         self, request_id: str, abort: Callable[[Stream], None], arrived: asyncio.Event | None = None
     ) -> None:
-        """`abort` ends the request in the engine.
+        """`abort` aborts the request in the engine.
 
         `arrived` is set whenever there is something to take; streams that are read together share one.
         """
         self.request_id = request_id
-        self.output: RequestOutput | None = None  # the whole, once all n outputs have ended
+        self.output: RequestOutput | None = None  # set when all n outputs have finished
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by the engine
         self._abort = abort
         self._updates: deque[Update] = deque()
@@ -53,49 +53,49 @@ class Stream:
             for update in taken:
                 yield update
             if taken:
-                continue  # more may have come while these were used
+                continue  # more may have arrived while the caller used these
             if self.output is not None:
                 return
             self._arrived.clear()
             await self._arrived.wait()
 
     def take(self) -> list[Update]:
-        """The updates that have come and were not taken yet. Raises what the request has failed with."""
+        """The updates since the last call. Raises the request's error once all updates are taken."""
         if self._failure is not None and not self._updates:
             raise self._failure
-        taken = list(self._updates)
+        updates = list(self._updates)
         self._updates.clear()
-        return taken
+        return updates
 
     async def finished(self) -> RequestOutput:
-        """The whole output, when it is there."""
+        """The whole output; waits until the request has finished."""
         async for _ in self:
             pass
         assert self.output is not None
         return self.output
 
     def abort(self) -> None:
-        """End the request now, if it has not ended. It takes part in no further pass."""
+        """Abort the request if it is unfinished. It takes part in no further pass."""
         if self.output is None and self._failure is None:
             self._abort(self)
 
     def accept(self) -> None:
-        """For the engine: the request runs or waits."""
-        if not self.accepted.done():  # else its waiter has gone
+        """For the engine: the request is accepted."""
+        if not self.accepted.done():  # done if its submit was cancelled
             self.accepted.set_result(None)
 
     def put(self, update: Update) -> None:
-        """For the engine: one more update."""
+        """For the engine: add an update."""
         self._updates.append(update)
         self._arrived.set()
 
     def end(self, output: RequestOutput) -> None:
-        """For the engine: that was all."""
+        """For the engine: the request has finished."""
         self.output = output
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
-        """For the engine: the request has ended without an output."""
+        """For the engine: the request has failed."""
         self._failure = error
         self._arrived.set()
         if not self.accepted.done():

@@ -1,4 +1,4 @@
-"""From the output of a pass to one verdict for each of its parts."""
+"""Verification: from the outputs of a host pass to one verdict per part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.verify.verdict import Case, Rule
 
 
 class Verification:
-    """Puts every request's draft before one rule."""
+    """Applies the engine's verification rule to every request's draft."""
 
     def __init__(self, rule: Rule, vocab_size: int) -> None:
         self._rule = rule
@@ -27,9 +27,9 @@ class Verification:
     def verdicts(
         self, parts: Sequence[Scheduled], trees: DraftTrees | None, output: ForwardOutput
     ) -> list[Verdict]:
-        """One verdict for each part. Unusable logits end their own request only.
+        """One verdict per part. Unusable logits (NaN) fail only their own request.
 
-        A part's logits are those of wanted prompt rows, of its root and of its nodes, in this order.
+        A part's logits are those of requested prompt rows, of its root and of its nodes, in this order.
         """
         verdicts = [NOTHING] * len(parts)
         cases: dict[int, Case] = {}
@@ -50,12 +50,12 @@ class Verification:
             count = 1 + len(tree[0])
             draws = None if trees is None else trees.draws_of(index)
             if output.chosen is not None and part.request.samples_plainly:
-                own = chosen[first_chosen : first_chosen + count]
-                if count == 1 and verdicts[index].error is None:  # there is nothing to walk
-                    verdicts[index] = chosen_verdict(own, part.request)
+                tokens = chosen[first_chosen : first_chosen + count]
+                if count == 1 and verdicts[index].error is None:  # no draft
+                    verdicts[index] = chosen_verdict(tokens, part.request)
                     first_chosen += 1
                     continue
-                case = _case(part.request, tree, draws, logits[:0], own)
+                case = _case(part.request, tree, draws, logits[:0], tokens)
                 first_chosen += count
             else:
                 case = _case(part.request, tree, draws, logits[first : first + count], None)
@@ -89,7 +89,7 @@ def _case(
 
 
 def _take_prompt_logprobs(request: Request, start: int, logits: Float32Array) -> None:
-    """Keep the log-probabilities of the prompt tokens after position `start`."""
+    """Store the log-probabilities of the prompt tokens after position `start`."""
     if not request.prompt_logprobs:
         request.prompt_logprobs.append(None)
     for row, line in enumerate(logits):
@@ -98,7 +98,7 @@ def _take_prompt_logprobs(request: Request, start: int, logits: Float32Array) ->
 
 
 def chosen_verdict(tokens: Sequence[int], request: Request) -> Verdict:
-    """The verdict by the tokens that a backend has chosen behind those of a request; -1: it could not.
+    """The verdict for the next tokens of a request that a backend has sampled; -1: its logits were unusable.
 
     All but the last were drafted, as a chain.
     """

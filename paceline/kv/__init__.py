@@ -1,4 +1,4 @@
-"""Keys and values: pages, prefix reuse, commit of the accepted path."""
+"""The KV cache: pages, prefix caching, commit of the accepted path."""
 
 from paceline.kv.cache import KVCache
 

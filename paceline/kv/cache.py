@@ -1,7 +1,7 @@
-"""KVCache: one page table over several pools of keys and values.
+"""KVCache: one page table (vLLM's block table) over several pools of keys and values.
 
-A sequence has a slot: a line of the page table and a committed length. A step reserves room for
-its rows, and commit keeps the accepted ones, moved together if they lie apart:
+A sequence has a slot: a row of the page table and a committed length. A step reserves room for its rows, and
+commit keeps the accepted ones, compacted if they are not contiguous:
 
     committed            rows of the step, as the pass wrote them
     0 ... context - 1  | last token | node 0 | node 1 | node 2 |      accepted: nodes 0 and 2
@@ -33,16 +33,16 @@ class PoolOwner(Protocol):
 
 @dataclass
 class _Sequence:
-    """What the cache knows about one slot."""
+    """The state of one slot."""
 
     salt: str
     pages: list[int] = field(default_factory=list)
     length: int = 0  # committed tokens
-    indexed: int = 0  # full pages already offered for reuse
+    indexed: int = 0  # full pages already in the prefix cache
 
 
 class KVCache:
-    """Keys and values of all sequences: `open`, `reserve`, `commit`, `release`."""
+    """The keys and values of all sequences: `open`, `reserve`, `commit`, `release`."""
 
     def __init__(
         self,
@@ -55,46 +55,46 @@ class KVCache:
         self.page_size = page_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pages = PagePool(num_pages)
-        # [slots, max pages] page numbers, -1 where there is none
+        # [slots, max pages] page numbers, -1: no page
         self.page_tables = np.full((max_sequences, pages_for(max_length, page_size)), -1, dtype=np.int32)
-        self.prefix_queries = 0  # tokens looked up
-        self.prefix_hits = 0  # tokens found
+        self.prefix_queries = 0  # tokens looked up in the prefix cache
+        self.prefix_hits = 0  # tokens found there
         self._pools: list[tuple[PoolOwner, KVPool]] = []
         self._sequences: dict[int, _Sequence] = {}
         self._free_slots = list(range(max_sequences - 1, -1, -1))
 
     def add_pool(self, owner: PoolOwner) -> KVPool:
-        """A new pool of the owner's that shares this page table."""
+        """A new pool, made by its owner, that shares this page table."""
         pool = owner.make_pool(self.pages.num_pages)
         self._pools.append((owner, pool))
         return pool
 
     def pool_of(self, owner: PoolOwner) -> KVPool:
         """The pool that an owner has added."""
-        return next(pool for known, pool in self._pools if known is owner)
+        return next(pool for pool_owner, pool in self._pools if pool_owner is owner)
 
     @property
     def usage(self) -> float:
-        """The share of pages that sequences hold."""
+        """The fraction of pages that sequences hold."""
         return 1.0 - self.pages.num_available / self.pages.num_pages
 
     def length(self, slot: int) -> int:
-        """How many tokens of a slot are committed."""
+        """The number of committed tokens of a slot."""
         return self._sequences[slot].length
 
     def num_pages(self, slot: int) -> int:
-        """How many pages a slot holds."""
+        """The number of pages that a slot holds."""
         return len(self._sequences[slot].pages)
 
     def room(self, slot: int) -> int:
-        """How many tokens the pages of a slot hold."""
+        """The number of tokens that the pages of a slot have room for."""
         return len(self._sequences[slot].pages) * self.page_size
 
     def open(self, token_ids: Sequence[int], salt: str = "", reuse: bool = True) -> tuple[int, int] | None:
-        """A slot with room for all the tokens, and how many of them were found; None if there is no room.
+        """A slot with room for the tokens, and how many are cached already; None if there is no room.
 
-        The last token is never among the found: its logits are needed. Only sequences with equal
-        salt share pages.
+        The last token never counts as cached: its logits are needed. Only sequences with the same salt share
+        pages.
         """
         if not self._free_slots:
             return None
@@ -117,7 +117,7 @@ class KVCache:
         return slot, cached
 
     def reserve(self, slot: int, length: int) -> bool:
-        """Whether the slot now has room for `length` tokens. Takes nothing if it cannot have all."""
+        """Whether the slot has room for `length` tokens now. Takes no page if it cannot have all."""
         pages = self._sequences[slot].pages
         missing = pages_for(length, self.page_size) - len(pages)
         if missing <= 0:
@@ -140,30 +140,30 @@ class KVCache:
     ) -> None:
         """Keep the first `in_place` rows of the pass, then the accepted ones, given as local rows.
 
-        `token_ids` are the sequence's tokens, at least as many as are now committed; pages beyond
-        them and `room` more tokens, which a draft had reserved, are let go.
+        `token_ids` are the sequence's tokens, at least as many as are committed now. Pages that a draft
+        reserved beyond them and `room` more tokens are released.
         """
         sequence = self._sequences[slot]
         if accepted_rows:
-            self._move_together(sequence, in_place, accepted_rows)
+            self._compact(sequence, in_place, accepted_rows)
         sequence.length += in_place + len(accepted_rows)
         needed = pages_for(len(token_ids) + room, self.page_size)
         while len(sequence.pages) > needed:
             self.pages.drop(sequence.pages.pop())
             self.page_tables[slot, len(sequence.pages)] = -1
         if self.enable_prefix_caching and sequence.length >= (sequence.indexed + 1) * self.page_size:
-            self._offer_full_pages(slot, sequence, token_ids)
+            self._index_full_pages(slot, sequence, token_ids)
 
     def release(self, slot: int, forget: bool = False) -> None:
-        """Let go of a slot. Its full pages stay findable unless `forget` says they cannot be trusted."""
+        """Free a slot. Its full pages stay in the prefix cache, unless `forget` (after an error)."""
         sequence = self._sequences.pop(slot)
-        for page in reversed(sequence.pages):  # descendants first: they are evicted before their ancestors
+        for page in reversed(sequence.pages):  # last first: descendants are evicted before their ancestors
             self.pages.drop(page, forget)
         self.page_tables[slot, : len(sequence.pages)] = -1
         self._free_slots.append(slot)
 
     def _find_prefix(self, token_ids: Sequence[int], salt: str) -> list[int]:
-        """Indexed pages that hold the beginning of these tokens, the last token excluded."""
+        """The cached pages of the longest prefix of these tokens, the last token excluded."""
         found: list[int] = []
         parent: int | str | None = salt
         for number in range((len(token_ids) - 1) // self.page_size):
@@ -175,14 +175,14 @@ class KVCache:
             parent = self.pages.serial(page)
         return found
 
-    def _offer_full_pages(self, slot: int, sequence: _Sequence, token_ids: Sequence[int]) -> None:
-        """Index the pages that are full now; where an equal page exists already, use that one instead.
+    def _index_full_pages(self, slot: int, sequence: _Sequence, token_ids: Sequence[int]) -> None:
+        """Add the pages that are full now to the prefix cache; where an equal page is cached, use that one.
 
-        Using the existing page frees ours, and keeps every indexed page's parent indexed and held.
+        This frees the duplicate, and keeps every indexed page's parent indexed and held.
         """
         for number in range(sequence.indexed, sequence.length // self.page_size):
             parent = self.pages.serial(sequence.pages[number - 1]) if number else sequence.salt
-            if parent is None:  # the parent was forgotten after a failure of another sequence
+            if parent is None:  # the parent was dropped from the index when another sequence failed
                 return
             tokens = page_tokens(token_ids, number, self.page_size)
             page = sequence.pages[number]
@@ -196,8 +196,8 @@ class KVCache:
                 self.page_tables[slot, number] = existing
             sequence.indexed = number + 1
 
-    def _move_together(self, sequence: _Sequence, in_place: int, accepted_rows: Sequence[int]) -> None:
-        """Copy accepted rows that lie apart to where the committed sequence continues."""
+    def _compact(self, sequence: _Sequence, in_place: int, accepted_rows: Sequence[int]) -> None:
+        """Copy the accepted rows to where the committed sequence continues, in all pools."""
         first = sequence.length + in_place
         moves = [
             (sequence.length + row, first + offset)
@@ -206,12 +206,12 @@ class KVCache:
         ]
         if not moves:
             return
-        places = np.array(
-            [[self._place(sequence, index) for index in move] for move in moves], dtype=np.int32
+        slots = np.array(
+            [[self._kv_slot(sequence, index) for index in move] for move in moves], dtype=np.int32
         )
-        source, destination = np.ascontiguousarray(places.T)
+        source, destination = np.ascontiguousarray(slots.T)
         for owner, pool in self._pools:
             owner.move(pool, source, destination)
 
-    def _place(self, sequence: _Sequence, index: int) -> int:
+    def _kv_slot(self, sequence: _Sequence, index: int) -> int:
         return sequence.pages[index // self.page_size] * self.page_size + index % self.page_size

@@ -1,16 +1,15 @@
-"""Pages of keys and values: who holds them, and which can be found again by their tokens.
+"""The page pool: reference counts, and the prefix cache's index of pages by their tokens.
 
 A page is in exactly one of three states:
 
-    free     nobody holds it and its content is meaningless: never read
-    held     one or more sequences have it in their page table (`holders` counts them)
-    cached   nobody holds it, but it is full and indexed by its tokens; evicted, oldest first, when
-             free pages run out
+    free     no sequence holds it, and its content is never read
+    held     one or more sequences have it in their page table (`_holders` counts them)
+    cached   no sequence holds it, but it is full and indexed by its tokens; evicted, least recently
+             released first, when free pages run out
 
-The index is exact. Each indexed page has a serial number of its own, and its key is its parent's
-serial number with its own tokens: equal keys mean equal tokens all the way to the root, with no
-trust in a hash. A page's holders hold its ancestors too and let go of them last, so an ancestor is
-never evicted before its descendants.
+The index is exact. Each indexed page has a unique serial number, and its key is its parent's serial number
+with its own tokens: equal keys mean equal tokens all the way to the root, without trusting a hash. A page's
+holders hold its ancestors too and release them last, so an ancestor is never evicted before its descendants.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        # [pages] how often a page was taken: tells those who keep something beside a page whether it is stale
+        # [pages] how often a page was taken: what others store beside a page is stale if this has changed
         self.generations = np.zeros(num_pages, dtype=np.int64)
         self._holders = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
@@ -40,7 +39,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that `take` could still give."""
+        """The number of pages that `take` can still return."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -48,11 +47,11 @@ class PagePool:
         return len(self._cached)
 
     def free_pages(self) -> list[int]:
-        """The page numbers whose content is meaningless."""
+        """The page numbers of free pages."""
         return list(self._free)
 
     def take(self) -> int:
-        """A page of one's own, with meaningless content. There must be one available."""
+        """A page that only the caller holds, with undefined content. One must be available."""
         if self._free:
             page = self._free.pop()
         else:
@@ -63,13 +62,13 @@ class PagePool:
         return page
 
     def hold(self, page: int) -> None:
-        """Hold a page that was found by `find`."""
+        """Hold a page that `find` returned."""
         if self._holders[page] == 0:
             del self._cached[page]
         self._holders[page] += 1
 
     def drop(self, page: int, forget: bool = False) -> None:
-        """Let go of a page. `forget`: its content is not to be trusted, so do not keep it for others."""
+        """Release a page. `forget`: its content is not trusted, so remove it from the index."""
         self._holders[page] -= 1
         if forget and page in self._keys:
             self._unindex(page)
@@ -81,7 +80,7 @@ class PagePool:
             self._free.append(page)
 
     def is_cached(self, page: int) -> bool:
-        """Whether nobody holds this findable page."""
+        """Whether a page is indexed and no sequence holds it."""
         return page in self._cached
 
     def find(self, parent: int | str, tokens: tuple[int, ...]) -> int | None:
@@ -89,7 +88,7 @@ class PagePool:
         return self._index.get((parent, tokens))
 
     def add(self, page: int, parent: int | str, tokens: tuple[int, ...]) -> None:
-        """Make a full page findable."""
+        """Index a full page, so that `find` returns it."""
         key = (parent, tokens)
         assert key not in self._index
         assert page not in self._keys, "a page of two sequences"
@@ -99,7 +98,7 @@ class PagePool:
         self._next_serial += 1
 
     def serial(self, page: int) -> int | None:
-        """The serial number of an indexed page, None of any other."""
+        """The serial number of an indexed page; None if it is not indexed."""
         return self._serials.get(page)
 
     def _unindex(self, page: int) -> None:
@@ -108,10 +107,10 @@ class PagePool:
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-    """How many pages this many tokens take."""
+    """The number of pages that this many tokens take."""
     return -(-num_tokens // page_size)
 
 
 def page_tokens(token_ids: Sequence[int], page: int, page_size: int) -> tuple[int, ...]:
-    """The tokens of the page-th page of a sequence."""
+    """The tokens of page number `page` of a sequence."""
     return tuple(token_ids[page * page_size : (page + 1) * page_size])

@@ -1,4 +1,4 @@
-"""How much memory there is, how many pages it holds, and how long a context they allow."""
+"""The size of the KV cache: available memory, pages, and the context length that they allow."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from paceline.core.forward import DeviceMemory
 from paceline.errors import ConfigError
 from paceline.kv.pages import pages_for
 
-DEFAULT_TOKENS = 16_384  # room for several requests even when the context is short
-DEFAULT_BYTES = 512 * 1024 * 1024
-SHARE_OF_MEMORY = 0.25
-PROCESS_BYTES = (
-    1 << 30
-)  # address space to compile and run kernels; beside the weights, which are read and packed
-THREAD_BYTES = 64 << 20  # of it for each thread
+DEFAULT_TOKENS = 16_384  # at least, so that several requests fit when the model's context is short
+DEFAULT_BYTES = 512 * 1024 * 1024  # at most
+SHARE_OF_MEMORY = 0.25  # of the available memory, at most
+PROCESS_BYTES = 1 << 30  # address space to compile and run kernels, besides the weights
+THREAD_BYTES = 64 << 20  # address space per thread
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class CacheSize:
     """The size of a KV cache."""
 
     num_pages: int
-    max_model_len: int  # most tokens of a request, prompt and output
+    max_model_len: int  # tokens of a request, prompt and output
 
 
 def size_cache(
@@ -39,19 +37,19 @@ def size_cache(
     device: DeviceMemory | None = None,
     utilization: float = 1.0,
 ) -> CacheSize:
-    """The pages to make and the context they allow.
+    """The number of pages and the context length that they allow.
 
-    With `memory_bytes`, exactly what fits in it. Without, on a device, what its utilization leaves. On the
-    host, enough for one full context and at least 16k tokens, but at most 512 MB (unless max_model_len asks
-    for more) and a quarter of the available memory. Without max_model_len, the context is the model's or
-    what fits.
+    With `memory_bytes`: what fits in it. Without, on a device: what `utilization` of its memory leaves. On
+    the host: one full context and at least 16k tokens, but at most 512 MB (unless max_model_len asks for
+    more) and a quarter of the available memory. Without max_model_len, the context is the model's, or what
+    fits.
     """
     if max_model_len is not None and max_model_len > model_context:
         raise ConfigError(
             f"max_model_len is {max_model_len}, but this model's context is {model_context}. "
             f"Use at most {model_context}."
         )
-    asked = pages_for(max_model_len or 0, page_size)
+    asked_pages = pages_for(max_model_len or 0, page_size)
     remedy = "kv_cache_memory_bytes"
     if memory_bytes is not None:
         if device is None and memory_bytes > available_bytes:
@@ -71,11 +69,11 @@ def size_cache(
         )
         remedy = "gpu_memory_utilization"
     else:
-        most = int(available_bytes * SHARE_OF_MEMORY) // bytes_per_page
-        comfortable = pages_for(max(max_model_len or model_context, DEFAULT_TOKENS), page_size)
-        num_pages = min(most, max(asked, min(comfortable, DEFAULT_BYTES // bytes_per_page)))
+        max_pages = int(available_bytes * SHARE_OF_MEMORY) // bytes_per_page
+        default_pages = pages_for(max(max_model_len or model_context, DEFAULT_TOKENS), page_size)
+        num_pages = min(max_pages, max(asked_pages, min(default_pages, DEFAULT_BYTES // bytes_per_page)))
         source = f"a quarter of the available memory ({available_bytes:,} bytes)"
-    needed = max(asked, 1)
+    needed = max(asked_pages, 1)
     if num_pages < needed:
         raise ConfigError(
             f"a context of {max_model_len or page_size} tokens needs {needed * bytes_per_page:,} bytes for "
@@ -86,7 +84,7 @@ def size_cache(
 
 
 def available_memory() -> int:
-    """Bytes of memory that this process can still take without swapping, as far as the system tells."""
+    """Bytes of memory that this process can still use without swapping, as reported by the system."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -99,9 +97,9 @@ def available_memory() -> int:
 
 
 def check_memory_limit(model: Path, threads: int) -> None:
-    """ConfigError if the process may not have the address space that loading this model takes.
+    """ConfigError if the process's address-space limit is too low to load this model.
 
-    Told before, because a compiler that runs out of memory ends the process.
+    Checked before loading, because a compiler that runs out of memory kills the process.
     """
     left = _left_of_limit()
     files = [model] if model.is_file() else model.glob("*.safetensors")
@@ -114,7 +112,7 @@ def check_memory_limit(model: Path, threads: int) -> None:
 
 
 def _left_of_limit() -> int | None:
-    """Bytes of address space that the process may still take; None if there is no limit."""
+    """Bytes of address space that the process may still allocate; None if there is no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None

@@ -1,4 +1,4 @@
-"""Chat templates: the model's own Jinja template, sandboxed, from messages to a prompt."""
+"""Chat templates: from messages to a prompt, by the model's own Jinja template in a sandbox."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PromptTokenizer(Protocol):
 
 
 class ChatTemplate:
-    """A model's chat template. `special_tokens` are its texts, such as {"bos_token": "<s>"}."""
+    """A model's chat template. `special_tokens` are its variables, such as {"bos_token": "<s>"}."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
@@ -49,7 +49,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
-        """The prompt that the messages spell, ending where the answer starts if `add_generation_prompt`."""
+        """The prompt for these messages; with `add_generation_prompt` it ends where the answer starts."""
         template = self._compiled
         if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
             raise RequestError("Each tool must be an object with its JSON schema.")
@@ -62,7 +62,10 @@ class ChatTemplate:
         if not checked:
             raise RequestError("A chat needs at least one message.")
         if "developer" not in self.source:  # OpenAI's newer word for system, which few templates know
-            checked = [{**one, "role": "system"} if one["role"] == "developer" else one for one in checked]
+            checked = [
+                {**message, "role": "system"} if message["role"] == "developer" else message
+                for message in checked
+            ]
         try:
             return template.render(
                 messages=checked,
@@ -71,7 +74,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        # a template is a program of the model's author: whatever it trips over is told as is
+        # a template is a program of the model's author and may raise anything: report it as it is
         except Exception as error:
             raise RequestError(f"The model's chat template refuses these messages: {error}.") from error
 
@@ -95,7 +98,7 @@ class ChatTemplate:
 
 
 def _checked_message(number: int, message: Message) -> dict[str, object]:
-    """The message as a plain dict, its text parts joined; RequestError when it is not one."""
+    """The message as a plain dict, its text parts joined; RequestError if it is not valid."""
     if not isinstance(message, Mapping):
         raise RequestError(
             f"Message {number} is {type(message).__name__}, not an object with role and content."
@@ -129,7 +132,7 @@ def _joined_parts(number: int, parts: list[object]) -> str:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's words for training; to us it is only its content."""
+    """{% generation %} marks the assistant's text for training; we render its content only."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja declares it so)
 
@@ -139,7 +142,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _SafeNamespace(jinja2.utils.Namespace):
-    """A namespace that cannot be dressed up as another type: no names like __class__."""
+    """A namespace without names like __class__, by which a template could pose as another type."""
 
     def __init__(self, **values: object) -> None:
         super().__init__()
@@ -153,7 +156,7 @@ class _SafeNamespace(jinja2.utils.Namespace):
 
 
 def _make_dict(**values: object) -> dict[str, object]:
-    """What `dict` is to a template: a function, so that the type itself stays out of reach."""
+    """`dict` for templates: a function, so that they cannot reach the type itself."""
     return values
 
 

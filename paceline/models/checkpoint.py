@@ -1,4 +1,4 @@
-"""What a loaded checkpoint is, whatever file it came from: a config and named tensors.
+"""Checkpoint: a loaded model from any file format, as a config and named tensors.
 
 Names are those of Hugging Face checkpoints, for GGUF files too:
 
@@ -58,5 +58,5 @@ class Checkpoint:
     config: ModelConfig
     tensors: Mapping[str, Tensor]
     source: Path
-    # what its files have beside the model: a block for multi-token prediction, under the family's own names
+    # the tensors of a block for multi-token prediction, if its files have one, under the family's own names
     mtp: Mapping[str, Tensor] = field(default_factory=dict)

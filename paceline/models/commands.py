@@ -80,7 +80,7 @@ def show_command(
 
 
 def _tensor_facts(checkpoint: Checkpoint) -> dict[str, object]:
-    """Per kind how many tensors and bytes, and the totals."""
+    """The number of tensors and bytes per kind, and the totals."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     parameters = 0
@@ -104,7 +104,7 @@ def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def _short(value: object) -> str:
-    """A value in one cell: long collections are told by their length."""
+    """A value as the text of a table cell; of a long collection only its length."""
     if isinstance(value, tuple | frozenset) and len(value) > 8:
         return f"{len(value)} entries"
     if isinstance(value, dict):

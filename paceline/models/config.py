@@ -1,4 +1,4 @@
-"""The shape of a model: one frozen description that every backend reads.
+"""ModelConfig: the architecture of a model, as every backend reads it.
 
 Families differ only by the fields below; there is one transformer, not one per family.
 """
@@ -56,5 +56,5 @@ class ModelConfig:
     moe: MoeConfig | None = None
 
     def window(self, layer: int) -> int | None:
-        """How many last positions, its own included, a token of `layer` may attend to; None is all."""
+        """The number of last positions, its own included, that a token of `layer` attends to; None: all."""
         return self.sliding_windows[layer] if self.sliding_windows else None

@@ -1,8 +1,7 @@
-"""Token ids to text, as they come: never half a character, never part of a stop string.
+"""Detokenizer: incremental text of an output, never half a character or part of a stop string.
 
-Text is made from bytes. A character whose bytes are not complete is held back; bytes that are no
-UTF-8 become U+FFFD just as in a decode of the whole. Text that may turn out to be the beginning of
-a stop string is held back too.
+A character whose bytes are incomplete is held back; bytes that are not UTF-8 become U+FFFD, as when the whole
+is decoded. Text that may be the start of a stop string is held back too.
 """
 
 from __future__ import annotations
@@ -32,40 +31,40 @@ class Detokenizer:
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._text = ""  # all that is decoded, or what is left of it after a stop
-        self._search_from = 0  # no stop string may begin before this
-        self._released = 0  # characters already given to the stream
-        self._holding = True  # false at the end: then everything is released
+        self._text = ""  # all decoded text; after a stop, only the text before it
+        self._search_from = 0  # no stop string may start before this character
+        self._released = 0  # characters that `take` has returned
+        self._holding = True  # False at the end: then everything is released
 
     @property
     def text(self) -> str:
-        """All text that is certain by now."""
+        """All text so far that is not held back."""
         return self._text[: self._certain()]
 
     def append(self, token: int, num_output: int) -> str | None:
-        """Take the num_output-th token (from 1); the stop string that it completes, if it does."""
+        """The stop string that this token, number `num_output` of the output from 1, completes; or None."""
         if self._skip_special and self._tokenizer.is_special(token):
             return None
         return self._grow(self._decoder.decode(self._tokenizer.token_bytes(token)), num_output)
 
     @property
     def has_stops(self) -> bool:
-        """Whether stop strings are looked for."""
+        """Whether the output has stop strings."""
         return bool(self._stops)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Take tokens of an output without stop strings."""
+        """Append tokens of an output without stop strings."""
         bytes_of, is_special = self._tokenizer.token_bytes, self._tokenizer.is_special
         shown = [token for token in tokens if not is_special(token)] if self._skip_special else tokens
         self._text += self._decoder.decode(b"".join([bytes_of(token) for token in shown]))
 
     def finish(self) -> None:
-        """End the text: held-back characters are released, half a character becomes U+FFFD."""
+        """End the text: release what is held back; half a character becomes U+FFFD."""
         self._text += self._decoder.decode(b"", final=True)
         self._holding = False
 
     def take(self) -> str:
-        """The text that became certain since the last call."""
+        """The new text since the last call, without what is held back."""
         certain = self._certain()
         delta = self._text[self._released : certain]
         self._released = certain
@@ -88,10 +87,10 @@ class Detokenizer:
         return stop
 
     def _first_stop(self, before: int) -> tuple[int, str] | None:
-        """Where which stop string is complete first, among those that end after `before` characters.
+        """The start and text of the stop string that is complete first, of those that end after `before`.
 
-        As if characters came one by one, so that the result does not depend on how tokens cut the
-        text; of two that end together, the longer.
+        As if characters came one by one, so that the result does not depend on token boundaries; of two that
+        end together, the longer.
         """
         matches = []
         for stop in self._stops:
@@ -104,13 +103,13 @@ class Detokenizer:
         return start, stop
 
     def _certain(self) -> int:
-        """How many characters can no longer become part of a stop string."""
+        """The number of leading characters that cannot become part of a stop string."""
         if not self._holding or not self._stops:
             return len(self._text)
         return min(self._possible_start(stop) for stop in self._stops)
 
     def _possible_start(self, stop: str) -> int:
-        """Where this stop string may have begun without being complete; the end of the text if nowhere."""
+        """Where this stop string may have started without being complete; else the end of the text."""
         end = len(self._text)
         start = self._text.find(stop[0], max(self._search_from, end - len(stop) + 1))
         while start >= 0 and not stop.startswith(self._text[start:]):

@@ -1,8 +1,7 @@
-"""The families of models we run, declared in one table, and how a config.json becomes a ModelConfig.
+"""The supported model families in one table, and the parsing of config.json to a ModelConfig.
 
-A family is a line of FAMILIES: what differs from llama. Everything else is read the same way for
-all. The keys are those of Hugging Face; GGUF metadata is translated to them first, so that there
-is one set of checks.
+A family is a line of FAMILIES: its differences from llama. Everything else is read the same way for all. The
+keys are those of Hugging Face; GGUF metadata is translated to them first, so that there is one set of checks.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from paceline.models.fields import Fields
 
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 10_000
-MAX_CONTEXT = 1 << 24  # tokens, of which backends have tables; the longest published is 10 million
+MAX_CONTEXT = 1 << 24  # tokens; backends have tables of this size. The longest published is 10 million
 ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
 
 Windows = tuple[int | None, ...]
 
 
 def model_config(values: Mapping[str, object], source: str) -> ModelConfig:
-    """The ModelConfig that a config.json (or its equivalent) describes, every field checked.
+    """The ModelConfig of a config.json (or its equivalent), every field checked.
 
     `source` names the file in errors. An architecture or a feature that we do not run is an
     UnsupportedModelError; a missing or impossible number is a CheckpointError.
@@ -71,7 +70,7 @@ def model_config(values: Mapping[str, object], source: str) -> ModelConfig:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    """Raise for features that would silently give other outputs if they were ignored."""
+    """UnsupportedModelError for features that would silently change outputs if they were ignored."""
     if (activation := fields.text("hidden_act", "silu")) != "silu":
         raise UnsupportedModelError(
             f"{fields.source}: hidden_act {activation!r} is not supported, only silu."
@@ -88,7 +87,7 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def rope_config(fields: Fields, default_theta: float) -> RopeConfig:
-    """The rotary embedding: transformers 5 writes rope_parameters, 4 wrote rope_theta and rope_scaling."""
+    """The RopeConfig. transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling."""
     scaling = fields.group("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
     rope_type = scaling.text("rope_type", scaling.text("type", "default"))
     if rope_type not in ROPE_TYPES:
@@ -115,12 +114,12 @@ def _no_windows(fields: Fields, num_layers: int) -> Windows:
 
 
 def _windows_everywhere(fields: Fields, num_layers: int) -> Windows:
-    """Every layer has the same window, when there is one."""
+    """The same window in every layer, if there is one."""
     return (fields.integer("sliding_window"),) * num_layers if fields.has("sliding_window") else ()
 
 
 def _mistral_windows(fields: Fields, num_layers: int) -> Windows:
-    """As everywhere, but a mistral config without the key at all means 4096; null means none."""
+    """The same window in every layer. A config without the key means 4096; null means none."""
     return (
         _windows_everywhere(fields, num_layers) if "sliding_window" in fields.values else (4096,) * num_layers
     )
@@ -131,7 +130,7 @@ def _qwen_moe_windows(fields: Fields, num_layers: int) -> Windows:
 
 
 def _qwen_windows(fields: Fields, num_layers: int) -> Windows:
-    """Layers from max_window_layers on have the window, unless layer_types lists them one by one."""
+    """A window in the layers from max_window_layers on, or in those that layer_types lists."""
     if not fields.flag("use_sliding_window", False):
         return ()
     window = fields.integer("sliding_window", 4096)
@@ -178,14 +177,14 @@ def _qwen_experts(fields: Fields, num_layers: int) -> MoeConfig:
 
 @dataclass(frozen=True)
 class Family:
-    """How a family differs from llama. Defaults are those of transformers, for keys a config leaves out."""
+    """A family's differences from llama. Defaults are those of transformers for keys that a config lacks."""
 
     qkv_bias: bool = False  # biases on q, k and v, always
-    optional_bias: bool = False  # biases on q, k, v and o where the config says attention_bias
+    optional_bias: bool = False  # biases on q, k, v and o if the config has attention_bias
     qk_norm: bool = False
     windows: Callable[[Fields, int], Windows] = _no_windows
     moe: Callable[[Fields, int], MoeConfig] | None = None
-    mtp: str = ""  # what the tensors of a block for multi-token prediction begin with, where there may be one
+    mtp: str = ""  # prefix of the tensors of its block for multi-token prediction; empty: it has none
     default_kv_heads: int | None = None  # None: as many as heads
     default_head_dim: int | None = None  # None: hidden size / heads
     default_eps: float = 1e-6

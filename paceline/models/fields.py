@@ -1,4 +1,4 @@
-"""Typed access to the fields of a model's configuration, each checked and named in its error."""
+"""Fields: typed and checked access to a model's configuration."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from paceline.errors import CheckpointError
 
-LARGEST = 1 << 31  # no size of a model we can run comes near; a larger one is damage
-LARGEST_NUMBER = 1e30  # likewise, of numbers with fractions
+MAX_INTEGER = 1 << 31  # larger sizes are a damaged file: no model that we can run comes near
+MAX_NUMBER = 1e30  # the same for floats
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Fields:
     values: Mapping[str, object]
     source: str
 
-    def integer(self, name: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
-        """The integer `name`, or `default` when absent; without a default it must be there."""
+    def integer(self, name: str, default: int | None = None, least: int = 1, most: int = MAX_INTEGER) -> int:
+        """The integer `name`, or `default` when absent; without a default it is required."""
         value = self._value(name, default)
         if type(value) is not int or not least <= value <= most:
             raise self.wrong(name, f"an integer from {least} to {most}")
@@ -28,7 +28,7 @@ class Fields:
     def number(self, name: str, default: float | None = None) -> float:
         """The positive finite number `name`, or `default` when absent."""
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_NUMBER:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
             raise self.wrong(name, "a positive number")
         return float(value)
 
@@ -59,7 +59,7 @@ class Fields:
         return self.values.get(name) is not None
 
     def wrong(self, name: str, expected: str) -> CheckpointError:
-        """The error for a field that is missing or is not what was expected."""
+        """The error for a field that is missing or has an unexpected value."""
         found = f"has {name} = {str(self.values[name])[:80]!r}" if self.has(name) else f"lacks {name}"
         return CheckpointError(
             f"{self.source} {found}; expected {expected}. "

@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from paceline.errors import CheckpointError
 
-MAX_JSON_BYTES = 50_000_000  # three times the largest index known; parsed, up to 30 times as many
+MAX_JSON_BYTES = 50_000_000  # three times the largest known index; parsed it takes up to 30 times as many
 
 
 def damaged(path: Path, what: str) -> CheckpointError:
-    """The error for a file that is not what it should be, with the remedy."""
+    """The error for a damaged file, with the remedy."""
     return CheckpointError(
         f"{path.name}: {what}. The file is truncated or damaged: fetch it again (an alias with "
         f"`paceline models pull ALIAS`), or convert the model again."
@@ -23,7 +23,7 @@ def damaged(path: Path, what: str) -> CheckpointError:
 
 
 def map_file(path: Path) -> npt.NDArray[np.uint8]:
-    """The bytes of a file, uint8 [size], mapped and read only when touched."""
+    """The bytes of a file, memory-mapped: uint8 [size]."""
     try:
         if path.stat().st_size == 0:
             raise damaged(path, "the file is empty")
@@ -50,7 +50,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def parse_json(content: bytes, path: Path) -> dict[str, object]:
-    """The JSON object that `content`, a part of the file at `path`, spells."""
+    """The JSON object in `content`, a part of the file at `path`."""
     try:
         value = json.loads(content, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
@@ -61,7 +61,7 @@ def parse_json(content: bytes, path: Path) -> dict[str, object]:
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Two entries of one name are an attempt to be read in two ways, so they are refused."""
+    """The pairs as a dict. ValueError for a repeated key: parsers would disagree on its value."""
     values = dict(pairs)
     if len(values) != len(pairs):
         raise ValueError("a key appears twice")

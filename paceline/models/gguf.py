@@ -1,9 +1,9 @@
-"""Reading GGUF files: metadata and tensors, mapped, with nothing in the file trusted.
+"""Reading untrusted GGUF files: metadata, and memory-mapped tensors.
 
     magic "GGUF" | version | tensor count | metadata count | metadata ... | tensor infos ... | padding | data
 
-Every count, length and offset is compared with the bytes that are really there before it is used,
-so a truncated or lying file is a CheckpointError, and memory stays in proportion to the file.
+Every count, length and offset is checked against the size of the file before it is used. So a truncated or
+forged file is a CheckpointError, and memory use stays proportional to the file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SMALLEST_ITEM = {STRING_TYPE: 8, ARRAY_TYPE: 12}  # bytes of an empty string and
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor of a mapped GGUF file; implements checkpoint.Tensor."""
+    """One tensor of a memory-mapped GGUF file; implements checkpoint.Tensor."""
 
     shape: tuple[int, ...]
     kind: str
@@ -91,7 +91,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 class _Reader:
-    """A cursor over the file that refuses to go past its end."""
+    """A cursor over the file; CheckpointError if it would go past the end."""
 
     def __init__(self, path: Path, content: Bytes) -> None:
         self.path = path
@@ -114,7 +114,7 @@ class _Reader:
         return read
 
     def advance(self, count: int) -> int:
-        """The position before `count` more bytes, which are then behind the cursor."""
+        """The position of the next `count` bytes; moves the cursor past them."""
         start = self.position
         if count > self.size - start:
             raise damaged(self.path, f"it ends at byte {self.size}, but byte {start + count} was expected")
@@ -128,7 +128,7 @@ class _Reader:
         return int(self.scalars[UINT64_TYPE]())
 
     def count(self, smallest: int, what: str) -> int:
-        """A 64-bit count of things of at least `smallest` bytes each, which must fit in the file."""
+        """A 64-bit count of items of at least `smallest` bytes each, which must fit in the file."""
         count = self.uint64()
         if count * smallest > self.size - self.position:
             raise damaged(self.path, f"it claims {count} {what}, more than its {self.size} bytes can hold")
@@ -166,7 +166,7 @@ class _Reader:
         return [self.value(number, depth) for _ in range(count)]
 
     def strings(self, count: int) -> list[object]:
-        """`count` strings. A vocabulary has 150,000, so this loop is kept free of calls."""
+        """`count` strings. No method calls in the loop: a vocabulary has 150,000."""
         view, size, position = self.view, self.size, self.position
         length_at = struct.Struct("<Q").unpack_from
         texts: list[object] = []
@@ -186,7 +186,7 @@ class _Reader:
 
 
 def _read_preamble(reader: _Reader) -> tuple[int, int]:
-    """The tensor and metadata counts, after the magic and the version were found good."""
+    """The tensor and metadata counts, after checking the magic and the version."""
     start = reader.advance(4)
     magic = bytes(reader.view[start : start + 4])
     if magic != b"GGUF":
@@ -231,7 +231,7 @@ class _TensorInfo:
     def rows(self) -> int:
         rows = 1
         for length in self.shape[:-1]:
-            rows *= length  # Python integers: a lying product cannot overflow
+            rows *= length  # Python integers: the product of forged lengths cannot overflow
         return rows
 
 
@@ -260,7 +260,7 @@ def _read_tensor_info(reader: _Reader) -> _TensorInfo:
 def _map_tensors(
     reader: _Reader, metadata: dict[str, MetadataValue], infos: list[_TensorInfo]
 ) -> dict[str, GgufTensor]:
-    """Views of the tensors' bytes, after checking that each lies in the file and none overlap."""
+    """Views of the tensors' bytes, after checking that each is inside the file and none overlap."""
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
         raise damaged(reader.path, f"general.alignment is {alignment!r}, not a power of two of at least 8")

@@ -1,9 +1,9 @@
-"""The block formats of GGUF files: how the stored bytes of a tensor become float32.
+"""The block formats of GGUF files: dequantization of stored bytes to float32.
 
-A row of a matrix is cut into blocks of 32 or 256 values; each block carries its own scales. A
-format is one line of FORMATS: its number in the file, its block size, its bytes per block, and a
-function from blocks [n, bytes] into values [n, block size]. Every function does its floating-point
-work in the order of the reference implementation, so that the results are equal bit for bit.
+A row of a matrix is divided into blocks of 32 or 256 values; each block has its own scales. A format is one
+line of FORMATS: its number in the file, its block size, its bytes per block, and a function from blocks
+[n, bytes] into values [n, block size]. Every function computes in the order of the reference implementation,
+so that the results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-CHUNK_VALUES = 1 << 17  # values per step: the temporaries stay in the second-level cache
+CHUNK_VALUES = 1 << 17  # values per step, so that temporaries stay in the L2 cache
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def dequantize(kind: str, blocks: Bytes) -> Floats:
 
     def decode_rows(start: int) -> None:
         chunk = np.ascontiguousarray(blocks[start : start + step]).reshape(-1, form.block_bytes)
-        # a corrupt scale may be infinite or NaN; that must surface as such a value, not as a warning
+        # a damaged scale may be infinite or NaN: it must show as such a value, not as a warning
         with np.errstate(all="ignore"):
             form.decode(chunk, values[start : start + step].reshape(-1, form.block_size))
 
@@ -51,7 +51,7 @@ def dequantize(kind: str, blocks: Bytes) -> Floats:
     if len(starts) < 4:
         for start in starts:
             decode_rows(start)
-    else:  # numpy lets other threads run while it computes
+    else:  # numpy releases the GIL while it computes
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(decode_rows, starts))
     return values
@@ -144,7 +144,7 @@ def _decode_q3_k(blocks: Bytes, out: Floats) -> None:
     shifts = np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 4, 1)
     high = ((packed[:, None, 8:] >> shifts) & np.uint8(3)).reshape(-1, 16)
     scale = (_half(blocks, 108) * _signed(low | (high << np.uint8(4)), 32)).reshape(-1, 16, 1)
-    # a cleared bit of the mask takes 4 off
+    # a cleared bit of the mask subtracts 4
     quants = _signed(_two_bits(blocks[:, 32:96]) | (_one_bits(blocks[:, :32]) << np.uint8(2)), 4)
     np.multiply(scale, quants.reshape(-1, 16, 16), out=out.reshape(-1, 16, 16))
 

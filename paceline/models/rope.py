@@ -1,4 +1,4 @@
-"""Rotary position embedding: the one place where a RopeConfig becomes frequencies."""
+"""Rotary position embedding: the frequencies of a RopeConfig."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Float32Array = npt.NDArray[np.float32]
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32Array:
     """Radians per position of each rotated pair: float32 [head_dim // 2]."""
-    # float32 from the first step, because the models were trained with these roundings
+    # float32 from the first step, because models were trained with this rounding
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies: Float32Array = 1 / np.power(rope.theta, exponents, dtype=np.float32)
     if rope.frequency_divisors:
@@ -28,9 +28,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32Array:
 
 
 def _llama3_frequencies(rope: RopeConfig, frequencies: Float32Array) -> Float32Array:
-    """Slow the long waves by `factor`, keep the short ones, and blend between the two."""
+    """Divide low frequencies by `factor`, keep high ones, and interpolate between the two."""
     waves_in_context = rope.original_max_position * frequencies / (2 * math.pi)
     ramp = (waves_in_context - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = np.clip(ramp, 0, 1)
-    blended: Float32Array = (1 - kept) * frequencies / rope.factor + kept * frequencies
+    kept_share = np.clip(ramp, 0, 1)
+    blended: Float32Array = (1 - kept_share) * frequencies / rope.factor + kept_share * frequencies
     return blended

@@ -1,9 +1,9 @@
-"""A folder of safetensors as a Checkpoint: config.json beside one file, or shards and their index.
+"""A folder of safetensors as a Checkpoint: config.json with one file, or with shards and their index.
 
     8 bytes: length of the header | header: JSON of {name: {dtype, shape, data_offsets}} | data
 
-We read the format ourselves: it is small, every number in it is checked against the file's size,
-and the tensors stay mapped until a backend asks for them. Nothing is ever unpickled.
+We read the format ourselves: it is small, every number in it is checked against the file's size, and tensors
+stay memory-mapped until a backend converts them. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from paceline.models.layout import select_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_DIMENSIONS = 8  # of a tensor; the product of very many lengths would take for ever
+MAX_DIMENSIONS = 8  # of a tensor; multiplying very many forged lengths would take for ever
 KINDS = ("F32", "F16", "BF16")
 INTEGER_KINDS = {"I64": "<i8", "I32": "<i4", "BOOL": "|b1"}  # only where a reader asks for them
 
-# mixtral names its experts otherwise: name in the file -> our name
+# mixtral's names of experts -> ours
 MIXTRAL_EXPERT = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.weight")
 MIXTRAL_PARTS = {"1": "gate", "2": "down", "3": "up"}
 
 
 @dataclass(frozen=True)
 class SafeTensor:
-    """One tensor of a mapped safetensors file; implements checkpoint.Tensor."""
+    """One tensor of a memory-mapped safetensors file; implements checkpoint.Tensor."""
 
     shape: tuple[int, ...]
     kind: str
@@ -99,18 +99,18 @@ def read_safetensors(path: Path, integers: bool = False) -> dict[str, SafeTensor
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The notes in the header of a safetensors file."""
+    """The metadata in the header of a safetensors file."""
     notes = _read_header(path)[0].get("__metadata__")
     return {str(name): str(note) for name, note in notes.items()} if isinstance(notes, dict) else {}
 
 
 def item_bytes(kind: str) -> int:
-    """How many bytes one number of this kind takes."""
+    """The bytes of one number of this kind."""
     return np.dtype(INTEGER_KINDS[kind]).itemsize if kind in INTEGER_KINDS else FORMATS[kind].block_bytes
 
 
 def _read_header(path: Path) -> tuple[dict[str, object], Bytes]:
-    """The header of a safetensors file and the data behind it."""
+    """The header of a safetensors file and the data after it."""
     content = map_file(path)
     if len(content) < 8:
         raise damaged(path, f"it has only {len(content)} bytes")
@@ -123,7 +123,7 @@ def _read_header(path: Path) -> tuple[dict[str, object], Bytes]:
 def _checked_entry(
     path: Path, name: str, entry: object, size: int, kinds: Collection[str]
 ) -> tuple[str, tuple[int, ...], int, int]:
-    """The kind, shape, begin and end of a header entry, found to be possible in `size` bytes of data."""
+    """The kind, shape, begin and end of a header entry, checked against `size` bytes of data."""
     if not isinstance(entry, dict):
         raise damaged(path, f"the header entry of {name} is not an object")
     kind, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -145,14 +145,14 @@ def _checked_entry(
 
 
 def _are_counts(values: object) -> TypeGuard[list[int]]:
-    """Whether this can be a shape or a place: a few numbers that are not negative."""
+    """Whether this can be a shape or offsets: a few non-negative integers."""
     if not isinstance(values, list) or len(values) > MAX_DIMENSIONS:
         return False
     return all(type(value) is int and value >= 0 for value in values)
 
 
 def _files(folder: Path) -> Mapping[Path, list[str] | None]:
-    """The files to read and the tensors wanted of each; None is all."""
+    """The files to read, and the tensors to take from each; None: all."""
     if (folder / INDEX_FILE).is_file():
         return _shards(folder)
     if (folder / SINGLE_FILE).is_file():
@@ -197,7 +197,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _our_name(name: str) -> str:
-    """The name of checkpoint.py for a tensor's name in the file."""
+    """The name as in checkpoint.py of a tensor in a file."""
     if match := MIXTRAL_EXPERT.fullmatch(name):
         return f"{match[1]}.mlp.experts.{match[2]}.{MIXTRAL_PARTS[match[3]]}_proj.weight"
     return name.replace(".block_sparse_moe.gate.", ".mlp.gate.")

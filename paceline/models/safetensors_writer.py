@@ -1,4 +1,4 @@
-"""Writing safetensors: tensors made in memory, and files of them."""
+"""Writing safetensors files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy.typing as npt
 
 from paceline.models.safetensors_files import SafeTensor
 
-ALIGNMENT = 8  # bytes that the data begins at a multiple of, as the format asks
+ALIGNMENT = 8  # bytes; the format wants the data at a multiple of it
 
 
 def encode(values: npt.NDArray[np.float32], kind: str = "F32") -> SafeTensor:
     """The values as a tensor of this kind: F32, F16 or BF16, rounded to the nearest."""
     if kind == "BF16":
         bits = np.ascontiguousarray(values).view(np.uint32)
-        # half of what is cut off is added, and ties go to the even: then the cut rounds
+        # add half of the last kept bit, ties to even, so that dropping the low bits rounds
         stored = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     else:
         stored = values.astype({"F32": np.float32, "F16": np.float16}[kind])
@@ -37,7 +37,7 @@ def encode_flags(values: npt.NDArray[np.bool_]) -> SafeTensor:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, SafeTensor], notes: Mapping[str, str]) -> None:
-    """Write a file of tensors, complete or not at all. `notes` go into its header."""
+    """Write a file of tensors, atomically. `notes` are the metadata of its header."""
     header: dict[str, object] = {"__metadata__": dict(notes)}
     end = 0
     for name, tensor in tensors.items():

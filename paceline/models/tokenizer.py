@@ -1,4 +1,4 @@
-"""Text to token ids and back, over the `tokenizers` library, whatever file the vocabulary came from."""
+"""Tokenizer: text to token ids and back, with the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from paceline.models.files import damaged, read_json
 SURROGATES = re.compile("[\ud800-\udfff]")
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 WORD_SPACE = "▁"  # how sentencepiece vocabularies spell a space
-NORMALIZED = 4  # characters, at most, that a normalizer makes one of
-HEAD_CHARACTERS = 2  # for each token that a text may have: of a longer text its beginning is tried first
+NORMALIZED = 4  # characters that a normalizer may merge into one, at most
+HEAD_CHARACTERS = 2  # per allowed token: of a longer text, this much is encoded first
 
 
 class TooManyTokens(RequestError):
-    """A text has more tokens than asked for: `count`, or more than that if it is not `exact`."""
+    """A text has too many tokens: `count`, or more than that if it is not `exact`."""
 
     def __init__(self, count: int, most: int, exact: bool) -> None:
         super().__init__(
@@ -42,7 +42,7 @@ class Tokenizer:
         eos_ids: Iterable[int],
         chat_template: str | None,
     ) -> None:
-        """`special_tokens` has the texts of bos_token, eos_token, ... as far as the model has them."""
+        """`special_tokens` has the texts of bos_token, eos_token, ..., if the model has them."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -56,10 +56,10 @@ class Tokenizer:
         self.chat_template = chat_template
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """The token ids of `text`. Special tokens written in it count as such.
+        """The token ids of `text`. Special tokens in the text are parsed as such.
 
-        Lone surrogates, which are no text, are replaced by U+FFFD. If there are more than `most`
-        ids, TooManyTokens is raised, as soon as that is certain. The GIL is released meanwhile.
+        Lone surrogates are replaced by U+FFFD. TooManyTokens if there are more than `most` ids, raised as
+        soon as that is certain. The GIL is released meanwhile.
         """
         if not isinstance(text, str):
             raise RequestError(f"A prompt must be a text, not {type(text).__name__}.")
@@ -72,12 +72,12 @@ class Tokenizer:
         return list(encoding.ids)
 
     def _check_heads(self, text: str, most: int) -> None:
-        """Refuse a long text by its length, or by its beginning.
+        """TooManyTokens if the length of a text, or the tokens of its head, show that it has too many.
 
-        The end of a beginning may be cut into other tokens than it is in the whole text, but not so
-        that half of its tokens are gone: more than twice `most` are enough.
+        The end of the head may be tokenized differently within the whole text, but never into less than half
+        as many tokens: more than twice `most` are certain to be too many.
         """
-        if len(text) > most * self._most_characters:
+        if len(text) > most * self._max_characters:
             raise TooManyTokens(most, most, exact=False)
         size = HEAD_CHARACTERS * most
         while size < len(text):
@@ -87,7 +87,7 @@ class Tokenizer:
             size *= 4
 
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        # `encode` would hold the GIL, and find out where in the text each token is
+        # `encode` would hold the GIL, and compute the offset of each token
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -101,19 +101,19 @@ class Tokenizer:
             ) from error
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, not always whole characters; none for an id without a token.
+        """The bytes of a token, not always whole characters; empty for an id without a token.
 
-        The bytes of all tokens, joined and decoded, are decode's text (but for the one leading
-        space that sentencepiece vocabularies add in front of a text and drop again).
+        The bytes of all tokens, joined and decoded, are the text of `decode` (except for the leading space
+        that sentencepiece vocabularies add to a text and drop again).
         """
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token steers the model rather than spelling text."""
+        """Whether the token is a control token, which is not text."""
         return token_id in self._added and bool(self._added[token_id].special)
 
     def id_of(self, token: str) -> int | None:
-        """The id of the token spelled `token`, or None."""
+        """The id of the token with this text, or None."""
         found: int | None = self._backend.token_to_id(token)
         return found
 
@@ -123,14 +123,14 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
-        """The prompt for a conversation, by the model's own template. Encode it without special tokens."""
+        """The prompt for a conversation, by the model's chat template. Encode it without special tokens."""
         if self._template is None:
             raise RequestError("This model has no chat template: give it a plain prompt instead of messages.")
         return replace_surrogates(self._template.render(messages, add_generation_prompt, tools))
 
     @cached_property
-    def _most_characters(self) -> int:
-        """Characters of a text that one token may stand for. A normalizer may make one of several."""
+    def _max_characters(self) -> int:
+        """The most characters of a text that one token may stand for, before normalization."""
         longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
         return longest if self._backend.normalizer is None else NORMALIZED * longest
 
@@ -148,17 +148,17 @@ class Tokenizer:
 def replace_surrogates(text: str) -> str:
     """`text` with every lone surrogate replaced by U+FFFD."""
     try:
-        text.encode()  # several times as fast as a search
+        text.encode()  # several times faster than a search
         return text
     except UnicodeEncodeError:
         return SURROGATES.sub("\ufffd", text)
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for.
+    """The byte of each character of a byte-level vocabulary (GPT-2's alphabet).
 
-    Printable characters of Latin-1 stand for themselves; the other bytes, in order, are given the
-    characters from U+0100 on.
+    Printable Latin-1 characters are their own bytes; the other bytes, in order, have the characters from
+    U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -166,7 +166,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def _speller(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
-    """The function from a token's spelling to its bytes, by the kind of decoder the vocabulary has."""
+    """The function from a token's text in the vocabulary to its bytes, for this kind of decoder."""
     state = backend.decoder.__getstate__() if backend.decoder is not None else b""
     if b'"ByteLevel"' in state:
         return _byte_level_speller()
@@ -196,7 +196,7 @@ def _spell_with_byte_fallback(token: str) -> bytes:
 
 
 def folder_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a model folder: tokenizer.json and the small files beside it."""
+    """The tokenizer of a model folder: tokenizer.json and its configuration files."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(
@@ -244,6 +244,6 @@ def _optional_json(path: Path) -> dict[str, object]:
 
 
 def _ids(value: object) -> list[int]:
-    """One id or a list of ids, as configurations write either."""
+    """The ids of a value that may be one id or a list of them."""
     values = value if isinstance(value, list) else [value]
     return [entry for entry in values if type(entry) is int and entry >= 0]

@@ -1,7 +1,7 @@
-"""A Tokenizer from the metadata of a GGUF file.
+"""The Tokenizer of a GGUF file, from its metadata.
 
-Two kinds of vocabulary are read: `gpt2`, byte-level BPE with the file's merges, and `llama`,
-sentencepiece BPE with byte fallback, whose merges follow from the scores.
+Two kinds of vocabularies are supported: `gpt2`, byte-level BPE with the file's merges, and `llama`,
+sentencepiece BPE with byte fallback, whose merges are derived from the scores.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ LLAMA3_SPLIT = _CONTRACTIONS_AND_WORDS + r"\p{N}{1,3}" + _SIGNS_AND_SPACES
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How a byte-level vocabulary's text is cut into words before merging."""
+    """How text is split into words before the merges of a byte-level vocabulary."""
 
-    split: str | None  # a pattern, or None for GPT-2's
-    add_bos: bool = False  # when the file does not say
-    whole_words_first: bool = False  # a word that is a token is not merged from its parts
+    split: str | None  # a pattern; None: GPT-2's
+    add_bos: bool = False  # the default, if the file has no add_bos_token
+    whole_words_first: bool = False  # a word that is a token is used as it is, without merging
 
 
 PRE_TOKENIZERS = {
     "default": PreTokenizer(GPT2_SPLIT),
     "gpt-2": PreTokenizer(GPT2_SPLIT),
     # The published tokenizer also splits off each digit first, which matters for runs of white space
-    # before a digit. We do as transformers does with this file: it leaves that step out.
+    # before a digit. We omit that step, as transformers does for this file.
     "smollm": PreTokenizer(GPT2_SPLIT),
     "qwen2": PreTokenizer(QWEN2_SPLIT),
     "deepseek-r1-qwen": PreTokenizer(QWEN2_SPLIT),
     "llama-bpe": PreTokenizer(LLAMA3_SPLIT, add_bos=True, whole_words_first=True),
 }
 
-# Files name one end token; these control tokens end an answer too, in the models that have them
+# files name one end token; these control tokens end an answer too, in models that have them
 END_OF_ANSWER = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>")
 
 
 def gguf_tokenizer(file: GgufFile) -> Tokenizer:
-    """The tokenizer that a GGUF file carries."""
+    """The tokenizer of a GGUF file."""
     fields = Fields(file.metadata, file.path.name)
     kind = fields.text("tokenizer.ggml.model")
     if kind not in BUILDERS:
@@ -77,7 +77,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
 
 
 class _Vocabulary:
-    """The lists that describe a vocabulary in a GGUF file, found to fit each other."""
+    """The vocabulary lists of a GGUF file, checked against each other."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
@@ -103,7 +103,11 @@ class _Vocabulary:
         return self.fields.integer(key, least=0, most=len(self.tokens) - 1)
 
     def added(self, kind: int, special: bool) -> list[tokenizers.AddedToken]:
-        chosen = (token for token, own in zip(self.tokens, self.types, strict=True) if own == kind and token)
+        chosen = (
+            token
+            for token, token_type in zip(self.tokens, self.types, strict=True)
+            if token_type == kind and token
+        )
         return [tokenizers.AddedToken(token, normalized=False, special=special) for token in chosen]
 
     def bpe(self, merges: Sequence[tuple[str, str]], **options: bool) -> models.BPE:
@@ -116,7 +120,7 @@ class _Vocabulary:
             ) from error
 
     def bos_processor(self, default: bool) -> processors.TemplateProcessing | None:
-        """What puts the begin-of-sequence token before a text, if this vocabulary wants that."""
+        """The processor that adds the begin-of-sequence token; None if this vocabulary has no use for it."""
         bos = self.special_id("bos")
         if bos is None or not self.fields.flag("tokenizer.ggml.add_bos_token", default):
             return None
@@ -168,7 +172,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """The merges that scores imply: every way to cut a token into two tokens, best score first."""
+    """The merges that the scores imply: every split of a token into two tokens, best score first."""
     scores = vocabulary.file.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, np.ndarray) or scores.shape != (len(vocabulary.tokens),):
         raise damaged(vocabulary.file.path, "tokenizer.ggml.scores does not have one number per token")

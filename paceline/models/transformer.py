@@ -1,10 +1,10 @@
-"""The transformer: one readable model for every family, in torch.
+"""The transformer: one readable torch model for all families.
 
-Families differ only by what ModelConfig declares: biases, q/k norms, windows, rope, experts. A pass
-takes rows, not sequences: each row knows its position, and a RowView says which keys the rows of
-one request may see. So prefill, decoding and draft trees are the same code.
+Families differ only by what ModelConfig declares: biases, q/k norms, windows, rope, experts. A pass takes
+rows, not sequences: each row has its position, and a RowView has the keys that the rows of one request see.
+So prefill, decoding and draft trees are the same code.
 
-The weights have the names and shapes listed in checkpoint.py; constructors ask for each of them once.
+The weights have the names and shapes of checkpoint.py; constructors take each of them once.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ import torch.nn.functional as F
 from paceline.models.config import ModelConfig, MoeConfig
 from paceline.models.rope import rope_frequencies
 
-# Gives the named tensor of the checkpoint in the model's dtype and on its device.
+# The named tensor of the checkpoint, in the model's dtype and on its device.
 Take = Callable[[str], torch.Tensor]
-# Cosine and sine of every row's angles, each [rows, 1, head_dim // 2], for all heads alike.
+# Cosine and sine of every row's angles, each [rows, 1, head_dim // 2], the same for all heads.
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class RowView:
-    """The rows of one request in a pass, and the keys they may see."""
+    """The rows of one request in a pass, and the keys that they see."""
 
     rows: slice
-    places: torch.Tensor  # int64 [keys] KV places of the committed context, then of the rows themselves
+    key_slots: torch.Tensor  # int64 [keys] KV slots of the committed context, then of the rows themselves
     masks: Mapping[int | None, torch.Tensor]  # window -> bool [rows, keys], True where a row sees a key
 
 
 @dataclass(frozen=True)
 class KeyValues:
-    """Keys and values of every layer, addressed by place (page * page_size + offset)."""
+    """Keys and values of every layer, addressed by KV slot (page * page_size + offset)."""
 
-    keys: torch.Tensor  # [layers, places, kv_heads, head_dim]
-    values: torch.Tensor  # [layers, places, kv_heads, head_dim]
+    keys: torch.Tensor  # [layers, slots, kv_heads, head_dim]
+    values: torch.Tensor  # [layers, slots, kv_heads, head_dim]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Rows:
 
     tokens: torch.Tensor  # int64 [rows]
     positions: torch.Tensor  # int64 [rows]
-    places: torch.Tensor  # int64 [rows] where each row's key and value go
+    slot_mapping: torch.Tensor  # int64 [rows] the KV slot of each row
     views: Sequence[RowView]  # one per request
 
 
@@ -96,7 +96,7 @@ class MLP:
 
 
 class MixtureOfExperts:
-    """Each row goes through its few most probable experts, weighted by the router."""
+    """Each row goes through its most probable experts, weighted by the router."""
 
     def __init__(self, take: Take, name: str, moe: MoeConfig) -> None:
         self.moe = moe
@@ -117,7 +117,7 @@ class MixtureOfExperts:
 
 
 class Attention:
-    """Grouped-query attention of rows over the keys their views show them."""
+    """Grouped-query attention of rows over the keys of their views."""
 
     def __init__(self, take: Take, name: str, config: ModelConfig, layer: int) -> None:
         self.config, self.layer = config, layer
@@ -139,14 +139,14 @@ class Attention:
             query, key = self.query_norm(query), self.key_norm(key)
         keys, values = cache.keys[self.layer], cache.values[self.layer]
         # Written before anything is read: the rows of a request see each other through the cache.
-        keys[rows.places] = rotate(key, rotation)
-        values[rows.places] = value
+        keys[rows.slot_mapping] = rotate(key, rotation)
+        values[rows.slot_mapping] = value
         query = rotate(query, rotation)
         mixed = torch.empty_like(query)
         window = self.config.window(self.layer)
         for view in rows.views:
             mixed[view.rows] = attend(
-                query[view.rows], keys[view.places], values[view.places], view.masks[window]
+                query[view.rows], keys[view.key_slots], values[view.key_slots], view.masks[window]
             )
         return self.output(mixed.flatten(1))
 
@@ -185,7 +185,7 @@ class Transformer:
         self.frequencies = torch.from_numpy(frequencies).to(self.embedding.device)  # float32 [head_dim // 2]
 
     def first_layers(self, count: int) -> Transformer:
-        """This one, with the same weights, without the layers from `count` on."""
+        """The model of the first `count` layers, with the same weights."""
         early = copy(self)
         early.layers = self.layers[:count]
         early.config = replace(self.config, num_layers=count)
@@ -212,14 +212,14 @@ class Transformer:
         return F.linear(self.norm(hidden), self.head)
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
-        """How far each row is turned by its position."""
+        """The rotation of each row, by its position."""
         # Angles stay float32 in every dtype: bfloat16 cannot count positions above 256.
         angles = (positions.float()[:, None] * self.frequencies)[:, None, :]
         return angles.cos().to(self.embedding.dtype), angles.sin().to(self.embedding.dtype)
 
 
 def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Heads [rows, heads, head_dim] turned by their positions; element i pairs with i + head_dim // 2."""
+    """Heads [rows, heads, head_dim] rotated by their positions; element i pairs with i + head_dim // 2."""
     cosine, sine = rotation
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)

@@ -84,6 +84,6 @@ def run(
             pool=requests[0].pool,
             feature_layers=feature_layers,
             choices=choices,
-            kept=kept,
+            kept_features=kept,
         )
     )

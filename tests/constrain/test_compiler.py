@@ -1,4 +1,4 @@
-"""Compiling: what is refused and why, and what is kept."""
+"""GrammarCompiler: what is refused and why, and what is cached."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_forced_tokens_spell_what_is_forced_whatever_the_tokenizer_makes_of_a_te
         assert TOKENIZER.decode(run) == word
 
 
-def test_without_the_library_a_request_is_told_what_to_install(monkeypatch):
+def test_without_the_library_a_request_is_reported_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match=r"pip install 'paceline\[serve\]'"):
         GrammarCompiler(PieceTokenizer(), 400).compile(StructuredOutputsParams(regex="a"))

@@ -1,4 +1,4 @@
-"""What a constraint allows and forces is a pure function of the tokens it has followed."""
+"""What a constraint allows and forces is a pure function of the tokens so far."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.constrain import StructuredOutputsParams
-from paceline.constrain.constraint import MOST_FORCED
+from paceline.constrain.constraint import MAX_FORCED
 from paceline.errors import GrammarError
 from tests.constrain.walks import CALL, COMPILER, GRAMMARS, TOKENIZER, choices, random_text, start
 
@@ -30,7 +30,7 @@ def view(constraint) -> tuple[tuple[int, ...], list[int]]:
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_it_depends_on_the_path_alone(name):
+def test_a_constraint_depends_only_on_the_tokens_so_far(name):
     """Asked or not, branched or not, in any order: each place of a text looks the same from everywhere."""
     for seed in range(5):
         tokens = random_text(start(name), seed)
@@ -129,7 +129,7 @@ def test_forced_runs_are_cut_into_canonical_tokens():
 def test_long_runs_come_in_parts():
     word = "abc yes no " * 30
     constraint = COMPILER.compile(StructuredOutputsParams(choice=[word])).start()
-    assert len(constraint.forced()) == MOST_FORCED
+    assert len(constraint.forced()) == MAX_FORCED
     assert TOKENIZER.decode(random_text(constraint, 0, most=500)) == word
 
 

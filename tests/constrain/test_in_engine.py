@@ -1,4 +1,4 @@
-"""Constrained requests in the engine: the same bytes with every drafter, and every option still holds."""
+"""Constrained requests in the engine: the same bytes with every drafter and option."""
 
 from __future__ import annotations
 

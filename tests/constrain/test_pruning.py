@@ -1,4 +1,4 @@
-"""Drafts along a grammar: nothing that it forbids, everything that it forces, nothing else changed."""
+"""Drafts fitted to a grammar: no forbidden node, all forced tokens, nothing else changed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def paths(draft: Draft) -> list[Path]:
 NOTHING = Draft((), (), ())
 
 
-def test_what_is_forbidden_goes_with_all_below_it():
+def test_forbidden_nodes_are_removed_with_all_below_them():
     tree = Draft((A, B, C, A, D), (-1, -1, 0, 1, 3), (-1,) * 5)
     fitted = fit_draft(tree, words("acab", "acd", "caa"), (), budget=5, levels=5)
     assert paths(fitted) == [(A,), (A, C)]
@@ -48,7 +48,7 @@ def test_a_path_is_continued_by_what_is_forced_after_its_last_node():
     assert paths(fitted) == [(A,), (B,), (A, C), (A, C, A), (A, C, A, B), (B, D)]
 
 
-def test_a_draft_comes_behind_the_forced_tokens():
+def test_the_draft_follows_the_forced_tokens():
     grammar = words("abcd", "abdd")
     assert grammar.forced() == (A, B)
     fitted = fit_draft(chain(D, A), grammar, grammar.forced(), budget=9, levels=9)
@@ -88,7 +88,7 @@ def test_drawn_nodes_stay_and_nothing_below_a_forbidden_one():
     assert (fitted.tokens, fitted.parents, fitted.rows) == ([B, A, D, A], [-1, -1, -1, 1], [0, 0, -1, 2])
 
 
-def test_endless_choice_changes_nothing():
+def test_a_grammar_that_allows_everything_changes_nothing():
     free = TableConstraint(4, lambda path: {A, B, C, D})
     tree = Draft((A, B, C), (-1, -1, 1), (-1, 0, -1))
     assert fit_draft(tree, free, (), budget=3, levels=3) == Draft([A, B, C], [-1, -1, 1], [-1, 0, -1])

@@ -1,4 +1,4 @@
-"""Trying out grammars: what the library neither ends nor survives is refused, and computes no longer."""
+"""GrammarTrial: a grammar that hangs or kills the library is refused, and its process is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A parameter that cannot be meant is refused, with its name, its value and what is allowed."""
+"""An invalid parameter is refused, with its name, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_defaults_are_vllms():
     )
 
 
-def test_values_get_one_plain_form():
+def test_values_are_normalized():
     params = SamplingParams(stop="x", top_k=-1, seed=-1, stop_token_ids=[3], temperature=1e-7)
     assert params.stop == ("x",)
     assert params.top_k == 0

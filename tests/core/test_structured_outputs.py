@@ -51,7 +51,7 @@ def test_without_a_form_nothing_is_asked():
         ("json", "structured_outputs must be an object"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(given, message):
+def test_invalid_combinations_are_refused(given, message):
     with pytest.raises(RequestError, match=message):
         SamplingParams(structured_outputs=given)
 

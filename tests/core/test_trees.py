@@ -32,7 +32,7 @@ def test_a_chain_is_a_tree_whose_parents_count_up():
         ([1, 1], [-1, -1], "siblings"),
     ],
 )
-def test_unsound_trees_are_named(tokens, parents, problem):
+def test_invalid_trees_are_refused_with_the_fault(tokens, parents, problem):
     with pytest.raises(ValueError, match=problem):
         DraftTrees.from_lists([(tokens, parents)]).check([DraftPlan("suffix", 2, branching=2)], vocab_size=9)
 
@@ -48,7 +48,7 @@ numbers = st.integers(-2, 4)
     offsets=st.lists(numbers, min_size=2, max_size=4),
     branching=st.integers(1, 2),
 )
-def test_the_quick_check_says_what_the_readable_one_does(tokens, parents, chances, offsets, branching):
+def test_the_compiled_check_agrees_with_the_plain_one(tokens, parents, chances, offsets, branching):
     size = len(tokens)
     offsets = [0, *offsets[1:-1], size] if offsets[0] >= 0 else offsets  # half of them begin and end well
     arrays = [np.array(values, dtype=np.int32) for values in (tokens, (parents + [0] * 5)[:size], offsets)]
@@ -102,7 +102,7 @@ def test_trees_of_several_drafters_become_one_with_their_draws():
     assert merged.draws.draft_probs.tolist() == [*probs.tolist(), probs[0].tolist()]
 
 
-def test_a_group_without_chances_has_no_opinion_among_others():
+def test_a_group_without_chances_gets_nan_when_merged():
     sure = DraftTrees.chains([[1, 2], []], [[0.5, 0.25], []])
     merged = DraftTrees.merged(4, [([0, 2], DraftTrees.chains([[3], [4]])), ([3, 1], sure)])
     assert np.array_equal(merged.chances, [np.nan, np.nan, 0.5, 0.25], equal_nan=True)
@@ -127,7 +127,7 @@ trees_of_nodes = (
 
 
 @given(nodes=trees_of_nodes)
-def test_what_is_kept_of_trees_are_their_paths(nodes):
+def test_kept_nodes_keep_their_paths(nodes):
     parents = [[max(place - above, -1) for place, (above, _) in enumerate(tree)] for tree in nodes]
     keep = []
     for tree, above in zip(nodes, parents, strict=True):

@@ -1,4 +1,4 @@
-"""One record of truncation options: what users give, what keeps everything, what an array row says."""
+"""Truncation: from users' options to the record, and from the record to an array row and back."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class AgainstReference(Checked):
             return DraftTrees.chains([[]])
         pages = np.zeros(0, dtype=np.int32)
         context = Context(request, request.token_ids, pages, room)
-        tree = make_tree(context, plan.shrunk(room), self._scales, self._sampling)
+        tree = make_tree(context, plan.shrunk(room), self._scoring, self._sampling)
         while tree.frontier:
             tree.grow(np.stack([self._logits(request, path_of(tree, node)) for node in tree.frontier]))
         return merged([tree])
@@ -103,7 +103,7 @@ class AgainstFresh(Checked):
         kv.reserve(opened[0], len(request.token_ids) + plan.budget)
         fresh = DraftModelDrafter(
             self._backend,
-            self._scales.vocabulary,
+            self._scoring.vocabulary,
             self._make_cache,
             vocab_size=self._vocab_size,
             sampling=self._sampling,

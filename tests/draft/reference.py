@@ -1,4 +1,4 @@
-"""What `paceline.draft.matching` computes, in plain Python: slow, without rings, links or scratch.
+"""What `ngram_index.py` and `suffix_trees.py` compute, in plain Python: slow, without rings and links.
 
 A stream is a list of tokens with -1 between texts. Its newest tokens are those that are searched.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.draft.matching import GAP, MOST_VISITS, OWN_DOUBT, PAST_DOUBT, SHARED
+from paceline.draft.ngram_index import GAP, MAX_VISITS, SHARED_NAMESPACE
+from paceline.draft.suffix_trees import OWN_TEXT_PRIOR, PAST_RESPONSES_PRIOR
 
 
 def ending(stream, size):
@@ -60,31 +61,31 @@ def host_draft_chain(text, start, tokens, budget):
     return tokens[known:][:budget]
 
 
-def slot(newest_first, ring_size, owner):
+def slot(newest_first, ring_size, namespace):
     """The place of an n-gram in a table of this size."""
     with np.errstate(over="ignore"):
-        state = np.int64(owner) * np.int64(0x2545F4914F6CDD1D)
+        state = np.int64(namespace) * np.int64(0x2545F4914F6CDD1D)
         for token in newest_first:
             state = (state ^ np.int64(token)) * np.int64(-7046029254386353131)
     return int((state >> np.int64(24)) & np.int64(ring_size - 1))
 
 
-def candidates(stream, suffix, levels, factor, depth, ring_size, owner=SHARED):
+def candidates(stream, suffix, levels, factor, depth, ring_size, namespace=SHARED_NAMESPACE):
     """(match length, continuation) of the occurrences that are looked at, longest n-grams first.
 
-    The stream has the texts of one owner: those of others do not matter.
+    The stream has the texts of one namespace: those of others do not matter.
     """
     found = []
     longer = len(suffix) + 1
     for size in reversed([level for level in levels if level <= len(suffix)]):
-        wanted = slot(suffix[:size], ring_size, owner)
+        wanted = slot(suffix[:size], ring_size, namespace)
         visits = 0
         for position in range(len(stream) - 1, -1, -1):
             ngram = ending(stream[: position + 1], size)
-            if len(ngram) < size or slot(ngram, ring_size, owner) != wanted:
+            if len(ngram) < size or slot(ngram, ring_size, namespace) != wanted:
                 continue
             visits += 1
-            if visits > MOST_VISITS:
+            if visits > MAX_VISITS:
                 break
             length = match_length(stream, position, suffix)
             if position < len(stream) - 1 and size <= length < longer:
@@ -99,12 +100,12 @@ def child_probabilities(own, past):
     probabilities = {rest[0]: 0.0 for _, rest in both if rest}
     longest = max((length for length, rest in both if rest), default=0)
     for length in range(1, longest + 1):
-        for source, doubt in ((past, PAST_DOUBT), (own, OWN_DOUBT)):
+        for source, prior in ((past, PAST_RESPONSES_PRIOR), (own, OWN_TEXT_PRIOR)):
             followers = [rest[0] for matched, rest in source if rest and matched >= length]
             if followers:
                 for token, shorter in probabilities.items():
-                    votes = followers.count(token) + doubt * shorter
-                    probabilities[token] = votes / (len(followers) + doubt)
+                    votes = followers.count(token) + prior * shorter
+                    probabilities[token] = votes / (len(followers) + prior)
     return probabilities
 
 

@@ -1,4 +1,4 @@
-"""A draft model over the toy: the same bytes, and proposals that never depend on how they came about."""
+"""A draft model over the toy: the same bytes, and proposals that do not depend on earlier steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft model on the compiled backend: a model drafts for itself, for a coarser copy, and by name."""
+"""A draft model on the cpu backend: for itself, for a coarser copy, and loaded by name."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def generate(model, speculative_config, **options):
     return llm.generate([list(range(3, 60))], params, use_tqdm=False)[0]
 
 
-def test_by_name(folders):
+def test_loads_by_method_name(folders):
     model, _ = folders
     expected = generate(model, None)
     drafted = generate(model, {"method": "draft_model", "model": model, "num_speculative_tokens": 5})

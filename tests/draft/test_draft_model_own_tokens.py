@@ -14,7 +14,7 @@ import pytest
 from paceline.core.params import SamplingParams
 from paceline.draft.base import DraftSampling
 from paceline.draft.draft_model import DraftModelDrafter
-from paceline.draft.own_pages import OwnPages
+from paceline.draft.separate_pages import SeparatePages
 from paceline.draft.vocabulary import vocabulary_intersection
 from tests.draft.draft_models import MIXED, chain, drafting_engine, tree
 from tests.draft.test_draft_model import alone, counts  # noqa: F401
@@ -50,7 +50,7 @@ class TranslatingToy(ToyBackend):
 def translating_drafter(sampling=DraftSampling.COUPLED, longest=600, **options) -> DraftModelDrafter:
     backend = TranslatingToy(**options)
     vocabulary = vocabulary_intersection(TARGET_TEXTS, DRAFT_TEXTS, VOCAB, backend.vocab, "draft")
-    cache = partial(OwnPages, longest=longest, vocabulary=vocabulary)
+    cache = partial(SeparatePages, longest=longest, vocabulary=vocabulary)
     return DraftModelDrafter(backend, vocabulary, cache, vocab_size=backend.vocab, sampling=sampling)
 
 
@@ -121,7 +121,7 @@ def test_proposals_are_those_of_a_fresh_drafter(plan):
     assert engine.scheduler.num_preemptions > 0
 
 
-def test_without_pages_the_least_recently_used_gives_way():
+def test_without_pages_the_least_recently_used_request_is_evicted():
     drafter = translating_drafter()
     engine = drafting_engine(drafter, chain(2), num_pages=40, max_model_len=120, max_num_seqs=3)
     evict, evicted = drafter._cache._evict, []
@@ -138,7 +138,7 @@ def test_without_pages_the_least_recently_used_gives_way():
 def test_a_text_that_the_draft_cannot_spell_is_not_drafted_for():
     unspeakable = Texts(*(b"\xff" * (token + 1) for token in range(VOCAB - 1)), b"<1>")
     vocabulary = vocabulary_intersection(unspeakable, DRAFT_TEXTS, VOCAB, VOCAB, "draft")
-    cache = partial(OwnPages, longest=100, vocabulary=vocabulary)
+    cache = partial(SeparatePages, longest=100, vocabulary=vocabulary)
     drafter = DraftModelDrafter(
         TranslatingToy(), vocabulary, cache, vocab_size=VOCAB, sampling=DraftSampling.COUPLED
     )

@@ -90,7 +90,7 @@ def test_outputs_have_the_targets_distribution(rule, plan):
     assert distance(outputs(rule, plan, DraftSampling.INDEPENDENT)) < 4.5
 
 
-def test_the_distance_tells_when_a_draft_names_another_distribution_than_it_drew_from(plant):
+def test_the_distance_reports_when_a_draft_names_another_distribution_than_it_drew_from(plant):
     """The negative control of the test above."""
     merged = model_drafter.merged
 

@@ -1,4 +1,4 @@
-"""A head over the toy: the same bytes, and every slot reads the right feature whatever happened before."""
+"""An EAGLE head over the toy: the same bytes, and every slot always reads the right feature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads on the compiled backend: the same bytes, and the same proposals with and without a past."""
+"""Heads on the cpu backend: the same bytes, and proposals that do not depend on earlier steps."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class AgainstFresh(HeadDrafter):
     def _expected(self, request, plan: DraftPlan) -> DraftTrees:
         kv = KVCache(16, self.backend.page_size, max_sequences=1, max_length=16 * self.backend.page_size)
         pool = kv.add_pool(self.backend)
-        fresh = HeadDrafter(self._runner, self._shape, self._sampling, self._scales.least_chance)
+        fresh = HeadDrafter(self._runner, self._shape, self._sampling, self._scoring.least_chance)
         fresh.bind(kv)
         slot, _ = kv.open(request.token_ids)
         kv.reserve(slot, len(request.token_ids) + plan.budget)
@@ -151,7 +151,7 @@ def test_proposals_do_not_depend_on_the_past_nor_bytes_on_proposals(
     assert engine.scheduler.num_preemptions > 0 if "num_pages" in setting else engine.kv.prefix_hits > 0
 
 
-def test_by_name(tmp_path):
+def test_loads_by_method_name(tmp_path):
     model = save_model(tmp_path)
     write_head(random_checkpoint(EAGLE3), tmp_path / "head", "speculators")
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True)

@@ -33,7 +33,7 @@ def forgotten_last_features(plant):
 
     def without_last(self, spans, values, parts):
         put(self, spans, values, parts)
-        self._known[self._kv.page_size - 1 :: self._kv.page_size] = -1
+        self._written_in[self._kv.page_size - 1 :: self._kv.page_size] = -1
 
     plant(HeadPages, "put", without_last)
 

@@ -79,7 +79,7 @@ class AgainstWhole(EagleDrafter):
                 continue
             pages = np.zeros(0, dtype=np.int32)
             context = Context(request, request.token_ids, pages, plan.budget)
-            tree = make_tree(context, plan, self._scales, self._sampling)
+            tree = make_tree(context, plan, self._scoring, self._sampling)
             self.outputs: dict[tuple[int, ...], torch.Tensor] = {}
             self.features = self._features(request.token_ids)
             while tree.frontier:
@@ -168,7 +168,7 @@ def test_every_tree_is_that_of_the_plain_network(name, sampling, checkpoint, bac
     ids=["chunks and prefix hits", "preemption"],
 )
 @torch.inference_mode()
-def test_whatever_happened_before(setting, checkpoint, backend, plain, tmp_path):
+def test_trees_do_not_depend_on_earlier_plans_and_drafts(setting, checkpoint, backend, plain, tmp_path):
     drafter = checked_drafter("eagle3", checkpoint, backend, DraftSampling.COUPLED, tmp_path)
     plans = (DraftPlan("eagle3", 3), DraftPlan("eagle3", 6, 3), PLAIN)
     outputs, engine = run_engine(backend, drafter, *plans, times=2, **setting)
@@ -194,7 +194,7 @@ def generate(model, speculative_config, requests=1):
     return llm.generate([list(range(3, 60))] * requests, params, use_tqdm=False)[0]
 
 
-def test_by_name(model, tmp_path):
+def test_loads_by_method_name(model, tmp_path):
     head = saved_head(random_checkpoint(EAGLE3), tmp_path)
     expected = generate(model, None)
     eagle3 = {"method": "eagle3", "model": head}

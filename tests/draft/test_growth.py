@@ -1,4 +1,4 @@
-"""Trees while they grow: their shape, the rows of their passes, and what drawn ones are drawn from."""
+"""Growing trees: their shape, the rows of their passes, and the distributions of drawn ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.tree_shapes import ROOT, static_shape
 from paceline.core.trees import DraftPlan
 from paceline.draft.draft_cache import Context
-from paceline.draft.growth import ChosenTree, DrawnTree, Scales
+from paceline.draft.growth import ChosenTree, DrawnTree, Scoring
 from paceline.engine.admission import Limits, make_requests
 from paceline.verify.sampling import Workspace
 from tests.draft.draft_models import path_of, same_ids
@@ -83,7 +83,7 @@ def eagle2_reference(request, budget: int, branching: int, levels: int) -> set[t
 def test_chosen_trees_have_the_shape_of_eagle_2(budget, branching, depth):
     request = request_of(temperature=0)
     plan = DraftPlan("draft_model", budget, branching, depth)
-    tree = ChosenTree(context_of(request), plan, Scales(same_ids(), Workspace(VOCAB)), coupled=True)
+    tree = ChosenTree(context_of(request), plan, Scoring(same_ids(), Workspace(VOCAB)), coupled=True)
     parts = grown(tree)
     paths = paths_of(tree)
     assert set(paths) == eagle2_reference(request, budget, branching, plan.levels)
@@ -94,7 +94,7 @@ def test_chosen_trees_have_the_shape_of_eagle_2(budget, branching, depth):
 
 def test_a_chain_costs_one_row_a_level():
     plan = DraftPlan("draft_model", 6)
-    tree = ChosenTree(context_of(request_of()), plan, Scales(same_ids(), Workspace(VOCAB)), coupled=True)
+    tree = ChosenTree(context_of(request_of()), plan, Scoring(same_ids(), Workspace(VOCAB)), coupled=True)
     parts = grown(tree)
     assert [(part.start, len(part.tokens), part.parents) for part in parts] == [
         (len(PROMPT) + place, 1, [-1]) for place in range(5)
@@ -112,8 +112,8 @@ def test_a_pass_computes_what_the_frontier_does_not_have_in_common():
         return logits
 
     plan = DraftPlan("draft_model", 24, branching=2, depth=7)
-    scales = Scales(same_ids(), Workspace(VOCAB))
-    tree = ChosenTree(context_of(request_of(temperature=0, ignore_eos=True)), plan, scales, coupled=False)
+    scoring = Scoring(same_ids(), Workspace(VOCAB))
+    tree = ChosenTree(context_of(request_of(temperature=0, ignore_eos=True)), plan, scoring, coupled=False)
     passes = [(part.start - len(PROMPT), part.tokens, part.parents) for part in grown(tree, logits_of)]
     assert passes == [
         (0, [20, 0], [-1, -1]),
@@ -130,7 +130,7 @@ def test_a_pass_computes_what_the_frontier_does_not_have_in_common():
 def test_penalties_follow_the_nodes_own_path(coupled):
     request = request_of(temperature=0.5, seed=3, frequency_penalty=2.0, repetition_penalty=1.5, top_k=5)
     plan = DraftPlan("draft_model", 12, branching=3)
-    tree = ChosenTree(context_of(request), plan, Scales(same_ids(), Workspace(VOCAB)), coupled)
+    tree = ChosenTree(context_of(request), plan, Scoring(same_ids(), Workspace(VOCAB)), coupled)
 
     def flat(path):  # without penalties tokens would repeat along a path
         logits = np.zeros(VOCAB, dtype=np.float32)
@@ -151,7 +151,7 @@ def test_a_coupled_tree_holds_what_a_target_with_equal_logits_chooses():
     found = 0
     for seed in range(40):
         request = request_of(temperature=1.0, seed=seed)
-        tree = ChosenTree(context_of(request), plan, Scales(same_ids(), Workspace(VOCAB)), coupled=True)
+        tree = ChosenTree(context_of(request), plan, Scoring(same_ids(), Workspace(VOCAB)), coupled=True)
         grown(tree)
         path: tuple[int, ...] = ()
         while path in {(), *paths_of(tree)}:
@@ -174,15 +174,15 @@ def test_a_chain_ends_where_it_is_unlikely_to_be_right(share, length):
         logits[20 + len(path)] = np.log(share / (1 - share) * (VOCAB - 1))
         return logits
 
-    plan, scales = DraftPlan("eagle3", 9), Scales(same_ids(), Workspace(VOCAB), least_chance=0.35)
-    tree = ChosenTree(context_of(request_of(temperature=0)), plan, scales, coupled=True)
+    plan, scoring = DraftPlan("eagle3", 9), Scoring(same_ids(), Workspace(VOCAB), least_chance=0.35)
+    tree = ChosenTree(context_of(request_of(temperature=0)), plan, scoring, coupled=True)
     grown(tree, likely)
     assert paths_of(tree) == [tuple(range(20, 20 + depth)) for depth in range(1, length + 1)]
 
 
 @pytest.mark.parametrize("branching", [1, 2])
-def test_a_node_tells_the_chance_of_its_path_and_is_left_out_where_that_is_below_the_plans(branching):
-    scales = Scales(same_ids(), Workspace(VOCAB))
+def test_a_node_has_the_chance_of_its_path_and_is_left_out_below_the_plans_minimum(branching):
+    scoring = Scoring(same_ids(), Workspace(VOCAB))
 
     def likely(path):  # token 20 has half, the next a fifth
         logits = np.full(VOCAB, np.log(0.3 / (VOCAB - 2)), dtype=np.float32)
@@ -190,7 +190,7 @@ def test_a_node_tells_the_chance_of_its_path_and_is_left_out_where_that_is_below
         return logits
 
     plan = DraftPlan("eagle3", 6, branching, depth=4, least_chance=0.28)
-    tree = ChosenTree(context_of(request_of(temperature=0)), plan, scales, coupled=True)
+    tree = ChosenTree(context_of(request_of(temperature=0)), plan, scoring, coupled=True)
     grown(tree, likely)
     chances = dict(zip(paths_of(tree), tree.finished().chances, strict=True))
     chain = {(20,) * depth: 0.5 ** (depth / 2) for depth in (1, 2, 3)}  # 0.35 is too unlikely to go on from
@@ -198,10 +198,10 @@ def test_a_node_tells_the_chance_of_its_path_and_is_left_out_where_that_is_below
     assert chances == pytest.approx(chain if branching == 1 else chain | beside)
 
 
-def test_a_chance_that_nobody_asks_for_is_not_computed():
-    scales = Scales(same_ids(), Workspace(VOCAB))
+def test_chances_that_are_not_needed_are_not_computed():
+    scoring = Scoring(same_ids(), Workspace(VOCAB))
     for plan, known in [(DraftPlan("draft_model", 3), False), (DraftPlan("draft_model", 3, 2), True)]:
-        tree = ChosenTree(context_of(request_of(temperature=0)), plan, scales, coupled=True)
+        tree = ChosenTree(context_of(request_of(temperature=0)), plan, scoring, coupled=True)
         grown(tree)
         assert [np.isfinite(chance) for chance in tree.finished().chances] == [known] * 3
 
@@ -209,14 +209,14 @@ def test_a_chance_that_nobody_asks_for_is_not_computed():
 @pytest.mark.parametrize("branching", [1, 2])
 def test_drawn_tokens_are_never_left_out_and_trees_have_the_size_they_were_asked_for(branching):
     """Whether a drawn token is verified must not depend on which one it is."""
-    scales = Scales(same_ids(), Workspace(VOCAB), least_chance=0.9)
+    scoring = Scoring(same_ids(), Workspace(VOCAB), least_chance=0.9)
     plan = DraftPlan("eagle3", 6, branching)
-    drawn = DrawnTree(context_of(request_of(temperature=1.0, seed=3)), plan, scales)
+    drawn = DrawnTree(context_of(request_of(temperature=1.0, seed=3)), plan, scoring)
     grown(drawn)
     assert len(drawn.finished().tokens) == 6
     assert np.isnan(drawn.finished().chances).all(), "so that nobody leaves one out for being unlikely"
     if branching > 1:
-        chosen = ChosenTree(context_of(request_of(temperature=0)), plan, scales, coupled=True)
+        chosen = ChosenTree(context_of(request_of(temperature=0)), plan, scoring, coupled=True)
         grown(chosen)
         assert len(chosen.finished().tokens) == 6
 
@@ -249,7 +249,7 @@ SMALL = 7
 def drawn(seed: int, **params) -> DrawnTree:
     request = request_of(SMALL, temperature=1.0, seed=seed, ignore_eos=True, **params)
     plan = DraftPlan("draft_model", 6, branching=2, depth=2)
-    tree = DrawnTree(context_of(request), plan, Scales(same_ids(SMALL, SMALL), Workspace(SMALL)))
+    tree = DrawnTree(context_of(request), plan, Scoring(same_ids(SMALL, SMALL), Workspace(SMALL)))
     grown(tree, lambda path: toy_logits(path, SMALL) / 4)
     return tree
 
@@ -298,7 +298,7 @@ def test_noise_of_a_draw_is_apart_for_each_step_and_node():
     seen = set()
     for _ in range(20):
         plan = DraftPlan("draft_model", 8)
-        tree = DrawnTree(context_of(request), plan, Scales(same_ids(SMALL, SMALL), Workspace(SMALL)))
+        tree = DrawnTree(context_of(request), plan, Scoring(same_ids(SMALL, SMALL), Workspace(SMALL)))
         grown(tree, lambda path: np.zeros(SMALL, dtype=np.float32))
         seen.add(tuple(tree.tokens))
         request.token_ids.append(3)

@@ -1,4 +1,4 @@
-"""Features beside pages: what is kept, for how long, and that nothing stale is ever read."""
+"""Features stored beside pages: what is stored, for how long, and that nothing stale is read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def opened(kv: KVCache, count: int) -> tuple[int, Context]:
     return slot, Context(SimpleNamespace(slot=slot), tokens, kv.page_tables[slot], room=0)
 
 
-def test_what_was_put_is_read_across_pages_and_the_rest_is_zero(kv, pages):
+def test_stored_features_are_read_across_pages_and_missing_ones_are_zero(kv, pages):
     slot, context = opened(kv, 14)
     put(pages, slot, 2, 5)
     put(pages, slot, 5, 11)
@@ -84,7 +84,7 @@ def test_slots_can_be_computed_at_any_time_and_their_features_stay(kv, pages):
     np.testing.assert_array_equal(pages.features([(context, 0, 14)]), features(0, 14))
 
 
-def test_a_page_that_was_taken_again_has_forgotten_all(kv, pages):
+def test_features_of_a_reused_page_are_forgotten(kv, pages):
     slot, context = opened(kv, 14)
     put(pages, slot, 0, 14)
     pages.keep([(context, 1, 5)])

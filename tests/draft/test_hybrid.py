@@ -1,4 +1,4 @@
-"""Suffix drafting with a fallback: who drafts when, and that both parts see everything."""
+"""hybrid: which of its two drafters drafts when, and that both observe every pass."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def tree_of(drafter, tokens, plan):
     return drafter.propose([make_request(tokens)], [plan]).tree_lists(0)
 
 
-def test_the_suffix_drafter_drafts_where_it_is_sure_and_the_other_elsewhere():
+def test_the_suffix_drafter_drafts_where_it_is_confident_and_the_fallback_elsewhere():
     other = Fixed()
     asked = [make_request(COPYING), make_request(NEW), make_request(COPYING)]
     trees = hybrid(other).propose(asked, [DraftPlan("hybrid", 5)] * 3)
@@ -74,19 +74,19 @@ def test_the_suffix_drafter_drafts_where_it_is_sure_and_the_other_elsewhere():
     assert other.calls == [([asked[1]], [DraftPlan("fixed", 3)])], "asked once, with its own length"
 
 
-def test_the_other_is_not_asked_where_nobody_is_unsure():
+def test_the_fallback_is_not_asked_where_all_suffix_drafts_are_confident():
     other = Fixed()
     tree_of(hybrid(other), COPYING, DraftPlan("hybrid", 5))
     assert other.calls == []
 
 
-def test_confidence_moves_the_border():
+def test_confidence_decides_when_the_fallback_is_asked():
     plan = DraftPlan("hybrid", 5)
     assert tree_of(hybrid(Fixed(), confidence=5.0), COPYING, plan)[0] == [90, 91, 92]
     assert tree_of(hybrid(Fixed(), confidence=0.0), NEW, plan)[0] == []
 
 
-def test_draws_of_the_other_stay_with_their_nodes():
+def test_draws_of_the_fallback_stay_with_their_nodes():
     asked = [make_request(COPYING), make_request(NEW)]
     trees = hybrid(Fixed(drawn=True)).propose(asked, [DraftPlan("hybrid", 5)] * 2)
     assert trees.draws_of(0) is None
@@ -103,7 +103,7 @@ def test_draws_of_the_other_stay_with_their_nodes():
         (4, 1, ([90, 91, 92], [-1, 0, 1])),
     ],
 )
-def test_a_tree_holds_both_drafts_where_the_suffix_drafter_is_not_sure(budget, branching, expected):
+def test_a_tree_holds_both_drafts_where_the_suffix_draft_is_not_confident(budget, branching, expected):
     drafter = hybrid(Fixed(), combine="tree")
     assert tree_of(drafter, [1, 2, 3, 7, 8, 1, 2], DraftPlan("hybrid", budget, branching)) == expected
     assert tree_of(drafter, COPYING, DraftPlan("hybrid", 5, 2))[0] == [20, 21, 22, 23, 24]
@@ -129,7 +129,7 @@ def test_the_union_of_two_trees(first, second, budget, branching, expected):
     assert union(with_chances(first, 0.5), with_chances(second, 0.5), plan)[:2] == expected
 
 
-def test_a_node_of_a_union_is_as_likely_as_the_surer_says():
+def test_a_node_of_a_union_has_the_higher_chance():
     plan = DraftPlan("hybrid", 9, 2)
     sure, unsure = ([1, 2], [-1, 0], [0.9, 0.2]), ([1, 2, 3], [-1, 0, -1], [0.5, 0.4, 0.1])
     assert union(sure, unsure, plan)[2] == [0.9, 0.4, 0.1]

@@ -114,7 +114,7 @@ def without_later_layers(checkpoint, count):
     ],
     ids=["coupled, chunks and prefix hits", "greedy, preemption", "drawn, preemption"],
 )
-def test_it_drafts_what_its_layers_alone_would_say_and_changes_no_byte(
+def test_layerskip_drafts_as_a_model_of_its_layers_and_changes_no_byte(
     checkpoint, backend, plain, exit_layer, setting, sampling
 ):
     drafter = drafter_of(backend, checkpoint, exit_layer, sampling, AgainstFewerLayers)
@@ -138,7 +138,7 @@ def test_all_layers_draft_what_all_layers_say(checkpoint, backend, plain):
     assert sum(drafted) > 30
 
 
-def test_it_keeps_nothing_of_its_own_and_has_nothing_to_catch_up_with():
+def test_layerskip_has_no_cache_and_nothing_to_catch_up_on():
     target, early = ToyBackend(max_rows=128), HazyToy()
     drafter = toy_drafter(target, early)
     engine = drafting_engine(drafter, plan(3), backend=target)
@@ -205,7 +205,7 @@ def generate(model, speculative_config, **options):
     return llm.generate([list(range(3, 60))], params, use_tqdm=False)[0]
 
 
-def test_by_name(model):
+def test_loads_by_method_name(model):
     expected = generate(model, None).outputs[0].token_ids
     whole = {"method": "layerskip", "exit_layer": LAYERS}
     hybrid = {"method": "hybrid", "fallback": {"method": "layerskip"}, "combine": "tree", "branching": 2}
@@ -218,7 +218,7 @@ def test_by_name(model):
         assert counts.num_accepted_draft_tokens == counts.num_draft_tokens or config is not whole
 
 
-def test_a_quarter_of_the_layers_drafts_if_nobody_says():
+def test_a_quarter_of_the_layers_drafts_by_default():
     assert [usual_exit_layer(layers) for layers in (1, 3, 16, 30, 32)] == [1, 1, 4, 7, 8]
 
 
@@ -243,7 +243,7 @@ def test_the_short_form_takes_a_number():
         parse_speculative_config("layerskip:seven")
 
 
-def test_it_says_that_it_may_not_draft_while_a_pass_is_in_flight():
+def test_layerskip_needs_the_targets_pages():
     """Its guesses are written where that pass writes what it chooses."""
     assert LayerSkipDrafter.needs.target_pages
     assert not DraftModelDrafter.needs.target_pages

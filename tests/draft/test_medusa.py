@@ -64,9 +64,9 @@ class AgainstWhole(MedusaDrafter):
             context = Context(request, request.token_ids, np.zeros(0, dtype=np.int32), plan.budget)
             shallow = replace(plan, depth=min(plan.levels, len(levels)))
             if plan.branching > 1 and self._paths:
-                tree = make_ranked_tree(context, shallow, self._scales, self._sampling, self._paths)
+                tree = make_ranked_tree(context, shallow, self._scoring, self._sampling, self._paths)
             else:
-                tree = make_tree(context, shallow, self._scales, self._sampling)
+                tree = make_tree(context, shallow, self._scoring, self._sampling)
             for level in levels:
                 if tree.frontier:
                     tree.grow(np.stack([level] * len(tree.frontier)))
@@ -130,7 +130,7 @@ def test_every_tree_follows_from_the_last_state(ids, paths, sampling, checkpoint
 
 
 @pytest.mark.parametrize("backend_name", ["cpu", "torch"])
-def test_by_name(backend_name, tmp_path):
+def test_loads_by_method_name(backend_name, tmp_path):
     model = save_model(tmp_path)
     write_medusa(random_medusa(replace(CONFIG, target=TargetName("0" * 16, "another"))), tmp_path / "head")
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True)

@@ -49,7 +49,7 @@ def test_results_are_those_of_plain_decoding(plain, name, num_pages):
     assert any(request.num_preemptions for request in drafted) == (num_pages == 40)
 
 
-def test_the_second_time_the_cache_knows_the_answers(plain):
+def test_the_second_time_past_responses_are_drafted(plain):
     drafted = run(MAKERS["suffix"](), passes=2)
     assert [result(request) for request in drafted] == plain
     accepted = sum(request.speculative.num_accepted_draft_tokens for request in drafted)

@@ -1,4 +1,4 @@
-"""mtp: the block for multi-token prediction in a target's own files drafts for it."""
+"""mtp: the block for multi-token prediction in the target's own files drafts."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def generate(folder, speculative_config, **options):
     return llm.generate([list(range(3, 60))], params, use_tqdm=False)[0]
 
 
-def test_by_name(folder):
+def test_loads_by_method_name(folder):
     expected = generate(folder, None).outputs[0].token_ids
     tree = {"method": "mtp", "num_speculative_tokens": 6, "branching": 2, "quantization": "int4"}
     hybrid = {"method": "hybrid", "fallback": {"method": "mtp"}}

@@ -34,7 +34,7 @@ def test_matches_outside_min_and_max_do_not_count():
     assert draft(tokens, budget=1, prompt_lookup_max=3) == [40]
 
 
-def test_what_repeats_goes_on_repeating():
+def test_a_repetition_is_drafted_beyond_the_end_of_the_text():
     assert draft([7, 1, 2, 3, 1, 2, 3, 1, 2], budget=7) == [3, 1, 2, 3, 1, 2, 3]
 
 

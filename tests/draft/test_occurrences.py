@@ -7,16 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.draft import occurrences
-from paceline.draft.matching import GAP, MOST_VISITS, NOBODY, SHARED, copy_longest, draft_tree
+from paceline.draft.ngram_index import GAP, MAX_VISITS, NO_NAMESPACE, SHARED_NAMESPACE, copy_longest
 from paceline.draft.occurrences import Occurrences
+from paceline.draft.suffix_trees import draft_tree
 from tests.draft import reference
 
 tokens_of = st.integers(0, 2) | st.just(GAP)
 # a token of theirs has one hash in tables of up to 128 columns, so that they meet all the time
 MEETING = [
-    owner for owner in range(600) if reference.slot([1], 128, owner) == reference.slot([1], 128, SHARED)
+    namespace
+    for namespace in range(600)
+    if reference.slot([1], 128, namespace) == reference.slot([1], 128, SHARED_NAMESPACE)
 ]
-owners = st.sampled_from(MEETING)
+namespaces = st.sampled_from(MEETING)
 chunks = st.lists(st.lists(tokens_of, min_size=1, max_size=30), min_size=1, max_size=8)
 
 
@@ -49,9 +52,9 @@ def test_the_longest_ngram_is_found_at_its_newest_place(parts, capacity, keep, s
 @given(
     own_parts=chunks,
     past_parts=st.lists(
-        st.tuples(owners, st.lists(tokens_of, min_size=1, max_size=30)), min_size=1, max_size=8
+        st.tuples(namespaces, st.lists(tokens_of, min_size=1, max_size=30)), min_size=1, max_size=8
     ),
-    owner=owners | st.just(NOBODY),
+    namespace=namespaces | st.just(NO_NAMESPACE),
     past_capacity=st.integers(1, 70),
     keep=st.integers(0, 70),
     longest=st.integers(1, 9),
@@ -61,10 +64,10 @@ def test_the_longest_ngram_is_found_at_its_newest_place(parts, capacity, keep, s
     budget=st.integers(1, 8),
     depth=st.integers(1, 8),
 )
-def test_trees_are_those_of_a_plain_search_of_the_own_and_the_owners_text(
-    own_parts, past_parts, owner, past_capacity, keep, longest, factor, least, branching, budget, depth
+def test_trees_are_those_of_a_plain_search_of_the_own_text_and_the_namespace(
+    own_parts, past_parts, namespace, past_capacity, keep, longest, factor, least, branching, budget, depth
 ):
-    """Texts of several owners are in one index; it is as if the others' were not there."""
+    """Texts of several namespaces are in one index; it is as if the others' were not there."""
     levels = [level for level in (1, 3, 8) if level <= longest]
     own, own_stream = filled(levels, 240, own_parts)
     past = Occurrences(levels, past_capacity)
@@ -74,19 +77,19 @@ def test_trees_are_those_of_a_plain_search_of_the_own_and_the_owners_text(
         whole = [*whole, *((token, whose) for token in (*part, GAP))][-past_capacity:]
     past.keep_newest(keep)
     whole = whole[len(whole) - min(keep, len(whole)) :]
-    past_stream = [token for token, whose in whole if whose == owner]
+    past_stream = [token for token, whose in whole if whose == namespace]
     tokens, parents = np.empty(budget, dtype=np.int32), np.empty(budget, dtype=np.int32)
     chances = np.empty(budget, dtype=np.float32)
     depth = min(depth, budget)
     size = draft_tree(
-        own.table, own.oldest, own.end, past.table, past.oldest, past.end, owner, past.levels,
+        own.table, own.oldest, own.end, past.table, past.oldest, past.end, namespace, past.levels,
         longest, factor, least, branching, depth, tokens, parents, chances,
     )  # fmt: skip
 
     suffix = reference.ending(own_stream, longest)
     sources = [
         reference.candidates(stream, suffix, levels, factor, depth, index.table.shape[1], whose)
-        for index, stream, whose in ((own, own_stream, SHARED), (past, past_stream, owner))
+        for index, stream, whose in ((own, own_stream, SHARED_NAMESPACE), (past, past_stream, namespace))
     ]
     expected = reference.suffix_tree(*sources, budget, branching, least)
     expected_tokens, expected_parents, survivals = expected
@@ -94,17 +97,17 @@ def test_trees_are_those_of_a_plain_search_of_the_own_and_the_owners_text(
     assert chances[:size].tolist() == np.float32(survivals).tolist()
 
 
-def test_what_others_wrote_since_does_not_hide_what_is_there():
+def test_newer_texts_of_other_namespaces_do_not_hide_a_match():
     mine, others = MEETING[:2]
     past, own = Occurrences([1], 100), Occurrences([1], 10)
     past.append([1, 7, GAP], mine)
-    for _ in range(2 * MOST_VISITS):
+    for _ in range(2 * MAX_VISITS):
         past.append([1, 8, GAP], others)
     own.append([1])
-    for owner, follower in ((mine, 7), (others, 8)):
+    for namespace, follower in ((mine, 7), (others, 8)):
         tokens, parents = np.empty(1, dtype=np.int32), np.empty(1, dtype=np.int32)
         size = draft_tree(
-            own.table, own.oldest, own.end, past.table, past.oldest, past.end, owner, past.levels,
+            own.table, own.oldest, own.end, past.table, past.oldest, past.end, namespace, past.levels,
             1, 1.0, 0.0, 1, 1, tokens, parents, np.empty(1, dtype=np.float32),
         )  # fmt: skip
         assert (size, tokens[0]) == (1, follower)
@@ -127,17 +130,17 @@ def test_a_stream_of_any_length_keeps_its_newest_tokens(monkeypatch):
     for start in range(0, len(stream), 7):
         index.append(stream[start : start + 7])
         assert index.end <= 1000
-        assert index.kept().tolist() == stream[: start + 7][-50:]
+        assert index.tokens().tolist() == stream[: start + 7][-50:]
         chain = np.empty(3, dtype=np.int32)
         size = copy_longest(index.table, index.levels, index.oldest, index.end, chain)
         assert chain[:size].tolist() == reference.ngram_chain(stream[: start + 7][-50:], 1, 2, 3)
 
 
-def test_texts_keep_their_owners_when_positions_are_counted_from_the_start_again(monkeypatch):
+def test_texts_keep_their_namespaces_when_positions_restart(monkeypatch):
     monkeypatch.setattr(occurrences, "LAST_POSITION", 1000)
     index = Occurrences([1, 2], 50)
     expected: list[tuple[int, int]] = []
     for number in range(600):
-        index.append([number % 9, number % 7, GAP], owner=number % 4)
+        index.append([number % 9, number % 7, GAP], namespace=number % 4)
         expected = [*expected, *((token, number % 4) for token in (number % 9, number % 7, GAP))][-50:]
-        assert [*zip(index.kept().tolist(), index.owners().tolist(), strict=True)] == expected
+        assert [*zip(index.tokens().tolist(), index.namespaces().tolist(), strict=True)] == expected

@@ -1,4 +1,4 @@
-"""Trees of a shape that was found beforehand."""
+"""Trees of a calibrated shape."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from paceline.core.tree_shapes import ROOT
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import DraftSampling
-from paceline.draft.growth import Scales, merged
+from paceline.draft.growth import Scoring, merged
 from paceline.draft.ranked import make_ranked_tree, shape_of
 from paceline.draft.vocabulary import trimmed_vocabulary
 from paceline.verify.sampling import Workspace
@@ -20,8 +20,8 @@ LEVELS = np.array([[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [0, 9, 0, 0, 0, 0]], 
 
 def grown(plan: DraftPlan, sampling: DraftSampling = DraftSampling.COUPLED, temperature: float = 0.0):
     request = request_of(vocab=6, temperature=temperature, max_tokens=20, seed=3, ignore_eos=True)
-    scales = Scales(trimmed_vocabulary(None, 6), Workspace(6))
-    tree = make_ranked_tree(context_of(request), plan, scales, sampling, PATHS)
+    scoring = Scoring(trimmed_vocabulary(None, 6), Workspace(6))
+    tree = make_ranked_tree(context_of(request), plan, scoring, sampling, PATHS)
     for level in LEVELS:
         if tree.frontier:
             tree.grow(np.stack([level] * len(tree.frontier)))
@@ -54,9 +54,9 @@ def test_chances_are_those_of_paths():
 
 def test_heads_that_guess_a_part_of_the_vocabulary_name_its_tokens():
     request = request_of(vocab=9, temperature=0.0, max_tokens=20, ignore_eos=True)
-    scales = Scales(trimmed_vocabulary(np.array([8, 2, 4, 6], dtype=np.int32), 9), Workspace(9))
+    scoring = Scoring(trimmed_vocabulary(np.array([8, 2, 4, 6], dtype=np.int32), 9), Workspace(9))
     plan = DraftPlan("medusa", 9, 2, 1)
-    tree = make_ranked_tree(context_of(request), plan, scales, DraftSampling.COUPLED, PATHS)
+    tree = make_ranked_tree(context_of(request), plan, scoring, DraftSampling.COUPLED, PATHS)
     tree.grow(np.array([[3.0, 0.0, 0.0, 2.0]], dtype=np.float32))
     assert merged([tree]).tree_lists(0) == ([8, 6], [-1, -1])
 

@@ -1,4 +1,4 @@
-"""Suffix drafting: what followed before, here and in past responses, as far as it will be accepted."""
+"""Suffix decoding: drafts what followed before, here and in past responses, as far as it is likely."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.core.trees import DraftPlan
 from paceline.draft import suffix_store
-from paceline.draft.matching import GAP, NOBODY, SHARED
+from paceline.draft.ngram_index import GAP, NO_NAMESPACE, SHARED_NAMESPACE
 from paceline.draft.suffix import LEVELS, SuffixDrafter
 from paceline.draft.suffix_store import USUAL_RESPONSE, ResponseCache
 from paceline.errors import ConfigError
@@ -79,7 +79,7 @@ def test_nothing_of_a_prompt_is_kept_across_requests():
     for size in range(1, len(prompt) + 1):
         assert draft(drafter, prompt[:size]) == []
     assert draft(drafter, [*prompt, *output[:5]]) == output[5:]
-    assert drafter._past.occurrences.kept().tolist() == [*output, GAP]
+    assert drafter._past.occurrences.tokens().tolist() == [*output, GAP]
 
 
 @pytest.mark.parametrize("share", ["responses", "prompts"])
@@ -182,7 +182,7 @@ def test_a_growing_request_drafts_as_a_search_of_all_of_its_salt_would(
         entry = (whose, [*output, GAP])
         kept = (kept if entry in kept else [*kept, entry])[-cached:]
     past = [token for whose, entry in kept for token in entry if whose == salt]
-    owner = drafter._past.owner_of(salt)
+    namespace = drafter._past.namespace_of(salt)
     request = make_request(prompt, max_output=50, salt=salt)
     for part in parts:
         request.token_ids.extend(part)
@@ -191,7 +191,10 @@ def test_a_growing_request_drafts_as_a_search_of_all_of_its_salt_would(
         suffix = reference.ending(request.token_ids, 24)
         sources = [
             reference.candidates(stream, suffix, LEVELS, 4.0, 6, index.table.shape[1], whose)
-            for stream, index, whose in ((request.token_ids, own_index, SHARED), (past, past_index, owner))
+            for stream, index, whose in (
+                (request.token_ids, own_index, SHARED_NAMESPACE),
+                (past, past_index, namespace),
+            )
         ]
         tokens, parents, chances = reference.suffix_tree(*sources, budget=6, branching=2, least=0.02)
         assert trees.tree_lists(0) == (tokens, parents)
@@ -202,7 +205,7 @@ class TestResponseCache:
     def entries(self, cache):
         """The responses that are kept, with the ends of their prompts."""
         found = [[]]
-        for token in cache.occurrences.kept().tolist():
+        for token in cache.occurrences.tokens().tolist():
             if token == GAP:
                 found.append([])
             else:
@@ -224,7 +227,7 @@ class TestResponseCache:
         cache.add([1, 2], [3, 5], "ann")
         assert self.entries(cache) == [[3, 4], [3, 4], [3, 4], [3, 5]]
 
-    def test_who_invents_salts_gets_no_more_memory_than_who_uses_one(self):
+    def test_a_client_that_invents_salts_gets_no_more_memory(self):
         cache = ResponseCache(LEVELS, 8)
         size = cache.occurrences.num_bytes
         for number in range(1000):
@@ -232,12 +235,12 @@ class TestResponseCache:
             assert len(cache) == cache.num_salts <= 8
             assert len(cache.occurrences) <= 8 * 289
         assert cache.occurrences.num_bytes == size
-        assert len(cache._keys) == len(cache._owners) == cache.num_salts
-        assert cache.owner_of("salt 0") == NOBODY
+        assert len(cache._keys) == len(cache._namespaces) == cache.num_salts
+        assert cache.namespace_of("salt 0") == NO_NAMESPACE
         for _ in range(3):  # the last of the others go too
             cache.add([], [*range(900 + _, 1600 + _)])
         assert cache.num_salts == 1
-        assert not cache._owners
+        assert not cache._namespaces
 
     def test_no_two_salts_have_the_same_owner(self, monkeypatch):
         drawn = iter([0, 5, 5, 0, 5, 6])
@@ -245,7 +248,7 @@ class TestResponseCache:
         cache = ResponseCache(LEVELS, 8)
         for salt in ("", "ann", "bob"):
             cache.add([], [1], salt)
-        assert [cache.owner_of(salt) for salt in ("", "ann", "bob")] == [SHARED, 5, 6]
+        assert [cache.namespace_of(salt) for salt in ("", "ann", "bob")] == [SHARED_NAMESPACE, 5, 6]
 
     def test_a_response_that_was_evicted_can_come_back(self):
         cache = ResponseCache(LEVELS, 1)

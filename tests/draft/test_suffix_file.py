@@ -1,4 +1,4 @@
-"""The file of the suffix cache: it survives a restart, and nothing wrong is taken from it."""
+"""The file of past responses: it survives a restart, and damaged files are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.trees import DraftPlan
-from paceline.draft.matching import GAP
+from paceline.draft.ngram_index import GAP
 from paceline.draft.suffix import SuffixDrafter
 from paceline.draft.suffix_store import fingerprint_of
 from paceline.errors import ConfigError
@@ -211,7 +211,7 @@ def test_contents_that_do_not_fit_are_kept_aside(load, saved, begins_empty, wron
 
 
 @pytest.mark.parametrize("claimed", ["(4000000000000,)", "(-1,)", "(99, 99)", "((((((1,))))))"])
-def test_memory_is_not_taken_by_what_a_header_claims(load, saved, begins_empty, claimed):
+def test_memory_is_not_allocated_by_a_headers_claim(load, saved, begins_empty, claimed):
     with zipfile.ZipFile(saved) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     content = members["tokens.npy"]
@@ -256,7 +256,7 @@ def test_a_kill_while_it_is_written_leaves_the_old_file(load, saved, monkeypatch
     assert saved.read_bytes() == before
 
 
-def test_a_path_that_cannot_be_written_is_told_at_the_start(load, tmp_path):
+def test_a_path_that_cannot_be_written_is_reported_at_the_start(load, tmp_path):
     for path in (tmp_path / "missing" / "past.npz", tmp_path):
         with pytest.raises(ConfigError, match="cannot be written"):
             load(path=path)

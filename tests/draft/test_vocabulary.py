@@ -1,4 +1,4 @@
-"""Two vocabularies: which pairs are refused, what is shared, and how the rest is spelled."""
+"""Pairs of vocabularies: which are refused, which tokens are shared, and how the rest is spelled."""
 
 from __future__ import annotations
 

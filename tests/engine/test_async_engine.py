@@ -1,4 +1,4 @@
-"""The async front: the same text as the engine alone; nothing is lost, left running or waited for in vain."""
+"""AsyncEngine: the same text as the engine alone; no request is lost, left running or waited for in vain."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_n_outputs_and_their_logprobs_come_in_one_stream() -> None:
     in_loop(work)
 
 
-def test_a_request_that_is_left_takes_part_in_no_further_pass() -> None:
+def test_a_stream_that_is_left_aborts_its_request() -> None:
     backend = OneByOne()
     engine = toy_engine(backend)
 
@@ -130,7 +130,7 @@ def test_a_cancelled_submit_leaves_nothing_behind() -> None:
     assert engine.kv.usage == 0
 
 
-def test_a_refused_request_is_told_and_the_others_go_on() -> None:
+def test_a_refused_request_is_reported_and_the_others_go_on() -> None:
     async def work(front: AsyncEngine) -> None:
         async with await front.submit([4, 5], UNTIL_ENDED, "good") as good:
             with pytest.raises(RequestError, match="outside the vocabulary"):
@@ -181,7 +181,7 @@ def test_a_failed_pass_fails_its_own_requests_and_the_engine_lives() -> None:
     in_loop(work, toy_engine(Breaks(max_rows=64)))
 
 
-def test_a_dead_engine_answers_everyone_and_says_so() -> None:
+def test_a_dead_engine_fails_all_requests_with_the_reason() -> None:
     engine = toy_engine()
 
     def die() -> list[Delta]:
@@ -199,7 +199,7 @@ def test_a_dead_engine_answers_everyone_and_says_so() -> None:
     in_loop(work, engine)
 
 
-def test_drain_refuses_new_requests_and_finishes_those_at_hand() -> None:
+def test_drain_refuses_new_requests_and_finishes_the_others() -> None:
     async def work(front: AsyncEngine) -> None:
         stream = await front.submit([4, 5], LONG, "r")
         drained = asyncio.create_task(front.drain())

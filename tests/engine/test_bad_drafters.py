@@ -1,4 +1,4 @@
-"""Drafters are plug-ins: one that raises, talks nonsense or hangs costs time, and never a byte."""
+"""Drafters are plug-ins: one that raises, returns invalid drafts or hangs costs time, and never a byte."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ PROMPTS = [[5, 6, 7], [8, 9], [10] * 9]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-def outputs(drafter: ScriptedDrafter | None = None, ahead: bool = False) -> list[Request]:
-    engine = toy_engine(ToyBackend(on_device=ahead), drafter=drafter, budget=4 if drafter else 0, branching=1)
+def outputs(drafter: ScriptedDrafter | None = None, on_device: bool = False) -> list[Request]:
+    engine = toy_engine(
+        ToyBackend(on_device=on_device), drafter=drafter, budget=4 if drafter else 0, branching=1
+    )
     requests = [engine.add_request(ids, PARAMS)[0] for ids in PROMPTS]
     drain(engine)
     assert engine.kv.usage == 0
@@ -71,7 +73,7 @@ NONSENSE: dict[str, Callable[[], object]] = {
 
 
 class Nonsense(ScriptedDrafter):
-    """Gives one thing whatever it is asked. It looks at no features, so passes may run ahead of it."""
+    """Always proposes the same. It reads no features, so passes may overlap with it."""
 
     needs = DrafterNeeds()
     device = TextDrafts()
@@ -87,27 +89,27 @@ class Nonsense(ScriptedDrafter):
         return
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("given", NONSENSE)
-def test_who_is_given_nonsense_is_decoded_plainly(truth, caplog, given, ahead):
-    requests = outputs(Nonsense(NONSENSE[given]), ahead)
+def test_requests_with_an_invalid_draft_are_decoded_plainly(truth, caplog, given, on_device):
+    requests = outputs(Nonsense(NONSENSE[given]), on_device)
     assert [request.output_token_ids for request in requests] == list(truth.values())
     assert all(request.failed_drafters == {"scripted"} for request in requests)
     assert "drafter scripted failed, its requests go on without" in caplog.messages[0]
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
-def test_chances_that_are_no_numbers_are_no_opinion(truth, ahead):
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_nan_chances_mean_unknown(truth, on_device):
     def sure_of_nothing() -> DraftTrees:
         return DraftTrees(array(5), array(-1), array(0, 1, 1, 1), chances=array(np.nan, kind=np.float32))
 
-    requests = outputs(Nonsense(sure_of_nothing), ahead)
+    requests = outputs(Nonsense(sure_of_nothing), on_device)
     assert [request.output_token_ids for request in requests] == list(truth.values())
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("method", ["propose", "observe", "forget", "attach", "detach", "prefill_ahead"])
-def test_who_has_a_drafter_that_raises_is_decoded_plainly(truth, method, ahead):
+def test_requests_whose_drafter_raises_are_decoded_plainly(truth, method, on_device):
     class Raises(ScriptedDrafter):
         pass
 
@@ -115,7 +117,7 @@ def test_who_has_a_drafter_that_raises_is_decoded_plainly(truth, method, ahead):
         raise ZeroDivisionError("a bug in a plug-in")
 
     setattr(Raises, method, raises)
-    requests = outputs(Raises(truth, "right"), ahead)
+    requests = outputs(Raises(truth, "right"), on_device)
     assert [request.output_token_ids for request in requests] == list(truth.values())
 
 
@@ -132,7 +134,7 @@ class Hangs(Nonsense):
         return super().propose(requests, plans)
 
 
-def test_a_drafter_that_hangs_is_named_and_its_request_goes_on_when_it_comes_back(caplog):
+def test_a_hanging_drafter_is_logged_and_its_request_continues_afterwards(caplog):
     drafter = Hangs()
     engine = toy_engine(drafter=drafter, budget=4, branching=1)
 
@@ -172,7 +174,7 @@ def test_an_engine_without_work_is_never_stuck():
     asyncio.run(asyncio.wait_for(work(), 60))
 
 
-def test_health_tells_that_the_engine_is_stuck_and_that_it_goes_on():
+def test_health_reports_that_the_engine_is_stuck_and_that_it_goes_on():
     backend = Gate()
     with serving(toy_engine(backend), stuck_timeout=0.05) as client:
         expected = client.complete(max_tokens=4, temperature=0).json["choices"]

@@ -1,4 +1,4 @@
-"""One drafter after another, and a controller that takes from drafts what is not worth its rows."""
+"""The cascade of two drafters, and the controller's trimming of nodes that are not worth a row."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def cascade(cheap: Chains, dear: Chains, enough: float, budget: int = 6) -> Engi
         ((1, None), (4, 0.9), 1.5, CHEAP, 0),  # no opinion is no reason to ask another
     ],
 )
-def test_a_second_drafter_is_asked_where_the_first_promises_too_little(cheap, dear, enough, used, asked):
+def test_the_second_drafter_is_asked_where_the_first_expects_too_few_tokens(cheap, dear, enough, used, asked):
     first, second = Chains(CHEAP, *cheap), Chains(DEAR, *dear)
     (facts,) = stepped(cascade(first, second, enough))
     assert facts.drafter == used
@@ -89,7 +89,7 @@ def test_a_second_drafter_is_asked_where_the_first_promises_too_little(cheap, de
     assert len(second.asked) == asked
 
 
-def test_only_those_requests_are_asked_for_again_whose_draft_is_not_enough():
+def test_the_second_drafter_drafts_only_where_the_first_expects_too_few_tokens():
     class Sometimes(Chains):
         def propose(self, requests, plans):
             trees = super().propose(requests, plans)
@@ -108,7 +108,7 @@ def test_the_second_drafter_keeps_to_its_own_plan_and_to_what_the_first_had_rese
     assert [plan.budget for plan in second.asked] == [4, 2]
 
 
-def test_a_drafter_that_failed_leaves_its_place_to_the_other():
+def test_the_second_drafter_replaces_one_that_failed():
     first, second = Chains(CHEAP, 3, 0.9), Chains(DEAR, 4, 0.9)
     first.fails = True
     engine = cascade(first, second, 1.5)
@@ -151,7 +151,7 @@ def test_a_step_whose_draft_is_trimmed_away_is_plain():
     assert engine.stats.rows == engine.stats.new_tokens == 1
 
 
-def test_the_time_of_trimming_is_planning():
+def test_trimming_counts_as_plan_time():
     now = [0.0]
 
     class Slow(Trims):

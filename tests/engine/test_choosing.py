@@ -1,4 +1,4 @@
-"""A backend that chooses tokens itself gives the tokens that the host would have sampled from its logits."""
+"""A backend that samples gives the tokens that the host would have sampled from its logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def plain(seed):
 
 
 def requests():
-    """Requests that merely race, between others that need their logits."""
+    """Requests that sample plainly, between others that need their logits."""
     for number, options in enumerate([*OPTIONS, *REST]):
         yield prompt(number, 3 + 5 * number), SamplingParams(**{"seed": number, "max_tokens": 12} | options)
         yield prompt(number, 9), plain(number)

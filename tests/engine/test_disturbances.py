@@ -63,9 +63,9 @@ DRAFTS = {
 
 
 def disturbed_engine(
-    ahead: bool, drafts: str, caching: bool = True, rows: int = 16
+    on_device: bool, drafts: str, caching: bool = True, rows: int = 16
 ) -> tuple[Engine, Disturbed]:
-    backend = Disturbed(on_device=ahead, max_rows=rows, nan_after=NAN)
+    backend = Disturbed(on_device=on_device, max_rows=rows, nan_after=NAN)
     drafter, controller = None, None
     if (given := DRAFTS[drafts]) is not None:
         kind, style, lengths = given
@@ -118,8 +118,8 @@ EVENTS = st.lists(
 
 @settings(max_examples=15, deadline=None)
 @given(EVENTS, st.booleans(), st.sampled_from(sorted(DRAFTS)), st.booleans())
-def test_survivors_have_the_bytes_of_an_undisturbed_run(events, ahead, drafts, caching):
-    engine, backend = disturbed_engine(ahead, drafts, caching)
+def test_survivors_have_the_bytes_of_an_undisturbed_run(events, on_device, drafts, caching):
+    engine, backend = disturbed_engine(on_device, drafts, caching)
     added = []
     for event, value in events:
         if event == "add":
@@ -137,11 +137,11 @@ def test_survivors_have_the_bytes_of_an_undisturbed_run(events, ahead, drafts, c
 
 
 @pytest.mark.parametrize("drafts", ["plain", "tree", "changing"])
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize(("how", "steps"), list(zip(LOSSES * 2, [0, 1, 5, 5, 0, 1], strict=True)))
-def test_who_is_not_in_a_lost_pass_goes_on(how, steps, drafts, ahead):
+def test_requests_outside_a_failed_pass_continue(how, steps, drafts, on_device):
     """Steps before the loss: 0 and 1 are chunks of prompts, 5 is decoding."""
-    engine, backend = disturbed_engine(ahead, drafts)
+    engine, backend = disturbed_engine(on_device, drafts)
     added = [(engine.add_request(*REQUESTS[number])[0], number) for number in (3, 7, 10, 2, 6)]
     for _ in range(steps):
         engine.step()

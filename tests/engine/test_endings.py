@@ -1,4 +1,4 @@
-"""How requests end: by stop, by length, by abort, by error; and which never begin."""
+"""How requests end (stop, length, abort, error), and which are refused."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_abort_at_any_time_frees_everything():
         assert engine.kv.usage == 0
 
 
-def test_abort_of_an_unknown_request_is_nothing():
+def test_abort_of_an_unknown_request_does_nothing():
     assert toy_engine().abort("never was") == []
 
 
@@ -138,7 +138,7 @@ def test_a_pass_that_raises_fails_its_requests_and_the_engine_lives():
     assert engine.kv.usage == 0
 
 
-def test_an_unsound_draft_costs_no_request():
+def test_an_invalid_draft_fails_no_request():
     engine = toy_engine(drafter=ScriptedDrafter({tuple(IDS): [VOCAB + 5] * 9}, "right"), budget=3)
     request = run(engine, max_tokens=9)
     assert request.output_token_ids == run(toy_engine(), max_tokens=9).output_token_ids

@@ -1,4 +1,4 @@
-"""The heart: what else happens in the engine changes not one bit of a request's output.
+"""Exactness: nothing else that happens in the engine changes a bit of a request's output.
 
 The toy's logits hash everything it reads back from its pool, so equal log-probabilities mean that
 every page, move, prefix hit and recomputation was right.
@@ -67,21 +67,21 @@ def together(engine, **drain_options):
     return added
 
 
-def test_among_others(alone):
+def test_same_bytes_in_a_batch(alone):
     engine = toy_engine()
     assert [result(request) for request in together(engine)] == alone
     assert max(count for count, _ in engine.backend.batches) == 16
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7])
-def test_with_tiny_prefill_chunks(alone, rows):
+def test_same_bytes_with_tiny_prefill_chunks(alone, rows):
     engine = toy_engine(max_num_seqs=min(rows, 5), max_num_batched_tokens=rows)
     assert [result(request) for request in together(engine)] == alone
     assert max(count for _, count in engine.backend.batches) <= rows
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_with_preemptions_forced_by_a_tiny_pool(alone, caching):
+def test_same_bytes_with_preemptions(alone, caching):
     engine = toy_engine(num_pages=26, max_model_len=100, enable_prefix_caching=caching)
     added = together(engine)
     assert [result(request) for request in added] == alone
@@ -89,7 +89,7 @@ def test_with_preemptions_forced_by_a_tiny_pool(alone, caching):
     assert sum(request.num_preemptions for request in added) == engine.scheduler.num_preemptions
 
 
-def test_with_prefix_hits(alone):
+def test_same_bytes_with_prefix_hits(alone):
     engine = toy_engine()
     together(engine)
     again = together(engine)
@@ -99,12 +99,12 @@ def test_with_prefix_hits(alone):
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16, 64])
-def test_with_any_page_size(alone, page_size):
+def test_same_bytes_with_any_page_size(alone, page_size):
     engine = toy_engine(ToyBackend(page_size=page_size), num_pages=1600 // page_size)
     assert [result(request) for request in together(engine)] == alone
 
 
-def test_arriving_one_by_one_while_others_run(alone):
+def test_same_bytes_when_requests_arrive_one_by_one(alone):
     engine = toy_engine(max_num_batched_tokens=20)
     added = []
     for ids, params in requests():
@@ -115,7 +115,7 @@ def test_arriving_one_by_one_while_others_run(alone):
     assert [result(request) for request in added] == alone
 
 
-def test_beside_requests_that_are_aborted_or_fail(alone):
+def test_same_bytes_beside_requests_that_are_aborted_or_fail(alone):
     engine = toy_engine(ToyBackend(nan_after=96), num_pages=60, max_model_len=128)
     added = []
     for number, (ids, params) in enumerate(requests()):
@@ -134,7 +134,7 @@ def test_beside_requests_that_are_aborted_or_fail(alone):
 
 @pytest.mark.parametrize("style", ["right", "wrong", "partly", "tree"])
 @pytest.mark.parametrize("budget", [1, 4, 7])
-def test_with_drafts_right_or_wrong_chain_or_tree(alone, style, budget):
+def test_same_bytes_with_right_and_wrong_drafts(alone, style, budget):
     truth = {tuple(ids): alone[number][0] for number, (ids, _) in enumerate(requests())}
     drafter = ScriptedDrafter(truth, style)
     engine = toy_engine(drafter=drafter, budget=budget)
@@ -162,7 +162,7 @@ def test_drafts_take_fewer_passes(alone):
 
 @pytest.mark.parametrize("style", ["partly", "tree"])
 @pytest.mark.parametrize("num_pages", [26, 200])
-def test_with_everything_at_once(alone, style, num_pages):
+def test_same_bytes_with_everything_at_once(alone, style, num_pages):
     truth = {tuple(ids): alone[number][0] for number, (ids, _) in enumerate(requests())}
     engine = toy_engine(
         drafter=ScriptedDrafter(truth, style),

@@ -1,4 +1,4 @@
-"""The same promise on a real model: the compiled backend's bits do not depend on the batch either."""
+"""Exactness on a real model: the cpu backend's bits do not depend on the batch either."""
 
 from __future__ import annotations
 
@@ -64,16 +64,16 @@ def alone(backend):
     return [run(backend, [one])[0][0] for one in requests()]
 
 
-def test_among_others(backend, alone):
+def test_same_bytes_in_a_batch(backend, alone):
     assert run(backend, requests())[0] == alone
 
 
 @pytest.mark.parametrize("rows", [3, 7])
-def test_with_tiny_chunks(backend, alone, rows):
+def test_same_bytes_with_tiny_prefill_chunks(backend, alone, rows):
     assert run(backend, requests(), max_num_seqs=3, rows=rows)[0] == alone
 
 
-def test_with_preemption_and_prefix_hits(backend, alone):
+def test_same_bytes_with_preemption_and_prefix_hits(backend, alone):
     results, engine = run(backend, [*requests(), *requests()], num_pages=24)
     assert results == alone + alone
     assert engine.scheduler.num_preemptions > 0
@@ -83,6 +83,6 @@ def test_with_preemption_and_prefix_hits(backend, alone):
 
 
 @pytest.mark.parametrize("style", ["right", "partly", "tree"])
-def test_with_drafts(backend, alone, style):
+def test_same_bytes_with_drafts(backend, alone, style):
     truth = {tuple(ids): alone[number][0] for number, (ids, _) in enumerate(requests())}
     assert run(backend, requests(), drafter=ScriptedDrafter(truth, style))[0] == alone

@@ -1,4 +1,4 @@
-"""Passes that look up chains where they run draft what the host would, and wait for nobody."""
+"""Prompt lookup on the device: the drafts of the host, in passes that overlap."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def results(backend, count=5, drafts=True, **options):
     ]
 
 
-def test_tokens_are_those_of_off_and_drafts_those_that_the_host_makes_between_two_steps():
+def test_lookup_gives_the_tokens_of_off_and_the_drafts_of_the_host():
     plain, nothing = results(Repeating(), drafts=False)
     by_host, host_counts = results(Repeating())  # step by step
     backend = Repeating(on_device=True)
@@ -56,7 +56,7 @@ def test_tokens_are_those_of_off_and_drafts_those_that_the_host_makes_between_tw
     assert backend.num_launched < 40  # of up to 41 tokens
 
 
-def test_a_pass_is_always_begun_before_the_last_is_read():
+def test_a_pass_is_launched_before_the_last_is_read():
     engine = toy_engine(
         Repeating(on_device=True),
         drafter=NgramDrafter(NgramDrafter.Options()),
@@ -72,14 +72,14 @@ def test_a_pass_is_always_begun_before_the_last_is_read():
     assert in_flight[1:-3] == [1] * len(in_flight[1:-3])  # another one, behind the one that was read
 
 
-def test_where_a_decoder_cannot_look_up_the_host_does():
+def test_the_host_drafts_where_the_decoder_has_no_lookup():
     plain, _ = results(Repeating(), drafts=False)
     by_host, counts = results(Repeating(on_device=True, supports_lookup=False))
     assert by_host == plain
     assert counts[0][2] > 10
 
 
-def test_with_more_requests_than_pay_passes_are_plain(monkeypatch):
+def test_with_too_many_requests_for_the_buffers_passes_are_plain(monkeypatch):
     plain, _ = results(Repeating(), drafts=False)
     few, some_counts = results(Repeating(on_device=True))
     monkeypatch.setattr(device_executor, "MAX_TEXT_DRAFT_ROWS", 3 * (1 + LENGTH))
@@ -105,7 +105,7 @@ RANDOM = np.random.default_rng(0).integers(0, 2, 1000).tolist()
 
 
 @pytest.mark.parametrize("turns", [[0, 1], [0] * 3 + [1] * 3, [0] * 8 + [1] * 8, RANDOM])
-def test_plain_passes_and_such_that_look_up_may_take_turns(turns):
+def test_plain_passes_and_passes_with_lookup_can_alternate(turns):
     plain, _ = results(Repeating(), drafts=False)
     looked_up, counts = results(Repeating(on_device=True), controller=Alternating(turns))
     assert looked_up == plain

@@ -53,8 +53,8 @@ def serve(engine: Engine, first: int, count: int) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize(("ahead", "controlled"), [(False, True), (True, False)], ids=["auto", "ahead"])
-def test_nothing_grows_with_the_number_of_requests(monkeypatch, ahead, controlled):
+@pytest.mark.parametrize(("on_device", "controlled"), [(False, True), (True, False)], ids=["auto", "device"])
+def test_nothing_grows_with_the_number_of_requests(monkeypatch, on_device, controlled):
     config = replace(
         CONFIG,
         acceptance=AcceptanceConfig(max_segments=SEGMENTS),
@@ -67,7 +67,7 @@ def test_nothing_grows_with_the_number_of_requests(monkeypatch, ahead, controlle
     if controlled:
         controller = AutoController({"suffix": DraftPlan("suffix", 4)}, StepCosts([1, 64], [1.0, 2.0], 0.0))
     engine = toy_engine(
-        ToyBackend(on_device=ahead),
+        ToyBackend(on_device=on_device),
         drafter=drafter,
         budget=4,
         branching=1,

@@ -1,4 +1,4 @@
-"""Passes that follow what a drafter of the host has expected while the ones before them ran."""
+"""Optimistic host drafts: made while a pass runs, and used by the next one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Counting(Hosted):
         return super().propose(requests, plans)
 
 
-def test_what_is_right_is_accepted_whole_though_the_host_is_a_pass_behind():
+def test_right_optimistic_drafts_are_accepted_whole():
     truth = truth_of([2])
     drafter, backend = Counting(truth), ToyBackend(on_device=True)
     engine = toy_engine(backend, drafter=drafter, budget=LEVELS, branching=1)
@@ -77,7 +77,7 @@ def test_what_is_right_is_accepted_whole_though_the_host_is_a_pass_behind():
     assert [number for ((_, number),) in drafter.asked] == [1, 5, 9, 13, 17, 21, 25, 29, 33, 37]
 
 
-def test_drafts_say_their_place_in_the_text_and_reach_over_two_passes(given):
+def test_optimistic_drafts_have_their_position_and_cover_two_passes(given):
     truth = truth_of([2])
     engine = toy_engine(
         ToyBackend(on_device=True), drafter=Hosted(truth, "right"), budget=LEVELS, branching=1
@@ -95,7 +95,7 @@ def test_drafts_say_their_place_in_the_text_and_reach_over_two_passes(given):
 
 @pytest.mark.parametrize("look_up", [None, NgramLookup(1, 4)])
 @pytest.mark.parametrize("style", ["right", "partly", "wrong"])
-def test_tokens_are_those_of_plain_steps_however_good_drafts_are(style, look_up):
+def test_optimistic_drafts_of_any_quality_give_the_same_tokens(style, look_up):
     truth = {tuple(ids): expected(number)[0] for number, (ids, _) in enumerate(REQUESTS)}
     drafter = Hosted(truth, style)
     drafter.device = TextDrafts(look_up)
@@ -107,11 +107,11 @@ def test_tokens_are_those_of_plain_steps_however_good_drafts_are(style, look_up)
     assert [outcome(request) for request in requests] == [expected(n) for n in range(len(REQUESTS))]
 
 
-def test_where_drafts_were_wrong_the_text_is_looked_up():
+def test_prompt_lookup_is_used_where_optimistic_drafts_are_wrong():
     """A drafter that is always wrong drafts what ngram finds, but in the first pass, where nothing tells."""
 
-    def run(drafter, ahead=True):
-        engine = toy_engine(Repeating(on_device=ahead), drafter=drafter, budget=LEVELS, branching=1)
+    def run(drafter, on_device=True):
+        engine = toy_engine(Repeating(on_device=on_device), drafter=drafter, budget=LEVELS, branching=1)
         (request,) = added(engine, [2])
         drain(engine)
         own = request.speculative
@@ -119,7 +119,7 @@ def test_where_drafts_were_wrong_the_text_is_looked_up():
         return request.output_token_ids, counts
 
     ngram = NgramDrafter(NgramDrafter.Options())
-    whole, (steps, tokens, accepted) = run(ngram, ahead=False)
+    whole, (steps, tokens, accepted) = run(ngram, on_device=False)
     assert accepted > 15
     lost = Hosted({tuple(prompt(2, 5)): whole}, "wrong")
     assert run(lost) == (whole, (1, LEVELS, 0))
@@ -130,7 +130,7 @@ def test_where_drafts_were_wrong_the_text_is_looked_up():
     assert run(silent) == (whole, (steps, tokens, accepted))
 
 
-def test_what_a_request_leaves_serves_nobody_who_has_its_slot_next(given):
+def test_drafts_of_an_ended_request_are_not_used_by_the_next_in_its_slot(given):
     truth = truth_of([2])
     truth[tuple(prompt(3, 5))] = []  # nothing is expected of it
     engine = toy_engine(
@@ -149,7 +149,7 @@ def test_what_a_request_leaves_serves_nobody_who_has_its_slot_next(given):
     assert list(engine._device._optimistic._drafts) == [second]
 
 
-def test_with_many_requests_some_are_drafted_for_before_each_pass_by_turns():
+def test_many_requests_are_drafted_for_in_turn():
     """All go on meanwhile with what was expected of them before: it reaches over as many passes."""
     count = 3 * MAX_DRAFTED
     truth = truth_of(range(count), temperature=0.0)
@@ -186,7 +186,7 @@ class Failing(Counting):
         return trees
 
 
-def test_a_drafter_that_raises_costs_nobody_and_is_followed_no_longer(given):
+def test_an_optimistic_drafter_that_raises_is_not_asked_again(given):
     truth = truth_of([2, 4])
     drafter = Failing(truth)
     backend = ToyBackend(on_device=True)
@@ -202,7 +202,7 @@ def test_a_drafter_that_raises_costs_nobody_and_is_followed_no_longer(given):
     assert given[-1][1] is None  # then they are plain
 
 
-def test_whoever_wants_no_drafts_is_not_asked_for(given):
+def test_undrafted_requests_get_no_optimistic_drafts(given):
     truth = truth_of([2, 4])
     drafter = Counting(truth)
     engine = toy_engine(ToyBackend(on_device=True), drafter=drafter, budget=LEVELS, branching=1)
@@ -219,7 +219,7 @@ def test_whoever_wants_no_drafts_is_not_asked_for(given):
     )
 
 
-def test_passes_that_the_host_must_decide_on_go_step_by_step():
+def test_drafts_that_cannot_run_on_the_device_get_host_passes():
     """A decoder cannot follow drafts of the host, or guesses are in the target's pages."""
     truth = truth_of([2])
 
@@ -239,7 +239,7 @@ def test_passes_that_the_host_must_decide_on_go_step_by_step():
         assert request.speculative.num_accepted_draft_tokens == 10 * LEVELS
 
 
-def test_suffix_drafting_says_a_response_that_it_has_seen_again():
+def test_suffix_drafts_a_past_response_again():
     drafter, backend = SuffixDrafter(SuffixOptions()), ToyBackend(on_device=True)
     engine = toy_engine(backend, drafter=drafter, budget=LEVELS, branching=1)
     launched, counts = [], []
@@ -254,7 +254,7 @@ def test_suffix_drafting_says_a_response_that_it_has_seen_again():
     assert counts[1].num_accepted_draft_tokens >= 10 * LEVELS - 2
 
 
-def test_a_drafter_that_gives_nonsense_is_left_aside():
+def test_a_drafter_with_invalid_drafts_is_excluded():
     class Nonsense(Counting):
         def propose(self, requests, plans):
             super().propose(requests, plans)

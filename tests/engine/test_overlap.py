@@ -122,7 +122,7 @@ LENGTHS = st.one_of(st.just([]), st.just([3]), st.lists(st.integers(0, 3), min_s
     st.integers(1, 4),
     st.sampled_from([ScriptedDrafter, Hosted, Led, LookedUp]),
 )
-def test_requests_that_come_end_and_are_aborted_get_the_tokens_of_plain_steps(
+def test_arriving_ending_and_aborted_requests_get_the_tokens_of_host_steps(
     events, num_pages, page_size, caching, lengths, hold, kind
 ):
     backend = ToyBackend(page_size=page_size, on_device=True)
@@ -161,7 +161,7 @@ def test_requests_that_come_end_and_are_aborted_get_the_tokens_of_plain_steps(
 
 
 def steady_engine(count: int = 3, **options: object) -> tuple[Engine, ToyBackend]:
-    """An engine whose requests decode, all ahead, the first steps behind it."""
+    """An engine whose requests all decode on the device; the first steps are done."""
     backend = ToyBackend(on_device=True)
     engine = toy_engine(backend, **options)
     added = [
@@ -173,7 +173,7 @@ def steady_engine(count: int = 3, **options: object) -> tuple[Engine, ToyBackend
     return engine, backend
 
 
-def test_while_requests_go_on_a_pass_is_always_begun_before_the_last_is_read():
+def test_while_requests_decode_a_pass_is_launched_before_the_last_is_read():
     engine, backend = steady_engine()
     before = len(backend.batches)
     deltas = engine.step()
@@ -183,7 +183,7 @@ def test_while_requests_go_on_a_pass_is_always_begun_before_the_last_is_read():
     assert backend.contexts[-1] == in_flight  # it goes on behind what was just read
 
 
-def test_no_pass_is_begun_for_tokens_that_nobody_may_have():
+def test_no_pass_is_launched_beyond_max_tokens():
     backend = ToyBackend(on_device=True)
     engine = toy_engine(backend)
     (request,) = engine.add_request(prompt(1, 5), params(1, max_tokens=10, ignore_eos=True))
@@ -192,20 +192,20 @@ def test_no_pass_is_begun_for_tokens_that_nobody_may_have():
     assert sum(rows for _, rows in backend.batches) == 5 + 9
 
 
-def test_no_pass_is_begun_when_those_in_flight_will_probably_end_all():
-    """Chains of 3 are right for 0 to 3 tokens, so two passes are thought to give four."""
+def test_no_pass_is_launched_when_those_in_flight_will_probably_finish_all_requests():
+    """Chains of 3 have 0 to 3 right tokens, so two passes are estimated to give four."""
     drafter = ScriptedDrafter({tuple(prompt(1, 5)): []}, "right")
     backend = ToyBackend(on_device=True)
     engine = toy_engine(backend, drafter=drafter, budget=3, branching=1)
     (request,) = engine.add_request(prompt(1, 5), params(1, max_tokens=40, ignore_eos=True))
     while engine.has_unfinished:
         engine.step()
-        flying = engine._pipeline.num_decodes
-        assert request.finished or flying < 2 or request.num_output + 2 < 40
+        in_flight = engine._pipeline.num_decodes
+        assert request.finished or in_flight < 2 or request.num_output + 2 < 40
     assert request.num_output == 40
 
 
-def test_the_facts_of_a_step_are_those_of_the_pass_that_was_read():
+def test_step_stats_are_those_of_the_pass_that_was_read():
     engine, _ = steady_engine()
     contexts = sum(request.num_computed for request in engine.scheduler.running)
     engine.step()
@@ -216,7 +216,7 @@ def test_the_facts_of_a_step_are_those_of_the_pass_that_was_read():
 
 
 @pytest.mark.parametrize("drafting", [False, True])
-def test_while_a_request_that_comes_is_prefilled_the_others_go_on(drafting):
+def test_decoding_continues_while_a_new_request_is_prefilled(drafting):
     drafter = ScriptedDrafter({tuple(prompt(number, 5)): [] for number in range(3)}, "right")
     options = {"drafter": drafter, "budget": 2, "branching": 1} if drafting else {}
     engine, _ = steady_engine(max_num_batched_tokens=8, max_num_seqs=8, **options)
@@ -236,25 +236,25 @@ def test_while_a_request_that_comes_is_prefilled_the_others_go_on(drafting):
     assert late.output_token_ids == alone(prompt(9, 20), params(9))[0]
 
 
-def test_a_drafter_sees_prompts_whose_ends_are_being_computed():
-    foreseen = []
+def test_prefill_ahead_gets_the_requests_whose_prefill_ends_in_this_pass():
+    prefilled_ahead = []
 
-    class Foreseeing(ScriptedDrafter):
+    class RecordsPrefillAhead(ScriptedDrafter):
         def prefill_ahead(self, requests):
-            foreseen.extend((request, request.num_output) for request in requests)
+            prefilled_ahead.extend((request, request.num_output) for request in requests)
 
-    drafter = Foreseeing({tuple(prompt(number, 5)): [] for number in range(3)}, "right")
+    drafter = RecordsPrefillAhead({tuple(prompt(number, 5)): [] for number in range(3)}, "right")
     engine, _ = steady_engine(max_num_batched_tokens=8, drafter=drafter, budget=2, branching=1)
-    assert not foreseen  # nobody knew yet that it would draft
+    assert not prefilled_ahead  # the first prefill: no pass has drafted yet
     drafter.truth |= {tuple(prompt(9, 20)): [], tuple(prompt(8, 6)): []}
     (late,) = engine.add_request(prompt(9, 20), params(9))
     drain(engine)
     (early,) = engine.add_request(prompt(8, 6), params(9))  # nobody decodes
     drain(engine)
-    assert foreseen == [(late, 0), (early, 0)]
+    assert prefilled_ahead == [(late, 0), (early, 0)]
 
 
-def test_who_asks_not_to_be_drafted_for_decodes_beside_those_who_are():
+def test_undrafted_requests_share_passes_with_drafted_ones():
     drafter = ScriptedDrafter({}, "right")
     backend = ToyBackend(on_device=True)
     engine = toy_engine(backend, drafter=drafter, budget=3, branching=1)
@@ -272,7 +272,7 @@ def test_who_asks_not_to_be_drafted_for_decodes_beside_those_who_are():
     assert drafted.speculative.num_accepted_draft_tokens > 0
 
 
-def test_where_pages_are_short_someone_is_preempted_and_all_end():
+def test_with_few_pages_requests_are_preempted_and_all_finish():
     backend = ToyBackend(on_device=True)
     engine = toy_engine(backend, num_pages=9, max_model_len=32)
     added = [engine.add_request(prompt(number, 4), params(number, max_tokens=20))[0] for number in range(3)]
@@ -282,7 +282,7 @@ def test_where_pages_are_short_someone_is_preempted_and_all_end():
         assert request.output_token_ids == alone(prompt(number, 4), params(number, max_tokens=20))[0]
 
 
-def test_who_waits_for_a_slot_disturbs_nobody():
+def test_requests_that_wait_for_a_slot_do_not_delay_others():
     engine, backend = steady_engine(max_num_seqs=3)
     engine.add_request(prompt(9, 6), params(9))
     before = backend.num_launched
@@ -317,7 +317,7 @@ def test_unusable_logits_end_their_own_request():
         assert (11 in request.token_ids) == (request.finish_reason == "error")
 
 
-def test_a_drafter_that_decodes_ahead_gives_several_tokens_a_step_and_is_counted():
+def test_device_drafts_give_several_tokens_per_step_and_are_counted():
     drafter = ScriptedDrafter({}, "right")
     engine = toy_engine(ToyBackend(on_device=True), drafter=drafter, budget=3, branching=1)
     added = [engine.add_request(*REQUESTS[number])[0] for number in (2, 9)]
@@ -332,8 +332,8 @@ def test_a_drafter_that_decodes_ahead_gives_several_tokens_a_step_and_is_counted
 
 
 @pytest.mark.parametrize("branching", [1, 2])
-def test_a_controller_that_drafts_now_and_then_is_heard_at_every_change(branching):
-    """Plain steps run ahead. Drafted ones wait for the passes in flight; chains then run ahead too."""
+def test_every_change_of_the_controllers_plan_is_followed(branching):
+    """Plain passes overlap. Drafted ones wait for the passes in flight; then chains overlap too."""
     number = 2
     drafter = ScriptedDrafter({tuple(REQUESTS[number][0]): expected(number)[0]}, "right")
     backend = ToyBackend(on_device=True)
@@ -358,7 +358,7 @@ def test_a_controller_that_drafts_now_and_then_is_heard_at_every_change(branchin
         assert drafter.seen[request] == request.num_output  # it has observed every pass
 
 
-def test_requests_cannot_make_the_decoder_have_buffers_for_every_length():
+def test_the_decoder_has_buffers_for_a_bounded_number_of_plans():
     drafter = ScriptedDrafter({tuple(prompt(number, 5)): [] for number in range(9)}, "right")
     backend = ToyBackend(on_device=True)
     engine = toy_engine(backend, drafter=drafter, budget=3)

@@ -58,7 +58,7 @@ def test_without_a_bug_all_agree(truth):
 
 
 def test_a_commit_that_forgets_to_move_is_noticed(truth, plant):
-    plant(KVCache, "_move_together", lambda self, sequence, in_place, accepted_rows: None)
+    plant(KVCache, "_compact", lambda self, sequence, in_place, accepted_rows: None)
     requests = drafted(truth)
     plant.assert_noticed(requests, results(requests), truth)
 

@@ -87,6 +87,6 @@ def test_where_pages_are_scarce_drafts_cost_no_more_than_the_pages_they_hold(
     assert sum(drafted) >= sum(smaller)
 
 
-def test_there_is_something_to_find(plain):
+def test_the_workload_has_prefix_hits(plain):
     found, _ = plain
     assert sum(found[6:]) > 0.7 * sum(len(conversation(n)) + 3 * PAGE for n in range(6)) * 2

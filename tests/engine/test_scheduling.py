@@ -1,4 +1,4 @@
-"""First come, first served: nobody starves, nobody is lost, budgets only shrink."""
+"""First come, first served: no request starves or is lost, and budgets only shrink."""
 
 from __future__ import annotations
 

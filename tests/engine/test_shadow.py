@@ -1,4 +1,4 @@
-"""Shadow drafts: plain passes on the device tell what a drafter would have brought, and change nothing."""
+"""Shadow drafts: they measure a drafter beside plain device passes, and change nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(controller: Controller | None, count: int = 1, tokens: int = 60):
     return requests
 
 
-def test_they_fare_as_drafts_that_are_verified():
+def test_shadow_drafts_count_what_verified_drafts_would():
     """But for the last one, whose end nobody sees, and for the first, behind what was in flight."""
     controller = Shadowing()
     (shadowed,), (drafted,) = run(controller), run(None)
@@ -63,7 +63,7 @@ def test_they_fare_as_drafts_that_are_verified():
     assert (controller.tries[1:] <= controller.hits[:-1]).all()  # deeper only where all above were right
 
 
-def test_passes_that_draft_between_them_leave_no_traces():
+def test_shadow_counts_stay_consistent_with_drafted_passes_in_between():
     controller = Shadowing({7, 8, 9, 20, 31, 32})
     (mixed,), (drafted,) = run(controller), run(None)
     assert mixed.output_token_ids == drafted.output_token_ids

@@ -1,4 +1,4 @@
-"""What a step and a request tell about drafting, and that each request drafts as it asks."""
+"""The drafting statistics of steps and requests, and each request's own speculative options."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def metrics(request: Request):
     return request_output(None, [request], ToyTokenizer()).metrics.speculative
 
 
-def test_a_step_tells_which_nodes_were_accepted():
+def test_a_step_reports_which_nodes_were_accepted():
     class Beside(Lengths):
         """A wrong token beside the right one at every level."""
 
@@ -142,7 +142,7 @@ def test_a_stop_string_inside_a_draft_ends_the_count_too():
     assert metrics(request).num_accepted_draft_tokens == request.num_output - 1
 
 
-def test_a_step_tells_each_draft():
+def test_a_step_reports_each_draft():
     engine = engine_with(Lengths("ngram", [(4, 1)]))
     drafted, plain = add(engine), add(engine, speculative="off")
     engine.step()  # prompts
@@ -161,7 +161,7 @@ def test_requests_of_one_batch_choose_their_own_method_length_and_shape():
     asked = [None, "auto", "off", "suffix", {"num_speculative_tokens": 2}]
     asked += [{"method": "suffix", "num_speculative_tokens": 5, "branching": 3, "depth": 4}]
     asked += [{"num_speculative_tokens": 0}]
-    requests = [add(engine, speculative=wish) for wish in asked]
+    requests = [add(engine, speculative=speculative) for speculative in asked]
     engine.step()
     engine.step()
     assert ngram.plans == [DraftPlan("ngram", 6), DraftPlan("ngram", 6), DraftPlan("ngram", 2)]
@@ -172,7 +172,7 @@ def test_requests_of_one_batch_choose_their_own_method_length_and_shape():
 
 
 @pytest.mark.parametrize(
-    ("wish", "message"),
+    ("speculative", "message"),
     [
         ("guess", "asks for the drafter 'guess'.*It has ngram"),
         ({"method": "draft_model"}, "has not loaded"),
@@ -186,10 +186,10 @@ def test_requests_of_one_batch_choose_their_own_method_length_and_shape():
         (3, "speculative must be 'off'"),
     ],
 )
-def test_a_wish_that_cannot_be_met_is_refused(wish, message):
+def test_speculative_options_that_cannot_be_met_are_refused(speculative, message):
     engine = engine_with(Lengths("ngram", [(1, 1)]))
     with pytest.raises(RequestError, match=message):
-        add(engine, speculative=wish)
+        add(engine, speculative=speculative)
     assert not engine.has_unfinished
 
 
@@ -201,7 +201,7 @@ def test_without_drafters_only_off_auto_and_grammar_can_be_asked_for():
         add(engine, speculative="ngram")
 
 
-def test_pages_reserved_for_rejected_drafts_are_let_go():
+def test_pages_reserved_for_rejected_drafts_are_released():
     engine = engine_with(Lengths("ngram", [(20, 0)]), budget=20)
     request = add(engine)
     engine.step()

@@ -61,7 +61,7 @@ def test_equal_tokens_after_a_different_beginning_are_not_shared():
     assert found == 0
 
 
-def test_other_salt_or_no_wish_to_reuse_finds_nothing():
+def test_another_salt_or_reuse_off_finds_nothing():
     kv = cache()
     fill(kv, list(range(9)), salt="a")
     assert kv.open(list(range(9)), salt="b")[1] == 0
@@ -85,7 +85,7 @@ def test_generated_tokens_are_found_too():
     assert found == 8
 
 
-def test_two_that_computed_the_same_page_end_up_with_one():
+def test_equal_pages_of_two_sequences_become_one():
     kv = cache()
     first, _ = kv.open(list(range(9)))
     second, _ = kv.open(list(range(9)))
@@ -95,7 +95,7 @@ def test_two_that_computed_the_same_page_end_up_with_one():
     assert kv.pages.num_available == 16 - 4  # two shared pages and one partial page each
 
 
-def test_no_room_means_nothing_is_taken():
+def test_without_room_no_page_is_taken():
     kv = cache(num_pages=4)
     slot, _ = fill(kv, list(range(9)))
     before = kv.pages.num_available
@@ -131,7 +131,7 @@ def test_forgotten_pages_are_not_found():
     assert kv.open(list(range(9)))[1] == 0
 
 
-def test_commit_moves_only_accepted_rows_that_lie_apart():
+def test_commit_moves_only_accepted_rows_that_are_not_contiguous():
     kv = cache()
     backend = ToyBackend(page_size=PAGE)
     pool = kv.add_pool(backend)
@@ -151,7 +151,7 @@ def test_commit_moves_only_accepted_rows_that_lie_apart():
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=60))
 @settings(max_examples=150)
-def test_no_sequence_of_operations_confuses_owners(operations):
+def test_no_sequence_of_operations_mixes_up_page_holders(operations):
     """Held, cached and free pages always make up the whole, and a found page has the right tokens."""
     kv = cache(num_pages=12)
     content: dict[int, tuple[int, ...]] = {}  # what each page was last filled with
@@ -247,7 +247,7 @@ def test_a_cache_larger_than_the_memory_is_refused():
         size(memory_bytes=20 * 10**9)
 
 
-def test_a_memory_limit_that_is_too_small_is_told_before_anything_is_loaded(tmp_path, monkeypatch):
+def test_a_memory_limit_that_is_too_small_is_reported_before_anything_is_loaded(tmp_path, monkeypatch):
     model = tmp_path / "model.gguf"
     model.write_bytes(bytes(1000))
     check_memory_limit(model, threads=2)

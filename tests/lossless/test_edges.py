@@ -151,14 +151,16 @@ UNSOUND = {
 
 
 @pytest.mark.parametrize("tree", UNSOUND.values(), ids=UNSOUND)
-def test_an_unsound_tree_is_like_a_drafter_that_raises(alone: list[tuple[Any, ...]], tree: Any) -> None:
+def test_an_invalid_tree_is_handled_like_a_drafter_that_raises(
+    alone: list[tuple[Any, ...]], tree: Any
+) -> None:
     faulty = Faulty(knowing(alone), "propose", tree)
     _, requests = run_beside_a_sound_drafter(faulty, ScriptedDrafter(knowing(alone), "right"))
     assert [result(request) for request in requests] == alone
     assert [sorted(request.failed_drafters) for request in requests] == [["faulty"], []] * 3
 
 
-def test_a_failure_is_told_to_the_user(alone: list[tuple[Any, ...]]) -> None:
+def test_a_failure_is_reported_to_the_user(alone: list[tuple[Any, ...]]) -> None:
     faulty = Faulty(knowing(alone), "propose")
     engine = toy_engine(drafter=faulty, budget=4)
     (output,) = LLM.from_engine(engine, ToyTokenizer()).generate([PROMPTS[0]], params(0))
@@ -195,30 +197,32 @@ def ngram_engine(budget: int) -> Engine:
 def test_a_budget_of_nothing_is_plain_decoding() -> None:
     prompt = [5, 6, 7, 8] * 4
     results = []
-    for wish in ("off", {"method": "ngram", "num_speculative_tokens": 0}, "ngram"):
+    for speculative in ("off", {"method": "ngram", "num_speculative_tokens": 0}, "ngram"):
         engine = ngram_engine(4)
         # the same token again and again, so that there is something to copy
         bias = {"temperature": 0, "logit_bias": {5: 100.0}}
-        (request,) = engine.add_request(prompt, params(0, speculative=wish, **bias))
+        (request,) = engine.add_request(prompt, params(0, speculative=speculative, **bias))
         drain(engine)
         results.append(result(request))
-        assert (request.speculative.num_draft_tokens > 0) == (wish == "ngram")
+        assert (request.speculative.num_draft_tokens > 0) == (speculative == "ngram")
     assert results[0] == results[1] == results[2]
 
 
 def test_a_request_may_not_ask_for_more_than_a_pass_holds() -> None:
     engine = ngram_engine(4)
-    wish = {"method": "ngram", "num_speculative_tokens": 32}
+    speculative = {"method": "ngram", "num_speculative_tokens": 32}
     with pytest.raises(RequestError, match=r"at most 32 rows.*Use at most 31, or raise max_num_batched"):
-        engine.add_request(PROMPTS[0], params(0, speculative=wish))
+        engine.add_request(PROMPTS[0], params(0, speculative=speculative))
     assert not engine.has_unfinished
-    (request,) = engine.add_request(PROMPTS[0], params(0, speculative={**wish, "num_speculative_tokens": 31}))
+    (request,) = engine.add_request(
+        PROMPTS[0], params(0, speculative={**speculative, "num_speculative_tokens": 31})
+    )
     drain(engine)
     assert request.finish_reason == "length"
 
 
 @pytest.mark.parametrize(
-    ("wish", "message"),
+    ("speculative", "message"),
     [
         ("suffix", r"'suffix', which this engine has not loaded. It has ngram"),
         ({"method": "ngram", "branching": 2}, "ngram drafts chains"),
@@ -226,10 +230,10 @@ def test_a_request_may_not_ask_for_more_than_a_pass_holds() -> None:
         ({"num_speculative_tokens": -1}, "num_speculative_tokens must be an integer from 0"),
     ],
 )
-def test_a_wish_that_cannot_be_met_is_refused_at_once(wish: Any, message: str) -> None:
+def test_speculative_options_that_cannot_be_met_are_refused_at_once(speculative: Any, message: str) -> None:
     engine = ngram_engine(4)
     with pytest.raises(RequestError, match=message):
-        engine.add_request(PROMPTS[0], params(0, speculative=wish))
+        engine.add_request(PROMPTS[0], params(0, speculative=speculative))
     assert not engine.has_unfinished
 
 

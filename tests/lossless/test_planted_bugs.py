@@ -75,16 +75,16 @@ def test_without_a_bug_all_agree(model: LoadedModel, truth: Truth, few: list[Cas
 
 
 def rows_are_not_moved(plant: Plant) -> None:
-    plant(KVCache, "_move_together", lambda self, sequence, in_place, accepted_rows: None)
+    plant(KVCache, "_compact", lambda self, sequence, in_place, accepted_rows: None)
 
 
 def the_wrong_rows_are_moved(plant: Plant) -> None:
-    move = KVCache._move_together
+    move = KVCache._compact
 
     def one_before(self: KVCache, sequence: Any, in_place: int, accepted_rows: Sequence[int]) -> None:
         move(self, sequence, in_place, [row - 1 for row in accepted_rows])
 
-    plant(KVCache, "_move_together", one_before)
+    plant(KVCache, "_compact", one_before)
 
 
 def positions_of_drafted_rows_are_off_by_one(plant: Plant) -> None:

@@ -52,12 +52,12 @@ def test_a_call_of_a_tool_needs_no_content() -> None:
         ([{"role": "user", "content": [{"type": "image_url"}]}], "only text parts"),
     ],
 )
-def test_bad_messages_are_told(messages: Any, message: str) -> None:
+def test_bad_messages_are_reported(messages: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         render("x", messages)
 
 
-def test_what_a_template_refuses_is_told() -> None:
+def test_what_a_template_refuses_is_reported() -> None:
     with pytest.raises(RequestError, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(RequestError, match="refuses these messages"):
@@ -86,12 +86,12 @@ def test_a_template_cannot_leave_the_sandbox(source: str) -> None:
         render(source)
 
 
-def test_a_template_that_is_not_jinja_is_told() -> None:
+def test_a_template_that_is_not_jinja_is_reported() -> None:
     with pytest.raises(CheckpointError, match="not valid Jinja"):
         render("{% if %}")
 
 
-def test_a_developer_is_a_system_to_templates_that_do_not_know_the_word() -> None:
+def test_the_developer_role_becomes_system_where_the_template_lacks_it() -> None:
     message = [{"role": "developer", "content": "x"}]
     assert render("{{ messages[0].role }}", message) == "system"
     assert render("{{ 'developer' == messages[0].role }}", message) == "True"

@@ -19,7 +19,7 @@ def run(*arguments: str) -> str:
     return result.output
 
 
-def test_list_tells_what_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_list_reports_what_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
     rows = json.loads(run("list", "--json"))
     assert [(row["alias"], row["fetched"]) for row in rows] == [
@@ -35,7 +35,7 @@ def test_pull_prints_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("pull", "qwen2.5-coder-1.5b") == "models/qwen2.5-coder-1.5b\n"
 
 
-def test_show_tells_config_tensors_and_tokenizer(tmp_path: Path) -> None:
+def test_show_reports_config_tensors_and_tokenizer(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", "mixtral", random_tensors(config_of("mixtral")), kind="Q8_0")
     facts = json.loads(run("show", str(path), "--json"))
     assert facts["config"]["moe"]["layers"] == [0, 1]

@@ -1,4 +1,4 @@
-"""config.json to ModelConfig: what each family's keys mean, and what is refused."""
+"""From config.json to ModelConfig: the keys of each family, and what is refused."""
 
 from __future__ import annotations
 
@@ -128,12 +128,12 @@ def test_a_size_must_be_a_sensible_integer(key: str, value: object) -> None:
         {"model_type": None},
     ],
 )
-def test_impossible_values_are_told(changes: dict[str, Any]) -> None:
+def test_impossible_values_are_reported(changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         config("llama", **changes)
 
 
-def test_impossible_layer_lists_and_expert_counts_are_told() -> None:
+def test_impossible_layer_lists_and_expert_counts_are_reported() -> None:
     with pytest.raises(CheckpointError, match="layer_types"):
         config("qwen3", use_sliding_window=True, layer_types=["full_attention"])
     with pytest.raises(CheckpointError, match="layer_types"):

@@ -134,7 +134,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("message", DAMAGE)
-def test_each_kind_of_damage_is_told_and_costs_no_memory(tmp_path: Path, message: str) -> None:
+def test_each_kind_of_damage_is_reported_and_costs_no_memory(tmp_path: Path, message: str) -> None:
     tracemalloc.start()
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
         read(tmp_path, DAMAGE[message])
@@ -143,7 +143,7 @@ def test_each_kind_of_damage_is_told_and_costs_no_memory(tmp_path: Path, message
     assert peak < 2_000_000
 
 
-def test_an_empty_and_a_missing_file_are_told(tmp_path: Path) -> None:
+def test_an_empty_and_a_missing_file_are_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="empty"):
         read(tmp_path, b"")
     with pytest.raises(CheckpointError, match="Cannot read"):
@@ -193,7 +193,7 @@ def test_a_file_cut_anywhere_never_loads(sound: bytes, folder: Path, data: st.Da
 
 @settings(max_examples=400)
 @given(data=st.data())
-def test_changed_bytes_load_or_are_told(sound: bytes, folder: Path, data: st.DataObject) -> None:
+def test_changed_bytes_load_or_are_reported(sound: bytes, folder: Path, data: st.DataObject) -> None:
     changed = bytearray(sound)
     # most of the changes go where the structure is: the header is small before the data
     places = st.one_of(st.integers(0, 4000), st.integers(0, len(sound) - 1))
@@ -204,7 +204,7 @@ def test_changed_bytes_load_or_are_told(sound: bytes, folder: Path, data: st.Dat
 
 @settings(max_examples=400)
 @given(data=st.data())
-def test_lying_numbers_load_or_are_told(sound: bytes, folder: Path, data: st.DataObject) -> None:
+def test_lying_numbers_load_or_are_reported(sound: bytes, folder: Path, data: st.DataObject) -> None:
     # overwrite a length, count, dimension or offset by another number
     numbers = st.one_of(
         st.integers(0, 2**64 - 1), st.integers(0, 300), st.sampled_from([2**63, 2**32, 2**31])

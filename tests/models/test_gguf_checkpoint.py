@@ -103,14 +103,14 @@ def test_features_that_we_do_not_run_are_refused(
         ("llama.context_length", True, "max_position_embeddings"),
     ],
 )
-def test_metadata_that_lies_is_told(tmp_path: Path, key: str, value: object, message: str) -> None:
+def test_metadata_that_lies_is_reported(tmp_path: Path, key: str, value: object, message: str) -> None:
     file = converted(tmp_path, "llama")
     file.metadata[key] = value  # type: ignore[assignment]
     with pytest.raises(CheckpointError, match=message):
         gguf_checkpoint(file)
 
 
-def test_a_tensor_that_no_known_model_has_is_told(tmp_path: Path) -> None:
+def test_a_tensor_that_no_known_model_has_is_reported(tmp_path: Path) -> None:
     file = converted(tmp_path, "llama", blk__0__ssm_a__weight=np.ones(4, dtype=np.float32))
     with pytest.raises(CheckpointError, match=r"blk\.0\.ssm_a"):
         gguf_checkpoint(file)

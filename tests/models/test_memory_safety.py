@@ -97,7 +97,7 @@ def test_a_config_without_an_end_is_not_read(tmp_path: Path) -> None:
     assert "at most" in str(refusal(tmp_path))
 
 
-def test_a_context_without_an_end_is_not_believed(tmp_path: Path) -> None:
+def test_an_absurd_context_length_is_refused(tmp_path: Path) -> None:
     """Backends have tables of all positions: 2 ** 31 of them would be 32 GiB for the tiniest head."""
     write_folder(tmp_path, "llama", random_tensors(config_of("llama")))
     (tmp_path / "config.json").write_text(
@@ -106,7 +106,7 @@ def test_a_context_without_an_end_is_not_believed(tmp_path: Path) -> None:
     assert "max_position_embeddings" in str(refusal(tmp_path))
 
 
-def test_files_that_lead_to_themselves(tmp_path: Path) -> None:
+def test_symbolic_link_loops_are_refused(tmp_path: Path) -> None:
     """An index whose shard is a link to itself or to the index: no endless loop, a clear error."""
     write_folder(tmp_path, "llama", random_tensors(config_of("llama")), shards=2)
     shard = tmp_path / "model-00002-of-00002.safetensors"

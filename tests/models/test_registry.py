@@ -176,7 +176,7 @@ def test_two_pulls_at_once_fetch_once(tmp_path: Path) -> None:
     assert (tmp_path / "toy.gguf").read_bytes() == CONTENT
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ModelError, match="PACELINE_HOME names another folder"):
         toy(tmp_path / "file" / "models")
@@ -267,7 +267,7 @@ def test_a_missing_alias_is_pulled_when_it_is_asked_for(
         ("x" * 5000, "cannot be a path|no such file"),
     ],
 )
-def test_a_name_that_means_nothing_is_told(name: str, message: str) -> None:
+def test_a_name_that_means_nothing_is_reported(name: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         resolve(name)
 
@@ -291,7 +291,7 @@ def test_a_hub_id_is_fetched_without_code_or_pickles(monkeypatch: pytest.MonkeyP
     assert all(pattern.endswith((".safetensors", ".json", ".jinja")) for pattern in patterns)
 
 
-def test_a_hub_that_cannot_be_reached_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_cannot_be_reached_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(name: str, allow_patterns: list[str]) -> str:
         raise ConnectionError("no route")
 

@@ -92,14 +92,14 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("message", DAMAGE)
-def test_each_kind_of_damage_is_told(tmp_path: Path, message: str) -> None:
+def test_each_kind_of_damage_is_reported(tmp_path: Path, message: str) -> None:
     path = tmp_path / "made.safetensors"
     path.write_bytes(DAMAGE[message])
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
         read_safetensors(path)
 
 
-def test_overlapping_tensors_are_told(tmp_path: Path) -> None:
+def test_overlapping_tensors_are_reported(tmp_path: Path) -> None:
     entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
     header = json.dumps({"x": entry, "y": entry}).encode()
     (tmp_path / "made.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 16)
@@ -133,7 +133,7 @@ def test_what_is_missing_in_a_folder_is_named(tmp_path: Path) -> None:
         ([], "not a JSON object"),
     ],
 )
-def test_an_index_that_lies_is_told(tmp_path: Path, index: object, message: str) -> None:
+def test_an_index_that_lies_is_reported(tmp_path: Path, index: object, message: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS["llama"]))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=message):
@@ -185,7 +185,7 @@ def test_a_file_cut_anywhere_never_loads(sound: Path, changed: Path, data: st.Da
 
 @settings(max_examples=300)
 @given(data=st.data())
-def test_changed_bytes_load_or_are_told(sound: Path, changed: Path, data: st.DataObject) -> None:
+def test_changed_bytes_load_or_are_reported(sound: Path, changed: Path, data: st.DataObject) -> None:
     content = bytearray((sound / "model.safetensors").read_bytes())
     places = st.one_of(st.integers(0, 2500), st.integers(0, len(content) - 1))
     for place, byte in data.draw(st.lists(st.tuples(places, st.integers(0, 255)), min_size=1, max_size=6)):
@@ -200,7 +200,7 @@ def test_changed_bytes_load_or_are_told(sound: Path, changed: Path, data: st.Dat
     offsets=st.lists(st.one_of(st.integers(0, 64), st.integers(-(2**64), 2**64)), max_size=3),
     dtype=st.sampled_from(["F32", "F16", "BF16", "I64", "x", None]),
 )
-def test_lying_headers_load_or_are_told(
+def test_lying_headers_load_or_are_reported(
     changed: Path, shape: list[int], offsets: list[int], dtype: str | None
 ) -> None:
     path = changed / "lying.safetensors"
@@ -212,7 +212,7 @@ def test_lying_headers_load_or_are_told(
 
 @settings(max_examples=150)
 @given(data=st.data())
-def test_a_changed_config_loads_or_is_told(sound: Path, changed: Path, data: st.DataObject) -> None:
+def test_a_changed_config_loads_or_is_reported(sound: Path, changed: Path, data: st.DataObject) -> None:
     shutil.copy(sound / "model.safetensors", changed / "model.safetensors")
     scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text("ab", max_size=3))
     anything = st.recursive(

@@ -1,4 +1,4 @@
-"""The tokenizer: equal to transformers', byte-exact, and never surprised by a text."""
+"""The tokenizer: equal to that of transformers, byte-exact, for any text."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_llama_3_vocabularies_start_with_their_begin_token(file: GgufFile) -> No
         ("bos_token_id", -1, "bos_token_id"),
     ],
 )
-def test_a_vocabulary_that_lies_is_told(file: GgufFile, key: str, value: object, message: str) -> None:
+def test_a_vocabulary_that_lies_is_reported(file: GgufFile, key: str, value: object, message: str) -> None:
     file.metadata[f"tokenizer.ggml.{key}"] = value  # type: ignore[assignment]
     with pytest.raises(PacelineError, match=message):
         gguf_tokenizer(file)
@@ -284,7 +284,7 @@ def test_a_folder_gives_ids_ends_and_template(tmp_path: Path) -> None:
     assert folder_tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "x"}]) == "jinja"
 
 
-def test_a_folder_without_or_with_a_damaged_tokenizer_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_or_with_a_damaged_tokenizer_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
         folder_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": 5}')
@@ -292,7 +292,7 @@ def test_a_folder_without_or_with_a_damaged_tokenizer_is_told(tmp_path: Path) ->
         folder_tokenizer(tmp_path)
 
 
-def test_texts_and_ids_of_wrong_types_are_told(file: GgufFile) -> None:
+def test_texts_and_ids_of_wrong_types_are_reported(file: GgufFile) -> None:
     ours = gguf_tokenizer(file)
     with pytest.raises(RequestError, match="must be a text, not int"):
         ours.encode(5)  # type: ignore[arg-type]

@@ -110,8 +110,8 @@ class CpuBackend(CompiledModel, Backend):
     def _prepare_features(self, batch: ForwardBatch) -> Float32Array | None:
         """Room for the wanted features of all rows, told to the job; the same room in every pass."""
         slots, layers, job = self.workspace.feature_slots, batch.feature_layers, self._job
-        if batch.kept is not self._kept:
-            self._tell_kept(batch.kept)
+        if batch.kept_features is not self._kept:
+            self._tell_kept(batch.kept_features)
         if layers != self._feature_layers:
             slots.fill(-1)
             slots[list(layers)] = np.arange(len(layers))

@@ -146,7 +146,7 @@ class CudaBackend(Backend):
         assert batch.num_rows <= self.max_rows, f"{batch.num_rows} rows, but max_rows is {self.max_rows}"
         pool = cast(Pool, batch.pool)
         rows, wanted = bucket(batch.num_rows), len(batch.logit_rows)
-        layers = batch.feature_layers + tuple(layer for kept in batch.kept for layer in kept.layers)
+        layers = batch.feature_layers + tuple(layer for kept in batch.kept_features for layer in kept.layers)
         layers = tuple(dict.fromkeys(layers))  # the returned ones first
         outputs = wanted + (0 if batch.choices is None else len(batch.choices.rows))
         self._make_room(int(batch.positions.max()) + 1)
@@ -156,7 +156,9 @@ class CudaBackend(Backend):
             self._shared_prefix.send(found, -(-np.diff(batch.row_offsets) // height))
         shared_prefix = None if found is None else self._shared_prefix.rows()
         features = self._feature_room(len(layers)) if layers else None
-        keeps = [(cast(HeadPool, kept.pool), self._parts(layers, kept.layers)) for kept in batch.kept]
+        keeps = [
+            (cast(HeadPool, kept.pool), self._parts(layers, kept.layers)) for kept in batch.kept_features
+        ]
 
         def body() -> None:
             tokens, tables = (
@@ -320,7 +322,7 @@ def _chain(
         pool=pool,
         feature_layers=feature_layers,
         choices=Choices(count, np.zeros(rows, dtype=np.uint64), np.zeros(rows)),
-        kept=kept,
+        kept_features=kept,
     )
 
 

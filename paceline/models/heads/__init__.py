@@ -1,1 +1,1 @@
-"""Learned draft heads: small networks that read the target's hidden states and guess its next tokens."""
+"""Learned draft heads (EAGLE, EAGLE-3, MTP, Medusa): configurations, files and networks."""

@@ -1,4 +1,4 @@
-"""Heads on disk: what a loaded one is, reading it from the files of others, writing it for them."""
+"""HeadCheckpoint: reading learned heads from the formats of other projects, and writing them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ TORCH_KINDS = {
     "torch.int32": "I32",
     "torch.bool": "BOOL",
 }
-DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # what a config.json calls them
-FINGERPRINT, TARGET_NAME = "paceline_target_fingerprint", "paceline_target_name"  # notes in safetensors
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # names in config.json
+FINGERPRINT, TARGET_NAME = "paceline_target_fingerprint", "paceline_target_name"  # safetensors metadata
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class HeadCheckpoint:
 
 
 def load_head(path: Path) -> HeadCheckpoint:
-    """The head in a folder, or in a file with its config.json beside it, in any format that is known."""
+    """The head in a folder, or in a file next to its config.json, in any supported format."""
     folder = path if path.is_dir() else path.parent
     weights = path if path.is_file() else _find_weights(folder)
     found = {our_name(name): tensor for name, tensor in read_weights(weights).items()}
@@ -55,7 +55,7 @@ def load_head(path: Path) -> HeadCheckpoint:
     source = f"{folder.name}/config.json"
     shapes = {name: tensor.shape for name, tensor in found.items()}
     config = read_config(read_json(folder / "config.json"), source, shapes)
-    if config.kind == "eagle":  # it has no head of its own: one in the file is a copy of the target's
+    if config.kind == "eagle":  # an lm_head in its file is a copy of the target's
         found.pop("lm_head.weight", None)
         config = replace(config, draft_vocab_size=config.vocab_size, own_lm_head=False)
     config = replace(config, target=read_target_name(weights))
@@ -64,14 +64,14 @@ def load_head(path: Path) -> HeadCheckpoint:
 
 
 def write_head(head: HeadCheckpoint, folder: Path, form: str, target: str = "") -> None:
-    """Write a head into a folder in the format `form`; `target` is what others call its target."""
+    """Write a head into a folder in the format `form`; `target` is the hub id or path of its target."""
     if form not in FORMATS:
         raise ConfigError(f"{form!r} is no format of heads. Use one of {', '.join(FORMATS)}.")
-    written = FORMATS[form]
-    known = head.config.target
-    values = written.config(head.config, target or (known.name if known else ""))
+    file_format = FORMATS[form]
+    trained_for = head.config.target
+    values = file_format.config(head.config, target or (trained_for.name if trained_for else ""))
     values["torch_dtype"] = DTYPES[head.tensors["fc.weight"].kind]
-    layer = written.layer if head.config.kind == "eagle3" else "layers.0."
+    layer = file_format.layer if head.config.kind == "eagle3" else "layers.0."
     tensors = {_their_name(name, layer): cast(SafeTensor, tensor) for name, tensor in head.tensors.items()}
     if head.draft_ids is not None:
         ids = head.draft_ids.astype(np.int64)
@@ -80,13 +80,13 @@ def write_head(head: HeadCheckpoint, folder: Path, form: str, target: str = "") 
         tensors["d2t"] = encode_integers(ids - np.arange(len(ids)))
         tensors["t2d"] = encode_flags(mask)
     folder.mkdir(parents=True, exist_ok=True)
-    write_safetensors(folder / WEIGHTS[0], tensors, target_notes(known))
+    write_safetensors(folder / WEIGHTS[0], tensors, target_notes(trained_for))
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 
 def target_notes(target: TargetName | None) -> dict[str, str]:
-    """What a safetensors file says about the target of the head in it."""
-    notes = {"format": "pt"}  # others want to be told that the tensors are torch's
+    """The safetensors metadata about the target of a head."""
+    notes = {"format": "pt"}  # other loaders require it
     if target is not None:
         notes |= {FINGERPRINT: target.fingerprint, TARGET_NAME: target.name}
     return notes
@@ -107,7 +107,7 @@ def _find_weights(folder: Path) -> Path:
 
 
 def read_weights(path: Path) -> dict[str, SafeTensor]:
-    """The tensors of a file under the file's own names."""
+    """The tensors of a file under their names in it."""
     if path.suffix == ".safetensors":
         return read_safetensors(path, integers=True)
     with needs_extra("torch", f"the draft head {path}, a pickle of torch,", ModelError):
@@ -115,7 +115,7 @@ def read_weights(path: Path) -> dict[str, SafeTensor]:
 
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a damaged pickle does; code in it is never run
+    except Exception as error:  # a damaged pickle may raise anything; its code is never run
         raise damaged(path, f"it is no file of tensors ({str(error)[:200]})") from error
     if not isinstance(content, dict) or not all(
         isinstance(value, torch.Tensor) for value in content.values()
@@ -132,7 +132,7 @@ def read_weights(path: Path) -> dict[str, SafeTensor]:
 
 
 def read_target_name(path: Path) -> TargetName | None:
-    """Which target the head was trained for, if its file says so."""
+    """The target that the head was trained for, if its file says so."""
     notes = read_metadata(path) if path.suffix == ".safetensors" else {}
     return TargetName(notes[FINGERPRINT], notes.get(TARGET_NAME, "")) if FINGERPRINT in notes else None
 
@@ -140,7 +140,7 @@ def read_target_name(path: Path) -> TargetName | None:
 def _draft_ids(
     config: HeadConfig, offsets: SafeTensor | None, mask: SafeTensor | None, path: Path
 ) -> Int32Array | None:
-    """The target's ids of the guesses. The file has how far each is from the draft's own id."""
+    """The target's id of each draft id; None: the same ids. The file stores the differences (d2t)."""
     if offsets is None:
         if config.draft_vocab_size != config.vocab_size:
             raise damaged(
@@ -158,7 +158,7 @@ def _draft_ids(
 
 
 def _selected(config: HeadConfig, found: Mapping[str, SafeTensor], path: Path) -> dict[str, Tensor]:
-    """Exactly the tensors that the config asks for, each found and of the right shape."""
+    """The tensors that the config requires. CheckpointError if they are not exactly these."""
     selected: dict[str, Tensor] = {}
     for name, shape in expected_tensors(config):
         if name not in found:

@@ -1,7 +1,7 @@
-"""What a learned head is: its sizes, its flags, and the tensors that follow from them.
+"""HeadConfig: the sizes and flags of a learned head, and the tensors that follow from them.
 
     slot i      reads the feature h_i of token x_i and the token x_{i+1}; guesses x_{i+2}
-    feature     hidden states of the target, side by side; a slot behind a guess reads the head's own state
+    feature     hidden states of the target, concatenated; a slot after a guess reads the head's own state
 
 Tensors have these names, whatever file they came from (H, Ht: hidden sizes of head and target):
 
@@ -31,19 +31,19 @@ from paceline.models.config import RopeConfig
 
 @dataclass(frozen=True)
 class TargetName:
-    """Which model a head was trained for."""
+    """The model that a head was trained for."""
 
-    fingerprint: str  # of its weights: see fingerprint.py
-    name: str = ""  # for people
+    fingerprint: str  # of its weights, see fingerprint.py
+    name: str = ""  # for messages
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Everything that a runner or the training must know of a head."""
+    """Everything that a runner or the training must know about a head."""
 
     kind: str  # eagle3 | eagle | mtp
-    vocab_size: int  # of the target: ids that are read
-    draft_vocab_size: int  # ids that are guessed
+    vocab_size: int  # the target's: ids that it reads
+    draft_vocab_size: int  # ids that it guesses
     hidden_size: int
     target_hidden_size: int
     num_heads: int
@@ -56,18 +56,18 @@ class HeadConfig:
     feature_layers: tuple[int, ...] | None = None  # as in Hugging Face; None: usual_feature_layers
     fc_bias: bool = False
     fc_norm: bool = False  # a norm for each feature; not with norm_before_fc
-    norm_before_fc: bool = False  # one norm for all features side by side
+    norm_before_fc: bool = False  # one norm for the concatenated features
     norm_output: bool = False  # the state that is fed back is the normed one
     norm_before_residual: bool = False  # the residual stream starts from the normed state
     norm_features: bool = False  # of an mtp head: it reads the target's last state after the final norm
     qkv_bias: bool = False
     own_embedding: bool = False  # False: the target's
     own_lm_head: bool = True  # False: the target's
-    target: TargetName | None = None  # None: nobody wrote it down
+    target: TargetName | None = None  # None: its file does not say
 
     @property
     def num_features(self) -> int:
-        """How many hidden states of the target a slot reads."""
+        """The number of the target's hidden states that a slot reads."""
         if self.kind == "eagle":
             return 1
         return 3 if self.feature_layers is None else len(self.feature_layers)
@@ -77,19 +77,19 @@ class HeadConfig:
         return self.num_features * self.target_hidden_size
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
-        """The hidden states to read of a target with `num_layers` layers: 0 is the embedding."""
+        """The hidden states that it reads of a target with `num_layers` layers: 0 is the embedding."""
         if self.kind == "eagle":
             return (num_layers,)
         return self.feature_layers or usual_feature_layers(num_layers)
 
 
 def usual_feature_layers(num_layers: int) -> tuple[int, ...]:
-    """The three hidden states, early, middle and late, that an EAGLE-3 head usually reads."""
+    """The three hidden states that an EAGLE-3 head reads by default: early, middle and late."""
     return (2, num_layers // 2, num_layers - 3)
 
 
 def expected_tensors(config: HeadConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The name and shape of every tensor that a head of this config has of its own."""
+    """The name and shape of every tensor of a head of this config, without those of the target."""
     hidden, target_hidden = config.hidden_size, config.target_hidden_size
     query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     eagle3 = config.kind == "eagle3"

@@ -1,4 +1,4 @@
-"""Which model a head was trained for: a fingerprint of the target, and the refusal of another one."""
+"""The fingerprint of a target, and the check that a head was trained for it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from paceline.models.safetensors_writer import encode
 
 
 def target_fingerprint(checkpoint: Checkpoint) -> str:
-    """A text that tells models apart, the same for all quantizations of one model.
+    """A hash of a model that is the same for all its quantizations.
 
-    It is made of the sizes and of the norms' weights, which training changes and quantization does
-    not: files hold them as they were trained, rounded to bfloat16 or not.
+    It covers the sizes and the weights of the norms, which training changes and quantization does not: files
+    store them as they were trained, rounded to bfloat16 or not.
     """
     config = checkpoint.config
     digest = hashlib.sha256()
@@ -29,9 +29,9 @@ def target_fingerprint(checkpoint: Checkpoint) -> str:
 def check_target(
     head: HeadConfig, target: ModelConfig, fingerprint: str, source: str, any_target: bool = False
 ) -> None:
-    """Nothing, if the head is for this target; ConfigError says why it is not.
+    """ConfigError if the head does not fit this target.
 
-    `any_target` lets another model of the same sizes pass. An empty fingerprint is an unknown one.
+    `any_target` accepts another model of the same sizes. An empty fingerprint is unknown, and accepted.
     """
     sizes = (head.vocab_size, head.target_hidden_size)
     if sizes != (target.vocab_size, target.hidden_size):
@@ -56,7 +56,7 @@ def check_target(
 def check_fingerprint(
     trained_for: TargetName | None, fingerprint: str, source: str, any_target: bool
 ) -> None:
-    """Nothing, if a head may be used for the target of this fingerprint; ConfigError says why it may not."""
+    """ConfigError if a head was trained for another target than that of this fingerprint."""
     if trained_for is None or not fingerprint or trained_for.fingerprint == fingerprint or any_target:
         return
     raise ConfigError(

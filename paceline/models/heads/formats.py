@@ -1,4 +1,4 @@
-"""How others call the parts of a head: the configurations of three formats.
+"""The head formats of other projects: their config.json and tensor names.
 
 SafeAILab    config.json of a llama with draft_vocab_size; tensors midlayer.* (eagle: layers.0.*)
 SGLang       the same with an architecture of its own; vLLM loads it too
@@ -18,16 +18,16 @@ from paceline.models.heads.config import HeadConfig
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
-SPECULATIVE_TOKENS = 5  # what a speculators file recommends
+SPECULATIVE_TOKENS = 5  # the recommendation that a speculators file carries
 
-# Beginnings of names in files -> ours
+# prefixes of names in files -> ours
 PREFIXES = {"model.": "", "layers.0.": "midlayer.", "transformer.": "midlayer.", "fusion_fc.": "fc."}
-# Copies of the target's weights that some trainers leave in their files
+# copies of the target's weights that some trainers write to their files
 COPIES = ("verifier_norm.weight", "verifier_lm_head.weight", "midlayer.self_attn.rotary_emb.inv_freq")
 
 
 def our_name(name: str) -> str:
-    """The name of config.py for a tensor's name in a file."""
+    """The name as in config.py of a tensor in a file."""
     for theirs, ours in PREFIXES.items():
         if name.startswith(theirs):
             name = ours + name.removeprefix(theirs)
@@ -37,7 +37,7 @@ def our_name(name: str) -> str:
 def read_config(
     values: Mapping[str, object], source: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> HeadConfig:
-    """The HeadConfig that a config.json of any of the formats means, for tensors of these shapes."""
+    """The HeadConfig of a config.json in any of the formats, for tensors of these shapes."""
     fields = Fields(values, source)
     speculators = fields.has("speculators_model_type")
     layer = fields.group("transformer_layer_config") if speculators else fields
@@ -47,7 +47,7 @@ def read_config(
     vocab = layer.integer("vocab_size")
     own_lm_head = "lm_head.weight" in shapes
     eagle3 = "midlayer.hidden_norm.weight" in shapes
-    # vLLM, which most heads are served with, takes this flag for set where a speculators file lacks it
+    # as vLLM, which most heads are served with: this flag is true where a speculators file lacks it
     defaults = {"norm_before_residual": speculators and eagle3}
     flags = {name: fields.flag(name, defaults.get(name, False)) for name in FLAGS}
     if flags["fc_norm"] and flags["norm_before_fc"]:
@@ -86,7 +86,7 @@ def _refuse_unsupported(layer: Fields) -> None:
 
 
 def _feature_layers(fields: Fields) -> tuple[int, ...] | None:
-    """The hidden states that the head reads; None: the usual ones."""
+    """The hidden states that the head reads; None: usual_feature_layers."""
     nested = fields.group("eagle_config")
     at_top = fields.has(LAYER_IDS)
     found = (fields if at_top else nested).values.get(LAYER_IDS)
@@ -100,10 +100,10 @@ def _feature_layers(fields: Fields) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class Format:
-    """One way to write a head."""
+    """One format to write heads in."""
 
     config: Callable[[HeadConfig, str], dict[str, object]]  # (config, name of the target): its config.json
-    layer: str  # what the tensors of the layer begin with
+    layer: str  # prefix of the layer's tensors
 
 
 def _sglang_config(config: HeadConfig, target: str) -> dict[str, object]:
@@ -153,7 +153,7 @@ def _speculators_config(config: HeadConfig, target: str) -> dict[str, object]:
 
 
 def _llama_fields(config: HeadConfig) -> dict[str, object]:
-    """The keys that describe a llama of one layer."""
+    """The config.json keys of a llama of one layer."""
     return {
         "model_type": "llama",
         "hidden_size": config.hidden_size,

@@ -1,8 +1,7 @@
-"""Medusa heads: K small networks that each read the target's last state and guess one token ahead.
+"""Medusa heads: K small networks; each reads the target's last hidden state and guesses one position.
 
-Head k reads the normed last hidden state of token t and guesses token t + 2 + k. It is L residual
-blocks x + silu(W x + b), then a matrix to the vocabulary. Tensors have the names that vLLM gives them
-(H: hidden size):
+Head k reads the normed last hidden state of token t and guesses token t + 2 + k. It is L residual blocks
+x + silu(W x + b), then a matrix to the vocabulary. Tensors have vLLM's names (H: hidden size):
 
     blocks.{k}.layers.{l}.weight | .bias    [H, H] | [H]
     lm_heads.{k}.weight                     [draft vocabulary, H]
@@ -31,7 +30,7 @@ from paceline.models.safetensors_writer import encode_integers, write_safetensor
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
-PATHS = "medusa_choices"  # in config.json, as Medusa's authors call them
+PATHS = "medusa_choices"  # key in config.json, by Medusa's authors
 MEDUSA_FILES = (*WEIGHTS, "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 # Names in the files of Medusa's authors: {head}.{block}.linear.weight|bias, {head}.{number of blocks}.weight
 BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
@@ -40,13 +39,13 @@ LAST = re.compile(r"(\d+)\.(\d+)\.weight")
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Everything that a runner must know of Medusa heads."""
+    """Everything that a runner must know about Medusa heads."""
 
     num_heads: int
     num_layers: int  # blocks of each head
     hidden_size: int  # the target's
     draft_vocab_size: int
-    target: TargetName | None = None  # None: nobody wrote it down
+    target: TargetName | None = None  # None: its file does not say
 
     def expected_tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The name and shape of every tensor."""
@@ -59,17 +58,17 @@ class MedusaConfig:
 
 @dataclass(frozen=True)
 class MedusaCheckpoint:
-    """Medusa heads ready to be given to a runner."""
+    """Loaded Medusa heads."""
 
     config: MedusaConfig
     tensors: Mapping[str, Tensor]
     draft_ids: Int32Array | None  # [draft vocabulary] the target's id of each guess; None: the same ids
     source: Path
-    paths: tuple[tuple[int, ...], ...] = ()  # the best shape of a tree, if it is known: see draft/ranked.py
+    paths: tuple[tuple[int, ...], ...] = ()  # the calibrated tree, if there is one: see draft/ranked.py
 
 
 def load_medusa(path: Path) -> MedusaCheckpoint:
-    """The Medusa heads in a folder or file, as Medusa's authors or vLLM name their parts."""
+    """The Medusa heads in a folder or file, with the tensor names of Medusa's authors or of vLLM."""
     weights = path if path.is_file() else _find(path)
     found = {_our_name(name): tensor for name, tensor in read_weights(weights).items()}
     ids = found.pop("token_map", None)
@@ -88,14 +87,16 @@ def load_medusa(path: Path) -> MedusaCheckpoint:
                 f"tensor {name} has the shape {shapes.get(name)}, but {heads} Medusa heads of {layers} "
                 f"blocks have {expected.get(name)}",
             )
-    known = None if ids is None else ids.integers().astype(np.int32)
-    if known is not None and len(known) != vocab_size:
-        raise damaged(weights, f"token_map names {len(known)} tokens, but {vocab_size} are guessed")
-    return MedusaCheckpoint(config, found, known, path, _read_paths(weights.parent / "config.json", heads))
+    draft_ids = None if ids is None else ids.integers().astype(np.int32)
+    if draft_ids is not None and len(draft_ids) != vocab_size:
+        raise damaged(weights, f"token_map names {len(draft_ids)} tokens, but {vocab_size} are guessed")
+    return MedusaCheckpoint(
+        config, found, draft_ids, path, _read_paths(weights.parent / "config.json", heads)
+    )
 
 
 def write_medusa(head: MedusaCheckpoint, folder: Path) -> None:
-    """Write Medusa heads into a folder as vLLM reads them."""
+    """Write Medusa heads into a folder in vLLM's format."""
     config = head.config
     values: dict[str, object] = {
         "architectures": ["MedusaModel"],
@@ -117,9 +118,9 @@ def write_medusa(head: MedusaCheckpoint, folder: Path) -> None:
 
 
 class NumpyMedusa:
-    """The heads in plain numpy: where torch is not wanted, and the reference of what runs in torch."""
+    """The heads in numpy: for the cpu backend, and the reference of the torch version."""
 
-    least_chance = 0.35  # rows are dear beside the compiled backend
+    least_chance = 0.35  # rows are expensive on the cpu backend
 
     def __init__(self, head: MedusaCheckpoint) -> None:
         self._config = head.config
@@ -139,21 +140,21 @@ class NumpyMedusa:
 
 
 def _read_paths(config: Path, heads: int) -> tuple[tuple[int, ...], ...]:
-    """The paths that a config.json beside the weights names; none, if it names none or is not there."""
+    """The calibrated paths of a config.json; empty if it has none, or is not there."""
     if not config.is_file():
         return ()
     given: Any = read_json(config).get(PATHS) or []
     lists = isinstance(given, list) and all(isinstance(path, list) for path in given)
     paths = [tuple(path) for path in given] if lists else [()]
-    known: set[tuple[int, ...]] = {()}
+    seen: set[tuple[int, ...]] = {()}
     for path in paths:
         sound = 0 < len(path) <= heads and all(type(rank) is int and rank >= 0 for rank in path)
-        if not sound or path in known or path[:-1] not in known:
+        if not sound or path in seen or path[:-1] not in seen:
             raise damaged(
                 config,
                 f"{PATHS} must be lists of at most {heads} ranks, each once and behind its own beginning",
             )
-        known.add(path)
+        seen.add(path)
     return tuple(paths)
 
 

@@ -1,7 +1,7 @@
-"""Blocks for multi-token prediction, which some targets have in their own files, as heads.
+"""MTP heads: the blocks for multi-token prediction in some targets' own files.
 
-Families differ in what they call the parts, and in three habits; LAYOUTS has a line for each. A family
-that is not in paceline.models cannot be a target yet, so it has no line here either.
+Families differ in tensor names and in three details; LAYOUTS has an entry per family. Families that
+paceline.models does not support have none.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from paceline.models.safetensors_writer import encode
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """How a family writes its block, and what the block is fed with."""
+    """How a family stores its MTP block, and the block's inputs."""
 
-    prefix: str  # what its tensors begin with
-    names: Mapping[str, str]  # beginnings of names as in config.py: theirs, behind the prefix
+    prefix: str  # of its tensors
+    names: Mapping[str, str]  # prefixes of names as in config.py: the family's, after `prefix`
     embedding_first: bool  # the projection reads [embedding, state], not [state, embedding]
     norm_features: bool  # it reads the target's last state after the final norm, not before
     norm_output: bool  # its own state is fed back after its last norm, not before
@@ -49,9 +49,9 @@ LAYOUTS = {
 
 
 def mtp_head(target: ModelConfig, tensors: Mapping[str, Tensor]) -> HeadCheckpoint:
-    """The block of a target as a head; `tensors` are those that its files have beside the model's own.
+    """The MTP block of a target as a head; `tensors` is `Checkpoint.mtp`.
 
-    ConfigError if its family has none, CheckpointError if its files do not have it whole.
+    ConfigError if the target's family has none, CheckpointError if tensors are missing.
     """
     layout = LAYOUTS.get(target.family)
     if layout is None:
@@ -67,7 +67,7 @@ def mtp_head(target: ModelConfig, tensors: Mapping[str, Tensor]) -> HeadCheckpoi
 
 
 def _config(target: ModelConfig, layout: MtpLayout) -> HeadConfig:
-    """The block has the sizes of a layer of its target."""
+    """The HeadConfig of the block, which has the sizes of a layer of its target."""
     return HeadConfig(
         kind="mtp",
         vocab_size=target.vocab_size,
@@ -90,7 +90,7 @@ def _config(target: ModelConfig, layout: MtpLayout) -> HeadConfig:
 
 
 def _tensor(layout: MtpLayout, name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Tensor:
-    """The tensor of this name, found under theirs and of the right shape."""
+    """The tensor of this name as in config.py. CheckpointError if it is missing or has the wrong shape."""
     ours = next(ours for ours in layout.names if name.startswith(ours))
     theirs = layout.prefix + layout.names[ours] + name.removeprefix(ours)
     if theirs not in tensors:

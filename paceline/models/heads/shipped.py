@@ -1,4 +1,4 @@
-"""The heads that come with the package: shipped/METHOD/NAME beside this file, each a folder of its own."""
+"""The heads that come with the package, in the folders shipped/METHOD/NAME next to this file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from paceline.models.heads.checkpoint import FINGERPRINT, WEIGHTS
 from paceline.models.safetensors_files import read_metadata
 
-DRAFTS = "drafts.json"  # in a head's folder: what a controller begins with, see examples/known_drafts.py
+DRAFTS = "drafts.json"  # in a head's folder: the controller's prior, see examples/known_drafts.py
 SHIPPED = Path(__file__).parent / "shipped"
-DEFAULT_METHOD = "eagle3"  # of a target that has a head, where the user names none
+DEFAULT_METHOD = "eagle3"  # for a target with a shipped head, if the user names no method
 
 
 def shipped_head(method: str, fingerprint: str) -> Path | None:
@@ -24,14 +24,14 @@ def shipped_head(method: str, fingerprint: str) -> Path | None:
 
 
 def default_method(fingerprint: str) -> str | None:
-    """What drafts for the target of this fingerprint if the user says nothing; None if no head is shipped."""
+    """The default method for the target of this fingerprint; None if no head is shipped for it."""
     return None if shipped_head(DEFAULT_METHOD, fingerprint) is None else DEFAULT_METHOD
 
 
 def known_drafts(fingerprint: str) -> Mapping[str, Any]:
-    """What drafts for the target of this fingerprint were worth on our own workloads; empty if unknown."""
+    """The controller's prior for the target of this fingerprint, measured on our workloads; may be empty."""
     head = shipped_head(DEFAULT_METHOD, fingerprint)
     if head is None or not (head / DRAFTS).exists():
         return {}
-    known: dict[str, Any] = json.loads((head / DRAFTS).read_text())
-    return known
+    drafts: dict[str, Any] = json.loads((head / DRAFTS).read_text())
+    return drafts

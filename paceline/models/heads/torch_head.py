@@ -1,9 +1,9 @@
-"""The networks of the heads in torch: what the runners are tested against, and what is trained.
+"""The networks of the heads in torch: the reference of the runners, and what is trained.
 
-A network says what happens to a slot; what a slot attends to is the caller's: `attend` gets the
-rotated query, the rotated key and the value of every slot, and gives back the mixed values. So the
-same code runs over pages, over whole sequences, and over the masks of training. The leading axes of
-states, tokens and positions are free, as long as they are the same: [rows] or [batch, length].
+A network computes slots; what a slot attends to is up to the caller: `attend` gets the rotated query, the
+rotated key and the value of every slot, and returns the mixed values. So the same code runs over pages, over
+whole sequences, and with the masks of training. The leading axes of states, tokens and positions are free, as
+long as they are equal: [rows] or [batch, length].
 
     features --fuse--> state --+-- forward(state, token, position) --> output --feed_back--> state
                                                                           +----logits
@@ -25,13 +25,13 @@ from paceline.models.heads.config import HeadConfig
 from paceline.models.rope import rope_frequencies
 from paceline.models.transformer import rotate
 
-# From query [..., heads, head_dim], key and value [..., kv_heads, head_dim] to mixed values, like query.
+# From query [..., heads, head_dim], key and value [..., kv_heads, head_dim] to mixed values, shaped as query.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Weights of the target that a head uses and that are never trained with it."""
+    """Weights of the target that a head uses; they are not trained with it."""
 
     embedding: Tensor  # [vocabulary, hidden]
     lm_head: Tensor  # [vocabulary, hidden]
@@ -52,7 +52,7 @@ class Norm(nn.Module):
 
 
 def normed(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last axis, its mean in float32, in the precision of what it norms."""
+    """RMSNorm over the last axis; the mean is float32, the result has the input's dtype."""
     wide = hidden.float()
     scaled = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(hidden.dtype)
     return (weight * scaled).to(hidden.dtype)
@@ -97,7 +97,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """The one decoder layer. What it norms of its input, if anything, its head says."""
+    """The one decoder layer of a head. Norms of its input are applied by the head."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -118,12 +118,12 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module, ABC):
-    """What all kinds of heads have in common. `make_head` gives the right one."""
+    """The base of all kinds of heads. `make_head` makes the right one."""
 
     def __init__(self, config: HeadConfig, shared: Shared) -> None:
         super().__init__()
         self.config = config
-        self.shared = shared  # no parameters of this module: neither trained nor written
+        self.shared = shared  # not parameters of this module: neither trained nor saved
         self.midlayer = Layer(config)
         if config.own_lm_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -131,7 +131,7 @@ class Head(nn.Module, ABC):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
 
     def compile_small_steps(self) -> None:
-        """Compile what is many small kernels on a GPU; the attention is the caller's."""
+        """Compile the norms and MLPs, which are many small kernels on a GPU. The caller has the attention."""
         for module in self.modules():
             if isinstance(module, (Norm, MLP)):
                 module.compile(dynamic=True)
@@ -145,7 +145,7 @@ class Head(nn.Module, ABC):
         """The output [..., H] of slots with these states [..., H], tokens [...] and positions [...]."""
 
     def feed_back(self, outputs: Tensor) -> Tensor:
-        """The state that the slot behind a guess reads."""
+        """The state that the slot after a guess reads."""
         return outputs
 
     def logits(self, outputs: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class Head(nn.Module, ABC):
 
 
 class Eagle3Head(Head):
-    """EAGLE-3: several hidden states, norms on both inputs, an output norm and a vocabulary of its own."""
+    """EAGLE-3: features of several layers, norms on both inputs, an output norm and a draft vocabulary."""
 
     def __init__(self, config: HeadConfig, shared: Shared) -> None:
         super().__init__(config, shared)
@@ -173,8 +173,8 @@ class Eagle3Head(Head):
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.config.fc_norm:
-            each = features.chunk(self.config.num_features, dim=-1)
-            features = torch.cat([norm(one) for norm, one in zip(self.fc_norm, each, strict=True)], dim=-1)
+            parts = features.chunk(self.config.num_features, dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         state: Tensor = self.fc(features)
@@ -196,7 +196,7 @@ class Eagle3Head(Head):
 
 
 class EagleHead(Head):
-    """EAGLE-1 and 2: guesses the target's last state itself, so the target's own head reads it."""
+    """EAGLE-1 and 2: predicts the target's last hidden state, so the target's lm_head gives the logits."""
 
     def __init__(self, config: HeadConfig, shared: Shared) -> None:
         super().__init__(config, shared)
@@ -213,7 +213,7 @@ class EagleHead(Head):
 
 
 class MtpHead(Head):
-    """The block for multi-token prediction that some targets have: norms on both inputs, a whole layer."""
+    """The MTP block of some targets: norms on both inputs, then a whole layer."""
 
     def __init__(self, config: HeadConfig, shared: Shared) -> None:
         super().__init__(config, shared)
@@ -245,5 +245,5 @@ _KINDS: dict[str, type[Head]] = {"eagle3": Eagle3Head, "eagle": EagleHead, "mtp"
 
 
 def make_head(config: HeadConfig, shared: Shared) -> Head:
-    """The network of a head with fresh parameters; `shared` are weights of its target."""
+    """The network of a head with newly initialized parameters; `shared` are weights of its target."""
     return _KINDS[config.kind](config, shared)

@@ -1,4 +1,4 @@
-"""Medusa heads in torch: what is trained, and what runs beside a TorchBackend. See medusa.py."""
+"""Medusa heads in torch, for training and for the torch backends. See medusa.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 class TorchMedusa(nn.Module):
     """All heads. Parameters have the names of medusa.py."""
 
-    least_chance = 0.0  # on a GPU rows cost next to nothing
+    least_chance = 0.0  # rows are cheap on a GPU
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -48,13 +48,13 @@ class TorchMedusa(nn.Module):
         return medusa.to(device=device, dtype=dtype)
 
     def forward(self, states: Tensor) -> Tensor:
-        """The guesses of all heads [heads, ..., draft vocabulary] for normed last states [..., hidden]."""
+        """The logits of all heads [heads, ..., draft vocabulary] for normed last states [..., hidden]."""
         return self.scores(states.expand(len(self.blocks), *states.shape))
 
     def scores(self, states: Tensor) -> Tensor:
-        """Guesses of each head [heads, ..., draft vocabulary] for states of its own [heads, ..., hidden]."""
-        each = zip(self.blocks, self.lm_heads, states, strict=True)
-        return torch.stack([lm_head(block(own)) for block, lm_head, own in each])
+        """The logits of each head [heads, ..., draft vocabulary] for its own states [heads, ..., hidden]."""
+        heads = zip(self.blocks, self.lm_heads, states, strict=True)
+        return torch.stack([lm_head(block(head_states)) for block, lm_head, head_states in heads])
 
     @torch.inference_mode()
     def run(self, states: Float32Array) -> Float32Array:

@@ -57,7 +57,7 @@ def test_what_is_written_is_what_is_read(tmp_path, name, form):
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
-def test_halves_stay_the_same_bits(tmp_path, kind):
+def test_16_bit_tensors_keep_their_bits(tmp_path, kind):
     tensors = {name: encode(values, kind) for name, values in random_tensors(EAGLE3).items()}
     head = replace(random_checkpoint(EAGLE3), tensors=tensors)
     write_head(head, tmp_path, "sglang")

@@ -78,7 +78,7 @@ def test_the_best_shape_of_a_tree_is_kept_with_the_heads(tmp_path):
 @pytest.mark.parametrize(
     "paths", [[[0, 0]], [[0], [0]], [[]], [[-1]], [["0"]], [[0], [0, 0], [0, 0, 0, 0]], 3]
 )
-def test_shapes_that_are_none_are_refused(tmp_path, paths):
+def test_invalid_paths_are_refused(tmp_path, paths):
     _written(random_medusa(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "medusa_choices": paths}))

@@ -24,14 +24,14 @@ def model() -> LoadedModel:
     return load_model(EngineConfig.from_options())
 
 
-def test_it_is_small_and_has_a_card(model: LoadedModel) -> None:
+def test_the_shipped_head_is_small_and_has_a_model_card(model: LoadedModel) -> None:
     folder = shipped_head("eagle3", model.fingerprint)
     assert folder is not None, "no head is shipped for the default model"
     assert sum(file.stat().st_size for file in folder.iterdir()) < 20_000_000
     assert "acceptance" in (folder / "README.md").read_text()
 
 
-def test_what_its_drafts_are_worth_is_known_from_the_start(model: LoadedModel) -> None:
+def test_the_shipped_head_comes_with_a_prior_for_the_controller(model: LoadedModel) -> None:
     models = known_drafts(model.fingerprint)["models"]
     assert models.keys() == {"suffix", "suffix greedy", "eagle3", "eagle3 greedy"}
     for facts in models.values():
@@ -41,7 +41,7 @@ def test_what_its_drafts_are_worth_is_known_from_the_start(model: LoadedModel) -
     assert known_drafts("of another model") == {}
 
 
-def test_it_drafts_well_and_changes_nothing(model: LoadedModel) -> None:
+def test_the_shipped_head_drafts_well_and_changes_no_byte(model: LoadedModel) -> None:
     def answers(**options: str) -> list[Request]:
         loaded = build_engine(EngineConfig.from_options(**options), model)
         params = SamplingParams(temperature=0, max_tokens=48)

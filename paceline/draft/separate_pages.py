@@ -1,4 +1,4 @@
-"""Keys and values of a draft model whose tokens are not the target's."""
+"""The KV cache of a draft model with another tokenizer than the target's."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Reading:
-    """One request's text in the draft's own tokens. It only ever grows at its end."""
+    """One request's text in the draft model's tokens. It only grows at its end."""
 
     tokens: list[int] = field(default_factory=list)
-    num_read: int = 0  # tokens of the target's that they spell
-    slot: int = -1  # line of the page table; -1: it holds no pages
+    num_read: int = 0  # tokens of the target that they spell
+    slot: int = -1  # row of the page table; -1: it holds no pages
     computed: int = 0  # leading tokens with keys and values, while it has a slot
-    drafted: Sequence[int] = ()  # guesses computed after them
+    drafted: Sequence[int] = ()  # drafted tokens computed after them
 
 
-class OwnPages:
-    """A DraftCache with a page table of its own, because the same text has other tokens and so other indices.
+class SeparatePages:
+    """A DraftCache with its own page table: the same text has other tokens, so other KV indices.
 
-    It has as many pages as the target. When they run out, the least recently used request gives way
+    It has as many pages as the target. When they run out, the least recently used request loses its pages
     and is computed again later.
     """
 
     def __init__(self, kv: KVCache, backend: Backend, longest: int, vocabulary: Intersection) -> None:
-        """`longest` is the context of the draft model."""
+        """`longest` is the context of the draft model, in tokens."""
         self._kv = KVCache(kv.pages.num_pages, kv.page_size, len(kv.page_tables), longest)
         self.pool = self._kv.add_pool(backend)
         self._longest = longest
@@ -46,11 +46,11 @@ class OwnPages:
         for request in requests:
             self._readings.setdefault(request, _Reading())
             self._readings.move_to_end(request)
-        wishes = zip(requests, budgets, strict=True)
-        return [self._open(request, budget, len(requests)) for request, budget in wishes]
+        pairs = zip(requests, budgets, strict=True)
+        return [self._open(request, budget, len(requests)) for request, budget in pairs]
 
     def _open(self, request: Request, budget: int, in_use: int) -> Context | None:
-        """A context, if need be at the expense of requests other than the last `in_use`."""
+        """A context; None if there is no room, even after evicting requests other than the last `in_use`."""
         reading = self._readings[request]
         reading.drafted = ()
         self._read(request, reading)
@@ -67,8 +67,8 @@ class OwnPages:
 
     def backlog(self, request: Request) -> int:
         reading = self._readings.get(request)
-        known = 0 if reading is None or reading.slot < 0 else reading.computed
-        return max(len(request.token_ids) - 1 - known, 0)  # about: what is new is not spelled yet
+        computed = 0 if reading is None or reading.slot < 0 else reading.computed
+        return max(len(request.token_ids) - 1 - computed, 0)  # an estimate: new tokens are not spelled yet
 
     def keep(self, spans: Sequence[Span]) -> None:
         for context, _, end in spans:
@@ -79,7 +79,7 @@ class OwnPages:
 
     def settle(self, request: Request, in_place: bool) -> None:
         reading = self._readings.get(request)
-        if reading is not None and reading.drafted:  # the engine moves rows of its own pages only
+        if reading is not None and reading.drafted:  # `in_place` is about the target's pages, not ours
             self._read(request, reading)
             reading.computed += equal_prefix(reading.drafted, reading.tokens[reading.computed :])
             reading.drafted = ()
@@ -90,13 +90,13 @@ class OwnPages:
             self._release(reading)
 
     def _read(self, request: Request, reading: _Reading) -> None:
-        """Spell the tokens that the request has gained."""
+        """Spell the request's new tokens in the draft model's."""
         for token in request.token_ids[reading.num_read :]:
             reading.tokens += self._vocabulary.spelling(token)
         reading.num_read = len(request.token_ids)
 
     def _reserve(self, reading: _Reading, length: int) -> bool:
-        """Whether a reading now has pages for `length` tokens."""
+        """Whether a reading has pages for `length` tokens now."""
         if reading.slot < 0:
             opened = self._kv.open(reading.tokens)
             if opened is None:
@@ -106,7 +106,7 @@ class OwnPages:
         return self._kv.reserve(reading.slot, length)
 
     def _evict(self, in_use: int) -> bool:
-        """Whether the least recently used reading gave up its pages, the last `in_use` left alone."""
+        """Whether pages were freed: those of the least recently used reading before the last `in_use`."""
         others = list(self._readings.values())[: len(self._readings) - in_use]
         victim = next((reading for reading in others if reading.slot >= 0), None)
         if victim is not None:
