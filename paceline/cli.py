@@ -38,7 +38,7 @@ app = typer.Typer(
     **PLAIN,
 )
 
-LEAST_ADDRESS_SPACE = 1 << 30  # bytes: no model runs in less
+MIN_ADDRESS_SPACE = 1 << 30  # bytes: no model runs in less
 MEMORY_REMEDY = (
     "Use a smaller model, lower --kv-cache-memory-bytes, --max-model-len or --threads, or raise the memory "
     "limit of this process (`ulimit -v`)."
@@ -70,7 +70,7 @@ def _lacks_memory(error: Exception) -> bool:
     return (
         isinstance(error, MemoryError)
         or "can't start new thread" in str(error)
-        or (isinstance(error, OSError | ImportError) and 0 <= limit < LEAST_ADDRESS_SPACE)
+        or (isinstance(error, OSError | ImportError) and 0 <= limit < MIN_ADDRESS_SPACE)
     )
 
 

@@ -26,8 +26,8 @@ from paceline.core.params import SamplingParams
 from paceline.draft.methods import AUTO
 from paceline.engine.engine import Engine
 
-MOST_STEPS, MOST_SECONDS = 50, 2.0  # within which the controller must follow; one of them is enough
-LEAST_CHANGE = 0.5  # tokens drafted for a request in a step
+MAX_STEPS, MAX_SECONDS = 50, 2.0  # within which the controller must follow; one of them is enough
+MIN_CHANGE = 0.5  # tokens drafted for a request in a step
 WINDOW = 8  # steps whose mean says what is drafted
 BLOCKS = 4  # times that a text which repeats itself is in its prompt
 
@@ -75,9 +75,9 @@ class Reaction:
     @property
     def holds(self) -> bool | None:
         """Whether it was in time; None: there was nothing to follow."""
-        if abs(self.after - self.before) < LEAST_CHANGE:
+        if abs(self.after - self.before) < MIN_CHANGE:
             return None
-        return self.steps <= MOST_STEPS or self.seconds <= MOST_SECONDS
+        return self.steps <= MAX_STEPS or self.seconds <= MAX_SECONDS
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class Changes:
         """Everything, for JSON."""
         return {
             "model": self.model,
-            "most_steps": MOST_STEPS,
-            "most_seconds": MOST_SECONDS,
+            "most_steps": MAX_STEPS,
+            "most_seconds": MAX_SECONDS,
             "reactions": [{**asdict(reaction), "holds": reaction.holds} for reaction in self.reactions],
             "courses": [asdict(course) for course in self.courses],
         }

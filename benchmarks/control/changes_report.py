@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.control.changes import LEAST_CHANGE, MOST_SECONDS, MOST_STEPS, WINDOW, Changes
+from benchmarks.control.changes import MIN_CHANGE, MAX_SECONDS, MAX_STEPS, WINDOW, Changes
 from benchmarks.control.changes import Course as Measured
 from paceline.bench.report.result import Course, Figure, Point, Result, Table
 
@@ -31,8 +31,8 @@ def changes_result(changes: Changes) -> Result:
     notes = [
         "drafted: tokens for each request in a step, in the second half of a phase. steps and seconds: until "
         f"that is, in the mean of {WINDOW} steps, nearer to the new phase's than to the old one's.",
-        f"In time: within {MOST_STEPS} steps or {MOST_SECONDS:g} seconds. Where drafts differ by less than "
-        f"{LEAST_CHANGE} tokens there is nothing to follow.",
+        f"In time: within {MAX_STEPS} steps or {MAX_SECONDS:g} seconds. Where drafts differ by less than "
+        f"{MIN_CHANGE} tokens there is nothing to follow.",
         f"Lines of charts are means of {WINDOW} steps.",
     ]
     return Result(

@@ -67,7 +67,7 @@ USUAL_COUNTS = (1, 16, 64)
 METHODS = ("plain", "eagle3", "tree", "model", "ngram")
 SPECULATIVE = "llama-3.1-8b"  # the shape that drafts are measured beside
 DRAFT_MODEL = "llama-3.2-1b"
-LEAST_STEPS = 16
+MIN_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Setting:
     @property
     def longest(self) -> int:
         """Tokens that there is room for: even the shortest measurement takes some steps."""
-        return self.prompt_tokens + max(self.output_tokens, LEAST_STEPS) + 1
+        return self.prompt_tokens + max(self.output_tokens, MIN_STEPS) + 1
 
 
 def planned(

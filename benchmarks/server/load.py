@@ -23,7 +23,7 @@ from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}  # every second request; the others are greedy
-MOST_TRIES = 100  # of a request that a full queue turns away
+MAX_TRIES = 100  # of a request that a full queue turns away
 
 # what is sent instead of a request, and the status that must come back
 NONSENSE: tuple[tuple[dict[str, Any], int], ...] = (
@@ -199,7 +199,7 @@ async def _round(
 
 async def _persist(server: Server, one: Asked, result: Round) -> Answer:
     """The answer to a request, which is sent again when the server's queue is full."""
-    for _ in range(MOST_TRIES):
+    for _ in range(MAX_TRIES):
         answer = await post(server, one.path, one.body, one.cut)
         if answer.status != 429:
             break

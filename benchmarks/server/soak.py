@@ -29,7 +29,7 @@ from paceline.options import check_integer, check_number
 
 PARTS = 5  # of the time, each told by itself
 SAMPLES = 60  # of the server, spread over the time
-LEAST_PAUSE = 0.5  # seconds between two of them
+MIN_PAUSE = 0.5  # seconds between two of them
 AFTER_A_LOSS = 1.0  # seconds before a client tries again
 SPARE_FILES = 8  # that may be open at the end beyond those at the begin: a connection that is being closed
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh]?)")
@@ -160,7 +160,7 @@ async def run_soak(
 
     async def watch() -> None:
         while True:
-            await asyncio.sleep(max(LEAST_PAUSE, options.seconds / SAMPLES))
+            await asyncio.sleep(max(MIN_PAUSE, options.seconds / SAMPLES))
             soak.samples.append(await _sample(servers[0], process_id, loop.time() - began))
             on_turn(f"{soak.requests} requests")
 

@@ -1,4 +1,4 @@
-"""RequestRecord: what there is to tell about one HTTP request when it is over."""
+"""RequestRecord: the log line of one HTTP request, filled in while it is handled."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ if TYPE_CHECKING:
     from paceline.serve.generation import Generation
 
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}")
-MOST_PATH = 200  # characters of a path in the log
-USER_DIGITS = 12  # of the hash that stands for a user
+MAX_PATH = 200  # characters of a path in the log
+USER_DIGITS = 12  # hex digits of the hash logged for a user
 
 
 @dataclass
 class RequestRecord:
-    """Filled in on the way; `facts` is what the log gets."""
+    """Filled in along the way; `facts` returns the fields of the log line."""
 
     method: str
     path: str
-    client: str | None  # the address it came from
-    client_request_id: str | None  # the client's own X-Request-Id, if it is a sane one
-    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # ours: unique whatever clients send
+    client: str | None  # its address
+    client_request_id: str | None  # the client's X-Request-Id, if it is well-formed
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # ours: always unique
     begun: float = field(default_factory=time.monotonic)
-    route: str = ""  # the path of the API that it matched; empty if none
-    status: int | None = None  # None: the client has gone without an answer
-    complete: bool = False  # the answer was sent to its end
+    route: str = ""  # the route that it matched; empty if none
+    status: int | None = None  # None: the client disconnected before an answer
+    complete: bool = False  # the whole answer was sent
     generation: Generation | None = None
     segment: str = ""
     user: str | None = None
 
     @staticmethod
     def of(scope: Scope) -> RequestRecord:
-        """The record of a request that has just come."""
+        """The record of a request that has just arrived."""
         given = dict(scope["headers"]).get(b"x-request-id", b"")
         address = scope.get("client")
         return RequestRecord(
             method=scope["method"],
-            path=scope["path"][:MOST_PATH],
+            path=scope["path"][:MAX_PATH],
             client=address[0] if address else None,
             client_request_id=given.decode() if _SANE_ID.fullmatch(given) else None,
         )
 
     def note(self, generation: Generation, segment: str, user: str | None) -> None:
-        """What the request has the engine do, once that is known."""
+        """Note the generation once the request has been submitted to the engine."""
         self.generation, self.segment, self.user = generation, segment, user
 
     def facts(self) -> dict[str, Any]:
-        """What the log tells. Times are milliseconds; no prompt, no answer, no key."""
+        """The fields of the log line. Times are in milliseconds; no prompt, no answer, no key."""
         user = self.user and hashlib.sha256(self.user.encode()).hexdigest()[:USER_DIGITS]
         facts = {
             "request_id": self.request_id,
@@ -73,7 +73,7 @@ class RequestRecord:
 
 
 def _figures(outputs: list[RequestOutput]) -> dict[str, Any]:
-    """What the engine did for a request, over all its prompts."""
+    """Engine statistics of a request, over all its prompts."""
     if not outputs:
         return {}
     metrics = [output.metrics for output in outputs]

@@ -13,7 +13,7 @@ import torch
 from paceline.train.examples import Examples
 
 Indices = npt.NDArray[np.int64]
-MOST_HELD_OUT = 512
+MAX_HELD_OUT = 512
 POOL = 2048  # examples that are sorted by length together, so that a batch has little padding
 
 
@@ -29,13 +29,13 @@ class Batch:
 def split(examples: Examples, held_out: float, seed: int) -> tuple[Indices, Indices]:
     """The examples to train on and those held out, each ascending.
 
-    All answers to a prompt are on the same side. At most MOST_HELD_OUT prompts are held out, and one at
+    All answers to a prompt are on the same side. At most MAX_HELD_OUT prompts are held out, and one at
     least, unless it is the only one or none is wanted.
     """
     number = int(examples.prompts.max()) + 1
     order = np.random.default_rng([seed, 1]).permutation(number)
     least = int(held_out > 0 and number > 1)
-    kept = order[: min(max(int(held_out * number), least), MOST_HELD_OUT)]
+    kept = order[: min(max(int(held_out * number), least), MAX_HELD_OUT)]
     aside = np.isin(examples.prompts, kept)
     return np.flatnonzero(~aside), np.flatnonzero(aside)
 

@@ -15,7 +15,7 @@ from paceline.train.plot import plot
 from paceline.train.run import Trained
 from paceline.train.trainer import Record
 
-MOST_SEGMENTS = 12  # that are named
+MAX_SEGMENTS = 12  # that are named
 
 Measured = dict[str, dict[str, float]]  # method -> segment -> tokens per pass
 
@@ -74,8 +74,8 @@ def card(trained: Trained, target: str, options: TrainOptions, measured: Measure
 def _segments(segments: Sequence[str]) -> str:
     """How many answers there are of each kind of traffic."""
     counts = Counter(segments).most_common()
-    shown = ", ".join(f"{segment} {count}" for segment, count in counts[:MOST_SEGMENTS])
-    return shown if len(counts) <= MOST_SEGMENTS else f"{shown} and {len(counts) - MOST_SEGMENTS} more"
+    shown = ", ".join(f"{segment} {count}" for segment, count in counts[:MAX_SEGMENTS])
+    return shown if len(counts) <= MAX_SEGMENTS else f"{shown} and {len(counts) - MAX_SEGMENTS} more"
 
 
 def _temperatures(settings: Sequence[Mapping[str, Any]]) -> str:

@@ -31,8 +31,8 @@ from paceline.train.objective import NEW, Int32Array, WriteHead, float16_weights
 from paceline.train.options import MedusaOptions
 from paceline.train.sequences import target_states
 
-MOST_PATHS = 64  # of a tree that is written down
-MOST_BRANCHES = 10  # guesses of a head that a tree may have
+MAX_TREE_PATHS = 64  # of a tree that is written down
+MAX_BRANCHES = 10  # guesses of a head that a tree may have
 NEVER = 1 << 30  # the rank of a token that a head cannot guess
 
 
@@ -109,7 +109,7 @@ class MedusaObjective:
         return f"{config.num_heads} heads of {config.num_layers} blocks, hidden {config.hidden_size}"
 
 
-def likeliest_paths(ranks: Sequence[Sequence[int]], number: int = MOST_PATHS) -> tuple[tuple[int, ...], ...]:
+def likeliest_paths(ranks: Sequence[Sequence[int]], number: int = MAX_TREE_PATHS) -> tuple[tuple[int, ...], ...]:
     """The paths through a tree of guesses that are right most often, the best first.
 
     `ranks` says for each place which guess of each head was right. See draft/ranked.py.
@@ -118,7 +118,7 @@ def likeliest_paths(ranks: Sequence[Sequence[int]], number: int = MOST_PATHS) ->
         tuple(right[:depth])
         for right in ranks
         for depth in range(1, len(right) + 1)
-        if max(right[:depth]) < MOST_BRANCHES
+        if max(right[:depth]) < MAX_BRANCHES
     )
     best = sorted(counts, key=lambda path: (-counts[path], len(path), path))
     return tuple(best[:number])

@@ -16,7 +16,7 @@ import torch
 from paceline.models.transformer import Transformer
 from paceline.train.sequences import run_layers
 
-MOST_ROWS = 1024  # of a batch; more are hardly faster
+MAX_ROWS = 1024  # of a batch; more are hardly faster
 COMPACT_BELOW = 0.6  # when fewer of a batch's sequences still run, the others' rows are dropped
 
 
@@ -32,14 +32,14 @@ class Sampler:
     def batch_size(self, width: int, max_tokens: int) -> int:
         """How many prompts of so many tokens to answer at once: what the device has room for."""
         if self.device.type != "cuda":
-            return MOST_ROWS
+            return MAX_ROWS
         config, place = self.model.config, self.model.embedding.element_size()
         columns = width + max_tokens
         kept = 2 * config.num_layers * config.num_kv_heads * config.head_dim * columns * place
         # the attention of a prompt in one layer, in both precisions, and logits with their noise
         passing = config.num_heads * width * width * (2 * place + 8) + 4 * 4 * config.vocab_size
         free, _ = torch.cuda.mem_get_info(self.device)
-        return max(1, min(MOST_ROWS, int(0.7 * free) // (kept + passing)))
+        return max(1, min(MAX_ROWS, int(0.7 * free) // (kept + passing)))
 
     @torch.inference_mode()
     def answer(

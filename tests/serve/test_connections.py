@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from paceline.engine.engine import Engine
-from paceline.serve.connections import MOST_HEAD_BYTES, MOST_HEADERS, PLACES_FOR_HEALTH
+from paceline.serve.connections import MAX_HEAD_BYTES, MAX_HEADERS, HEALTH_CONNECTIONS
 from tests.serve.running import Client, Gate, read_answer, serving, until
 from tests.toy import ENDLESS, roomy_engine, toy_engine
 
@@ -56,9 +56,9 @@ def test_a_trailer_changes_no_header(client: Client) -> None:
 @pytest.mark.parametrize(
     "trailers",
     [
-        pytest.param("".join(f"X-{n}: a\r\n" for n in range(MOST_HEADERS)) + "\r\n", id="many"),
-        pytest.param(f"X-Long: {'a' * MOST_HEAD_BYTES}\r\n\r\n", id="one long"),
-        pytest.param(f"X-Endless: {'a' * (MOST_HEAD_BYTES + READ_BYTES)}", id="one without an end"),
+        pytest.param("".join(f"X-{n}: a\r\n" for n in range(MAX_HEADERS)) + "\r\n", id="many"),
+        pytest.param(f"X-Long: {'a' * MAX_HEAD_BYTES}\r\n\r\n", id="one long"),
+        pytest.param(f"X-Endless: {'a' * (MAX_HEAD_BYTES + READ_BYTES)}", id="one without an end"),
     ],
 )
 def test_trailers_count_as_headers(client: Client, trailers: str) -> None:
@@ -68,11 +68,11 @@ def test_trailers_count_as_headers(client: Client, trailers: str) -> None:
 def test_a_chunk_extension_without_an_end_is_refused(client: Client) -> None:
     headers = {"Transfer_Encoding": "chunked", **AUTHORIZED}
     head = client.request("POST", "/v1/completions", headers=headers)
-    assert client.raw(head + b"2;" + b"a" * (MOST_HEAD_BYTES + 1000)).status == 431
+    assert client.raw(head + b"2;" + b"a" * (MAX_HEAD_BYTES + 1000)).status == 431
 
 
 def test_a_large_body_before_the_next_request_is_not_its_head(client: Client) -> None:
-    body = b'{"prompt": "hello", "max_tokens": 1%s}' % (b" " * 2 * MOST_HEAD_BYTES)
+    body = b'{"prompt": "hello", "max_tokens": 1%s}' % (b" " * 2 * MAX_HEAD_BYTES)
     first = client.request("POST", "/v1/completions", body, AUTHORIZED)
     second = client.request("GET", "/health")
     with client.connect() as connection:
@@ -154,7 +154,7 @@ def test_connections_beyond_the_limit_are_told_to_come_again_but_for_health() ->
 def test_connections_without_requests_make_room_for_others() -> None:
     """As many are open and idle as are read at all: the oldest are closed for those that come."""
     with serving(max_connections=2) as client:
-        idle = [client.connect() for _ in range(2 * 2 + PLACES_FOR_HEALTH)]
+        idle = [client.connect() for _ in range(2 * 2 + HEALTH_CONNECTIONS)]
         until(lambda: answers(client, "/health"))
         until(lambda: answers(client, "/v1/models"))
         assert idle[0].recv(1) == b""  # closed

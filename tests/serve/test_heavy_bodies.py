@@ -20,15 +20,15 @@ from pydantic import BaseModel, ValidationError
 from paceline.errors import OverloadedError, RequestError
 from paceline.models.tokenizer import TooManyTokens
 from paceline.serve import answers, bodies, service, tokens
-from paceline.serve.bodies import MOST_CONTAINERS, MOST_DIGITS, MOST_KEYS, MOST_VALUES, parse_json
+from paceline.serve.bodies import MAX_CONTAINERS, MAX_DIGITS, MAX_KEYS, MAX_VALUES, parse_json
 from paceline.serve.chat_protocol import ChatRequest
 from paceline.serve.completions import CompletionRequest
 from paceline.serve.errors import FieldError
 from paceline.serve.responses_protocol import ResponseRequest
-from paceline.serve.scanning import MOST_DEPTH, Shape, shape_of
+from paceline.serve.scanning import MAX_DEPTH, Shape, shape_of
 from paceline.serve.service import LARGE_BODY
 from paceline.serve.tokens import DetokenizeRequest, TokenizeRequest
-from paceline.serve.tools.conversation import MOST_ARGUMENTS, with_objects
+from paceline.serve.tools.conversation import MAX_ARGUMENT_VALUES, with_objects
 from tests.serve.api import Api
 from tests.serve.echo import byte_tokenizer
 from tests.serve.running import PATIENCE, Client, read_answer, serving, until
@@ -90,18 +90,18 @@ def test_a_batch_of_long_prompts_is_not_too_much() -> None:
 
 
 def test_what_is_in_texts_is_not_counted() -> None:
-    text = '[{,:}]"\\' * MOST_VALUES
+    text = '[{,:}]"\\' * MAX_VALUES
     assert parse_json(json.dumps([text]).encode()) == [text]
 
 
 @pytest.mark.parametrize(
     "bound",
     [
-        many("1", MOST_VALUES - 2),
-        many("[]", MOST_CONTAINERS - 1),
-        many('"#":1', MOST_KEYS, "{", "}"),
-        b"[" * MOST_DEPTH + b"]" * MOST_DEPTH,
-        b"9" * MOST_DIGITS,
+        many("1", MAX_VALUES - 2),
+        many("[]", MAX_CONTAINERS - 1),
+        many('"#":1', MAX_KEYS, "{", "}"),
+        b"[" * MAX_DEPTH + b"]" * MAX_DEPTH,
+        b"9" * MAX_DIGITS,
     ],
     ids=["values", "containers", "keys", "depth", "digits"],
 )
@@ -212,8 +212,8 @@ def test_the_arguments_of_a_call_are_bounded_too() -> None:
 
     (taken,) = with_objects([message(1000)])
     assert taken["tool_calls"][0]["function"]["arguments"] == {"a": [1] * 1000}
-    with pytest.raises(RequestError, match=f"at most {MOST_ARGUMENTS} values"):
-        with_objects([message(MOST_ARGUMENTS)])
+    with pytest.raises(RequestError, match=f"at most {MAX_ARGUMENT_VALUES} values"):
+        with_objects([message(MAX_ARGUMENT_VALUES)])
 
 
 # Beside the event loop -----------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_bodies_that_are_read_count_against_the_queue(monkeypatch: Any) -> None:
 
 
 def test_large_bodies_that_wait_have_bounded_bytes(api: Api, monkeypatch: Any) -> None:
-    monkeypatch.setattr(service, "MOST_WAITING_BYTES", 3 * MEBIBYTE)
+    monkeypatch.setattr(service, "MAX_WAITING_BYTES", 3 * MEBIBYTE)
 
     async def work() -> None:
         places = [await api.service.place(MEBIBYTE) for _ in range(service.READERS)]
@@ -398,7 +398,7 @@ def test_others_run_while_a_long_text_is_tokenized_or_spelled(work: str) -> None
 
 
 def test_tokenize_gives_so_many_tokens_and_no_more(api: Api, monkeypatch: Any) -> None:
-    monkeypatch.setattr(tokens, "MOST_TOKENS", 10_000)
+    monkeypatch.setattr(tokens, "MAX_TOKENIZED", 10_000)
     answer = api.post("/tokenize", {"prompt": "ab" * 4900, "return_token_strs": True})  # in several pieces
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == 9801
     assert answer["tokens"][1:] == answer["tokens"][1:3] * 4900

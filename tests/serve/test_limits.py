@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.serve.connections import MOST_HEAD_BYTES, MOST_HEADERS
+from paceline.serve.connections import MAX_HEAD_BYTES, MAX_HEADERS
 from tests.serve.running import PATIENCE, Client, Gate, read_answer, serving, until
 from tests.toy import ENDLESS, toy_engine
 
@@ -43,20 +43,20 @@ def test_a_body_without_a_length_is_refused_when_it_has_become_too_large(client:
 @pytest.mark.parametrize(
     "headers",
     [
-        pytest.param(f"X-Long: {'a' * MOST_HEAD_BYTES}\r\n\r\n", id="one long"),
-        pytest.param("".join(f"X-{n}: a\r\n" for n in range(MOST_HEADERS + 1)) + "\r\n", id="many"),
-        pytest.param(f"X-Endless: {'a' * (MOST_HEAD_BYTES + 1000)}", id="one without an end"),
+        pytest.param(f"X-Long: {'a' * MAX_HEAD_BYTES}\r\n\r\n", id="one long"),
+        pytest.param("".join(f"X-{n}: a\r\n" for n in range(MAX_HEADERS + 1)) + "\r\n", id="many"),
+        pytest.param(f"X-Endless: {'a' * (MAX_HEAD_BYTES + 1000)}", id="one without an end"),
     ],
 )
 def test_headers_that_are_too_large_or_too_many_are_refused(client: Client, headers: str) -> None:
     answer = client.raw(f"GET /health HTTP/1.1\r\nHost: a\r\n{headers}".encode())
     assert answer.status == 431
-    assert f"{MOST_HEADERS} headers" in answer.message
+    assert f"{MAX_HEADERS} headers" in answer.message
     assert answer.headers["connection"] == "close"
 
 
 def test_a_long_path_counts_as_the_head_that_it_is_part_of(client: Client) -> None:
-    assert client.get("/" + "a" * MOST_HEAD_BYTES).status == 431
+    assert client.get("/" + "a" * MAX_HEAD_BYTES).status == 431
     assert client.get("/" + "a" * 5000).status == 404
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.serve.connections import MOST_HEAD_BYTES
+from paceline.serve.connections import MAX_HEAD_BYTES
 from paceline.serve.options import ServeOptions
 from tests.serve.running import Client, serving, until
 from tests.toy import ToyBackend, scribble_free_pages, toy_engine
@@ -128,7 +128,7 @@ def test_a_template_in_a_message_is_only_text(client: Client) -> None:
 
 
 def test_header_size_is_bounded(client: Client) -> None:
-    assert client.get("/health", X_Long="a" * MOST_HEAD_BYTES).status == 431
+    assert client.get("/health", X_Long="a" * MAX_HEAD_BYTES).status == 431
 
 
 def test_the_host_header_has_no_say_in_auth() -> None:

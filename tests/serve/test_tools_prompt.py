@@ -10,7 +10,7 @@ import pytest
 from paceline.errors import ConfigError, RequestError
 from paceline.models.tokenizer import Tokenizer
 from paceline.serve.tools import FORMATS, Tool, Toolbox, ToolChoice
-from paceline.serve.tools.declared import MOST_BYTES, MOST_TOOLS
+from paceline.serve.tools.declared import MAX_TOOL_BYTES, MAX_TOOLS
 from paceline.serve.tools.formats import choose_format
 from tests.serve.echo import PLAIN_TEMPLATE, byte_tokenizer
 
@@ -112,8 +112,8 @@ def test_the_format_is_the_one_that_the_template_teaches() -> None:
         ([Tool("f", parameters={"type": "dict"})], ToolChoice(), "of type 'object', got 'dict'"),
         ([NOW], ToolChoice.named("then"), "tool_choice names 'then', which is not among the tools"),
         ([], ToolChoice("required"), "tool_choice asks for a call, but there are no tools"),
-        ([Tool(f"f{n}") for n in range(MOST_TOOLS + 1)], ToolChoice(), f"at most {MOST_TOOLS} may be"),
-        ([Tool("f", "x" * MOST_BYTES)], ToolChoice(), f"at most {MOST_BYTES} may be"),
+        ([Tool(f"f{n}") for n in range(MAX_TOOLS + 1)], ToolChoice(), f"at most {MAX_TOOLS} may be"),
+        ([Tool("f", "x" * MAX_TOOL_BYTES)], ToolChoice(), f"at most {MAX_TOOL_BYTES} may be"),
     ],
 )
 def test_tools_that_cannot_be_served_are_refused(tools: list[Tool], choice: ToolChoice, message: str) -> None:

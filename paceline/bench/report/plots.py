@@ -14,7 +14,7 @@ from paceline.bench.report.result import Chart, Course, Lines, Mark, Point, Rang
 WIDTH = 860  # of a chart of ranges; heights follow from what is in it
 SMALL_WIDTH = 420  # of a chart of lines: two stand side by side
 LETTER = 7.0  # pixels of a letter, about: labels are measured by it
-MOST_LETTERS = 34  # of a label at the left; longer ones are cut, and whole when pointed at
+MAX_LABEL_LENGTH = 34  # of a label at the left; longer ones are cut, and whole when pointed at
 NUM_COLOURS = 8
 Scale = Callable[[float], float]  # from a value to pixels
 Colours = Mapping[str, int]  # of each series
@@ -41,7 +41,7 @@ def _ranges(chart: Ranges, colours: Colours) -> str:
     marks = [mark for own in chart.sections.values() for mark in own]
     highest = max([mark.high for mark in marks] + [mark.value for mark in marks] + [chart.reference or 0])
     ticks = nice_ticks(highest)
-    left = 24 + LETTER * max(min(len(mark.label), MOST_LETTERS) for mark in marks)
+    left = 24 + LETTER * max(min(len(mark.label), MAX_LABEL_LENGTH) for mark in marks)
     right = 16 + LETTER * max(len(mark.text) for mark in marks)
     span = WIDTH - left - right
 
@@ -68,7 +68,7 @@ def _ranges(chart: Ranges, colours: Colours) -> str:
 
 
 def _mark_parts(mark: Mark, colours: Colours, x: Scale, y: float, text_x: float) -> list[str]:
-    label = mark.label if len(mark.label) <= MOST_LETTERS else mark.label[: MOST_LETTERS - 1] + "…"
+    label = mark.label if len(mark.label) <= MAX_LABEL_LENGTH else mark.label[: MAX_LABEL_LENGTH - 1] + "…"
     middle, colour = y + 8, _colour(colours, mark.series)
     return [
         f'<g class="{colour}"><title>{escape(f"{mark.label}: {mark.text}")}</title>',

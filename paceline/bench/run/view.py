@@ -23,7 +23,7 @@ from paceline.bench.run.wording import (
     with_interval,
 )
 
-MOST_POSITIONS = 8  # that are shown; the JSON has all
+MAX_POSITIONS = 8  # that are shown; the JSON has all
 
 
 def contest_result(contest: Contest) -> Result:
@@ -94,7 +94,7 @@ def _draft_table(contest: Contest) -> Table:
 
 def _position_table(contest: Contest) -> Table:
     most = max((len(row.acceptance_per_position) for row in contest.rows), default=0)
-    places = min(most, MOST_POSITIONS)
+    places = min(most, MAX_POSITIONS)
 
     def cells(row: Row) -> Sequence[str]:
         return [f"{100 * share:.0f}" for share in row.acceptance_per_position[:places]]

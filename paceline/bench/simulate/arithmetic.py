@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number
 
-MOST = 64  # drafted tokens
+MAX_DRAFT_TOKENS = 64  # drafted tokens
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ def arithmetic(alpha: float, gamma: int, draft_cost: float = 0.1, row_cost: floa
     """What `gamma` drafted tokens and fewer give at acceptance `alpha`, and how many are best. ConfigError if
     a value is out of range."""
     check_number(ConfigError, "alpha", alpha, 0.0, 1.0)
-    check_integer(ConfigError, "gamma", gamma, 1, MOST)
+    check_integer(ConfigError, "gamma", gamma, 1, MAX_DRAFT_TOKENS)
     for name, cost in (("draft_cost", draft_cost), ("row_cost", row_cost)):
         check_number(ConfigError, name, cost, 0.0, 1000.0, remedy="1 is a pass of the target over one row.")
     price = draft_cost + row_cost
-    every = [_length(alpha, tokens, price) for tokens in range(MOST + 1)]
+    every = [_length(alpha, tokens, price) for tokens in range(MAX_DRAFT_TOKENS + 1)]
     return Arithmetic(alpha, tuple(every[1 : gamma + 1]), max(every, key=lambda length: length.speedup))
 
 

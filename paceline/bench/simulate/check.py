@@ -35,7 +35,7 @@ from paceline.draft.methods import AUTO, parse_speculative_config
 from paceline.engine.engine import Engine
 
 TOLERANCE = 0.1
-LEAST_TASKS = 6  # requests of a setting, or as many as run at once
+MIN_TASKS = 6  # requests of a setting, or as many as run at once
 PRICING_TASKS = 10  # other requests, for prices
 REPEATS = 4  # simulations of a setting, each with noise of its own
 ANSWER = 96  # most tokens of each
@@ -73,7 +73,7 @@ def check(
     meter = PassMeter(model.backend, model.config.max_position)
     found: list[Compared] = []
     for profile in map(closed, concurrency):
-        tasks = compared[: max(LEAST_TASKS, profile.concurrency or 1)]
+        tasks = compared[: max(MIN_TASKS, profile.concurrency or 1)]
         real, prices = _measure(makers, meter, tasks, others, profile, on_turn)
         found += _compare(makers, real, prices, config_of(OFF).scheduler.max_num_batched_tokens, tasks)
     return found

@@ -11,7 +11,7 @@ from paceline.bench.flags import integers
 from paceline.bench.report.result import Result
 from paceline.bench.report.terminal import progress
 from paceline.bench.run.speculation import OFF
-from paceline.bench.simulate.arithmetic import MOST, arithmetic
+from paceline.bench.simulate.arithmetic import MAX_DRAFT_TOKENS, arithmetic
 from paceline.bench.simulate.check import TOLERANCE, check
 from paceline.bench.simulate.flags import DRAFTS, MACHINE, TRAFFIC
 from paceline.bench.simulate.run import parse_methods, simulate
@@ -60,7 +60,7 @@ def simulate_engine(
     drafts: Options,
 ) -> Result:
     """What each method gives at each concurrency, by the engine on the machine that is named."""
-    check_integer(ConfigError, "gamma", guesses.gamma, 1, MOST)
+    check_integer(ConfigError, "gamma", guesses.gamma, 1, MAX_DRAFT_TOKENS)
     if guesses.row_cost is not None or (model is None and guesses.draft_cost is not None):
         raise ConfigError("--row-cost and --draft-cost are for a machine without prices: leave them out.")
     drafters = _drafters(guesses.alpha, drafts)

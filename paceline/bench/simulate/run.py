@@ -34,7 +34,7 @@ from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.options import check_integer
 
-LEAST_REQUESTS = 32  # of a setting: percentiles of less say nothing
+MIN_REQUESTS = 32  # of a setting: percentiles of less say nothing
 WAVES = 2  # requests of a setting for each that runs at once
 LEARNING = 8  # requests that a controller sees before those that count, at least
 DEPTH = 7  # tokens that a method without a number drafts at most
@@ -112,7 +112,7 @@ def simulate(
     """What each method gives at each concurrency. Requests take `lengths` in turn."""
     result = Simulation()
     for profile in map(closed, concurrency):
-        count = max(LEAST_REQUESTS, WAVES * (profile.concurrency or 1))
+        count = max(MIN_REQUESTS, WAVES * (profile.concurrency or 1))
         tasks = [_task(number, lengths[number % len(lengths)]) for number in range(count)]
         turns: dict[Key, list[list[Turn]]] = {}
         reasons: dict[str, Counter[str]] = {}

@@ -32,9 +32,9 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     statistics.median_grouped,
     statistics.covariance,
 )
-MOST_LINES = 32  # of a function: longer ones lose their end
+MAX_LINES = 32  # of a function: longer ones lose their end
 TOPICS = ("assert", "break", "context-managers", "del", "global", "import", "lambda", "pass", "return", "try")
-MOST_CHARACTERS = 1800  # of a text to summarise
+MAX_CHARACTERS = 1800  # of a text to summarise
 INSTRUCTIONS = (
     "Add type annotations to all parameters and to the return value, and change nothing else.",
     "Rename this function to `renamed_function`, and change nothing else.",
@@ -71,7 +71,7 @@ NAMES = ("Ada Moss", "Ben Okafor", "Chen Li", "Dora Blum", "Emil Strand", "Fatou
 def code_edit() -> Iterator[Line]:
     """Functions of the standard library, to be copied with a small change."""
     for number, function in enumerate(FUNCTIONS):
-        source = "\n".join(inspect.getsource(function).splitlines()[:MOST_LINES])
+        source = "\n".join(inspect.getsource(function).splitlines()[:MAX_LINES])
         ask = f"{INSTRUCTIONS[number % 2]} Answer with the whole function in one code block."
         yield _line(f"{function.__module__}.{function.__name__}", f"{ask}\n```python\n{source}\n```", 256)
 
@@ -81,7 +81,7 @@ def summarize() -> Iterator[Line]:
     from pydoc_data.topics import topics  # here: it is large
 
     for name in TOPICS:
-        text = topics[name].strip()[:MOST_CHARACTERS]
+        text = topics[name].strip()[:MAX_CHARACTERS]
         yield _line(name, f"Summarize this text in a few sentences.\n\n{text}", 160)
 
 
