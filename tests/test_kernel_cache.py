@@ -14,7 +14,7 @@ import pytest
 
 from paceline import home, kernel_cache
 from paceline.errors import ConfigError
-from paceline.kernel_cache import jitted, kept_files
+from paceline.kernel_cache import cached_kernels, jitted
 
 
 def doubled(number: Any) -> Any:
@@ -31,7 +31,7 @@ def run(folder: Path, number: Any = 3) -> int:
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     """The warnings of a process that has said nothing yet."""
-    monkeypatch.setattr(home, "_told", set())
+    monkeypatch.setattr(home, "_unwritable", set())
     caplog.set_level(logging.WARNING)
     return caplog
 
@@ -46,7 +46,7 @@ def test_processes_that_compile_at_once_lose_nothing_of_each_other(tmp_path: Pat
     first, second = jitted(doubled, tmp_path), jitted(doubled, tmp_path)  # both know of nothing on disk
     first(3)
     second(2.5)
-    assert len(kept_files(tmp_path)) == 2
+    assert len(cached_kernels(tmp_path)) == 2
     assert (run(tmp_path, 3), run(tmp_path, 2.5)) == (1, 1)
 
 
@@ -55,7 +55,7 @@ def test_a_damaged_file_is_compiled_again_and_replaced(
     tmp_path: Path, told: pytest.LogCaptureFixture, damage: str
 ) -> None:
     run(tmp_path)
-    (file,) = kept_files(tmp_path)
+    (file,) = cached_kernels(tmp_path)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     damaged = {"empty": b"", "cut": content[:1000], "changed": content, "other": b"\x80" * 5000}
@@ -72,7 +72,7 @@ def test_a_file_of_an_older_source_is_replaced(tmp_path: Path, monkeypatch: pyte
         run(tmp_path)
     assert run(tmp_path) == 0
     assert run(tmp_path) == 1
-    assert len(kept_files(tmp_path)) == 1
+    assert len(cached_kernels(tmp_path)) == 1
 
 
 CALLER = """

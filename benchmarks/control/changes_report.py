@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.control.changes import MIN_CHANGE, MAX_SECONDS, MAX_STEPS, WINDOW, Changes
+from benchmarks.control.changes import MAX_SECONDS, MAX_STEPS, MIN_CHANGE, WINDOW, Changes
 from benchmarks.control.changes import Course as Measured
 from paceline.bench.report.result import Course, Figure, Point, Result, Table
 

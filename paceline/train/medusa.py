@@ -109,7 +109,9 @@ class MedusaObjective:
         return f"{config.num_heads} heads of {config.num_layers} blocks, hidden {config.hidden_size}"
 
 
-def likeliest_paths(ranks: Sequence[Sequence[int]], number: int = MAX_TREE_PATHS) -> tuple[tuple[int, ...], ...]:
+def likeliest_paths(
+    ranks: Sequence[Sequence[int]], number: int = MAX_TREE_PATHS
+) -> tuple[tuple[int, ...], ...]:
     """The paths through a tree of guesses that are right most often, the best first.
 
     `ranks` says for each place which guess of each head was right. See draft/ranked.py.

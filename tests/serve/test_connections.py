@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from paceline.engine.engine import Engine
-from paceline.serve.connections import MAX_HEAD_BYTES, MAX_HEADERS, HEALTH_CONNECTIONS
+from paceline.serve.connections import HEALTH_CONNECTIONS, MAX_HEAD_BYTES, MAX_HEADERS
 from tests.serve.running import Client, Gate, read_answer, serving, until
 from tests.toy import ENDLESS, roomy_engine, toy_engine
 
