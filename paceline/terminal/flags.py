@@ -103,8 +103,8 @@ ENGINE: Group = (
         "share_suffix_cache",
         str | None,
         None,
-        "What suffix drafts from, within one cache_salt: past responses (responses, default), ends of prompts "
-        "too (prompts), or each request's own text only (off).",
+        "What suffix drafts from, within one cache_salt: past responses (responses, default), ends of "
+        "prompts too (prompts), or each request's own text only (off).",
     ),
 )
 
