@@ -65,8 +65,8 @@ EAGLE3: Group = (
 )
 MEDUSA: Group = (
     *having(TRAINING, learning_rate=1e-3),
-    Flag("heads", int, 5, "Each guesses one token further ahead."),
-    Flag("layers", int, 1, "Residual blocks of each head."),
+    Flag("heads", int, 5, "Number of heads; each predicts one token further ahead."),
+    Flag("layers", int, 1, "Residual blocks per head."),
 )
 
 
@@ -75,7 +75,7 @@ MEDUSA: Group = (
 def answers_command(
     answering: Options,
     seed: Options,
-    out: Annotated[Path, typer.Option(help="The file of answers; one that exists is gone on with.")],
+    out: Annotated[Path, typer.Option(help="File of answers; an existing one is continued.")],
     model: Model = DEFAULT_MODEL,
     data: Data = None,
     device: Device = "auto",

@@ -1,4 +1,4 @@
-"""Rows in words: cells of tables and labels of charts, what was found, and what the figures mean."""
+"""Rows as text: table cells, chart labels, findings, and explanations of the figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.bench.run.contest import Contest, SpeculationOptions
 from paceline.bench.run.rows import Row
 from paceline.bench.run.speculation import OFF, WARM
 
-# the times that have percentiles, and their headings
+# times with percentiles, and their headings
 LATENCIES = {
     "ttft_ms": "first token",
     "tpot_ms": "per token",
@@ -19,7 +19,7 @@ LATENCIES = {
 
 
 def title(options: SpeculationOptions) -> str:
-    """What was measured, in a line."""
+    """What was measured, in one line."""
     if options.temperature is None:
         sampling = "each prompt's own temperature"
     else:
@@ -28,13 +28,13 @@ def title(options: SpeculationOptions) -> str:
 
 
 def traffic_of(row: Row) -> str:
-    """Which traffic a row is about."""
+    """The traffic of a row."""
     segment = "" if row.segment == row.workload else f" {row.segment}"
     return f"{row.workload}{segment} {row.profile} {row.cache}"
 
 
 def shown(value: float | None, form: str) -> str:
-    """A number, or a dash where it is not known."""
+    """A number, or a dash if it is unknown."""
     return "-" if value is None else format(value, form)
 
 
@@ -46,14 +46,14 @@ def three(values: Mapping[str, float] | None) -> str:
 
 
 def speedup_of(row: Row) -> tuple[float | None, tuple[float, float] | None]:
-    """What compares with plain decoding: throughput, or latency where requests come when they are due."""
+    """Throughput relative to plain decoding; latency in an open profile."""
     if row.concurrency is None:
         return row.latency_speedup_vs_off, row.latency_speedup_interval
     return row.speedup_vs_off, row.speedup_interval
 
 
 def with_interval(row: Row) -> str:
-    """A row's speedup, and between which values it lies."""
+    """A row's speedup with its confidence interval."""
     value, interval = speedup_of(row)
     if value is None or interval is None or row.method == OFF:
         return shown(value, ".2f")
@@ -61,7 +61,7 @@ def with_interval(row: Row) -> str:
 
 
 def sameness(row: Row, inexact: frozenset[str]) -> str:
-    """Whether a row's tokens are those of plain decoding."""
+    """Whether a row's tokens equal those of plain decoding."""
     differing = len(row.differing_prompts)
     if differing:
         return f"{differing} other" if row.method in inexact else f"{differing} DIFFER"
@@ -69,7 +69,7 @@ def sameness(row: Row, inexact: frozenset[str]) -> str:
 
 
 def verdict(contest: Contest) -> Finding:
-    """Whether outputs were the same, in a sentence."""
+    """Whether outputs were identical, in one sentence."""
     compared = [row for row in contest.rows if row.identical is not None and row.method != OFF]
     if not compared:
         return Finding("Outputs were not compared: there was no off among what was measured.")
@@ -84,7 +84,7 @@ def verdict(contest: Contest) -> Finding:
 
 
 def notes(contest: Contest) -> list[str]:
-    """What is to be said about all rows, a line each."""
+    """Remarks about all rows, one per line."""
     return [*_meaning(contest), *_warnings(contest)]
 
 
@@ -112,8 +112,8 @@ def _meaning(contest: Contest) -> list[str]:
     )
     if contest.options.objective is not None:
         bounds = vars(contest.options.objective).items()
-        kept = ", ".join(f"{name} at most {most:g} ms" for name, most in bounds if most is not None)
-        lines.append(f"good: requests with {kept}.")
+        limits = ", ".join(f"{name} at most {most:g} ms" for name, most in bounds if most is not None)
+        lines.append(f"good: requests with {limits}.")
     if any(profile.lengths for profile in contest.options.profiles):
         lines.append(
             "The trace gives arrivals and how long answers may become; prompts are the workload's, so how "
