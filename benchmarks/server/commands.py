@@ -54,8 +54,8 @@ def load_command(
     report = Report(json_file)
     soaking = None
     if duration is not None:
-        soaking = SoakOptions(seconds_of(duration), clients or 50, cut, bad, seed)
-    options = LoadOptions(clients or 200, requests, rounds, cut, bad, seed)
+        soaking = SoakOptions(seconds_of(duration), clients or 50, cut=cut, bad=bad, seed=seed)
+    options = LoadOptions(clients or 200, requests, rounds, cut=cut, bad=bad, seed=seed)
     names = workload or ["code-edit", "summarize", "extract"]
     prompts = [one for name in names for one in load_workload(name, limit, max_tokens).prompts]
     flags = serve_flags(threads, quantization, ["--draft", draft])

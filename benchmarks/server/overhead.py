@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.server.load import model_name
+from benchmarks.server.client_requests import model_name
 from paceline.bench.report.result import Result, Table
 from paceline.bench.servers.client import Answer, Server, post
 from paceline.bench.timing import OnTurn, Timing, take_turns

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.server import gauges
+from benchmarks.server.client_requests import INVALID_FIELDS
 from benchmarks.server.load import (
-    NONSENSE,
     Load,
     LoadOptions,
     mixed_requests,
@@ -135,7 +135,7 @@ def test_who_leaves_and_who_talks_nonsense_is_seeded_and_has_its_share() -> None
     assert sum(one.refusal is not None for one in mixed) / 4000 == pytest.approx(0.1, abs=0.02)
     cuts = {one.cut.reads for one in mixed if one.cut is not None}
     assert {-1, 0, 1, 5} <= cuts
-    assert len({str(one.body) for one in mixed if one.refusal}) == len(NONSENSE) * len(PROMPTS)
+    assert len({str(one.body) for one in mixed if one.refusal}) == len(INVALID_FIELDS) * len(PROMPTS)
 
 
 def test_a_client_that_leaves_has_only_what_it_has_read() -> None:

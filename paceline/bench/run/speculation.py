@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from paceline.bench.run.slices import in_slices
-from paceline.bench.run.turns import Asked, Runner, Turn
+from paceline.bench.run.turns import Runner, Turn, WorkloadRequest
 from paceline.bench.timing import OnTurn
 from paceline.bench.traffic.profiles import Profile
 from paceline.draft.methods import parse_speculative_config
@@ -28,14 +28,14 @@ JSON = ("{", "[")  # the first character of JSON
 WAVES = 4  # of concurrent requests per turn
 
 Key = tuple[str, str]  # cold or warm, and the method
-Task = TypeVar("Task", bound=Asked)
+Task = TypeVar("Task", bound=WorkloadRequest)
 
 
 @dataclass(frozen=True)
 class Runs:
     """All turns of a workload."""
 
-    groups: Sequence[Sequence[Asked]]
+    groups: Sequence[Sequence[WorkloadRequest]]
     profile: Profile
     turns: dict[Key, list[list[Turn]]]  # [round][group]
 

@@ -11,7 +11,7 @@ from paceline.bench.traffic.profiles import Profile
 from paceline.core.request import SpeculativeCounts
 
 
-class Asked(Protocol):
+class WorkloadRequest(Protocol):
     """A request of a workload, in the form that its runner takes."""
 
     @property
@@ -21,7 +21,7 @@ class Asked(Protocol):
     def segment(self) -> str: ...
 
 
-Task_contra = TypeVar("Task_contra", bound=Asked, contravariant=True)
+Task_contra = TypeVar("Task_contra", bound=WorkloadRequest, contravariant=True)
 
 
 @dataclass(frozen=True)
