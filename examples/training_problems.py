@@ -1,12 +1,12 @@
-"""Prompts to train a draft head with, for traffic of mathematics and code: word problems and small functions.
+"""Prompts to train a draft head with, for mathematics and code: word problems and small functions.
 
     python examples/training_problems.py 30000 --questions questions.jsonl > problems.jsonl
     paceline train eagle3 qwen2.5-coder-1.5b --data problems.jsonl --out my-head
 
-Questions are rows of a file ({"messages": [...]}), such as the training part of a public collection; each is
-asked as it is and with other numbers. Functions to complete are put together from what is kept of a list,
-what is made of each element and what becomes of all of them, with examples that were computed; others are
-those of installed Python packages that have a docstring.
+Questions are rows of a file ({"messages": [...]}), such as the training part of a public data set; each is
+used as it is and with other numbers. Functions to complete are composed of a filter of a list, a map of its
+elements and a reduction, with computed examples; others are documented functions of installed Python
+packages.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def vowels(word: str) -> int:
     return sum(letter in "aeiouAEIOU" for letter in word)
 
 
-# words of a name, words of a sentence, and what is done: {k} is a small number
+# words for a name, words for a sentence, and the function: {k} is a small number
 Part = tuple[str, str, Callable[[Any, int], Any]]
 NUMBER_KEPT: tuple[Part, ...] = (
     ("", "all numbers", lambda n, k: True),
@@ -160,7 +160,7 @@ def counted(items: Any) -> dict[Any, int]:
 
 @dataclass(frozen=True)
 class Kind:
-    """Lists of one type, and what can be done with them."""
+    """Lists of one type, and the operations on them."""
 
     arguments: tuple[str, ...]
     hint: str
@@ -217,7 +217,7 @@ def small_function(draw: random.Random) -> Messages:
 
 
 def _example(draw: random.Random, kind: Kind, parts: list[Part], k: int) -> tuple[list[Any], Any]:
-    """A list, and what the function makes of it."""
+    """A list, and the function's result for it."""
     (_, _, keep), (_, _, make), (_, _, end) = parts
     given = [kind.element(draw) for _ in range(draw.choice((0, 3, 4, 5, 6, 7, 8)))]
     return given, end([make(element, k) for element in given if keep(element, k)], k)
@@ -261,7 +261,7 @@ def package_work(functions: list[tuple[str, str]]) -> Callable[[random.Random], 
 
 
 def other_numbers(text: str, draw: random.Random) -> str:
-    """The text with other numbers of about the same size; 0, 1 and fractions stay."""
+    """The text with other numbers of similar size; 0, 1 and fractions stay."""
 
     def other(found: re.Match[str]) -> str:
         number = found.group().replace(",", "")

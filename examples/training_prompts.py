@@ -1,11 +1,11 @@
-"""Prompts to train a draft head with, made from lists of words and from the standard library's sources.
+"""Prompts to train a draft head with, made from word lists and from the standard library's sources.
 
     python examples/training_prompts.py 12000 > prompts.jsonl
     paceline train eagle3 smollm2-135m --data prompts.jsonl --out my-head
 
-Where there is no traffic yet, this is what traffic might look like: kinds of text about topics, questions,
-roles, functions to complete, to annotate, to explain, to call. The model's answers are what a head learns
-from, so prompts need only be varied and plausible.
+A substitute for traffic, where there is none yet: kinds of text about topics, questions, roles, functions
+to complete, to annotate, to explain, to call. A head learns from the model's answers, so prompts need only
+be varied and plausible.
 """
 
 import ast
@@ -126,7 +126,7 @@ def words(text: str) -> list[str]:
 
 
 def filled(template: str, draw: random.Random) -> str:
-    """A template with words and numbers in its places."""
+    """A template with its placeholders filled in."""
     first, second = draw.sample(words(NAMES), 2)
     topic, other = draw.sample(words(TOPICS), 2)
     return template.format(
@@ -185,7 +185,7 @@ def programming(draw: random.Random) -> list[dict[str, str]]:
 
 
 def library_functions() -> list[tuple[str, str, ast.FunctionDef]]:
-    """Source, docstring and tree of the standard library's short documented functions."""
+    """Source, docstring and syntax tree of the standard library's short documented functions."""
     found = []
     for path in sorted(Path(ast.__file__).parent.glob("*.py")):
         source = path.read_text(encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""How soon the controller follows a change, described: a table, and courses as charts."""
+"""The controller's reactions to changes, as a table and charts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _figure(course: Measured) -> Figure:
 
 
 def _smooth(places: Sequence[float], values: Sequence[float]) -> list[Point]:
-    """Each value in the mean with those before it."""
+    """Moving average: each value averaged with those before it."""
     return [
         (float(place), statistics.fmean(values[max(0, index - WINDOW + 1) : index + 1]))
         for index, place in enumerate(places)

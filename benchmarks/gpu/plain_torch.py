@@ -1,4 +1,4 @@
-"""The model of `benchmarks gpu` in plain torch: library products and attention, one graph per step."""
+"""The model of `benchmarks gpu` in plain torch: library products and attention, one CUDA graph per step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.models.transformer import MLP, Layer, RMSNorm, Transformer, rotate
 
 
 class PlainDecode:
-    """Greedy decoding of several requests of one length over a static cache."""
+    """Greedy decoding of several requests of equal length with a static cache."""
 
     def __init__(self, model: Transformer, requests: int, prompt_tokens: int, longest: int) -> None:
         config, table = model.config, model.embedding
@@ -29,7 +29,7 @@ class PlainDecode:
             self._run()
 
     def step(self) -> None:
-        """One more token for every request."""
+        """Generate one more token per request."""
         self.graph.replay()
 
     def _run(self) -> None:
