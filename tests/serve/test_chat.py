@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai.types.chat
@@ -21,13 +20,6 @@ MESSAGES = [
     {"role": "user", "content": "go on"},
 ]
 BODY = {"messages": MESSAGES, "seed": 7, "max_tokens": 30, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def api() -> Iterator[Api]:
-    made = Api()
-    yield made
-    made.close()
 
 
 def offline(messages: Any = MESSAGES, **params: Any) -> Any:

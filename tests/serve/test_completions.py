@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai.types
@@ -16,13 +15,6 @@ from tests.toy import ToyTokenizer, toy_engine
 PATH = "/v1/completions"
 BODY = {"prompt": "hello", "seed": 7, "max_tokens": 30, "ignore_eos": True}
 IDS = ToyTokenizer().encode("hello")
-
-
-@pytest.fixture(scope="module")
-def api() -> Iterator[Api]:
-    made = Api()
-    yield made
-    made.close()
 
 
 def offline(prompt: Any, **params: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,13 +19,6 @@ from tests.toy import ToyBackend, toy_engine
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 COMPLETION = {"prompt": "hello", "max_tokens": 30, "ignore_eos": True, "seed": 1}
 JSON = {"content-type": "application/json"}
-
-
-@pytest.fixture(scope="module")
-def api() -> Iterator[Api]:
-    made = Api()
-    yield made
-    made.close()
 
 
 def error_of(api: Api, content: bytes, status: int = 400, path: str = PATHS[0], **headers: str) -> Any:

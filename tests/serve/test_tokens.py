@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai.types
@@ -13,13 +12,6 @@ from paceline.serve.models import ModelList
 from paceline.serve.tokens import Tokens
 from tests.serve.api import Api
 from tests.toy import ToyTokenizer
-
-
-@pytest.fixture(scope="module")
-def api() -> Iterator[Api]:
-    made = Api()
-    yield made
-    made.close()
 
 
 def test_a_prompt_is_tokenized_as_it_is_for_a_completion(api: Api) -> None:
