@@ -36,13 +36,13 @@ def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> p
     return caplog
 
 
-def test_what_was_compiled_is_found_again(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+def test_compiled_kernels_are_found_again(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
     assert run(tmp_path) == 0
     assert run(tmp_path) == 1
     assert told.messages == []
 
 
-def test_processes_that_compile_at_once_lose_nothing_of_each_other(tmp_path: Path) -> None:
+def test_processes_can_compile_concurrently(tmp_path: Path) -> None:
     first, second = jitted(doubled, tmp_path), jitted(doubled, tmp_path)  # both know of nothing on disk
     first(3)
     second(2.5)
@@ -115,7 +115,7 @@ def test_a_second_checkout_compiles_nothing_again(tmp_path: Path, monkeypatch: p
     assert hits == [0, 1]
 
 
-def test_a_change_of_a_called_function_in_another_file_is_seen(
+def test_a_change_in_a_called_function_of_another_file_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = [
@@ -125,7 +125,7 @@ def test_a_change_of_a_called_function_in_another_file_is_seen(
     assert answers == [7, 16]
 
 
-def test_where_the_folder_should_be_is_a_file(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+def test_a_file_in_place_of_the_folder_is_no_error(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
     (tmp_path / "kernels").write_text("in the way")
     assert run(tmp_path / "kernels") == 0
     assert run(tmp_path / "kernels", 2.5) == 0
@@ -136,7 +136,7 @@ def test_where_the_folder_should_be_is_a_file(tmp_path: Path, told: pytest.LogCa
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
-def test_a_folder_that_cannot_be_written_to(
+def test_an_unwritable_folder_is_no_error(
     tmp_path: Path, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def fail(path: Path, content: bytes) -> int:

@@ -75,7 +75,7 @@ def measure(
     return with_server(server, work)
 
 
-def test_a_server_is_asked_as_the_workload_says_and_its_stream_is_timed(
+def test_a_server_gets_the_workload_and_its_stream_is_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = Drafting()
@@ -107,7 +107,7 @@ def test_acceptance_is_what_the_counters_grew_by(monkeypatch: pytest.MonkeyPatch
         assert (row.draft_tokens_per_step, row.tokens_per_pass) == (3.0, None)
 
 
-def test_an_open_profile_mixes_segments_and_the_counters_then_tell_of_all(
+def test_with_mixed_segments_counters_cover_all_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     short, long, every = measure(Drafting(), monkeypatch, Profile("9/s", None, (0.0, 0.01))).rows
@@ -115,7 +115,7 @@ def test_an_open_profile_mixes_segments_and_the_counters_then_tell_of_all(
     assert every.mean_acceptance_length == 2.0
 
 
-def test_a_paceline_tells_how_drafts_fared_in_each_segment_of_mixed_traffic(
+def test_a_paceline_server_reports_acceptance_by_segment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Ours(Drafting):
@@ -140,7 +140,7 @@ def test_a_paceline_tells_how_drafts_fared_in_each_segment_of_mixed_traffic(
     assert list(names.segments) == ['a"b']
 
 
-def test_metrics_that_say_nothing_are_refused_if_named_and_told_of_if_not(
+def test_metrics_without_counters_are_refused_if_named_and_noted_if_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Silent(Drafting):
@@ -154,7 +154,7 @@ def test_metrics_that_say_nothing_are_refused_if_named_and_told_of_if_not(
         measure(Silent(), monkeypatch, metrics=True)
 
 
-def test_methods_are_what_a_paceline_is_asked_to_draft_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_are_sent_to_a_paceline_server(monkeypatch: pytest.MonkeyPatch) -> None:
     methods = {OFF: OFF, "ngram n=3": '{"method": "ngram", "num_speculative_tokens": 3}'}
     server = Drafting()
     contest = measure(server, monkeypatch, methods=methods, owner="paceline")
@@ -170,7 +170,7 @@ def test_methods_are_what_a_paceline_is_asked_to_draft_with(monkeypatch: pytest.
         measure(Drafting(), monkeypatch, methods=methods)
 
 
-def test_a_request_that_fails_is_counted_and_a_server_that_refuses_all_is_told_of(
+def test_failed_requests_are_counted_and_a_refusing_server_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Picky(Drafting):
@@ -197,7 +197,7 @@ def test_a_request_that_fails_is_counted_and_a_server_that_refuses_all_is_told_o
     assert ["nothing answers" in (answer.error or "") for answer in turn.answers] == [True] * 3
 
 
-def test_counters_are_read_in_every_engines_names() -> None:
+def test_counters_are_read_under_every_engines_names() -> None:
     found = read_counters(VLLM)
     assert found is not None
     nothing = read_counters("llamacpp:spec_decode_num_drafts 0\n")

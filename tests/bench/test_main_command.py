@@ -100,7 +100,7 @@ def test_rows_have_the_documented_keys_and_the_page_has_every_row(tmp_path: Path
     assert "letters c x2 cold: there are 1 prompts, so never more than so many ran at once." in output
 
 
-def test_if_nobody_says_copies_are_compared_and_the_head_that_is_shipped(
+def test_the_default_methods_are_lookups_and_the_shipped_head(
     monkeypatch: pytest.MonkeyPatch, tiny_gguf: Path
 ) -> None:
     model = load_model(bench_config(str(tiny_gguf), "auto", 1, 1))
@@ -109,7 +109,7 @@ def test_if_nobody_says_copies_are_compared_and_the_head_that_is_shipped(
     assert list(usual_methods(model)) == ["off", "auto", "ngram", "suffix", "eagle3"]
 
 
-def test_the_first_word_is_a_command_if_it_is_one_and_else_a_model(tmp_path: Path) -> None:
+def test_the_first_word_is_a_command_or_a_model(tmp_path: Path) -> None:
     runner = CliRunner()
     assert "--workload" in runner.invoke(app, ["run", "--help"]).output
     assert "--workload" in runner.invoke(app, ["some-model", "--help"]).output

@@ -64,7 +64,7 @@ def tasks(count: int) -> list[Task]:
     return [Task(str(i), "s", [5 + i, 6], params) for i in range(count)]
 
 
-def test_a_clock_counts_own_slices_and_nothing_that_is_left_out() -> None:
+def test_a_clock_counts_its_own_slices_without_excluded_time() -> None:
     hands = Hands()
     clock = OwnClock(hands)
     hands.time += 3.0
@@ -99,7 +99,7 @@ def test_times_in_slices_are_those_of_each_alone() -> None:
                 assert mine.e2e_seconds == pytest.approx(expected.e2e_seconds)
 
 
-def test_slices_are_whole_steps_and_who_follows_whom_changes() -> None:
+def test_slices_are_whole_steps_in_shuffled_order() -> None:
     world = SlowSteps()
     steps = {"quick": 0.004, "slow": 0.05, "third": 0.004}
     runners = {label: world.runner(label, seconds) for label, seconds in steps.items()}
@@ -121,7 +121,7 @@ def waits(*seconds: float) -> FloatArray:
     return np.array(seconds)
 
 
-def test_a_pass_much_longer_than_the_last_of_its_size_counts_as_long_as_they() -> None:
+def test_a_disturbed_pass_counts_as_long_as_usual() -> None:
     disturbances = Disturbances()
     none = waits()
     for _ in range(FEWEST):
@@ -135,7 +135,7 @@ def test_a_pass_much_longer_than_the_last_of_its_size_counts_as_long_as_they() -
     assert disturbances.in_step(passed(4, 0.060), none) == 0.0
 
 
-def test_waiting_for_a_core_is_left_out_once_and_teaches_nothing_about_passes() -> None:
+def test_waiting_for_a_core_is_excluded_once() -> None:
     disturbances = Disturbances()
     for _ in range(FEWEST):
         assert disturbances.in_step(passed(4, 0.060), waits(0.0, 0.050)) == pytest.approx(0.050)

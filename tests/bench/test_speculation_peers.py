@@ -53,9 +53,7 @@ def test_a_peers_answer_ends_where_the_models_does(log_file: Path, tiny_gguf: Pa
     assert row.output_tokens == 2
 
 
-def test_a_peer_that_is_not_installed_is_told_of(
-    log_file: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_peer_is_reported(log_file: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_LLAMA", "missing")
     found, error = measure_peer(LLAMA, tiny_gguf, 1, {"letters": TASKS}, frozenset(), rounds=1)
     assert found == []

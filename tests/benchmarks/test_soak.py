@@ -89,7 +89,7 @@ def empty(**changes: Any) -> Soak:
     return replace(Soak("m", SoakOptions(60), {}, 1), **changes)
 
 
-def test_what_is_left_behind_is_no_good_end() -> None:
+def test_leaked_pages_or_files_fail_a_soak() -> None:
     assert empty(after=Gauges(0, 0, 0, 1)).good
     held = empty(after=Gauges(0, 0, 0.02, 1))
     assert not held.good
@@ -107,7 +107,7 @@ def test_the_slope_of_memory_is_that_of_the_second_half() -> None:
     assert memory_slope(filling[:2]) is None
 
 
-def test_every_kind_is_asked_with_a_seed_and_of_several_tenants() -> None:
+def test_every_kind_of_request_has_a_seed_and_there_are_several_salts() -> None:
     traffic = mixed_traffic(PROMPTS, "m")
     assert {kind for kind, _ in traffic} == {name for name, _, _ in KINDS}
     assert len({asked.body["seed"] for _, asked in traffic}) == len(traffic)
@@ -135,7 +135,7 @@ def test_where_a_stream_is_cut_into_events_and_its_id_do_not_matter() -> None:
     assert comparable(STREAM, answer(chunk("abc", "length"), "[DONE]")) != first
 
 
-def test_what_is_not_whole_cannot_be_compared() -> None:
+def test_incomplete_answers_cannot_be_compared() -> None:
     assert comparable(STREAM, answer(chunk("ab"), "[DONE]")) is None  # no end of the choice
     assert comparable(STREAM, answer(chunk("ab", "stop"))) is None  # no end of the stream
     assert comparable(STREAM, answer(chunk("ab", "stop"), {"error": {"message": "broken"}}, "[DONE]")) is None
@@ -161,6 +161,6 @@ def test_durations(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "m", "-5", "0", "30 minutes", "1d"])
-def test_durations_that_are_none(text: str) -> None:
+def test_invalid_durations_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--duration"):
         seconds_of(text)

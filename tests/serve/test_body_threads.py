@@ -50,7 +50,7 @@ def send_large(client: Client, stack: ExitStack) -> Any:
     return connection
 
 
-def test_while_large_bodies_are_read_others_are_answered(monkeypatch: Any) -> None:
+def test_other_requests_are_answered_while_large_bodies_are_parsed(monkeypatch: Any) -> None:
     """More of them than there are readers, and however long they take."""
     with serving() as client, held(monkeypatch) as (begun, go_on), ExitStack() as stack:
         waiting = [send_large(client, stack) for _ in range(service.WORKERS + 2)]
@@ -62,7 +62,7 @@ def test_while_large_bodies_are_read_others_are_answered(monkeypatch: Any) -> No
         assert [read_answer(connection).status for connection in waiting] == [200] * len(waiting)
 
 
-def test_bodies_that_are_read_count_against_the_queue(monkeypatch: Any) -> None:
+def test_bodies_being_parsed_count_against_the_queue(monkeypatch: Any) -> None:
     with (
         serving(toy_engine(max_num_seqs=1), max_queue=1) as client,
         held(monkeypatch) as (_, go_on),
@@ -79,7 +79,7 @@ def test_bodies_that_are_read_count_against_the_queue(monkeypatch: Any) -> None:
         assert client.complete(max_tokens=1).status == 200
 
 
-def test_large_bodies_that_wait_have_bounded_bytes(api: Api, monkeypatch: Any) -> None:
+def test_waiting_large_bodies_are_bounded_in_bytes(api: Api, monkeypatch: Any) -> None:
     monkeypatch.setattr(service, "MAX_WAITING_BYTES", 3 * MEBIBYTE)
 
     async def work() -> None:
@@ -100,7 +100,7 @@ def test_large_bodies_that_wait_have_bounded_bytes(api: Api, monkeypatch: Any) -
 
 
 @pytest.mark.parametrize("size", [10, 2 * LARGE_BODY])
-def test_only_small_bodies_are_read_in_the_event_loop(api: Api, size: int, monkeypatch: Any) -> None:
+def test_only_small_bodies_are_parsed_in_the_event_loop(api: Api, size: int, monkeypatch: Any) -> None:
     threads = []
     read_body = bodies.read_body
 
@@ -114,7 +114,7 @@ def test_only_small_bodies_are_read_in_the_event_loop(api: Api, size: int, monke
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/detokenize"])
-def test_texts_are_tokenized_and_spelled_beside_the_event_loop(api: Api, path: str, monkeypatch: Any) -> None:
+def test_texts_are_tokenized_and_decoded_beside_the_event_loop(api: Api, path: str, monkeypatch: Any) -> None:
     threads = []
     tokenizer = api.service.tokenizer
 
@@ -144,7 +144,7 @@ def test_texts_are_tokenized_and_spelled_beside_the_event_loop(api: Api, path: s
         ("/v1/chat/completions", {**HELLO, "logprobs": True, "prompt_logprobs": 1}),
     ],
 )
-def test_large_answers_are_written_beside_the_event_loop_with_the_same_bytes(
+def test_large_answers_are_serialized_beside_the_event_loop_with_the_same_bytes(
     api: Api, path: str, body: dict[str, Any], monkeypatch: Any
 ) -> None:
     body = {**body, "max_tokens": 5, "seed": 1}

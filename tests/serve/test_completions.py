@@ -73,7 +73,7 @@ def test_outputs_of_several_prompts_are_numbered_prompt_by_prompt(api: Api) -> N
     assert [joined(chunks, index) for index in range(6)] == [choice["text"] for choice in choices]
 
 
-def test_answers_and_chunks_are_what_the_documents_and_the_official_client_know(api: Api) -> None:
+def test_answers_and_chunks_match_openapi_and_the_official_client(api: Api) -> None:
     body = {**BODY, "n": 2, "logprobs": 3, "return_metrics": True, "max_tokens": 3}
     answer = api.post(PATH, body)
     Completion.model_validate(answer, extra="forbid")
@@ -160,7 +160,7 @@ def test_prompt_logprobs_come_in_the_shape_of_vllm(api: Api) -> None:
             }
 
 
-def test_without_max_tokens_there_are_16(api: Api) -> None:
+def test_max_tokens_defaults_to_16(api: Api) -> None:
     assert api.post(PATH, {"prompt": "hello", "ignore_eos": True})["usage"]["completion_tokens"] == 16
 
 
@@ -202,7 +202,7 @@ def test_a_field_may_be_null_as_clients_send_it(api: Api) -> None:
         ({"segment": "two words"}, "segment", ""),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(api: Api, options: Any, param: str, message: str) -> None:
+def test_unsupported_fields_are_refused_by_name(api: Api, options: Any, param: str, message: str) -> None:
     error = api.refusal(PATH, {**BODY, **options})
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"

@@ -38,7 +38,7 @@ def chunked(client: Client, trailers: str, body: bytes = b"{}", **headers: str) 
     return head + b"%x\r\n%s\r\n0\r\n%s" % (len(body), body, trailers.encode())
 
 
-def test_a_trailer_opens_no_door(client: Client) -> None:
+def test_a_trailer_cannot_carry_a_key(client: Client) -> None:
     assert client.raw(chunked(client, f"Authorization: Bearer {KEY}\r\n\r\n")).status == 401
 
 
@@ -138,7 +138,7 @@ def running(engine: Engine) -> int:
     return len(engine.scheduler.running) + len(engine.scheduler.waiting)
 
 
-def test_connections_beyond_the_limit_are_told_to_come_again_but_for_health() -> None:
+def test_connections_above_the_limit_get_503_except_for_health() -> None:
     with full_server(max_connections=2) as client:
         answer = client.get("/v1/models")
         assert answer.status == 503
@@ -151,7 +151,7 @@ def test_connections_beyond_the_limit_are_told_to_come_again_but_for_health() ->
         assert client.raw(client.request("GET", "/health", headers={"Content_Length": "9"})).status == 503
 
 
-def test_connections_without_requests_make_room_for_others() -> None:
+def test_idle_connections_are_closed_to_make_room() -> None:
     """As many are open and idle as are read at all: the oldest are closed for those that come."""
     with serving(max_connections=2) as client:
         idle = [client.connect() for _ in range(2 * 2 + HEALTH_CONNECTIONS)]
@@ -175,7 +175,7 @@ def answers(client: Client, path: str) -> bool:
 @LOOPS
 @pytest.mark.parametrize("version", ["HTTP/1.1", "HTTP/1.0"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_stops_sending_gets_its_answer(
+def test_a_half_closed_connection_gets_its_answer(
     new_loop: Callable[[], asyncio.AbstractEventLoop], version: str, stream: bool
 ) -> None:
     backend = Gate()
@@ -195,7 +195,7 @@ def test_a_client_that_stops_sending_gets_its_answer(
 
 
 @LOOPS
-def test_pipelined_requests_of_a_client_that_stops_sending_are_answered(
+def test_pipelined_requests_on_a_half_closed_connection_are_answered(
     new_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     with serving(new_loop=new_loop) as client, client.connect() as connection:
@@ -212,7 +212,7 @@ def test_pipelined_requests_of_a_client_that_stops_sending_are_answered(
 
 @LOOPS
 @pytest.mark.parametrize("how", ["whole", "stream", "pipelined"])
-def test_a_client_that_leaves_is_noticed_before_the_next_pass(
+def test_a_disconnect_is_noticed_before_the_next_pass(
     new_loop: Callable[[], asyncio.AbstractEventLoop], how: str
 ) -> None:
     backend = Gate()
@@ -232,7 +232,7 @@ def test_a_client_that_leaves_is_noticed_before_the_next_pass(
         assert len(backend.batches) <= passes + 2  # the one at the gate, and one that had passed it
 
 
-def test_a_bad_request_behind_another_does_not_take_its_answer() -> None:
+def test_a_bad_pipelined_request_does_not_take_the_answer_of_the_one_before() -> None:
     backend = Gate()
     backend.open.clear()
     with serving(toy_engine(backend)) as client, client.connect() as connection:

@@ -7,7 +7,7 @@ from tests.serve.running import serving
 from tests.toy import ToyBackend, toy_engine
 
 
-def test_a_well_server_says_so() -> None:
+def test_a_healthy_server_returns_200() -> None:
     with serving() as client:
         answer = client.get("/health")
         assert (answer.status, answer.json) == (200, {"status": "ok"})
@@ -28,7 +28,7 @@ def test_a_failed_pass_fails_its_requests_and_the_server_lives() -> None:
         assert client.complete(max_tokens=4, seed=1).json["choices"] == expected
 
 
-def test_a_dead_engine_is_told_to_everyone() -> None:
+def test_a_dead_engine_fails_every_request() -> None:
     engine = toy_engine()
 
     def die() -> list[Delta]:

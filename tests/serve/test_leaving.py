@@ -61,7 +61,7 @@ class Client:
     ],
 )
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_a_request_that_is_left_ends_in_the_pass_it_is_in(
+def test_an_abandoned_request_ends_with_the_current_pass(
     path: str, body: Any, stream: bool, cancelled: bool
 ) -> None:
     backend = OneByOne()
@@ -92,7 +92,7 @@ def test_a_request_that_is_left_ends_in_the_pass_it_is_in(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_request_that_is_cancelled_at_any_moment_leaves_nothing(path: str) -> None:
+def test_a_request_cancelled_at_any_moment_leaves_nothing_behind(path: str) -> None:
     api = Api(toy_engine(max_model_len=400))
     body = {**(LONG if path == "/v1/completions" else CHAT), "stream": True}
 

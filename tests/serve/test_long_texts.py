@@ -22,7 +22,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized_to_its_end() -> None:
     assert "more than" in str(refused.value)
 
 
-def test_a_text_longer_than_all_its_tokens_can_be_is_not_tokenized(monkeypatch: Any) -> None:
+def test_a_text_with_too_many_characters_for_the_context_is_not_tokenized(monkeypatch: Any) -> None:
     """Each token of this vocabulary is at most as long as <|answer|>."""
     tokenizer = byte_tokenizer()
     monkeypatch.setattr(tokenizer, "_encoding", None)
@@ -31,7 +31,7 @@ def test_a_text_longer_than_all_its_tokens_can_be_is_not_tokenized(monkeypatch: 
 
 
 @pytest.mark.parametrize("text", ["a", "é ", "😀", " ", "<|end|>", "word and word\n"])
-def test_a_bound_does_not_change_tokens(text: str) -> None:
+def test_a_token_limit_does_not_change_tokens(text: str) -> None:
     tokenizer = byte_tokenizer()
     long = text * 3000
     ids = tokenizer.encode(long)
@@ -41,7 +41,7 @@ def test_a_bound_does_not_change_tokens(text: str) -> None:
         tokenizer.encode(long, most=len(ids) - 1)
 
 
-def test_a_prompt_that_is_too_long_is_told_so(api: Api) -> None:
+def test_the_error_for_a_long_prompt_has_its_length(api: Api) -> None:
     for prompt in ("a" * 1000, [5] * 1001):
         error = api.refusal("/v1/completions", {"prompt": prompt})
         assert error["param"] == "prompt"
@@ -50,7 +50,7 @@ def test_a_prompt_that_is_too_long_is_told_so(api: Api) -> None:
 
 
 @pytest.mark.parametrize("work", ["encode", "decode"])
-def test_others_run_while_a_long_text_is_tokenized_or_spelled(work: str) -> None:
+def test_other_threads_run_while_a_long_text_is_tokenized_or_decoded(work: str) -> None:
     """The GIL is released meanwhile: another thread gets its turn again and again."""
     tokenizer = byte_tokenizer()
     text = "word and word " * 20_000
@@ -73,7 +73,7 @@ def test_others_run_while_a_long_text_is_tokenized_or_spelled(work: str) -> None
     assert turns > 10
 
 
-def test_tokenize_gives_so_many_tokens_and_no_more(api: Api, monkeypatch: Any) -> None:
+def test_tokenize_has_a_token_limit(api: Api, monkeypatch: Any) -> None:
     monkeypatch.setattr(tokens, "MAX_TOKENIZED", 10_000)
     answer = api.post("/tokenize", {"prompt": "ab" * 4900, "return_token_strs": True})  # in several pieces
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == 9801

@@ -83,7 +83,7 @@ def generate(client: Client, prompt: str, **fields: object) -> dict[str, Any]:
     return found
 
 
-def test_the_counters_are_the_sums_of_what_requests_say_of_themselves() -> None:
+def test_the_counters_are_the_sums_of_the_requests_metrics() -> None:
     with serving(drafting_engine()) as client:
         answers = [
             generate(client, prompt, segment=f"s{number % 2}") for number, prompt in enumerate(PROMPTS)
@@ -145,7 +145,7 @@ def test_n_outputs_share_one_prompt_and_end_one_by_one() -> None:
     assert total(found, "paceline:request_generation_tokens_count") == 3
 
 
-def test_every_name_of_vllm_is_there_with_its_type_and_label() -> None:
+def test_every_vllm_metric_exists_with_its_type_and_label() -> None:
     with serving(drafting_engine()) as client:
         generate(client, "one")
         text = client.get("/metrics").body.decode()
@@ -161,7 +161,7 @@ def test_every_name_of_vllm_is_there_with_its_type_and_label() -> None:
     assert families["paceline:server_info"].samples[0].labels["version"] == "test"
 
 
-def test_the_bench_of_vllm_finds_its_four_counters_and_nothing_it_would_misread() -> None:
+def test_vllm_bench_finds_its_four_counters_and_nothing_else() -> None:
     with serving(drafting_engine()) as client:
         generate(client, "one")
         lines = [
@@ -200,7 +200,7 @@ def test_failures_refusals_and_aborts_are_counted() -> None:
     assert total(found, "paceline:engine_healthy") == 1
 
 
-def test_where_the_time_of_steps_goes_adds_up() -> None:
+def test_the_parts_of_a_steps_time_add_up() -> None:
     metrics = Metrics("m", 4, {})
     stats = StepStats(plan_time=1, draft_time=2, build_time=3, forward_time=4, verify_time=5, commit_time=6)
     metrics.step(stats, [])
@@ -229,7 +229,7 @@ def test_segments_beyond_the_limit_are_counted_together() -> None:
 
 
 @pytest.mark.parametrize("segment", ['a"b', "a\nb", "a b", "é", "a" * 65, "{}", "a\\"])
-def test_a_segment_that_could_spoil_a_label_is_refused(segment: str) -> None:
+def test_a_segment_that_is_no_valid_label_is_refused(segment: str) -> None:
     with serving() as client:
         answer = client.complete(segment=segment)
         assert answer.status == 400
@@ -238,7 +238,7 @@ def test_a_segment_that_could_spoil_a_label_is_refused(segment: str) -> None:
     assert {labels["segment"] for labels, _ in found["paceline:prompt_tokens_total"]} == {""}
 
 
-def test_the_header_names_the_segment_too() -> None:
+def test_the_segment_may_come_from_a_header() -> None:
     with serving() as client:
         answer = client.post("/v1/completions", {"prompt": "a", "max_tokens": 2}, X_Segment="eu/chat-1.5")
         assert answer.status == 200
@@ -256,7 +256,7 @@ def test_a_histogram_is_what_counting_by_hand_gives() -> None:
     assert histogram.total == sum(values)
 
 
-def test_edges_rise() -> None:
+def test_bucket_bounds_are_increasing() -> None:
     for edges, _ in HISTOGRAMS.values():
         assert list(edges) == sorted(set(edges))
 

@@ -123,7 +123,9 @@ def test_alone(real_server: ServerProcess, truths: Sequence[Truth]) -> None:
     asyncio.run(work())
 
 
-def test_among_sixteen_others(real_server: ServerProcess, truths: Sequence[Truth]) -> None:
+def test_the_bytes_are_the_same_among_sixteen_other_requests(
+    real_server: ServerProcess, truths: Sequence[Truth]
+) -> None:
     room = asyncio.Semaphore(COMPANY)
 
     async def one(case: Case, truth: Truth, speculative: object, stream: bool) -> None:
@@ -143,7 +145,7 @@ def test_among_sixteen_others(real_server: ServerProcess, truths: Sequence[Truth
     asyncio.run(work())
 
 
-def test_the_cases_differ_and_are_drafted_for(real_server: ServerProcess, truths: Sequence[Truth]) -> None:
+def test_the_cases_differ_and_use_drafts(real_server: ServerProcess, truths: Sequence[Truth]) -> None:
     """Else the comparisons above would show little."""
     assert len({(truth.text, tuple(truth.logprobs)) for truth in truths}) == len(truths)
 

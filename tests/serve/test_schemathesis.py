@@ -63,7 +63,7 @@ def _check(cases: Any, examples: int, statuses: Counter[int]) -> None:
 
 
 @pytest.mark.fuzz
-def test_no_made_up_request_breaks_the_server() -> None:
+def test_no_generated_request_breaks_the_server() -> None:
     engine = toy_engine(max_model_len=1024, num_pages=2000)  # made-up requests ask for as much as there is
     with serving(engine) as client:
         statuses = check_operations(f"http://127.0.0.1:{client.port}", 240)

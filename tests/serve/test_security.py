@@ -72,7 +72,7 @@ def test_no_pickle_and_no_sockets_between_processes() -> None:
     assert [place for place, _ in used(r"socket\.socket$")] == ["serve/server.py: socket.socket"]
 
 
-def test_the_one_child_of_a_server_is_spoken_to_in_json_over_pipes() -> None:
+def test_the_only_child_process_gets_json_over_pipes() -> None:
     started = [place for place, _ in used(r"subprocess\.|os\.(fork|posix_spawn|spawn|exec)")]
     serving = ("serve/", "engine/", "constrain/", "kv/", "verify/", "control/")
     assert [place for place in started if place.startswith(serving)] == [
@@ -80,7 +80,7 @@ def test_the_one_child_of_a_server_is_spoken_to_in_json_over_pipes() -> None:
     ]
 
 
-def test_the_server_listens_on_loopback_unless_told_otherwise() -> None:
+def test_the_server_listens_on_loopback_by_default() -> None:
     assert ServeOptions().host == "127.0.0.1"
 
 
@@ -131,7 +131,7 @@ def test_header_size_is_bounded(client: Client) -> None:
     assert client.get("/health", X_Long="a" * MAX_HEAD_BYTES).status == 431
 
 
-def test_the_host_header_has_no_say_in_auth() -> None:
+def test_the_host_header_does_not_affect_auth() -> None:
     with serving(api_key=("sk-1",)) as client:
         assert client.get("/v1/models", Host="localhost/health?").status in (400, 401)
 

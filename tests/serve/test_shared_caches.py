@@ -115,7 +115,7 @@ def untold(method: str, share: str, of: str) -> list[list[Any]]:
 
 @pytest.mark.parametrize("of", ["prompts", "answers"])
 @pytest.mark.parametrize("method", ["suffix", "hybrid"])
-def test_nothing_is_told_about_requests_of_another_salt(method: str, of: str) -> None:
+def test_nothing_reveals_requests_of_another_salt(method: str, of: str) -> None:
     """Not even where ends of prompts are kept: all is as on a server that the victim never used."""
     unaware = untold(method, "prompts", of)
     with serving(make_engine(method, "prompts")) as client:
@@ -126,7 +126,7 @@ def test_nothing_is_told_about_requests_of_another_salt(method: str, of: str) ->
 
 
 @pytest.mark.parametrize("of", ["prompts", "answers"])
-def test_nothing_is_told_about_requests_with_another_key(of: str) -> None:
+def test_nothing_reveals_requests_with_another_key(of: str) -> None:
     """Nor does it help the attacker to send the salt that the victim sent."""
     unaware = untold("suffix", "prompts", of)
     with serving(make_engine("suffix", "prompts"), api_key=KEYS) as client:
@@ -137,7 +137,7 @@ def test_nothing_is_told_about_requests_with_another_key(of: str) -> None:
         assert right(guess(client, of, "sk-ann"), unaware) > len(PAIRS) / 2
 
 
-def test_keys_may_share_what_is_kept() -> None:
+def test_keys_may_share_caches() -> None:
     with serving(make_engine("suffix"), api_key=KEYS, share_cache_across_keys=True) as client:
         send_secrets(client, "answers", "sk-ann")
         told = guess(client, "answers", "sk-eve")
@@ -146,7 +146,7 @@ def test_keys_may_share_what_is_kept() -> None:
         assert cached(client, "sk-eve") > 0
 
 
-def test_each_key_has_the_prefix_cache_to_itself() -> None:
+def test_each_key_has_its_own_prefix_cache() -> None:
     with serving(api_key=KEYS) as client:
         assert cached(client, "sk-ann") == 0
         assert cached(client, "sk-eve") == 0
@@ -170,7 +170,7 @@ def cached(client: Client, key: str, **fields: Any) -> int:
         ("ngram", "", "answers"),  # looks at a request's own text only
     ],
 )
-def test_what_is_not_kept_is_told_to_nobody(method: str, share: str, of: str) -> None:
+def test_what_is_not_cached_is_not_revealed(method: str, share: str, of: str) -> None:
     """Not even to requests of the same salt, but by the prefix cache."""
     with serving(make_engine(method, share)) as client:
         send_secrets(client, of)
@@ -182,7 +182,7 @@ def test_what_is_not_kept_is_told_to_nobody(method: str, share: str, of: str) ->
     assert drafted == usual
 
 
-def test_the_salt_of_a_key_tells_nothing_of_it_and_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_salt_of_a_key_reveals_nothing_and_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     salts: list[str] = []
     for _ in range(2):  # another process draws others

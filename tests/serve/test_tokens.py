@@ -56,11 +56,11 @@ def test_detokenize_turns_ids_back_into_the_text(api: Api) -> None:
         ("/detokenize", {}, "tokens"),
     ],
 )
-def test_what_is_wrong_is_named(api: Api, path: str, body: Any, param: str) -> None:
+def test_an_error_names_the_field(api: Api, path: str, body: Any, param: str) -> None:
     assert api.refusal(path, body)["param"] == param
 
 
-def test_the_models_are_the_names_of_the_one_that_is_served(api: Api) -> None:
+def test_models_lists_all_names_of_the_served_model(api: Api) -> None:
     listed = api.get("/v1/models")
     ModelList.model_validate(listed, extra="forbid")
     assert [openai.types.Model.model_validate(model).id for model in listed["data"]] == ["toy", "toy-too"]
@@ -71,5 +71,5 @@ def test_the_models_are_the_names_of_the_one_that_is_served(api: Api) -> None:
     assert missing.json()["error"]["code"] == "model_not_found"
 
 
-def test_the_version_is_told(api: Api) -> None:
+def test_version(api: Api) -> None:
     assert api.get("/version") == {"version": __version__}

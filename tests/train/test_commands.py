@@ -114,7 +114,7 @@ def test_answers_of_one_machine_train_a_head_on_another(
         (("--device", "cuda:99"), "no device cuda:99"),
     ],
 )
-def test_mistakes_are_told_before_anything_runs(
+def test_mistakes_are_reported_before_anything_runs(
     paceline: Run, tiny_gguf: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     code, _, told = paceline("train", "eagle3", tiny_gguf, "--out", tmp_path / "head", *arguments)
@@ -129,7 +129,7 @@ def test_flags_have_the_names_and_defaults_of_the_options(flags: Group, options:
     assert {flag.name: flag.default for flag in (*flags, *SEED)} == training
 
 
-def test_prompts_of_which_none_can_be_used_are_told_with_the_reasons(
+def test_if_no_prompt_can_be_used_the_reasons_are_reported(
     paceline: Run, tiny_gguf: Path, tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
@@ -140,7 +140,7 @@ def test_prompts_of_which_none_can_be_used_are_told_with_the_reasons(
     assert "None of the prompts can be used" in told
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_anything_is_answered(
+def test_an_unwritable_folder_is_reported_before_anything_is_answered(
     paceline: Run, tiny_gguf: Path, prompts: Path
 ) -> None:
     inside_a_file = prompts / "head"
@@ -150,7 +150,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_answered(
     assert "answers" not in told
 
 
-def test_a_gpu_without_memory_is_told_with_the_remedy(
+def test_running_out_of_gpu_memory_is_reported_with_the_remedy(
     paceline: Run, tiny_gguf: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -163,7 +163,7 @@ def test_a_gpu_without_memory_is_told_with_the_remedy(
     assert "give a smaller --batch-tokens and another folder" in told
 
 
-def test_flags_of_answering_are_those_of_its_options() -> None:
+def test_answer_flags_match_the_options() -> None:
     answering = {field.name: field.default for field in dataclasses.fields(AnswerOptions)}
     flags = {flag.name: flag.default for flag in (*ANSWERS, *SEED)}
     assert flags.keys() == answering.keys()

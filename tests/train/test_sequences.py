@@ -60,7 +60,7 @@ def test_greedy_answers_of_a_batch_equal_those_of_each_prompt_alone(target: Tran
     assert answers[0][-1] == eos
 
 
-def test_a_batch_that_is_compacted_goes_on_with_the_right_rows(target: Transformer) -> None:
+def test_a_compacted_batch_continues_with_the_right_rows(target: Transformer) -> None:
     prompts, _ = padded()
     first = [greedy(target, prompt, 1, -1)[0] for prompt in prompts]
     assert len(set(first)) == 3
