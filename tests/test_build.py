@@ -1,4 +1,4 @@
-"""Who decides what is drafted, for each backend and what was asked for."""
+"""The controller for each backend and speculative_config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline check`: it tells what is there, passes on a sound machine and fails on a broken one."""
+"""`paceline check`: it reports the machine, passes on a sound one and fails on a broken one."""
 
 from __future__ import annotations
 

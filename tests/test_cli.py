@@ -1,4 +1,4 @@
-"""The command line: flags, streaming, JSON, chat, and how mistakes are told."""
+"""The command line: flags, streaming, JSON, chat, and error messages."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def test_version_and_help_name_every_command(paceline):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (MemoryError(), "there is not enough memory. Use a smaller model"),
         (MemoryError("Unable to allocate 9 GiB"), "memory (Unable to allocate 9 GiB). Use a smaller model"),
         (RuntimeError("can't start new thread"), "memory (can't start new thread). Use a smaller"),
     ],
 )
-def test_a_lack_of_memory_is_reported_in_one_line(paceline, monkeypatch, error, told):
+def test_a_lack_of_memory_is_reported_in_one_line(paceline, monkeypatch, error, message):
     def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(generate_room, "generate", fail)
     code, out, err = paceline("generate", "--prompt", "hi")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert told in err
+    assert message in err
     assert "ulimit -v" in err
 
 
@@ -64,7 +64,7 @@ def test_the_command_line_starts_without_heavy_imports():
 def test_flags_have_the_names_and_defaults_of_the_python_api():
     params = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     del params["speculative"]  # --draft says it for all requests of a command
-    del params["structured_outputs"]  # has flags of its own
+    del params["structured_outputs"]  # has its own flags
     assert {flag.name: flag.default for flag in SAMPLING} == params
     config = EngineConfig()
     options = {}

@@ -1,4 +1,4 @@
-"""The offline API: shapes a vLLM user knows, over the toy engine and a tiny model file."""
+"""The offline API with vLLM's types, around the toy engine and a tiny model file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A planted bug that does not fit, never runs, or breaks the run is no control, and the helper says so."""
+"""A planted bug that does not fit, never runs, or breaks the run is no control, and the helper fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline bench decode`: real processes, a tiny model, and a llama.cpp that does as it is told."""
+"""`paceline bench decode`: real processes, a tiny model, and a fake llama.cpp."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def log_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def llama_cpp(tmp_path: Path, log_file: Path, monkeypatch: pytest.MonkeyPatch) -> Become:
-    """Gives child processes a llama_cpp that behaves as it is told."""
+    """Gives child processes a llama_cpp with a given behaviour."""
     shutil.copy(Path(__file__).with_name("fake_llama_cpp.py"), tmp_path / "llama_cpp.py")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("FAKE_LLAMA_LOG", str(log_file))
@@ -45,7 +45,7 @@ def llama_cpp(tmp_path: Path, log_file: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def play(llama_cpp: Become, tiny_gguf: Path) -> Play:
-    """A short contest with a llama_cpp that behaves as it is told."""
+    """A short contest with a llama_cpp of a given behaviour."""
 
     def run(mode: str, **options: Any) -> Contest:
         llama_cpp(mode)
@@ -129,12 +129,12 @@ def test_without_a_peer_none_is_started(play: Play, log_file: Path) -> None:
 def test_a_peer_that_leaves_instructions_unused_is_reported() -> None:
     assert handicap({"system_info": "CPU : AVX512 = 1"}, amx=False) is None
     assert handicap({"system_info": "CPU : AMX_INT8 = 1"}, amx=True) is None
-    told = handicap({"system_info": "CPU : AVX512 = 1"}, amx=True)
-    assert told is not None
+    unused = handicap({"system_info": "CPU : AVX512 = 1"}, amx=True)
+    assert unused is not None
     second = Timing((1.0,))
     result = Measured({"version": "1", "quantization": "int8"}, second, second, second, [5])
-    contest = Contest(DecodeOptions(), 1, result, FreshStart(1.0, 1), result, None, told)
-    assert f"llama.cpp ran under a handicap: {told}" in decode_result(contest).notes
+    contest = Contest(DecodeOptions(), 1, result, FreshStart(1.0, 1), result, None, unused)
+    assert f"llama.cpp ran under a handicap: {unused}" in decode_result(contest).notes
 
 
 def test_agreement_ends_at_the_first_differing_token() -> None:

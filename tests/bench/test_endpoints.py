@@ -1,4 +1,4 @@
-"""`paceline bench --endpoint`: servers of any engine, asked by streams, their counters read."""
+"""`paceline bench --endpoint`: servers of any engine, by streamed requests and their counters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TWO = (Prompt("a", "short", 4, text="one two three"), Prompt("b", "long", 9, tex
 
 
 class Drafting(ScriptedServer):
-    """Says that every answer took two drafts of three tokens, of which one was accepted."""
+    """Reports two drafts of three tokens for every answer, of which one was accepted."""
 
     owner = "another"
 
@@ -60,7 +60,7 @@ def measure(
     metrics: bool = False,
     owner: str = "another",
 ) -> Contest:
-    """All rows, by a scripted server; the bench runs in a thread of its own, as it would in a process."""
+    """All rows, by a scripted server; the bench runs in its own thread, as it would in a process."""
     models = json.dumps({"data": [{"id": "scripted", "owned_by": owner}]}).encode()
     monkeypatch.setattr(scripted_server, "MODELS", models)
     options = SpeculationOptions(
@@ -180,11 +180,11 @@ def test_failed_requests_are_counted_and_a_refusing_server_is_reported(
     contest = measure(Picky(), monkeypatch)
     assert [(row.segment, row.failed) for row in contest.rows] == [("short", 0), ("long", 1), ("all", 1)]
     result = contest_result(contest)
-    told = "mixed all x1 server, server: 1 of 2 requests got no whole answer."
-    assert told in result.notes
+    note = "mixed all x1 server, server: 1 of 2 requests got no whole answer."
+    assert note in result.notes
     page = html_page(result)
     assert "Outputs were not compared" in page
-    assert told in page
+    assert note in page
 
     class Closed(Drafting):
         def refusal(self, body: dict[str, Any]) -> int | None:
@@ -210,8 +210,8 @@ def test_counters_are_read_under_every_engines_names() -> None:
     gauges = 'sglang:spec_accept_length{tp_rank="0"} 2.5\nsglang:spec_accept_length{tp_rank="1"} 3.5\n'
     sglang = read_counters(gauges + 'sglang:spec_accept_rate{tp_rank="0"} 0.6\n')
     assert sglang is not None
-    told = sglang.since(sglang)
-    assert (told.length, told.rate) == (3.0, 0.6)
+    acceptance = sglang.since(sglang)
+    assert (acceptance.length, acceptance.rate) == (3.0, 0.6)
     assert read_counters("vllm:num_requests_running 3\n") is None
 
 

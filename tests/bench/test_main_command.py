@@ -25,7 +25,7 @@ ISSUE_KEYS = {
 
 
 def measured(folder: Path, model: Path, *arguments: str) -> tuple[dict[str, object], str, str]:
-    """The JSON, the page and the terminal of a small run: two segments, requests that repeat themselves."""
+    """The JSON, the page and the terminal output of a small run: two segments, repeated requests."""
     prompts = [
         {"prompt": text, "max_tokens": 10, "segment": segment}
         for text, segment in (("abcabcabc", "a&b"), ("ababab", "a&b"), ("cdcd", "c"))

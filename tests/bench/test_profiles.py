@@ -1,4 +1,4 @@
-"""How requests arrive: at once, by chance, or by a trace; and what a trace must look like."""
+"""Arrival profiles: fixed concurrency, Poisson, or a trace; and the format of a trace."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_poisson_arrivals_depend_on_the_seed_and_have_the_rate() -> None:
     assert min(gaps) > 0
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 4, rel=0.1)
-    # of exponential gaps the mean is also the deviation
+    # the standard deviation of exponential gaps equals their mean
     assert (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 == pytest.approx(1 / 4, rel=0.1)
     assert (profile.label, profile.concurrency) == ("4/s", None)
 

@@ -1,4 +1,4 @@
-"""One description, three ways to show it: the terminal, JSON and a page that works offline."""
+"""One result, three outputs: terminal, JSON and a page that works offline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns in slices: a clock counts its own contestant's work, and not what else the machine did."""
+"""Turns in slices: a clock counts only its contestant's work, and not what else the machine did."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.toy import toy_engine
 
 
 class Hands:
-    """A clock that somebody moves."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.time = 100.0
@@ -36,7 +36,7 @@ class Hands:
 
 
 class SlowSteps:
-    """Engines whose steps take so many seconds by a clock, and who stepped when."""
+    """Engines whose steps take a given time by a clock, and a record of who stepped when."""
 
     def __init__(self) -> None:
         self.hands = Hands()
@@ -117,7 +117,7 @@ def passed(rows: int, seconds: float, context: int = 100) -> StepStats:
 
 
 def waits(*seconds: float) -> FloatArray:
-    """What each thread waited for a core in a step."""
+    """How long each thread waited for a core in a step."""
     return np.array(seconds)
 
 

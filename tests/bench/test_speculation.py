@@ -1,4 +1,4 @@
-"""`paceline bench speculation`: turns are fair, nobody learns from another, and sums are right."""
+"""The comparison of methods: turns are fair, no contestant learns from another, and sums are right."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.toy import toy_engine
 
 
 class Memory(Drafter):
-    """Drafts the whole answer of any request with the same prompt that it has seen end."""
+    """Drafts the whole answer to a prompt that it has seen before."""
 
     name = "memory"
 

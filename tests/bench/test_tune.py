@@ -40,7 +40,7 @@ def test_candidates_are_all_lengths_and_the_shapes_that_a_method_can_draft() -> 
 
 
 def tuned(monkeypatch: pytest.MonkeyPatch, speeds: dict[int, float], gain: float) -> Any:
-    """A tuning whose candidates have these speeds by length, and whose best then gains so much."""
+    """A tuning whose candidates have these speeds by length, and whose best has this gain."""
     plain, drafted = rows("toy", made_up_runs())
     asked: list[SpeculationOptions] = []
 

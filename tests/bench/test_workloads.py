@@ -1,4 +1,4 @@
-"""Workloads: JSON lines that mean prompts, and mistakes named by their line."""
+"""Workloads: prompts from JSON Lines, and mistakes named by line."""
 
 from __future__ import annotations
 

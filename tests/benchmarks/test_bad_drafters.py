@@ -1,4 +1,4 @@
-"""`python -m benchmarks bad-drafters`: they are as bad as they say, and change no token."""
+"""`python -m benchmarks bad-drafters`: the drafters are as bad as they claim, and change no token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks changes`: when a controller has followed a change, and the page that shows it."""
+"""`python -m benchmarks changes`: when a controller has reacted to a change, and the page that shows it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEP = 0.01  # seconds
 
 
 def course(*phases: tuple[int, list[int]]) -> Course:
-    """Phases of so many requests and what was drafted in each of their steps."""
+    """Phases of so many requests, and the drafted tokens of their steps."""
     moments: list[Moment] = []
     for number, (requests, drafted) in enumerate(phases):
         for tokens in drafted:

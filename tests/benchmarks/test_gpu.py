@@ -1,4 +1,4 @@
-"""`python -m benchmarks gpu` says what it needs, and shows what it found."""
+"""`python -m benchmarks gpu`: its requirements and its table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a card draws is asked of the driver; who does not say is not asked twice."""
+"""The power of a GPU by its driver, and drivers that do not report it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CUDA = torch.device("cuda")
 
 
 class Driver:
-    """As much of the library as is asked for: a card whose limit lowers its clock in every other sample."""
+    """A fake NVML: a GPU whose power limit lowers its clock in every other sample."""
 
     def __init__(self, broken: str = "") -> None:
         self.broken, self.asked, self.joules = broken, 0, 0

@@ -1,4 +1,4 @@
-"""The load run: an honest server passes, and each fault that a server can have is seen."""
+"""The load run: a correct server passes, and each planted fault is found."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_an_honest_server_passes() -> None:
 
 
 class Forgets(ScriptedServer):
-    """Sends no end for one request of the company, though it did when the request came alone."""
+    """Sends no end for one of the concurrent requests, though it did when the request came alone."""
 
     def ending(self, body: dict[str, Any]) -> list[bytes]:
         return [] if len(self.seen) > 3 and body["seed"] == 2 else super().ending(body)
 
 
 class Confuses(ScriptedServer):
-    """In company, one request gets another's words."""
+    """With concurrent requests, one gets another's words."""
 
     def words(self, body: dict[str, Any]) -> list[str]:
         words = super().words(body)
@@ -65,7 +65,7 @@ class Confuses(ScriptedServer):
 
 
 class Breaks(ScriptedServer):
-    """Streams an error event in the middle of company."""
+    """Streams an error event, with concurrent requests only."""
 
     def ending(self, body: dict[str, Any]) -> list[bytes]:
         error = b'{"error": {"message": "broken"}}'
@@ -73,14 +73,14 @@ class Breaks(ScriptedServer):
 
 
 class Swallows(ScriptedServer):
-    """Takes nonsense for sense."""
+    """Accepts an invalid field."""
 
     def refusal(self, body: dict[str, Any]) -> int | None:
         return None if "no_such_field" in body else super().refusal(body)
 
 
 class Fails(ScriptedServer):
-    """Falls over nonsense."""
+    """Fails on invalid requests."""
 
     def refusal(self, body: dict[str, Any]) -> int | None:
         status = super().refusal(body)
@@ -111,7 +111,7 @@ def test_leaked_pages_fail_a_load_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Full(ScriptedServer):
-    """Turns every second request away, once it has company."""
+    """Answers every second concurrent request with 429."""
 
     def refusal(self, body: dict[str, Any]) -> int | None:
         return 429 if len(self.seen) > 3 and len(self.seen) % 2 else super().refusal(body)

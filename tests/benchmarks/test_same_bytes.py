@@ -1,4 +1,4 @@
-"""`python -m benchmarks same-bytes` finds answers that depend on company or on a draft."""
+"""`python -m benchmarks same-bytes` finds answers that depend on the batch or on a draft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks load` and `overhead`, each with a server of its own around a tiny model."""
+"""`python -m benchmarks load` and `overhead`, each with its own server around a tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A soak tells whether the last answer is as right as the first, and what is left behind."""
+"""A soak checks that the last answer is as right as the first, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_sound_server_gives_every_request_the_bytes_that_it_has_alone() -> Non
 
 
 class Drifts(ToyBackend):
-    """In company it is another model."""
+    """Another model in batches of more than two requests."""
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         output = super().forward(batch)
@@ -63,7 +63,7 @@ class Drifts(ToyBackend):
 
 
 class Fails(ToyBackend):
-    """In company it raises."""
+    """Raises in batches of more than two requests."""
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         if batch.num_requests > 2:

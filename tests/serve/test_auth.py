@@ -1,4 +1,4 @@
-"""Keys: every path but /health wants one, and nothing that a client writes gets it around that."""
+"""Keys: every path except /health needs one, and nothing that a client sends bypasses that."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_proxy_headers_do_not_bypass_the_key(client: Client, name: str) -> None:
 
 
 def test_behind_a_proxy_the_paths_are_the_same() -> None:
-    """The proxy offers the server under /llm and takes that away: only links that we write need to know."""
+    """The proxy serves this server under /llm and strips the prefix: only links in answers contain it."""
     with serving(api_key=KEYS, root_path="/llm") as client:
         assert client.get("/health").status == 200
         assert client.get("/v1/models").status == 401
@@ -99,7 +99,7 @@ def test_the_answer_to_a_wrong_key_reveals_nothing_about_valid_ones(client: Clie
 
 
 def test_keys_are_compared_in_constant_time_and_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By construction: digests of one length, by the library's own comparison, for every key."""
+    """By construction: digests of one length, compared by the library, for every key."""
     compared: list[tuple[bytes, bytes]] = []
     real = hmac.compare_digest
 
@@ -126,9 +126,9 @@ def test_no_key_is_ever_logged(caplog: pytest.LogCaptureFixture) -> None:
         client.get("/v1/models", Authorization="Bearer sk-first")
         client.get("/v1/models?key=sk-first", Authorization="Bearer sk-wrong")
         client.post("/v1/completions", b"{", Authorization="Bearer sk-first")
-    told = json.dumps([[record.getMessage(), getattr(record, "facts", {})] for record in caplog.records])
-    assert '"status": 200' in told
-    assert "sk-" not in told
+    logged = json.dumps([[record.getMessage(), getattr(record, "facts", {})] for record in caplog.records])
+    assert '"status": 200' in logged
+    assert "sk-" not in logged
 
 
 def test_a_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +168,6 @@ def test_a_named_origin_may_call_and_still_needs_a_key() -> None:
 
 
 def test_a_html_form_cannot_post(client: Client) -> None:
-    """A page may send text/plain to anyone without asking; such a body is refused."""
+    """A page may send text/plain without a CORS preflight; such a body is refused."""
     key = {"Authorization": "Bearer sk-first", "Content_Type": "text/plain"}
     assert client.post("/v1/completions", {"prompt": "hello"}, **key).status == 415

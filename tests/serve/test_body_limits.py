@@ -30,7 +30,7 @@ MEBIBYTE = 1 << 20
 
 
 def many(item: str, count: int, start: str = "[", end: str = "]") -> bytes:
-    """A list, or an object, of items; # in an item is its number."""
+    """A JSON list or object of items; # in an item is replaced by its number."""
     items = [item.replace("#", str(number)) for number in range(count)] if "#" in item else [item] * count
     return (start + ",".join(items) + end).encode()
 
@@ -106,7 +106,7 @@ def test_the_shape_equals_that_of_the_parsed_value(value: Any, ascii_only: bool)
 
 
 def reference_shape(value: Any) -> Shape:
-    """The shape of a value, by looking at it."""
+    """The shape of a parsed value."""
     if isinstance(value, list | dict):
         inner = [reference_shape(one) for one in (value.values() if isinstance(value, dict) else value)]
         keys = len(value) if isinstance(value, dict) else 0

@@ -26,7 +26,7 @@ HELLO = {"messages": [{"role": "user", "content": "a"}]}
 
 @contextmanager
 def held(monkeypatch: Any) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Large bodies are not read on until the second event is set; the first is set when one has begun."""
+    """Parsing of large bodies stops until the second event is set; the first is set when one has begun."""
     begun, go_on = threading.Event(), threading.Event()
     read_body = bodies.read_body
 
@@ -51,7 +51,7 @@ def send_large(client: Client, stack: ExitStack) -> Any:
 
 
 def test_other_requests_are_answered_while_large_bodies_are_parsed(monkeypatch: Any) -> None:
-    """More of them than there are readers, and however long they take."""
+    """More of them than there are readers, however long they take."""
     with serving() as client, held(monkeypatch) as (begun, go_on), ExitStack() as stack:
         waiting = [send_large(client, stack) for _ in range(service.WORKERS + 2)]
         assert begun.wait(PATIENCE)

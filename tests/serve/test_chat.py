@@ -1,4 +1,4 @@
-"""/v1/chat/completions: the offline API's text in OpenAI's shapes, whole and streamed."""
+"""/v1/chat/completions: the offline API's text in OpenAI's formats, whole and streamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/completions: the offline API's text in OpenAI's shapes, whole and streamed."""
+"""/v1/completions: the offline API's text in OpenAI's formats, whole and streamed."""
 
 from __future__ import annotations
 
@@ -113,10 +113,10 @@ def test_logprobs_are_the_engines_with_offsets_into_the_text(api: Api) -> None:
     for token, own, likeliest in zip(
         logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
     ):
-        assert likeliest[token] == own  # the chosen one is there, likely or not
+        assert likeliest[token] == own  # the sampled token is always listed
         assert len(likeliest) in (2, 3)
     for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
-        if len(token) == 1:  # neither special nor a piece of a character
+        if len(token) == 1:  # neither special nor part of a character
             assert choice["text"][offset] in (token, "�")
     streamed = [chunk["choices"][0]["logprobs"] for chunk in api.chunks(PATH, {**BODY, "logprobs": 2})]
     for name in logprobs:

@@ -1,4 +1,4 @@
-"""Connections: whose bytes are headers, who gets a place, and who is gone."""
+"""Connections: trailers, the Host header, the limit on connections, half-closed and closed clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.serve.running import Client, Gate, read_answer, serving, until
 from tests.toy import ENDLESS, roomy_engine, toy_engine
 
 KEY = "sk-test-1"
-READ_BYTES = 1 << 18  # that an event loop reads at once
+READ_BYTES = 1 << 18  # per read of an event loop
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 LONG = {"prompt": "hello", "max_tokens": ENDLESS, "ignore_eos": True}
 LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -108,13 +108,13 @@ def test_a_request_has_one_host_which_http_1_0_may_leave_out(client: Client, hea
 
 @contextmanager
 def full_server(max_connections: int) -> Iterator[Client]:
-    """A server all of whose places are taken by requests that run."""
+    """A server whose connections are all taken by running requests."""
     backend = Gate()
     engine = roomy_engine(backend)
     held: list[socket.socket] = []
 
     def hold() -> bool:
-        """Whether one more request runs; not if a connection of before had not ended yet."""
+        """Whether one more request runs; not if an earlier connection has not ended yet."""
         connection = client.connect()
         connection.sendall(client.request("POST", "/v1/completions", LONG))
         until(lambda: running(engine) > len(held) or select.select([connection], [], [], 0)[0])
@@ -147,12 +147,12 @@ def test_connections_above_the_limit_get_503_except_for_health() -> None:
         health = client.get("/health")
         assert (health.status, health.json) == (200, {"status": "ok"})
         assert health.headers["connection"] == "close"
-        # one that could go on sending for long keeps no place
+        # a request that may keep sending is refused
         assert client.raw(client.request("GET", "/health", headers={"Content_Length": "9"})).status == 503
 
 
 def test_idle_connections_are_closed_to_make_room() -> None:
-    """As many are open and idle as are read at all: the oldest are closed for those that come."""
+    """As many connections are open and idle as are read at all: the oldest are closed for new ones."""
     with serving(max_connections=2) as client:
         idle = [client.connect() for _ in range(2 * 2 + HEALTH_CONNECTIONS)]
         until(lambda: answers(client, "/health"))
@@ -169,7 +169,7 @@ def answers(client: Client, path: str) -> bool:
         return False
 
 
-# Clients that stop sending, and that leave --------------------------------------------------------------
+# Half-closed connections, and disconnects ----------------------------------------------------------------
 
 
 @LOOPS
@@ -201,7 +201,7 @@ def test_pipelined_requests_on_a_half_closed_connection_are_answered(
     with serving(new_loop=new_loop) as client, client.connect() as connection:
         body = {"prompt": "hello", "max_tokens": 2}
         connection.sendall(client.request("POST", "/v1/completions", body))
-        connection.sendall(client.request("GET", "/health") + b"GET /he")  # the last is not whole
+        connection.sendall(client.request("GET", "/health") + b"GET /he")  # the last one is incomplete
         connection.shutdown(socket.SHUT_WR)
         data = b""
         while received := connection.recv(1 << 16):

@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets OpenAI's error body with the right status, and the server lives."""
+"""Whatever a client sends, it gets OpenAI's error body with the right status, and the server survives."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_unknown_paths_and_methods_give_openai_errors(api: Api) -> None:
 
 
 class Breaks(ToyBackend):
-    """Raises in its third pass, with a message that must not get out."""
+    """Raises in its third pass, with a message that must not leak."""
 
     passes = 0
 
@@ -191,7 +191,7 @@ def test_a_full_queue_is_a_429_with_retry_after() -> None:
     backend = Gate()
     api = Api(toy_engine(backend, max_num_seqs=2), max_queue=1)
     error = api.refusal(PATHS[0], {**COMPLETION, "n": 4})
-    assert error["param"] == "n"  # this can never be served
+    assert error["param"] == "n"  # this could never run
 
     async def send_four() -> list[int]:
         backend.open.clear()  # nobody ends before the fourth has come

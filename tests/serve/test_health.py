@@ -1,4 +1,4 @@
-"""/health tells the truth, and what has gone wrong in one request stays there."""
+"""/health is right, and a failure in one request does not affect others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_dead_engine_fails_every_request() -> None:
 
     engine.step = die  # type: ignore[method-assign]
     with serving(engine) as client:
-        assert client.complete().status == 503  # it was at hand
+        assert client.complete().status == 503  # it was running
         health = client.get("/health")
         assert (health.status, health.json) == (503, {"status": "dead"})
         late = client.complete()

@@ -1,4 +1,4 @@
-"""Limits: what is too large, too many or too slow gets a clear answer, and costs nobody else anything."""
+"""Limits: what is too large, too many or too slow gets a clear answer, and does not affect other clients."""
 
 from __future__ import annotations
 
@@ -162,12 +162,12 @@ def test_a_stream_beyond_its_timeout_ends_with_an_error_event() -> None:
 
 
 def has_answered(client: Client) -> bool:
-    """Whether the server is done with a completion, in one way or another."""
+    """Whether the server has finished a completion, in one way or another."""
     return b'path="/v1/completions"' in client.get("/metrics").body
 
 
 def test_a_client_that_does_not_read_is_disconnected() -> None:
-    """Its answer is far larger than what the system buffers; another client's is not held up by it."""
+    """Its answer is far larger than the system's buffers; another client's answer is not delayed."""
     engine = toy_engine(max_model_len=400)
     patient = 2.0  # seconds: the engine takes a tenth of them for the answer, a third beside other work
     with serving(engine, send_buffer=4096, client_timeout=patient) as client, socket.socket() as connection:
@@ -178,7 +178,7 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
         connection.sendall(client.request("POST", "/v1/completions", body))
         assert client.post("/v1/chat/completions", HELLO).status == 200
         until(lambda: not engine.has_unfinished)
-        assert not has_answered(client)  # it was not given up, but computed to its end
+        assert not has_answered(client)  # it was not aborted, but computed to its end
         until(lambda: has_answered(client))
         assert not engine.has_unfinished
         with pytest.raises(ConnectionError):

@@ -1,4 +1,4 @@
-"""Logs: one line for each request with all there is to know, and nothing that is nobody's business."""
+"""Logs: one line per request with its statistics, and nothing confidential."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECRET = "my secret prompt"
 
 
 class Log:
-    """What the server has logged, as its facts."""
+    """What the server has logged, as facts."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self._caplog = caplog
@@ -28,7 +28,7 @@ class Log:
         return [facts for facts in lines if facts.get("path") == path and "method" in facts]
 
     def request(self, path: str) -> dict[str, Any]:
-        """The one line of a request to a path, which comes right after its answer."""
+        """The one log line of a request to a path, written right after its answer."""
         until(lambda: self.requests(path))
         (facts,) = self.requests(path)
         return facts
@@ -147,7 +147,7 @@ def test_a_log_event_is_always_one_line(form: str, capsys: pytest.CaptureFixture
     assert "\x1b" not in line
     assert "segment" not in line
     if form == "json":
-        told = json.loads(line)
-        assert told["event"] == "request"
-        assert told["path"] == "/a\nb\x1b[31m"
-        assert told["time"].endswith("+00:00")
+        fields = json.loads(line)
+        assert fields["event"] == "request"
+        assert fields["path"] == "/a\nb\x1b[31m"
+        assert fields["time"].endswith("+00:00")

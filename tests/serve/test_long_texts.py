@@ -51,7 +51,7 @@ def test_the_error_for_a_long_prompt_has_its_length(api: Api) -> None:
 
 @pytest.mark.parametrize("work", ["encode", "decode"])
 def test_other_threads_run_while_a_long_text_is_tokenized_or_decoded(work: str) -> None:
-    """The GIL is released meanwhile: another thread gets its turn again and again."""
+    """The GIL is released meanwhile: another thread runs again and again."""
     tokenizer = byte_tokenizer()
     text = "word and word " * 20_000
     given: Any = text if work == "encode" else tokenizer.encode(text)

@@ -1,4 +1,4 @@
-"""Metrics tell the truth: the counters are the sums of what the requests say of themselves."""
+"""The counters are the sums of the requests' own metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 DASHBOARD = DOCS / "grafana" / "paceline.json"
 PROMPTS = ("one", "two", "three", "four")
 LENGTH = 40
-# with vLLM's types, as `vllm:` there
+# with vLLM's types; `vllm:` there
 VLLM_NAMES = {
     "counter": (
         *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
@@ -42,7 +42,7 @@ VLLM_NAMES = {
 
 
 def drafting_engine() -> Engine:
-    """An engine with a drafter whose drafts are partly right, and of a length that shrinks at the end."""
+    """An engine with a drafter whose drafts are partly right, and shorter at the end."""
     ids = {prompt: tuple(ToyTokenizer().encode(prompt)) for prompt in PROMPTS}
     truth = {}
     for prompt in PROMPTS:
@@ -65,7 +65,7 @@ def samples(client: Client) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 
 def total(found: dict[str, list[tuple[dict[str, str], float]]], name: str, **where: str) -> float:
-    """The sum of the samples of a name that have these labels."""
+    """The sum of a metric's samples with these labels."""
     return sum(value for labels, value in found[name] if where.items() <= labels.items())
 
 
@@ -112,7 +112,7 @@ def test_the_counters_are_the_sums_of_the_requests_metrics() -> None:
 
 
 def test_positions_are_counted_by_the_drafts_that_reached_them() -> None:
-    """Drafts differ in length: dividing by the number of drafts would be wrong, as it is elsewhere."""
+    """Drafts differ in length, so dividing by the number of drafts would be wrong."""
     with serving(drafting_engine()) as client:
         drafts = [generate(client, prompt)["metrics"]["speculative_decoding"] for prompt in PROMPTS]
         found = samples(client)
@@ -174,7 +174,7 @@ def test_vllm_bench_finds_its_four_counters_and_nothing_else() -> None:
         "vllm:spec_decode_num_accepted_tokens_total",
         "vllm:spec_decode_num_accepted_tokens_per_pos_total",
     }
-    assert all(len(line.split()) == 2 for line in lines)  # it splits at the first space
+    assert all(len(line.split()) == 2 for line in lines)  # vLLM splits at the first space
 
 
 def test_failures_refusals_and_aborts_are_counted() -> None:
@@ -195,7 +195,7 @@ def test_failures_refusals_and_aborts_are_counted() -> None:
     http = "paceline:http_requests_total"
     assert total(found, http, path="/v1/completions", status="500") == 1
     assert total(found, http, path="/v1/completions", status="400") == 1
-    assert total(found, http, path="", status="404") == 1  # a path that clients invent is no label
+    assert total(found, http, path="", status="404") == 1  # unknown paths are not labels
     assert total(found, http, path="", status="400") == 1
     assert total(found, "paceline:engine_healthy") == 1
 

@@ -1,4 +1,4 @@
-"""The official client against a real server with the real small model: text, streams, errors, endings."""
+"""The official client against a real server with the default model: text, streams, errors, endings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def metrics_of(server: ServerProcess) -> dict[str, float]:
 
 
 def wait_until_idle(server: ServerProcess) -> dict[str, float]:
-    """The metrics once nothing runs; the test fails if that takes long."""
+    """The metrics once nothing runs; fails if that takes long."""
     until = time.monotonic() + 20
     while time.monotonic() < until:
         sums = metrics_of(server)

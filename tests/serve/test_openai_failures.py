@@ -1,4 +1,4 @@
-"""What the official client's user sees when the engine fails: before an answer, and in a stream."""
+"""What a user of the official client sees when the engine fails: before an answer, and in a stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.toy import ToyBackend, toy_engine
 
 
 class Breaks(ToyBackend):
-    """Fails in one of its passes, and goes on as if nothing had happened."""
+    """Fails in one pass, and then continues normally."""
 
     def __init__(self, breaking_pass: int) -> None:
         super().__init__(max_rows=64)

@@ -1,4 +1,4 @@
-"""/v1/responses: the official client reads it, its events come in order, and it shares the ways of chat."""
+"""/v1/responses: the official client reads it, and its events come in order."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def events_of(text: str, **body: Any) -> list[dict[str, Any]]:
 
 
 def kinds(events: list[dict[str, Any]]) -> list[str]:
-    """The types of the events, repeated ones once."""
+    """The types of the events, without repetitions."""
     names = [event["type"].removeprefix("response.") for event in events]
     return [name for number, name in enumerate(names) if number == 0 or name != names[number - 1]]
 
@@ -81,7 +81,7 @@ def test_the_official_client_reads_an_answer() -> None:
     assert (answer.status, answer.model, answer.metadata) == ("completed", "echo", {"who": "me"})
     assert answer.id.startswith("resp_")
     assert answer.usage is not None
-    assert answer.usage.output_tokens == len("Good morning!") + 1  # and the end
+    assert answer.usage.output_tokens == len("Good morning!") + 1  # and the end-of-sequence token
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
 
 

@@ -1,4 +1,4 @@
-"""A server that is killed starts again at once, with what it keeps whole, and answers the same bytes."""
+"""A killed server starts again at once, with its stored state intact, and answers the same bytes."""
 
 from __future__ import annotations
 

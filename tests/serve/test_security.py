@@ -1,6 +1,6 @@
 """What has gone wrong in servers like this one, by class. docs/security.md says what we do about each.
 
-Classes with more to test have files of their own: test_security_bombs.py, test_auth.py, test_limits.py and
+Classes with more tests have their own files: test_security_bombs.py, test_auth.py, test_limits.py and
 test_logs.py here, tests/models/ for files, tests/constrain/ for grammars, tests/lossless/test_edges.py.
 """
 
@@ -153,9 +153,9 @@ def test_no_local_path_in_an_error() -> None:
         ]
     for body in bodies:
         assert "error" in json.loads(body)
-        told = body.decode().replace(f"{SOURCES!s}'", "")  # what the client sent it may get back
+        text = body.decode().replace(f"{SOURCES!s}'", "")  # what the client sent it may get back
         for place in (str(SOURCES.parent), str(Path.home()), sys.prefix, "site-packages", ".py"):
-            assert place not in told
+            assert place not in text
 
 
 # Leaks from one request to another --------------------------------------------------------------------------
@@ -172,13 +172,13 @@ def test_requests_share_cached_pages_only_with_those_of_the_same_salt() -> None:
 
         assert cached(cache_salt="ann") == 0
         assert cached(cache_salt="ann") > 0
-        assert cached(cache_salt="bob") == 0  # nobody can tell by the time it takes what others asked
+        assert cached(cache_salt="bob") == 0  # the time must not reveal what others asked
         assert cached() == 0
         assert cached() > 0
 
 
 def test_pages_that_were_freed_are_never_read() -> None:
-    """Others come and go, half of them by closing the connection; every free page is filled with rubbish."""
+    """Other requests come and go, half of them by a disconnect; every free page is filled with garbage."""
     fields = {"max_tokens": 30, "ignore_eos": True, "temperature": 0.9, "logprobs": 1}
     with serving() as client:
         expected = [
@@ -216,7 +216,7 @@ def test_pages_that_were_freed_are_never_read() -> None:
 
 
 def test_a_request_never_names_a_file(client: Client) -> None:
-    """Whatever a request says: no file with that name is opened, looked at or run."""
+    """Whatever a request says: no file with that name is opened, inspected or run."""
     name = "a-name-that-only-requests-have"
     touched: list[str] = []
     watching = True

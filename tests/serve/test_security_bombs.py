@@ -81,7 +81,7 @@ def test_grammar_and_regex_bombs_are_refused(client: Client, bomb: str) -> None:
 
 
 def test_grammars_are_compiled_beside_the_event_loop(grammar_engine: Engine, monkeypatch: Any) -> None:
-    """While one is being compiled, however long it takes, the server answers others."""
+    """While one is compiled, however long it takes, the server answers others."""
     begun, go_on = threading.Event(), threading.Event()
     compile_grammar = grammar_engine.grammars.compile
 
@@ -105,7 +105,7 @@ def test_grammars_are_compiled_beside_the_event_loop(grammar_engine: Engine, mon
 
 
 def test_a_grammar_travels_with_its_request(grammar_engine: Engine, monkeypatch: Any) -> None:
-    """Also if it leaves the cache before the request is taken, the engine's thread compiles nothing."""
+    """Even if it leaves the cache before the request is taken, the engine's thread compiles nothing."""
     compile_grammar = grammar_engine.grammars.compile
     threads: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The start: which options are refused, what the model is called, and that warming up leaves no trace."""
+"""The start: refused options, the model's name, and a warm-up without side effects."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_warm_up_leaves_the_engine_unchanged(folder: str) -> None:
-    """Requests without a seed get one by their place in the order: the first must be the first."""
+    """Requests without a seed get one by their number: the first request must be number one."""
     config = EngineConfig.from_options(
         model=folder, threads=1, max_model_len=100, speculative_config="suffix"
     )

@@ -1,4 +1,4 @@
-"""Tool calls in /v1/chat/completions: as OpenAI's client wants them, whole and streamed."""
+"""Tool calls in /v1/chat/completions, in OpenAI's format, whole and streamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grammar of an answer with tools: what the choice allows, all of it, and nothing else."""
+"""The grammar of an answer with tools: exactly what the tool choice allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is told of tools: by its own template where that knows them, else in the format's words."""
+"""Tools in the prompt: by the chat template if it supports them, otherwise in the system message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.serve.tools.declared import MAX_TOOL_BYTES, MAX_TOOLS
 from paceline.serve.tools.formats import choose_format
 from tests.serve.echo import PLAIN_TEMPLATE, byte_tokenizer
 
-# as real templates do it, in few words
+# minimal versions of real templates
 KNOWING_TEMPLATE = (
     "{% if tools %}[TOOLS]{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}{% for c in m.tool_calls or [] %}"

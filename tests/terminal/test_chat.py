@@ -1,4 +1,4 @@
-"""The terminal chat: what it remembers, what stops it, and what it says when something is wrong."""
+"""The terminal chat: its memory, what stops it, and its error messages."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_commands_change_the_conversation(toy, capsys, tmp_path):
     conversation.run(iter(["/reset", "/undo", "/frobnicate", "/save", f"/save {tmp_path}/no/such", "/help"]))
     assert conversation.messages == []
     assert conversation.system == "be brief"
-    told = capsys.readouterr().err
+    errors = capsys.readouterr().err
     for words in ("nothing to take back", "no command /frobnicate", "/save FILE", "cannot be written"):
-        assert words in told
+        assert words in errors
     conversation.run(iter(["/system", " /usr is a message"]))
     assert conversation.system is None
     assert conversation.messages[0]["content"] == "/usr is a message"

@@ -1,4 +1,4 @@
-"""`--config FILE`: flags from a file, which those on the command line override; mistakes are told."""
+"""`--config FILE`: flags from a file, which the command line overrides; mistakes are reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.terminal import chat as chat_room
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What `paceline chat` was asked for; no model is loaded."""
+    """The options that `paceline chat` received; no model is loaded."""
     seen: dict[str, Any] = {}
 
     def note(model: str, engine: dict[str, Any], sampling: dict[str, Any], system: str | None) -> None:

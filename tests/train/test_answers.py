@@ -1,4 +1,4 @@
-"""Answers are the target's own, each on disk as soon as its batch is done, and the same after a kill."""
+"""Answers are the target's own, on disk as soon as their batch is done, and the same after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel that attends with one new token a row gives what the plain attention gives.
+"""The kernel for one new token per row equals plain attention.
 
 Without a GPU triton can interpret it: TRITON_INTERPRET=1 pytest tests/train/test_decode_attention.py
 """

@@ -1,4 +1,4 @@
-"""The losses of guesses."""
+"""The training losses."""
 
 from __future__ import annotations
 

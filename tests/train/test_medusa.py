@@ -1,4 +1,4 @@
-"""Medusa heads in training: they start as the target, are taught what lies ahead, and learn it."""
+"""Medusa heads in training: they start like the target, and learn the tokens further ahead."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def batch() -> Batch:
 
 
 def random_objective(target: Transformer, examples: Examples) -> MedusaObjective:
-    """An objective whose heads have random weights and guess every second token."""
+    """An objective whose heads have random weights and predict every second token."""
     ids = np.arange(3, tiny.VOCAB_SIZE, 2, dtype=np.int32)
     config = replace(random_medusa().config, draft_vocab_size=len(ids))
     return MedusaObjective(target, examples, OPTIONS, init_from=random_medusa(config, ids))

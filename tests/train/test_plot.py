@@ -1,4 +1,4 @@
-"""The picture of a run."""
+"""The plot of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts of every kind of file are understood; bad rows are counted by reason and left out."""
+"""Prompts of every supported format are read; bad rows are counted by reason and skipped."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_missing_file_is_a_user_error(tmp_path: Path) -> None:
 
 
 class Letters:
-    """One token a letter; refuses chats whose first word is 'refuse'."""
+    """One token per letter; refuses chats whose first word is 'refuse'."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(letter) for letter in text]

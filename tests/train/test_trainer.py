@@ -203,7 +203,7 @@ def test_bad_options_are_refused(options: dict[str, float], message: str) -> Non
 
 
 class Threads:
-    """Processes of a run that are threads of this test."""
+    """The processes of a run, as threads of this test."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -1,4 +1,4 @@
-"""`paceline simulate`: which of its three things is meant, what is refused, and the JSON."""
+"""`paceline simulate`: its three modes, refused flags, and the JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = ("--input-tokens", "16", "--output-tokens", "8", "--concurrency", "1,4")
 
 @pytest.fixture(autouse=True)
 def wide_page(monkeypatch):
-    """Tables are as wide as they like, whatever the terminal of who runs the tests."""
+    """Tables of any width, whatever the terminal that runs the tests."""
     monkeypatch.setenv("COLUMNS", "200")
 
 
@@ -56,7 +56,7 @@ def test_a_model_is_measured_and_then_simulated(capsys, tiny_gguf):
 
 
 def test_a_model_is_run_and_simulated_side_by_side(capsys, tiny_gguf, monkeypatch):
-    """How near they are is not for a test to say: it would time a busy machine."""
+    """How close they are is not tested: that would time a busy machine."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     tasks = [Task(str(number), "", [3 + number, 4] * 8, params) for number in range(10)]
     monkeypatch.setattr(check, "_tasks", lambda model: (tasks[:8], tasks[8:]))

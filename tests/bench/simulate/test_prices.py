@@ -1,4 +1,4 @@
-"""Prices: of data sheets against measured servers, and of this machine from a few of its steps."""
+"""Prices: of data sheets compared with measured servers, and of this machine from a few of its steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LLAMA_8B = RooflinePrices(GPUS["h200"], model_size(8.03e9))
 
 
 def step_ms(prices: Prices, requests: int, drafted: int = 0, context: int = 256) -> float:
-    """Milliseconds of a step of so many requests, each with a chain of so many drafted tokens."""
+    """Milliseconds of a step of `requests` requests, each with a chain of `drafted` tokens."""
     rows = requests * (1 + drafted)
     size = PassSize(rows, requests, rows, requests * context, rows * context)
     drafting = prices.draft_seconds(Call("head", requests, drafted, requests * drafted))
@@ -49,7 +49,7 @@ def step_ms(prices: Prices, requests: int, drafted: int = 0, context: int = 256)
     ],
 )
 def test_an_8b_model_on_an_h200_is_priced_as_a_server_measured_it(requests, drafted, measured):
-    """Of a well-known server: bf16, CUDA graphs, an EAGLE-3 head."""
+    """Measured with a well-known server: bf16, CUDA graphs, an EAGLE-3 head."""
     assert step_ms(LLAMA_8B, requests, drafted) == pytest.approx(measured, rel=0.05)
 
 

@@ -1,4 +1,4 @@
-"""A model that only costs time: it takes as long as it is told to, and its drafters are right as often."""
+"""The simulated model: it takes the priced time, and its drafters have the given acceptance."""
 
 from __future__ import annotations
 
