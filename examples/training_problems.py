@@ -191,7 +191,7 @@ def small_function(draw: random.Random) -> Messages:
     if draw.random() < 0.3:
         does = f"takes a list of {argument}, looks at {kept}{step}, and returns {ends}"
         return user(draw.choice(ASK).format(name=name, does=does))
-    said = draw.choice(
+    description = draw.choice(
         (
             f"Of the given list of {argument}, look at {kept}{step}, and return {ends}.",
             f"Given a list of {argument}, keep {kept}{step}, and return {ends}.",
@@ -209,7 +209,7 @@ def small_function(draw: random.Random) -> Messages:
         shown = ["Examples:", *(f"{name}({given!r}) => {result!r}" for given, result in results)]
     hinted = draw.random() < 0.5
     head = f"def {name}({argument}: List[{kind.hint}]):" if hinted else f"def {name}({argument}):"
-    lines = "\n".join((*textwrap.wrap(said, 80), *draw.choice(((), ("",))), *shown))
+    lines = "\n".join((*textwrap.wrap(description, 80), *draw.choice(((), ("",))), *shown))
     quotes = draw.choice(('"""', '"""', "'''"))
     body = textwrap.indent(f"{quotes}{draw.choice(('', ' ', chr(10)))}{lines}\n{quotes}", "    ")
     code = f"{'from typing import List' + 3 * chr(10) if hinted else ''}{head}\n{body}"
@@ -229,7 +229,7 @@ def user(text: str) -> Messages:
 
 def package_functions(folders: list[Path]) -> list[tuple[str, str]]:
     """Source and docstring of the short documented functions of Python packages."""
-    found = {}
+    functions = {}
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):
             if any("test" in part for part in path.relative_to(folder).parts):
@@ -244,8 +244,8 @@ def package_functions(folders: list[Path]) -> list[tuple[str, str]]:
                 if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
                     code = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
                     if 150 < len(code) < 1100 and len(text) < 500:
-                        found[code] = text
-    return list(found.items())
+                        functions[code] = text
+    return list(functions.items())
 
 
 def package_work(functions: list[tuple[str, str]]) -> Callable[[random.Random], Messages]:
@@ -263,14 +263,14 @@ def package_work(functions: list[tuple[str, str]]) -> Callable[[random.Random], 
 def other_numbers(text: str, draw: random.Random) -> str:
     """The text with other numbers of similar size; 0, 1 and fractions stay."""
 
-    def other(found: re.Match[str]) -> str:
-        number = found.group().replace(",", "")
+    def other(match: re.Match[str]) -> str:
+        number = match.group().replace(",", "")
         if "." in number:
             whole, part = number.split(".")
             return f"{draw.randint(1, 2 * int(whole) + 2)}.{part}"
         if int(number) < 2:
-            return found.group()
-        size, percent = int(number), text[found.end() :][:1] == "%"
+            return match.group()
+        size, percent = int(number), text[match.end() :][:1] == "%"
         high = min(2 * size, 100) if percent and size <= 100 else 2 * size
         step = 10 if size % 10 == 0 and size > 20 else 1
         return str(max(2, draw.randint(size // 2, high) // step * step))
@@ -283,7 +283,7 @@ def variants(rows: list[Messages]) -> Callable[[random.Random], Messages]:
         messages = draw.choice(rows)
         if draw.random() < 0.3:
             return messages
-        return [{**one, "content": other_numbers(one["content"], draw)} for one in messages]
+        return [{**message, "content": other_numbers(message["content"], draw)} for message in messages]
 
     return make
 

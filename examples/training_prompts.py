@@ -176,7 +176,7 @@ def arithmetic(draw: random.Random) -> list[dict[str, str]]:
 
 
 def text_work(draw: random.Random) -> list[dict[str, str]]:
-    sentences = [filled(one, draw) for one in draw.sample(words(SENTENCES), draw.randint(3, 7))]
+    sentences = [filled(sentence, draw) for sentence in draw.sample(words(SENTENCES), draw.randint(3, 7))]
     return user(f"{draw.choice(words(TEXT_WORK))}\n{' '.join(sentences)}")
 
 
@@ -186,15 +186,15 @@ def programming(draw: random.Random) -> list[dict[str, str]]:
 
 def library_functions() -> list[tuple[str, str, ast.FunctionDef]]:
     """Source, docstring and syntax tree of the standard library's short documented functions."""
-    found = []
+    functions = []
     for path in sorted(Path(ast.__file__).parent.glob("*.py")):
         source = path.read_text(encoding="utf-8", errors="replace")
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
                 code = textwrap.dedent(ast.get_source_segment(source, node, padded=True) or "")
                 if 120 < len(code) < 1200:
-                    found.append((code, text, node))
-    return found
+                    functions.append((code, text, node))
+    return functions
 
 
 def library_work(functions: list[tuple[str, str, ast.FunctionDef]]) -> Make:
@@ -232,7 +232,9 @@ def tool_call(functions: list[tuple[str, str, ast.FunctionDef]]) -> Make:
 
     def make(draw: random.Random) -> list[dict[str, str]]:
         _, text, node = draw.choice(functions)
-        names = [one.arg for one in node.args.args if one.arg not in ("self", "cls")] or ["value"]
+        names = [argument.arg for argument in node.args.args if argument.arg not in ("self", "cls")] or [
+            "value"
+        ]
         properties = {
             name: {"type": draw.choice(kinds), "description": f"The {name.replace('_', ' ')}."}
             for name in names

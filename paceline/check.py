@@ -50,7 +50,7 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """The report as JSON values."""
-        return {**self.facts, "tests": [asdict(one) for one in self.outcomes], "passed": self.passed}
+        return {**self.facts, "tests": [asdict(outcome) for outcome in self.outcomes], "passed": self.passed}
 
 
 def check(model: str | None = None, with_torch: bool = False) -> Report:
@@ -85,13 +85,13 @@ def processor_name() -> str:
 
 
 def _memory() -> dict[str, str]:
-    found = {}
+    sizes = {}
     for line in _lines(Path("/proc/meminfo")):
         name, _, value = line.partition(":")
         if name in ("MemTotal", "MemAvailable"):
             label = "memory" if name == "MemTotal" else "available memory"
-            found[label] = f"{int(value.split()[0]) * 1024 / 2**30:.1f} GiB"
-    return found
+            sizes[label] = f"{int(value.split()[0]) * 1024 / 2**30:.1f} GiB"
+    return sizes
 
 
 def _lines(path: Path) -> list[str]:
@@ -126,13 +126,13 @@ def kernels() -> dict[str, Any]:
 
 def versions() -> dict[str, Any]:
     """Versions of Python and of the relevant packages, without importing them."""
-    found = {"python": platform.python_version(), "executable": sys.executable}
+    installed = {"python": platform.python_version(), "executable": sys.executable}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            installed[package] = "not installed"
+    return installed
 
 
 def models() -> dict[str, Any]:
@@ -150,10 +150,10 @@ def torch_facts() -> dict[str, Any]:
             import torch
     except (ImportError, PacelineError) as error:
         return {"torch": f"cannot be imported: {error}"}
-    found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.cuda.is_available()}
+    facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.cuda.is_available()}
     for number in range(torch.cuda.device_count()):
-        found[f"cuda:{number}"] = torch.cuda.get_device_name(number)
-    return found
+        facts[f"cuda:{number}"] = torch.cuda.get_device_name(number)
+    return facts
 
 
 def kernel_outcomes() -> Iterator[Outcome]:
@@ -189,14 +189,14 @@ def model_outcome(model: str | None) -> str | None:
 def _guarded(name: str, test: Callable[[], str | None]) -> Outcome:
     """The outcome of a test. `test` returns a summary or None (it could not run), or raises."""
     try:
-        found = test()
+        summary = test()
     except PacelineError as error:
         return Outcome(name, "failed", str(error))
     except Exception as error:  # report any failure, whatever it is
         return Outcome(name, "failed", f"{type(error).__name__}: {error}")
-    if found is None:
+    if summary is None:
         return Outcome(name, "skipped", f"run `paceline models pull {DEFAULT_MODEL}` first, or give --model")
-    return Outcome(name, "ok", found)
+    return Outcome(name, "ok", summary)
 
 
 def show(report: Report) -> None:

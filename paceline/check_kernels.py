@@ -45,15 +45,15 @@ def compare(case: Case) -> str:
     random = np.random.default_rng(1)
     tensor = random_tensor(case.kind, random)
     activations = random.standard_normal((ROWS, DEPTH), dtype=np.float32)
-    found = multiply(tensor, case.quantization, activations)
+    computed = multiply(tensor, case.quantization, activations)
     quantized = choose_format(case.kind, case.quantization) != FLOAT32
     expected = reference(tensor, activations, quantized)
-    error = float(np.abs(found - expected).max() / np.abs(expected).max())
+    error = float(np.abs(computed - expected).max() / np.abs(expected).max())
     if not error <= TOLERANCE:  # written so that NaN fails too
         raise BackendError(f"differs from numpy by {error:.1e} of the largest output")
     for row in range(ROWS):
         alone = multiply(tensor, case.quantization, activations[row : row + 1])
-        if not np.array_equal(alone[0], found[row]):
+        if not np.array_equal(alone[0], computed[row]):
             raise BackendError(f"row {row} alone has other bits than among {ROWS}")
     return f"within {error:.0e} of numpy; the same bits for a row alone and among others"
 

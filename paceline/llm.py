@@ -136,8 +136,8 @@ class LLM:
         """Add all requests, step until they have finished, and return their outputs in order."""
         groups: list[list[Request]] = []
         try:
-            for (_, ids), one in zip(texts_and_ids, params, strict=True):
-                groups.append(self.engine.add_request(ids, one))
+            for (_, ids), request_params in zip(texts_and_ids, params, strict=True):
+                groups.append(self.engine.add_request(ids, request_params))
             self._step_until_done(groups, show_progress)
         finally:  # after an invalid request or an interruption: remove what was added
             for children in groups:
@@ -223,7 +223,7 @@ def _as_params(params: Any, count: int) -> list[SamplingParams]:
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
-    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+    if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
         raise RequestError(
             f"sampling_params must be a SamplingParams or a list of them, got {type(params).__name__}."
         )

@@ -90,8 +90,8 @@ class Course:
 
     def starts(self) -> list[int]:
         """The first step of each phase."""
-        found = [moment.phase for moment in self.moments]
-        return [found.index(phase) for phase in range(len(self.phases))]
+        phases = [moment.phase for moment in self.moments]
+        return [phases.index(phase) for phase in range(len(self.phases))]
 
     def reactions(self) -> list[Reaction]:
         """One reaction per change of phase."""

@@ -57,7 +57,7 @@ def _figure(course: Measured) -> Figure:
         starts = {
             float(places[start]): name for start, name in zip(course.starts(), course.phases, strict=True)
         }
-        series = {name: _smooth(places, own) for name, own in values.items()}
+        series = {name: _smooth(places, series_values) for name, series_values in values.items()}
         charts.append(Course(f"by {axis}", (axis, "tokens in a step"), series, starts))
     return Figure(f"A change of {course.name}", charts)
 

@@ -198,7 +198,7 @@ def _cells(contest: Contest) -> Iterator[Cell]:
     for row in contest.rows:
         assert row.concurrency is not None
         speeds.setdefault((row.workload, row.concurrency), {})[row.method] = row.tokens_per_second
-    return (Cell(*key, own) for key, own in speeds.items())
+    return (Cell(*key, by_method) for key, by_method in speeds.items())
 
 
 def sweep(model: LoadedModel) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def sweep(model: LoadedModel) -> dict[str, Any]:
     lengths: Mapping[str, Sequence[int]] = {**COPIES, **({} if head is None else {head: HEAD_LENGTHS})}
     fixed = {
         f"{method} {length}": {"method": method, "num_speculative_tokens": length}
-        for method, own in lengths.items()
-        for length in own
+        for method, method_lengths in lengths.items()
+        for length in method_lengths
     }
     return {OFF: OFF, AUTO: AUTO, **fixed}

@@ -59,8 +59,8 @@ def _all_speedups(grid: Grid) -> Table:
 def _means(grid: Grid) -> Table:
     rows = []
     for method, mean in _by_mean(grid):
-        own = [cell.speedup(method) for cell in grid.cells]
-        rows.append((method, f"{mean:.3f}", f"{min(own):.3f}", f"{max(own):.3f}"))
+        speedups = [cell.speedup(method) for cell in grid.cells]
+        rows.append((method, f"{mean:.3f}", f"{min(speedups):.3f}", f"{max(speedups):.3f}"))
     return Table("Speedups over all cells", ("method", "mean", "least", "most"), rows)
 
 

@@ -167,7 +167,7 @@ def same_bytes_command(
 
     report = Report(json_file)
     names = workload or ["chat"]
-    prompts = [one for name in names for one in load_workload(name, limit, max_tokens).prompts]
+    prompts = [prompt for name in names for prompt in load_workload(name, limit, max_tokens).prompts]
     counts = sorted({1, *integers("--concurrency", concurrency)})
     with progress(2 * len(counts) * len(TEMPERATURES)) as on_turn:
         lines = compare_bytes(

@@ -32,14 +32,14 @@ class Concurrency:
 
     def facts(self) -> list[dict[str, object]]:
         """One entry per number of requests, for JSON; ratios are relative to one request."""
-        one = self.timings[1]
+        single = self.timings[1]
         return [
             {
                 "concurrency": count,
                 "tokens_per_second": count * self.tokens / timing.best,
                 "median_tokens_per_second": count * self.tokens / timing.median,
-                "ratio": count * one.best / timing.best,
-                "median_ratio": count * one.median / timing.median,
+                "ratio": count * single.best / timing.best,
+                "median_ratio": count * single.median / timing.median,
                 "identical_to_alone": not self.differing[count],
                 "differing_requests": self.differing[count],
             }
@@ -75,12 +75,16 @@ def measure_concurrency(
     runs = take_turns(jobs, rounds, lambda done: on_turn(f"requests at once: {done}"))
     return Concurrency(
         tokens=tokens,
-        timings={count: Timing(tuple(seconds for seconds, _ in own)) for count, own in runs.items()},
+        timings={
+            count: Timing(tuple(seconds for seconds, _ in repetitions)) for count, repetitions in runs.items()
+        },
         differing={
             count: [
-                index for index in range(count) if any(outputs[index] != alone[index] for _, outputs in own)
+                index
+                for index in range(count)
+                if any(outputs[index] != alone[index] for _, outputs in repetitions)
             ]
-            for count, own in runs.items()
+            for count, repetitions in runs.items()
         },
     )
 

@@ -117,7 +117,10 @@ def compare_head(options: HeadOptions, on_turn: OnTurn = lambda _: None) -> Head
         tasks = {workload.name: _tasks(workload, loaded.tokenizer) for workload in options.workloads}
         stop_ids = sorted(loaded.tokenizer.eos_ids)
         with _start_vllm(path, options, drafting, list(tasks.values())) as peer:
-            rows = [_row(name, own, loaded.engine, peer, stop_ids, on_turn) for name, own in tasks.items()]
+            rows = [
+                _row(name, workload_tasks, loaded.engine, peer, stop_ids, on_turn)
+                for name, workload_tasks in tasks.items()
+            ]
             return HeadComparison(options, str(peer.facts["version"]), [*rows, _total(rows)])
 
 
@@ -137,9 +140,18 @@ def _start_vllm(
     path: Path, options: HeadOptions, drafting: dict[str, Any], tasks: Sequence[Sequence[Task]]
 ) -> Contestant:
     """vLLM with the head, in its own process."""
-    longest = max(len(task.token_ids) + (task.params.max_tokens or 0) for own in tasks for task in own)
-    told = {"model": str(path), "threads": options.threads, "context": longest + ROOM, "head": drafting}
-    command = [options.python, str(Path(worker.__file__).resolve()), PEER, json.dumps(told)]
+    longest = max(
+        len(task.token_ids) + (task.params.max_tokens or 0)
+        for workload_tasks in tasks
+        for task in workload_tasks
+    )
+    worker_options = {
+        "model": str(path),
+        "threads": options.threads,
+        "context": longest + ROOM,
+        "head": drafting,
+    }
+    command = [options.python, str(Path(worker.__file__).resolve()), PEER, json.dumps(worker_options)]
     missing = f"It is not installed for {options.python}: name an interpreter that has it by --peer-python."
     return Contestant(PEER, command, {"ModuleNotFoundError": missing})
 
@@ -161,9 +173,14 @@ def _row(
         theirs = peer.generate(task.token_ids, task.params.max_tokens or 1, stop_ids=stop_ids)
         on_turn(f"{name}: {peer.name}")
         same += ours.token_ids == theirs.token_ids
-        own = ours.speculative
-        found = (own.num_spec_steps, own.num_accepted_draft_tokens, theirs.drafts, theirs.accepted)
-        counts = [count + more for count, more in zip(counts, found, strict=True)]
+        speculative = ours.speculative
+        new_counts = (
+            speculative.num_spec_steps,
+            speculative.num_accepted_draft_tokens,
+            theirs.drafts,
+            theirs.accepted,
+        )
+        counts = [count + more for count, more in zip(counts, new_counts, strict=True)]
     return HeadRow(name, len(tasks), same, *counts)
 
 

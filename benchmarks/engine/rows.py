@@ -25,14 +25,14 @@ class RowCosts:
 
     def facts(self) -> list[dict[str, float]]:
         """One entry per number of rows, for JSON; `ratio` compares best times with 1 row."""
-        one = self.timings[1]
+        single = self.timings[1]
         return [
             {
                 "rows": rows,
                 "ms": 1e3 * timing.best,
                 "median_ms": 1e3 * timing.median,
-                "ratio": timing.best / one.best,
-                "median_ratio": timing.median / one.median,
+                "ratio": timing.best / single.best,
+                "median_ratio": timing.median / single.median,
             }
             for rows, timing in self.timings.items()
         ]

@@ -99,11 +99,16 @@ def _tasks(prompts: Sequence[Prompt], ids: Sequence[list[int]], temperature: flo
 def _compared(
     draft: str, temperature: float, at_once: int, answers: Sequence[list[int]], expected: Sequence[list[int]]
 ) -> Sameness:
-    wrong = [(ours, own) for ours, own in zip(answers, expected, strict=True) if ours != own]
-    places = [
-        next(
-            (at for at, (one, two) in enumerate(zip(*both, strict=False)) if one != two), min(map(len, both))
-        )
-        for both in wrong
+    differing = [
+        (ours, reference) for ours, reference in zip(answers, expected, strict=True) if ours != reference
     ]
-    return Sameness(draft, temperature, at_once, len(answers), len(wrong), min(places, default=None))
+    first_differences = [
+        next(
+            (index for index, (left, right) in enumerate(zip(*both, strict=False)) if left != right),
+            min(map(len, both)),
+        )
+        for both in differing
+    ]
+    return Sameness(
+        draft, temperature, at_once, len(answers), len(differing), min(first_differences, default=None)
+    )

@@ -89,7 +89,10 @@ def perplexity_result(model: str, context: int, comparison: Comparison) -> Resul
     """Both perplexities and their difference."""
     title = f"{model}: {comparison.measured.tokens} tokens of the fixed text"
     rows = [
-        *((one.quantization, f"{one.perplexity:.4f}") for one in (comparison.measured, comparison.against)),
+        *(
+            (measured.quantization, f"{measured.perplexity:.4f}")
+            for measured in (comparison.measured, comparison.against)
+        ),
         ("difference", f"{comparison.difference_percent:+.2f} %"),
     ]
     facts = {"model": model, "context": context, **comparison.facts()}

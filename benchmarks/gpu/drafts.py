@@ -89,20 +89,20 @@ def _pool(num_pages: int, layers: int, config: ModelConfig | HeadConfig, target:
 
 
 def _random_head(target: Weights) -> HeadWeights:
-    own = target.config
+    sizes = target.config
     config = HeadConfig(
         kind="eagle3",
-        vocab_size=own.vocab_size,
+        vocab_size=sizes.vocab_size,
         draft_vocab_size=DRAFT_VOCABULARY,
-        hidden_size=own.hidden_size,
-        target_hidden_size=own.hidden_size,
-        num_heads=own.num_heads,
-        num_kv_heads=own.num_kv_heads,
-        head_dim=own.head_dim,
-        intermediate_size=own.intermediate_size,
-        rms_norm_eps=own.rms_norm_eps,
-        rope=own.rope,
-        max_position=own.max_position,
+        hidden_size=sizes.hidden_size,
+        target_hidden_size=sizes.hidden_size,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        intermediate_size=sizes.intermediate_size,
+        rms_norm_eps=sizes.rms_norm_eps,
+        rope=sizes.rope,
+        max_position=sizes.max_position,
     )
     shapes = dict(expected_tensors(config))
 

@@ -130,7 +130,7 @@ def measure_both(
     for names in list(steps) * 2:
         with leaving_out(names):
             steps[names].append(measure_ours(weights, requests, setting, drafting))
-    best, without = (min(own, key=lambda step: step[0]) for own in steps.values())
+    best, without = (min(runs, key=lambda step: step[0]) for runs in steps.values())
     return *best, without[0]
 
 
@@ -175,8 +175,8 @@ def prefilled_loop(weights: Weights, requests: int, setting: Setting, drafting: 
     loop.begin(list(range(requests)), requests)
     begins = np.arange(requests, dtype=np.int32) * pages_each
     computed = np.full(requests, prompt_tokens - 1, dtype=np.int32)
-    own = uniform_rows(pages, begins, computed, loop.nodes)
-    loop.use_shared_prefix(find_shared_prefixes(own, PAGE_SIZE, config.num_heads, config.num_kv_heads))
+    rows = uniform_rows(pages, begins, computed, loop.nodes)
+    loop.use_shared_prefix(find_shared_prefixes(rows, PAGE_SIZE, config.num_heads, config.num_kv_heads))
     return loop
 
 

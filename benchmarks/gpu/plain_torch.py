@@ -54,10 +54,10 @@ class PlainDecode:
         rotation: tuple[torch.Tensor, torch.Tensor],
         visible: torch.Tensor,
     ) -> torch.Tensor:
-        own = layer.attention
+        attention = layer.attention
         query, key, value = (
             F.linear(normed, linear.weight, linear.bias).view(len(normed), -1, self.model.config.head_dim)
-            for linear in (own.query, own.key, own.value)
+            for linear in (attention.query, attention.key, attention.value)
         )
         self.keys[index].index_copy_(2, self.position, rotate(key, rotation)[:, :, None])
         self.values[index].index_copy_(2, self.position, value[:, :, None])
@@ -68,7 +68,7 @@ class PlainDecode:
             attn_mask=visible,
             enable_gqa=True,
         )
-        return F.linear(mixed.flatten(1), own.output.weight)
+        return F.linear(mixed.flatten(1), attention.output.weight)
 
 
 def _norm(hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:

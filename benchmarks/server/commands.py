@@ -61,7 +61,7 @@ def load_command(
         soaking = SoakOptions(seconds_of(duration), clients or 50, cut=cut, bad=bad, seed=seed)
     options = LoadOptions(clients or 200, requests, rounds, cut=cut, bad=bad, seed=seed)
     names = workload or ["code-edit", "summarize", "extract"]
-    prompts = [one for name in names for one in load_workload(name, limit, max_tokens).prompts]
+    prompts = [prompt for name in names for prompt in load_workload(name, limit, max_tokens).prompts]
     flags = serve_flags(threads, quantization, ["--draft", draft])
     keys = [api_key]
     if soaking is not None and url is None:  # tenants of our own server have their own keys

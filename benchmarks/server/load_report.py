@@ -84,12 +84,12 @@ def _cell(percentiles: dict[str, float] | None) -> str:
 def load_notes(load: Load) -> list[str]:
     """Notes about the server's memory and what is left in it."""
     states = [load.before, *(result.gauges for result in load.rounds)]
-    known = [state for state in states if state is not None]
-    if len(known) < len(states):
+    reported = [state for state in states if state is not None]
+    if len(reported) < len(states):
         return ["The server does not tell its memory and pages."]
-    memory = ", then ".join(f"{state.memory_bytes / 1e6:,.0f} MB" for state in known)
+    memory = ", then ".join(f"{state.memory_bytes / 1e6:,.0f} MB" for state in reported)
     notes = [f"memory of the server before and after each round: {memory}"]
-    left = [state for state in known[1:] if not state.idle]
+    left = [state for state in reported[1:] if not state.idle]
     if not left:
         return [*notes, "Afterwards nothing ran or waited, and no request held a page."]
     worst = left[-1]

@@ -221,8 +221,8 @@ def _fields_at(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
         models = deeper or models
     return [
         field.alias or name
-        for one in models
-        for name, field in one.model_fields.items()
+        for model in models
+        for name, field in model.model_fields.items()
         if not any(isinstance(mark, Unsupported) for mark in field.metadata)
     ]
 
@@ -231,7 +231,7 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     """The pydantic models that a type annotation mentions."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for part in get_args(annotation) for found in _models_in(part)]
+    return [model for part in get_args(annotation) for model in _models_in(part)]
 
 
 def _with_param(error: RequestError, model: type[BaseModel]) -> RequestError:

@@ -97,20 +97,20 @@ class Page(Collector):
     def _segments(self) -> Iterator[Metric]:
         """Requests and tokens by segment."""
         segments = list(self._metrics.segments.items())
-        sums = [({"segment": name}, one.prompt_tokens) for name, one in segments]
+        sums = [({"segment": name}, counts.prompt_tokens) for name, counts in segments]
         yield self._counter("prompt_tokens", "Tokens of prompts; n outputs share one.", sums)
-        sums = [({"segment": name}, one.generation_tokens) for name, one in segments]
+        sums = [({"segment": name}, counts.generation_tokens) for name, counts in segments]
         yield self._counter("generation_tokens", "Tokens that were generated.", sums)
         ends = [
             ({"segment": name, "finished_reason": reason}, count)
-            for name, one in segments
-            for reason, count in list(one.ended.items())
+            for name, counts in segments
+            for reason, count in list(counts.ended.items())
         ]
         yield self._counter("request_success", "Outputs that have ended, by reason.", ends)
         for name, (_, words) in HISTOGRAMS.items():
             family = HistogramMetricFamily(PREFIX + name, words, labels=["model_name", "segment"])
-            for segment, one in segments:
-                histogram = one.histograms[name]
+            for segment, counts in segments:
+                histogram = counts.histograms[name]
                 family.add_metric([self._metrics.model_name, segment], histogram.buckets(), histogram.total)
             yield family
 
@@ -187,16 +187,16 @@ class Page(Collector):
 
 
 def _per_position(labels: Labels, counts: list[int]) -> Samples:
-    return [({**labels, "position": str(place)}, count) for place, count in enumerate(counts)]
+    return [({**labels, "position": str(position)}, count) for position, count in enumerate(counts)]
 
 
 def _summed(counts: Iterable[DraftCounts]) -> DraftCounts:
     """The sums over several counters."""
     total = DraftCounts()
-    for one in counts:
-        total.drafts += one.drafts
-        total.tokens += one.tokens
-        total.accepted += one.accepted
-        total.depths.update(dict(one.depths))
-        total.accepted_depths.update(dict(one.accepted_depths))
+    for drafts in counts:
+        total.drafts += drafts.drafts
+        total.tokens += drafts.tokens
+        total.accepted += drafts.accepted
+        total.depths.update(dict(drafts.depths))
+        total.accepted_depths.update(dict(drafts.accepted_depths))
     return total

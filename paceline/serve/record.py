@@ -77,25 +77,25 @@ def _figures(outputs: list[RequestOutput]) -> dict[str, Any]:
     if not outputs:
         return {}
     metrics = [output.metrics for output in outputs]
-    drafts = [one.speculative for one in metrics]
-    steps = sum(one.num_spec_steps for one in drafts)
-    accepted = sum(one.num_accepted_draft_tokens for one in drafts)
-    arrival = min(one.arrival_time for one in metrics)
-    firsts = [one.first_token_time for one in metrics if one.first_token_time is not None]
-    starts = [one.scheduled_time for one in metrics if one.scheduled_time is not None]
-    completions = [one for output in outputs for one in output.outputs]
+    drafts = [draft.speculative for draft in metrics]
+    steps = sum(draft.num_spec_steps for draft in drafts)
+    accepted = sum(draft.num_accepted_draft_tokens for draft in drafts)
+    arrival = min(metric.arrival_time for metric in metrics)
+    firsts = [metric.first_token_time for metric in metrics if metric.first_token_time is not None]
+    starts = [metric.scheduled_time for metric in metrics if metric.scheduled_time is not None]
+    completions = [completion for output in outputs for completion in output.outputs]
     figures: dict[str, Any] = {
         "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
-        "cached_tokens": sum(one.num_cached_tokens for one in metrics),
-        "completion_tokens": sum(len(one.token_ids) for one in completions),
-        "finish_reasons": [one.finish_reason for one in completions],
+        "cached_tokens": sum(metric.num_cached_tokens for metric in metrics),
+        "completion_tokens": sum(len(completion.token_ids) for completion in completions),
+        "finish_reasons": [completion.finish_reason for completion in completions],
         "queue_ms": _milliseconds(min(starts) - arrival) if starts else None,
         "ttft_ms": _milliseconds(min(firsts) - arrival) if firsts else None,
     }
     if steps:
         figures["speculative"] = {
             "num_spec_steps": steps,
-            "num_draft_tokens": sum(one.num_draft_tokens for one in drafts),
+            "num_draft_tokens": sum(draft.num_draft_tokens for draft in drafts),
             "num_accepted_draft_tokens": accepted,
             "mean_acceptance_length": round(1 + accepted / steps, 3),
         }

@@ -174,7 +174,7 @@ class Trainer:
             "step": progress.step,
             "total": progress.total,
             "seconds": progress.seconds,
-            "history": [[one.step, one.loss, one.matches] for one in progress.history],
+            "history": [[record.step, record.loss, record.matches] for record in progress.history],
         }
         unfinished = self.path.with_suffix(".unfinished")
         with writing(self.path, "Make room: the same command goes on from the checkpoint before."):
@@ -202,7 +202,7 @@ class Trainer:
         }
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state if parts else {}, "param_groups": groups})
-        history = [Record(*one) for one in facts["history"]]
+        history = [Record(*record) for record in facts["history"]]
         self.progress = Progress(facts["step"], facts["total"], facts["seconds"], history)
 
     def _run_facts(self) -> dict[str, Any]:

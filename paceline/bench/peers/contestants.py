@@ -111,9 +111,9 @@ class Contestant:
         how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
         remedy = self._remedies.get(how, "")
         self._log.seek(0)
-        last_words = self._log.read().decode(errors="replace").strip()[-500:]
-        said = "" if remedy or not last_words else f"Its last words: {last_words}"
-        return ContestantError(f"{self.name} died ({how}). {remedy or said}".rstrip())
+        last_lines = self._log.read().decode(errors="replace").strip()[-500:]
+        log_end = "" if remedy or not last_lines else f"Its last words: {last_lines}"
+        return ContestantError(f"{self.name} died ({how}). {remedy or log_end}".rstrip())
 
 
 def start_paceline(path: Path, threads: int, quantization: str) -> Contestant:

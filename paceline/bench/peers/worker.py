@@ -215,9 +215,9 @@ class Vllm:
     @staticmethod
     def _counts(llm: Any) -> dict[str, int]:
         """Draft counters of an engine since its start."""
-        found = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+        values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
         names = {"drafts": "vllm:spec_decode_num_drafts", "accepted": "vllm:spec_decode_num_accepted_tokens"}
-        return {ours: int(found.get(theirs, 0)) for ours, theirs in names.items()}
+        return {ours: int(values.get(theirs, 0)) for ours, theirs in names.items()}
 
 
 CONTESTANTS: dict[str, Callable[[dict[str, Any]], Any]] = {

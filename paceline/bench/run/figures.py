@@ -49,8 +49,12 @@ class Objective:
         """Whether an answer arrived, and in time."""
         if answer.error is not None:
             return False
-        found = ((self.ttft, answer.ttft), (self.tpot, answer.tpot), (self.e2e, answer.e2e_seconds))
-        return all(most is None or took is None or 1e3 * took <= most for most, took in found)
+        limits_and_times = (
+            (self.ttft, answer.ttft),
+            (self.tpot, answer.tpot),
+            (self.e2e, answer.e2e_seconds),
+        )
+        return all(limit is None or took is None or 1e3 * took <= limit for limit, took in limits_and_times)
 
 
 def parse_objective(text: str) -> Objective:

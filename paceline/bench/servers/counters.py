@@ -33,7 +33,10 @@ class DraftCounters:
     def since_by_segment(self, before: DraftCounters) -> dict[str, Acceptance]:
         """The acceptance of each segment between two readings."""
         nothing = DraftCounters({}, {}, {})
-        return {name: own.since(before.segments.get(name, nothing)) for name, own in self.segments.items()}
+        return {
+            name: counters.since(before.segments.get(name, nothing))
+            for name, counters in self.segments.items()
+        }
 
     def since(self, before: DraftCounters) -> Acceptance:
         """The acceptance between two readings."""

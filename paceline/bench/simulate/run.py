@@ -189,7 +189,7 @@ def _controller(
     if method.label != AUTO:
         return FixedController(DraftPlan(method.drafter, method.tokens) if method.drafter else PLAIN)
     plans = {
-        name: DraftPlan(name, min(DEPTH, max(len(one.accepted) for one in acceptances)))
+        name: DraftPlan(name, min(DEPTH, max(len(acceptance.accepted) for acceptance in acceptances)))
         for name, acceptances in world.drafters.items()
     }
 

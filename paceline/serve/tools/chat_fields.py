@@ -46,8 +46,8 @@ ChatToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | Al
 def chat_tools(tools: Sequence[FunctionTool] | None) -> list[Tool]:
     """The tools that a body declares."""
     return [
-        Tool(one.function.name, one.function.description, one.function.parameters, one.function.strict)
-        for one in tools or ()
+        Tool(tool.function.name, tool.function.description, tool.function.parameters, tool.function.strict)
+        for tool in tools or ()
     ]
 
 
@@ -60,6 +60,6 @@ def chat_choice(choice: ChatToolChoice | None, parallel_tool_calls: bool | None)
         case NamedTool():
             return ToolChoice.named(choice.function.name)
         case AllowedToolsChoice(allowed_tools=allowed):
-            return ToolChoice(allowed.mode, tuple(one.function.name for one in allowed.tools), single)
+            return ToolChoice(allowed.mode, tuple(tool.function.name for tool in allowed.tools), single)
         case _:
             return ToolChoice(choice, single=single)

@@ -121,7 +121,7 @@ def choose_format(template: str | None, name: str | None = None) -> ToolFormat:
     """The format named `name`; else the one that the chat template uses; else the default."""
     if name is not None:
         return named_format(name)
-    for known in FORMATS.values():
-        if template and all(clue in template for clue in known.clues):
-            return known
+    for candidate in FORMATS.values():
+        if template and all(clue in template for clue in candidate.clues):
+            return candidate
     return FORMATS[DEFAULT_FORMAT]
