@@ -180,10 +180,10 @@ def prefilled_loop(weights: Weights, requests: int, setting: Setting, drafting: 
     return loop
 
 
-def _prefill(backend: CudaBackend, tokens: np.ndarray, pages: np.ndarray, pool: object, first: int) -> None:
-    """Compute prompts [requests, tokens] from token `first` on, in passes of as many rows as fit."""
+def _prefill(backend: CudaBackend, tokens: np.ndarray, pages: np.ndarray, pool: object, start: int) -> None:
+    """Compute prompts [requests, tokens] from token `start` on, in passes of as many rows as fit."""
     count, length = tokens.shape
-    for begin in range(first, length, backend.max_rows):
+    for begin in range(start, length, backend.max_rows):
         chunk = tokens[:, begin : begin + backend.max_rows]
         at_once = max(1, backend.max_rows // chunk.shape[1])
         for first in range(0, count, at_once):
