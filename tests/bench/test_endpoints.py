@@ -180,7 +180,7 @@ def test_failed_requests_are_counted_and_a_refusing_server_is_reported(
     contest = measure(Picky(), monkeypatch)
     assert [(row.segment, row.failed) for row in contest.rows] == [("short", 0), ("long", 1), ("all", 1)]
     result = contest_result(contest)
-    note = "mixed all x1 server, server: 1 of 2 requests got no whole answer."
+    note = "mixed all x1 server, server: 1 of 2 requests got no complete answer."
     assert note in result.notes
     page = html_page(result)
     assert "Outputs were not compared" in page
