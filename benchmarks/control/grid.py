@@ -27,7 +27,7 @@ from paceline.models.heads.shipped import default_method
 
 NEVER_SLOWER = 0.98  # of off, in every cell
 NEAR_BEST = 0.95  # of the best fixed setting, in every cell
-COPIES = {"suffix": (3, 7), "ngram": (4,)}  # draft lengths of the sweep
+LOOKUP_LENGTHS = {"suffix": (3, 7), "ngram": (4,)}  # draft lengths of the sweep
 HEAD_LENGTHS = (1, 3, 7)
 
 
@@ -204,7 +204,10 @@ def _cells(contest: Contest) -> Iterator[Cell]:
 def sweep(model: LoadedModel) -> dict[str, Any]:
     """Plain decoding, the controller, and fixed methods and lengths, by label."""
     head = default_method(model.fingerprint)
-    lengths: Mapping[str, Sequence[int]] = {**COPIES, **({} if head is None else {head: HEAD_LENGTHS})}
+    lengths: Mapping[str, Sequence[int]] = {
+        **LOOKUP_LENGTHS,
+        **({} if head is None else {head: HEAD_LENGTHS}),
+    }
     fixed = {
         f"{method} {length}": {"method": method, "num_speculative_tokens": length}
         for method, method_lengths in lengths.items()

@@ -65,7 +65,7 @@ def json_route(service: Service) -> type[APIRoute]:
                 _check_content_type(request)
                 read = _JsonRequest(request.scope, request.receive)
                 raw = await read.body()
-                with await service.place(len(raw)) as place:
+                with await service.reserve_place(len(raw)) as place:
                     request.state.place = place
                     if is_large(len(raw)):
                         read.data = await service.in_thread(_read_alone, service, raw, model)

@@ -85,7 +85,7 @@ class Service:
             raise ApiError(404, message, "model", "model_not_found")
         return name or self.model_names[0]
 
-    async def place(self, size: int) -> ExitStack:
+    async def reserve_place(self, size: int) -> ExitStack:
         """A place in the engine's queue for a request with a body of `size` bytes, held until it is closed.
 
         It counts as one waiting request. Only READERS large bodies are handled at a time, so that small ones

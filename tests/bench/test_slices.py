@@ -14,7 +14,7 @@ from paceline.bench.run.slices import (
     SLICE_SECONDS,
     Disturbances,
     FloatArray,
-    OwnClock,
+    ContestantClock,
     alone,
     in_slices,
 )
@@ -66,14 +66,14 @@ def tasks(count: int) -> list[Task]:
 
 def test_a_clock_counts_its_own_slices_without_excluded_time() -> None:
     hands = Hands()
-    clock = OwnClock(hands)
+    clock = ContestantClock(hands)
     hands.time += 3.0
     clock.pause()
     hands.time += 50.0
-    clock.go_on()
+    clock.resume()
     assert clock.now() == 3.0
     hands.time += 2.0
-    clock.leave_out(0.5)
+    clock.exclude(0.5)
     assert clock.now() == 4.5
     clock.skip_to(4.0)
     assert clock.now() == 4.5

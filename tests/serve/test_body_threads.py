@@ -83,12 +83,12 @@ def test_waiting_large_bodies_are_bounded_in_bytes(api: Api, monkeypatch: Any) -
     monkeypatch.setattr(service, "MAX_WAITING_BYTES", 3 * MEBIBYTE)
 
     async def work() -> None:
-        places = [await api.service.place(MEBIBYTE) for _ in range(service.READERS)]
-        waiting = [asyncio.ensure_future(api.service.place(MEBIBYTE)) for _ in range(3)]
+        places = [await api.service.reserve_place(MEBIBYTE) for _ in range(service.READERS)]
+        waiting = [asyncio.ensure_future(api.service.reserve_place(MEBIBYTE)) for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError):
-            await api.service.place(MEBIBYTE)
-        (await api.service.place(LARGE_BODY)).close()  # small ones do not wait
+            await api.service.reserve_place(MEBIBYTE)
+        (await api.service.reserve_place(LARGE_BODY)).close()  # small ones do not wait
         for place in places:
             place.close()
         for one in waiting:

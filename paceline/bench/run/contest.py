@@ -29,7 +29,7 @@ from paceline.models.registry import resolve
 from paceline.options import check_integer, check_number
 from paceline.verify.rules import RULES
 
-COPIES = ("ngram", "suffix")  # methods that need no weights
+LOOKUP_METHODS = ("ngram", "suffix")  # methods that need no weights
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def run_contest(
 def usual_methods(model: LoadedModel) -> Mapping[str, Any]:
     """The default methods: off, auto, look-ups, and the model's shipped head."""
     head = default_method(model.fingerprint)
-    return {label: label for label in (OFF, AUTO, *COPIES, *([] if head is None else [head]))}
+    return {label: label for label in (OFF, AUTO, *LOOKUP_METHODS, *([] if head is None else [head]))}
 
 
 def _inexact(options: SpeculationOptions) -> frozenset[str]:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.bench.run.slices import Disturbances, OwnClock, alone
+from paceline.bench.run.slices import Disturbances, ContestantClock, alone
 from paceline.bench.run.turns import Answer, Slices, Turn
 from paceline.bench.traffic.profiles import Profile
 from paceline.bench.traffic.schemas import fits_schema
@@ -55,12 +55,12 @@ class EngineRunner:
         waiting = deque(enumerate(group))
         started: dict[Request, _Started] = {}
         running, lost_seconds = 0, 0.0
-        clock = OwnClock(self._clock)
+        clock = ContestantClock(self._clock)
         while waiting or engine.has_unfinished:
             if clock.slice_is_over and not self._whole:
                 clock.pause()
                 yield
-                clock.go_on()
+                clock.resume()
             now = clock.now()
             while waiting and _may_come(profile, waiting[0][0], now, running):
                 index, task = waiting.popleft()
@@ -71,7 +71,7 @@ class EngineRunner:
                 clock.skip_to(profile.due[waiting[0][0]])  # only open profiles leave it idle
                 continue
             deltas, lost = self._step()
-            clock.leave_out(lost)
+            clock.exclude(lost)
             lost_seconds += lost
             now = clock.now()
             for delta in deltas:

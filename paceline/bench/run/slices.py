@@ -30,7 +30,7 @@ TEAM = "paceline-cpu"  # prefix of the names of threads that run passes
 FloatArray = npt.NDArray[np.float64]
 
 
-class OwnClock:
+class ContestantClock:
     """Seconds of a contestant's own work."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -46,13 +46,13 @@ class OwnClock:
         return self._clock() - self._began >= SLICE_SECONDS
 
     def pause(self) -> None:
-        """Stop until `go_on`, while other contestants run."""
+        """Stop until `resume`, while other contestants run."""
         self._before = self.now()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._began = self._clock()
 
-    def leave_out(self, seconds: float) -> None:
+    def exclude(self, seconds: float) -> None:
         """Exclude `seconds` of the last ones, which were lost to other programs."""
         self._before -= seconds
 

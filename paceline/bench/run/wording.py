@@ -133,8 +133,8 @@ def _warnings(contest: Contest) -> list[str]:
         )
     elif contest.inexact:
         lines.append(
-            f"{', '.join(sorted(contest.inexact))}: this verification rule preserves the distribution of plain "
-            "decoding, not its tokens; that is not a bug."
+            f"{', '.join(sorted(contest.inexact))}: this verification rule preserves the distribution of "
+            "plain decoding, not its tokens; that is not a bug."
         )
     few = {
         f"{traffic_of(row)}: only {row.prompts} prompts, so at most {row.prompts} ran concurrently."

@@ -20,7 +20,7 @@ from paceline.bench.run.rows import rows
 from paceline.bench.run.slices import Disturbances, in_slices
 from paceline.bench.run.speculation import COLD, OFF, ONE_BY_ONE, Key, Runs
 from paceline.bench.run.turns import Answer, Slices, Turn
-from paceline.bench.simulate.measuring import PassMeter, Watched, measure_prices, watching
+from paceline.bench.simulate.measuring import PassMeter, TimedStep, measure_prices, watching
 from paceline.bench.simulate.prices import Prices
 from paceline.bench.simulate.run import Method, World, simulated_turn
 from paceline.bench.simulate.world import Acceptance
@@ -88,7 +88,7 @@ def _measure(
     on_turn: OnTurn,
 ) -> tuple[Runs, Mapping[str, Prices]]:
     """All methods' turns and the prices of their steps, interleaved in slices so that noise affects both."""
-    watched: dict[str, list[Watched]] = {label: [] for label in makers}
+    watched: dict[str, list[TimedStep]] = {label: [] for label in makers}
     disturbances = Disturbances()
     courses: dict[str, Slices] = {"passes": meter.slices()}
     for label, make in makers.items():

@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.backends.base import Backend
 from paceline.bench.run.engine_runner import Task
-from paceline.bench.run.slices import Disturbances, OwnClock
+from paceline.bench.run.slices import Disturbances, ContestantClock
 from paceline.bench.run.turns import Slices, Turn
 from paceline.bench.simulate.prices import (
     LONG,
@@ -40,21 +40,21 @@ PROMPT = 64  # maximum tokens of a prompt in them
 
 
 @dataclass(frozen=True)
-class Watched:
+class TimedStep:
     """One timed step of a real engine."""
 
     stats: StepStats
     seconds: float  # of the whole step, without time lost to other programs
 
     @property
-    def own_seconds(self) -> float:
+    def seconds_without_drafting(self) -> float:
         """Seconds without its drafters."""
         return self.seconds - self.stats.draft_time
 
     @property
-    def is_telling(self) -> bool:
+    def is_reliable(self) -> bool:
         """Whether it can be used: if most of its time was lost, the rest is not reliable."""
-        return self.own_seconds > 0.5 * self.stats.forward_time
+        return self.seconds_without_drafting > 0.5 * self.stats.forward_time
 
     @property
     def size(self) -> PassSize:
@@ -124,12 +124,12 @@ def watching(
     engine: Engine,
     tasks: Sequence[Task],
     disturbances: Disturbances,
-    watched: list[Watched],
+    watched: list[TimedStep],
     clock: Callable[[], float] = time.perf_counter,
     again: Callable[[], bool] = lambda: False,
 ) -> Slices:
     """Steps of an engine at several concurrencies, appended to `watched`; repeated while `again` is true."""
-    own_clock = OwnClock(clock)
+    own_clock = ContestantClock(clock)
     arrived = itertools.count()
     for concurrency in itertools.cycle(CONCURRENCY):
         names = [str(next(arrived)) for _ in range(concurrency)]
@@ -140,12 +140,12 @@ def watching(
             if own_clock.slice_is_over:
                 own_clock.pause()
                 yield
-                own_clock.go_on()
+                own_clock.resume()
             start, before = own_clock.now(), disturbances.waited()
             engine.step()
             seconds, waited = own_clock.now() - start, disturbances.waited() - before
-            step = Watched(engine.stats, seconds - disturbances.in_step(engine.stats, waited))
-            if step.is_telling:
+            step = TimedStep(engine.stats, seconds - disturbances.in_step(engine.stats, waited))
+            if step.is_reliable:
                 watched.append(step)
             decoding += engine.stats.prefill_tokens == 0
         for name in names:
@@ -157,7 +157,7 @@ def watching(
 
 
 def measure_prices(
-    passes: MeasuredPrices, watched: Mapping[str, Sequence[Watched]], drafters: Sequence[str]
+    passes: MeasuredPrices, watched: Mapping[str, Sequence[TimedStep]], drafters: Sequence[str]
 ) -> dict[str, MeasuredPrices]:
     """The prices of each method's steps, by label.
 
@@ -175,7 +175,7 @@ def measure_prices(
             step_terms[int(step.size.has_prompts)] = passes.pass_seconds(step.size)
             step_terms[2 + num_terms * index : 2 + num_terms * (index + 1)] = overhead_terms(step.size)
             terms.append(step_terms)
-            seconds.append(step.own_seconds)
+            seconds.append(step.seconds_without_drafting)
     scale, prompt_scale, *overheads = fit(np.array(terms), np.array(seconds))
     drafts = {name: _draft_prices(name, watched[name]) for name in drafters}
     return {
@@ -190,7 +190,7 @@ def measure_prices(
     }
 
 
-def _draft_prices(name: str, steps: Sequence[Watched]) -> list[float]:
+def _draft_prices(name: str, steps: Sequence[TimedStep]) -> list[float]:
     """[terms] prices of a drafter's calls, from steps that all drafted."""
     drafted = [step.stats for step in steps if step.stats.prefill_tokens == 0]
     calls = [

@@ -11,7 +11,7 @@ from paceline.bench.run.engine_runner import Task
 from paceline.bench.run.slices import Disturbances, alone
 from paceline.bench.run.speculation import OFF
 from paceline.bench.simulate.hardware import STEP_OVERHEAD, RooflinePrices, find_gpu, model_size
-from paceline.bench.simulate.measuring import PROMPT, STEPS, PassMeter, Watched, measure_prices, watching
+from paceline.bench.simulate.measuring import PROMPT, STEPS, PassMeter, TimedStep, measure_prices, watching
 from paceline.bench.simulate.prices import PassSize
 from paceline.bench.simulate.run import Length, Method, World
 from paceline.bench.simulate.sources import CHAIN, Drafters
@@ -82,7 +82,7 @@ def measured_world(
     params = SamplingParams(temperature=0, max_tokens=PROMPT + 2 * STEPS, ignore_eos=True)
     tasks = [Task(str(number), "", ids, params) for number, (ids, _) in enumerate(prompts)]
     everyone = ",".join([AUTO, *loaded])
-    watched: dict[str, list[Watched]] = {
+    watched: dict[str, list[TimedStep]] = {
         config: [] for config in (OFF, *loaded, *([everyone] if loaded else []))
     }
     for config, steps in watched.items():

@@ -11,7 +11,7 @@ import pytest
 from paceline.bench.run.engine_runner import Task
 from paceline.bench.run.slices import Disturbances, alone
 from paceline.bench.simulate.hardware import GPUS, RooflinePrices, find_gpu, model_size
-from paceline.bench.simulate.measuring import PassMeter, Watched, measure_prices, watching
+from paceline.bench.simulate.measuring import PassMeter, TimedStep, measure_prices, watching
 from paceline.bench.simulate.prices import Call, MeasuredPrices, PassSize, Prices, fit, start_costs
 from paceline.bench.simulate.world import (
     Acceptance,
@@ -131,7 +131,7 @@ class Calm(Disturbances):
         return 0.0
 
 
-def steps_of(plan: DraftPlan) -> list[Watched]:
+def steps_of(plan: DraftPlan) -> list[TimedStep]:
     """Steps of a simulated engine, watched."""
     clock = VirtualClock()
     drafter = SimulatedDrafter("head", [Acceptance((0.7, 0.5, 0.3), (0.9, 0.6, 0.5))], TRUE, clock)
@@ -147,7 +147,7 @@ def steps_of(plan: DraftPlan) -> list[Watched]:
     )
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     tasks = [Task(str(number), "", [0] * (20 + 9 * number), params) for number in range(4)]
-    watched: list[Watched] = []
+    watched: list[TimedStep] = []
     alone(watching(engine, tasks, Calm(), watched, clock))
     return watched
 
