@@ -17,8 +17,8 @@ MAX_DEPTH = 100  # nesting levels of lists and objects
 _QUOTE, _BACKSLASH, _COMMA, _COLON, _ZERO, _NINE = (ord(sign) for sign in '"\\,:09')
 _LIST, _END_LIST, _OBJECT, _END_OBJECT = (ord(sign) for sign in "[]{}")
 _LOWER_U, _LOWER_D, _UPPER_D = (ord(sign) for sign in "udD")
-_LOW_HALVES = tuple(ord(sign) for sign in "cdefCDEF")  # third hex digit of \udc00 to \udfff
-_HIGH_HALVES = tuple(ord(sign) for sign in "89abAB")  # third hex digit of \ud800 to \udbff
+_LOW_HALVES = tuple(ord(sign) for sign in "cdefCDEF")  # second hex digit of \udc00 to \udfff
+_HIGH_HALVES = tuple(ord(sign) for sign in "89abAB")  # second hex digit of \ud800 to \udbff
 _ESCAPE = 6  # bytes of an escape such as \u0000
 
 

@@ -12,9 +12,9 @@ from paceline.bench.run.engine_runner import EngineRunner, Task
 from paceline.bench.run.slices import (
     FEWEST,
     SLICE_SECONDS,
+    ContestantClock,
     Disturbances,
     FloatArray,
-    ContestantClock,
     alone,
     in_slices,
 )

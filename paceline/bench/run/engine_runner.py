@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.bench.run.slices import Disturbances, ContestantClock, alone
+from paceline.bench.run.slices import ContestantClock, Disturbances, alone
 from paceline.bench.run.turns import Answer, Slices, Turn
 from paceline.bench.traffic.profiles import Profile
 from paceline.bench.traffic.schemas import fits_schema

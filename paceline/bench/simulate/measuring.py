@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.backends.base import Backend
 from paceline.bench.run.engine_runner import Task
-from paceline.bench.run.slices import Disturbances, ContestantClock
+from paceline.bench.run.slices import ContestantClock, Disturbances
 from paceline.bench.run.turns import Slices, Turn
 from paceline.bench.simulate.prices import (
     LONG,
