@@ -43,9 +43,9 @@ def _kernel(  # type: ignore[no-untyped-def]
     for start in range(first // columns * columns, stop, columns):
         column = start + tl.arange(0, columns)
         seen = (column >= first) & (column < stop)
-        places = cache + column[:, None] * dim + part[None, :]
-        key = tl.load(keys_at + places, mask=seen[:, None], other=0.0)
-        value = tl.load(values_at + places, mask=seen[:, None], other=0.0)
+        offsets = cache + column[:, None] * dim + part[None, :]
+        key = tl.load(keys_at + offsets, mask=seen[:, None], other=0.0)
+        value = tl.load(values_at + offsets, mask=seen[:, None], other=0.0)
         scores = tl.where(seen[None, :], tl.dot(query, tl.trans(key)) * scale, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp(scores - higher[:, None])

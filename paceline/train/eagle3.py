@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.models.heads.torch_head import Head
-from paceline.train.losses import DraftIds, Loss, StepLosses, cross_entropy, taught_losses
+from paceline.train.losses import DraftIds, Loss, StepLosses, cross_entropy, distillation_losses
 from paceline.train.sequences import TargetStates
 
 
@@ -91,4 +91,4 @@ def step_losses(
     token, and only answered tokens are predicted.
     """
     outputs = unroll(head, target.features, tokens, steps)
-    return taught_losses(outputs, head.logits, draft_ids, target.final, answers, lengths, loss)
+    return distillation_losses(outputs, head.logits, draft_ids, target.final, answers, lengths, loss)

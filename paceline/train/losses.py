@@ -25,24 +25,24 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Scores = Callable[[Tensor], Tensor]  # [steps, rows, hidden] to [steps, rows, draft vocabulary]
 
 LOGITS_AT_ONCE = {"cuda": 1 << 28, "cpu": 1 << 24}  # logits per chunk of the loss: 1 GB, 64 MB
-HASTE = 3.0  # how fast the hybrid loss moves from divergence to overlap as the overlap grows
+OVERLAP_RATE = 3.0  # how fast the hybrid loss moves from divergence to overlap as the overlap grows
 
 
-def cross_entropy(guesses: Tensor, wanted: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, probabilities: Tensor) -> Tensor:
     """Cross-entropy; smallest where the distributions are equal."""
-    return guesses.logsumexp(-1) - (guesses * wanted).sum(-1)
+    return logits.logsumexp(-1) - (logits * probabilities).sum(-1)
 
 
-def lk_hybrid(guesses: Tensor, wanted: Tensor) -> Tensor:
+def lk_hybrid(logits: Tensor, probabilities: Tensor) -> Tensor:
     """A mixture of KL divergence and 1 - sum(min(p, q)), the probability that a sampled token is rejected.
 
     The rejection probability is what costs time at temperature 1, but has almost no gradient far from the
     target. So its weight grows with the overlap that is already reached.
     """
-    logarithms = guesses.log_softmax(-1)
-    overlap = torch.minimum(wanted, logarithms.exp()).sum(-1)
-    divergence = (torch.xlogy(wanted, wanted) - wanted * logarithms).sum(-1)
-    share = (-HASTE * overlap.detach()).exp()
+    logarithms = logits.log_softmax(-1)
+    overlap = torch.minimum(probabilities, logarithms.exp()).sum(-1)
+    divergence = (torch.xlogy(probabilities, probabilities) - probabilities * logarithms).sum(-1)
+    share = (-OVERLAP_RATE * overlap.detach()).exp()
     return share * divergence + (1 - share) * (1 - overlap)
 
 
@@ -57,11 +57,11 @@ class DraftIds:
     target_head: Tensor  # [vocabulary, hidden]
 
     @cached_property
-    def places(self) -> Tensor:
+    def inverse(self) -> Tensor:
         """The draft id of each target id, -1 if it has none: int64 [vocabulary]."""
-        places = torch.full((len(self.target_head),), -1, device=self.ids.device)
-        places[self.ids] = torch.arange(len(self.ids), device=self.ids.device)
-        return places
+        inverse = torch.full((len(self.target_head),), -1, device=self.ids.device)
+        inverse[self.ids] = torch.arange(len(self.ids), device=self.ids.device)
+        return inverse
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class StepLosses:
     matches: Tensor  # [steps] fraction of predictions that were the target's best token
 
 
-def taught_losses(
+def distillation_losses(
     outputs: Sequence[Tensor],
     scores: Scores,
     draft_ids: DraftIds,
@@ -87,11 +87,11 @@ def taught_losses(
     final hidden states.
     """
     steps, width = len(outputs), final.shape[1]
-    place = torch.arange(width, device=final.device)
+    position = torch.arange(width, device=final.device)
     # tokens followed by an answered one that a draft may predict: [teachers], sequences concatenated
-    taught = (place >= answers[:, None]) & (place < lengths[:, None] - 1)
+    taught = (position >= answers[:, None]) & (position < lengths[:, None] - 1)
     teachers = torch.nonzero(taught.flatten()).flatten()
-    since_answer = (place - answers[:, None]).flatten()[teachers]
+    since_answer = (position - answers[:, None]).flatten()[teachers]
     # step k of slot i is compared with token i + 1 + k, so token p is the teacher of step k of slot p - 1 - k
     students = torch.stack(
         [
@@ -106,40 +106,42 @@ def taught_losses(
     chunk = max(1, LOGITS_AT_ONCE[final.device.type] // (steps * len(draft_ids.ids)))
     for start in range(0, len(teachers), chunk):
         part = slice(start, start + chunk)
-        lesson = _lesson(draft_ids, final[part])
+        predictions = _target_predictions(draft_ids, final[part])
         # the logits of all steps would not fit into memory: recomputed in the backward pass
         sums = sums + checkpoint(
-            sum_up, scores, loss, lesson, students[:, part], counts[:, part], use_reentrant=False
+            sum_up, scores, loss, predictions, students[:, part], counts[:, part], use_reentrant=False
         )
     number = counts.sum(1).clamp(min=1)
     return StepLosses(sums[0] / number, (sums[1] / number).detach())
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TargetPredictions:
     """The target's predictions at some tokens."""
 
-    wanted: Tensor  # float32 [teachers, draft vocabulary] probabilities
+    probabilities: Tensor  # float32 [teachers, draft vocabulary]
     best: Tensor  # int64 [teachers] most likely token as a draft id, -1 if it has none
 
 
 @torch.no_grad()
-def _lesson(draft_ids: DraftIds, final: Tensor) -> Lesson:
+def _target_predictions(draft_ids: DraftIds, final: Tensor) -> TargetPredictions:
     scores = F.linear(final, draft_ids.target_head)  # [teachers, vocabulary]
-    best = draft_ids.places[scores.argmax(-1)]
-    return Lesson(scores[:, draft_ids.ids].float().softmax(-1), best)
+    best = draft_ids.inverse[scores.argmax(-1)]
+    return TargetPredictions(scores[:, draft_ids.ids].float().softmax(-1), best)
 
 
 @cache
 def _chunk_sums_for(
     device_type: str,
-) -> Callable[[Scores, Loss, Lesson, Tensor, Tensor], Tensor]:
+) -> Callable[[Scores, Loss, TargetPredictions, Tensor, Tensor], Tensor]:
     return fused(_chunk_sums) if device_type == "cuda" else _chunk_sums
 
 
-def _chunk_sums(scores: Scores, loss: Loss, lesson: Lesson, students: Tensor, counts: Tensor) -> Tensor:
+def _chunk_sums(
+    scores: Scores, loss: Loss, predictions: TargetPredictions, students: Tensor, counts: Tensor
+) -> Tensor:
     """Loss and number of matches, summed over the counted teachers: [2, steps]."""
-    guesses = scores(students).float()  # [steps, teachers, draft vocabulary]
-    losses = loss(guesses, lesson.wanted)
-    matches = guesses.argmax(-1) == lesson.best
+    logits = scores(students).float()  # [steps, teachers, draft vocabulary]
+    losses = loss(logits, predictions.probabilities)
+    matches = logits.argmax(-1) == predictions.best
     return torch.stack([(losses * counts).sum(1), (matches & counts).sum(1)])

@@ -26,7 +26,7 @@ from paceline.models.heads.torch_medusa import TorchMedusa
 from paceline.models.transformer import Transformer
 from paceline.train.batches import Batch
 from paceline.train.examples import Examples
-from paceline.train.losses import LOSSES, DraftIds, StepLosses, taught_losses
+from paceline.train.losses import LOSSES, DraftIds, StepLosses, distillation_losses
 from paceline.train.new_head import choose_draft_ids
 from paceline.train.objective import NEW, Int32Array, WriteHead, float16_weights, precision_of
 from paceline.train.options import MedusaOptions
@@ -72,7 +72,7 @@ class MedusaObjective:
         states = target_states(self.target, batch.tokens, (self.target.config.num_layers,))
         inputs = [states.final] * self.num_steps
         with precision_of(self.target):
-            return taught_losses(
+            return distillation_losses(
                 inputs, self.network.scores, self._ids, states.final, batch.answers, batch.lengths, self._loss
             )
 
@@ -89,7 +89,7 @@ class MedusaObjective:
             zip(batch.answers.tolist(), batch.lengths.tolist(), strict=True)
         ):
             states = final[row, answer - 1 : length - 2]
-            ahead = self._ids.places[batch.tokens[row, answer + 1 : length]]
+            ahead = self._ids.inverse[batch.tokens[row, answer + 1 : length]]
             ahead = F.pad(ahead, (0, self.num_steps), value=-1)  # there are no answered tokens after the end
             with precision_of(self.target):
                 guesses = self.network(states)  # [heads, states, draft vocabulary]

@@ -25,7 +25,7 @@ class Processes(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """A single process."""
 
     rank, number = 0, 1
@@ -37,7 +37,7 @@ class Alone:
         return value
 
 
-class Together:
+class DistributedProcesses:
     """The processes that torchrun started, one per GPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -66,6 +66,6 @@ def started_by_torchrun() -> bool:
 def processes_on(device: str) -> tuple[Processes, torch.device]:
     """The processes of this run, and this process's device: under torchrun, each has its own GPU."""
     if not started_by_torchrun():
-        return Alone(), torch.device(device)
+        return SingleProcess(), torch.device(device)
     own_device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if device.startswith("cuda") else device)
-    return Together(own_device), own_device
+    return DistributedProcesses(own_device), own_device

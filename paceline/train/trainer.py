@@ -30,7 +30,7 @@ from paceline.train.examples import Examples
 from paceline.train.losses import StepLosses
 from paceline.train.objective import Objective
 from paceline.train.options import TrainOptions
-from paceline.train.processes import Alone, Processes
+from paceline.train.processes import Processes, SingleProcess
 
 TIMED_RECORDS = 9  # records whose median predicts the steps within `minutes`; compiling slows some of them
 RECORD_EVERY = 10  # steps between two records of the history
@@ -78,7 +78,7 @@ class Trainer:
     ) -> None:
         """Checkpoints are written to `folder`, and resumed from there."""
         self.objective, self.options, self.examples = objective, options, examples
-        self.processes = processes or Alone()
+        self.processes = processes or SingleProcess()
         self.device = objective.target.embedding.device
         self.chosen, self.held_out = split(examples, options.held_out, options.seed)
         self.parameters = dict(objective.network.named_parameters())

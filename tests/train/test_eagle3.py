@@ -102,7 +102,7 @@ def test_the_loss_in_chunks_of_any_size_equals_the_plain_one(
 
 def test_draft_ids_may_be_in_any_order(target: Transformer) -> None:
     ids = DraftIds(torch.tensor([9, 4, 7]), target.head)
-    assert ids.places[[9, 4, 7, 0]].tolist() == [0, 1, 2, -1]
+    assert ids.inverse[[9, 4, 7, 0]].tolist() == [0, 1, 2, -1]
 
 
 def test_padding_changes_neither_loss_nor_gradient(target: Transformer) -> None:
