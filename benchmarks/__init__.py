@@ -1,1 +1,1 @@
-"""Measurements that only developers of paceline take. Not in the wheel: see docs/benchmarks.md."""
+"""Benchmarks for developers of paceline. Not in the wheel: see docs/benchmarks.md."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: measurements that only developers of paceline take. See docs/benchmarks.md."""
+"""`python -m benchmarks`: benchmarks for developers of paceline. See docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.gpu.command import gpu_command
 from benchmarks.server.commands import load_command, overhead_command
 from paceline.cli import PLAIN, main
 
-app = typer.Typer(help="Measurements for developers of paceline.", no_args_is_help=True, **PLAIN)
+app = typer.Typer(help="Benchmarks for developers of paceline.", no_args_is_help=True, **PLAIN)
 app.command("grid")(grid_command)
 app.command("changes")(changes_command)
 app.command("bad-drafters")(bad_drafters_command)

@@ -1,12 +1,12 @@
-"""Prompts to train a draft head with, for traffic of mathematics and code: word problems and small functions.
+"""Prompts to train a draft head with, for mathematics and code: word problems and small functions.
 
     python examples/training_problems.py 30000 --questions questions.jsonl > problems.jsonl
     paceline train eagle3 qwen2.5-coder-1.5b --data problems.jsonl --out my-head
 
-Questions are rows of a file ({"messages": [...]}), such as the training part of a public collection; each is
-asked as it is and with other numbers. Functions to complete are put together from what is kept of a list,
-what is made of each element and what becomes of all of them, with examples that were computed; others are
-those of installed Python packages that have a docstring.
+Questions are rows of a file ({"messages": [...]}), such as the training part of a public data set; each is
+used as it is and with other numbers. Functions to complete are composed of a filter of a list, a map of its
+elements and a reduction, with computed examples; others are documented functions of installed Python
+packages.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def vowels(word: str) -> int:
     return sum(letter in "aeiouAEIOU" for letter in word)
 
 
-# words of a name, words of a sentence, and what is done: {k} is a small number
+# words for a name, words for a sentence, and the function: {k} is a small number
 Part = tuple[str, str, Callable[[Any, int], Any]]
 NUMBER_KEPT: tuple[Part, ...] = (
     ("", "all numbers", lambda n, k: True),
@@ -160,7 +160,7 @@ def counted(items: Any) -> dict[Any, int]:
 
 @dataclass(frozen=True)
 class Kind:
-    """Lists of one type, and what can be done with them."""
+    """Lists of one type, and the operations on them."""
 
     arguments: tuple[str, ...]
     hint: str
@@ -191,7 +191,7 @@ def small_function(draw: random.Random) -> Messages:
     if draw.random() < 0.3:
         does = f"takes a list of {argument}, looks at {kept}{step}, and returns {ends}"
         return user(draw.choice(ASK).format(name=name, does=does))
-    said = draw.choice(
+    description = draw.choice(
         (
             f"Of the given list of {argument}, look at {kept}{step}, and return {ends}.",
             f"Given a list of {argument}, keep {kept}{step}, and return {ends}.",
@@ -209,7 +209,7 @@ def small_function(draw: random.Random) -> Messages:
         shown = ["Examples:", *(f"{name}({given!r}) => {result!r}" for given, result in results)]
     hinted = draw.random() < 0.5
     head = f"def {name}({argument}: List[{kind.hint}]):" if hinted else f"def {name}({argument}):"
-    lines = "\n".join((*textwrap.wrap(said, 80), *draw.choice(((), ("",))), *shown))
+    lines = "\n".join((*textwrap.wrap(description, 80), *draw.choice(((), ("",))), *shown))
     quotes = draw.choice(('"""', '"""', "'''"))
     body = textwrap.indent(f"{quotes}{draw.choice(('', ' ', chr(10)))}{lines}\n{quotes}", "    ")
     code = f"{'from typing import List' + 3 * chr(10) if hinted else ''}{head}\n{body}"
@@ -217,7 +217,7 @@ def small_function(draw: random.Random) -> Messages:
 
 
 def _example(draw: random.Random, kind: Kind, parts: list[Part], k: int) -> tuple[list[Any], Any]:
-    """A list, and what the function makes of it."""
+    """A list, and the function's result for it."""
     (_, _, keep), (_, _, make), (_, _, end) = parts
     given = [kind.element(draw) for _ in range(draw.choice((0, 3, 4, 5, 6, 7, 8)))]
     return given, end([make(element, k) for element in given if keep(element, k)], k)
@@ -229,7 +229,7 @@ def user(text: str) -> Messages:
 
 def package_functions(folders: list[Path]) -> list[tuple[str, str]]:
     """Source and docstring of the short documented functions of Python packages."""
-    found = {}
+    functions = {}
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):
             if any("test" in part for part in path.relative_to(folder).parts):
@@ -244,8 +244,8 @@ def package_functions(folders: list[Path]) -> list[tuple[str, str]]:
                 if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
                     code = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
                     if 150 < len(code) < 1100 and len(text) < 500:
-                        found[code] = text
-    return list(found.items())
+                        functions[code] = text
+    return list(functions.items())
 
 
 def package_work(functions: list[tuple[str, str]]) -> Callable[[random.Random], Messages]:
@@ -261,16 +261,16 @@ def package_work(functions: list[tuple[str, str]]) -> Callable[[random.Random], 
 
 
 def other_numbers(text: str, draw: random.Random) -> str:
-    """The text with other numbers of about the same size; 0, 1 and fractions stay."""
+    """The text with other numbers of similar size; 0, 1 and fractions stay."""
 
-    def other(found: re.Match[str]) -> str:
-        number = found.group().replace(",", "")
+    def other(match: re.Match[str]) -> str:
+        number = match.group().replace(",", "")
         if "." in number:
             whole, part = number.split(".")
             return f"{draw.randint(1, 2 * int(whole) + 2)}.{part}"
         if int(number) < 2:
-            return found.group()
-        size, percent = int(number), text[found.end() :][:1] == "%"
+            return match.group()
+        size, percent = int(number), text[match.end() :][:1] == "%"
         high = min(2 * size, 100) if percent and size <= 100 else 2 * size
         step = 10 if size % 10 == 0 and size > 20 else 1
         return str(max(2, draw.randint(size // 2, high) // step * step))
@@ -283,7 +283,7 @@ def variants(rows: list[Messages]) -> Callable[[random.Random], Messages]:
         messages = draw.choice(rows)
         if draw.random() < 0.3:
             return messages
-        return [{**one, "content": other_numbers(one["content"], draw)} for one in messages]
+        return [{**message, "content": other_numbers(message["content"], draw)} for message in messages]
 
     return make
 

@@ -1,11 +1,11 @@
-"""Prompts to train a draft head with, made from lists of words and from the standard library's sources.
+"""Prompts to train a draft head with, made from word lists and from the standard library's sources.
 
     python examples/training_prompts.py 12000 > prompts.jsonl
     paceline train eagle3 smollm2-135m --data prompts.jsonl --out my-head
 
-Where there is no traffic yet, this is what traffic might look like: kinds of text about topics, questions,
-roles, functions to complete, to annotate, to explain, to call. The model's answers are what a head learns
-from, so prompts need only be varied and plausible.
+A substitute for traffic, where there is none yet: kinds of text about topics, questions, roles, functions
+to complete, to annotate, to explain, to call. A head learns from the model's answers, so prompts need only
+be varied and plausible.
 """
 
 import ast
@@ -126,7 +126,7 @@ def words(text: str) -> list[str]:
 
 
 def filled(template: str, draw: random.Random) -> str:
-    """A template with words and numbers in its places."""
+    """A template with its placeholders filled in."""
     first, second = draw.sample(words(NAMES), 2)
     topic, other = draw.sample(words(TOPICS), 2)
     return template.format(
@@ -176,7 +176,7 @@ def arithmetic(draw: random.Random) -> list[dict[str, str]]:
 
 
 def text_work(draw: random.Random) -> list[dict[str, str]]:
-    sentences = [filled(one, draw) for one in draw.sample(words(SENTENCES), draw.randint(3, 7))]
+    sentences = [filled(sentence, draw) for sentence in draw.sample(words(SENTENCES), draw.randint(3, 7))]
     return user(f"{draw.choice(words(TEXT_WORK))}\n{' '.join(sentences)}")
 
 
@@ -185,16 +185,16 @@ def programming(draw: random.Random) -> list[dict[str, str]]:
 
 
 def library_functions() -> list[tuple[str, str, ast.FunctionDef]]:
-    """Source, docstring and tree of the standard library's short documented functions."""
-    found = []
+    """Source, docstring and syntax tree of the standard library's short documented functions."""
+    functions = []
     for path in sorted(Path(ast.__file__).parent.glob("*.py")):
         source = path.read_text(encoding="utf-8", errors="replace")
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
                 code = textwrap.dedent(ast.get_source_segment(source, node, padded=True) or "")
                 if 120 < len(code) < 1200:
-                    found.append((code, text, node))
-    return found
+                    functions.append((code, text, node))
+    return functions
 
 
 def library_work(functions: list[tuple[str, str, ast.FunctionDef]]) -> Make:
@@ -232,7 +232,9 @@ def tool_call(functions: list[tuple[str, str, ast.FunctionDef]]) -> Make:
 
     def make(draw: random.Random) -> list[dict[str, str]]:
         _, text, node = draw.choice(functions)
-        names = [one.arg for one in node.args.args if one.arg not in ("self", "cls")] or ["value"]
+        names = [argument.arg for argument in node.args.args if argument.arg not in ("self", "cls")] or [
+            "value"
+        ]
         properties = {
             name: {"type": draw.choice(kinds), "description": f"The {name.replace('_', ' ')}."}
             for name in names

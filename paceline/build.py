@@ -1,4 +1,4 @@
-"""From a configuration to a running engine. Several engines can share one model's weights."""
+"""The composition root: from a configuration to an engine. Several engines can share one model's weights."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ from paceline.verify.rules import RULES
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model's weights in a backend, and its tokenizer: what engines can share."""
+    """A model's weights in a backend, with its tokenizer: what several engines can share."""
 
     backend: Backend
     tokenizer: Tokenizer
     config: ModelConfig
-    fingerprint: str = ""  # of the weights: draft heads name the model they were trained for by it
-    final_norm: Float32Array | None = None  # [hidden] the weights of the last norm, for draft heads
-    mtp: Mapping[str, Tensor] = field(default_factory=dict)  # for the method mtp: see Checkpoint
+    fingerprint: str = ""  # of the weights; draft heads name their target model by it
+    final_norm: Float32Array | None = None  # [hidden] weight of the last norm, for draft heads
+    mtp: Mapping[str, Tensor] = field(default_factory=dict)  # tensors of an MTP head in the checkpoint
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to serve."""
+    """An engine with its tokenizer and configuration."""
 
     engine: Engine
     tokenizer: Tokenizer
     model_config: ModelConfig
-    drafters: tuple[str, ...] = ()  # the methods that draft, the default first
+    drafters: tuple[str, ...] = ()  # loaded drafting methods, the default first
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
-    """The model, tokenizer and backend that the configuration names."""
+    """The model, tokenizer and backend of a configuration."""
     path = resolve(config.model.model)
     check_memory_limit(path, config.backend.threads or os.cpu_count() or 1)
     tokenizer = load_tokenizer(resolve(config.model.tokenizer) if config.model.tokenizer else path)
@@ -75,9 +75,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Loaded:
-    """An engine as configured, around the model that the configuration names or around one that is loaded.
+    """The configured engine, around `model` or around the model that the configuration names.
 
-    Engines around one model take turns: a pass of one ends before that of another begins.
+    Engines that share a model take turns: each finishes its pass before another starts one.
     """
     model = model or load_model(config)
     backend, tokenizer = model.backend, model.tokenizer
@@ -93,8 +93,10 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         final_norm=model.final_norm,
         mtp=model.mtp,
     )
-    drafters = {name: load_drafter(name, own, target) for name, own in speculation.drafters.items()}
-    deepest = max([own.plan.levels for own in speculation.drafters.values()], default=0)
+    drafters = {
+        name: load_drafter(name, configured, target) for name, configured in speculation.drafters.items()
+    }
+    deepest = max([configured.plan.levels for configured in speculation.drafters.values()], default=0)
     size = size_cache(
         page_size=backend.page_size,
         bytes_per_page=backend.bytes_per_page()
@@ -104,7 +106,7 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         memory_bytes=config.cache.kv_cache_memory_bytes,
         available_bytes=available_memory(),
         device=backend.device_memory(
-            config.scheduler.max_num_seqs * 3 * (2 + deepest),  # several lengths of chains have buffers
+            config.scheduler.max_num_seqs * 3 * (2 + deepest),  # rows: chains of each length have buffers
             config.model.max_model_len or model.config.max_position,
         ),
         utilization=config.cache.gpu_memory_utilization,
@@ -125,7 +127,7 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         seed=config.seed,
         controller=_controller(config, model, speculation, drafters),
         drafters=drafters,
-        plans={name: own.plan for name, own in speculation.drafters.items()},
+        plans={name: configured.plan for name, configured in speculation.drafters.items()},
         rule=RULES[speculation.rule].verify,
         draft_forced=speculation.forced,
     )
@@ -133,31 +135,33 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
 
 
 def _speculation(config: EngineConfig, model: LoadedModel) -> Speculation:
-    """What was asked for. "auto" by itself chooses between copies and the head shipped for the model.
+    """The configured drafters. "auto" without a list means suffix decoding and the model's shipped head.
 
-    Where the head drafts on the device there are no copies: they would be looked up beside every pass.
+    If the head drafts on the device, "auto" has no suffix drafter: its host look-ups would delay every pass.
     """
-    asked = config.speculative.speculation()
-    if asked.auto and not asked.drafters:
+    requested = config.speculative.speculation()
+    if requested.auto and not requested.drafters:
         head = default_method(model.fingerprint) if model.backend.supports_features else None
         methods = [] if head is not None and model.backend.drafts_on_device else ["suffix"]
-        named = methods if head is None else [*methods, head]
+        method_names = methods if head is None else [*methods, head]
         share = config.speculative.share_suffix_cache
-        there = SpeculativeOptions(named, share_suffix_cache=share).speculation()
-        return replace(asked, drafters=there.drafters)
-    return asked
+        chosen = SpeculativeOptions(method_names, share_suffix_cache=share).speculation()
+        return replace(requested, drafters=chosen.drafters)
+    return requested
 
 
 def _controller(
     config: EngineConfig, model: LoadedModel, speculation: Speculation, drafters: Mapping[str, Drafter]
 ) -> Controller:
-    """Who decides what is drafted."""
-    plans = {name: own.plan for name, own in speculation.drafters.items() if own.plan.budget}
+    """The controller: adaptive for "auto", otherwise the configured plan."""
+    plans = {
+        name: configured.plan for name, configured in speculation.drafters.items() if configured.plan.budget
+    }
     if not (speculation.auto and plans):
         return FixedController(speculation.default_plan)
-    log, asked = config.speculative.log_decisions, config.speculative.speculation()
+    log, requested = config.speculative.log_decisions, config.speculative.speculation()
     decisions = None if log is None else DecisionLog(Path(log))
-    beginning = {} if asked.drafters else known_drafts(model.fingerprint)  # of others nothing is known
+    beginning = {} if requested.drafters else known_drafts(model.fingerprint)
     memory = Memory.of(f"{model.fingerprint} {config.backend} {model.backend.name}")
     return AutoController(
         {name: replace(plan, least_chance=drafters[name].least_chance) for name, plan in plans.items()},
@@ -173,7 +177,7 @@ def _controller(
 def _device_planner(
     plans: Mapping[str, DraftPlan], drafters: Mapping[str, Drafter], beginning: Mapping[str, Any]
 ) -> DevicePlanner | None:
-    """Plans passes on the device: by the first head that can draft there, or by what drafts from texts."""
+    """The planner for device passes: chains of the first head that drafts there, or text look-ups."""
     on_device = {name: drafters[name].device for name in plans if drafters[name].device is not None}
     heads = [name for name in on_device if not isinstance(on_device[name], TextDrafts)]
     arms: list[Arm] = []

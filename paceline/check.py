@@ -1,4 +1,4 @@
-"""`paceline check`: what this machine is, what paceline chose for it, and whether it computes right."""
+"""`paceline check`: this machine, what paceline selected for it, and self-tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.home import paceline_home
 from paceline.terminal.session import announce_compilation
 
 PACKAGES = ("paceline", "numpy", "numba", "llvmlite", "tokenizers", "safetensors", "torch", "triton")
-# of all the features LLVM names, those that decide how kernels are made
+# CPU features that decide which kernels are compiled
 FEATURES: tuple[str, ...] = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vnni")
 FEATURES += ("avxvnni", "neon", "dotprod", "i8mm", "sve")
 COLD = "cold: the first run compiles for about a minute"
@@ -29,7 +29,7 @@ Facts = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one test found."""
+    """The outcome of one test."""
 
     name: str
     status: str  # ok | failed | skipped
@@ -38,23 +38,23 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that `paceline check` tells."""
+    """The facts and test outcomes of `paceline check`."""
 
     facts: Facts  # by section
     outcomes: list[Outcome]
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed; what was skipped did not."""
+        """Whether no test failed; skipped tests count as passed."""
         return all(outcome.status != "failed" for outcome in self.outcomes)
 
     def as_json(self) -> dict[str, Any]:
-        """The report as plain values."""
-        return {**self.facts, "tests": [asdict(one) for one in self.outcomes], "passed": self.passed}
+        """The report as JSON values."""
+        return {**self.facts, "tests": [asdict(outcome) for outcome in self.outcomes], "passed": self.passed}
 
 
 def check(model: str | None = None, with_torch: bool = False) -> Report:
-    """The report on this machine. `model` is tested too; without it the default one, if it was fetched."""
+    """The report on this machine. Also tests `model`, or the default model if it is already downloaded."""
     announce_compilation()
     facts: Facts = {"machine": machine(), "kernels": kernels(), "versions": versions(), "models": models()}
     if with_torch:
@@ -63,7 +63,7 @@ def check(model: str | None = None, with_torch: bool = False) -> Report:
 
 
 def machine() -> dict[str, Any]:
-    """The processor and the memory."""
+    """Processor and memory."""
     affinity: Any = getattr(os, "sched_getaffinity", None)
     return {
         "system": f"{platform.system()} {platform.release()}",
@@ -76,7 +76,7 @@ def machine() -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """The name the processor gives itself, as far as the system tells it."""
+    """The processor's name, if the system knows it."""
     for line in _lines(Path("/proc/cpuinfo")):
         name, _, value = line.partition(":")
         if name.strip() == "model name":
@@ -85,17 +85,17 @@ def processor_name() -> str:
 
 
 def _memory() -> dict[str, str]:
-    found = {}
+    sizes = {}
     for line in _lines(Path("/proc/meminfo")):
         name, _, value = line.partition(":")
         if name in ("MemTotal", "MemAvailable"):
             label = "memory" if name == "MemTotal" else "available memory"
-            found[label] = f"{int(value.split()[0]) * 1024 / 2**30:.1f} GiB"
-    return found
+            sizes[label] = f"{int(value.split()[0]) * 1024 / 2**30:.1f} GiB"
+    return sizes
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of a file of the system; none where there is no such file."""
+    """The lines of a system file; empty if it does not exist."""
     try:
         return path.read_text(errors="replace").splitlines()
     except OSError:
@@ -103,13 +103,16 @@ def _lines(path: Path) -> list[str]:
 
 
 def kernels() -> dict[str, Any]:
-    """Which instructions the cpu backend uses, and whether its code is compiled already."""
+    """The instruction sets that the cpu backend uses, and whether its kernels are compiled."""
     from paceline.backends.cpu_kernels import cache_folder
-    from paceline.kernel_cache import kept_files
+    from paceline.kernel_cache import cached_kernels
 
-    files = kept_files(cache_folder())
+    files = cached_kernels(cache_folder())
     size = sum(path.stat().st_size for path in files)
-    from paceline.backends.cpu.isa import ISA, target_features  # after the look: this compiles some
+    from paceline.backends.cpu.isa import (  # after listing the files: this import compiles some
+        ISA,
+        target_features,
+    )
 
     features = target_features()
     return {
@@ -122,18 +125,18 @@ def kernels() -> dict[str, Any]:
 
 
 def versions() -> dict[str, Any]:
-    """Python and the packages that matter, without importing them."""
-    found = {"python": platform.python_version(), "executable": sys.executable}
+    """Versions of Python and of the relevant packages, without importing them."""
+    installed = {"python": platform.python_version(), "executable": sys.executable}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            installed[package] = "not installed"
+    return installed
 
 
 def models() -> dict[str, Any]:
-    """The folder models are kept in, and which aliases are there."""
+    """The models folder, and which aliases are downloaded."""
     from paceline.models.registry import ALIASES, is_pulled
 
     states = {name: "fetched" if is_pulled(name) else "not fetched" for name in ALIASES}
@@ -141,20 +144,20 @@ def models() -> dict[str, Any]:
 
 
 def torch_facts() -> dict[str, Any]:
-    """What torch sees."""
+    """The devices that torch sees."""
     try:
         with needs_extra("torch", "--torch"):
             import torch
     except (ImportError, PacelineError) as error:
         return {"torch": f"cannot be imported: {error}"}
-    found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.cuda.is_available()}
+    facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.cuda.is_available()}
     for number in range(torch.cuda.device_count()):
-        found[f"cuda:{number}"] = torch.cuda.get_device_name(number)
-    return found
+        facts[f"cuda:{number}"] = torch.cuda.get_device_name(number)
+    return facts
 
 
 def kernel_outcomes() -> Iterator[Outcome]:
-    """One outcome for each weight format: the compiled tiles against plain numpy."""
+    """One outcome per weight format: compiled kernels compared with numpy."""
     from paceline.check_kernels import CASES, compare
 
     for name, case in CASES.items():
@@ -162,9 +165,9 @@ def kernel_outcomes() -> Iterator[Outcome]:
 
 
 def model_outcome(model: str | None) -> str | None:
-    """What was found when a model generates alone, again, and in company; None if there is no model.
+    """Summary of a model's outputs alone, repeated and batched; None if there is no model.
 
-    All three must agree in every token and in every bit of every log-probability.
+    All three runs must agree in every token and in every bit of every log-probability.
     """
     from paceline.core.params import SamplingParams
     from paceline.llm import LLM
@@ -172,7 +175,7 @@ def model_outcome(model: str | None) -> str | None:
 
     if model is None and not is_pulled(DEFAULT_MODEL):
         return None
-    # without prefix caching, so that every run really computes
+    # no prefix caching, so that every run computes everything
     llm = LLM(model or DEFAULT_MODEL, backend="cpu", enable_prefix_caching=False, max_model_len=64)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1)
     alone, again = (llm.generate(PROMPTS[0], params)[0].outputs[0] for _ in range(2))
@@ -184,16 +187,16 @@ def model_outcome(model: str | None) -> str | None:
 
 
 def _guarded(name: str, test: Callable[[], str | None]) -> Outcome:
-    """The outcome of a test that returns what it found, or None if it could not run, or raises."""
+    """The outcome of a test. `test` returns a summary or None (it could not run), or raises."""
     try:
-        found = test()
+        summary = test()
     except PacelineError as error:
         return Outcome(name, "failed", str(error))
-    except Exception as error:  # a check tells what is broken; it does not break
+    except Exception as error:  # report any failure, whatever it is
         return Outcome(name, "failed", f"{type(error).__name__}: {error}")
-    if found is None:
+    if summary is None:
         return Outcome(name, "skipped", f"run `paceline models pull {DEFAULT_MODEL}` first, or give --model")
-    return Outcome(name, "ok", found)
+    return Outcome(name, "ok", summary)
 
 
 def show(report: Report) -> None:

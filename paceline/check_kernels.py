@@ -1,4 +1,4 @@
-"""The compiled tiles against plain numpy, on random data, for `paceline check`."""
+"""The compiled matrix kernels compared with numpy on random data, for `paceline check`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from paceline.models.gguf_blocks import FORMATS
 
 Floats = npt.NDArray[np.float32]
 
-OUTPUTS, DEPTH = 48, 512  # three tiles; two of the largest blocks
-ROWS = 13  # one tile of the most rows, and smaller ones
-TOLERANCE = 1e-5  # of the largest output: float32 sums of 512 products in another order
+OUTPUTS, DEPTH = 48, 512  # three tiles of outputs; two of the largest blocks
+ROWS = 13  # one full tile of rows, and smaller ones
+TOLERANCE = 1e-5  # relative to the largest output: float32 sums of 512 products in another order
 
 
 @dataclass(frozen=True)
 class Case:
-    """A format of a file, and the quantization that brings its tiles about."""
+    """A tensor format, and the quantization option that selects its kernel."""
 
     kind: str
     quantization: str
@@ -41,25 +41,25 @@ CASES = {
 
 
 def compare(case: Case) -> str:
-    """What was found when all agrees; BackendError that says what does not."""
+    """A summary if all outputs agree; BackendError that names the difference otherwise."""
     random = np.random.default_rng(1)
     tensor = random_tensor(case.kind, random)
     activations = random.standard_normal((ROWS, DEPTH), dtype=np.float32)
-    found = multiply(tensor, case.quantization, activations)
+    computed = multiply(tensor, case.quantization, activations)
     quantized = choose_format(case.kind, case.quantization) != FLOAT32
     expected = reference(tensor, activations, quantized)
-    error = float(np.abs(found - expected).max() / np.abs(expected).max())
-    if not error <= TOLERANCE:  # NaN fails too
+    error = float(np.abs(computed - expected).max() / np.abs(expected).max())
+    if not error <= TOLERANCE:  # written so that NaN fails too
         raise BackendError(f"differs from numpy by {error:.1e} of the largest output")
     for row in range(ROWS):
         alone = multiply(tensor, case.quantization, activations[row : row + 1])
-        if not np.array_equal(alone[0], found[row]):
+        if not np.array_equal(alone[0], computed[row]):
             raise BackendError(f"row {row} alone has other bits than among {ROWS}")
     return f"within {error:.0e} of numpy; the same bits for a row alone and among others"
 
 
 def random_tensor(kind: str, random: np.random.Generator) -> GgufTensor:
-    """A matrix [OUTPUTS, DEPTH] of random blocks, as a file would hold it."""
+    """A matrix [OUTPUTS, DEPTH] of random blocks in this file format."""
     form = FORMATS[kind]
     if kind == "F32":
         values = random.standard_normal((OUTPUTS, DEPTH), dtype=np.float32)
@@ -67,7 +67,7 @@ def random_tensor(kind: str, random: np.random.Generator) -> GgufTensor:
     blocks = random.integers(
         0, 256, (OUTPUTS, DEPTH // form.block_size, form.block_bytes), dtype=np.uint8, endpoint=False
     )
-    # every format here begins with one or two half floats; random bytes there could be NaN
+    # these formats start with one or two half floats; random bytes there could be NaN
     halves = 2 if kind in ("Q4_1", "Q4_K") else 1
     scales = random.uniform(0.5, 1.5, (*blocks.shape[:2], halves)).astype(np.float16)
     blocks[:, :, : 2 * halves] = scales.view(np.uint8)
@@ -75,7 +75,7 @@ def random_tensor(kind: str, random: np.random.Generator) -> GgufTensor:
 
 
 def reference(tensor: GgufTensor, activations: Floats, quantized: bool) -> npt.NDArray[np.float64]:
-    """The product in double precision, of activations rounded to int8 in groups if `quantized`."""
+    """The product in float64; with `quantized`, of activations rounded to int8 in groups."""
     values = activations.astype(np.float64)
     if quantized:
         groups = values.reshape(len(values), -1, GROUP)
@@ -85,7 +85,7 @@ def reference(tensor: GgufTensor, activations: Floats, quantized: bool) -> npt.N
 
 
 def multiply(tensor: GgufTensor, quantization: str, activations: Floats) -> Floats:
-    """The product by the compiled tiles, [rows, outputs]."""
+    """The product by the compiled kernels, [rows, outputs]."""
     matrix = pack(tensor, quantization)
     rows, depth = activations.shape
     quantized = matrix.weight_format != FLOAT32

@@ -1,4 +1,4 @@
-"""`paceline`: one command per job. What a command does is in the room it imports when it runs."""
+"""The `paceline` command. Each subcommand imports the package that implements it when it runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from paceline.terminal.flags import (
     without,
 )
 
-# plain help: rich would cut long flags
+# plain help: rich would truncate long flags
 PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 app = typer.Typer(
@@ -38,7 +38,7 @@ app = typer.Typer(
     **PLAIN,
 )
 
-LEAST_ADDRESS_SPACE = 1 << 30  # bytes: no model runs in less
+MIN_ADDRESS_SPACE = 1 << 30  # bytes; no model runs in less
 MEMORY_REMEDY = (
     "Use a smaller model, lower --kv-cache-memory-bytes, --max-model-len or --threads, or raise the memory "
     "limit of this process (`ulimit -v`)."
@@ -53,7 +53,7 @@ System = Annotated[
 
 
 def main(commands: typer.Typer = app) -> None:
-    """Run the command line. A user's mistake ends with one line and exit code 2, no traceback."""
+    """Run the command line. User errors print one line and exit with code 2, without a traceback."""
     try:
         commands()
     except PacelineError as error:
@@ -65,12 +65,12 @@ def main(commands: typer.Typer = app) -> None:
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Whether an error comes from a lack of memory. Libraries that cannot be loaded say many things."""
+    """Whether an error means a lack of memory. Libraries that fail to load report it in many ways."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return (
         isinstance(error, MemoryError)
         or "can't start new thread" in str(error)
-        or (isinstance(error, OSError | ImportError) and 0 <= limit < LEAST_ADDRESS_SPACE)
+        or (isinstance(error, OSError | ImportError) and 0 <= limit < MIN_ADDRESS_SPACE)
     )
 
 
@@ -197,17 +197,17 @@ app.command("simulate")(simulate_command)
 
 
 def _mount(name: str, module: str, extra: str | None, summary: str) -> None:
-    """Give a room's own commands a name here. The room is imported only when it is used.
+    """Add a package's own commands under `name`. The package is imported on first use.
 
-    `extra` is the one that installs what its commands need beyond the package's own dependencies.
+    `extra` is the optional dependency that the commands need.
     """
 
     @app.command(name, context_settings=ANY_ARGUMENTS, add_help_option=False, help=summary)
-    def room(context: typer.Context) -> None:
+    def run_subcommand(context: typer.Context) -> None:
         with nullcontext() if extra is None else needs_extra(extra, f"`paceline {name}`"):
-            one_room = typer.Typer(**PLAIN)
-            one_room.add_typer(importlib.import_module(module).app, name=name)
-            one_room([name, *context.args], prog_name="paceline")
+            subcommands = typer.Typer(**PLAIN)
+            subcommands.add_typer(importlib.import_module(module).app, name=name)
+            subcommands([name, *context.args], prog_name="paceline")
 
 
 _mount("models", "paceline.models.commands", None, "Models: list, pull, show.")

@@ -1,4 +1,4 @@
-"""How numba compiles the functions of the rooms. The cpu backend has options of its own."""
+"""Numba options of compiled functions outside the cpu backend, which has its own."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled(function: Function) -> Function:
-    """A numba function, kept on disk, that runs without the GIL. No fast-math: bits are promised."""
+    """A numba function, cached on disk, that releases the GIL. No fast-math: results are bit-exact."""
     return cast(Function, jitted(function, _FOLDER, nogil=True, error_model="numpy"))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def pointer_to(typing: Any, address: Any) -> Any:
-    """In compiled code: an address as numba.carray wants it."""
+    """In compiled code: an address as the pointer that numba.carray takes."""
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.inttoptr(values[0], context.get_value_type(types.voidptr))
@@ -31,5 +31,5 @@ def pointer_to(typing: Any, address: Any) -> Any:
 
 
 def inlined(function: Function) -> Function:
-    """A numba function that becomes part of the compiled functions that call it."""
+    """A numba function that is inlined into the compiled functions that call it."""
     return cast(Function, numba.njit(inline="always", error_model="numpy")(function))

@@ -1,4 +1,4 @@
-"""The configuration: frozen slices, one for each component, composed. All defaults live here."""
+"""The engine's configuration: one frozen dataclass per component. All defaults are defined here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ModelOptions:
 
     model: str = DEFAULT_MODEL  # an alias, a folder of safetensors, a .gguf file or a hub id
     tokenizer: str | None = None  # None: the model's own
-    max_model_len: int | None = None  # None: the model's context, or what the KV cache holds if that is less
+    max_model_len: int | None = None  # None: the model's context, or what fits into the KV cache
 
     def __post_init__(self) -> None:
         check_text(ConfigError, "model", self.model)
@@ -43,12 +43,10 @@ class ModelOptions:
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class CacheOptions:
-    """Memory for keys and values."""
+    """KV cache memory."""
 
-    kv_cache_memory_bytes: int | None = None  # None: see kv/sizing.py
-    gpu_memory_utilization: float = (
-        0.9  # of the cuda backend: the share of the GPU's memory it may use in all
-    )
+    kv_cache_memory_bytes: int | None = None  # None: computed by kv/sizing.py
+    gpu_memory_utilization: float = 0.9  # fraction of GPU memory to use (cuda backend only)
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
@@ -61,10 +59,10 @@ class CacheOptions:
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class SchedulerOptions:
-    """How much runs at once."""
+    """Size of a batch."""
 
-    max_num_seqs: int = 16  # most requests of a pass
-    max_num_batched_tokens: int = 512  # most rows of a pass: decodes, drafts and prefill chunks together
+    max_num_seqs: int = 16  # requests per pass
+    max_num_batched_tokens: int = 512  # rows per pass: decoded tokens, drafts and prefill chunks together
 
     def __post_init__(self) -> None:
         check_integer(ConfigError, "max_num_seqs", self.max_num_seqs, 1, 4096)
@@ -79,17 +77,17 @@ class SchedulerOptions:
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class SpeculativeOptions:
-    """Drafting. "auto": where it pays, by copies and the head that is shipped for the model; "off": nothing,
-    not even what a grammar forces; None: that alone. See draft/methods.py for the rest."""
+    """Speculation. "auto": suffix decoding and the model's shipped head, where they gain; "off": nothing,
+    not even tokens that a grammar forces; None: forced tokens only. draft/methods.py has the methods."""
 
     speculative_config: Any = "auto"
-    log_decisions: str | None = None  # a file: why "auto" drafts what it drafts, as lines of JSON
-    # of suffix and hybrid, also where "auto" uses them: responses | prompts | off. None: as they say
+    log_decisions: str | None = None  # path of a JSON Lines file with the reasons for the decisions of "auto"
+    # for suffix and hybrid, also within "auto": responses | prompts | off. None: their own setting
     share_suffix_cache: str | None = None
 
     def __post_init__(self) -> None:
         if self.speculative_config not in (None, "off"):
-            self.speculation()  # a mistake is told before a model is loaded
+            self.speculation()  # report a mistake before a model is loaded
         if self.share_suffix_cache is not None:
             from paceline.draft.suffix import SHARES  # here, to keep `--help` quick
 
@@ -110,25 +108,28 @@ class SpeculativeOptions:
         if self.share_suffix_cache is None:
             return parsed
         drafters = {
-            name: replace(own, options=replace(own.options, share_suffix_cache=self.share_suffix_cache))
-            if hasattr(own.options, "share_suffix_cache")
-            else own
-            for name, own in parsed.drafters.items()
+            name: replace(
+                drafter, options=replace(drafter.options, share_suffix_cache=self.share_suffix_cache)
+            )
+            if hasattr(drafter.options, "share_suffix_cache")
+            else drafter
+            for name, drafter in parsed.drafters.items()
         }
         return replace(parsed, drafters=drafters)
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything an engine is made from."""
+    """The complete configuration of an engine."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     backend: BackendOptions = field(default_factory=BackendOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
-    seed: int = 0  # of requests that bring none of their own
+    seed: int = 0  # for requests without a seed
 
+    # for requests without a seed
     def __post_init__(self) -> None:
         check_integer(ConfigError, "seed", self.seed, 0, 2**64 - 1)
         if self.speculative.speculative_config is not None:
@@ -137,7 +138,7 @@ class EngineConfig:
             self._check_rule()
 
     def _check_room_for_drafts(self) -> None:
-        """Refuse drafts that can never be whole in a pass."""
+        """Raise ConfigError if a draft can never fit into a pass."""
         rows = self.scheduler.max_num_batched_tokens
         for name, drafter in self.speculative.speculation().drafters.items():
             if drafter.plan.budget >= rows:
@@ -148,7 +149,7 @@ class EngineConfig:
                 )
 
     def _check_rule(self) -> None:
-        """Refuse rules of verification that keep the distribution, but not the bytes."""
+        """Raise ConfigError if the verification rule preserves the distribution but not the bytes."""
         from paceline.verify.rules import RULES  # here, to keep `--help` quick
 
         rule = self.speculative.speculation().rule
@@ -160,11 +161,11 @@ class EngineConfig:
 
     @staticmethod
     def from_options(**options: Any) -> EngineConfig:
-        """The configuration with these options set, named as users type them; others are refused."""
+        """The configuration with these options, named as users type them. Unknown ones raise ConfigError."""
         parts: dict[str, Any] = {}
         for name, kind in _SLICES.items():
-            own = {item.name for item in fields(kind)}
-            parts[name] = kind(**{option: options.pop(option) for option in list(options) if option in own})
+            names = {item.name for item in fields(kind)}
+            parts[name] = kind(**{option: options.pop(option) for option in list(options) if option in names})
         if "seed" in options:
             parts["seed"] = options.pop("seed")
         for option in options:

@@ -1,4 +1,4 @@
-"""What is installed only if it is asked for: `pip install 'paceline[EXTRA]'`."""
+"""Optional dependencies: `pip install 'paceline[EXTRA]'`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from paceline.errors import ConfigError, PacelineError
 
 @contextmanager
 def needs_extra(extra: str, what: str, error: type[PacelineError] = ConfigError) -> Iterator[None]:
-    """A block in which `what` imports what the extra installs; an error says so where it is missing."""
+    """A context in which `what` imports an extra's packages; the error for a missing one names the extra."""
     try:
         yield
     except ModuleNotFoundError as missing:
-        if missing.name is None or missing.name.partition(".")[0] == "paceline":  # a fault of our own
+        if missing.name is None or missing.name.partition(".")[0] == "paceline":  # an import error of our own
             raise
         raise error(
             f"{what} needs the module {missing.name}: run `pip install 'paceline[{extra}]'`."

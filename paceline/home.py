@@ -1,4 +1,4 @@
-"""The folder paceline keeps between runs: models it fetched and kernels it compiled."""
+"""The folder that paceline keeps between runs: downloaded models and compiled kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_told: set[str] = set()  # what cannot be kept
+_unwritable: set[str] = set()  # what could not be stored and was already reported
 
 
 def paceline_home() -> Path:
@@ -20,16 +20,16 @@ def paceline_home() -> Path:
         if named:
             return Path(named).expanduser()
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
-    except RuntimeError as error:  # a container's user without a name, or ~nobody-of-that-name
+    except RuntimeError as error:  # a container's user without a home, or an unknown ~name
         raise ConfigError(
             f"there is no folder to keep models and kernels in ({error}). Set PACELINE_HOME to a folder that "
             "you may write to."
         ) from None
 
 
-def tell_unusable(what: str, folder: Path, error: OSError) -> None:
-    """Say, once in a process, that something cannot be kept: that costs time at every start, no more."""
-    if not _told:
+def warn_unusable(what: str, folder: Path, error: OSError) -> None:
+    """Warn, once per process, that something cannot be stored: every start is then slower, nothing else."""
+    if not _unwritable:
         logger.warning(
             "%s cannot be kept in %s (%s), so each start takes longer. Set PACELINE_HOME to a folder that "
             "you may write to, with 100 MB free.",
@@ -37,4 +37,4 @@ def tell_unusable(what: str, folder: Path, error: OSError) -> None:
             folder,
             error.strerror,
         )
-    _told.add(what)
+    _unwritable.add(what)

@@ -1,14 +1,14 @@
-"""Compiled functions kept on disk, one file each. A cache that cannot be used costs time, never a run.
+"""Compiled functions cached on disk, one file each. An unusable cache costs time but never fails a run.
 
-Numba's own cache raises where its folder cannot be made, read or written, unpickles whatever it finds,
-and lets two processes that compile at once write under one name. It also keys by the path of the source,
-and looks at no source but the function's own. Ours differs in four ways:
+Numba's own cache raises if its folder cannot be created, read or written, unpickles whatever it finds,
+and lets two processes that compile at once write to one name. It also uses the path of the source as its
+key, and ignores changes in called functions of other files. Ours differs in four ways:
 
-    a function is known by its module and by the text of all sources it calls: a second checkout compiles
-        nothing again, and a change of a called function in another file is not missed
-    a file holds one compiled signature, behind its SHA-256: what is cut or changed is compiled again
-    a file appears whole, by a rename, under a name of its own signature: processes may fill it together
-    what cannot be read or written is told once, and the process compiles for itself
+    the key is the function's module and the text of all sources that it calls: a second checkout compiles
+        nothing again, and a change in a called function is noticed
+    a file holds one compiled signature after its SHA-256: a truncated or changed file is compiled again
+    a file is renamed into place, named by its signature: several processes can fill the cache at once
+    what cannot be read or written is reported once, and the process compiles for itself
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from numba.core.ccallback import CFunc
 from numba.core.dispatcher import Dispatcher
 from numba.core.serialize import dumps
 
-from paceline.home import paceline_home, tell_unusable
+from paceline.home import paceline_home, warn_unusable
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +39,12 @@ _DIGEST_BYTES = 32
 
 
 def kernels_folder(name: str) -> Path:
-    """The folder of a group of compiled functions."""
+    """The folder for a group of compiled functions."""
     return paceline_home() / "kernels" / name
 
 
-def kept_files(folder: Path) -> list[Path]:
-    """The compiled signatures in a folder; none if it cannot be read."""
+def cached_kernels(folder: Path) -> list[Path]:
+    """The cached kernels in a folder; empty if it cannot be read."""
     try:
         return [path for path in folder.rglob(f"*{SUFFIX}") if path.is_file()]
     except OSError:
@@ -52,30 +52,30 @@ def kept_files(folder: Path) -> list[Path]:
 
 
 def jitted(function: Callable[..., Any], folder: Path, **options: Any) -> Any:
-    """A numba function whose compiled signatures are kept in this folder."""
+    """A numba function whose compiled signatures are cached in this folder."""
     dispatcher = numba.njit(**options)(function)
     dispatcher._cache = _KernelCache(function, folder)
     return dispatcher
 
 
 def c_function(function: Callable[..., Any], signature: Any, folder: Path) -> Any:
-    """A C function of this numba signature, compiled now or read from this folder."""
+    """A C function with this numba signature, compiled now or read from this folder."""
     types = (signature.args, signature.return_type)
-    made: Any = CFunc(function, types, locals={}, options={"nopython": True})
-    made._cache = _KernelCache(function, folder)
-    made.compile()
-    return made
+    compiled: Any = CFunc(function, types, locals={}, options={"nopython": True})
+    compiled._cache = _KernelCache(function, folder)
+    compiled.compile()
+    return compiled
 
 
 def source_digest(function: Callable[..., Any]) -> str:
-    """The SHA-256 of the sources of a function and of all compiled functions that it calls."""
-    found, pending = {function}, [function]
+    """SHA-256 of the sources of a function and of all compiled functions that it calls."""
+    functions, pending = {function}, [function]
     while pending:
         for called in _called(pending.pop()):
-            if called not in found:
-                found.add(called)
+            if called not in functions:
+                functions.add(called)
                 pending.append(called)
-    digests = {_file_digest(each.__code__.co_filename) for each in found}
+    digests = {_file_digest(function.__code__.co_filename) for function in functions}
     return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
 
 
@@ -94,7 +94,7 @@ def _file_digest(path: str) -> str:
 
 
 class _Locator(UserProvidedCacheLocator):  # type: ignore[misc]
-    """Says of which source a function is; where its files are, the cache knows."""
+    """Tells numba the source of a function; the cache itself decides where files are."""
 
     @classmethod
     def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _Locator:
@@ -102,13 +102,13 @@ class _Locator(UserProvidedCacheLocator):  # type: ignore[misc]
 
 
 class _CacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
-    """What numba knows of writing down a compiled function."""
+    """Numba's serialization of a compiled function."""
 
     _locator_classes = (_Locator,)
 
 
 class _KernelCache(FunctionCache):  # type: ignore[misc]
-    """Where numba looks for a compiled function, and leaves it."""
+    """Numba's interface to the cache: load and save a compiled signature."""
 
     _impl_class = _CacheImpl
 
@@ -118,11 +118,11 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
 
     @cached_property
     def _stamp(self) -> str:
-        """Not at decoration: what a function calls may be defined after it."""
+        """Digest of the sources. Computed late: a called function may be defined after its caller."""
         return source_digest(self._py_func)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """What was compiled for this signature; None if that is not there, or of no use."""
+        """The compiled function of this signature; None if it is not cached or not usable."""
         target_context.refresh()
         key = self._index_key(sig, target_context.codegen())
         path = self._path(key)
@@ -131,19 +131,19 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
         except FileNotFoundError:
             return None
         except OSError as error:
-            tell_unusable(WHAT, self._cache_path, error)
+            warn_unusable(WHAT, self._cache_path, error)
             return None
         digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         if hashlib.sha256(payload).digest() != digest:
             logger.warning("%s is damaged: it is compiled again, and replaced", path)
             return None
-        stamp, kept_key, data = pickle.loads(payload)
-        if (stamp, kept_key) != (self._stamp, key):  # of another version of the source
+        stamp, stored_key, data = pickle.loads(payload)
+        if (stamp, stored_key) != (self._stamp, key):  # compiled from other sources
             return None
         return self._impl.rebuild(target_context, data)
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep what was compiled for this signature, if that is possible."""
+        """Store the compiled function of this signature, if possible."""
         if not self._impl.check_cachable(data):
             return
         key = self._index_key(sig, data.codegen)
@@ -155,7 +155,7 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
             temporary.write_bytes(hashlib.sha256(payload).digest() + payload)
             temporary.replace(path)
         except OSError as error:
-            tell_unusable(WHAT, self._cache_path, error)
+            warn_unusable(WHAT, self._cache_path, error)
             try:
                 temporary.unlink(missing_ok=True)
             except OSError:
@@ -165,8 +165,8 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
         raise NotImplementedError("files of other functions lie beside ours")
 
     def _path(self, key: Any) -> Path:
-        """The file of a signature: an older version of the same function has the same one."""
+        """The file of a signature. Other versions of the function's source share it."""
         signature, machine, (_, closure) = key
-        told_apart = f"{numba.__version__} {signature} {machine} {closure}"
-        name = hashlib.sha256(told_apart.encode()).hexdigest()[:16]
+        identity = f"{numba.__version__} {signature} {machine} {closure}"
+        name = hashlib.sha256(identity.encode()).hexdigest()[:16]
         return self._cache_path / f"{self._impl.filename_base}.{name}{SUFFIX}"

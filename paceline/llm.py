@@ -1,4 +1,4 @@
-"""LLM: the offline API. The names and shapes are vLLM's, so that only the import changes."""
+"""LLM: the offline API, with vLLM's names and types, so that users only change the import."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class ChatTokenizer(TextTokenizer, PromptTokenizer, Protocol):
 
 
 class LLM:
-    """A model that generates.
+    """A loaded model that generates text.
 
     Options: tokenizer, max_model_len, backend, dtype, quantization, device, threads, exact,
     kv_cache_memory_bytes, gpu_memory_utilization, enable_prefix_caching, max_num_seqs,
     max_num_batched_tokens, speculative_config, share_suffix_cache, seed. paceline/config.py describes each;
-    others are refused.
+    unknown ones raise ConfigError.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
@@ -45,7 +45,7 @@ class LLM:
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: ChatTokenizer) -> LLM:
-        """An LLM over an engine that exists already."""
+        """An LLM around an existing engine."""
         llm = cls.__new__(cls)
         llm._set(engine, tokenizer)
         return llm
@@ -53,10 +53,10 @@ class LLM:
     def _set(self, engine: Engine, tokenizer: ChatTokenizer) -> None:
         self.engine = engine
         self._tokenizer = tokenizer
-        self._close = weakref.finalize(self, engine.close)  # also when the program ends
+        self._close = weakref.finalize(self, engine.close)  # also at interpreter exit
 
     def close(self) -> None:
-        """Write down what is to survive, such as a suffix cache. The LLM is not to be used afterwards."""
+        """Save what persists, such as a suffix cache. The LLM cannot be used afterwards."""
         self._close()
 
     def get_tokenizer(self) -> ChatTokenizer:
@@ -70,12 +70,11 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """One RequestOutput for each prompt, in order.
+        """One RequestOutput per prompt, in order.
 
-        `prompts` is one prompt or a list of them; `sampling_params` one for all or one for each.
-        Nothing runs if any of them is refused. A request that fails while it runs has
-        finish_reason "error" and leaves the others alone. `use_tqdm` shows a progress bar on a
-        terminal.
+        `prompts` is one prompt or a list; `sampling_params` is one for all or a list with one for each.
+        If any of them is invalid, nothing runs. A request that fails while it runs has finish_reason
+        "error" and does not affect the others. `use_tqdm` shows a progress bar on a terminal.
         """
         texts_and_ids = [self._tokenized(prompt) for prompt in _as_prompts(prompts)]
         return self._run(texts_and_ids, _as_params(sampling_params, len(texts_and_ids)), use_tqdm)
@@ -89,7 +88,7 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """One RequestOutput for each conversation: one list of messages, or a list of such lists."""
+        """One RequestOutput per conversation. `messages` is one list of messages or a list of such lists."""
         texts_and_ids = []
         for conversation in _as_conversations(messages):
             text = self._tokenizer.apply_chat_template(conversation, add_generation_prompt, tools)
@@ -97,7 +96,7 @@ class LLM:
         return self._run(texts_and_ids, _as_params(sampling_params, len(texts_and_ids)), use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """The text of one output, piece by piece. Stopping early aborts the request."""
+        """The text of one output, in pieces. Closing the iterator early aborts the request."""
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise RequestError(f"stream gives one output, but n is {params.n}. Use generate, or n=1.")
@@ -108,7 +107,7 @@ class LLM:
             while not request.finished or sent < len(request.detokenizer.text):
                 if not request.finished:
                     self.engine.step()
-                # all that is new, not the step's delta: other calls may step the engine in between
+                # all new text, not the step's delta: other calls may have stepped the engine in between
                 text = request.detokenizer.text[sent:]
                 if text:
                     sent += len(text)
@@ -119,7 +118,7 @@ class LLM:
             self.engine.abort(request.request_id)
 
     def _tokenized(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        """A prompt's text, if it has one, and its token ids."""
+        """A prompt's text (None if it was given as ids) and its token ids."""
         given = _as_mapping(prompt)
         if "prompt_token_ids" in given:
             return given.get("prompt"), given["prompt_token_ids"]
@@ -134,13 +133,13 @@ class LLM:
         params: Sequence[SamplingParams],
         show_progress: bool,
     ) -> list[RequestOutput]:
-        """Add all requests, step until they are done, and give their outputs in order."""
+        """Add all requests, step until they have finished, and return their outputs in order."""
         groups: list[list[Request]] = []
         try:
-            for (_, ids), one in zip(texts_and_ids, params, strict=True):
-                groups.append(self.engine.add_request(ids, one))
+            for (_, ids), request_params in zip(texts_and_ids, params, strict=True):
+                groups.append(self.engine.add_request(ids, request_params))
             self._step_until_done(groups, show_progress)
-        finally:  # refused half way, or interrupted: leave nothing behind
+        finally:  # after an invalid request or an interruption: remove what was added
             for children in groups:
                 self.engine.abort(children[0].request_id)
         return [
@@ -159,7 +158,7 @@ class LLM:
 
 
 class _Progress:
-    """A progress bar over finished requests, on a terminal and if there is more than one; else nothing."""
+    """A progress bar over finished requests; shown on a terminal for more than one request."""
 
     def __init__(self, total: int, wanted: bool) -> None:
         self._bar: Any = None
@@ -185,7 +184,7 @@ class _Progress:
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:
-    """A list of prompts from one prompt or several."""
+    """A list of prompts, from one prompt or several."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
@@ -198,7 +197,7 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def _as_mapping(prompt: Prompt) -> Mapping[str, Any]:
-    """A prompt in its longest form."""
+    """A prompt in its mapping form."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if not isinstance(prompt, Mapping):
@@ -210,7 +209,7 @@ def _as_mapping(prompt: Prompt) -> Mapping[str, Any]:
 
 
 def _as_conversations(messages: Any) -> list[Sequence[Message]]:
-    """A list of conversations from one conversation or several."""
+    """A list of conversations, from one or several."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise RequestError(
             "messages must be a non-empty list of {'role': ..., 'content': ...}, or a list of those."
@@ -224,7 +223,7 @@ def _as_params(params: Any, count: int) -> list[SamplingParams]:
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
-    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+    if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
         raise RequestError(
             f"sampling_params must be a SamplingParams or a list of them, got {type(params).__name__}."
         )

@@ -1,4 +1,4 @@
-"""The processor this runs on."""
+"""The CPU of this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import platform
 import re
 from pathlib import Path
 
-# Arm systems tell part numbers instead of names
+# names by part number: Arm systems report only numbers
 ARM_PARTS = {
     "0xd0c": "Arm Neoverse-N1",
     "0xd40": "Arm Neoverse-V1",
@@ -16,7 +16,7 @@ ARM_PARTS = {
 
 
 def cpu_name(cpuinfo: str | None = None) -> str:
-    """The processor's name from the text of /proc/cpuinfo, or what Python knows of it."""
+    """The CPU's name, from the text of /proc/cpuinfo or from Python's platform module."""
     text = _read("/proc/cpuinfo") if cpuinfo is None else cpuinfo
     if named := re.search(r"^(?:model name|Model)\s*:\s*(.+)$", text, re.MULTILINE):
         return named[1].strip()
@@ -26,7 +26,7 @@ def cpu_name(cpuinfo: str | None = None) -> str:
 
 
 def has_amx(cpuinfo: str | None = None) -> bool:
-    """Whether the processor multiplies int8 matrices in tiles (AMX), by the text of /proc/cpuinfo."""
+    """Whether the CPU has AMX (int8 matrix tiles), by the text of /proc/cpuinfo."""
     text = _read("/proc/cpuinfo") if cpuinfo is None else cpuinfo
     return re.search(r"^flags\s*:.*\bamx_int8\b", text, re.MULTILINE) is not None
 

@@ -1,4 +1,4 @@
-"""Refusing what a user cannot mean: unknown names, wrong types, values out of range."""
+"""Validation of options: unknown names, wrong types, values out of range."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Class = TypeVar("Class", bound=type[Any])
 
 
 def unknown_option(name: str, allowed: Iterable[str], where: str) -> str:
-    """The message for an option that does not exist, with the nearest one that does."""
+    """The error message for an unknown option, with the closest known name."""
     names = sorted(allowed)
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -23,7 +23,7 @@ def unknown_option(name: str, allowed: Iterable[str], where: str) -> str:
 
 
 def refuse_unknown(error: type[PacelineError]) -> Callable[[Class], Class]:
-    """A class decorator: keywords the class does not have raise `error` instead of TypeError."""
+    """A class decorator: unknown keyword arguments raise `error` instead of TypeError."""
 
     def decorate(cls: Class) -> Class:
         original = cls.__init__
@@ -45,7 +45,7 @@ def refuse_unknown(error: type[PacelineError]) -> Callable[[Class], Class]:
 def check_integer(
     error: type[PacelineError], name: str, value: object, low: int, high: int | None, remedy: str = ""
 ) -> int:
-    """The value, if it is an integer from low to high (no upper end: None)."""
+    """The value, if it is an integer from `low` to `high` (None: no upper bound)."""
     allowed = f"an integer from {low}" + (f" to {high}" if high is not None else " up")
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise error(f"{name} must be {allowed}, got {value!r} ({type(value).__name__}). {remedy}".rstrip())
@@ -64,7 +64,7 @@ def check_number(
     low_open: bool = False,
     remedy: str = "",
 ) -> float:
-    """The value as a float, if it is a finite number from low to high (low itself excluded if open)."""
+    """The value as a float, if it is finite and from `low` (exclusive if `low_open`) to `high`."""
     allowed = f"a number {'above' if low_open else 'from'} {low:g} {'and up ' if low_open else ''}to {high:g}"
     if isinstance(value, bool) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
         raise error(f"{name} must be {allowed}, got {value!r} ({type(value).__name__}). {remedy}".rstrip())
@@ -82,12 +82,12 @@ def check_bool(error: type[PacelineError], name: str, value: object) -> bool:
 
 
 def check_text(error: type[PacelineError], name: str, value: object, remedy: str = "") -> None:
-    """Refuse what is not a non-empty string."""
+    """Raise `error` unless the value is a non-empty string."""
     if not isinstance(value, str) or not value:
         raise error(f"{name} must be a non-empty string, got {value!r}. {remedy}".rstrip())
 
 
 def check_choice(error: type[PacelineError], name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuse what is not one of these."""
+    """Raise `error` unless the value is one of `choices`."""
     if value not in choices:
         raise error(f"{name} must be one of {', '.join(choices)}, got {value!r}.")

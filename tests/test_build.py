@@ -1,4 +1,4 @@
-"""Who decides what is drafted, for each backend and what was asked for."""
+"""The controller for each backend and speculative_config."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_without_a_head_the_device_drafts_from_texts():
     assert {plan.drafter for plan in chosen.device_plans()} == {None, "suffix"}
 
 
-def test_what_the_suffix_cache_shares_is_heard_where_auto_chooses_the_drafters():
+def test_share_suffix_cache_applies_to_the_drafters_of_auto():
     model = SimpleNamespace(backend=ToyBackend(), fingerprint="none")
     for given, heard in ((None, "responses"), ("prompts", "prompts"), ("off", "off")):
         config = EngineConfig.from_options(speculative_config="auto", share_suffix_cache=given)

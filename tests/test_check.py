@@ -1,4 +1,4 @@
-"""`paceline check`: it tells what is there, passes on a sound machine and fails on a broken one."""
+"""`paceline check`: it reports the machine, passes on a sound one and fails on a broken one."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def test_the_report_tells_machine_kernels_versions_and_models(empty_home, tmp_pa
     assert report.passed
 
 
-def test_a_model_is_tested_alone_and_in_company(tiny_model):
+def test_a_model_is_tested_alone_and_in_a_batch(tiny_model):
     assert "the same bits alone, again and among other requests" in check_room.model_outcome(tiny_model)
 
 
-def test_a_model_whose_answer_depends_on_company_is_noticed(plant, tiny_model):
+def test_a_model_whose_answer_depends_on_the_batch_is_noticed(plant, tiny_model):
     right = LLM.generate
 
     def wrong(self, prompts, sampling_params=None, *, use_tqdm=True):

@@ -1,4 +1,4 @@
-"""The command line: flags, streaming, JSON, chat, and how mistakes are told."""
+"""The command line: flags, streaming, JSON, chat, and error messages."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def test_version_and_help_name_every_command(paceline):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (MemoryError(), "there is not enough memory. Use a smaller model"),
         (MemoryError("Unable to allocate 9 GiB"), "memory (Unable to allocate 9 GiB). Use a smaller model"),
         (RuntimeError("can't start new thread"), "memory (can't start new thread). Use a smaller"),
     ],
 )
-def test_a_lack_of_memory_is_told_in_one_line(paceline, monkeypatch, error, told):
+def test_a_lack_of_memory_is_reported_in_one_line(paceline, monkeypatch, error, message):
     def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(generate_room, "generate", fail)
     code, out, err = paceline("generate", "--prompt", "hi")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert told in err
+    assert message in err
     assert "ulimit -v" in err
 
 
@@ -64,7 +64,7 @@ def test_the_command_line_starts_without_heavy_imports():
 def test_flags_have_the_names_and_defaults_of_the_python_api():
     params = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     del params["speculative"]  # --draft says it for all requests of a command
-    del params["structured_outputs"]  # has flags of its own
+    del params["structured_outputs"]  # has its own flags
     assert {flag.name: flag.default for flag in SAMPLING} == params
     config = EngineConfig()
     options = {}
@@ -185,7 +185,7 @@ def test_an_answer_has_the_form_that_a_flag_asks_for(paceline, toy, tmp_path, mo
     assert re.fullmatch(answers + "\n", out)
 
 
-def test_a_form_that_cannot_be_read_is_told(paceline, toy):
+def test_an_unreadable_schema_is_reported(paceline, toy):
     code, _, err = paceline("generate", "--prompt", "a", "--grammar", "no-such-file")
     assert (code, "--grammar 'no-such-file' cannot be read" in err) == (2, True)
     code, _, err = paceline("generate", "--prompt", "a", "--regex", "a", "--json-object")
@@ -250,7 +250,7 @@ def test_engine_flags_reach_the_engine(paceline, toy):
     }
 
 
-def test_exact_is_heard_and_what_is_not_exact_refused(paceline, toy):
+def test_exact_refuses_inexact_settings(paceline, toy):
     assert paceline("generate", "--prompt", "a", "--exact")[0] == 0
     assert toy.asked["exact"] is True
     code, _, err = paceline("generate", "--prompt", "a", "--exact", "--backend", "torch")
@@ -295,14 +295,14 @@ def test_stats_tell_tokens_speed_and_prefix_hits(paceline, toy):
         (("--prompt", "a", "--stop-token-ids", "5000"), None, "ids go from 0 to 96"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(paceline, toy, arguments, stdin, message):
+def test_invalid_generate_arguments_are_refused(paceline, toy, arguments, stdin, message):
     code, out, err = paceline("generate", *arguments, stdin=stdin)
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert message in err
 
 
-def test_a_request_that_fails_while_it_runs_is_told_after_what_the_others_gave(monkeypatch, paceline):
+def test_a_failed_request_is_reported_after_the_other_outputs(monkeypatch, paceline):
     llm = LLM.from_engine(toy_engine(ToyBackend(nan_after=ToyTokenizer().encode("b")[-1])), ToyTokenizer())
     monkeypatch.setattr(generate_room, "load", lambda model, options: llm)
     bias = json.dumps({ToyTokenizer().encode("b")[-1]: -100})

@@ -33,7 +33,7 @@ def test_defaults():
 
 
 @pytest.mark.parametrize("method", ["suffix", "hybrid"])
-def test_what_the_suffix_cache_shares_is_said_beside_the_method_or_in_it(method):
+def test_share_suffix_cache_is_an_option_of_the_engine_or_of_the_method(method):
     entry = {"method": method, **({"fallback": {"method": "ngram"}} if method == "hybrid" else {})}
 
     def shared(entry, **options):
@@ -46,7 +46,7 @@ def test_what_the_suffix_cache_shares_is_said_beside_the_method_or_in_it(method)
     assert shared({**entry, "share_suffix_cache": "prompts"}, share_suffix_cache="off") == "off"
 
 
-def test_auto_takes_torch_where_the_cpu_backend_cannot_run():
+def test_auto_chooses_torch_if_the_cpu_backend_cannot_run():
     assert EngineConfig.from_options(device="cuda").backend.name == "torch"
     assert EngineConfig.from_options(dtype="bfloat16").backend.name == "torch"
 
@@ -126,7 +126,7 @@ def test_auto_takes_torch_where_the_cpu_backend_cannot_run():
         ),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options, message):
+def test_invalid_configurations_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_options(**options)
 

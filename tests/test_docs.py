@@ -1,4 +1,4 @@
-"""Links between pages lead somewhere, and guides name no measurement that has moved."""
+"""Links between pages are valid, and guides name no moved command."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_the_torch_backend_and_pickled_heads_name_their_extra(
         read_weights(tmp_path / "head.bin")
 
 
-def test_a_missing_module_of_our_own_is_a_bug_and_no_users_error() -> None:
+def test_a_missing_module_of_our_own_is_not_a_user_error() -> None:
     with pytest.raises(ModuleNotFoundError), needs_extra("gpu", "it"):
         import paceline.nowhere  # noqa: F401
 
@@ -113,7 +113,7 @@ def test_torch_is_an_extra_that_others_imply() -> None:
     assert "paceline[gpu,train]" in extras["dev"]
 
 
-def test_that_kernels_will_be_compiled_is_said_before_that_begins(tmp_path: Path) -> None:
+def test_compilation_is_announced_before_it_begins(tmp_path: Path) -> None:
     program = "from paceline.terminal.session import announce_compilation; announce_compilation()\n"
     program += "print('paceline.backends.cpu' in sys.modules)"  # its import compiles
     ended = run_without_torch(program, PACELINE_HOME=str(tmp_path))

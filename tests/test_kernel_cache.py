@@ -1,4 +1,4 @@
-"""Compiled functions on disk: a cache that is damaged, full or read-only costs time, never a run."""
+"""Compiled functions on disk: a cache that is damaged, full or read-only costs time, but never a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from paceline import home, kernel_cache
 from paceline.errors import ConfigError
-from paceline.kernel_cache import jitted, kept_files
+from paceline.kernel_cache import cached_kernels, jitted
 
 
 def doubled(number: Any) -> Any:
@@ -22,46 +22,49 @@ def doubled(number: Any) -> Any:
 
 
 def run(folder: Path, number: Any = 3) -> int:
-    """How often a new process would find what it needs in this folder."""
+    """How many kernels a new process would find in this folder."""
     function = jitted(doubled, folder)
     assert function(number) == 2 * number
     return sum(function.stats.cache_hits.values())
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """The warnings of a process that has said nothing yet."""
-    monkeypatch.setattr(home, "_told", set())
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """The warnings of a process that has not warned yet."""
+    monkeypatch.setattr(home, "_unwritable", set())
     caplog.set_level(logging.WARNING)
     return caplog
 
 
-def test_what_was_compiled_is_found_again(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+def test_compiled_kernels_are_found_again(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
     assert run(tmp_path) == 0
     assert run(tmp_path) == 1
-    assert told.messages == []
+    assert warnings.messages == []
 
 
-def test_processes_that_compile_at_once_lose_nothing_of_each_other(tmp_path: Path) -> None:
-    first, second = jitted(doubled, tmp_path), jitted(doubled, tmp_path)  # both know of nothing on disk
+def test_processes_can_compile_concurrently(tmp_path: Path) -> None:
+    first, second = (
+        jitted(doubled, tmp_path),
+        jitted(doubled, tmp_path),
+    )  # both start without anything on disk
     first(3)
     second(2.5)
-    assert len(kept_files(tmp_path)) == 2
+    assert len(cached_kernels(tmp_path)) == 2
     assert (run(tmp_path, 3), run(tmp_path, 2.5)) == (1, 1)
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "changed", "other"])
 def test_a_damaged_file_is_compiled_again_and_replaced(
-    tmp_path: Path, told: pytest.LogCaptureFixture, damage: str
+    tmp_path: Path, warnings: pytest.LogCaptureFixture, damage: str
 ) -> None:
     run(tmp_path)
-    (file,) = kept_files(tmp_path)
+    (file,) = cached_kernels(tmp_path)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     damaged = {"empty": b"", "cut": content[:1000], "changed": content, "other": b"\x80" * 5000}
     file.write_bytes(damaged[damage])
     assert run(tmp_path) == 0
-    (message,) = told.messages
+    (message,) = warnings.messages
     assert file.name in message
     assert run(tmp_path) == 1
 
@@ -72,7 +75,7 @@ def test_a_file_of_an_older_source_is_replaced(tmp_path: Path, monkeypatch: pyte
         run(tmp_path)
     assert run(tmp_path) == 0
     assert run(tmp_path) == 1
-    assert len(kept_files(tmp_path)) == 1
+    assert len(cached_kernels(tmp_path)) == 1
 
 
 CALLER = """
@@ -115,7 +118,7 @@ def test_a_second_checkout_compiles_nothing_again(tmp_path: Path, monkeypatch: p
     assert hits == [0, 1]
 
 
-def test_a_change_of_a_called_function_in_another_file_is_seen(
+def test_a_change_in_a_called_function_of_another_file_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = [
@@ -125,19 +128,21 @@ def test_a_change_of_a_called_function_in_another_file_is_seen(
     assert answers == [7, 16]
 
 
-def test_where_the_folder_should_be_is_a_file(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+def test_a_file_in_place_of_the_folder_is_no_error(
+    tmp_path: Path, warnings: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "kernels").write_text("in the way")
     assert run(tmp_path / "kernels") == 0
     assert run(tmp_path / "kernels", 2.5) == 0
-    (message,) = told.messages  # once, though two were to be read and written
+    (message,) = warnings.messages  # once, although two kernels were read and written
     assert "Not a directory" in message
     assert "Set PACELINE_HOME" in message
     assert str(tmp_path) in message
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
-def test_a_folder_that_cannot_be_written_to(
-    tmp_path: Path, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, number: int
+def test_an_unwritable_folder_is_no_error(
+    tmp_path: Path, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def fail(path: Path, content: bytes) -> int:
         path.touch()  # a full disk leaves an empty file
@@ -146,7 +151,7 @@ def test_a_folder_that_cannot_be_written_to(
     with monkeypatch.context() as full:
         full.setattr(Path, "write_bytes", fail)
         assert run(tmp_path) == 0
-    (message,) = told.messages
+    (message,) = warnings.messages
     assert errno.errorcode[number] in message
     assert "Set PACELINE_HOME" in message
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -1,4 +1,4 @@
-"""The offline API: shapes a vLLM user knows, over the toy engine and a tiny model file."""
+"""The offline API with vLLM's types, around the toy engine and a tiny model file."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_failing_request_leaves_the_others_alone():
 @pytest.mark.parametrize(
     "prompts", ["", [], [""], 5, None, b"bytes", [[]], [None], {"text": "a"}, {"prompt": ""}, [{}]]
 )
-def test_what_is_no_prompt_is_refused_and_nothing_is_left_behind(llm, prompts):
+def test_invalid_prompts_are_refused_and_nothing_is_left_behind(llm, prompts):
     with pytest.raises(RequestError):
         llm.generate(prompts, GREEDY)
     assert not llm.engine.has_unfinished

@@ -1,4 +1,4 @@
-"""A planted bug that does not fit, never runs, or breaks the run is no control, and the helper says so."""
+"""A planted bug that does not fit, never runs, or breaks the run is no control, and the helper fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ended(**fields: Any) -> Any:
     return SimpleNamespace(**({"error": None, "finish_reason": "stop", "failed_drafters": set()} | fields))
 
 
-def test_a_bug_that_fits_runs_and_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bug_runs_and_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         plant = Plant(patch)
         plant(Adder, "add", lambda self, one, other=1: one - other)
@@ -51,7 +51,7 @@ def test_what_does_not_exist_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch)
         Plant(monkeypatch)(Adder, "subtract", lambda self: 0)
 
 
-def test_a_bug_that_was_not_met_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bug_that_did_not_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     plant = Plant(monkeypatch)
     plant(Adder, "add", lambda self, one, other=1: one)
     with pytest.raises(AssertionError, match=r"never run: Adder\.add"):
@@ -62,18 +62,20 @@ def test_a_bug_that_was_not_met_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     "request_of_run",
     [ended(error=TypeError("planted")), ended(finish_reason="error"), ended(failed_drafters={"ngram"})],
 )
-def test_a_run_that_broke_is_no_notice(request_of_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_raises_does_not_count_as_detection(
+    request_of_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant = Plant(monkeypatch)
     with pytest.raises(AssertionError):
         plant.assert_noticed([ended(), request_of_run], [1, 1], [2, 2])
 
 
-def test_the_same_outcome_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_outcome_does_not_count_as_detection(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="was not noticed"):
         Plant(monkeypatch).assert_noticed([ended()], [1], [1])
 
 
-def test_an_error_that_was_named_may_be_beside_but_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expected_error_does_not_count_as_detection(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [ended(error=GrammarError("planted"), finish_reason="error"), ended()]
     Plant(monkeypatch).assert_noticed(requests, [1, 1], [2, 2], beside=GrammarError)
     with pytest.raises(AssertionError, match="was not noticed"):
@@ -82,7 +84,7 @@ def test_an_error_that_was_named_may_be_beside_but_is_no_notice(monkeypatch: pyt
         Plant(monkeypatch).assert_noticed(requests, [1, 1], [2, 2], beside=BackendError)
 
 
-def test_a_value_must_be_another_of_the_same_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_value_must_differ_and_have_the_same_type(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (9, "9", None):
         with pytest.raises(AssertionError):
             Plant(monkeypatch).value(Adder, "LIMIT", wrong)

@@ -1,1 +1,1 @@
-"""Is `auto` never slower than off, near the best fixed setting, and quick to follow a change?"""
+"""Is `auto` never slower than off, close to the best fixed setting, and quick to follow a change?"""

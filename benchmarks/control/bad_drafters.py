@@ -1,9 +1,9 @@
-"""Two drafters that nobody should use, and what `auto` makes of them: it stays within 2 % of plain decoding.
+"""Two useless drafters, with which `auto` must stay within 2 % of plain decoding.
 
     python -m benchmarks bad-drafters smollm2-135m --concurrency 1,4,16
 
-`wrong` drafts tokens by chance and is sure of each; `slow` copies what came before, and sleeps 30 ms over it.
-Both are new to the controller, so what it costs to find out is in the figures.
+`wrong` drafts random tokens with high confidence; `slow` copies earlier text, and sleeps 30 ms first. Both
+are new to the controller, so the figures include what it costs to find out.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from paceline.draft.base import Drafter, Target
 from paceline.draft.methods import AUTO, METHODS, Method
 from paceline.draft.ngram import NgramDrafter
 
-SURE = 0.95  # what `wrong` says of each token, given those before it
+SURE = 0.95  # confidence that `wrong` reports for each token
 SLEEP = 0.03  # seconds
 BAD = ("wrong", "slow")
 MAX_TOKENS = 96
 
 
 class WrongDrafter(Drafter):
-    """Tokens by chance: wrong but for one in as many as the vocabulary has."""
+    """Random tokens, almost always wrong."""
 
     name = "wrong"
 
@@ -59,7 +59,7 @@ class WrongDrafter(Drafter):
 
 
 class SlowDrafter(NgramDrafter):
-    """Copies, after a nap."""
+    """N-gram drafts, after a sleep."""
 
     name = "slow"
 
@@ -69,7 +69,7 @@ class SlowDrafter(NgramDrafter):
 
 
 def run_bad_drafters(model: str, concurrencies: Sequence[int], prompts: int) -> Contest:
-    """`auto` with each of them alone, beside off, on the built-in workloads."""
+    """`auto` with each of them alone, compared with off, on the built-in workloads."""
     for drafter in (WrongDrafter, SlowDrafter):
         METHODS[drafter.name] = Method(__name__, drafter.__name__, num_speculative_tokens=5, trees=False)
     options = SpeculationOptions(
@@ -84,7 +84,7 @@ def run_bad_drafters(model: str, concurrencies: Sequence[int], prompts: int) -> 
 
 
 def bad_drafters_result(contest: Contest) -> Result:
-    """What `auto` gives with each of them, as a share of off."""
+    """The throughput of `auto` with each of them, relative to off."""
     title = f"{contest.options.model}: auto with a bad drafter, as a share of off"
     rows = []
     for row in contest.rows:

@@ -1,7 +1,7 @@
-"""`python -m benchmarks changes`: how soon `auto` follows when the traffic or the load changes.
+"""`python -m benchmarks changes`: how fast `auto` reacts when the traffic or the load changes.
 
-One engine with the controller, stepped through phases: text that repeats itself, random text, text that
-repeats itself; and one request, many, one. What it drafts is held against where it settles.
+One engine with the controller runs through phases: repetitive text, random text, repetitive text; and one
+request, many, one. The reaction time is measured until its drafts are near the level where they settle.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from paceline.core.params import SamplingParams
 from paceline.draft.methods import AUTO
 from paceline.engine.engine import Engine
 
-MOST_STEPS, MOST_SECONDS = 50, 2.0  # within which the controller must follow; one of them is enough
-LEAST_CHANGE = 0.5  # tokens drafted for a request in a step
-WINDOW = 8  # steps whose mean says what is drafted
-BLOCKS = 4  # times that a text which repeats itself is in its prompt
+MAX_STEPS, MAX_SECONDS = 50, 2.0  # within which the controller must react; meeting one of them is enough
+MIN_CHANGE = 0.5  # drafted tokens per request and step; smaller changes are not judged
+WINDOW = 8  # steps of the moving average of drafted tokens
+BLOCKS = 4  # repetitions of a repetitive text in its prompt
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Some requests of one kind, so many at once."""
+    """Requests of one kind at a fixed concurrency."""
 
     name: str
     tasks: Sequence[Task]
@@ -46,7 +46,7 @@ class Moment:
     """One step of the engine."""
 
     phase: int
-    seconds: float  # since the start, of steps alone
+    seconds: float  # since the start, of steps only
     requests: int
     new_tokens: int
     drafted: int
@@ -64,20 +64,20 @@ class Moment:
 
 @dataclass(frozen=True)
 class Reaction:
-    """How soon the controller followed a change."""
+    """How fast the controller reacted to a change."""
 
     change: str
-    before: float  # tokens drafted for a request in a step, where it had settled
+    before: float  # drafted tokens per request and step, where it had settled
     after: float
     steps: int
     seconds: float
 
     @property
     def holds(self) -> bool | None:
-        """Whether it was in time; None: there was nothing to follow."""
-        if abs(self.after - self.before) < LEAST_CHANGE:
+        """Whether it reacted in time; None: there was nothing to react to."""
+        if abs(self.after - self.before) < MIN_CHANGE:
             return None
-        return self.steps <= MOST_STEPS or self.seconds <= MOST_SECONDS
+        return self.steps <= MAX_STEPS or self.seconds <= MAX_SECONDS
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ class Course:
 
     def starts(self) -> list[int]:
         """The first step of each phase."""
-        found = [moment.phase for moment in self.moments]
-        return [found.index(phase) for phase in range(len(self.phases))]
+        phases = [moment.phase for moment in self.moments]
+        return [phases.index(phase) for phase in range(len(self.phases))]
 
     def reactions(self) -> list[Reaction]:
-        """One for each change from a phase to the next."""
+        """One reaction per change of phase."""
         starts = [*self.starts(), len(self.moments)]
         drafted = [moment.drafted_each for moment in self.moments]
-        # where it has settled: the second half of a phase
+        # settled: the second half of a phase
         levels = [statistics.fmean(drafted[(start + end) // 2 : end]) for start, end in pairwise(starts)]
         return [
             self._reaction(number, starts[number], starts[number + 1], levels[number - 1], levels[number])
@@ -105,7 +105,7 @@ class Course:
         ]
 
     def _reaction(self, number: int, start: int, end: int, before: float, after: float) -> Reaction:
-        """The steps until what is drafted is, in the mean of the next few steps, nearer to the new level."""
+        """The steps until the average of the next few steps is nearer to the new level."""
         drafted = [moment.drafted_each for moment in self.moments]
         followed = next(
             step
@@ -120,7 +120,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Changes:
-    """All that was found."""
+    """The complete result."""
 
     model: str
     courses: list[Course]
@@ -133,8 +133,8 @@ class Changes:
         """Everything, for JSON."""
         return {
             "model": self.model,
-            "most_steps": MOST_STEPS,
-            "most_seconds": MOST_SECONDS,
+            "most_steps": MAX_STEPS,
+            "most_seconds": MAX_SECONDS,
             "reactions": [{**asdict(reaction), "holds": reaction.holds} for reaction in self.reactions],
             "courses": [asdict(course) for course in self.courses],
         }
@@ -147,7 +147,7 @@ def run_changes(
     crowd: int = 32,
     on_turn: OnTurn = lambda _: None,
 ) -> Changes:
-    """A change of traffic and one of load, each by a new engine whose controller knows nothing yet."""
+    """A change of traffic and one of load, each with a new engine and an untrained controller."""
     config = bench_config(model, quantization, threads, crowd, AUTO)
     with empty_memory():
         loaded = load_model(config)
@@ -163,7 +163,7 @@ def run_changes(
 def run_course(
     name: str, engine: Engine, phases: Sequence[Phase], on_turn: OnTurn = lambda _: None
 ) -> Course:
-    """All steps of an engine through phases, one after the other."""
+    """All steps of an engine through phases."""
     moments: list[Moment] = []
     seconds = 0.0
     for number, phase in enumerate(phases):
@@ -194,7 +194,7 @@ def run_course(
 
 
 def traffic_phases(model: LoadedModel) -> list[Phase]:
-    """Text that repeats itself, random text, and text that repeats itself; all of one segment."""
+    """Repetitive text, random text, repetitive text; all in one segment."""
     return [
         Phase("repetitive", [_repetitive(model, number) for number in range(8)]),
         Phase("random", [_task(model, number, text, 96, 2.0) for number, text in enumerate(_subjects(4))]),
@@ -206,7 +206,7 @@ def load_phases(model: LoadedModel, crowd: int) -> list[Phase]:
     """One request, many, one."""
     few = [_task(model, number, text, 64, 0.0) for number, text in enumerate(QUESTIONS)]
     many = [_task(model, number, text, 64, 0.0) for number, text in enumerate(_subjects(crowd))]
-    half = len(few) // 2  # nobody is asked twice: answers could be copied
+    half = len(few) // 2  # no prompt is used twice: answers could be copied
     return [
         Phase("1 request", few[:half]),
         Phase(f"{crowd} requests", many, crowd),
@@ -215,13 +215,13 @@ def load_phases(model: LoadedModel, crowd: int) -> list[Phase]:
 
 
 def _subjects(count: int) -> list[str]:
-    """So many pieces of free writing to ask for."""
+    """`count` requests for free writing."""
     asked = [line["messages"][0]["content"] for line in writing()]
     return [asked[number % len(asked)] for number in range(count)]
 
 
 def _repetitive(model: LoadedModel, number: int) -> Task:
-    """A list of orders, written several times: the model goes on with it."""
+    """A list of orders, repeated several times, which the model continues."""
     rng = random.Random(number)
     lines = [
         f"{rng.choice(NAMES)} ordered {rng.randint(2, 90)} {rng.choice(GOODS)} for {rng.choice(CITIES)}.\n"
@@ -233,7 +233,7 @@ def _repetitive(model: LoadedModel, number: int) -> Task:
 def _task(
     model: LoadedModel, number: int, text: str, tokens: int, temperature: float, chat: bool = True
 ) -> Task:
-    """A request of just so many tokens."""
+    """A request with exactly this many output tokens."""
     messages = [{"role": "user", "content": text}] if chat else None
     prompt = Prompt(str(number), "stream", tokens, messages, None if chat else text)
     params = SamplingParams(temperature=temperature, seed=number, max_tokens=tokens, ignore_eos=True)

@@ -1,11 +1,11 @@
-"""How soon the controller follows a change, described: a table, and courses as charts."""
+"""The controller's reactions to changes, as a table and charts."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.control.changes import LEAST_CHANGE, MOST_SECONDS, MOST_STEPS, WINDOW, Changes
+from benchmarks.control.changes import MAX_SECONDS, MAX_STEPS, MIN_CHANGE, WINDOW, Changes
 from benchmarks.control.changes import Course as Measured
 from paceline.bench.report.result import Course, Figure, Point, Result, Table
 
@@ -31,8 +31,8 @@ def changes_result(changes: Changes) -> Result:
     notes = [
         "drafted: tokens for each request in a step, in the second half of a phase. steps and seconds: until "
         f"that is, in the mean of {WINDOW} steps, nearer to the new phase's than to the old one's.",
-        f"In time: within {MOST_STEPS} steps or {MOST_SECONDS:g} seconds. Where drafts differ by less than "
-        f"{LEAST_CHANGE} tokens there is nothing to follow.",
+        f"In time: within {MAX_STEPS} steps or {MAX_SECONDS:g} seconds. Where drafts differ by less than "
+        f"{MIN_CHANGE} tokens there is nothing to follow.",
         f"Lines of charts are means of {WINDOW} steps.",
     ]
     return Result(
@@ -57,13 +57,13 @@ def _figure(course: Measured) -> Figure:
         starts = {
             float(places[start]): name for start, name in zip(course.starts(), course.phases, strict=True)
         }
-        series = {name: _smooth(places, own) for name, own in values.items()}
+        series = {name: _smooth(places, series_values) for name, series_values in values.items()}
         charts.append(Course(f"by {axis}", (axis, "tokens in a step"), series, starts))
     return Figure(f"A change of {course.name}", charts)
 
 
 def _smooth(places: Sequence[float], values: Sequence[float]) -> list[Point]:
-    """Each value in the mean with those before it."""
+    """Moving average: each value averaged with those before it."""
     return [
         (float(place), statistics.fmean(values[max(0, index - WINDOW + 1) : index + 1]))
         for index, place in enumerate(places)

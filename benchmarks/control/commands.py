@@ -1,4 +1,4 @@
-"""`python -m benchmarks` grid, changes and bad-drafters."""
+"""`python -m benchmarks` grid, changes and bad-drafters: the command lines."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import typer
 from paceline.bench.flags import HtmlFile, JsonFile, Model, Quantization, Threads, Workloads, integers
 from paceline.config import DEFAULT_MODEL
 
-WRITING = "writing"  # always among the workloads: what is hardest to draft for
-SMALL, WHOLE = (4, 64), (16, 128)  # prompts of a cell, and tokens of an answer
+WRITING = "writing"  # always included: the hardest to draft for
+SMALL, WHOLE = (4, 64), (16, 128)  # prompts per cell, and tokens per answer
 
 
 def grid_command(
     model: Model = DEFAULT_MODEL,
     workload: Workloads = None,
-    concurrency: Annotated[str, typer.Option(help="Numbers of requests at once.")] = "1,4,16",
+    concurrency: Annotated[str, typer.Option(help="Numbers of concurrent requests.")] = "1,4,16",
     methods: Annotated[
         list[str] | None,
         typer.Option(
@@ -25,26 +25,26 @@ def grid_command(
         ),
     ] = None,
     whole: Annotated[
-        bool, typer.Option("--whole", help=f"{WHOLE[0]} prompts a cell and {WHOLE[1]} tokens, not {SMALL}.")
+        bool, typer.Option("--whole", help=f"{WHOLE[0]} prompts per cell and {WHOLE[1]} tokens, not {SMALL}.")
     ] = False,
     limit: Annotated[
-        int | None, typer.Option(help="Prompts of a cell; never less than run at once, if there are so many.")
+        int | None, typer.Option(help="Prompts per cell; at least the concurrency, if there are as many.")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Cut answers that may be longer.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum tokens per answer.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy.", show_default="each prompt's own, 0 unless it says")
+        float | None, typer.Option(help="0 is greedy.", show_default="each prompt's own, or 0")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="How often all of it is done.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Number of runs per prompt.")] = 1,
     learned: Annotated[
-        bool, typer.Option("--learned", help="Let auto begin with what earlier runs have learned.")
+        bool, typer.Option("--learned", help="Let auto start with what earlier runs have learned.")
     ] = False,
-    backend: Annotated[str, typer.Option(help="What runs the model: cpu, torch, cuda.")] = "cpu",
+    backend: Annotated[str, typer.Option(help="Backend of the model: cpu, torch or cuda.")] = "cpu",
     threads: Threads = None,
     quantization: Quantization = "auto",
     json_file: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
-    """Is auto never slower than off, and near the best fixed setting, on all workloads at all loads?"""
+    """Is auto never slower than off, and close to the best fixed setting, in every workload and load?"""
     from benchmarks.control.grid import GridOptions, run_grid
     from benchmarks.control.grid_report import grid_result
     from paceline.bench.report.output import Report
@@ -77,13 +77,13 @@ def grid_command(
 
 def changes_command(
     model: Model = DEFAULT_MODEL,
-    crowd: Annotated[int, typer.Option(help="Requests at once while the load is high.")] = 32,
+    crowd: Annotated[int, typer.Option(help="Number of concurrent requests under high load.")] = 32,
     threads: Threads = None,
     quantization: Quantization = "auto",
     json_file: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
-    """How soon auto follows when text repeats itself, then is random, or when load comes and goes."""
+    """How fast auto reacts when repetitive text becomes random, or when load rises and falls."""
     from benchmarks.control.changes import run_changes
     from benchmarks.control.changes_report import changes_result
     from paceline.bench.report.output import Report
@@ -97,12 +97,12 @@ def changes_command(
 
 def bad_drafters_command(
     model: Model = DEFAULT_MODEL,
-    concurrency: Annotated[str, typer.Option(help="Numbers of requests at once.")] = "1,4,16",
+    concurrency: Annotated[str, typer.Option(help="Numbers of concurrent requests.")] = "1,4,16",
     limit: Annotated[int, typer.Option(help="Prompts of each built-in workload.")] = 16,
     json_file: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
-    """What auto makes of a drafter that is always wrong and of one that is slow, beside off."""
+    """auto with a drafter that is always wrong and with one that is slow, compared with off."""
     from benchmarks.control.bad_drafters import bad_drafters_result, run_bad_drafters
     from paceline.bench.report.output import Report
 

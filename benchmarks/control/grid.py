@@ -1,7 +1,7 @@
-"""`python -m benchmarks grid`: is `auto` never slower than off, and near the best fixed setting, everywhere?
+"""`python -m benchmarks grid`: is `auto` never slower than off, and close to the best fixed setting?
 
-A cell is a workload at a concurrency. In each, plain decoding, the controller and a sweep of fixed methods
-and lengths are compared.
+A cell is a workload at a concurrency. Each compares plain decoding, the controller and a sweep of fixed
+methods and lengths.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.models.heads.shipped import default_method
 
 NEVER_SLOWER = 0.98  # of off, in every cell
 NEAR_BEST = 0.95  # of the best fixed setting, in every cell
-COPIES = {"suffix": (3, 7), "ngram": (4,)}  # lengths of the sweep
+LOOKUP_LENGTHS = {"suffix": (3, 7), "ngram": (4,)}  # draft lengths of the sweep
 HEAD_LENGTHS = (1, 3, 7)
 
 
@@ -39,11 +39,11 @@ class GridOptions:
     concurrencies: tuple[int, ...] = (1, 4, 16)
     methods: Mapping[str, Any] | None = None  # None: off, auto and the sweep
     model: str = DEFAULT_MODEL
-    prompts: int = 4  # of a cell; never less than run at once, if there are so many
+    prompts: int = 4  # per cell; at least the concurrency, if there are as many
     max_tokens: int = 64
     temperature: float | None = None  # None: each prompt's own
     rounds: int = 1
-    learned: bool = False  # the controller begins with what it knows of earlier runs
+    learned: bool = False  # the controller starts with what earlier runs have learned
     backend: str = "cpu"
     threads: int | None = None
     quantization: str = "auto"
@@ -64,7 +64,7 @@ class GridOptions:
         )
 
     def num_turns(self) -> int:
-        """About how many turns there will be, for a progress bar."""
+        """Approximate number of turns, for a progress bar."""
         contestants = len(self.methods) if self.methods else 2 + len(HEAD_LENGTHS) + 3
         return sum(self.contest(number, {}).num_turns(contestants) for number in self.concurrencies)
 
@@ -75,14 +75,14 @@ class Cell:
 
     workload: str
     concurrency: int
-    tokens_per_second: Mapping[str, float]  # of each method
+    tokens_per_second: Mapping[str, float]  # by method
 
     def speedup(self, method: str) -> float:
         return self.tokens_per_second[method] / self.tokens_per_second[OFF]
 
     @property
     def best_fixed(self) -> str:
-        """The quickest but auto; off is one of them."""
+        """The fastest method except auto; off is one of them."""
         return max((name for name in self.tokens_per_second if name != AUTO), key=self.speedup)
 
     @property
@@ -107,7 +107,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Bar:
-    """One thing that was to be shown."""
+    """One requirement, and whether it is met."""
 
     says: str
     holds: bool
@@ -115,11 +115,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Grid:
-    """All that was found."""
+    """The complete result."""
 
     options: GridOptions
-    cells: list[Cell]  # workload by workload
-    contests: list[Contest]  # one for each concurrency
+    cells: list[Cell]  # by workload
+    contests: list[Contest]  # one per concurrency
 
     @property
     def rows(self) -> list[Row]:
@@ -131,12 +131,12 @@ class Grid:
 
     @property
     def means(self) -> dict[str, float]:
-        """The mean speedup of each method over the cells."""
+        """Mean speedup of each method over the cells."""
         methods = self.cells[0].tokens_per_second
         return {method: statistics.fmean(cell.speedup(method) for cell in self.cells) for method in methods}
 
     def bars(self) -> list[Bar]:
-        """What was to be shown, and whether it was."""
+        """The requirements, and whether they are met."""
         means = self.means
         others = {method: mean for method, mean in means.items() if method != AUTO}
         best = max(others, key=others.__getitem__)
@@ -150,14 +150,14 @@ class Grid:
             Bar("every output is that of plain decoding", self.identical),
         ]
 
-    def _every(self, what: str, least: float, found: Mapping[str, float]) -> Bar:
-        below = [f"{label} {value:.3f}" for label, value in found.items() if value < least]
-        worst = min(found, key=found.__getitem__)
-        told = (
-            f"below in {len(below)}: {', '.join(below)}" if below else f"least {found[worst]:.3f} ({worst})"
+    def _every(self, what: str, minimum: float, values: Mapping[str, float]) -> Bar:
+        below = [f"{label} {value:.3f}" for label, value in values.items() if value < minimum]
+        worst = min(values, key=values.__getitem__)
+        detail = (
+            f"below in {len(below)}: {', '.join(below)}" if below else f"least {values[worst]:.3f} ({worst})"
         )
         return Bar(
-            f"auto is at least {least} of {what} in each of {len(found)} cells; {told}", holds=not below
+            f"auto is at least {minimum} of {what} in each of {len(values)} cells; {detail}", holds=not below
         )
 
     def facts(self) -> dict[str, Any]:
@@ -193,21 +193,24 @@ def run_grid(options: GridOptions, on_turn: OnTurn = lambda _: None) -> Grid:
 
 
 def _cells(contest: Contest) -> Iterator[Cell]:
-    """A contest's workloads; of those with several segments the rows of all together, which come last."""
+    """The workloads of a contest; with several segments, the row over all of them, which is the last."""
     speeds: dict[tuple[str, int], dict[str, float]] = {}
     for row in contest.rows:
         assert row.concurrency is not None
         speeds.setdefault((row.workload, row.concurrency), {})[row.method] = row.tokens_per_second
-    return (Cell(*key, own) for key, own in speeds.items())
+    return (Cell(*key, by_method) for key, by_method in speeds.items())
 
 
 def sweep(model: LoadedModel) -> dict[str, Any]:
     """Plain decoding, the controller, and fixed methods and lengths, by label."""
     head = default_method(model.fingerprint)
-    lengths: Mapping[str, Sequence[int]] = {**COPIES, **({} if head is None else {head: HEAD_LENGTHS})}
+    lengths: Mapping[str, Sequence[int]] = {
+        **LOOKUP_LENGTHS,
+        **({} if head is None else {head: HEAD_LENGTHS}),
+    }
     fixed = {
         f"{method} {length}": {"method": method, "num_speculative_tokens": length}
-        for method, own in lengths.items()
-        for length in own
+        for method, method_lengths in lengths.items()
+        for length in method_lengths
     }
     return {OFF: OFF, AUTO: AUTO, **fixed}

@@ -1,4 +1,4 @@
-"""The grid, described: every cell, the means, and whether the bars hold."""
+"""The result of the grid: every cell, the means, and whether the requirements are met."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from paceline.bench.run.speculation import OFF
 from paceline.draft.methods import AUTO
 
 HEADINGS = ("cell", "off\ntok/s", "auto\n/ off", "best fixed", "best\n/ off", "auto\n/ best", "bars")
-FIXED = "fixed settings"  # all series but auto
+FIXED = "fixed settings"  # all series except auto
 
 
 def grid_result(grid: Grid) -> Result:
-    """Tables of cells, of all methods in them and of means; auto in every cell as a chart."""
+    """Tables of cells, of all methods and of means; a chart of auto in every cell."""
     options = grid.options
     title = (
         f"{options.model}: at least {options.prompts} prompts a cell, answers of up to {options.max_tokens} "
@@ -59,8 +59,8 @@ def _all_speedups(grid: Grid) -> Table:
 def _means(grid: Grid) -> Table:
     rows = []
     for method, mean in _by_mean(grid):
-        own = [cell.speedup(method) for cell in grid.cells]
-        rows.append((method, f"{mean:.3f}", f"{min(own):.3f}", f"{max(own):.3f}"))
+        speedups = [cell.speedup(method) for cell in grid.cells]
+        rows.append((method, f"{mean:.3f}", f"{min(speedups):.3f}", f"{max(speedups):.3f}"))
     return Table("Speedups over all cells", ("method", "mean", "least", "most"), rows)
 
 

@@ -1,1 +1,1 @@
-"""Single measurements of the engine: passes, requests at once, drafters, quantization, same bytes."""
+"""Measurements of the engine: passes, concurrency, drafters, quantization, byte identity."""

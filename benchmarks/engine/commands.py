@@ -1,4 +1,4 @@
-"""`python -m benchmarks` rows, concurrency, head, drafting, perplexity and same-bytes."""
+"""`python -m benchmarks` rows, concurrency, head, drafting, perplexity and same-bytes: the command lines."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TEMPERATURES = (0.0, 1.0)  # of same-bytes
 def rows_command(
     model: Model = DEFAULT_MODEL,
     rows: Annotated[str, typer.Option(help="Numbers of rows.")] = "1,2,3,4,5,6,7,8,12,16,24,32,48,64",
-    context: Annotated[int, typer.Option(help="Tokens committed before.")] = 64,
-    rounds: Annotated[int, typer.Option(help="How often each number of rows has its turn.")] = 20,
+    context: Annotated[int, typer.Option(help="Committed tokens before the rows.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Number of runs per number of rows.")] = 20,
     threads: Threads = None,
     quantization: Quantization = "auto",
     json_file: JsonFile = None,
@@ -43,14 +43,14 @@ def rows_command(
 
 def concurrency_command(
     model: Model = DEFAULT_MODEL,
-    concurrency: Annotated[str, typer.Option(help="Numbers of requests at once.")] = "1,4,16",
-    tokens: Annotated[int, typer.Option(help="Tokens of each output.")] = 128,
-    rounds: Annotated[int, typer.Option(help="How often each number of requests has its turn.")] = 3,
+    concurrency: Annotated[str, typer.Option(help="Numbers of concurrent requests.")] = "1,4,16",
+    tokens: Annotated[int, typer.Option(help="Tokens per output.")] = 128,
+    rounds: Annotated[int, typer.Option(help="Number of runs per concurrency.")] = 3,
     threads: Threads = None,
     quantization: Quantization = "auto",
     json_file: JsonFile = None,
 ) -> None:
-    """Total speed of n requests at once, and whether each gets what it gets alone."""
+    """Throughput of n concurrent requests, and whether each gets what it gets alone."""
     from benchmarks.engine.concurrency import measure_concurrency
     from benchmarks.engine.views import concurrency_result
     from paceline.bench.loading import load_engine_for_bench, settings
@@ -75,19 +75,19 @@ def head_command(
     model: Annotated[str, typer.Argument(help="The target: a folder of safetensors.")],
     head: Annotated[str, typer.Argument(help="The EAGLE-3 head: a folder or a hub id.")],
     workload: Workloads = None,
-    limit: Annotated[int, typer.Option(help="Take the first prompts of each workload only.")] = 10,
-    max_tokens: Annotated[int, typer.Option(help="Cut answers that may be longer.")] = 128,
-    num_speculative_tokens: Annotated[int, typer.Option(help="Tokens of a draft.")] = 5,
+    limit: Annotated[int, typer.Option(help="Use only this many prompts of each workload.")] = 10,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 128,
+    num_speculative_tokens: Annotated[int, typer.Option(help="Tokens per draft.")] = 5,
     form: Annotated[
-        str, typer.Option("--format", help="How the head is written for vLLM: sglang or speculators.")
+        str, typer.Option("--format", help="Format of the head for vLLM: sglang or speculators.")
     ] = "sglang",
-    threads: Annotated[int, typer.Option(help="Threads of each.")] = 1,
+    threads: Annotated[int, typer.Option(help="Threads of each engine.")] = 1,
     peer_python: Annotated[
-        str, typer.Option(help="The interpreter that has vllm.", show_default="this one")
+        str, typer.Option(help="Python interpreter that has vllm.", show_default="this one")
     ] = sys.executable,
     json_file: JsonFile = None,
 ) -> None:
-    """A draft head here and in vLLM: its mean acceptance length on the same target and prompts, greedy."""
+    """Mean acceptance length of a draft head here and in vLLM, on the same target and prompts, greedy."""
     from benchmarks.engine.heads import HeadOptions, compare_head
     from benchmarks.engine.views import head_result
     from paceline.bench.report.output import Report
@@ -103,12 +103,12 @@ def head_command(
 
 
 def drafting_command(
-    context: Annotated[int, typer.Option(help="Tokens of the request that is drafted for.")] = 8000,
-    responses: Annotated[int, typer.Option(help="Past responses that suffix remembers.")] = 10_000,
-    response_tokens: Annotated[int, typer.Option(help="Tokens of each of them.")] = 256,
+    context: Annotated[int, typer.Option(help="Context length of the request.")] = 8000,
+    responses: Annotated[int, typer.Option(help="Number of past responses that suffix stores.")] = 10_000,
+    response_tokens: Annotated[int, typer.Option(help="Tokens per response.")] = 256,
     json_file: JsonFile = None,
 ) -> None:
-    """What drafting itself costs: microseconds a step at a long context, and memory of past responses."""
+    """The cost of drafting itself: microseconds per step at a long context, and memory of past responses."""
     from benchmarks.engine.drafting import measure_drafting
     from benchmarks.engine.views import drafting_result
     from paceline.bench.report.output import Report
@@ -123,14 +123,14 @@ def drafting_command(
 def perplexity_command(
     model: Model = DEFAULT_MODEL,
     against: Annotated[
-        str, typer.Option(help="What to compare with: a quantization (none is float32), or torch.")
+        str, typer.Option(help="Reference: a quantization (none is float32), or torch.")
     ] = "none",
-    context: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    context: Annotated[int, typer.Option(help="Tokens per window.")] = 512,
     threads: Threads = None,
     quantization: Quantization = "auto",
     json_file: JsonFile = None,
 ) -> None:
-    """Perplexity of a fixed text with quantized weights, and how much worse it is than with float32."""
+    """Perplexity of a fixed text with quantized weights, compared with float32."""
     from benchmarks.engine.quantization import compare_quantizations
     from benchmarks.engine.views import perplexity_result
     from paceline.bench.report.output import Report
@@ -145,20 +145,20 @@ def perplexity_command(
 def same_bytes_command(
     model: Model = DEFAULT_MODEL,
     workload: Workloads = None,
-    limit: Annotated[int, typer.Option(help="Take the first prompts of each workload only.")] = 40,
-    max_tokens: Annotated[int, typer.Option(help="Cut answers that may be longer.")] = 96,
+    limit: Annotated[int, typer.Option(help="Use only this many prompts of each workload.")] = 40,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 96,
     methods: Annotated[
-        str, typer.Option(help="What drafts beside off: a method, or a JSON object as speculative_config.")
+        str, typer.Option(help="Drafting method besides off, or a JSON object as speculative_config.")
     ] = "eagle3",
-    concurrency: Annotated[str, typer.Option(help="Numbers of requests at once.")] = "16,64",
-    backend: Annotated[str, typer.Option(help="Where the model runs: cpu, torch or cuda.")] = "cuda",
-    quantization: Annotated[str, typer.Option(help="Of the weights, as the backend takes it.")] = "auto",
+    concurrency: Annotated[str, typer.Option(help="Numbers of concurrent requests.")] = "16,64",
+    backend: Annotated[str, typer.Option(help="Backend of the model: cpu, torch or cuda.")] = "cuda",
+    quantization: Annotated[str, typer.Option(help="Quantization of the weights.")] = "auto",
     prefix_caching: Annotated[
-        bool, typer.Option(help="Find prefixes of prompts again, which requests then share.")
+        bool, typer.Option(help="Enable prefix caching, so that requests share prefixes.")
     ] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Share of answers that are not those of one request at a time without a draft, greedy and sampled."""
+    """Fraction of answers that differ from one request at a time without drafting, greedy and sampled."""
     from benchmarks.engine.same_bytes import compare_bytes
     from benchmarks.engine.views import same_bytes_result
     from paceline.bench.report.output import Report
@@ -167,7 +167,7 @@ def same_bytes_command(
 
     report = Report(json_file)
     names = workload or ["chat"]
-    prompts = [one for name in names for one in load_workload(name, limit, max_tokens).prompts]
+    prompts = [prompt for name in names for prompt in load_workload(name, limit, max_tokens).prompts]
     counts = sorted({1, *integers("--concurrency", concurrency)})
     with progress(2 * len(counts) * len(TEMPERATURES)) as on_turn:
         lines = compare_bytes(

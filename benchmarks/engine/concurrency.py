@@ -1,4 +1,4 @@
-"""Total speed of several requests at once, and proof that each gets what it would get alone."""
+"""Throughput of concurrent requests, and proof that each gets the tokens it gets alone."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PROMPT_TOKENS = 16
 
 @dataclass(frozen=True)
 class Concurrency:
-    """Times of n requests at once, by n, and which requests' outputs depended on the others."""
+    """Times of n concurrent requests, by n, and the requests whose output depended on the others."""
 
-    tokens: int  # of each request's output
+    tokens: int  # per output
     timings: dict[int, Timing]
-    differing: dict[int, list[int]]  # for each n the requests whose tokens were not those they get alone
+    differing: dict[int, list[int]]  # by n: requests whose tokens differ from those they get alone
 
     @property
     def identical(self) -> bool:
@@ -31,15 +31,15 @@ class Concurrency:
         return not any(self.differing.values())
 
     def facts(self) -> list[dict[str, object]]:
-        """One line for each number of requests, for JSON; ratios are to one request."""
-        one = self.timings[1]
+        """One entry per number of requests, for JSON; ratios are relative to one request."""
+        single = self.timings[1]
         return [
             {
                 "concurrency": count,
                 "tokens_per_second": count * self.tokens / timing.best,
                 "median_tokens_per_second": count * self.tokens / timing.median,
-                "ratio": count * one.best / timing.best,
-                "median_ratio": count * one.median / timing.median,
+                "ratio": count * single.best / timing.best,
+                "median_ratio": count * single.median / timing.median,
                 "identical_to_alone": not self.differing[count],
                 "differing_requests": self.differing[count],
             }
@@ -57,8 +57,8 @@ def measure_concurrency(
 ) -> Concurrency:
     """Times from the first prompt's arrival to the last token, for each n and always for 1, in turns.
 
-    Prompts are different pieces of `token_ids`; decoding is greedy. Running each request alone
-    comes first: it is the warm-up, and the truth for the outputs.
+    Prompts are different pieces of `token_ids`; decoding is greedy. Each request first runs alone: that is
+    the warm-up, and gives the expected outputs.
     """
     for count in counts:
         check_integer(ConfigError, "a concurrency", count, 1, engine.limits.max_num_seqs)
@@ -75,18 +75,22 @@ def measure_concurrency(
     runs = take_turns(jobs, rounds, lambda done: on_turn(f"requests at once: {done}"))
     return Concurrency(
         tokens=tokens,
-        timings={count: Timing(tuple(seconds for seconds, _ in own)) for count, own in runs.items()},
+        timings={
+            count: Timing(tuple(seconds for seconds, _ in repetitions)) for count, repetitions in runs.items()
+        },
         differing={
             count: [
-                index for index in range(count) if any(outputs[index] != alone[index] for _, outputs in own)
+                index
+                for index in range(count)
+                if any(outputs[index] != alone[index] for _, outputs in repetitions)
             ]
-            for count, own in runs.items()
+            for count, repetitions in runs.items()
         },
     )
 
 
 def short_prompts(token_ids: Sequence[int], count: int) -> list[list[int]]:
-    """`count` different pieces of the text, evenly spread over it."""
+    """`count` different pieces of the text, evenly spaced."""
     stride = (len(token_ids) - PROMPT_TOKENS) // count
     if stride < 1:
         raise ConfigError(
@@ -96,7 +100,7 @@ def short_prompts(token_ids: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _run(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, list[list[int]]]:
-    """Seconds that the prompts take together, and each one's output."""
+    """Total seconds of the prompts, and each one's output."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     start = time.perf_counter()
     requests = [engine.add_request(prompt, params)[0] for prompt in prompts]

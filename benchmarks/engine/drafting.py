@@ -1,4 +1,4 @@
-"""What drafting itself costs, without a model: time at a long context, and memory of past responses."""
+"""The cost of drafting itself, without a model: time at a long context, and memory of past responses."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from paceline.errors import ConfigError
 from paceline.options import check_integer
 
 VOCAB = 50_000
-STEPS = 400  # that are timed
-PHRASES = 300  # of which texts are made: so much repeats that drafts are long
+STEPS = 400  # timed
+PHRASES = 300  # that texts are made of: repetitive enough for long drafts
 
 
 class NoText:
-    """A tokenizer for requests whose text nobody reads."""
+    """A tokenizer for requests whose text is not used."""
 
     eos_ids: frozenset[int] = frozenset()
 
@@ -45,7 +45,7 @@ class NoText:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Microseconds of a step of one drafter: propose, and observe of what became of it."""
+    """Microseconds per step of one drafter: propose and observe."""
 
     method: str
     context: int
@@ -53,19 +53,19 @@ class StepCost:
     mean_us: float
     median_us: float
     worst_us: float
-    tokens_per_step: float  # that requests gained: how long the drafts were
-    first_us: float  # of the first step, which takes in the whole prompt
+    tokens_per_step: float  # tokens that the request gained per step
+    first_us: float  # of the first step, which indexes the whole prompt
 
 
 @dataclass(frozen=True)
 class DraftingCosts:
-    """Both measurements."""
+    """The results of both measurements."""
 
     steps: list[StepCost]
     responses: int
     response_tokens: int
-    response_bytes: int  # memory that the process gained by remembering them
-    response_us: float  # of taking in one response, per token
+    response_bytes: int  # memory that the process gained by storing them
+    response_us: float  # per token of an added response
 
     def facts(self) -> dict[str, Any]:
         return asdict(self)
@@ -74,12 +74,12 @@ class DraftingCosts:
 def measure_drafting(
     context: int, responses: int, response_tokens: int, on_turn: OnTurn = lambda _: None
 ) -> DraftingCosts:
-    """Costs of ngram and suffix at this context; suffix also has all past responses to look through."""
+    """Costs of ngram and suffix at this context; suffix also searches all past responses."""
     for name, value in (("context", context), ("responses", responses), ("response_tokens", response_tokens)):
         check_integer(ConfigError, name, value, 16 if name == "context" else 1, None)
     texts = Texts()
     for drafter in (_ngram(), _suffix()):
-        _step_cost(drafter, texts, context)  # compiles
+        _step_cost(drafter, texts, context)  # compile
     ngram = _step_cost(_ngram(), texts, context)
     on_turn("ngram")
     drafter = _suffix(responses)
@@ -106,7 +106,7 @@ def _suffix(responses: int = 16) -> Drafter:
 
 
 class Texts:
-    """Endless token streams: phrases that come again, with single tokens between that do not."""
+    """Endless token streams: repeated phrases with random tokens between them."""
 
     def __init__(self) -> None:
         self._rng = np.random.default_rng(0)
@@ -139,7 +139,7 @@ def _request(prompt: Sequence[int], max_tokens: int) -> Request:
 
 
 def _remember(drafter: Drafter, response: Sequence[int]) -> None:
-    """Let a drafter see a request from its first token to its end."""
+    """Show a drafter a request from its first token to its end."""
     request = _request(response[:1], len(response))
     request.token_ids.extend(response)
     drafter.observe([request], [Verdict((), tuple(response))], None)
@@ -147,7 +147,7 @@ def _remember(drafter: Drafter, response: Sequence[int]) -> None:
 
 
 def _step_cost(drafter: Drafter, texts: Texts, context: int) -> StepCost:
-    """Propose, verify against the text that really comes, observe: as an engine would, one request."""
+    """Propose, verify against the text, observe: as an engine does for one request."""
     plan = DraftPlan(drafter.name, METHODS[drafter.name].num_speculative_tokens)
     truth = texts.take(context + STEPS * (plan.budget + 1))
     request = _request(truth[:context], len(truth) - context)
@@ -175,7 +175,7 @@ def _step_cost(drafter: Drafter, texts: Texts, context: int) -> StepCost:
 
 
 def _verdict(chain: Sequence[int], truth: Sequence[int]) -> Verdict:
-    """What verification would decide on a chain if the target wrote `truth`."""
+    """The verdict on a chain if the target writes `truth`."""
     accepted = 0
     while accepted < len(chain) and chain[accepted] == truth[accepted]:
         accepted += 1
@@ -183,6 +183,6 @@ def _verdict(chain: Sequence[int], truth: Sequence[int]) -> Verdict:
 
 
 def resident_bytes() -> int:
-    """Bytes of memory that this process has now."""
+    """Resident memory of this process in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()

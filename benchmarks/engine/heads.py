@@ -1,4 +1,4 @@
-"""A draft head here and in vLLM: the same target, head and prompts must give the same acceptance length."""
+"""A draft head here and in vLLM: same target, head and prompts must give the same acceptance length."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ ROOM = 32  # tokens of vLLM's context beyond the longest answer: it drafts past 
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What to compare: a head on a folder of safetensors, because vLLM reads nothing else."""
+    """What to compare: a head on a folder of safetensors, the only format that vLLM reads."""
 
     model: str
     head: str
     workloads: tuple[Workload, ...]
     num_speculative_tokens: int = 5
-    form: str = "sglang"  # how the head is written for vLLM
+    form: str = "sglang"  # format of the head for vLLM
     threads: int = 1
-    python: str = sys.executable  # the interpreter that has vLLM
+    python: str = sys.executable  # Python interpreter that has vLLM
 
     @property
     def num_turns(self) -> int:
@@ -48,11 +48,11 @@ class HeadOptions:
 
 @dataclass(frozen=True)
 class HeadRow:
-    """What came of one workload. The names are those of the JSON."""
+    """The result of one workload. Field names are those of the JSON."""
 
     workload: str
     prompts: int
-    same_tokens: int  # prompts whose answer was the same in both
+    same_tokens: int  # prompts with the same answer in both
     drafts: int
     accepted: int  # drafted tokens
     peer_drafts: int
@@ -60,7 +60,7 @@ class HeadRow:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens of a drafted pass, the bonus token included."""
+        """Tokens per drafted pass, bonus token included."""
         return 1 + self.accepted / max(self.drafts, 1)
 
     @property
@@ -69,17 +69,17 @@ class HeadRow:
 
     @property
     def ratio(self) -> float:
-        """Ours to the peer's."""
+        """Ours relative to the peer's."""
         return self.acceptance_length / self.peer_acceptance_length
 
 
 @dataclass(frozen=True)
 class HeadComparison:
-    """All that was found."""
+    """The complete result."""
 
     options: HeadOptions
     version: str  # vLLM's
-    rows: list[HeadRow] = field(default_factory=list)  # by workload, then all of them together
+    rows: list[HeadRow] = field(default_factory=list)  # per workload, then the total
 
     def facts(self) -> dict[str, Any]:
         """Everything, for JSON."""
@@ -111,13 +111,16 @@ def compare_head(options: HeadOptions, on_turn: OnTurn = lambda _: None) -> Head
             dtype="float32",
             threads=options.threads,
             enable_prefix_caching=False,
-            speculative_config={**drafting, "min_prob": 0.0},  # chains of full length, as vLLM drafts
+            speculative_config={**drafting, "min_prob": 0.0},  # chains of full length, like vLLM's
         )
         loaded = build_engine(config)
         tasks = {workload.name: _tasks(workload, loaded.tokenizer) for workload in options.workloads}
         stop_ids = sorted(loaded.tokenizer.eos_ids)
         with _start_vllm(path, options, drafting, list(tasks.values())) as peer:
-            rows = [_row(name, own, loaded.engine, peer, stop_ids, on_turn) for name, own in tasks.items()]
+            rows = [
+                _row(name, workload_tasks, loaded.engine, peer, stop_ids, on_turn)
+                for name, workload_tasks in tasks.items()
+            ]
             return HeadComparison(options, str(peer.facts["version"]), [*rows, _total(rows)])
 
 
@@ -136,10 +139,19 @@ def _tasks(workload: Workload, tokenizer: Tokenizer) -> list[Task]:
 def _start_vllm(
     path: Path, options: HeadOptions, drafting: dict[str, Any], tasks: Sequence[Sequence[Task]]
 ) -> Contestant:
-    """vLLM with the head, in a process of its own."""
-    longest = max(len(task.token_ids) + (task.params.max_tokens or 0) for own in tasks for task in own)
-    told = {"model": str(path), "threads": options.threads, "context": longest + ROOM, "head": drafting}
-    command = [options.python, str(Path(worker.__file__).resolve()), PEER, json.dumps(told)]
+    """vLLM with the head, in its own process."""
+    longest = max(
+        len(task.token_ids) + (task.params.max_tokens or 0)
+        for workload_tasks in tasks
+        for task in workload_tasks
+    )
+    worker_options = {
+        "model": str(path),
+        "threads": options.threads,
+        "context": longest + ROOM,
+        "head": drafting,
+    }
+    command = [options.python, str(Path(worker.__file__).resolve()), PEER, json.dumps(worker_options)]
     missing = f"It is not installed for {options.python}: name an interpreter that has it by --peer-python."
     return Contestant(PEER, command, {"ModuleNotFoundError": missing})
 
@@ -152,7 +164,7 @@ def _row(
     stop_ids: Sequence[int],
     on_turn: OnTurn,
 ) -> HeadRow:
-    """All prompts of a workload, in both."""
+    """All prompts of a workload, in both engines."""
     same = 0
     counts = [0, 0, 0, 0]
     for task in tasks:
@@ -161,13 +173,18 @@ def _row(
         theirs = peer.generate(task.token_ids, task.params.max_tokens or 1, stop_ids=stop_ids)
         on_turn(f"{name}: {peer.name}")
         same += ours.token_ids == theirs.token_ids
-        own = ours.speculative
-        found = (own.num_spec_steps, own.num_accepted_draft_tokens, theirs.drafts, theirs.accepted)
-        counts = [count + more for count, more in zip(counts, found, strict=True)]
+        speculative = ours.speculative
+        new_counts = (
+            speculative.num_spec_steps,
+            speculative.num_accepted_draft_tokens,
+            theirs.drafts,
+            theirs.accepted,
+        )
+        counts = [count + more for count, more in zip(counts, new_counts, strict=True)]
     return HeadRow(name, len(tasks), same, *counts)
 
 
 def _total(rows: Sequence[HeadRow]) -> HeadRow:
-    """All workloads together."""
+    """The sum over all workloads."""
     columns = list(zip(*(astuple(row)[1:] for row in rows), strict=True))
     return HeadRow("all", *(sum(column) for column in columns))

@@ -1,4 +1,4 @@
-"""Perplexity of a fixed text on any backend: what quantization costs, in one number."""
+"""Perplexity of a fixed text on any backend: the cost of quantization in one number."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch, chain_parents
 from paceline.errors import ConfigError, RequestError
 
-CHUNK = 64  # rows per pass: with logits wanted for all of them, more would need much memory
+CHUNK = 64  # rows per pass; with logits for all of them, more would need much memory
 
 
 def perplexity(backend: Backend, token_ids: Sequence[int], context: int = 512) -> float:
-    """exp(mean negative log-likelihood) of every token but the first.
+    """exp(mean negative log-likelihood) of every token except the first.
 
-    The text is cut into windows of `context` tokens that overlap by one, so that each token is
-    predicted once, from what precedes it in its own window.
+    The text is cut into windows of `context` tokens that overlap by one, so that each token is predicted
+    once, from what precedes it in its window.
     """
     if context < 2:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What quantization costs: perplexity of the fixed text with two ways of keeping the weights."""
+"""The cost of quantization: perplexity of the fixed text with two formats of the weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paceline.options import check_integer
 
 @dataclass(frozen=True)
 class Measured:
-    """Perplexity with one way of keeping the weights."""
+    """Perplexity with one format of the weights."""
 
-    quantization: str  # as chosen, never "auto"
+    quantization: str  # never "auto"
     threads: int
     tokens: int
     perplexity: float
@@ -24,14 +24,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two ways of keeping the weights, on the same text."""
+    """Two formats of the weights on the same text."""
 
     measured: Measured
     against: Measured
 
     @property
     def difference_percent(self) -> float:
-        """How much higher, that is worse, the first one's perplexity is; below 0: it is lower."""
+        """How much higher (worse) the first one's perplexity is, in percent; negative: lower."""
         return 100 * (self.measured.perplexity / self.against.perplexity - 1)
 
     def facts(self) -> dict[str, object]:
@@ -57,7 +57,7 @@ def compare_quantizations(
 ) -> Comparison:
     """Perplexity with `quantization` and with `against`: quantizations of the cpu backend, or "torch".
 
-    One model is loaded after the other, since two may not fit.
+    One model is loaded after the other, because two may not fit into memory.
     """
     results = []
     for name in (quantization, against):

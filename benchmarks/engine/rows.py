@@ -1,4 +1,4 @@
-"""What a pass over several rows costs compared with one row: what speculation lives on."""
+"""The cost of a pass over several rows relative to one row, which speculation depends on."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ DEFAULT_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
 
 @dataclass(frozen=True)
 class RowCosts:
-    """Times of one pass, by how many rows it has."""
+    """Times of one pass, by its number of rows."""
 
     timings: dict[int, Timing]
 
     def facts(self) -> list[dict[str, float]]:
-        """One line for each number of rows, for JSON; `ratio` is of the best times, to those of 1 row."""
-        one = self.timings[1]
+        """One entry per number of rows, for JSON; `ratio` compares best times with 1 row."""
+        single = self.timings[1]
         return [
             {
                 "rows": rows,
                 "ms": 1e3 * timing.best,
                 "median_ms": 1e3 * timing.median,
-                "ratio": timing.best / one.best,
-                "median_ratio": timing.median / one.median,
+                "ratio": timing.best / single.best,
+                "median_ratio": timing.median / single.median,
             }
             for rows, timing in self.timings.items()
         ]
@@ -49,8 +49,8 @@ def measure_rows(
 ) -> RowCosts:
     """Times of one request's pass over a chain of n rows with logits for all, for each n and always for 1.
 
-    `context` tokens are committed before; the rows never are, so every pass does the same. The
-    numbers of rows take turns, after one uncounted pass each.
+    `context` tokens are committed before; the rows never are, so every pass is the same. The numbers of
+    rows take turns, after one untimed pass each.
     """
     for count in counts:
         check_integer(ConfigError, "a number of rows", count, 1, backend.max_rows)
@@ -58,9 +58,7 @@ def measure_rows(
     check_integer(ConfigError, "context", context, 0, max_position - distinct[-1], "The rows come after it.")
     check_integer(ConfigError, "rounds", rounds, 1, None)
     length = context + distinct[-1]
-    tokens = np.resize(
-        np.asarray(token_ids, dtype=np.int32), length
-    )  # from the start again if it is too short
+    tokens = np.resize(np.asarray(token_ids, dtype=np.int32), length)  # repeated if it is too short
     pool = backend.make_pool(-(-length // backend.page_size))
     for start in range(0, context, backend.max_rows):
         backend.forward(_chain(tokens, start, min(backend.max_rows, context - start), pool, all_logits=False))
@@ -86,7 +84,7 @@ def _chain(
     pool: KVPool,
     all_logits: bool = True,
 ) -> ForwardBatch:
-    """A pass over `rows` tokens after `context` committed ones, in pages that lie in order."""
+    """A pass over `rows` tokens after `context` committed ones, in consecutive pages."""
     return ForwardBatch(
         tokens=tokens[context : context + rows],
         positions=np.arange(context, context + rows, dtype=np.int32),

@@ -1,7 +1,7 @@
-"""`python -m benchmarks same-bytes MODEL`: does a request get the same tokens alone and among many?
+"""`python -m benchmarks same-bytes MODEL`: does a request get the same tokens alone and in a batch?
 
-What an engine gives one request at a time, without a draft, is what every other way of running the same
-requests is held to: more of them at once, with a draft, greedy and sampled.
+The outputs of one request at a time without drafting are the reference. They are compared with every
+other way of running the same requests: concurrently, with drafts, greedy and sampled.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from paceline.build import build_engine, load_model
 from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
 
-KV_BYTES = 8 << 30  # enough for all, and little enough for the engines of several drafts
+KV_BYTES = 8 << 30  # enough for all requests, and small enough for several engines
 
 
 @dataclass(frozen=True)
 class Sameness:
-    """One way to run all requests, and what was not as it is alone."""
+    """One way to run all requests, and the differences from the reference."""
 
     draft: str
     temperature: float
     at_once: int
     answers: int
     differing: int  # answers
-    first: int | None  # the earliest token that differs
+    first: int | None  # index of the first token that differs
 
     @property
     def share(self) -> float:
@@ -47,10 +47,10 @@ def compare_bytes(
     on_line: Callable[[Sameness], None],
     finds_prefixes: bool = False,
 ) -> list[Sameness]:
-    """How many answers differ, by draft, number of requests at once and temperature.
+    """How many answers differ, by draft, concurrency and temperature.
 
-    The first line of a temperature is the one that the others are compared with. Unless prefixes are to be
-    found again, every prompt is computed anew, in other company.
+    The first line of each temperature is the reference. Without `finds_prefixes`, prefix caching is off, so
+    that every prompt is computed anew, in other batches.
     """
     counts = sorted({1, *at_once})
 
@@ -84,7 +84,7 @@ def compare_bytes(
 
 
 def _tasks(prompts: Sequence[Prompt], ids: Sequence[list[int]], temperature: float) -> list[Task]:
-    """The requests, each with a seed of its own."""
+    """The requests, each with its own seed."""
     return [
         Task(
             prompt.id,
@@ -99,11 +99,16 @@ def _tasks(prompts: Sequence[Prompt], ids: Sequence[list[int]], temperature: flo
 def _compared(
     draft: str, temperature: float, at_once: int, answers: Sequence[list[int]], expected: Sequence[list[int]]
 ) -> Sameness:
-    wrong = [(ours, own) for ours, own in zip(answers, expected, strict=True) if ours != own]
-    places = [
-        next(
-            (at for at, (one, two) in enumerate(zip(*both, strict=False)) if one != two), min(map(len, both))
-        )
-        for both in wrong
+    differing = [
+        (ours, reference) for ours, reference in zip(answers, expected, strict=True) if ours != reference
     ]
-    return Sameness(draft, temperature, at_once, len(answers), len(wrong), min(places, default=None))
+    first_differences = [
+        next(
+            (index for index, (left, right) in enumerate(zip(*both, strict=False)) if left != right),
+            min(map(len, both)),
+        )
+        for both in differing
+    ]
+    return Sameness(
+        draft, temperature, at_once, len(answers), len(differing), min(first_differences, default=None)
+    )

@@ -1,4 +1,4 @@
-"""Single measurements of the engine, described for reports."""
+"""Results of the engine's measurements, as tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.bench.report.result import Finding, Result, Table
 
 
 def rows_result(costs: RowCosts, facts: Mapping[str, Any]) -> Result:
-    """The cost of a pass by its rows. `facts`: model, context and rounds, and what else is to be told."""
+    """The cost of a pass by its rows. `facts`: model, context, rounds and more."""
     title = (
         f"{facts['model']}: one pass after {facts['context']} tokens, best and median of {facts['rounds']}, "
         "in turns"
@@ -35,10 +35,10 @@ def rows_result(costs: RowCosts, facts: Mapping[str, Any]) -> Result:
     return Result(title, [Table(title, columns, rows)], {**facts, "rows": costs.facts()})
 
 
-def concurrency_result(found: Concurrency, facts: Mapping[str, Any]) -> Result:
-    """Total tokens per second by how many requests run at once. `facts`: model, rounds, and what else."""
+def concurrency_result(measured: Concurrency, facts: Mapping[str, Any]) -> Result:
+    """Total tokens per second by concurrency. `facts`: model, rounds and more."""
     title = (
-        f"{facts['model']}: {found.tokens} greedy tokens a request, prompts included, "
+        f"{facts['model']}: {measured.tokens} greedy tokens a request, prompts included, "
         f"best and median of {facts['rounds']}, in turns"
     )
     rows = [
@@ -48,22 +48,22 @@ def concurrency_result(found: Concurrency, facts: Mapping[str, Any]) -> Result:
             f"{line['median_tokens_per_second']:,.1f}",
             f"{line['ratio']:.2f}",
             f"{line['median_ratio']:.2f}",
-            f"{len(found.differing[count])} differ" if found.differing[count] else "identical",
+            f"{len(measured.differing[count])} differ" if measured.differing[count] else "identical",
         )
-        for count, line in zip(found.timings, found.facts(), strict=True)
+        for count, line in zip(measured.timings, measured.facts(), strict=True)
     ]
     columns = ("requests", "best tok/s", "median tok/s", "best / 1", "median / 1", "outputs as alone")
     text = (
         "Every request got, token for token, what it gets alone."
-        if found.identical
+        if measured.identical
         else "Outputs depended on what else was running: this is a bug, please report it."
     )
-    facts = {**facts, "identical_to_alone": found.identical, "concurrency": found.facts()}
-    return Result(title, [Table(title, columns, rows)], facts, findings=[Finding(text, found.identical)])
+    facts = {**facts, "identical_to_alone": measured.identical, "concurrency": measured.facts()}
+    return Result(title, [Table(title, columns, rows)], facts, findings=[Finding(text, measured.identical)])
 
 
 def drafting_result(costs: DraftingCosts) -> Result:
-    """Microseconds of a step, and memory of past responses."""
+    """Microseconds per step, and memory of past responses."""
     title = "Drafting alone: propose and observe, one request, no model"
     rows = [
         (
@@ -89,7 +89,10 @@ def perplexity_result(model: str, context: int, comparison: Comparison) -> Resul
     """Both perplexities and their difference."""
     title = f"{model}: {comparison.measured.tokens} tokens of the fixed text"
     rows = [
-        *((one.quantization, f"{one.perplexity:.4f}") for one in (comparison.measured, comparison.against)),
+        *(
+            (measured.quantization, f"{measured.perplexity:.4f}")
+            for measured in (comparison.measured, comparison.against)
+        ),
         ("difference", f"{comparison.difference_percent:+.2f} %"),
     ]
     facts = {"model": model, "context": context, **comparison.facts()}
@@ -118,7 +121,7 @@ def head_result(comparison: HeadComparison) -> Result:
 
 
 def same_bytes_result(model: str, backend: str, lines: Sequence[Sameness]) -> Result:
-    """How many answers differ, by draft, requests at once and temperature."""
+    """How many answers differ, by draft, concurrency and temperature."""
     title = f"{model}: answers that differ from those of one request alone"
     rows = [
         (

@@ -1,1 +1,1 @@
-"""Decoding on a CUDA device with random weights of known shapes, beside torch and vLLM."""
+"""Decoding on a CUDA device with random weights of known shapes, compared with torch and vLLM."""

@@ -1,4 +1,4 @@
-"""The command `python -m benchmarks gpu`."""
+"""`python -m benchmarks gpu`: the command line and its table."""
 
 from __future__ import annotations
 
@@ -31,20 +31,24 @@ WORDS = {
 
 def gpu_command(
     shapes: Annotated[
-        str, typer.Option(help="Shapes of models, whose weights are random; qwen3-30b-a3b is there too.")
+        str, typer.Option(help="Model shapes, with random weights; also qwen3-30b-a3b.")
     ] = DEFAULT_SHAPES,
     methods: Annotated[
-        str, typer.Option(help="Ways to decode. All but plain are measured with llama-3.1-8b alone.")
+        str, typer.Option(help="Decoding methods. All except plain are measured with llama-3.1-8b only.")
     ] = DEFAULT_METHODS,
     requests: Annotated[
-        str | None, typer.Option(help="Numbers of requests at once.", show_default="those of the bars")
+        str | None, typer.Option(help="Numbers of concurrent requests.", show_default="those of the bars")
     ] = None,
-    input_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
+    input_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
     common_tokens: Annotated[
-        int, typer.Option(help="How many of them are the same in all prompts, and stored once.")
+        int, typer.Option(help="Tokens of a prefix that all prompts share, stored once.")
     ] = 0,
-    output_tokens: Annotated[int, typer.Option(help="Steps, which are tokens of plain answers.")] = 256,
-    quantization: Annotated[str, typer.Option(help="Of the weights: none, fp8, int8 or int4.")] = "none",
+    output_tokens: Annotated[
+        int, typer.Option(help="Number of steps, which is the number of tokens of plain decoding.")
+    ] = 256,
+    quantization: Annotated[
+        str, typer.Option(help="Quantization of the weights: none, fp8, int8 or int4.")
+    ] = "none",
     without: Annotated[
         str,
         typer.Option(
@@ -55,7 +59,7 @@ def gpu_command(
     ] = "",
     json_file: JsonFile = None,
 ) -> None:
-    """Greedy decoding on a CUDA device, plain and speculative, beside plain torch and the figures of vLLM."""
+    """Greedy decoding on a CUDA device, plain and speculative, compared with plain torch and with vLLM."""
     with needs_extra("gpu", "`python -m benchmarks gpu`"):
         from benchmarks.gpu.measure import measure_gpu
         from benchmarks.gpu.plan import Setting, planned
@@ -71,12 +75,12 @@ def gpu_command(
     plan = planned(names, ways, None if requests is None else integers("--requests", requests))
     with progress(len(plan)) as on_turn:
 
-        def tell(line: Measured) -> None:
+        def on_line(line: Measured) -> None:
             text = f"{line.shape}, {line.method}, {line.requests}: {line.milliseconds:.2f} ms"
             on_turn(text)
-            typer.echo(text, err=True)  # what was measured stays, whatever becomes of the next line
+            typer.echo(text, err=True)  # so that it stays visible if a later line fails
 
-        lines = measure_gpu(plan, setting, tell)
+        lines = measure_gpu(plan, setting, on_line)
     report.show(gpu_result(lines))
 
 
@@ -88,7 +92,7 @@ NOTES = (
     "W, MHz: what the card drew, and the clock of its multiprocessors, on average. With a star its power "
     "limit lowered the clock most of the time: another card of the same kind may be quicker, or slower.",
 )
-HELD_BACK = 0.5  # of the time
+HELD_BACK = 0.5  # fraction of the time from which a line is marked as throttled
 
 
 def gpu_result(lines: Sequence[Measured]) -> Result:
@@ -115,8 +119,8 @@ def gpu_result(lines: Sequence[Measured]) -> Result:
     return Result(title, [Table(title, columns, rows, text=("method",))], facts, notes=NOTES)
 
 
-def _power(own: Power | None) -> tuple[str, str]:
-    """Watts and megahertz, if the driver says."""
-    if own is None:
+def _power(power: Power | None) -> tuple[str, str]:
+    """Watts and megahertz, if the driver reports them."""
+    if power is None:
         return "", ""
-    return f"{own.watts:.0f}", f"{own.megahertz:,.0f}" + "*" * (own.held_back > HELD_BACK)
+    return f"{power.watts:.0f}", f"{power.megahertz:,.0f}" + "*" * (power.held_back > HELD_BACK)

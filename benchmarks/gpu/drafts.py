@@ -1,7 +1,7 @@
-"""Speculative steps of `benchmarks gpu`: what drafts, in which shape, and what a step must read.
+"""Speculative steps of `benchmarks gpu`: drafting methods, their shapes, and the bytes a step must read.
 
-Weights are random, so hardly a guess is accepted and requests grow by one token a step. That is no help: a
-step computes all its rows whatever is accepted.
+Weights are random, so hardly any draft is accepted and requests grow by one token per step. That does
+not change the time of a step, which computes all its rows whatever is accepted.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from paceline.models.config import ModelConfig
 from paceline.models.heads.config import HeadConfig, expected_tensors
 
 CHAIN = 5  # drafted tokens
-TREE = (32, 3, CHAIN)  # rows with the root, most children, levels
+TREE = (32, 3, CHAIN)  # rows including the root, maximum children, levels
 DRAFT_VOCABULARY = 32000
-LOOK_UP = NgramLookup(2, 4)  # what `ngram` does if nothing is said
+LOOK_UP = NgramLookup(2, 4)  # default options of `ngram`
 
-# from the pages of requests and their longest length to what drafts
+# from requests, number of pages and maximum length to the draft network
 MakeDraft = Callable[[int, int, int], DraftNetwork]
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """One way to draft beside a target."""
+    """One drafting method for a target."""
 
     shape: DraftShape
-    make: MakeDraft | None  # None: there is no network
-    bytes_read: int  # of the draft's weights, in a step
-    look_up: NgramLookup | None = None  # None, and no network: nothing is drafted
+    make: MakeDraft | None  # None: no network
+    bytes_read: int  # of the draft's weights, per step
+    look_up: NgramLookup | None = None  # None, and no network: plain decoding
 
 
 def eagle3(target: Weights, shape: DraftShape) -> Drafting:
-    """A random EAGLE-3 head of one layer of the target's sizes."""
+    """A random one-layer EAGLE-3 head of the target's sizes."""
     head = _random_head(target)
     layers = head.config.layers_of(target.config.num_layers)
 
@@ -57,7 +57,7 @@ def eagle3(target: Weights, shape: DraftShape) -> Drafting:
 
 
 def draft_model(target: Weights, draft: Weights, weight_bytes: int) -> Drafting:
-    """A smaller model, which guesses a chain."""
+    """A smaller model that drafts a chain."""
     shape = chain_shape(CHAIN)
 
     def make(requests: int, num_pages: int, longest: int) -> DraftNetwork:
@@ -69,7 +69,7 @@ def draft_model(target: Weights, draft: Weights, weight_bytes: int) -> Drafting:
 
 
 def ngram(target: Weights) -> Drafting:
-    """A chain that is looked up in the request's text, where there is one: both take as long."""
+    """A chain looked up in the request's text; it takes the same time whether one is found or not."""
     return Drafting(chain_shape(CHAIN), None, 0, LOOK_UP)
 
 
@@ -82,27 +82,27 @@ def eagle3_tree(target: Weights) -> Drafting:
 
 
 def _pool(num_pages: int, layers: int, config: ModelConfig | HeadConfig, target: Weights) -> Pool:
-    """Pages of a draft; what is in them costs the same."""
+    """Pages for a draft network; their contents do not matter."""
     shape = (layers, num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
     keys, values = (torch.zeros(shape, dtype=target.dtype, device=target.device) for _ in range(2))
     return Pool(num_pages, 0, keys, values)
 
 
 def _random_head(target: Weights) -> HeadWeights:
-    own = target.config
+    sizes = target.config
     config = HeadConfig(
         kind="eagle3",
-        vocab_size=own.vocab_size,
+        vocab_size=sizes.vocab_size,
         draft_vocab_size=DRAFT_VOCABULARY,
-        hidden_size=own.hidden_size,
-        target_hidden_size=own.hidden_size,
-        num_heads=own.num_heads,
-        num_kv_heads=own.num_kv_heads,
-        head_dim=own.head_dim,
-        intermediate_size=own.intermediate_size,
-        rms_norm_eps=own.rms_norm_eps,
-        rope=own.rope,
-        max_position=own.max_position,
+        hidden_size=sizes.hidden_size,
+        target_hidden_size=sizes.hidden_size,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        intermediate_size=sizes.intermediate_size,
+        rms_norm_eps=sizes.rms_norm_eps,
+        rope=sizes.rope,
+        max_position=sizes.max_position,
     )
     shapes = dict(expected_tensors(config))
 
@@ -113,7 +113,7 @@ def _random_head(target: Weights) -> HeadWeights:
 
 
 def random_tensor(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """A norm's weight, or a matrix that keeps the size of what it multiplies."""
+    """A norm's weight, or a matrix that preserves the scale of its input."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16, device=device)
     return torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(shape[1] ** -0.5)

@@ -1,8 +1,8 @@
 """`python -m benchmarks gpu`: decoding on a CUDA device, plain and speculative, with random weights.
 
-Speed does not depend on what the weights are, so nothing needs to be fetched. Beside plain decoding of our
-backend runs the same model in plain torch: library products, a static cache, the whole step captured as one
-graph. What vLLM gave on the same kind of card is told beside it, and so is the bar of each line.
+Speed does not depend on the values of weights, so nothing needs to be downloaded. Our plain decoding is
+compared with the same model in plain torch: library products, a static cache, the whole step captured as
+one CUDA graph. vLLM's figures on the same kind of GPU and the bar of each line are shown beside it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ WARM_UP = 4  # steps
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes per second that a reduction of a large array reads here."""
+    """Bytes per second read by a reduction of a large array on this device."""
     data = torch.ones(1 << 30, dtype=torch.int32, device=device)
     return data.nbytes / (1e-3 * min(_timed(lambda: data.max()) for _ in range(10)))
 
 
 def random_weights(config: ModelConfig, device: torch.device) -> Callable[[str], torch.Tensor]:
-    """Random bfloat16 tensors of the names and shapes that a model of this config has."""
+    """Random bfloat16 tensors with the names and shapes of a model of this config."""
     shapes = dict(expected_tensors(config))
     return lambda name: random_tensor(shapes[name], device)
 
@@ -104,7 +104,7 @@ _DRAFTS: dict[str, Callable[[Weights], Drafting]] = {
 
 
 def weight_bytes(weights: Weights, rows: int = 1) -> int:
-    """Bytes of weights that a step of so many rows reads; experts are taken to be chosen evenly."""
+    """Bytes of weights that a step of `rows` rows reads; experts are assumed to be chosen evenly."""
     total = float(_bytes_of(*weights.matrices))
     for mixture in (layer.mixture for layer in weights.layers if layer.mixture is not None):
         unused = (1 - mixture.chosen / mixture.experts) ** rows
@@ -117,20 +117,20 @@ def _bytes_of(*matrices: Matrix) -> int:
     return sum(tensor.nbytes for tensor in read if tensor is not None)
 
 
-Step = tuple[float, Power | None]  # milliseconds, and what the card drew
+Step = tuple[float, Power | None]  # milliseconds, and the GPU's power
 
 
 def measure_both(
     weights: Weights, requests: int, setting: Setting, drafting: Drafting
 ) -> tuple[float, Power | None, float | None]:
-    """A step, and its milliseconds with kernels left out if some are to be: then twice each, by turns."""
+    """A step, and its milliseconds without some kernels if requested: then twice each, alternately."""
     if not setting.without:
         return *measure_ours(weights, requests, setting, drafting), None
     steps: dict[tuple[str, ...], list[Step]] = {(): [], setting.without: []}
     for names in list(steps) * 2:
         with leaving_out(names):
             steps[names].append(measure_ours(weights, requests, setting, drafting))
-    best, without = (min(own, key=lambda step: step[0]) for own in steps.values())
+    best, without = (min(runs, key=lambda step: step[0]) for runs in steps.values())
     return *best, without[0]
 
 
@@ -142,7 +142,7 @@ def measure_ours(weights: Weights, requests: int, setting: Setting, drafting: Dr
 
     def step() -> None:
         loop.step(requests)
-        results.copy_(loop.results, non_blocking=True)  # as the engine does
+        results.copy_(loop.results, non_blocking=True)  # like the engine
 
     warm_up(step)
     return watched(weights.device, lambda: time_steps(step, setting.output_tokens))
@@ -150,7 +150,7 @@ def measure_ours(weights: Weights, requests: int, setting: Setting, drafting: Dr
 
 @torch.inference_mode()
 def prefilled_loop(weights: Weights, requests: int, setting: Setting, drafting: Drafting) -> DecodeLoop:
-    """A decode loop over requests with random prompts, whose prompts the target has computed."""
+    """A decode loop over requests with random, already prefilled prompts."""
     config, device = weights.config, weights.device
     backend = CudaBackend(weights, max_rows=512)
     prompt_tokens, longest = setting.prompt_tokens, setting.longest
@@ -166,7 +166,7 @@ def prefilled_loop(weights: Weights, requests: int, setting: Setting, drafting: 
     prompts[:, : setting.common_tokens] = prompts[0, : setting.common_tokens]
     state.pages.copy_(torch.from_numpy(pages))
     state.tokens[:, :prompt_tokens] = torch.from_numpy(prompts)
-    state.lengths.fill_(prompt_tokens - 1)  # the last token of the prompt is the first that the loop computes
+    state.lengths.fill_(prompt_tokens - 1)  # the loop first computes the last token of the prompt
     _prefill(backend, prompts[:1, :-1], pages[:1], pool, 0)
     _prefill(backend, prompts[1:, :-1], pages[1:], pool, common * PAGE_SIZE)
     draft = None if drafting.make is None else drafting.make(requests, requests * pages_each, longest)
@@ -175,15 +175,15 @@ def prefilled_loop(weights: Weights, requests: int, setting: Setting, drafting: 
     loop.begin(list(range(requests)), requests)
     begins = np.arange(requests, dtype=np.int32) * pages_each
     computed = np.full(requests, prompt_tokens - 1, dtype=np.int32)
-    own = uniform_rows(pages, begins, computed, loop.nodes)
-    loop.use_shared_prefix(find_shared_prefixes(own, PAGE_SIZE, config.num_heads, config.num_kv_heads))
+    rows = uniform_rows(pages, begins, computed, loop.nodes)
+    loop.use_shared_prefix(find_shared_prefixes(rows, PAGE_SIZE, config.num_heads, config.num_kv_heads))
     return loop
 
 
-def _prefill(backend: CudaBackend, tokens: np.ndarray, pages: np.ndarray, pool: object, known: int) -> None:
-    """Compute prompts [requests, tokens] from `known` on, as many rows at once as a pass takes."""
+def _prefill(backend: CudaBackend, tokens: np.ndarray, pages: np.ndarray, pool: object, start: int) -> None:
+    """Compute prompts [requests, tokens] from token `start` on, in passes of as many rows as fit."""
     count, length = tokens.shape
-    for begin in range(known, length, backend.max_rows):
+    for begin in range(start, length, backend.max_rows):
         chunk = tokens[:, begin : begin + backend.max_rows]
         at_once = max(1, backend.max_rows // chunk.shape[1])
         for first in range(0, count, at_once):
@@ -192,7 +192,7 @@ def _prefill(backend: CudaBackend, tokens: np.ndarray, pages: np.ndarray, pool: 
 
 
 def _chunks(tokens: np.ndarray, pages: np.ndarray, pool: object, context: int) -> ForwardBatch:
-    """A pass over parts of prompts [requests, tokens] behind so many computed tokens of each."""
+    """A pass over parts of prompts [requests, tokens] after `context` computed tokens of each."""
     count, length = tokens.shape
     return ForwardBatch(
         tokens=tokens.reshape(-1),
@@ -208,7 +208,7 @@ def _chunks(tokens: np.ndarray, pages: np.ndarray, pool: object, context: int) -
 
 @torch.inference_mode()
 def measure_torch(shape: str, requests: int, setting: Setting) -> float:
-    """Milliseconds per step of the same model in plain torch, as one graph."""
+    """Milliseconds per step of the same model in plain torch, as one CUDA graph."""
     model = Transformer(SHAPES[shape], random_weights(SHAPES[shape], torch.device("cuda")))
     plain = PlainDecode(model, requests, setting.prompt_tokens, setting.longest)
     warm_up(plain.step)
@@ -216,14 +216,14 @@ def measure_torch(shape: str, requests: int, setting: Setting) -> float:
 
 
 def warm_up(step: Callable[[], None]) -> None:
-    """Some steps ahead of those that count: the first compiles kernels, and captures them."""
+    """Some untimed steps: the first compiles and captures kernels."""
     for _ in range(WARM_UP):
         step()
     torch.cuda.synchronize()
 
 
 def time_steps(step: Callable[[], None], count: int, blocks: int = 5) -> float:
-    """The median over blocks of steps, in milliseconds per step; `count` has those of `warm_up`, too."""
+    """The median over blocks of steps, in milliseconds per step; `count` includes the steps of `warm_up`."""
     each = max(1, (count - WARM_UP) // blocks)
     times = []
     for _ in range(blocks):

@@ -1,4 +1,4 @@
-"""The model of `benchmarks gpu` in plain torch: library products and attention, one graph per step."""
+"""The model of `benchmarks gpu` in plain torch: library products and attention, one CUDA graph per step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.models.transformer import MLP, Layer, RMSNorm, Transformer, rotate
 
 
 class PlainDecode:
-    """Greedy decoding of several requests of one length over a static cache."""
+    """Greedy decoding of several requests of equal length with a static cache."""
 
     def __init__(self, model: Transformer, requests: int, prompt_tokens: int, longest: int) -> None:
         config, table = model.config, model.embedding
@@ -29,7 +29,7 @@ class PlainDecode:
             self._run()
 
     def step(self) -> None:
-        """One more token for every request."""
+        """Generate one more token per request."""
         self.graph.replay()
 
     def _run(self) -> None:
@@ -54,10 +54,10 @@ class PlainDecode:
         rotation: tuple[torch.Tensor, torch.Tensor],
         visible: torch.Tensor,
     ) -> torch.Tensor:
-        own = layer.attention
+        attention = layer.attention
         query, key, value = (
             F.linear(normed, linear.weight, linear.bias).view(len(normed), -1, self.model.config.head_dim)
-            for linear in (own.query, own.key, own.value)
+            for linear in (attention.query, attention.key, attention.value)
         )
         self.keys[index].index_copy_(2, self.position, rotate(key, rotation)[:, :, None])
         self.values[index].index_copy_(2, self.position, value[:, :, None])
@@ -68,7 +68,7 @@ class PlainDecode:
             attn_mask=visible,
             enable_gqa=True,
         )
-        return F.linear(mixed.flatten(1), own.output.weight)
+        return F.linear(mixed.flatten(1), attention.output.weight)
 
 
 def _norm(hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:

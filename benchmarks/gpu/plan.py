@@ -1,4 +1,4 @@
-"""What is measured on a GPU, and what it is held against: shapes, settings, figures of vLLM, bars."""
+"""What is measured on a GPU and compared with: shapes, settings, vLLM's figures, our bars."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHAPES = {
 }
 
 
-# milliseconds of a step by shape, method and requests: of vLLM 0.26 on an H200, and the bar of this project
+# milliseconds per step by shape, method and requests: vLLM 0.26 on an H200, and this project's bar
 VLLM = {
     ("llama-3.2-1b", "plain"): {1: 2.20, 16: 2.10, 64: 2.89},
     ("qwen2.5-1.5b", "plain"): {1: 2.15, 16: 2.21, 64: 2.83},
@@ -50,14 +50,14 @@ VLLM = {
 }
 BARS = {
     ("llama-3.2-1b", "plain"): {1: 0.8},
-    ("qwen2.5-1.5b", "plain"): {1: 1.0, 64: 2.83},  # 22,600 tokens a second
+    ("qwen2.5-1.5b", "plain"): {1: 1.0, 64: 2.83},  # 22,600 tokens per second
     ("llama-3.1-8b", "plain"): {1: 4.2, 64: 5.5},
     ("llama-3.1-8b", "eagle3"): {1: 5.2, 16: 5.8},
     ("llama-3.1-8b", "ngram"): {1: 4.5},
     ("llama-3.1-8b", "model"): {1: 9.0},
 }
-TREE_TO_CHAIN = 1.1  # the bar of a tree: so many times the chain of the same run
-COUNTS = {  # requests at once, by shape and method
+TREE_TO_CHAIN = 1.1  # bar of a tree, relative to the chain of the same run
+COUNTS = {  # numbers of requests, by shape and method
     ("qwen2.5-1.5b", "plain"): (1, 16, 64, 256),
     ("llama-3.1-8b", "tree"): (1,),
     ("llama-3.1-8b", "model"): (1, 16),
@@ -65,41 +65,41 @@ COUNTS = {  # requests at once, by shape and method
 }
 USUAL_COUNTS = (1, 16, 64)
 METHODS = ("plain", "eagle3", "tree", "model", "ngram")
-SPECULATIVE = "llama-3.1-8b"  # the shape that drafts are measured beside
+SPECULATIVE = "llama-3.1-8b"  # the shape for drafting methods
 DRAFT_MODEL = "llama-3.2-1b"
-LEAST_STEPS = 16
+MIN_STEPS = 16  # per measurement
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One line of the table: milliseconds per step, the median of blocks of steps."""
+    """One line of the table: milliseconds per step, the median over blocks of steps."""
 
     shape: str
     method: str
     requests: int
     milliseconds: float
-    floor: float  # to read the weights of a step once, at the bandwidth measured here
+    floor: float  # time to read the weights of a step once, at the bandwidth measured here
     torch: float | None = None  # the same model in plain torch
     vllm: float | None = None
     bar: float | None = None
-    without: float | None = None  # the same with some kernels left out
-    power: Power | None = None  # that the card drew meanwhile
+    without: float | None = None  # the same without some kernels
+    power: Power | None = None  # of the GPU meanwhile
 
     @property
     def verdict(self) -> str:
-        """Whether the bar is met; nothing where there is none."""
+        """Whether the bar is met; empty if there is none."""
         return "" if self.bar is None else "met" if self.milliseconds <= self.bar else "missed"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How long requests are, and how weights are packed."""
+    """Lengths of requests, and the format of weights."""
 
     prompt_tokens: int = 128
     output_tokens: int = 256
     quantization: str = "none"  # or fp8, int8, int4
-    without: tuple[str, ...] = ()  # kernels that are left out, for comparison
-    common_tokens: int = 0  # with which all prompts begin; they are stored once
+    without: tuple[str, ...] = ()  # kernels that are disabled for comparison
+    common_tokens: int = 0  # shared prefix of all prompts, stored once
 
     def __post_init__(self) -> None:
         if not 0 <= self.common_tokens < self.prompt_tokens:
@@ -113,19 +113,19 @@ class Setting:
 
     @property
     def is_usual(self) -> bool:
-        """Whether bars and the figures of vLLM are of this setting."""
+        """Whether the bars and vLLM's figures apply to this setting."""
         return (self.prompt_tokens, self.quantization, self.common_tokens) == (128, "none", 0)
 
     @property
     def longest(self) -> int:
-        """Tokens that there is room for: even the shortest measurement takes some steps."""
-        return self.prompt_tokens + max(self.output_tokens, LEAST_STEPS) + 1
+        """Maximum tokens per request: even the shortest measurement takes some steps."""
+        return self.prompt_tokens + max(self.output_tokens, MIN_STEPS) + 1
 
 
 def planned(
     shapes: Sequence[str], methods: Sequence[str], requests: Sequence[int] | None
 ) -> list[tuple[str, str, int]]:
-    """Shape, method and requests of every line; without `requests`, those that have bars and some more."""
+    """Shape, method and requests of every line; without `requests`, those with bars and some more."""
     for names, known, kind in ((shapes, SHAPES, "shape"), (methods, METHODS, "method")):
         for name in names:
             if name not in known:
@@ -140,7 +140,7 @@ def planned(
 
 
 def bar_of(shape: str, method: str, requests: int, lines: Sequence[Measured]) -> float | None:
-    """What a line is measured against; that of a tree is the chain beside it."""
+    """The bar of a line; for a tree, relative to the chain of the same run."""
     if method == "tree":
         chains = [
             line for line in lines if (line.shape, line.method, line.requests) == (shape, "eagle3", requests)

@@ -1,7 +1,7 @@
-"""What a card draws while it works, and whether its power limit lowers its clock: asked of the driver.
+"""Power draw and clock of a GPU while it works, and whether the power limit throttles it, by the driver.
 
-Two cards of one kind may differ by several percent where they are held back, because one needs more power
-for the same clock. So a bench that says nothing of it would blame, or praise, the code.
+Two GPUs of one kind may differ by several percent when they are throttled, because one needs more power
+for the same clock. A benchmark that ignores it would blame, or praise, the code.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ from typing import Any, TypeVar
 import torch
 
 Result = TypeVar("Result")
-SM_CLOCK, POWER_LIMIT_REACHED = 1, 4  # as the driver counts clocks, and reasons to lower them
+SM_CLOCK, POWER_LIMIT_REACHED = (
+    1,
+    4,
+)  # the driver's numbers of the SM clock and of the throttle reason "power limit"
 SECONDS_BETWEEN = 0.02
 
 
 @dataclass(frozen=True)
 class Power:
-    """Of a card, while it worked."""
+    """Energy and clock of a GPU during some work."""
 
     joules: float
     seconds: float
-    megahertz: float  # of the multiprocessors, the mean
-    fastest: float  # that they can have
+    megahertz: float  # of the SMs, mean
+    fastest: float  # maximum clock of the SMs
     limit: float  # watts
-    held_back: float  # the share of the time in which the limit lowered the clock
+    held_back: float  # fraction of the time in which the power limit lowered the clock
 
     @property
     def watts(self) -> float:
@@ -38,11 +41,11 @@ class Power:
 
 
 def watched(device: torch.device, work: Callable[[], Result]) -> tuple[Result, Power | None]:
-    """What `work` gives, and what the card drew meanwhile; None where the driver does not say."""
+    """The result of `work`, and the GPU's power meanwhile; None if the driver does not report it."""
     card = _card(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
     if card is None:
         return work(), None
-    samples: list[tuple[int, int]] = []  # clock, reasons
+    samples: list[tuple[int, int]] = []  # clock, throttle reasons
     ended = threading.Event()
 
     def sample() -> None:
@@ -59,14 +62,14 @@ def watched(device: torch.device, work: Callable[[], Result]) -> tuple[Result, P
         watcher.join()
     seconds, joules = time.perf_counter() - start, 1e-3 * (card.millijoules() - before)
     if not samples:
-        return result, None  # too short to tell
+        return result, None  # too short to measure
     megahertz = sum(clock for clock, _ in samples) / len(samples)
     held_back = sum(bool(reasons & POWER_LIMIT_REACHED) for _, reasons in samples) / len(samples)
     return result, Power(joules, seconds, megahertz, card.fastest(), 1e-3 * card.milliwatts(), held_back)
 
 
 class _Card:
-    """One card, as the driver's library for management knows it."""
+    """One GPU in the driver's management library (NVML)."""
 
     def __init__(self, library: Any, handle: ctypes.c_void_p) -> None:
         self._library, self._handle = library, handle
@@ -87,17 +90,17 @@ class _Card:
         return self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", ctypes.c_ulonglong())
 
     def milliwatts(self) -> int:
-        """Its limit."""
+        """Its power limit."""
         return self._ask("nvmlDeviceGetEnforcedPowerLimit", ctypes.c_uint())
 
     def millijoules(self) -> int:
-        """Since the driver was loaded."""
+        """Energy since the driver was loaded."""
         return self._ask("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong())
 
 
 @lru_cache
 def _card(uuid: str) -> _Card | None:
-    """The card of this name, if the driver tells all that is asked of it."""
+    """The GPU with this UUID, if the driver reports everything that is needed."""
     handle = ctypes.c_void_p()
     try:
         library = _library()
@@ -108,7 +111,7 @@ def _card(uuid: str) -> _Card | None:
         card = _Card(library, handle)
         for ask in (card.clock, card.fastest, card.reasons, card.milliwatts, card.millijoules):
             ask()
-    except (OSError, AttributeError):  # no such library, function or answer
+    except (OSError, AttributeError):  # no such library, function or value
         return None
     return card
 

@@ -1,1 +1,1 @@
-"""A server under many clients: are all answers there and right, and what does HTTP cost?"""
+"""A server under many clients: are all answers complete and right, and what does HTTP cost?"""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks` load and overhead."""
+"""`python -m benchmarks` load and overhead: the command lines."""
 
 from __future__ import annotations
 
@@ -14,29 +14,33 @@ from paceline.config import DEFAULT_MODEL
 def load_command(
     model: Model = DEFAULT_MODEL,
     url: Annotated[
-        str | None, typer.Option(help="A server that runs already, instead of one started for this.")
+        str | None, typer.Option(help="A running server, instead of one started for this.")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="The key that this server wants.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="API key of this server.")] = None,
     duration: Annotated[
-        str | None, typer.Option(help="Soak: mixed traffic for so long, such as 30m, instead of rounds.")
+        str | None, typer.Option(help="Soak: mixed traffic for this long, such as 30m, instead of rounds.")
     ] = None,
     clients: Annotated[
-        int | None, typer.Option(help="Clients at once; default 200, with --duration 50.")
+        int | None, typer.Option(help="Number of concurrent clients. Default: 200, with --duration 50.")
     ] = None,
-    requests: Annotated[int, typer.Option(help="Requests of a round, all clients together.")] = 400,
-    rounds: Annotated[int, typer.Option(help="How often all of it is done.")] = 2,
-    cut: Annotated[float, typer.Option(help="Share of requests whose client leaves at some point.")] = 0.2,
-    bad: Annotated[float, typer.Option(help="Share of requests that are nonsense.")] = 0.1,
-    seed: Annotated[int, typer.Option(help="Decides who leaves, where, and who talks nonsense.")] = 0,
+    requests: Annotated[int, typer.Option(help="Requests per round, over all clients.")] = 400,
+    rounds: Annotated[int, typer.Option(help="Number of rounds.")] = 2,
+    cut: Annotated[
+        float, typer.Option(help="Fraction of requests whose client disconnects at some point.")
+    ] = 0.2,
+    bad: Annotated[float, typer.Option(help="Fraction of requests that are invalid.")] = 0.1,
+    seed: Annotated[
+        int, typer.Option(help="Decides which clients disconnect, where, and which requests are invalid.")
+    ] = 0,
     workload: Workloads = None,
-    limit: Annotated[int | None, typer.Option(help="Take the first prompts of each workload only.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Cut answers that may be longer.")] = 64,
-    draft: Annotated[str, typer.Option(help="What drafts in a server started for this.")] = "suffix",
+    limit: Annotated[int | None, typer.Option(help="Use only this many prompts of each workload.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 64,
+    draft: Annotated[str, typer.Option(help="Drafting method of a server started for this.")] = "suffix",
     threads: Threads = None,
     quantization: Quantization = "auto",
     json_file: JsonFile = None,
 ) -> None:
-    """Many clients, some of whom leave or talk nonsense: are all other answers there, and right?"""
+    """Many clients, some of which disconnect or send invalid requests: are all other answers right?"""
     import asyncio
     from contextlib import nullcontext
     from dataclasses import replace
@@ -54,13 +58,13 @@ def load_command(
     report = Report(json_file)
     soaking = None
     if duration is not None:
-        soaking = SoakOptions(seconds_of(duration), clients or 50, cut, bad, seed)
-    options = LoadOptions(clients or 200, requests, rounds, cut, bad, seed)
+        soaking = SoakOptions(seconds_of(duration), clients or 50, cut=cut, bad=bad, seed=seed)
+    options = LoadOptions(clients or 200, requests, rounds, cut=cut, bad=bad, seed=seed)
     names = workload or ["code-edit", "summarize", "extract"]
-    prompts = [one for name in names for one in load_workload(name, limit, max_tokens).prompts]
+    prompts = [prompt for name in names for prompt in load_workload(name, limit, max_tokens).prompts]
     flags = serve_flags(threads, quantization, ["--draft", draft])
     keys = [api_key]
-    if soaking is not None and url is None:  # tenants of a server of our own have keys of their own
+    if soaking is not None and url is None:  # tenants of our own server have their own keys
         keys = [api_key or "soak-0", "soak-1", "soak-2"]
         flags += [word for key in keys[1:] for word in ("--api-key", str(key))]
     started = ServerProcess(model, *flags, api_key=keys[0]) if url is None else None
@@ -80,15 +84,15 @@ def load_command(
 
 def overhead_command(
     model: Model = DEFAULT_MODEL,
-    concurrency: Annotated[int, typer.Option(help="Streaming clients at once.")] = 16,
-    tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
-    rounds: Annotated[int, typer.Option(help="How often both have their turn.")] = 5,
-    draft: Annotated[str, typer.Option(help="What drafts, in both.")] = "off",
+    concurrency: Annotated[int, typer.Option(help="Number of concurrent streaming clients.")] = 16,
+    tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
+    rounds: Annotated[int, typer.Option(help="Number of runs of each.")] = 5,
+    draft: Annotated[str, typer.Option(help="Drafting method of both.")] = "off",
     threads: Threads = None,
     quantization: Quantization = "auto",
     json_file: JsonFile = None,
 ) -> None:
-    """Throughput of the whole server as a share of the offline engine's, in turns, with the same texts."""
+    """Throughput of the server relative to the offline engine, alternately, with the same texts."""
     from benchmarks.engine.concurrency import short_prompts
     from benchmarks.server.overhead import measure_overhead, overhead_result
     from benchmarks.server.process import ServerProcess, serve_flags

@@ -1,4 +1,4 @@
-"""What a load run found, described."""
+"""The result of a load run as a table and JSON."""
 
 from __future__ import annotations
 
@@ -15,60 +15,62 @@ PERCENTILES = (50, 90, 99)
 
 
 def load_facts(load: Load) -> dict[str, Any]:
-    """Everything, ready for JSON. Times are milliseconds."""
+    """Everything, as JSON values. Times are in milliseconds."""
     return {
         "model": load.model,
         **asdict(load.options),
         "good": load.good,
         "before": None if load.before is None else asdict(load.before),
-        "results": [_round_facts(one) for one in load.rounds],
+        "results": [_round_facts(result) for result in load.rounds],
     }
 
 
-def _round_facts(one: Round) -> dict[str, Any]:
-    tokens = sum(answer.completion_tokens for answer in one.kept)
+def _round_facts(result: Round) -> dict[str, Any]:
+    tokens = sum(answer.completion_tokens for answer in result.answers)
     return {
-        "seconds": one.seconds,
-        "answers": len(one.kept),
-        "lost": one.lost,
-        "wrong": one.wrong,
-        "misjudged": one.misjudged,
-        "turned_away": one.turned_away,
-        "statuses": dict(sorted(one.statuses.items())),
-        "tokens_per_second": tokens / one.seconds,
-        "first_byte_ms": _percentiles([answer.first_byte_seconds for answer in one.kept]),
-        "first_text_ms": _percentiles([answer.first_text_seconds for answer in one.kept]),
-        "gap_ms": _percentiles([gap for answer in one.kept for gap in answer.gaps]),
-        "after": None if one.gauges is None else asdict(one.gauges),
+        "seconds": result.seconds,
+        "answers": len(result.answers),
+        "lost": result.lost,
+        "wrong": result.wrong,
+        "misjudged": result.misjudged,
+        "turned_away": result.turned_away,
+        "statuses": dict(sorted(result.statuses.items())),
+        "tokens_per_second": tokens / result.seconds,
+        "first_byte_ms": _percentiles([answer.first_byte_seconds for answer in result.answers]),
+        "first_text_ms": _percentiles([answer.first_text_seconds for answer in result.answers]),
+        "gap_ms": _percentiles([gap for answer in result.answers for gap in answer.gaps]),
+        "after": None if result.gauges is None else asdict(result.gauges),
     }
 
 
 def _percentiles(seconds: Sequence[float | None]) -> dict[str, float] | None:
-    known = [1e3 * value for value in seconds if value is not None]
-    if not known:
+    milliseconds = [1e3 * value for value in seconds if value is not None]
+    if not milliseconds:
         return None
-    return {f"p{share}": float(np.percentile(known, share)) for share in PERCENTILES}
+    return {f"p{share}": float(np.percentile(milliseconds, share)) for share in PERCENTILES}
 
 
 def load_result(load: Load) -> Result:
-    """One column for each round."""
+    """The table, with one column per round."""
     options = load.options
     title = (
         f"{load.model}: {options.clients} streaming clients at once, {options.requests} requests "
         f"a round, {options.cut:.0%} cut, {options.bad:.0%} nonsense; times are p50 / p90 / p99"
     )
-    rounds = [_round_facts(one) for one in load.rounds]
+    rounds = [_round_facts(result) for result in load.rounds]
     cells: dict[str, Callable[[dict[str, Any]], str]] = {
-        "right answers": lambda one: f"{one['answers'] - one['wrong']}",
-        "lost answers": lambda one: str(one["lost"]),
-        "other bytes than alone": lambda one: str(one["wrong"]),
-        "wrong statuses": lambda one: str(one["misjudged"]),
-        "sent again (queue full)": lambda one: str(one["turned_away"]),
-        "statuses": lambda one: ", ".join(f"{status}: {count}" for status, count in one["statuses"].items()),
-        "seconds": lambda one: f"{one['seconds']:.1f}",
-        "tokens per second": lambda one: f"{one['tokens_per_second']:,.0f}",
-        "first byte, ms": lambda one: _cell(one["first_byte_ms"]),
-        "between texts, ms": lambda one: _cell(one["gap_ms"]),
+        "right answers": lambda result: f"{result['answers'] - result['wrong']}",
+        "lost answers": lambda result: str(result["lost"]),
+        "other bytes than alone": lambda result: str(result["wrong"]),
+        "wrong statuses": lambda result: str(result["misjudged"]),
+        "sent again (queue full)": lambda result: str(result["turned_away"]),
+        "statuses": lambda result: ", ".join(
+            f"{status}: {count}" for status, count in result["statuses"].items()
+        ),
+        "seconds": lambda result: f"{result['seconds']:.1f}",
+        "tokens per second": lambda result: f"{result['tokens_per_second']:,.0f}",
+        "first byte, ms": lambda result: _cell(result["first_byte_ms"]),
+        "between texts, ms": lambda result: _cell(result["gap_ms"]),
     }
     columns = ["", *(f"round {number + 1}" for number in range(len(rounds)))]
     rows = [[heading, *map(cell, rounds)] for heading, cell in cells.items()]
@@ -80,14 +82,14 @@ def _cell(percentiles: dict[str, float] | None) -> str:
 
 
 def load_notes(load: Load) -> list[str]:
-    """What is left in the server, in words."""
-    states = [load.before, *(one.gauges for one in load.rounds)]
-    known = [state for state in states if state is not None]
-    if len(known) < len(states):
+    """Notes about the server's memory and what is left in it."""
+    states = [load.before, *(result.gauges for result in load.rounds)]
+    reported = [state for state in states if state is not None]
+    if len(reported) < len(states):
         return ["The server does not tell its memory and pages."]
-    memory = ", then ".join(f"{state.memory_bytes / 1e6:,.0f} MB" for state in known)
+    memory = ", then ".join(f"{state.memory_bytes / 1e6:,.0f} MB" for state in reported)
     notes = [f"memory of the server before and after each round: {memory}"]
-    left = [state for state in known[1:] if not state.idle]
+    left = [state for state in reported[1:] if not state.idle]
     if not left:
         return [*notes, "Afterwards nothing ran or waited, and no request held a page."]
     worst = left[-1]

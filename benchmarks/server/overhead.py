@@ -1,7 +1,7 @@
-"""What the server costs: n streaming clients against the offline engine on the same prompts, in turns.
+"""The cost of the server: n streaming clients compared with the offline engine on the same prompts.
 
-Both engines are made from the same options. The offline one lives in this process, as do the clients;
-the server has a process of its own. Whoever is not asked sleeps.
+Both engines have the same options. The offline one and the clients live in this process, the server in
+its own. They run alternately; the idle one sleeps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.server.load import model_name
+from benchmarks.server.client_requests import model_name
 from paceline.bench.report.result import Result, Table
 from paceline.bench.servers.client import Answer, Server, post
 from paceline.bench.timing import OnTurn, Timing, take_turns
@@ -20,24 +20,24 @@ from paceline.core.params import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.errors import PacelineError
 
-PAUSE = 0.3  # seconds between turns: threads of an engine go on spinning for a moment
+PAUSE = 0.3  # seconds between turns: an engine's threads spin for a moment
 
 
 class OverheadError(PacelineError):
-    """The server's answers cannot be compared."""
+    """The server's answers differ from the engine's."""
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Times of the same requests, by the server and by the engine alone."""
+    """Times of the same requests, by the server and by the offline engine."""
 
-    tokens: int  # of all answers together
+    tokens: int  # over all answers
     server: Timing
     offline: Timing
 
     @property
     def best_ratio(self) -> float:
-        """The server's throughput as a share of the offline engine's, best against best."""
+        """The server's throughput relative to the offline engine's, best of each."""
         return self.offline.best / self.server.best
 
     @property
@@ -59,19 +59,19 @@ class Overhead:
         }
 
 
-def overhead_result(found: Overhead, facts: Mapping[str, Any]) -> Result:
-    """Both throughputs, and the server's share. `facts`: model, concurrency and rounds, and what else."""
+def overhead_result(overhead: Overhead, facts: Mapping[str, Any]) -> Result:
+    """Both throughputs, and their ratio. `facts`: model, concurrency, rounds and more."""
     title = (
         f"{facts['model']}: {facts['concurrency']} requests at once, best and median of {facts['rounds']}, "
         "in turns"
     )
-    own = found.facts()
+    figures = overhead.facts()
     rows = []
     for name, prefix in (("best", ""), ("median", "median_")):
-        speeds = (own[f"{prefix}{side}_tokens_per_second"] for side in ("server", "offline"))
-        rows.append((name, *(f"{speed:,.0f}" for speed in speeds), f"{own[prefix + 'ratio']:.3f}"))
+        speeds = (figures[f"{prefix}{side}_tokens_per_second"] for side in ("server", "offline"))
+        rows.append((name, *(f"{speed:,.0f}" for speed in speeds), f"{figures[prefix + 'ratio']:.3f}"))
     columns = ("tokens per second", "server", "offline engine", "server / offline")
-    return Result(title, [Table(title, columns, rows)], {**facts, **own})
+    return Result(title, [Table(title, columns, rows)], {**facts, **figures})
 
 
 def measure_overhead(
@@ -82,19 +82,19 @@ def measure_overhead(
     rounds: int,
     on_turn: OnTurn = lambda _: None,
 ) -> Overhead:
-    """Greedy answers of `tokens` tokens to all prompts at once, by the server and by the engine, in turns.
+    """Greedy answers of `tokens` tokens to all prompts concurrently, by server and engine alternately.
 
-    The times are from the first request to the end of the last answer, prompts included.
+    Times are from the first request to the end of the last answer, prefill included.
     """
     model = asyncio.run(model_name(server))
     jobs: dict[str, Callable[[], tuple[float, list[str]]]] = {
         "server": lambda: asyncio.run(_ask(server, model, prompts, tokens)),
         "offline": lambda: _generate(engine, prompts, tokens),
     }
-    take_turns(jobs, 1)  # compiles, and fills what is kept
+    take_turns(jobs, 1)  # compiles, and fills caches
     runs = take_turns(jobs, rounds, on_turn)
     texts = runs["offline"][0][1]
-    if any(own != texts for name in jobs for _, own in runs[name]):
+    if any(answers != texts for name in jobs for _, answers in runs[name]):
         raise OverheadError(
             "the server and the engine gave different texts: this is a bug, please report it."
         )
@@ -108,7 +108,7 @@ def measure_overhead(
 async def _ask(
     server: Server, model: str, prompts: Sequence[Sequence[int]], tokens: int
 ) -> tuple[float, list[str]]:
-    """Seconds until all have their answers, and these."""
+    """Seconds until all answers are complete, and their texts."""
     await asyncio.sleep(PAUSE)
     bodies = [
         {"model": model, "prompt": list(ids), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""A `paceline serve` of our own, in its own process, for as long as a measurement takes."""
+"""A `paceline serve` in its own process, for the duration of a measurement."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ADDRESS = re.compile(r"http://([\w.]+):(\d+)")
 
 
 class ServerProcessError(PacelineError):
-    """A server could not start."""
+    """The server could not start."""
 
 
 class ServerProcess:
-    """`paceline serve ARGUMENTS`, listening on a port that was free."""
+    """`paceline serve ARGUMENTS` on a free port."""
 
     def __init__(self, *arguments: str, api_key: str | None = None) -> None:
         """Start it and wait until it is ready."""
@@ -44,11 +44,11 @@ class ServerProcess:
 
     @property
     def log(self) -> str:
-        """What it has written so far."""
+        """Its output so far."""
         return Path(self._log.name).read_text(errors="replace")
 
     def stop(self) -> int:
-        """Its exit status after a SIGTERM, which lets requests at hand come to their end."""
+        """Send SIGTERM, which lets running requests finish; returns the exit status."""
         self.process.terminate()
         try:
             return self.process.wait(STOP_SECONDS)
@@ -56,7 +56,7 @@ class ServerProcess:
             self.kill()
 
     def kill(self) -> None:
-        """End it at once, if it still runs."""
+        """Kill it, if it still runs."""
         self.process.kill()
         self.process.wait()
         self._log.close()
@@ -68,15 +68,15 @@ class ServerProcess:
         self.stop()
 
     def _ready(self, api_key: str | None) -> Server:
-        """The address it has written, once it answers there that it is well."""
+        """The address in its log, once /health answers 200."""
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until:
             if self.process.poll() is not None:
                 raise ServerProcessError(
                     f"the server did not start. Its last words: {self.log.strip()[-800:]}"
                 )
-            if found := ADDRESS.search(self.log):
-                server = Server(found[1], int(found[2]), api_key=api_key)
+            if match := ADDRESS.search(self.log):
+                server = Server(match[1], int(match[2]), api_key=api_key)
                 if _is_well(server):
                     return server
             time.sleep(0.05)

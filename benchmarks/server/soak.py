@@ -1,8 +1,8 @@
-"""Many clients for a long time: is the last answer as right as the first, and does anything grow?
+"""Soak: many clients for a long time. Is the last answer as right as the first, and does anything grow?
 
-Each distinct request is first sent alone; what comes is the truth for it. Then every client sends one
-request after the other until the time is over: of every kind, some cut by their client, some nonsense.
-Meanwhile the server's memory, files and threads are looked at again and again.
+Each distinct request is first sent alone; that answer is the expected one. Then every client sends one
+request after another until the time is over: of every kind, some cut by their client, some invalid.
+Meanwhile the server's memory, open files and threads are sampled.
 """
 
 from __future__ import annotations
@@ -12,130 +12,97 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from benchmarks.server.gauges import Gauges, idle_gauges, read_metrics
-from benchmarks.server.load import NONSENSE, Asked, model_name
-from benchmarks.server.soak_traffic import CHAT, COMPLETIONS, essence, in_turns, mixed_traffic
-from paceline.bench.servers.client import Answer, ClientError, Cut, Server, post
+from benchmarks.server.client_requests import (
+    ClientRequest,
+    DisruptionOptions,
+    Outcomes,
+    model_name,
+    post_until_accepted,
+)
+from benchmarks.server.gauges import Gauges, Sample, idle_gauges, sample_server
+from benchmarks.server.soak_traffic import comparable, endless_requests, mixed_traffic
+from paceline.bench.servers.client import Answer, ClientError, Server, post
 from paceline.bench.timing import OnTurn
 from paceline.bench.traffic.workloads import Prompt
 from paceline.errors import ConfigError
-from paceline.options import check_integer, check_number
+from paceline.options import check_integer
 
-PARTS = 5  # of the time, each told by itself
-SAMPLES = 60  # of the server, spread over the time
-LEAST_PAUSE = 0.5  # seconds between two of them
-AFTER_A_LOSS = 1.0  # seconds before a client tries again
-SPARE_FILES = 8  # that may be open at the end beyond those at the begin: a connection that is being closed
+PARTS = 5  # of the time, each reported separately
+SAMPLES = 60  # of the server's state, spread over the time
+MIN_PAUSE = 0.5  # seconds between two samples
+AFTER_A_LOSS = 1.0  # seconds before a client continues
+MAX_READS = 20  # after which a client disconnects, if it does
+SPARE_FILES = 8  # more open files than at the start are allowed: connections that are being closed
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh]?)")
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def seconds_of(duration: str) -> float:
     """The seconds of a duration such as 90, 90s, 30m or 1.5h."""
-    found = _DURATION.fullmatch(duration.strip())
-    if found is None or not 1 <= float(found[1]) * _SECONDS[found[2]] <= 1e6:
+    match = _DURATION.fullmatch(duration.strip())
+    if match is None or not 1 <= float(match[1]) * _SECONDS[match[2]] <= 1e6:
         raise ConfigError(f"--duration must be like 90s, 30m or 2h, and at least 1s; got {duration!r}.")
-    return float(found[1]) * _SECONDS[found[2]]
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 @dataclass(frozen=True)
-class SoakOptions:
-    """What a soak does."""
+class SoakOptions(DisruptionOptions):
+    """The options of a soak."""
 
     seconds: float
     clients: int = 50
-    cut: float = 0.2  # share of requests whose client leaves at a random point
-    bad: float = 0.1  # share of requests that are nonsense
-    seed: int = 0
 
     def __post_init__(self) -> None:
         check_integer(ConfigError, "--clients", self.clients, 1, 10_000)
-        for name in ("cut", "bad"):
-            check_number(ConfigError, f"--{name}", getattr(self, name), 0, 1)
-        if self.cut + self.bad >= 1:
-            raise ConfigError(
-                f"--cut {self.cut:g} and --bad {self.bad:g} leave no request to judge. Use less."
-            )
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The server at one moment. None: it does not tell."""
-
-    second: float
-    memory_bytes: float | None
-    files: float | None  # that are open
-    threads: float | None
-    running: float | None
-    waiting: float | None
-    kv_usage: float | None  # share of the pages that requests hold
+        super().__post_init__()
 
 
 @dataclass
 class Part:
-    """What became of the requests that ended in one part of the time."""
+    """Right answers in one part of the time."""
 
-    answers: int = 0  # that stayed, and were complete and right
+    answers: int = 0
     tokens: int = 0
     first_texts: list[float] = field(default_factory=list)  # seconds, of streams
     gaps: list[float] = field(default_factory=list)  # seconds, of streams
 
 
 @dataclass
-class Soak:
-    """A whole run."""
+class Soak(Outcomes):
+    """The result of a soak."""
 
     model: str
     options: SoakOptions
-    left_out: dict[str, str]  # kinds that this server refuses: why
+    left_out: dict[str, str]  # kinds of requests that this server refuses: why
     distinct: int  # requests
     parts: list[Part] = field(default_factory=lambda: [Part() for _ in range(PARTS)])
-    kinds: Counter[str] = field(default_factory=Counter)  # answers, by kind of request
-    statuses: Counter[int] = field(default_factory=Counter)  # 0: left before there was one
+    kinds: Counter[str] = field(default_factory=Counter)  # right answers, by kind of request
     requests: int = 0
     cut: int = 0
-    refused: int = 0  # nonsense that got its 4xx
-    turned_away: int = 0  # by a full queue, and sent again
-    lost: int = 0  # stayed, and got no complete answer
-    wrong: int = 0  # stayed, and got other bytes than alone
-    misjudged: int = 0  # bad requests that were not refused, or a status that no request should get
-    examples: list[str] = field(default_factory=list)  # of what went wrong, the first few
+    refused: int = 0  # invalid requests that got their 4xx
+    examples: list[str] = field(default_factory=list)  # of failures, the first few
     samples: list[Sample] = field(default_factory=list)
     before: Gauges | None = None
     after: Gauges | None = None
 
     @property
     def good(self) -> bool:
-        """Whether every answer was right, and nothing is left behind."""
+        """Whether every answer was right, and nothing is left in the server."""
         idle = self.after is None or self.after.idle
-        return idle and not (self.lost or self.wrong or self.misjudged or self.leaked_files)
+        return idle and not (self.has_failures or self.leaked_files)
 
     @property
     def leaked_files(self) -> int:
-        """Open files at the end, with no client connected, minus those at the beginning."""
-        known = [sample.files for sample in self.samples if sample.files is not None]
-        more = int(known[-1] - known[0]) if len(known) > 1 else 0
+        """Open files at the end, with no client connected, beyond those at the start."""
+        files = [sample.files for sample in self.samples if sample.files is not None]
+        more = int(files[-1] - files[0]) if len(files) > 1 else 0
         return more if more > SPARE_FILES else 0
 
-    def note(self, what: str) -> None:
+    def note(self, failure: str) -> None:
         if len(self.examples) < 10:
-            self.examples.append(what)
-
-
-def memory_slope(samples: Sequence[Sample]) -> float | None:
-    """Bytes an hour by which memory grows in the second half of the samples; in the first, caches fill."""
-    known = [(one.second, one.memory_bytes) for one in samples if one.memory_bytes is not None]
-    late = known[len(known) // 2 :]
-    if len(late) < 3:
-        return None
-    seconds, sizes = np.array(late).T
-    return float(np.polyfit(seconds, sizes, 1)[0] * 3600)
+            self.examples.append(failure)
 
 
 async def run_soak(
@@ -145,33 +112,33 @@ async def run_soak(
     process_id: int | None = None,
     on_turn: OnTurn = lambda _: None,
 ) -> Soak:
-    """Every distinct request alone, then all clients until the time is over.
+    """Send every distinct request alone, then let all clients send until the time is over.
 
-    `servers` are one server with several keys, which clients have in turns. `process_id` is that of a
-    server on this machine.
+    `servers` is one server with several API keys, which clients use in turn. `process_id` is set if the
+    server runs on this machine.
     """
     model = await model_name(servers[0])
-    asked, truths, left_out = await _alone(servers[0], mixed_traffic(prompts, model))
-    soak = Soak(model, options, left_out, len(asked))
+    requests, expected, left_out = await _alone(servers[0], mixed_traffic(prompts, model))
+    soak = Soak(model, options, left_out, len(requests))
     soak.before = await idle_gauges(servers[0])
     loop = asyncio.get_running_loop()
     began = loop.time()
-    soak.samples.append(await _sample(servers[0], process_id, 0.0))
+    soak.samples.append(await sample_server(servers[0], process_id, 0.0))
 
     async def watch() -> None:
         while True:
-            await asyncio.sleep(max(LEAST_PAUSE, options.seconds / SAMPLES))
-            soak.samples.append(await _sample(servers[0], process_id, loop.time() - began))
+            await asyncio.sleep(max(MIN_PAUSE, options.seconds / SAMPLES))
+            soak.samples.append(await sample_server(servers[0], process_id, loop.time() - began))
             on_turn(f"{soak.requests} requests")
 
     async def client(number: int) -> None:
         server = servers[number % len(servers)]
-        for kind, one in _requests(asked, options, number):
+        for kind, request in _client_requests(requests, options, number):
             if loop.time() - began >= options.seconds:
                 return
-            answer = await _persist(server, one, soak)
+            answer = await _send(server, request, soak)
             part = soak.parts[min(PARTS - 1, int((loop.time() - began) / options.seconds * PARTS))]
-            _judge(kind, one, answer, truths, soak, part)
+            _judge(kind, request, answer, expected, soak, part)
 
     watching = asyncio.create_task(watch())
     try:
@@ -179,133 +146,106 @@ async def run_soak(
     finally:
         watching.cancel()
     soak.after = await idle_gauges(servers[0])
-    soak.samples.append(await _sample(servers[0], process_id, loop.time() - began))
+    soak.samples.append(await sample_server(servers[0], process_id, loop.time() - began))
     return soak
 
 
 async def _alone(
-    server: Server, traffic: Sequence[tuple[str, Asked]]
-) -> tuple[list[tuple[str, Asked]], dict[int, str], dict[str, str]]:
-    """The requests that this server serves, the truth for each, and why kinds are left out."""
-    asked, truths, left_out = [], {}, {}
-    for kind, one in traffic:
+    server: Server, traffic: Sequence[tuple[str, ClientRequest]]
+) -> tuple[list[tuple[str, ClientRequest]], dict[int, str], dict[str, str]]:
+    """The requests that this server accepts, the expected answer of each, and why kinds are left out."""
+    requests, expected, left_out = [], {}, {}
+    for kind, request in traffic:
         if kind in left_out:
             continue
-        answer = await post(server, one.path, one.body)
-        truth = essence(one, answer)
-        if truth is None:
+        answer = await post(server, request.path, request.body)
+        content = comparable(request, answer)
+        if content is None:
             left_out[kind] = str((answer.error or {}).get("message", f"status {answer.status}"))[:200]
         else:
-            asked.append((kind, one))
-            truths[one.truth] = truth
-    if not asked:
+            requests.append((kind, request))
+            expected[request.number] = content
+    if not requests:
         raise ConfigError(f"the server serves none of these requests: {next(iter(left_out.values()))}")
-    return asked, truths, left_out
+    return requests, expected, left_out
 
 
-def _requests(
-    asked: Sequence[tuple[str, Asked]], options: SoakOptions, client: int
-) -> Iterator[tuple[str, Asked]]:
-    """The requests of one client, without an end: some cut, some made nonsense."""
+def _client_requests(
+    requests: Sequence[tuple[str, ClientRequest]], options: SoakOptions, client: int
+) -> Iterator[tuple[str, ClientRequest]]:
+    """The endless requests of one client, with their kinds: some cut, some made invalid."""
     rng = random.Random(f"{options.seed}/{client}")
-    kinds = {one.truth: kind for kind, one in asked}
-    for one in in_turns([one for _, one in asked], rng.randrange):
-        kind, lot = kinds[one.truth], rng.random()
-        if lot < options.cut:
-            yield kind, replace(one, cut=Cut(rng.randint(-1, 20), reset=rng.random() < 0.5))
-        elif lot < options.cut + options.bad and one.path in (CHAT, COMPLETIONS):
-            fields, status = rng.choice(NONSENSE)
-            yield kind, replace(one, body={**one.body, **fields}, refusal=status)
-        else:
-            yield kind, one
+    kinds = {request.number: kind for kind, request in requests}
+    for request in endless_requests([request for _, request in requests], rng.randrange):
+        yield kinds[request.number], request.disrupted(options, rng, MAX_READS)
 
 
-async def _persist(server: Server, one: Asked, soak: Soak) -> Answer | None:
-    """The answer to a request, sent again while the queue is full; None if there is none."""
-    while True:
+async def _send(server: Server, request: ClientRequest, soak: Soak) -> Answer | None:
+    """The answer to a request, sent again while the queue is full; None if the connection failed."""
+
+    def on_turned_away() -> None:
         soak.requests += 1
-        try:
-            answer = await post(server, one.path, one.body, one.cut)
-        except ClientError as error:
-            soak.note(str(error))
-            await asyncio.sleep(AFTER_A_LOSS)
-            return None
-        soak.statuses[answer.status] += 1
-        if answer.status != 429:
-            return answer
+        soak.statuses[429] += 1
         soak.turned_away += 1
-        await asyncio.sleep(float(answer.headers.get("retry-after", 1)))
+
+    try:
+        answer = await post_until_accepted(server, request, on_turned_away)
+    except ClientError as error:
+        soak.requests += 1
+        soak.note(str(error))
+        await asyncio.sleep(AFTER_A_LOSS)
+        return None
+    soak.requests += 1
+    soak.statuses[answer.status] += 1
+    return answer
 
 
 def _judge(
-    kind: str, one: Asked, answer: Answer | None, truths: dict[int, str], soak: Soak, part: Part
+    kind: str,
+    request: ClientRequest,
+    answer: Answer | None,
+    expected: dict[int, str],
+    soak: Soak,
+    part: Part,
 ) -> None:
-    """Count an answer where it belongs."""
-    if one.cut is not None:
-        soak.cut += 1
-        if answer is not None and answer.status not in (0, 200):
-            soak.misjudged += 1
-            soak.note(f"{kind}, cut: status {answer.status}")
+    """Count an answer in the outcomes."""
+    if request.cut is not None or request.refusal is not None:
+        _judge_disrupted(kind, request, answer, soak)
         return
-    if one.refusal is not None:
-        right = answer is not None and answer.status == one.refusal and (answer.error or {}).get("message")
-        soak.refused += bool(right)
-        soak.misjudged += not right
-        if not right:
-            soak.note(f"{kind}: nonsense got {answer and answer.status} instead of {one.refusal}")
-        return
-    found = None if answer is None else essence(one, answer)
-    if answer is None or found is None:
+    content = None if answer is None else comparable(request, answer)
+    if answer is None or content is None:
         soak.lost += 1
         soak.note(f"{kind}: status {answer and answer.status}, {(answer.body[-200:] if answer else b'')!r}")
         return
-    if found != truths[one.truth]:
+    if content != expected[request.number]:
         soak.wrong += 1
-        soak.note(f"{kind}: {_first_difference(found, truths[one.truth])}")
+        soak.note(f"{kind}: {_first_difference(content, expected[request.number])}")
         return
     soak.kinds[kind] += 1
     part.answers += 1
-    if one.body.get("stream") and answer.chunks and "choices" in answer.chunks[0][1]:
+    if request.body.get("stream") and answer.chunks and "choices" in answer.chunks[0][1]:
         part.tokens += answer.completion_tokens
         part.gaps += answer.gaps
         if answer.first_text_seconds is not None:
             part.first_texts.append(answer.first_text_seconds)
 
 
-def _first_difference(found: str, truth: str) -> str:
-    place = next((at for at, pair in enumerate(zip(found, truth, strict=False)) if pair[0] != pair[1]), 0)
-    around = slice(max(0, place - 40), place + 40)
-    return f"{found[around]!r} instead of {truth[around]!r}"
+def _judge_disrupted(kind: str, request: ClientRequest, answer: Answer | None, soak: Soak) -> None:
+    allowed = request.allows(answer)
+    soak.misjudged += not allowed
+    status = answer and answer.status
+    if request.cut is not None:
+        soak.cut += 1
+        if not allowed:
+            soak.note(f"{kind}, cut: status {status}")
+    else:
+        soak.refused += allowed
+        if not allowed:
+            soak.note(f"{kind}: nonsense got {status} instead of {request.refusal}")
 
 
-async def _sample(server: Server, process_id: int | None, second: float) -> Sample:
-    """The server now, by its metrics and, if it is on this machine, by the system."""
-    try:
-        told: dict[str, float] = await read_metrics(server)
-    except ClientError:
-        told = {}
-    seen = _process(process_id)
-    return Sample(
-        second,
-        seen.get("memory", told.get("process_resident_memory_bytes")),
-        seen.get("files", told.get("process_open_fds")),
-        seen.get("threads"),
-        told.get("paceline:num_requests_running"),
-        told.get("paceline:num_requests_waiting"),
-        told.get("paceline:kv_cache_usage_perc"),
-    )
-
-
-def _process(process_id: int | None) -> dict[str, Any]:
-    """What Linux tells of a process; nothing if there is none, or no /proc."""
-    folder = Path(f"/proc/{process_id}")
-    try:
-        status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-        files = len(list((folder / "fd").iterdir()))
-    except OSError:
-        return {}
-    return {
-        "memory": 1024.0 * int(status["VmRSS"].split()[0]),
-        "files": float(files),
-        "threads": float(status["Threads"]),
-    }
+def _first_difference(content: str, expected: str) -> str:
+    pairs = enumerate(zip(content, expected, strict=False))
+    first = next((index for index, (left, right) in pairs if left != right), 0)
+    around = slice(max(0, first - 40), first + 40)
+    return f"{content[around]!r} instead of {expected[around]!r}"

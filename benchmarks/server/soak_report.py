@@ -1,4 +1,4 @@
-"""What a soak found, described."""
+"""The result of a soak as a table and JSON."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.server.soak import PARTS, Part, Sample, Soak, memory_slope
+from benchmarks.server.gauges import Sample, memory_slope
+from benchmarks.server.soak import PARTS, Part, Soak
 from paceline.bench.report.result import Result, Table
 
 PERCENTILES = (50, 99)
 
 
 def soak_facts(soak: Soak) -> dict[str, Any]:
-    """Everything, ready for JSON. Times are milliseconds."""
+    """Everything, as JSON values. Times are in milliseconds."""
     slope = memory_slope(soak.samples)
     return {
         "model": soak.model,
@@ -50,15 +51,15 @@ def _samples_of(soak: Soak, number: int) -> list[Sample]:
     seconds = soak.options.seconds / PARTS
     last = number == PARTS - 1
     return [
-        one
-        for one in soak.samples
-        if number * seconds <= one.second and (last or one.second < (number + 1) * seconds)
+        sample
+        for sample in soak.samples
+        if number * seconds <= sample.second and (last or sample.second < (number + 1) * seconds)
     ]
 
 
 def _part_facts(part: Part, samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
     last = samples[-1] if samples else None
-    usage = [one.kv_usage for one in samples if one.kv_usage is not None]
+    usage = [sample.kv_usage for sample in samples if sample.kv_usage is not None]
     return {
         "answers": part.answers,
         "answers_per_second": part.answers / seconds,
@@ -78,7 +79,7 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def soak_result(soak: Soak) -> Result:
-    """One column for each part of the time."""
+    """The table, with one column per part of the time."""
     options, facts = soak.options, soak_facts(soak)
     title = (
         f"{soak.model}: {options.clients} clients for {options.seconds:,.0f} s, {soak.distinct} "
@@ -88,14 +89,14 @@ def soak_result(soak: Soak) -> Result:
     size, unit = (1, "s") if options.seconds < 600 else (60, "min")
     each = options.seconds / PARTS / size
     cells: dict[str, Callable[[dict[str, Any]], str]] = {
-        "right answers": lambda one: f"{one['answers']:,}",
-        "answers a second": lambda one: f"{one['answers_per_second']:.1f}",
-        "first text, ms": lambda one: _cell(one["first_text_ms"]),
-        "between texts, ms": lambda one: _cell(one["gap_ms"]),
-        "memory, MB": lambda one: _number(one["memory_bytes"], 1e-6),
-        "open files": lambda one: _number(one["files"]),
-        "threads": lambda one: _number(one["threads"]),
-        "pages held at most": lambda one: _number(one["kv_usage_most"], 100, "%"),
+        "right answers": lambda part: f"{part['answers']:,}",
+        "answers a second": lambda part: f"{part['answers_per_second']:.1f}",
+        "first text, ms": lambda part: _cell(part["first_text_ms"]),
+        "between texts, ms": lambda part: _cell(part["gap_ms"]),
+        "memory, MB": lambda part: _number(part["memory_bytes"], 1e-6),
+        "open files": lambda part: _number(part["files"]),
+        "threads": lambda part: _number(part["threads"]),
+        "pages held at most": lambda part: _number(part["kv_usage_most"], 100, "%"),
     }
     spans = (f"{number * each:.3g} to {(number + 1) * each:.3g} {unit}" for number in range(PARTS))
     rows = [[heading, *map(cell, facts["parts"])] for heading, cell in cells.items()]
@@ -111,7 +112,7 @@ def _number(value: float | None, factor: float = 1, unit: str = "") -> str:
 
 
 def soak_notes(soak: Soak) -> list[str]:
-    """Whether all is well, in words."""
+    """Notes: outcomes, memory growth, and what is left in the server."""
     answers = sum(part.answers for part in soak.parts)
     statuses = ", ".join(f"{status}: {count:,}" for status, count in sorted(soak.statuses.items()))
     notes = [

@@ -1,8 +1,8 @@
-"""Mixed traffic, as a server meets it in a day, and what of an answer must never change.
+"""The mixed traffic of a soak, and the content of answers that must never change.
 
-Every request carries its seed, so its answer is a function of the request alone: whoever else is served,
-whatever is drafted or cached. Two answers to it are the same once what names them (ids, times) and what
-tells how they were made (cached tokens, where a stream was cut into events) is taken out.
+Every request carries its seed, so its answer depends on nothing else: neither on other requests nor on
+drafts and caches. Two answers to it are equal once ids and times are removed, and what reflects how they
+were made (cached tokens, the division of a stream into events).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
-from benchmarks.server.load import Asked
+from benchmarks.server.client_requests import CHAT, COMPLETIONS, ClientRequest
 from paceline.bench.servers.client import DONE, Answer
 from paceline.bench.traffic.workloads import Prompt
 
 Fields = dict[str, Any]
 
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+RESPONSES = "/v1/responses"
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 WEATHER = {
     "name": "get_weather",
@@ -37,7 +37,7 @@ SCHEMA: Fields = {
 }
 GREEDY: Fields = {"temperature": 0}
 
-# what is asked in turns: (name, path, fields)
+# kinds of requests, used in turn: (name, path, fields)
 KINDS: tuple[tuple[str, str, Fields], ...] = (
     ("chat, streamed", CHAT, {**GREEDY, **USAGE}),
     ("completion, streamed, sampled", COMPLETIONS, {"temperature": 0.8, "top_p": 0.95, **USAGE}),
@@ -61,32 +61,32 @@ SALTS = 4
 SEGMENTS = 5
 
 NAMES = {"id", "created", "created_at", "completed_at", "item_id", "call_id", "system_fingerprint"}
-HOW_IT_WAS_MADE = {"prompt_tokens_details", "input_tokens_details", "metrics"}
-LEFT_OUT = NAMES | HOW_IT_WAS_MADE
+PROVENANCE = {"prompt_tokens_details", "input_tokens_details", "metrics"}
+IGNORED = NAMES | PROVENANCE
 
 
-def mixed_traffic(prompts: Sequence[Prompt], model: str) -> list[tuple[str, Asked]]:
-    """Distinct requests with the names of their kinds: every kind, every prompt, several salts."""
+def mixed_traffic(prompts: Sequence[Prompt], model: str) -> list[tuple[str, ClientRequest]]:
+    """Distinct requests with their kinds: every kind, every prompt, several salts."""
     count = max(len(prompts), len(KINDS))
     both = zip(cycle(prompts), cycle(KINDS), strict=False)
-    asked = []
+    requests = []
     for number, (prompt, (name, path, fields)) in zip(range(count), both, strict=False):
-        most = "max_output_tokens" if path == RESPONSES else "max_tokens"
+        limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
         body = {
             "model": model,
-            **_asked(prompt, path),
-            most: prompt.max_tokens,
+            **_prompt_fields(prompt, path),
+            limit: prompt.max_tokens,
             "seed": number,
             "segment": f"soak-{number % SEGMENTS}",
             **({"cache_salt": f"tenant-{number % SALTS}"} if number % 2 else {}),
             **fields,
         }
-        asked.append((name, Asked(path, body, number)))
-    return asked
+        requests.append((name, ClientRequest(path, body, number)))
+    return requests
 
 
-def _asked(prompt: Prompt, path: str) -> Fields:
-    """The part of a body that says what is asked."""
+def _prompt_fields(prompt: Prompt, path: str) -> Fields:
+    """The prompt in the fields of this endpoint."""
     messages = list(prompt.messages or [{"role": "user", "content": prompt.text}])
     if path == CHAT:
         return {"messages": messages}
@@ -95,20 +95,20 @@ def _asked(prompt: Prompt, path: str) -> Fields:
     return {"prompt": prompt.text if prompt.messages is None else str(messages[-1]["content"])}
 
 
-def essence(asked: Asked, answer: Answer) -> str | None:
-    """What every answer to this request must be, as text; None if this one is not complete."""
+def comparable(request: ClientRequest, answer: Answer) -> str | None:
+    """The content that all answers to this request must share, as text; None if this one is incomplete."""
     if answer.status != 200:
         return None
     try:
-        found = _streamed(asked, answer) if asked.body.get("stream") else json.loads(answer.body)
+        content = _streamed(request, answer) if request.body.get("stream") else json.loads(answer.body)
     except (ValueError, KeyError, TypeError, IndexError):
         return None
-    return None if found is None else json.dumps(_without_names(found), sort_keys=True)
+    return None if content is None else json.dumps(_without_ignored(content), sort_keys=True)
 
 
-def _streamed(asked: Asked, answer: Answer) -> Any:
-    """What the events of a stream add up to; None if the end is missing."""
-    if asked.path == RESPONSES:
+def _streamed(request: ClientRequest, answer: Answer) -> Any:
+    """The concatenated events of a stream; None if the end is missing."""
+    if request.path == RESPONSES:
         return _response(answer)
     ended = bool(answer.events) and answer.events[-1][1] == DONE
     if not ended or answer.error is not None:
@@ -122,7 +122,7 @@ def _streamed(asked: Asked, answer: Answer) -> Any:
 
 
 def _response(answer: Answer) -> Any:
-    """The last event of a stream of /v1/responses, beside the texts that came before it."""
+    """The last event of a /v1/responses stream, with the concatenated texts before it."""
     events = [event for _, event in answer.chunks]
     last = events[-1]
     if last["type"] not in ("response.completed", "response.incomplete"):
@@ -132,7 +132,7 @@ def _response(answer: Answer) -> Any:
 
 
 def _add(whole: Fields, part: Mapping[str, Any]) -> None:
-    """Add a piece of a stream to what came before: texts and lists grow, the rest is told once."""
+    """Add a piece of a stream to the pieces before: texts and lists grow, other fields are set once."""
     for name, value in part.items():
         before, grows = whole.get(name), name in ("text", "content", "arguments") or isinstance(value, list)
         if isinstance(value, dict):
@@ -145,15 +145,17 @@ def _add(whole: Fields, part: Mapping[str, Any]) -> None:
             whole[name] = before + value if grows and before is not None else value
 
 
-def _without_names(value: Any) -> Any:
+def _without_ignored(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _without_names(one) for key, one in value.items() if key not in LEFT_OUT}
-    return [_without_names(one) for one in value] if isinstance(value, list) else value
+        return {str(key): _without_ignored(item) for key, item in value.items() if key not in IGNORED}
+    return [_without_ignored(item) for item in value] if isinstance(value, list) else value
 
 
-def in_turns(asked: Sequence[Asked], choose: Callable[[int], int]) -> Iterator[Asked]:
-    """Requests without an end, one after the other: a client does not send the same twice in a row."""
-    number = choose(len(asked))
+def endless_requests(
+    requests: Sequence[ClientRequest], choose: Callable[[int], int]
+) -> Iterator[ClientRequest]:
+    """Random requests without end, never the same twice in a row."""
+    number = choose(len(requests))
     while True:
-        yield asked[number % len(asked)]
-        number += 1 + choose(len(asked) - 1)
+        yield requests[number % len(requests)]
+        number += 1 + choose(len(requests) - 1)

@@ -1,4 +1,4 @@
-"""The commands of `paceline bench`: what users measure. Developers' measurements are in `benchmarks/`."""
+"""The commands of `paceline bench`, for users. Developers' benchmarks are in `benchmarks/`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.bench.simulate.flags import simulate_command
 from paceline.bench.tune.command import tune_command
 from paceline.errors import ConfigError
 
-# measurements that were commands here, and are now `python -m benchmarks NAME` in a checkout
+# former commands, now `python -m benchmarks NAME` in a checkout
 MOVED = frozenset(
     {
         *("changes", "concurrency", "drafting", "gpu", "grid", "head", "load", "overhead", "perplexity"),
@@ -24,7 +24,7 @@ MOVED = frozenset(
 
 
 class BenchGroup(MainCommandGroup):
-    """Says where commands are that have moved."""
+    """A group that tells users where moved commands are."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] in MOVED:

@@ -1,4 +1,4 @@
-"""The flags that commands of the bench share, and a group of commands whose first word may be a model."""
+"""Flags that several bench commands share, and a command group whose first word may be a model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from paceline.errors import ConfigError
 RUN = "run"
 
 Model = Annotated[str, typer.Argument(help="An alias, a .gguf file, a folder or a hub id.")]
-Threads = Annotated[int | None, typer.Option(help="Threads; one for each core if not given.")]
-Quantization = Annotated[
-    str, typer.Option(help="How the cpu backend keeps weights: auto, native, int8, none.")
-]
+Threads = Annotated[int | None, typer.Option(help="Number of threads. Default: one per core.")]
+Quantization = Annotated[str, typer.Option(help="Weights of the cpu backend: auto, native, int8 or none.")]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write all results to this file.")
 ]
@@ -34,7 +32,7 @@ Workloads = Annotated[
 
 
 class MainCommandGroup(TyperGroup):
-    """A group whose first word may be a model instead of a command: then it runs the main command."""
+    """A command group whose first word may be a model instead of a command; it then runs the main command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         word = args[0] if args else ""
@@ -47,7 +45,7 @@ class MainCommandGroup(TyperGroup):
 
 
 def integers(option: str, text: str) -> list[int]:
-    """The positive numbers of a list such as 1,4,16."""
+    """The positive integers of a list such as 1,4,16."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Models loaded for a measurement, and what was chosen for them."""
+"""Models loaded for a measurement, with the settings chosen for them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from paceline.home import paceline_home
 from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer
 
-DEVICE_KV_BYTES = 6 << 30  # of a GPU, for each of the engines that are compared
-LEARNED_COSTS = "costs"  # the folder of PACELINE_HOME in which the controller keeps what it has learned
-TORCH = "torch"  # named like a quantization: the reference backend in float32
+DEVICE_KV_BYTES = 6 << 30  # KV cache on a GPU, for each of the compared engines
+LEARNED_COSTS = "costs"  # folder in PACELINE_HOME where the controller stores what it has learned
+TORCH = "torch"  # used like a quantization: the reference backend in float32
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a backend settled on."""
+    """The settings that a backend chose."""
 
     quantization: str  # never "auto"
     threads: int
 
 
 def settings(backend: Any) -> Settings:
-    """The quantization and threads of a backend; those that have none of their own give their name."""
+    """Quantization and threads of a backend; a backend without a quantization gives its name."""
     from paceline.backends.cpu.team import default_threads
 
     quantization = getattr(backend, "quantization", backend.name)
@@ -42,17 +42,17 @@ def settings(backend: Any) -> Settings:
 
 @dataclass(frozen=True)
 class LoadedBackend:
-    """A backend without an engine around it."""
+    """A backend without an engine."""
 
     backend: Backend
     tokenizer: Tokenizer
-    max_position: int  # the model's context
+    max_position: int  # the model's context length
 
 
 def load_backend_for_bench(
     model: str, quantization: str, threads: int | None, max_rows: int = 1
 ) -> LoadedBackend:
-    """The model's backend as an engine would load it, for passes of `max_rows` if those are more."""
+    """The model's backend as an engine would load it, for passes of at least `max_rows`."""
     path = resolve(model)
     if quantization == TORCH:
         options = BackendOptions(backend="torch", threads=threads)
@@ -73,7 +73,7 @@ def bench_config(
     backend: str = "cpu",
     device: str = "",
 ) -> EngineConfig:
-    """A configuration without prefix reuse, so that every round computes its prompts again."""
+    """A configuration without prefix caching, so that every round computes its prompts again."""
     defaults = SchedulerOptions()
     on_device = {"device": device or "cuda", "kv_cache_memory_bytes": DEVICE_KV_BYTES}
     return EngineConfig.from_options(
@@ -90,13 +90,13 @@ def bench_config(
 
 
 def load_engine_for_bench(model: str, quantization: str, threads: int | None, max_num_seqs: int) -> Loaded:
-    """The model's engine. It keeps no prefixes."""
+    """The model's engine, without prefix caching."""
     return build_engine(bench_config(model, quantization, threads, max_num_seqs))
 
 
 @contextmanager
 def empty_memory() -> Iterator[None]:
-    """Within it controllers know nothing of earlier runs; what they learn is deleted at the end."""
+    """A context in which controllers know nothing of earlier runs, and what they learn is deleted."""
     home, before = paceline_home(), os.environ.get("PACELINE_HOME")
     with tempfile.TemporaryDirectory() as folder:
         for entry in home.iterdir() if home.is_dir() else ():

@@ -1,4 +1,4 @@
-"""What a measurement was taken on."""
+"""Facts about the machine of a measurement."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PACKAGES = ("paceline", "numpy", "numba", "llvmlite", "tokenizers")
 
 
 def machine_facts() -> dict[str, object]:
-    """CPU, cores, instruction set, memory, load and versions, ready for JSON."""
-    from paceline.backends.cpu.isa import ISA  # here, because it brings numba
+    """CPU, cores, instruction set, memory, load and versions, as JSON values."""
+    from paceline.backends.cpu.isa import ISA  # here, because it imports numba
     from paceline.backends.cpu.team import default_threads
 
     return {
@@ -24,9 +24,7 @@ def machine_facts() -> dict[str, object]:
         "isa": ISA.name,
         "amx": has_amx(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "load_average": round(
-            os.getloadavg()[0], 2
-        ),  # above 0 before a bench starts: the machine is not quiet
+        "load_average": round(os.getloadavg()[0], 2),  # above 0 before a bench starts: the machine is busy
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},

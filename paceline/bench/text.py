@@ -10,7 +10,7 @@ from paceline.errors import RequestError
 
 
 def perplexity_text() -> str:
-    """The fixed text: English prose, dialogue, facts and a little code, about 2,000 words."""
+    """The fixed text: English prose, dialogue, facts and some code, about 2,000 words."""
     return resources.files("paceline.bench").joinpath("data/perplexity.txt").read_text(encoding="utf-8")
 
 
@@ -21,7 +21,7 @@ class Encoder(Protocol):
 
 
 def text_ids(tokenizer: Encoder, count: int | None = None) -> list[int]:
-    """The token ids of the fixed text: all of them, or `count`, from the start again if it is too short."""
+    """The token ids of the fixed text: all, or `count` of them, repeated if it is too short."""
     ids = tokenizer.encode(perplexity_text())
     if not ids:
         raise RequestError("This model's tokenizer has no tokens for English text; use a model with its own.")

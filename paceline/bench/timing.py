@@ -1,4 +1,4 @@
-"""Repeated measurements, in turns: what disturbs the machine for a while then disturbs all alike."""
+"""Repeated measurements in turns, so that a disturbance of the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 Name = TypeVar("Name")
 Result = TypeVar("Result")
-OnTurn = Callable[[str], None]  # told what has just been measured
+OnTurn = Callable[[str], None]  # called with a description of what was just measured
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Timing:
 def take_turns(
     jobs: Mapping[Name, Callable[[], Result]], rounds: int, on_turn: OnTurn = lambda _: None
 ) -> dict[Name, list[Result]]:
-    """What each job gave in each round: A B C, A B C, ..."""
+    """The results of each job in each round: A B C, A B C, ..."""
     results: dict[Name, list[Result]] = {name: [] for name in jobs}
     for number in range(rounds):
         for name, job in jobs.items():

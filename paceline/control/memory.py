@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.home import paceline_home, tell_unusable
+from paceline.home import paceline_home, warn_unusable
 from paceline.machine import cpu_name
 from paceline.version import __version__
 
@@ -66,7 +66,7 @@ class Memory:
         except OSError as error:
             with suppress(OSError):
                 own.unlink()
-            tell_unusable("what the controller has learned", self.path.parent, error)
+            warn_unusable("what the controller has learned", self.path.parent, error)
 
 
 def restore(facts: Mapping[str, Any], costs: CostModel, acceptance: AcceptanceModel) -> None:

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP API. Importing this room needs the `serve` extra."""
+"""The OpenAI-compatible HTTP server. Importing this package needs the `serve` extra."""

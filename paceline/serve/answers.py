@@ -1,4 +1,4 @@
-"""What endpoints that generate have in common: documented answers, JSON responses, ends of streams."""
+"""What the generating endpoints share: documented status codes, JSON responses, stream chunks, usage."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from paceline.serve.protocol import Metrics, SamplingFields, usage, usage_of
 from paceline.serve.service import Service
 from paceline.serve.sse import DONE, event, to_json, to_json_pieces
 
-LARGE_ANSWER = 4096  # values: writing a smaller one takes a few milliseconds
-MOST_PROMPT_LOGPROBS = 2**19  # of one answer: 128 prompts of 2,000 tokens with the likeliest of each
+LARGE_ANSWER = 4096  # JSON values; a smaller answer is serialized within a few milliseconds
+MAX_PROMPT_LOGPROBS = 2**19  # per answer: 128 prompts of 2,000 tokens, each with its likeliest token
 
 
 class ErrorDetails(BaseModel):
@@ -50,10 +50,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def documented(*statuses: int, stream: bool = False) -> dict[int | str, dict[str, Any]]:
-    """The answers besides 200 that an endpoint's documentation lists; and that it can be a stream."""
+    """The OpenAPI entries for these error statuses and, with `stream`, for an event-stream 200."""
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     events: dict[int | str, dict[str, Any]] = {
-        200: {"content": {"text/event-stream": {"schema": event}}}  # the schema is of one event
+        200: {"content": {"text/event-stream": {"schema": event}}}  # the schema of one event
     }
     return (events if stream else {}) | {status: _ERRORS[status] for status in statuses}
 
@@ -64,12 +64,12 @@ ASKS = documented(401, 500, 503)
 
 
 def json_response(body: dict[str, Any]) -> Response:
-    """The answer with this body, written in one go: the GIL is held meanwhile."""
+    """A JSON response, serialized in one call that holds the GIL."""
     return Response(to_json(body), media_type="application/json")
 
 
 async def json_answer(service: Service, write: Callable[[], dict[str, Any]], size: int) -> Response:
-    """The answer whose body `write` gives: about `size` values. A large one is written beside the loop."""
+    """The response whose body `write` builds. Large ones (`size` values) are built in a worker thread."""
     if size <= LARGE_ANSWER:
         return json_response(write())
 
@@ -80,44 +80,44 @@ async def json_answer(service: Service, write: Callable[[], dict[str, Any]], siz
 
 
 def size_of(outputs: Sequence[RequestOutput], echoed: Sequence[str] = ()) -> int:
-    """About how many values an answer has. Sixteen characters count as one."""
+    """Estimated number of JSON values in an answer. Sixteen characters of echoed text count as one."""
     size = 0
     for number, output in enumerate(outputs):
         per_token = 1 + (output.outputs[0].logprobs is not None) * MAX_LOGPROBS
-        own = len(output.prompt_logprobs or ()) * MAX_LOGPROBS
-        own += len(echoed[number]) // 16 if echoed else 0
-        size += sum(len(one.token_ids) * per_token + own for one in output.outputs)
+        prompt_size = len(output.prompt_logprobs or ()) * MAX_LOGPROBS
+        prompt_size += len(echoed[number]) // 16 if echoed else 0
+        size += sum(len(completion.token_ids) * per_token + prompt_size for completion in output.outputs)
     return size
 
 
 def check_prompt_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-    """Refuse log-probabilities of prompts that would fill an answer with more than anyone reads."""
+    """Raise RequestError if prompt_logprobs would make the answer larger than MAX_PROMPT_LOGPROBS values."""
     if params.prompt_logprobs is None:
         return
     size = params.n * sum(map(len, prompts)) * (params.prompt_logprobs + 1)
-    if size > MOST_PROMPT_LOGPROBS:
+    if size > MAX_PROMPT_LOGPROBS:
         raise RequestError(
             f"prompt_logprobs asks for {size} log-probabilities of prompts, and at most "
-            f"{MOST_PROMPT_LOGPROBS} are given in one answer. Ask for fewer, or send several requests."
+            f"{MAX_PROMPT_LOGPROBS} are given in one answer. Ask for fewer, or send several requests."
         )
 
 
 class ChunkMaker:
-    """Makes the chunks of a stream: the head, the choices, and the usage where it was asked for."""
+    """Serializes the chunks of a stream: shared fields, one choice, and usage where it was requested."""
 
     def __init__(self, head: dict[str, Any], fields: SamplingFields, num_prompt_tokens: int) -> None:
         self._head = head
-        self._before = f'data: {to_json(head)[:-1]},"choices":['  # the same in all: written once
+        self._before = f'data: {to_json(head)[:-1]},"choices":['  # the same in every chunk: serialized once
         self._fields = fields
         self._num_prompt_tokens = num_prompt_tokens
         self._num_tokens = 0
 
     def count(self, update: Update) -> None:
-        """Note the tokens of an update."""
+        """Add the tokens of an update to the usage."""
         self._num_tokens += len(update.token_ids)
 
     def chunk(self, choice: dict[str, Any]) -> bytes:
-        """One event with one choice."""
+        """One server-sent event with one choice."""
         after = "]}\n\n"
         if self._fields.wants_running_usage:
             after = f'],"usage":{to_json(usage(self._num_prompt_tokens, self._num_tokens))}}}\n\n'
@@ -126,7 +126,7 @@ class ChunkMaker:
         return f"{self._before}{to_json(choice)}{after}".encode()
 
     def end(self, generation: Generation) -> bytes:
-        """The last events: usage and metrics if they were asked for, in a chunk without choices."""
+        """The final events: usage and metrics (a chunk without choices, if requested), then [DONE]."""
         data: dict[str, Any] = {}
         if self._fields.wants_usage:
             data["usage"] = usage_of(generation.outputs)
@@ -136,7 +136,7 @@ class ChunkMaker:
 
 
 def check_fields(fields: SamplingFields, num_prompts: int = 1) -> None:
-    """Refuse fields that do not go together."""
+    """Raise FieldError if two fields contradict each other."""
     if fields.stream_options is not None and not fields.stream:
         raise FieldError("stream_options", "stream_options is only for streams: set stream to true.")
     if fields.return_metrics and num_prompts > 1:

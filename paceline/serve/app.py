@@ -1,4 +1,4 @@
-"""The app: which path leads where."""
+"""The FastAPI app: routes and middleware."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.serve.service import Service
 def make_app(
     service: Service, options: ServeOptions | None = None, metrics: Metrics | None = None
 ) -> FastAPI:
-    """The HTTP API over a running service. `metrics` are shown if they are given: they observe the engine."""
+    """The HTTP API over a running service. With `metrics`, also serves /metrics and the live page."""
     options = options or ServeOptions()
     app = FastAPI(title="paceline", version=__version__, docs_url="/docs", redoc_url=None)
     add_handlers(app)
@@ -33,7 +33,7 @@ def make_app(
 
 
 def add_middleware(app: FastAPI, service: Service, options: ServeOptions, metrics: Metrics | None) -> None:
-    """What every request passes on its way to the app; the last one added is the first it meets."""
+    """Wrap the app in middleware. The last one added is the outermost."""
     app.add_middleware(
         Gate,
         engine=service.engine,
@@ -50,9 +50,9 @@ def add_middleware(app: FastAPI, service: Service, options: ServeOptions, metric
             expose_headers=("X-Request-Id", "X-Client-Request-Id", "Retry-After"),
         )
 
-    def tell(record: RequestRecord) -> None:
+    def on_finished(record: RequestRecord) -> None:
         log_request(record)
         if metrics is not None:
             metrics.answered(record.route, record.status or CLIENT_GONE)
 
-    app.add_middleware(Requests, timeout=options.request_timeout, tell=tell)
+    app.add_middleware(Requests, timeout=options.request_timeout, on_finished=on_finished)

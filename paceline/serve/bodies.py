@@ -1,8 +1,8 @@
-"""Request bodies: from bytes to a checked model, and from what is wrong with them to a message.
+"""Request bodies: bytes to a validated model, and validation errors to messages.
 
-JSON is taken strictly: what two parsers would read differently (a key twice, NaN, half a
-surrogate pair) is refused. So is what has too many values, before it is parsed: parsing and checking
-hold the GIL, and with it every other client.
+JSON is read strictly: what two parsers would read differently (duplicate keys, NaN, lone surrogates)
+is refused. Bodies with too many values are refused before they are parsed, because parsing and
+validation hold the GIL and so stop every other request.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from paceline.errors import RequestError
 from paceline.options import unknown_option
 from paceline.serve.errors import ApiError, FieldError
 from paceline.serve.fields import Unsupported
-from paceline.serve.scanning import MOST_DEPTH, shape_of
+from paceline.serve.scanning import MAX_DEPTH, shape_of
 from paceline.serve.service import Service, is_large
 
-# of a body; what each of them costs is the time that the GIL is held in one go
-MOST_VALUES = 300_000  # 64 prompts of 4,096 token ids, and some; parsing takes 0.12 us each, 36 ms
-MOST_CONTAINERS = 20_000  # lists and objects: several times as expensive, and tracked by the collector
-MOST_KEYS = 2048  # of one object, twice what logit_bias may have; each that is unknown is an error of its own
-MOST_DIGITS = 512  # of a number: the time to read one grows with their square
-MOST_TOLD = 64  # complaints that are looked at, to tell of those at the first place
-MOST_SHOWN = 80  # characters of a client's own words that an error repeats
+# Limits of one body. Each bounds how long parsing may hold the GIL.
+MAX_VALUES = 300_000  # JSON values: 64 prompts of 4,096 token ids and some; parsing takes 0.12 us each, 36 ms
+MAX_CONTAINERS = 20_000  # lists and objects; they cost several times a scalar, also in the collector
+MAX_KEYS = 2048  # of one object: twice what logit_bias may have; each unknown key is a validation error
+MAX_DIGITS = 512  # digits of one number; the time to parse it grows with their square
+MAX_COMPLAINTS = 64  # validation errors that are examined for the message
+MAX_QUOTED = 80  # characters of the client's input that an error message quotes
 _BOUNDS = {"less_than_equal", "less_than", "greater_than_equal", "greater_than"}
 _OBJECTS = {"model_type", "model_attributes_type", "dict_type"}
 
-# what messages begin with where that is not the name of a field, and the fields that may be meant
+# field names that a message may begin with in other words, and the fields that they stand for
 _ABOUT = {
     "Message": ("messages", "input"),
     "messages": ("input",),
@@ -47,11 +47,11 @@ _ABOUT = {
 
 
 def json_route(service: Service) -> type[APIRoute]:
-    """Routes whose body is JSON, and whose errors name the field that is wrong.
+    """The route class for JSON bodies; its errors name the field that is wrong.
 
-    A body takes a place in the queue until its handler has started or answered its request.
+    A request holds a place in the engine's queue until its handler has submitted or answered it.
     """
-    shape_of(b"{}")  # compiled now, not while a client waits
+    shape_of(b"{}")  # compile it now, not during the first request
 
     class JsonRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -65,7 +65,7 @@ def json_route(service: Service) -> type[APIRoute]:
                 _check_content_type(request)
                 read = _JsonRequest(request.scope, request.receive)
                 raw = await read.body()
-                with await service.place(len(raw)) as place:
+                with await service.reserve_place(len(raw)) as place:
                     request.state.place = place
                     if is_large(len(raw)):
                         read.data = await service.in_thread(_read_alone, service, raw, model)
@@ -82,7 +82,7 @@ def json_route(service: Service) -> type[APIRoute]:
 
 
 class _JsonRequest(Request):
-    """A request whose body has been read. FastAPI takes a model that is made already as it is."""
+    """A request whose body is already parsed and validated; FastAPI takes the model instance as it is."""
 
     data: BaseModel
 
@@ -91,36 +91,36 @@ class _JsonRequest(Request):
 
 
 def _read_alone(service: Service, raw: bytes, model: type[BaseModel]) -> BaseModel:
-    """The model that a large body spells. One at a time: two would take turns with the GIL between them."""
+    """The validated model of a large body. One at a time: two would only alternate on the GIL."""
     with service.reading:
         return read_body(raw, model)
 
 
 def read_body(raw: bytes, model: type[BaseModel]) -> BaseModel:
-    """The model that a body spells. FieldError if it spells none."""
+    """The validated model of a body. Raises FieldError if it is not valid."""
     data = parse_json(raw)
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        complaints = error.errors(include_url=False, include_context=False)[:MOST_TOLD]
+        complaints = error.errors(include_url=False, include_context=False)[:MAX_COMPLAINTS]
         raise validation_error(complaints, model, data) from None
 
 
 def parse_json(raw: bytes) -> Any:
-    """The value that a body spells. FieldError if it is not JSON that can be read in one way only."""
+    """The parsed JSON of a body. Raises FieldError if it is not unambiguous JSON, or too large."""
     if not raw:
         raise FieldError("body", "the body is empty: send a JSON object.")
     shape = shape_of(raw)
-    if shape.depth > MOST_DEPTH:
-        raise _too_much(f"more than {MOST_DEPTH} lists and objects in each other")
-    if shape.containers > MOST_CONTAINERS:
-        raise _too_much(f"{shape.containers} lists and objects, and at most {MOST_CONTAINERS} are taken")
-    if shape.keys > MOST_KEYS:
-        raise _too_much(f"an object of {shape.keys} keys, and at most {MOST_KEYS} are taken")
-    if shape.values > MOST_VALUES:
-        raise _too_much(f"about {shape.values} values, and at most {MOST_VALUES} are taken")
-    if shape.digits > MOST_DIGITS:
-        raise _too_much(f"a number of {shape.digits} digits, and at most {MOST_DIGITS} are taken")
+    if shape.depth > MAX_DEPTH:
+        raise _too_much(f"more than {MAX_DEPTH} lists and objects in each other")
+    if shape.containers > MAX_CONTAINERS:
+        raise _too_much(f"{shape.containers} lists and objects, and at most {MAX_CONTAINERS} are taken")
+    if shape.keys > MAX_KEYS:
+        raise _too_much(f"an object of {shape.keys} keys, and at most {MAX_KEYS} are taken")
+    if shape.values > MAX_VALUES:
+        raise _too_much(f"about {shape.values} values, and at most {MAX_VALUES} are taken")
+    if shape.digits > MAX_DIGITS:
+        raise _too_much(f"a number of {shape.digits} digits, and at most {MAX_DIGITS} are taken")
     try:
         text = raw.decode("utf-8")
         data = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite)
@@ -165,26 +165,26 @@ def _check_content_type(request: Request) -> None:
 
 
 def validation_error(errors: Sequence[Any], model: type[BaseModel], data: Any) -> FieldError:
-    """The error that tells of pydantic's complaints about `data` as a `model`: of those at one place.
+    """One FieldError for pydantic's `errors`, about the one place in `data` that they point to first.
 
-    Of the members of a union, the one that got deepest is the one that was meant.
+    Of a union's members, the one whose errors lie deepest is taken as the one the client meant.
     """
-    first = _place(errors[0], data)
-    places = [_place(error, data) for error in errors]
-    place = max((one for one in places if one[: len(first)] == first), key=len)
-    name = ".".join(str(part)[:MOST_SHOWN] for part in place)
-    here = [error for error, one in zip(errors, places, strict=True) if one == place]
-    if here[0]["type"] == "extra_forbidden":
+    first = _path_of(errors[0], data)
+    paths = [_path_of(error, data) for error in errors]
+    path = max((candidate for candidate in paths if candidate[: len(first)] == first), key=len)
+    name = ".".join(str(part)[:MAX_QUOTED] for part in path)
+    at_place = [error for error, found in zip(errors, paths, strict=True) if found == path]
+    if at_place[0]["type"] == "extra_forbidden":
         return FieldError(
-            name, unknown_option(str(place[-1])[:MOST_SHOWN], _fields_at(model, place), "this request")
+            name, unknown_option(str(path[-1])[:MAX_QUOTED], _fields_at(model, path), "this request")
         )
-    wrong = " or ".join(dict.fromkeys(map(_message, here)))
+    wrong = " or ".join(dict.fromkeys(map(_message, at_place)))
     return FieldError(name or "body", f"{name or 'the body'} {wrong}.")
 
 
-def _place(error: Any, data: Any) -> tuple[str | int, ...]:
-    """Where in the data the error is: pydantic's place without its names for the members of unions."""
-    place: list[str | int] = []
+def _path_of(error: Any, data: Any) -> tuple[str | int, ...]:
+    """The path to the error in the data: pydantic's location without its names of union members."""
+    path: list[str | int] = []
     parts = error["loc"]
     for number, part in enumerate(parts):
         within = part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int)
@@ -192,12 +192,12 @@ def _place(error: Any, data: Any) -> tuple[str | int, ...]:
             data = data[part]
         elif error["type"] != "missing" or number < len(parts) - 1:
             continue
-        place.append(part)
-    return tuple(place)
+        path.append(part)
+    return tuple(path)
 
 
 def _message(error: Any) -> str:
-    """What is wrong, to be read after the field's name."""
+    """What is wrong, as words that follow the field's name."""
     kind = error["type"]
     if kind == "missing":
         return "is missing"
@@ -207,10 +207,10 @@ def _message(error: Any) -> str:
     return f"{message}, got {error['input']!r:.40}" if kind in _BOUNDS else message.rstrip(".")
 
 
-def _fields_at(model: type[BaseModel], place: Sequence[str | int]) -> list[str]:
-    """The fields that the object at a place of the body may have."""
+def _fields_at(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
+    """The field names that the object at a path of the body may have."""
     models = [model]
-    for part in place[:-1]:
+    for part in path[:-1]:
         deeper = [
             inner
             for outer in models
@@ -221,21 +221,21 @@ def _fields_at(model: type[BaseModel], place: Sequence[str | int]) -> list[str]:
         models = deeper or models
     return [
         field.alias or name
-        for one in models
-        for name, field in one.model_fields.items()
+        for model in models
+        for name, field in model.model_fields.items()
         if not any(isinstance(mark, Unsupported) for mark in field.metadata)
     ]
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """The models that a type mentions."""
+    """The pydantic models that a type annotation mentions."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for part in get_args(annotation) for found in _models_in(part)]
+    return [model for part in get_args(annotation) for model in _models_in(part)]
 
 
 def _with_param(error: RequestError, model: type[BaseModel]) -> RequestError:
-    """The error with the field that its message begins with, if the body has it.
+    """The error with `param` set to the field that its message begins with, if the body has that field.
 
     The engine's messages begin with the option's name: "min_tokens must be at most ...".
     """
@@ -249,4 +249,4 @@ def _with_param(error: RequestError, model: type[BaseModel]) -> RequestError:
 
 
 def _shown(text: str) -> str:
-    return repr(text[:MOST_SHOWN])
+    return repr(text[:MAX_QUOTED])

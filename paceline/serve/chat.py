@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a conversation, and its next message."""
+"""/v1/chat/completions: the next message of a conversation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def router(service: Service) -> APIRouter:
 
 
 def _prepare(service: Service, body: ChatRequest) -> tuple[ToolPlan, SamplingParams, list[int]]:
-    """What the tools and what the engine is asked for, and the prompt's token ids."""
+    """The tool plan, the sampling parameters and the prompt's token ids of a request."""
     plan, params = _plan(service, body)
     messages = [message.plain() for message in body.messages]
     prompt = service.encode_chat(messages, plan, body.add_generation_prompt is not False)
@@ -62,7 +62,7 @@ def _prepare(service: Service, body: ChatRequest) -> tuple[ToolPlan, SamplingPar
 
 
 def _plan(service: Service, body: ChatRequest) -> tuple[ToolPlan, SamplingParams]:
-    """What the tools and what the engine is asked for. Fields that contradict each other are refused."""
+    """The tool plan and the sampling parameters of a request. Contradicting fields are refused."""
     check_fields(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise FieldError("top_logprobs", "top_logprobs needs logprobs: set logprobs to true.")
@@ -82,7 +82,7 @@ def _plan(service: Service, body: ChatRequest) -> tuple[ToolPlan, SamplingParams
 
 @dataclass
 class _Answer:
-    """Writes the answer to one request, whole or as chunks."""
+    """Builds the answer to one request, whole or as chunks."""
 
     service: Service
     body: ChatRequest
@@ -91,7 +91,7 @@ class _Answer:
     head: dict[str, Any]
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
-        choices = [self._choice(one) for one in output.outputs]
+        choices = [self._choice(completion) for completion in output.outputs]
         body = {**self.head, "choices": choices, "usage": usage_of([output])}
         if output.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self.body.prompt_logprobs or 0)
@@ -114,7 +114,7 @@ class _Answer:
         yield maker.end(generation)
 
     def _deltas(self, index: int, update: Update, parser: ToolParser) -> list[dict[str, Any]]:
-        """What an update tells: content, calls, and in the end why it ended."""
+        """The deltas of an update: content, tool calls and, at the end, the finish reason."""
         events = parser.feed(update.text)
         if update.finish_reason is not None:
             events += parser.finish()
@@ -127,9 +127,9 @@ class _Answer:
             choices.append({**_delta(index, {}), "finish_reason": reason, "stop_reason": update.stop_reason})
         return choices
 
-    def _choice(self, one: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
         parser = self.plan.parser()
-        content, calls = read_whole(parser, one.text)
+        content, calls = read_whole(parser, completion.text)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message["content"] = content or None
@@ -141,13 +141,15 @@ class _Answer:
                 }
                 for call in calls
             ]
-        assert one.finish_reason is not None
+        assert completion.finish_reason is not None
         return {
-            "index": one.index,
+            "index": completion.index,
             "message": message,
-            "logprobs": None if one.logprobs is None else self._logprobs(one.token_ids, one.logprobs),
-            "finish_reason": _finish_reason(one.finish_reason, parser),
-            "stop_reason": one.stop_reason,
+            "logprobs": None
+            if completion.logprobs is None
+            else self._logprobs(completion.token_ids, completion.logprobs),
+            "finish_reason": _finish_reason(completion.finish_reason, parser),
+            "stop_reason": completion.stop_reason,
         }
 
     def _logprobs(self, token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
@@ -168,7 +170,7 @@ def _as_delta(event: Event) -> dict[str, Any] | None:
         case Arguments(index=index, text=text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
         case _:
-            return None  # the end of a call is not told
+            return None  # OpenAI's deltas do not mark the end of a call
 
 
 def _finish_reason(reason: str, parser: ToolParser) -> str:

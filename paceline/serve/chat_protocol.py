@@ -1,4 +1,4 @@
-"""/v1/chat/completions on the wire: what a request may have, and what answers look like."""
+"""/v1/chat/completions: the fields of requests and of responses."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Message(Body):
     name: Name | None = None
     tool_calls: Items[CalledTool] | None = None  # what the assistant called
     tool_call_id: Name | None = None  # which call a message of role tool answers
-    refusal: str | None = None  # answers have it, so that they can be sent back as they are
+    refusal: str | None = None  # part of our answers, so that clients can send those back unchanged
     annotations: list[Any] | None = None  # likewise
     audio: Annotated[None, _ONLY_TEXT] = None
     function_call: Annotated[None, _USE_TOOLS] = None
 
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates take it."""
+        """The message as chat templates expect it."""
         return self.model_dump(
             include={"role", "content", "name", "tool_calls", "tool_call_id"}, exclude_none=True
         )
@@ -56,7 +56,7 @@ class JsonSchema(Body):
     name: Name
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")  # left out: any object
-    strict: Bool | None = None  # the schema is followed in either case
+    strict: Bool | None = None  # accepted; the schema is always enforced
 
 
 class ResponseFormat(Body):
@@ -64,7 +64,7 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
     def content_schema(self) -> dict[str, Any] | None:
-        """The JSON schema of the content; None if it may be any text."""
+        """The JSON schema of the content; None if any text is allowed."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise FieldError(
                 "response_format",
@@ -78,24 +78,24 @@ class ResponseFormat(Body):
 class ChatRequest(SamplingFields):
     model: Name | None = None
     messages: Annotated[Items[Message], Field(min_length=1)]
-    max_completion_tokens: Int | None = Field(None, ge=1, le=2**31)  # left out: until the context is full
-    max_tokens: Int | None = Field(None, ge=1, le=2**31)  # the old name, used if the new one is not given
+    max_completion_tokens: Int | None = Field(None, ge=1, le=2**31)  # default: until the context is full
+    max_tokens: Int | None = Field(None, ge=1, le=2**31)  # older name; max_completion_tokens takes precedence
     logprobs: Bool | None = None
     top_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     prompt_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
     tools: Items[FunctionTool] | None = None
-    tool_choice: ChatToolChoice | None = None  # "auto" if there are tools
+    tool_choice: ChatToolChoice | None = None  # default: "auto" if there are tools
     parallel_tool_calls: Bool | None = None
-    add_generation_prompt: Bool | None = None  # false: the answer goes on where the messages end
-    # what cannot change an answer here
+    add_generation_prompt: Bool | None = None  # false: the answer continues the last message
+    # accepted and without effect on the answer
     metadata: dict[str, Any] | None = Field(None, max_length=16)
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
     service_tier: Annotated[
         Literal["auto", "default"] | None, Unsupported("is not served: there is one tier. Leave it out")
     ] = None
-    # what is not done
+    # not supported: only neutral values are accepted
     store: Annotated[
         Literal[False] | None, Unsupported("is not served: nothing is kept. Set it to false")
     ] = None

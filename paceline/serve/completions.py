@@ -1,4 +1,4 @@
-"""/v1/completions: a prompt, or several, and how they go on."""
+"""/v1/completions: continuations of one or several prompts."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from paceline.serve.protocol import Metrics, SamplingFields, Usage, usage_of
 from paceline.serve.service import Service
 from paceline.serve.sse import EventResponse
 
-MOST_OUTPUTS = MAX_N  # of all prompts together
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+MAX_OUTPUTS = MAX_N  # outputs per HTTP request, over all its prompts
+DEFAULT_MAX_TOKENS = 16  # tokens; OpenAI's default
 
 
 def _checked_prompt(prompt: Any) -> list[str | list[int]]:
-    """The prompts of a request, one or several, each a text or token ids."""
+    """The list of prompts, each a text or token ids."""
     prompts = [prompt] if isinstance(prompt, str) or _are_ids(prompt) else prompt
     if not isinstance(prompts, list) or not prompts:
         raise PydanticCustomError(
             "prompt", "must be a text, a list of token ids, or a list of texts or of lists of token ids"
         )
-    for number, one in enumerate(prompts):
-        if not one or not (isinstance(one, str) or _are_ids(one)):
+    for number, item in enumerate(prompts):
+        if not item or not (isinstance(item, str) or _are_ids(item)):
             raise PydanticCustomError(
                 "prompt", f"number {number} must be a text or a list of token ids, and not empty"
             )
@@ -62,7 +62,7 @@ Prompts = Annotated[
         _checked_prompt,
         json_schema_input_type=Text
         | Ids
-        | Annotated[list[Text | Ids], Field(min_length=1, max_length=MOST_OUTPUTS)],
+        | Annotated[list[Text | Ids], Field(min_length=1, max_length=MAX_OUTPUTS)],
     ),
 ]
 
@@ -71,10 +71,10 @@ class CompletionRequest(SamplingFields):
     model: Name | None = None
     prompt: Prompts
     max_tokens: Int | None = Field(None, ge=0, le=2**31)  # 16 by default; 0 only with echo
-    echo: Bool | None = None  # the prompt in front of the output
+    echo: Bool | None = None  # prepend the prompt to the output
     logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     prompt_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    add_special_tokens: Bool | None = None  # whether a text begins as the model's texts do; true by default
+    add_special_tokens: Bool | None = None  # such as BOS before a text; default true
     best_of: Annotated[Literal[1] | None, Unsupported("is not served: use n, and choose among them")] = None
     suffix: Annotated[
         None,
@@ -130,7 +130,7 @@ def router(service: Service) -> APIRouter:
 
 
 def _prepare(service: Service, body: CompletionRequest) -> tuple[SamplingParams, list[list[int]], list[str]]:
-    """What the engine is asked for, the token ids of the prompts, and their texts if they are echoed."""
+    """The sampling parameters, the prompts' token ids and, with echo, their texts."""
     params = _params(body)
     prompts = service.encode(body.prompt, body.add_special_tokens is not False)
     check_prompt_logprobs(prompts, params)
@@ -142,14 +142,14 @@ def _prepare(service: Service, body: CompletionRequest) -> tuple[SamplingParams,
 
 
 def _params(body: CompletionRequest) -> SamplingParams:
-    """What the engine is asked for. Fields that do not go together are refused."""
+    """The sampling parameters of a request. Contradicting fields are refused."""
     check_fields(body, len(body.prompt))
     outputs = len(body.prompt) * (body.n or 1)
-    if outputs > MOST_OUTPUTS:
+    if outputs > MAX_OUTPUTS:
         raise FieldError(
             "prompt",
             f"{len(body.prompt)} prompts with n = {body.n or 1} are {outputs} outputs, and at most "
-            f"{MOST_OUTPUTS} are made for one request. Send several requests.",
+            f"{MAX_OUTPUTS} are made for one request. Send several requests.",
         )
     if body.max_tokens == 0 and not body.echo:
         raise FieldError("max_tokens", "max_tokens is 0, which is only of use with echo: use at least 1.")
@@ -157,34 +157,34 @@ def _params(body: CompletionRequest) -> SamplingParams:
         raise FieldError("stream", "max_tokens is 0, so there is nothing to stream: set stream to false.")
     if body.stream and (body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)):
         raise FieldError("stream", "log-probabilities of a prompt are not streamed: set stream to false.")
-    of_prompt = body.prompt_logprobs
+    num_prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
-        of_prompt = max(body.logprobs, of_prompt or 0)
+        num_prompt_logprobs = max(body.logprobs, num_prompt_logprobs or 0)
     return body.sampling_params(
         max_tokens=max(1, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens),
         logprobs=body.logprobs,
-        prompt_logprobs=of_prompt,
+        prompt_logprobs=num_prompt_logprobs,
     )
 
 
 @dataclass
 class _Answer:
-    """Writes the answer to one request, whole or as chunks."""
+    """Builds the answer to one request, whole or as chunks."""
 
     service: Service
     body: CompletionRequest
     params: SamplingParams
     prompts: list[list[int]]
-    echoed: list[str]  # the prompts' texts; empty without echo
+    echoed: list[str]  # texts of the prompts; empty without echo
     head: dict[str, Any]
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         if self.body.max_tokens == 0:
             outputs = [_without_output(output) for output in outputs]
         choices = [
-            self._choice(number * self.params.n + one.index, output, one)
+            self._choice(number * self.params.n + completion.index, output, completion)
             for number, output in enumerate(outputs)
-            for one in output.outputs
+            for completion in output.outputs
         ]
         body = {**self.head, "choices": choices, "usage": usage_of(outputs)}
         if self.body.return_metrics:
@@ -196,7 +196,7 @@ class _Answer:
         count = len(self.prompts) * self.params.n
         logprobs = [self._logprobs() for _ in range(count)]
         if self.body.echo:
-            for index in range(count):  # one by one: each may be long
+            for index in range(count):  # one event each: an echoed prompt may be long
                 yield maker.chunk(_choice(index, self.echoed[index // self.params.n]))
         async for batch in generation:
             written = []
@@ -208,25 +208,25 @@ class _Answer:
                 if update.finish_reason is not None:
                     choice["finish_reason"] = update.finish_reason
                     choice["stop_reason"] = update.stop_reason
-                if _tells(update):
+                if _has_content(update):
                     written.append(maker.chunk(choice))
             yield b"".join(written)
         yield maker.end(generation)
 
-    def _choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
-        choice = _choice(index, one.text)
+    def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        choice = _choice(index, completion.text)
         if self.body.echo:
-            choice["text"] = self.echoed[index // self.params.n] + one.text
-        if one.logprobs is not None:
-            tokens: list[int] = one.token_ids
-            entries: list[TokenLogprobs | None] = [*one.logprobs]
+            choice["text"] = self.echoed[index // self.params.n] + completion.text
+        if completion.logprobs is not None:
+            tokens: list[int] = completion.token_ids
+            entries: list[TokenLogprobs | None] = [*completion.logprobs]
             if self.body.echo and output.prompt_logprobs is not None:
                 tokens = output.prompt_token_ids + tokens
                 entries = [*output.prompt_logprobs, *entries]
             choice["logprobs"] = self._logprobs().take(tokens, entries)
         if self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self.body.prompt_logprobs)
-        return {**choice, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
+        return {**choice, "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
     def _logprobs(self) -> CompletionLogprobs:
         return CompletionLogprobs(
@@ -238,17 +238,22 @@ def _choice(index: int, text: str) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
 
-def _tells(update: Update) -> bool:
-    """Whether an update says anything: half a character does not."""
+def _has_content(update: Update) -> bool:
+    """Whether an update has anything to send. Part of a UTF-8 character has not."""
     return bool(update.text or update.logprobs or update.finish_reason)
 
 
 def _without_output(output: RequestOutput) -> RequestOutput:
-    """The output of a request that asked for none: the engine makes at least one token."""
+    """The output without its tokens, for max_tokens 0: the engine generates at least one."""
     empty = [
         replace(
-            one, text="", token_ids=[], logprobs=one.logprobs and [], finish_reason="length", stop_reason=None
+            completion,
+            text="",
+            token_ids=[],
+            logprobs=completion.logprobs and [],
+            finish_reason="length",
+            stop_reason=None,
         )
-        for one in output.outputs
+        for completion in output.outputs
     ]
     return replace(output, outputs=empty)

@@ -1,7 +1,7 @@
 """Errors over HTTP: {"error": {"message", "type", "param", "code"}}, as OpenAI writes them.
 
-A message never names a path of this machine, and an error of our own code tells nothing but the
-request's id: the log has the rest.
+A message never names a path of this machine. An error of our own code shows the client only the
+request id; the log has the traceback.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from paceline.errors import GrammarError, OverloadedError, PacelineError, Reques
 
 logger = logging.getLogger(__name__)
 
-MOST_MESSAGE = 1200  # characters; clients may send long values, and need not get them back
-RETRY_AFTER = "1"  # seconds, told to clients that come when the queue is full
-CLIENT_GONE = 499  # for the log: nobody gets it
+MAX_MESSAGE = 1200  # characters; error messages quote client input, which may be long
+RETRY_AFTER = "1"  # seconds, sent with 429
+CLIENT_GONE = 499  # status in logs and metrics; no client receives it
 
-# what a client is told for each family of errors; everything else is a 500
+# status and type of each exception class; anything else is a 500
 _KINDS: dict[type[Exception], tuple[int, str]] = {
     RequestError: (400, "invalid_request_error"),
     GrammarError: (400, "invalid_request_error"),
@@ -32,7 +32,7 @@ _KINDS: dict[type[Exception], tuple[int, str]] = {
 
 
 class ApiError(PacelineError):
-    """An error with its own HTTP status, such as a model that is not served here."""
+    """An error with its own HTTP status, such as 404 for an unknown model."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -42,11 +42,11 @@ class ApiError(PacelineError):
 
 
 class ClientGone(Exception):
-    """The client has closed the connection: nobody waits for an answer."""
+    """The client has closed the connection; no answer can be sent."""
 
 
 class FieldError(RequestError):
-    """A field of a request is wrong: `param` names it."""
+    """A request field is invalid; `param` names it."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -56,24 +56,24 @@ class FieldError(RequestError):
 def error_body(
     message: str, kind: str, param: str | None = None, code: str | int | None = None
 ) -> dict[str, Any]:
-    """The body of an error."""
+    """An error body in OpenAI's form."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """The status and the body that tell a client of this error; also used inside a stream that has begun."""
+    """HTTP status and body of an exception; also used for errors inside a stream."""
     if isinstance(error, ApiError):
         return error.status, error_body(str(error), "invalid_request_error", error.param, error.code)
     for kind, (status, name) in _KINDS.items():
         if isinstance(error, kind):
-            return status, error_body(str(error)[:MOST_MESSAGE], name, getattr(error, "param", None))
+            return status, error_body(str(error)[:MAX_MESSAGE], name, getattr(error, "param", None))
     return 500, error_body(
         "the server failed on this request; its log tells why, under the request's id.", "server_error"
     )
 
 
 def response(error: BaseException) -> JSONResponse:
-    """The HTTP answer to an error. One that is not the client's fault is logged."""
+    """The HTTP response to an exception. Server errors are logged."""
     status, body = describe(error)
     if status == 500:
         logger.error("a request failed", exc_info=error)
@@ -82,11 +82,11 @@ def response(error: BaseException) -> JSONResponse:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Answer every error of the app in OpenAI's form."""
+    """Make every exception of the app an error in OpenAI's form."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]  # of a path or a query; JsonRoute tells of bodies
+        first = error.errors()[0]  # of a path or query parameter; JsonRoute validates bodies
         name = ".".join(str(part) for part in first["loc"][1:])
         return response(FieldError(name, f"{name}: {first['msg']}."))
 

@@ -1,4 +1,4 @@
-"""Types of request fields: JSON's own, taken strictly, and fields that exist elsewhere but not here."""
+"""Types of request fields: strict JSON types, and fields that OpenAI or vLLM have and this server refuses."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-MOST_NAME = 256  # characters of a name: a segment, a salt, a user
+MAX_NAME = 256  # characters of a name: segment, salt, user
 
 
 class Body(BaseModel):
-    """A request body, or an object in it: unknown fields are refused."""
+    """A request body or an object in it. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 def _integral(value: Any) -> Any:
-    """JSON has one kind of number: 16.0 is an integer too."""
+    """An integral float as int: JSON has one number type, so 16.0 is an integer too."""
     return int(value) if type(value) is float and value.is_integer() else value
 
 
-# pydantic would take "1" for 1 and 1 for true; a client that sends those has made a mistake
+# strict: pydantic would accept "1" for 1 and 1 for true, which are mistakes of the client
 Int = Annotated[int, Field(strict=True), BeforeValidator(_integral)]
 Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Bool = Annotated[bool, Field(strict=True)]
-Name = Annotated[str, Field(max_length=MOST_NAME)]
+Name = Annotated[str, Field(max_length=MAX_NAME)]
 
 
 def _as_it_is(value: Any) -> Any:
-    """Python called in between: pydantic would hold the GIL from the first item of a list to the last."""
+    """The value unchanged. The Python call lets other threads take the GIL between two items of a list."""
     return value
 
 
 Item = TypeVar("Item")
-# a list that is refused at its first wrong item: there may be thousands more
+# a list that is refused at its first invalid item: there may be thousands more
 Items: TypeAlias = Annotated[list[Annotated[Item, BeforeValidator(_as_it_is)]], Field(fail_fast=True)]
 
 
 def _all_integral(values: Any) -> Any:
-    """_integral for a list that may be long: where all are integers, no Python is called for each."""
+    """`_integral` for long lists: no Python call per item if all are integers."""
     if isinstance(values, list) and float in set(map(type, values)):
         return [_integral(value) for value in values]
     return values
@@ -60,9 +60,9 @@ TokenIds = Annotated[
 
 @dataclass(frozen=True)
 class Unsupported:
-    """Marks a field that clients know and this server does not serve: only neutral values pass.
+    """Marks a field that this server does not support: only neutral values are accepted.
 
-    The field's type says which these are; `remedy` tells those who send another what to do.
+    The field's type says which those are; `remedy` is the error message for any other value.
     """
 
     remedy: str

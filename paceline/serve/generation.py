@@ -1,4 +1,4 @@
-"""Generation: all the outputs that one HTTP request asks for, from one prompt or several."""
+"""Generation: all outputs of one HTTP request, over its prompts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from paceline.engine.stream import Stream, Update
 from paceline.serve.errors import FieldError
 from paceline.serve.protocol import SamplingFields
 
-_SEGMENT = re.compile(r"[\w.:/-]{1,64}", re.ASCII)  # what can be a label of a metric
+_SEGMENT = re.compile(r"[\w.:/-]{1,64}", re.ASCII)  # valid as a metric label
 
 
 class Generation:
-    """The running outputs of a request, numbered prompt by prompt: those of prompt p from p * n on."""
+    """The running outputs of a request. Output i of prompt p has the number p * n + i."""
 
     def __init__(self, num_outputs: int) -> None:
         self._n = num_outputs
-        self._arrived = asyncio.Event()  # whichever stream it is for
+        self._arrived = asyncio.Event()  # set when any of the streams has an update
         self._streams: dict[int, Stream] = {}  # by prompt
 
     @staticmethod
@@ -37,11 +37,11 @@ class Generation:
         fields: SamplingFields,
         grammar: Grammar | None,
     ) -> Generation:
-        """A generation whose prompts have all been accepted by the engine; if one is refused, none runs."""
+        """A generation whose prompts the engine has all accepted. If it refuses one, none runs."""
         generation = Generation(params.n)
         request_id = request.state.request_id
         segment = segment_of(request, fields)
-        # a key's salt is always of one length: no cache_salt of another key's client makes the same of both
+        # salts of keys have a fixed length, so no other key's cache_salt can lead to the same concatenation
         cache_salt = request.state.key_salt + (fields.cache_salt or "")
         request.state.record.note(generation, segment, fields.user)
 
@@ -56,7 +56,7 @@ class Generation:
                 arrived=generation._arrived,
             )
 
-        try:  # all at once: they begin in the same pass
+        try:  # concurrently, so that all prompts start in the same pass
             results = await asyncio.gather(*starmap(submit, enumerate(prompts)), return_exceptions=True)
             for error in filter(None, results):
                 raise error
@@ -67,14 +67,14 @@ class Generation:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """The whole outputs of the prompts that have ended; of all, when the iteration is over."""
+        """The finished outputs by prompt; complete once the iteration has ended."""
         outputs = [self._streams[number].output for number in sorted(self._streams)]
         return [output for output in outputs if output is not None]
 
     async def __aiter__(self) -> AsyncIterator[list[tuple[int, Update]]]:
-        """What has come since the last time, as (number of the output, update). Raises an output's error."""
+        """Batches of (output number, update) as they arrive. Raises the first error of an output."""
         while True:
-            # asked first: updates come before the end
+            # read before the updates: a stream's last update comes before its end
             ended = all(stream.output is not None for stream in self._streams.values())
             batch = [
                 (number * self._n + update.index, update)
@@ -85,7 +85,7 @@ class Generation:
             if sound:
                 yield sound
             for _, update in batch:
-                if update.error is not None:  # after what came before it
+                if update.error is not None:  # after the updates that arrived before it
                     raise update.error
             if batch:
                 continue
@@ -95,19 +95,19 @@ class Generation:
             await self._arrived.wait()
 
     async def finished(self) -> list[RequestOutput]:
-        """The whole outputs, one for each prompt, when all are there."""
+        """The outputs of all prompts, once all have finished."""
         async for _ in self:
             pass
         return self.outputs
 
     def abort(self) -> None:
-        """End what still runs. It takes part in no further pass."""
+        """Abort the outputs that still run. They take part in no further pass."""
         for stream in self._streams.values():
             stream.abort()
 
 
 def segment_of(request: Request, fields: SamplingFields) -> str:
-    """The kind of traffic a request says it is, in its body or by X-Segment; empty if it does not say."""
+    """The request's traffic segment, from its body or the X-Segment header; empty if neither has one."""
     segment = fields.segment or request.headers.get("x-segment", "")
     if segment and not _SEGMENT.fullmatch(segment):
         raise FieldError(

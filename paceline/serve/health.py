@@ -1,4 +1,4 @@
-"""`/health`: 200 while the server takes requests, 503 when it stops or its engine is stuck or dead."""
+"""`/health`: 200 while the server accepts requests; 503 if it is stopping or its engine is stuck or dead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def router(engine: AsyncEngine) -> APIRouter:
 
 
 def health_of(engine: AsyncEngine) -> Health:
-    """How the engine is."""
+    """The engine's health."""
     if engine.failure is not None:
         return Health(status="stuck" if engine.stuck else "dead")
     return Health(status="draining" if engine.draining else "ok")

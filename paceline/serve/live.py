@@ -1,4 +1,4 @@
-"""`/`: a page that shows what the server does now. It reads /metrics, and needs nothing from elsewhere."""
+"""`/`: a live page of the server. It reads /metrics and loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.resources import files
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 
-# only itself: no script, style or connection from another place
+# no script, style or connection from another origin
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 
 

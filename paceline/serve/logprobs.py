@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's shapes, of chat and of completions, and in vLLM's shape of prompts."""
+"""Log-probabilities in OpenAI's formats (chat, completions) and in vLLM's format for prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.core.verdict import Logprob
 from paceline.engine.admission import TextTokenizer
 from paceline.engine.outputs import TokenLogprobs
 
-LOWEST = -9999.0  # OpenAI's word for minus infinity, which JSON does not have
+LOWEST = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
 
 
 def chat_logprobs(
@@ -18,28 +18,28 @@ def chat_logprobs(
 ) -> dict[str, Any]:
     """The logprobs of a chat choice, or of one chunk of it."""
 
-    def one(token: int, found: Logprob) -> dict[str, Any]:
+    def described(token: int, logprob: Logprob) -> dict[str, Any]:
         return {
-            "token": found.decoded_token,
-            "logprob": max(found.logprob, LOWEST),
+            "token": logprob.decoded_token,
+            "logprob": max(logprob.logprob, LOWEST),
             "bytes": list(tokenizer.token_bytes(token)),
         }
 
     content = []
     for token, entry in zip(token_ids, entries, strict=True):
-        likeliest = [one(*item) for item in likeliest_of(entry, top)]
-        content.append({**one(token, entry[token]), "top_logprobs": likeliest})
+        likeliest = [described(*item) for item in likeliest_of(entry, top)]
+        content.append({**described(token, entry[token]), "top_logprobs": likeliest})
     return {"content": content, "refusal": None}
 
 
 def likeliest_of(entry: TokenLogprobs, count: int) -> list[tuple[int, Logprob]]:
-    """The `count` likeliest tokens of an entry, best first, whether the chosen one is among them or not."""
+    """The `count` likeliest tokens of an entry, best first. The sampled token may be missing."""
     ranked = sorted(entry.items(), key=lambda item: item[1].rank)
     return [item for item in ranked if item[1].rank <= count][:count]
 
 
 class CompletionLogprobs:
-    """Gives the logprobs of one choice of a completion, chunk by chunk, with offsets into its whole text."""
+    """The logprobs of one completion choice, chunk by chunk, with offsets into the choice's text."""
 
     def __init__(self, tokenizer: TextTokenizer, top: int, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -49,7 +49,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def take(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
-        """The next tokens; an entry is None for the first token of a prompt, which nothing foretells."""
+        """The logprobs of the next tokens. A prompt's first token has no entry (None)."""
         offsets = [self._next_offset(token) for token in token_ids]
         pairs = list(zip(token_ids, entries, strict=True))
         return {
@@ -60,11 +60,14 @@ class CompletionLogprobs:
         }
 
     def _likeliest(self, token: int, entry: TokenLogprobs) -> dict[str, float]:
-        likeliest = [*likeliest_of(entry, self._top), (token, entry[token])]  # the chosen one is always there
-        found: dict[str, float] = {}
+        likeliest = [
+            *likeliest_of(entry, self._top),
+            (token, entry[token]),
+        ]  # always with the sampled token
+        logprobs: dict[str, float] = {}
         for other, logprob in likeliest:
-            found.setdefault(self._spelled(other), max(logprob.logprob, LOWEST))
-        return found
+            logprobs.setdefault(self._spelled(other), max(logprob.logprob, LOWEST))
+        return logprobs
 
     def _next_offset(self, token: int) -> int:
         offset = self._offset
@@ -73,7 +76,7 @@ class CompletionLogprobs:
         return offset
 
     def _spelled(self, token: int) -> str:
-        """The token's text; pieces of characters are spelled apart, as they would all look the same."""
+        """The token as text; parts of characters as `bytes:` and escapes, so that they can be told apart."""
         spelling = self._tokenizer.token_bytes(token)
         try:
             return spelling.decode("utf-8")
@@ -82,14 +85,14 @@ class CompletionLogprobs:
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprobs | None], top: int) -> list[dict[str, Any] | None]:
-    """The log-probabilities of a prompt's tokens and of the `top` likeliest, by token id, in vLLM's shape."""
+    """The logprobs of a prompt's tokens and of the `top` likeliest, by token id, in vLLM's format."""
 
     def shown(entry: TokenLogprobs) -> dict[str, Any]:
-        own = next(iter(entry))  # the prompt's token comes first
+        prompt_token = next(iter(entry))  # the prompt's own token is the first
         return {
             str(token): _plain(logprob)
             for token, logprob in entry.items()
-            if token == own or logprob.rank <= top
+            if token == prompt_token or logprob.rank <= top
         }
 
     return [None if entry is None else shown(entry) for entry in entries]

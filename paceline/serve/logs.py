@@ -1,4 +1,4 @@
-"""Logs: one line for each event, JSON for machines or text for a terminal. Never a prompt, never a key."""
+"""Logs on standard error: one line per event, JSON or text. Never a prompt or a key."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
-# the request at hand: whatever is logged on its behalf carries its id
+# id of the current request; added to every line logged while it is handled
 current_request: ContextVar[str] = ContextVar("current_request")
 
-# what libraries tell of their own accord and we tell better, or not at all
+# loggers of libraries whose lines we drop or replace with our own
 _QUIET = ("uvicorn", "uvicorn.error", "uvicorn.access", "asyncio")
 
 
 def set_up_logs(level: str, form: str) -> None:
-    """From now on everything logged goes to standard error, in this form."""
+    """Send all logs to standard error in this format."""
     text = sys.stderr.isatty() if form == "auto" else form == "text"
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Text() if text else _Json())
@@ -27,13 +27,13 @@ def set_up_logs(level: str, form: str) -> None:
 
 
 def log_event(logger: logging.Logger, event: str, *, level: int = logging.INFO, **facts: Any) -> None:
-    """Log an event with what there is to know of it; facts that are None are left out."""
-    known = {name: value for name, value in facts.items() if value is not None}
-    logger.log(level, event, extra={"facts": known})
+    """Log an event with named facts. Facts that are None are omitted."""
+    given = {name: value for name, value in facts.items() if value is not None}
+    logger.log(level, event, extra={"facts": given})
 
 
 def facts_of(record: logging.LogRecord) -> dict[str, Any]:
-    """What a line has to tell: its time, level and event, then the facts."""
+    """The fields of a log line: time, level and event, then the facts."""
     facts: dict[str, Any] = {
         "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
         "level": record.levelname.lower(),
@@ -49,14 +49,14 @@ def facts_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class _Json(logging.Formatter):
-    """One JSON object a line."""
+    """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps(facts_of(record), default=str)
 
 
 class _Text(logging.Formatter):
-    """Time, event, and name=value for the rest; a traceback on lines of its own."""
+    """Time, event and name=value pairs; a traceback on its own lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         facts = facts_of(record)

@@ -1,8 +1,8 @@
-"""The numbers behind /metrics: plain counts, kept by the engine's thread while it steps.
+"""The counters behind /metrics, updated by the engine's thread after each step.
 
-Observing a step costs microseconds, so the counts are Python numbers; metrics_page.py puts them into
-Prometheus' words when somebody asks. Names are vLLM's, and so are the edges of the histograms, with
-finer ones below for small models.
+Observing a step costs microseconds, so the counters are plain Python numbers; metrics_page.py renders
+them for Prometheus on request. Names and histogram buckets are vLLM's, with additional small buckets
+for small models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.core.request import Request
 from paceline.core.stats import ControlFacts, DraftFacts, StepStats
 from paceline.engine.engine import Delta
 
-OTHER = "other"  # the segments beyond the limit, taken together
+OTHER = "other"  # label of all segments above the limit
 
 _TOKENS = tuple(mantissa * 10.0**power for power in range(6) for mantissa in (1, 2, 5))
 _FIRST_TOKEN = (
@@ -33,7 +33,7 @@ _WHOLE = (
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 
-# name: (upper edges, what is observed)
+# name: (upper bounds of the buckets, help text)
 HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
     "time_to_first_token_seconds": (_FIRST_TOKEN, "From arrival to the first token of an output."),
     "inter_token_latency_seconds": (_GAP, "From a step that gave an output tokens to the next that did."),
@@ -51,13 +51,13 @@ STEP_PARTS = [item.name.removesuffix("_time") for item in fields(StepStats) if i
 
 
 class Histogram:
-    """Counts of values by their size."""
+    """Counts of values per bucket."""
 
     __slots__ = ("counts", "edges", "total")
 
     def __init__(self, edges: Sequence[float]) -> None:
         self.edges = edges
-        self.counts = [0] * (len(edges) + 1)  # the last: above all edges
+        self.counts = [0] * (len(edges) + 1)  # the last one: above all upper bounds
         self.total = 0.0
 
     def observe(self, value: float) -> None:
@@ -65,27 +65,27 @@ class Histogram:
         self.total += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper edge, how many values are at most that) for each edge and for +Inf."""
-        reached = 0
-        found: list[tuple[str, float]] = []
+        """(upper bound, number of values up to it) of each bucket, +Inf included."""
+        cumulative = 0
+        buckets: list[tuple[str, float]] = []
         for edge, count in zip((*self.edges, "+Inf"), self.counts, strict=True):
-            reached += count
-            found.append((str(edge), reached))
-        return found
+            cumulative += count
+            buckets.append((str(edge), cumulative))
+        return buckets
 
 
 @dataclass(slots=True)
 class DraftCounts:
-    """What became of the drafts of one drafter for one segment."""
+    """Draft counters of one drafter and one segment."""
 
     drafts: int = 0
     tokens: int = 0
     accepted: int = 0
-    depths: Counter[int] = field(default_factory=Counter)  # drafts by how deep they went
-    accepted_depths: Counter[int] = field(default_factory=Counter)  # and by how deep they were accepted
+    depths: Counter[int] = field(default_factory=Counter)  # drafts by depth
+    accepted_depths: Counter[int] = field(default_factory=Counter)  # drafts by accepted depth
 
     def add(self, draft: DraftFacts) -> None:
-        """Count one draft. Its length may differ from that of the one before."""
+        """Count one draft. Drafts may have different lengths."""
         self.drafts += 1
         self.tokens += draft.nodes
         self.accepted += draft.accepted
@@ -93,31 +93,31 @@ class DraftCounts:
         self.accepted_depths[draft.accepted] += 1
 
     def tried_at(self) -> list[int]:
-        """[d] the drafts that went to depth d + 1."""
-        return self._reached(dict(self.depths))  # a copy: the engine may go on counting
+        """[d] the number of drafts with at least d + 1 levels."""
+        return self._reached(dict(self.depths))  # a copy: the engine's thread may be counting
 
     def accepted_at(self) -> list[int]:
-        """[d] those that were accepted there."""
+        """[d] the number of drafts accepted at level d + 1."""
         return self._reached(dict(self.accepted_depths))
 
     def _reached(self, counts: dict[int, int]) -> list[int]:
         deepest = max(dict(self.depths), default=0)
-        return [sum(count for depth, count in counts.items() if depth > place) for place in range(deepest)]
+        return [sum(count for depth, count in counts.items() if depth > level) for level in range(deepest)]
 
 
 class SegmentCounts:
-    """What was done for one segment."""
+    """Counters of one segment."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
         self.generation_tokens = 0
-        self.ended: Counter[str] = Counter()  # outputs, by finish reason
+        self.ended: Counter[str] = Counter()  # finished outputs by finish reason
         self.histograms = {name: Histogram(edges) for name, (edges, _) in HISTOGRAMS.items()}
         self.drafts: dict[str, DraftCounts] = {}  # by drafter
 
 
 class Metrics:
-    """Counts steps for the engine and HTTP requests for the server. Each count has one thread that writes."""
+    """Counts engine steps and HTTP requests. Each counter has one writing thread."""
 
     def __init__(
         self,
@@ -126,22 +126,22 @@ class Metrics:
         info: Mapping[str, str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`info` are facts about this server that do not change."""
+        """`info`: constant labels that describe this server."""
         self.model_name = model_name
         self.info = info
-        self.segments: dict[str, SegmentCounts] = {"": SegmentCounts()}  # "": requests that name none
+        self.segments: dict[str, SegmentCounts] = {"": SegmentCounts()}  # "": requests without a segment
         self.steps = 0
         self.failed_steps = 0
         self.rows = 0
         self.preemptions = 0
         self.draft_failures = 0
-        self.decisions: Counter[str] = Counter()  # steps, by why the controller planned them so
-        self.control: ControlFacts | None = None  # of the last of them
+        self.decisions: Counter[str] = Counter()  # steps by the controller's reason for their plan
+        self.control: ControlFacts | None = None  # of the last controlled step
         self.step_seconds = dict.fromkeys(STEP_PARTS, 0.0)
-        self.http: Counter[tuple[str, int]] = Counter()  # of the event loop: by path and status
+        self.http: Counter[tuple[str, int]] = Counter()  # by path and status; written by the event loop
         self._max_segments = max_segments
         self._clock = clock
-        self._gained_at: dict[Request, float] = {}  # when each running output last gained a token
+        self._last_token_at: dict[Request, float] = {}  # time of each running output's last token
 
     # --- in the engine's thread ---
 
@@ -168,15 +168,15 @@ class Metrics:
                 self._end(delta.request)
 
     def aborted(self, requests: Sequence[Request]) -> None:
-        """Count outputs that nobody waits for any more."""
+        """Count outputs aborted because their client has gone."""
         for request in requests:
             self._end(request)
 
     def _gain(self, request: Request, num_tokens: int, now: float) -> None:
         segment = self._segment(request.segment)
         segment.generation_tokens += num_tokens
-        before = self._gained_at.get(request)
-        self._gained_at[request] = now
+        before = self._last_token_at.get(request)
+        self._last_token_at[request] = now
         if before is not None:
             segment.histograms["inter_token_latency_seconds"].observe(now - before)
             return
@@ -184,13 +184,13 @@ class Metrics:
         segment.histograms["time_to_first_token_seconds"].observe(
             request.first_token_time - request.arrival_time
         )
-        if request.child == 0:  # the n outputs share one prompt
+        if request.child == 0:  # the n outputs of a request share one prompt
             segment.prompt_tokens += len(request.prompt_token_ids)
 
     def _end(self, request: Request) -> None:
         segment = self._segment(request.segment)
         segment.ended[request.finish_reason or ""] += 1
-        self._gained_at.pop(request, None)
+        self._last_token_at.pop(request, None)
         started, first, end = request.scheduled_time, request.first_token_time, request.finished_time
         if started is None or first is None or end is None:
             return
@@ -211,16 +211,16 @@ class Metrics:
             segment.histograms[name].observe(value)
 
     def _segment(self, name: str) -> SegmentCounts:
-        """The counts of a segment; of all the others together, once there are too many."""
-        found = self.segments.get(name)
-        if found is None:
-            known = len(self.segments) - 1 - (OTHER in self.segments)  # without "" and the others
-            kept = name if known < self._max_segments else OTHER
-            found = self.segments.setdefault(kept, SegmentCounts())
-        return found
+        """The counters of a segment; those of OTHER once there are `max_segments`."""
+        counts = self.segments.get(name)
+        if counts is None:
+            num_named = len(self.segments) - 1 - (OTHER in self.segments)  # without "" and OTHER
+            label = name if num_named < self._max_segments else OTHER
+            counts = self.segments.setdefault(label, SegmentCounts())
+        return counts
 
     # --- in the event loop ---
 
     def answered(self, path: str, status: int) -> None:
-        """Count an HTTP request. `path` is one of the API's own, or empty: clients must not name metrics."""
+        """Count an HTTP request. `path` is a known route or empty: clients must not create labels."""
         self.http[path, status] += 1

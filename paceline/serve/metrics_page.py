@@ -1,4 +1,4 @@
-"""`/metrics`: the counts of metrics.py in Prometheus' text format."""
+"""`/metrics`: the counters of metrics.py in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.engine.async_engine import AsyncEngine
 from paceline.serve.metrics import HISTOGRAMS, DraftCounts, Metrics
 
 PREFIX = "paceline:"
-# `vllm bench serve` reads its four counters of drafts by these names
+# `vllm bench serve` reads its four draft counters under this prefix
 VLLM = "vllm:"
 
 Labels = dict[str, str]
@@ -44,7 +44,7 @@ def router(metrics: Metrics, engine: AsyncEngine) -> APIRouter:
 
 
 class Page(Collector):
-    """All metrics, made anew whenever they are asked for."""
+    """All metrics, rendered anew for each request."""
 
     def __init__(self, metrics: Metrics, engine: AsyncEngine) -> None:
         self._metrics = metrics
@@ -64,7 +64,7 @@ class Page(Collector):
         yield self._counter("http_requests", "HTTP requests, by the path and the status of the answer.", http)
 
     def _state(self) -> Iterator[Metric]:
-        """How things are now."""
+        """The engine's current state."""
         state = self._engine.state
         gauges = {
             "num_requests_running": ("Outputs that take part in passes.", state.running),
@@ -80,7 +80,7 @@ class Page(Collector):
         yield self._counter("prefix_cache_hits", words, [({}, state.prefix_hits)])
 
     def _steps(self) -> Iterator[Metric]:
-        """What passes there were, and where their time went."""
+        """Passes, and how their time was spent."""
         metrics = self._metrics
         counts = {
             "engine_steps": ("Passes over the model.", metrics.steps),
@@ -95,63 +95,70 @@ class Page(Collector):
         yield self._counter("engine_step_seconds", "Seconds of all steps, by part.", parts)
 
     def _segments(self) -> Iterator[Metric]:
-        """What was done for each segment."""
+        """Requests and tokens by segment."""
         segments = list(self._metrics.segments.items())
-        sums = [({"segment": name}, one.prompt_tokens) for name, one in segments]
+        sums = [({"segment": name}, counts.prompt_tokens) for name, counts in segments]
         yield self._counter("prompt_tokens", "Tokens of prompts; n outputs share one.", sums)
-        sums = [({"segment": name}, one.generation_tokens) for name, one in segments]
+        sums = [({"segment": name}, counts.generation_tokens) for name, counts in segments]
         yield self._counter("generation_tokens", "Tokens that were generated.", sums)
         ends = [
             ({"segment": name, "finished_reason": reason}, count)
-            for name, one in segments
-            for reason, count in list(one.ended.items())
+            for name, counts in segments
+            for reason, count in list(counts.ended.items())
         ]
         yield self._counter("request_success", "Outputs that have ended, by reason.", ends)
         for name, (_, words) in HISTOGRAMS.items():
             family = HistogramMetricFamily(PREFIX + name, words, labels=["model_name", "segment"])
-            for segment, one in segments:
-                histogram = one.histograms[name]
+            for segment, counts in segments:
+                histogram = counts.histograms[name]
                 family.add_metric([self._metrics.model_name, segment], histogram.buckets(), histogram.total)
             yield family
 
     def _drafts(self) -> Iterator[Metric]:
-        """What became of drafts, by segment, drafter and position; and their sums under vLLM's names."""
+        """Drafts by segment, drafter and position, and their sums under vLLM's names."""
         counts = [
             ({"segment": name, "drafter": drafter}, drafts)
-            for name, one in list(self._metrics.segments.items())
-            for drafter, drafts in list(one.drafts.items())
+            for name, segment in list(self._metrics.segments.items())
+            for drafter, drafts in list(segment.drafts.items())
         ]
-        for prefix, found in ((PREFIX, counts), (VLLM, [({}, _summed(drafts for _, drafts in counts))])):
+        for prefix, counters in ((PREFIX, counts), (VLLM, [({}, _summed(drafts for _, drafts in counts))])):
             yield self._counter(
-                "spec_decode_num_drafts", "Drafts.", [(labels, one.drafts) for labels, one in found], prefix
+                "spec_decode_num_drafts",
+                "Drafts.",
+                [(labels, drafts.drafts) for labels, drafts in counters],
+                prefix,
             )
             yield self._counter(
                 "spec_decode_num_draft_tokens",
                 "Drafted tokens.",
-                [(labels, one.tokens) for labels, one in found],
+                [(labels, drafts.tokens) for labels, drafts in counters],
                 prefix,
             )
             yield self._counter(
                 "spec_decode_num_accepted_tokens",
                 "Drafted tokens that were accepted.",
-                [(labels, one.accepted) for labels, one in found],
+                [(labels, drafts.accepted) for labels, drafts in counters],
                 prefix,
             )
             yield self._counter(
                 "spec_decode_num_accepted_tokens_per_pos",
                 "Drafts that were accepted at this position; 0 is the first.",
-                [sample for labels, one in found for sample in _places(labels, one.accepted_at())],
+                [
+                    sample
+                    for labels, drafts in counters
+                    for sample in _per_position(labels, drafts.accepted_at())
+                ],
                 prefix,
             )
-        # not under vLLM's prefix: its bench would take these for more draft tokens
+        # not under vLLM's prefix: its bench would count these as draft tokens too
         yield self._counter(
             "spec_decode_num_draft_tokens_per_pos",
             "Drafts that went to this position.",
-            [sample for labels, one in counts for sample in _places(labels, one.tried_at())],
+            [sample for labels, drafts in counts for sample in _per_position(labels, drafts.tried_at())],
         )
 
     def _decisions(self) -> Iterator[Metric]:
-        """What the controller decided, where there was something to decide."""
+        """The controller's decisions, if it has made any."""
         control = self._metrics.control
         if control is None:
             return
@@ -179,17 +186,17 @@ class Page(Collector):
         return family
 
 
-def _places(labels: Labels, counts: list[int]) -> Samples:
-    return [({**labels, "position": str(place)}, count) for place, count in enumerate(counts)]
+def _per_position(labels: Labels, counts: list[int]) -> Samples:
+    return [({**labels, "position": str(position)}, count) for position, count in enumerate(counts)]
 
 
 def _summed(counts: Iterable[DraftCounts]) -> DraftCounts:
-    """The sums of all."""
+    """The sums over several counters."""
     total = DraftCounts()
-    for one in counts:
-        total.drafts += one.drafts
-        total.tokens += one.tokens
-        total.accepted += one.accepted
-        total.depths.update(dict(one.depths))
-        total.accepted_depths.update(dict(one.accepted_depths))
+    for drafts in counts:
+        total.drafts += drafts.drafts
+        total.tokens += drafts.tokens
+        total.accepted += drafts.accepted
+        total.depths.update(dict(drafts.depths))
+        total.accepted_depths.update(dict(drafts.accepted_depths))
     return total

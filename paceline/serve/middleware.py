@@ -1,8 +1,8 @@
-"""What every request passes on its way in and out: plain ASGI, nothing that costs per chunk.
+"""Middleware around every request: plain ASGI, without work per chunk. From the outside in:
 
-Requests    its id, its time limit, its line in the log; an answer even if the app raises
-CORS        only where --cors-origin is given
-Gate        keys, draining, the size of the body
+Requests    request id, time limit, log line; an error response if the app raises
+CORS        only with --cors-origin
+Gate        API keys, draining, body size
 the app
 """
 
@@ -33,13 +33,13 @@ EVENTS = "text/event-stream"
 
 
 class Requests:
-    """Gives each request an id and a time limit, answers what the app did not, and tells of it afterwards."""
+    """Gives each request an id and a time limit, answers exceptions, and reports the finished request."""
 
-    def __init__(self, app: ASGIApp, timeout: float, tell: Callable[[RequestRecord], None]) -> None:
-        """`timeout` in seconds, 0 for none; `tell` is called with each request that is over."""
+    def __init__(self, app: ASGIApp, timeout: float, on_finished: Callable[[RequestRecord], None]) -> None:
+        """`timeout` in seconds, 0 for none; `on_finished` gets the record of each finished request."""
         self._app = app
         self._timeout = timeout or None
-        self._tell = tell
+        self._on_finished = on_finished
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -61,11 +61,11 @@ class Requests:
                 await answer.error(*describe(error))
         finally:
             record.route = getattr(scope.get("route"), "path", "")
-            self._tell(record)
+            self._on_finished(record)
 
 
 class _Answer:
-    """The way out: adds our headers, and knows how far the answer has come."""
+    """The send channel: adds our headers, and records how much of the answer was sent."""
 
     def __init__(self, record: RequestRecord, send: Send) -> None:
         self._record = record
@@ -85,7 +85,7 @@ class _Answer:
             self._record.complete = True
 
     async def error(self, status: int, body: dict[str, object]) -> None:
-        """End the answer with an error: its own, or the last event of a stream that has begun."""
+        """End the answer with an error: as its response, or as the last event of a stream that has begun."""
         if self._record.complete:
             return
         if self._record.status is None:
@@ -100,7 +100,7 @@ async def _nothing() -> Message:
 
 
 class Gate:
-    """Lets in who has a key, while the server takes requests, with a body that is not too large."""
+    """Checks the API key, that the server is not draining, and the size of the body."""
 
     def __init__(
         self, app: ASGIApp, engine: AsyncEngine, keys: Sequence[str], share_cache: bool, max_body_bytes: int
@@ -108,7 +108,7 @@ class Gate:
         self._app = app
         self._engine = engine
         self._keys = [_digest(key.encode()) for key in keys]
-        # of each key, for what the engine caches; drawn by chance: they tell nothing of a key
+        # per key, for the engine's caches; random, so that they reveal nothing about the key
         self._salts = ["" if share_cache else secrets.token_hex(16) for _ in keys]
         self._max_body_bytes = max_body_bytes
 
@@ -123,7 +123,7 @@ class Gate:
         if refusal is None:
             first = await self._read(headers, receive)
             if first is not None:
-                if first["type"] == "http.request":  # else the client has gone
+                if first["type"] == "http.request":  # otherwise the client has disconnected
                     await self._app(scope, _replay(first, receive), send)
                 return
             message = f"the body has more than {self._max_body_bytes} bytes, the most that is taken here."
@@ -131,7 +131,7 @@ class Gate:
         await refusal(scope, receive, send)
 
     def _refuse(self, path: str, has_key: bool) -> JSONResponse | None:
-        """Why a request may not come in; None if it may. `path` is what the router goes by."""
+        """The response that refuses a request, or None. `path` is the path that the router matches."""
         if path != HEALTH and not has_key:
             message = "the API key is missing or wrong: send `Authorization: Bearer KEY`."
             challenge = {"WWW-Authenticate": "Bearer"}
@@ -143,9 +143,9 @@ class Gate:
         return None
 
     def _salt_of_key(self, headers: Headers) -> str | None:
-        """The salt of the key that a request brings; None if it is none of the keys, "" if none is needed.
+        """The cache salt of the request's key; None for an unknown key, "" if the server has no keys.
 
-        Takes the same time whatever it brings.
+        Constant time, so that comparing reveals nothing about the keys.
         """
         if not self._keys:
             return ""
@@ -155,7 +155,7 @@ class Gate:
         return self._salts[matches.index(True)] if any(matches) and scheme.lower() == "bearer" else None
 
     async def _read(self, headers: Headers, receive: Receive) -> Message | None:
-        """The whole body as one message, or the client's disconnect; None if it is too large."""
+        """The whole body as one message, or the disconnect message; None if the body is too large."""
         if int(headers.get("content-length", "0")) > self._max_body_bytes:
             return None
         body = bytearray()
@@ -171,7 +171,7 @@ class Gate:
 
 
 def _digest(key: bytes) -> bytes:
-    """Of one length for every key, so that comparing tells nothing, not even how long a key is."""
+    """A digest: all have one length, so that a comparison does not reveal the length of a key."""
     return hashlib.sha256(key).digest()
 
 
@@ -182,7 +182,7 @@ def _refusal(
 
 
 def _replay(first: Message, receive: Receive) -> Receive:
-    """A receive that gives this message first."""
+    """A `receive` that returns `first` first."""
     waiting = [first]
 
     async def replayed() -> Message:
@@ -192,6 +192,6 @@ def _replay(first: Message, receive: Receive) -> Receive:
 
 
 def log_request(record: RequestRecord) -> None:
-    """One line for each request; those that only look after the server are for debugging."""
+    """Log a finished request in one line; health checks and metrics at debug level."""
     watching = record.route in (HEALTH, METRICS) and record.status == 200
     log_event(logger, "request", level=logging.DEBUG if watching else logging.INFO, **record.facts())

@@ -1,4 +1,4 @@
-"""/v1/models and /version: what is served, and by what."""
+"""/v1/models and /version: the served model and the server's version."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Version(BaseModel):
 
 
 def router(service: Service) -> APIRouter:
-    """The routes that tell of the model."""
+    """The routes that describe the model."""
     routes = APIRouter(tags=["OpenAI"])
 
     @routes.get("/v1/models", response_model=ModelList, responses=ASKS)

@@ -1,4 +1,4 @@
-"""The server's own options: one frozen slice, as those of the engine in config.py."""
+"""The options of `paceline serve`: one frozen dataclass, like those of the engine in config.py."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _ROOT_PATH = re.compile(r"(/[\w.~-]+)*")
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class ServeOptions:
-    """How a model is served. Times are seconds; 0 means no limit where a limit is in seconds."""
+    """How a model is served. Times are in seconds; for limits in seconds, 0 means no limit."""
 
     host: str = "127.0.0.1"
-    port: int = 8000  # 0: any that is free
-    api_key: tuple[str, ...] = ()  # any of them opens the door; none: everyone may come in
-    share_cache_across_keys: bool = False  # else each key has the prefix cache and past responses to itself
-    served_model_name: tuple[str, ...] = ()  # what clients may call the model; none: its own name
-    max_queue: int = 256  # requests that wait for the engine; more get 429
+    port: int = 8000  # 0: any free port
+    api_key: tuple[str, ...] = ()  # each of them is accepted; none: no key is needed
+    share_cache_across_keys: bool = False  # false: each key has its own prefix cache and past responses
+    served_model_name: tuple[str, ...] = ()  # names that clients may use; none: the model's own name
+    max_queue: int = 256  # requests waiting for the engine; more get 429
     max_connections: int = 512  # more get 503
-    max_body_bytes: int = 4 * 1024 * 1024  # of a request; more gets 413
-    request_timeout: float = 600.0  # of a request until its last byte; then it is aborted
+    max_body_bytes: int = 4 * 1024 * 1024  # of a request body; larger ones get 413
+    request_timeout: float = 600.0  # from arrival to the last byte; then the request is aborted
     client_timeout: float = 60.0  # for a client to send its request, or to read what it was sent
-    timeout_keep_alive: int = 30  # of a connection without a request
-    drain_timeout: float = 30.0  # for the requests at hand after the first SIGTERM
-    stuck_timeout: float = 120.0  # without the end of a step, though there is work: /health says so
-    cors_origin: tuple[str, ...] = ()  # web pages that may call this server
-    tool_call_parser: str | None = None  # None: by the model's chat template
-    max_segments: int = 32  # segments that metrics tell apart; the others are "other"
-    root_path: str = ""  # under which a proxy offers this server
+    timeout_keep_alive: int = 30  # of an idle connection
+    drain_timeout: float = 30.0  # for running requests to finish after the first SIGTERM
+    stuck_timeout: float = 120.0  # without a finished step while there is work: /health then returns 503
+    cors_origin: tuple[str, ...] = ()  # origins of web pages that may call this server
+    tool_call_parser: str | None = None  # None: chosen by the model's chat template
+    max_segments: int = 32  # segments with their own metrics; the others are counted as "other"
+    root_path: str = ""  # path prefix under which a proxy serves this API
     log_level: str = "info"
-    log_format: str = "auto"  # auto: text on a terminal, else json
+    log_format: str = "auto"  # auto: text on a terminal, json otherwise
 
     def __post_init__(self) -> None:
         check_integer(ConfigError, "port", self.port, 0, 65535)
@@ -56,7 +56,7 @@ class ServeOptions:
             check_number(ConfigError, name, getattr(self, name), 0, 1e6)
         if not self.host.strip():
             raise ConfigError("host must be an address or a name of this machine, such as 127.0.0.1; got ''.")
-        for key in self.api_key:  # the key itself is never shown
+        for key in self.api_key:  # never show the key itself
             if not _KEY.fullmatch(key):
                 raise ConfigError("api_key must be 1 to 512 printable ASCII characters without spaces.")
         for name in self.served_model_name:
@@ -80,7 +80,7 @@ class ServeOptions:
 
     @staticmethod
     def from_flags(flags: dict[str, Any]) -> ServeOptions:
-        """The options that a command line spells, with the key of the environment among the keys."""
+        """The options of a command line; the key of the environment is added to the keys."""
         lists = {item.name for item in fields(ServeOptions) if isinstance(item.default, tuple)}
         values: dict[str, Any] = {
             name: tuple(value or ()) if name in lists else value for name, value in flags.items()

@@ -1,7 +1,7 @@
-"""What endpoints have in common on the wire: sampling fields, stream options, usage, metrics.
+"""Request and response fields that the endpoints share: sampling, stream options, usage, metrics.
 
-The names are OpenAI's; those that OpenAI does not have are vLLM's. A field that does not exist is
-an error, and so is a known one whose value asks for what we do not do.
+Names are OpenAI's, and vLLM's where OpenAI has none. An unknown field is an error, and so is a known
+one whose value asks for something that is not supported.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from paceline.engine.outputs import RequestOutput, SpeculativeMetrics
 from paceline.serve.errors import FieldError
 from paceline.serve.fields import Body, Bool, Float, Int, Items, Name, Unsupported
 
-MOST_STOPS = 16  # every token is compared with each
-MOST_STOP_TEXT = 256  # characters of a stop string
-MOST_STOP_IDS = 64
-MOST_BIASES = 1024
-MOST_INTEGER = 2**31  # where the engine has no upper end
+MAX_STOP_STRINGS = 16  # stop strings; every new token is compared with each
+MAX_STOP_LENGTH = 256  # characters of a stop string
+MAX_STOP_TOKEN_IDS = 64  # entries of stop_token_ids
+MAX_LOGIT_BIASES = 1024  # entries of logit_bias
+MAX_INTEGER = 2**31  # for options without an upper bound in the engine
 
 
 class StreamOptions(Body):
-    include_usage: Bool = False  # a last chunk with the usage and no choices
-    continuous_usage_stats: Bool = False  # the usage so far in every chunk
+    include_usage: Bool = False  # send a last chunk with usage and no choices
+    continuous_usage_stats: Bool = False  # send the usage so far in every chunk
 
 
 class Speculative(Body):
-    """What is drafted for a request."""
+    """Speculation options of a request."""
 
-    method: Name | None = None  # one of the server's drafters; left out: its first
-    num_speculative_tokens: Int | None = None  # in a step; 0 is plain decoding
+    method: Name | None = None  # one of the server's drafters; default: the first
+    num_speculative_tokens: Int | None = None  # per step; 0 is plain decoding
     branching: Int | None = None
     depth: Int | None = None
 
 
-GrammarText = Annotated[str, Field(max_length=GrammarLimits.source_bytes)]  # no more is compiled
+GrammarText = Annotated[str, Field(max_length=GrammarLimits.source_bytes)]  # longer ones are not compiled
 
 
 class StructuredOutputs(Body):
-    """The form of an output: exactly one of the first five."""
+    """Constraint on the output: exactly one of the first five fields."""
 
     json_: dict[str, Any] | GrammarText | None = Field(None, alias="json")  # a JSON schema
     json_object: Bool | None = None
@@ -59,30 +59,33 @@ def _checked_stop(stop: Any) -> Any:
     texts = [stop] if isinstance(stop, str) else stop
     if texts is not None and (
         not isinstance(texts, list)
-        or len(texts) > MOST_STOPS
-        or not all(isinstance(text, str) and 0 < len(text) <= MOST_STOP_TEXT for text in texts)
+        or len(texts) > MAX_STOP_STRINGS
+        or not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in texts)
     ):
         raise PydanticCustomError(
             "stop",
-            f"must be a text of 1 to {MOST_STOP_TEXT} characters, or a list of at most {MOST_STOPS} of them",
+            f"must be a text of 1 to {MAX_STOP_LENGTH} characters, "
+            f"or a list of at most {MAX_STOP_STRINGS} of them",
         )
     return texts
 
 
-StopText = Annotated[str, Field(min_length=1, max_length=MOST_STOP_TEXT)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stop = Annotated[
     list[str] | None,
     PlainValidator(
         _checked_stop,
-        json_schema_input_type=StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None,
+        json_schema_input_type=StopText
+        | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)]
+        | None,
     ),
 ]
 _USE_STRUCTURED = Unsupported('is not a field here: use structured_outputs, such as {"regex": "[0-9]+"}')
 
 
 def _truncation_field(option: Option) -> Any:
-    """The field of a truncation option: its type and its default, None."""
-    high = MOST_INTEGER if option.high is None else option.high
+    """Type and default (None) of a truncation option's field."""
+    high = MAX_INTEGER if option.high is None else option.high
     low: dict[str, Any] = {"gt" if option.low_open else "ge": option.low}
     return (Int if option.kind is int else Float) | None, Field(None, **low, le=high)
 
@@ -91,7 +94,7 @@ if TYPE_CHECKING:
 
     class TruncationFields(Body): ...
 
-else:  # what mypy cannot follow
+else:  # mypy cannot follow create_model
     TruncationFields = create_model(
         "TruncationFields",
         __base__=Body,
@@ -100,36 +103,36 @@ else:  # what mypy cannot follow
 
 
 class SamplingFields(TruncationFields):
-    """How tokens are chosen. The engine checks the values again; here sizes are bounded."""
+    """Sampling options. Sizes are bounded here; the engine validates the values again."""
 
     temperature: Float | None = Field(None, ge=0, le=1000)
     repetition_penalty: Float | None = Field(None, ge=0.01, le=100)
     presence_penalty: Float | None = Field(None, ge=-2, le=2)
     frequency_penalty: Float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, Float] | None = Field(None, max_length=MOST_BIASES)
+    logit_bias: dict[str, Float] | None = Field(None, max_length=MAX_LOGIT_BIASES)
     seed: Int | None = Field(None, ge=-(2**63), lt=2**64)
     n: Int | None = Field(None, ge=1, le=MAX_N)
     stop: Stop = None
-    stop_token_ids: Items[Int] | None = Field(None, max_length=MOST_STOP_IDS)
-    min_tokens: Int | None = Field(None, ge=0, le=MOST_INTEGER)
+    stop_token_ids: Items[Int] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
+    min_tokens: Int | None = Field(None, ge=0, le=MAX_INTEGER)
     ignore_eos: Bool | None = None
     skip_special_tokens: Bool | None = None
     include_stop_str_in_output: Bool | None = None
     structured_outputs: StructuredOutputs | None = None
     speculative: Name | Speculative | None = None  # "off", "auto", a method or an object
-    segment: Name | None = None  # the kind of traffic; the header X-Segment says the same
-    cache_salt: Name | None = None  # only requests of the same salt share the prefix cache and past responses
-    return_metrics: Bool | None = None  # the response then has `metrics`
+    segment: Name | None = None  # traffic segment; also the X-Segment header
+    cache_salt: Name | None = None  # requests share the prefix cache and past responses only within one salt
+    return_metrics: Bool | None = None  # adds `metrics` to the response
     stream: Bool | None = None
     stream_options: StreamOptions | None = None
-    user: Name | None = None  # for the log
+    user: Name | None = None  # hashed in the log
     guided_json: Annotated[None, _USE_STRUCTURED] = None
     guided_regex: Annotated[None, _USE_STRUCTURED] = None
     guided_choice: Annotated[None, _USE_STRUCTURED] = None
     guided_grammar: Annotated[None, _USE_STRUCTURED] = None
 
     def sampling_params(self, **others: Any) -> SamplingParams:
-        """The engine's parameters: the fields that were given, and `others`."""
+        """The engine's parameters: the fields that were set, and `others`."""
         if self.structured_outputs is not None and "structured_outputs" in others:
             raise FieldError(
                 "structured_outputs", "structured_outputs cannot be beside tools or a response format."
@@ -144,12 +147,12 @@ class SamplingFields(TruncationFields):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def wants_running_usage(self) -> bool:
-        """Whether every chunk of a stream has the usage so far."""
+        """Whether every chunk carries the usage so far."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
@@ -165,16 +168,16 @@ class Usage(BaseModel):
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """The usage of finished prompts; a prompt of n outputs counts once."""
+    """The usage of finished requests; a prompt with n outputs counts once."""
     return usage(
         sum(len(output.prompt_token_ids) for output in outputs),
-        sum(len(one.token_ids) for output in outputs for one in output.outputs),
+        sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
         sum(output.metrics.num_cached_tokens for output in outputs),
     )
 
 
 def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, Any]:
-    """The usage in OpenAI's shape; `cached` is known only at the end."""
+    """The usage in OpenAI's format; `cached` is only known when the request has finished."""
     counts: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -184,7 +187,7 @@ def usage(prompt: int, completion: int, cached: int | None = None) -> dict[str, 
 
 
 class SpeculativeDecoding(BaseModel):
-    """What drafting did for one request, in vLLM's shape."""
+    """Speculation statistics of one request, in vLLM's format."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -192,11 +195,11 @@ class SpeculativeDecoding(BaseModel):
     num_spec_steps: int
     num_accepted_draft_tokens: int
     num_draft_tokens: int
-    num_spec_tokens: int  # most tokens of one draft's path
+    num_spec_tokens: int  # length of the longest drafted path, in tokens
 
     @staticmethod
     def of(metrics: SpeculativeMetrics) -> SpeculativeDecoding:
-        """The figures of a request."""
+        """The statistics of a request."""
         return SpeculativeDecoding(
             mean_acceptance_length=metrics.mean_acceptance_length,
             draft_acceptance_rate=metrics.draft_acceptance_rate,
@@ -209,7 +212,7 @@ class SpeculativeDecoding(BaseModel):
 
 
 class Metrics(BaseModel):
-    """The figures of one request, given when it asks with return_metrics. Times are milliseconds."""
+    """Timings and counts of one request, returned with return_metrics. Times are in milliseconds."""
 
     time_to_first_token_ms: float | None
     generation_time_ms: float | None  # from the first token to the last
@@ -219,7 +222,7 @@ class Metrics(BaseModel):
 
     @staticmethod
     def of(output: RequestOutput) -> Metrics:
-        """The figures of a finished request."""
+        """The metrics of a finished request."""
         times = output.metrics
         return Metrics(
             time_to_first_token_ms=_milliseconds(times.arrival_time, times.first_token_time),
@@ -239,7 +242,7 @@ _ENGINE_FIELDS = sorted({field.name for field in fields(SamplingParams)} & set(S
 
 
 def _token_id(text: str) -> int:
-    """The token id that a key of logit_bias spells."""
+    """The token id in a key of logit_bias."""
     if not text.isascii() or not text.isdigit() or len(text) > 10:
         raise FieldError("logit_bias", f"the keys of logit_bias must be token ids, got {text[:40]!r}.")
     return int(text)

@@ -1,4 +1,4 @@
-"""RequestRecord: what there is to tell about one HTTP request when it is over."""
+"""RequestRecord: the log line of one HTTP request, filled in while it is handled."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ if TYPE_CHECKING:
     from paceline.serve.generation import Generation
 
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}")
-MOST_PATH = 200  # characters of a path in the log
-USER_DIGITS = 12  # of the hash that stands for a user
+MAX_PATH = 200  # characters of a path in the log
+USER_DIGITS = 12  # hex digits of the hash logged for a user
 
 
 @dataclass
 class RequestRecord:
-    """Filled in on the way; `facts` is what the log gets."""
+    """Filled in along the way; `facts` returns the fields of the log line."""
 
     method: str
     path: str
-    client: str | None  # the address it came from
-    client_request_id: str | None  # the client's own X-Request-Id, if it is a sane one
-    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # ours: unique whatever clients send
+    client: str | None  # its address
+    client_request_id: str | None  # the client's X-Request-Id, if it is well-formed
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # ours: always unique
     begun: float = field(default_factory=time.monotonic)
-    route: str = ""  # the path of the API that it matched; empty if none
-    status: int | None = None  # None: the client has gone without an answer
-    complete: bool = False  # the answer was sent to its end
+    route: str = ""  # the route that it matched; empty if none
+    status: int | None = None  # None: the client disconnected before an answer
+    complete: bool = False  # the whole answer was sent
     generation: Generation | None = None
     segment: str = ""
     user: str | None = None
 
     @staticmethod
     def of(scope: Scope) -> RequestRecord:
-        """The record of a request that has just come."""
+        """The record of a request that has just arrived."""
         given = dict(scope["headers"]).get(b"x-request-id", b"")
         address = scope.get("client")
         return RequestRecord(
             method=scope["method"],
-            path=scope["path"][:MOST_PATH],
+            path=scope["path"][:MAX_PATH],
             client=address[0] if address else None,
             client_request_id=given.decode() if _SANE_ID.fullmatch(given) else None,
         )
 
     def note(self, generation: Generation, segment: str, user: str | None) -> None:
-        """What the request has the engine do, once that is known."""
+        """Note the generation once the request has been submitted to the engine."""
         self.generation, self.segment, self.user = generation, segment, user
 
     def facts(self) -> dict[str, Any]:
-        """What the log tells. Times are milliseconds; no prompt, no answer, no key."""
+        """The fields of the log line. Times are in milliseconds; no prompt, no answer, no key."""
         user = self.user and hashlib.sha256(self.user.encode()).hexdigest()[:USER_DIGITS]
         facts = {
             "request_id": self.request_id,
@@ -73,29 +73,29 @@ class RequestRecord:
 
 
 def _figures(outputs: list[RequestOutput]) -> dict[str, Any]:
-    """What the engine did for a request, over all its prompts."""
+    """Engine statistics of a request, over all its prompts."""
     if not outputs:
         return {}
     metrics = [output.metrics for output in outputs]
-    drafts = [one.speculative for one in metrics]
-    steps = sum(one.num_spec_steps for one in drafts)
-    accepted = sum(one.num_accepted_draft_tokens for one in drafts)
-    arrival = min(one.arrival_time for one in metrics)
-    firsts = [one.first_token_time for one in metrics if one.first_token_time is not None]
-    starts = [one.scheduled_time for one in metrics if one.scheduled_time is not None]
-    completions = [one for output in outputs for one in output.outputs]
+    drafts = [draft.speculative for draft in metrics]
+    steps = sum(draft.num_spec_steps for draft in drafts)
+    accepted = sum(draft.num_accepted_draft_tokens for draft in drafts)
+    arrival = min(metric.arrival_time for metric in metrics)
+    firsts = [metric.first_token_time for metric in metrics if metric.first_token_time is not None]
+    starts = [metric.scheduled_time for metric in metrics if metric.scheduled_time is not None]
+    completions = [completion for output in outputs for completion in output.outputs]
     figures: dict[str, Any] = {
         "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
-        "cached_tokens": sum(one.num_cached_tokens for one in metrics),
-        "completion_tokens": sum(len(one.token_ids) for one in completions),
-        "finish_reasons": [one.finish_reason for one in completions],
+        "cached_tokens": sum(metric.num_cached_tokens for metric in metrics),
+        "completion_tokens": sum(len(completion.token_ids) for completion in completions),
+        "finish_reasons": [completion.finish_reason for completion in completions],
         "queue_ms": _milliseconds(min(starts) - arrival) if starts else None,
         "ttft_ms": _milliseconds(min(firsts) - arrival) if firsts else None,
     }
     if steps:
         figures["speculative"] = {
             "num_spec_steps": steps,
-            "num_draft_tokens": sum(one.num_draft_tokens for one in drafts),
+            "num_draft_tokens": sum(draft.num_draft_tokens for draft in drafts),
             "num_accepted_draft_tokens": accepted,
             "mean_acceptance_length": round(1 + accepted / steps, 3),
         }

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer API for conversations. Nothing is stored: a request brings all it needs."""
+"""/v1/responses: OpenAI's newer conversation API. Stateless: a request carries the whole conversation."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ def router(service: Service) -> APIRouter:
 
 
 def _prepare(service: Service, body: ResponseRequest) -> tuple[ToolPlan, SamplingParams, list[int]]:
-    """What the tools and what the engine is asked for, and the prompt's token ids."""
+    """The tool plan, the sampling parameters and the prompt's token ids of a request."""
     messages = messages_of(body)
     plan, params = _plan(service, body)
     return plan, params, service.encode_chat(messages, plan)
 
 
 def _plan(service: Service, body: ResponseRequest) -> tuple[ToolPlan, SamplingParams]:
-    """What the tools ask for, and what the engine is asked for."""
+    """The tool plan and the sampling parameters of a request."""
     tools = [tool.tool() for tool in body.tools or ()]
     plan = service.toolbox.plan(tools, body.choice(), body.content_schema())
     return plan, body.sampling_params(max_tokens=body.max_output_tokens, **plan.sampling_options())
 
 
 class _Answer:
-    """Writes the answer to one request, whole or as events."""
+    """Builds the answer to one request, whole or as events."""
 
     def __init__(
         self, body: ResponseRequest, params: SamplingParams, plan: ToolPlan, model: str, response_id: str
@@ -80,24 +80,24 @@ class _Answer:
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         """The response object of a finished output."""
-        (one,) = output.outputs
-        for parsed in [*self._parser.feed(one.text), *self._parser.finish()]:
+        (completion,) = output.outputs
+        for parsed in [*self._parser.feed(completion.text), *self._parser.finish()]:
             list(self._items.take(parsed))
-        list(self._items.finish(one.finish_reason == "length"))
+        list(self._items.finish(completion.finish_reason == "length"))
         return self._ended(output)
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        """The events of a stream. One that fails ends with response.failed."""
+        """The events of a stream. If it fails, the last one is response.failed."""
         begun = self._response("in_progress")
         yield self._lifecycle("created", begun) + self._lifecycle("in_progress", begun)
         try:
             async for batch in generation:
                 yield b"".join(self._written(update.text) for _, update in batch)
         except Exception as error:
-            status, told = describe(error)
+            status, body = describe(error)
             if status == 500:
                 logger.error("a stream failed", exc_info=error)
-            details = {"code": "server_error", "message": told["error"]["message"]}
+            details = {"code": "server_error", "message": body["error"]["message"]}
             yield self._lifecycle("failed", {**self._response("failed"), "error": details})
             return
         (output,) = generation.outputs
@@ -109,7 +109,7 @@ class _Answer:
 
     def _written(self, text: str) -> bytes:
         parsed = self._parser.feed(text)
-        return b"".join(self._event(wire) for one in parsed for wire in self._items.take(one))
+        return b"".join(self._event(wire) for event in parsed for wire in self._items.take(event))
 
     def _ended(self, output: RequestOutput) -> dict[str, Any]:
         cut_off = output.outputs[0].finish_reason == "length"
@@ -137,7 +137,7 @@ class _Answer:
 
 
 def _echoed(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
-    """What a response repeats of its request."""
+    """The request fields that a response repeats."""
     text_format = (body.text and body.text.format and body.text.format.model_dump(by_alias=True)) or {}
     choice = body.tool_choice
     return {

@@ -1,4 +1,4 @@
-"""The input of /v1/responses as the messages of a chat."""
+"""The input of /v1/responses as chat messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.serve.responses_protocol import (
 
 
 def messages_of(body: ResponseRequest) -> list[dict[str, Any]]:
-    """The conversation that a request spells: its instructions first, then its input."""
+    """The conversation of a request: its instructions first, then its input."""
     if isinstance(body.input, str):
         messages: list[dict[str, Any]] = [{"role": "user", "content": body.input}]
     else:
@@ -26,16 +26,16 @@ def messages_of(body: ResponseRequest) -> list[dict[str, Any]]:
         raise FieldError("input", "input is empty: send a text, or at least one item.")
     if body.instructions is None:
         return messages
-    told = body.instructions
-    if messages[0]["role"] in ("system", "developer"):  # templates have room for one
-        told = f"{told}\n\n{messages.pop(0)['content']}"
-    return [{"role": "system", "content": told}, *messages]
+    instructions = body.instructions
+    if messages[0]["role"] in ("system", "developer"):  # chat templates take one system message
+        instructions = f"{instructions}\n\n{messages.pop(0)['content']}"
+    return [{"role": "system", "content": instructions}, *messages]
 
 
 def _of_items(items: Sequence[InputItem]) -> list[dict[str, Any]]:
-    """A message for each item, but for calls: those of one turn belong to one message."""
+    """One message per item, except that the calls of one turn share a message."""
     messages: list[dict[str, Any]] = []
-    names: dict[str, str] = {}  # of the functions called, by the id of the call
+    names: dict[str, str] = {}  # names of the called functions, by call id
     for number, item in enumerate(items):
         match item:
             case InputMessage():

@@ -1,4 +1,4 @@
-"""The output of /v1/responses: its items, and the events that tell how they grow.
+"""The output items of /v1/responses, and the stream events that announce them.
 
 response.output_item.added              a message or a function call
   response.content_part.added           a message's text
@@ -21,16 +21,16 @@ WireEvent: TypeAlias = dict[str, Any]
 
 
 class OutputItems:
-    """Collects the output of one response. Each call gives the events that tell of what it did."""
+    """Collects the output of one response. Each method returns the events for what it added."""
 
     def __init__(self, new_id: Callable[[str], str]) -> None:
         """`new_id` makes an id with the given prefix."""
         self.items: list[dict[str, Any]] = []
         self._new_id = new_id
-        self._open = False  # the last item still grows
+        self._open = False  # the last item is still growing
 
     def take(self, event: Event) -> Iterator[WireEvent]:
-        """One event of the parser."""
+        """Add one parser event."""
         match event:
             case Content(text=text):
                 if not self._open:
@@ -48,7 +48,7 @@ class OutputItems:
                 yield from self._end_call("completed" if complete else "incomplete")
 
     def finish(self, cut_off: bool) -> Iterator[WireEvent]:
-        """There is no more. An answer that said nothing is an empty message."""
+        """End the output. Without any content, it is one empty message."""
         if not self.items:
             yield from self._start_message()
         if self._open:
@@ -92,7 +92,7 @@ class OutputItems:
         return self._whole("response.output_item.done")
 
     def _whole(self, kind: str) -> WireEvent:
-        item = dict(self._last)  # as it is now
+        item = dict(self._last)  # a snapshot
         if "content" in item:
             item["content"] = [dict(part) for part in item["content"]]
         return {"type": kind, "output_index": len(self.items) - 1, "item": item}

@@ -1,4 +1,4 @@
-"""/v1/responses on the wire: what a request may have, and what answers look like."""
+"""/v1/responses: the fields of requests and of responses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.serve.fields import Body, Bool, Int, Items, Name, Unsupported
 from paceline.serve.protocol import Metrics, SamplingFields
 from paceline.serve.tools.declared import Tool, ToolChoice
 
-MOST_METADATA = 16
+MAX_METADATA = 16
 
 _SEND_ALL = "is not served: nothing is kept here. Send the whole conversation in input"
 _ONLY_TEXT = "must be input_text: only text is served"
@@ -24,7 +24,7 @@ Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 class TextPart(Body):
     type: Annotated[Literal["input_text", "output_text", "text"], Unsupported(_ONLY_TEXT)]
     text: str
-    annotations: list[Any] | None = None  # answers have them, so that they can be sent back as they are
+    annotations: list[Any] | None = None  # part of our answers, so that clients can send those back unchanged
     logprobs: list[Any] | None = None  # likewise
 
 
@@ -75,11 +75,11 @@ class FunctionTool(Body):
     type: Annotated[Literal["function"], Unsupported(_ONLY_FUNCTIONS)]
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # JSON schema of an object; left out: no arguments
-    strict: Bool | None = None  # false: the arguments may be any JSON object
+    parameters: dict[str, Any] | None = None  # JSON schema of an object; default: no arguments
+    strict: Bool | None = None  # false: any JSON object is allowed as arguments
 
     def tool(self) -> Tool:
-        """The tool that this declares."""
+        """The tool that this field declares."""
         return Tool(self.name, self.description, self.parameters, self.strict)
 
 
@@ -114,7 +114,7 @@ class TextFormat(Body):
     name: Name | None = None
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: Bool | None = None  # the schema is followed in either case
+    strict: Bool | None = None  # accepted; the schema is always enforced
 
 
 class TextOptions(Body):
@@ -139,13 +139,13 @@ class ResponseRequest(SamplingFields):
     model: Name | None = None
     input: str | Items[InputItem]
     instructions: str | None = None  # a system message before the input
-    max_output_tokens: Int | None = Field(None, ge=1, le=2**31)  # left out: until the context is full
+    max_output_tokens: Int | None = Field(None, ge=1, le=2**31)  # default: until the context is full
     text: TextOptions | None = None
     tools: Items[FunctionTool] | None = None
     tool_choice: ChoiceField | None = None  # "auto" if there are tools
     parallel_tool_calls: Bool | None = None
-    # what cannot change an answer here
-    metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=MOST_METADATA)
+    # accepted and without effect on the answer
+    metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=MAX_METADATA)
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
     service_tier: Annotated[
@@ -155,7 +155,7 @@ class ResponseRequest(SamplingFields):
         Items[Literal["reasoning.encrypted_content"]] | None,
         Unsupported("has what this server does not give: leave it out; log-probabilities are in chat"),
     ] = None
-    # what is not done
+    # not supported: only neutral values are accepted
     store: Annotated[Literal[False] | None, Unsupported(f"{_SEND_ALL}, and set it to false")] = None
     previous_response_id: Annotated[None, Unsupported(_SEND_ALL)] = None
     conversation: Annotated[None, Unsupported(_SEND_ALL)] = None
@@ -179,10 +179,10 @@ class ResponseRequest(SamplingFields):
     context_management: Annotated[None, Unsupported("is not served: shorten the input yourself")] = None
     moderation: Annotated[None, Unsupported("is not served: leave it out")] = None
     n: Annotated[Literal[1] | None, Unsupported("is not served: a response has one output")] = None
-    stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]  # it has others
+    stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]  # other options than chat's
 
     def content_schema(self) -> dict[str, Any] | None:
-        """The JSON schema of the content; None if it may be any text."""
+        """The JSON schema of the content; None if any text is allowed."""
         form = self.text.format if self.text is not None else None
         if form is None:
             return None
@@ -195,7 +195,7 @@ class ResponseRequest(SamplingFields):
         return form.schema_ or {"type": "object"}
 
     def choice(self) -> ToolChoice:
-        """Which calls the answer may have."""
+        """Which tools the answer may or must call."""
         single = self.parallel_tool_calls is False
         match self.tool_choice:
             case None:

@@ -1,7 +1,7 @@
-"""The shape of a JSON text, found in one pass over its bytes without the GIL.
+"""Counts of a JSON text's values, depth and keys, in one pass over its bytes that releases the GIL.
 
-Parsing makes an object of every value, and holds the GIL while it does: a body of 4 MiB can stop the
-whole server for seconds. Counting first takes 1 to 2 ns a byte, without the GIL.
+Parsing creates an object per value and holds the GIL meanwhile: a body of 4 MiB can stop the whole
+server for seconds. Counting first takes 1 to 2 ns per byte, without the GIL.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import numpy as np
 
 from paceline.compiling import compiled
 
-MOST_DEPTH = 100  # lists and objects in each other
+MAX_DEPTH = 100  # nesting levels of lists and objects
 
 _QUOTE, _BACKSLASH, _COMMA, _COLON, _ZERO, _NINE = (ord(sign) for sign in '"\\,:09')
 _LIST, _END_LIST, _OBJECT, _END_OBJECT = (ord(sign) for sign in "[]{}")
 _LOWER_U, _LOWER_D, _UPPER_D = (ord(sign) for sign in "udD")
-_LOW_HALVES = tuple(ord(sign) for sign in "cdefCDEF")  # \udc00 to \udfff
-_HIGH_HALVES = tuple(ord(sign) for sign in "89abAB")  # \ud800 to \udbff
-_ESCAPE = 6  # bytes of \u0000
+_LOW_HALVES = tuple(ord(sign) for sign in "cdefCDEF")  # second hex digit of \udc00 to \udfff
+_HIGH_HALVES = tuple(ord(sign) for sign in "89abAB")  # second hex digit of \ud800 to \udbff
+_ESCAPE = 6  # bytes of an escape such as \u0000
 
 
 class Shape(NamedTuple):
-    """What a text has, if it is JSON: of another one the parser will complain."""
+    """Counts of a JSON text. Of other texts they are meaningless: the parser refuses those."""
 
-    values: int  # upper bound, keys of objects included
+    values: int  # upper bound; keys of objects included
     containers: int  # lists and objects
     keys: int  # of the object with the most
-    depth: int  # lists and objects in each other; MOST_DEPTH + 1 if more, and then nothing else is counted
+    depth: int  # nesting levels; MAX_DEPTH + 1 if deeper, and then the other counts are incomplete
     digits: int  # of the longest number
-    lone_surrogates: bool  # a text has half a surrogate pair
+    lone_surrogates: bool  # a string contains half a surrogate pair
 
 
 def shape_of(raw: bytes) -> Shape:
@@ -41,7 +41,7 @@ def shape_of(raw: bytes) -> Shape:
 @compiled
 def _shape(text: np.ndarray) -> tuple[int, int, int, int, int, bool]:  # uint8 [bytes]
     values, containers, most_keys, deepest, digits, lone = 1, 0, 0, 0, 0, False
-    keys = np.zeros(MOST_DEPTH + 2, dtype=np.int64)  # of the containers that are open
+    keys = np.zeros(MAX_DEPTH + 2, dtype=np.int64)  # per open container
     depth, at, size = 0, 0, len(text)
     while at < size:
         sign = text[at]
@@ -60,7 +60,7 @@ def _shape(text: np.ndarray) -> tuple[int, int, int, int, int, bool]:  # uint8 [
             containers += 1
             depth += 1
             deepest = max(deepest, depth)
-            if depth > MOST_DEPTH:
+            if depth > MAX_DEPTH:
                 break
             keys[depth] = 0
         elif sign in (_END_LIST, _END_OBJECT):
@@ -75,8 +75,8 @@ def _shape(text: np.ndarray) -> tuple[int, int, int, int, int, bool]:  # uint8 [
 
 @compiled
 def _end_of_string(text: np.ndarray, at: int) -> tuple[int, bool]:  # uint8 [bytes]
-    """Where the string that begins at `at` has ended, and whether it has half a surrogate pair."""
-    lone, expected = False, -1  # where the other half of a pair must begin
+    """Index after the string that starts at `at`, and whether it has half a surrogate pair."""
+    lone, expected = False, -1  # index at which the low half of a pair must begin
     size = len(text)
     while at < size and text[at] != _QUOTE:
         if text[at] != _BACKSLASH:

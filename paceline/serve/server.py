@@ -1,6 +1,7 @@
-"""`paceline serve`: load a model, warm it up, open the port, and stop when asked to.
+"""`paceline serve`: load a model, warm it up, open the port, and serve until a signal.
 
-The first SIGTERM, SIGINT or SIGHUP drains: no new requests, running ones may finish. The second stops now.
+The first SIGTERM, SIGINT or SIGHUP drains: new requests are refused, running ones finish. The second
+stops at once.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ from paceline.terminal.session import announce_compilation, note
 logger = logging.getLogger(__name__)
 
 LAST_BYTES_SECONDS = 5.0  # for answers to reach their clients after the engine has stopped
-SAME_SIGNAL_SECONDS = 0.5  # `timeout` and others send one signal twice: to the process and to its group
-OTHER_FILES = 256  # that are open beside connections
-# seconds that a thread may keep the GIL while another waits for it. With Python's 5 ms, a pass that takes the
-# GIL ten times beside a thread that renders a template takes 50 ms longer.
+SAME_SIGNAL_SECONDS = 0.5  # `timeout` sends a signal to the process and to its group: count it once
+OTHER_FILES = 256  # open files besides connections
+# How long a thread may hold the GIL while another waits. With Python's 5 ms, a pass that takes the GIL
+# ten times beside a thread that renders a template would take 50 ms longer.
 SWITCH_SECONDS = 0.001
-WARM_TOKENS = 40  # of the prompt that warms up: enough for every kernel of a pass
+WARM_TOKENS = 40  # length of the warm-up prompt: enough to run every kernel of a pass
 
 
 def serve(model: str, engine: dict[str, Any], server: dict[str, Any]) -> None:
-    """Serve a model until a signal ends it. Mistakes are told before anything is loaded."""
+    """Serve a model until a signal. Mistakes in options are reported before anything is loaded."""
     options = ServeOptions.from_flags(server)
     config = EngineConfig.from_options(model=model, **engine)
     listener = bind(options.host, options.port)
@@ -72,17 +73,17 @@ def serve(model: str, engine: dict[str, Any], server: dict[str, Any]) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket on this address. It does not listen yet: nobody can connect before the model is ready."""
+    """A socket bound to this address. It listens only once the model is ready."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"host {host!r} is no address of this machine ({error}). Use 127.0.0.1, or 0.0.0.0 for all."
         ) from error
-    family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    family, kind, protocol, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
     listener = socket.socket(family, kind, protocol)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # restart at once after a kill
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that a restart can bind at once
         listener.bind(address)
     except OSError as error:
         listener.close()
@@ -94,7 +95,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def allow_files(connections: int) -> None:
-    """Let the process have as many open files as its connections need, if the system permits that."""
+    """Raise the limit on open files to what the connections need, as far as the system permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHER_FILES
     if hard != resource.RLIM_INFINITY:
@@ -104,7 +105,7 @@ def allow_files(connections: int) -> None:
 
 
 def load(config: EngineConfig) -> Loaded:
-    """The model, fetched if it must be, with its kernels compiled."""
+    """The loaded model (downloaded if necessary), with its kernels compiled."""
     resolve(config.model.model)
     if config.backend.name == "cpu":
         announce_compilation()
@@ -119,7 +120,7 @@ def load(config: EngineConfig) -> Loaded:
 
 
 def warm_up(config: EngineConfig, model: LoadedModel) -> None:
-    """Compile and touch what passes and drafts need, in an engine of its own: the real one is untouched."""
+    """Compile and run what passes and drafts need, in a separate engine: the real one stays untouched."""
     small = replace(
         config,
         model=replace(config.model, max_model_len=None),
@@ -165,7 +166,7 @@ async def run(
     listener: socket.socket,
     facts: Mapping[str, str],
 ) -> None:
-    """Serve a loaded model on a bound socket until a signal ends it."""
+    """Serve a loaded model on a bound socket until a signal."""
     metrics = Metrics(names[0], options.max_segments, facts)
     front = AsyncEngine(
         engine,
@@ -186,7 +187,7 @@ async def run(
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with a drain of ours: the port stays open for as long as requests at hand need."""
+    """uvicorn with its own drain: the port stays open until the running requests have finished."""
 
     def __init__(self, app: Any, engine: AsyncEngine, options: ServeOptions, metrics: Metrics) -> None:
         limits = ConnectionLimits(
@@ -209,18 +210,18 @@ class Server(uvicorn.Server):
         )
         self._engine = engine
         self._options = options
-        self._asked_at: float | None = None  # when the first signal came
+        self._signal_at: float | None = None  # time of the first signal
         self._loop = asyncio.get_running_loop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where."""
+        """Start listening, and log the address."""
         await super().startup(sockets)
         assert sockets is not None
         log_event(logger, "listening", url=_url(self._options.host, sockets[0]))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals while serving: those of uvicorn, and the hangup of a terminal unless under nohup."""
+        """Handle signals while serving: uvicorn's, and SIGHUP unless it is ignored (nohup)."""
         with super().capture_signals():
             if (
                 threading.current_thread() is not threading.main_thread()
@@ -235,22 +236,22 @@ class Server(uvicorn.Server):
                 signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal has come. (uvicorn's own would raise it again at the end, and the exit code be not 0.)"""
+        """Handle a signal. (uvicorn's own handler would raise it again at the end: exit code not 0.)"""
         now = time.monotonic()
-        if self._asked_at is None:
-            self._asked_at = now
+        if self._signal_at is None:
+            self._signal_at = now
             self._loop.call_soon_threadsafe(self._begin_to_stop, sig)
-        elif now - self._asked_at > SAME_SIGNAL_SECONDS:
+        elif now - self._signal_at > SAME_SIGNAL_SECONDS:
             self._stop_now(sig)
 
     def _begin_to_stop(self, sig: int) -> None:
         self._stopping = asyncio.create_task(self._drain(sig))
 
     async def _drain(self, sig: int) -> None:
-        """Let requests at hand end, for a while; then end them, and the server."""
+        """Let running requests finish within drain_timeout, then abort them and stop the server."""
         waiting = self._engine.num_requests
         log_event(logger, "draining", signal=signal.Signals(sig).name, requests=waiting)
-        try:  # a stuck engine ends no request, whatever it is given
+        try:  # a stuck engine finishes no request
             async with asyncio.timeout(0 if self._engine.stuck else self._options.drain_timeout):
                 await self._engine.drain()
         except TimeoutError:
@@ -263,7 +264,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _stop_now(self, sig: int) -> None:
-        """End the process here: a pass, a compiling grammar or a slow client may take its time."""
+        """End the process at once, without waiting for a pass, a grammar or a slow client."""
         log_event(logger, "stopped now", level=logging.WARNING, signal=signal.Signals(sig).name)
         logging.shutdown()
         os._exit(128 + sig)
@@ -275,7 +276,7 @@ def _url(host: str, listener: socket.socket) -> str:
 
 
 def model_names(model: str, options: ServeOptions) -> tuple[str, ...]:
-    """What clients call the model. A file or folder gives its own name only, never its path."""
+    """Names that clients may use for the model. A file or folder gives its base name, never its path."""
     if options.served_model_name:
         return options.served_model_name
     path = Path(model).expanduser()
@@ -285,6 +286,6 @@ def model_names(model: str, options: ServeOptions) -> tuple[str, ...]:
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
-    except ModuleNotFoundError:  # not on every platform
+    except ModuleNotFoundError:  # uvloop is not available on every platform
         return None
     return uvloop.new_event_loop

@@ -1,7 +1,7 @@
-"""What every endpoint works with: the model's names, its tokenizer, and the way from a prompt to a stream.
+"""Service: what every endpoint uses of the served model, from its names and tokenizer to generations.
 
-Whatever may take long (large bodies, templates, tokenizing, compiling grammars) runs in threads
-beside the event loop, and holds the GIL for a few milliseconds at a time only.
+Whatever may take long (large bodies, templates, tokenizing, compiling grammars) runs in worker threads,
+in pieces that hold the GIL for a few milliseconds at most.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 WORKERS = 6  # threads for bodies, templates, tokenizing and grammars
-COMPILERS = 2  # of them that may be busy with grammars
-COMPILER_WAIT = 10.0  # seconds that a request waits for one of them
-READERS = 2  # of them that may be busy with large bodies
-LARGE_BODY = 16 * 1024  # bytes: a smaller one is read within a few milliseconds, whatever it has
-MOST_WAITING_BYTES = 64 * 1024 * 1024  # of large bodies that wait for a reader; more get 429
+COMPILERS = 2  # grammars compiled at a time
+COMPILER_WAIT = 10.0  # seconds that a request waits for its turn to compile
+READERS = 2  # large bodies handled at a time
+LARGE_BODY = 16 * 1024  # bytes; a smaller body is parsed within a few milliseconds, whatever it contains
+MAX_WAITING_BYTES = 64 * 1024 * 1024  # of large bodies that wait for their turn; above this, 429
 
 
 def is_large(size: int) -> bool:
-    """Whether a body of `size` bytes is parsed in a thread."""
+    """Whether a body of `size` bytes is parsed in a worker thread."""
     return size > LARGE_BODY
 
 
@@ -56,8 +56,8 @@ class Service:
 
     engine: AsyncEngine
     tokenizer: Tokenizer
-    model_names: tuple[str, ...]  # what clients may call it; answers use the first
-    tool_call_parser: str | None = None  # None: by the model's chat template
+    model_names: tuple[str, ...]  # names that clients may use; answers carry the first
+    tool_call_parser: str | None = None  # None: chosen by the model's chat template
     created: int = field(default_factory=lambda: int(time.time()))
     workers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(WORKERS, thread_name_prefix="paceline-serve")
@@ -65,36 +65,36 @@ class Service:
     compilers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(COMPILERS))
     readers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READERS))
     reading: threading.Lock = field(default_factory=threading.Lock)  # held while a large body is parsed
-    waiting_bytes: int = 0  # of large bodies that wait for a reader
+    waiting_bytes: int = 0  # of large bodies that wait for their turn
 
     @property
     def limits(self) -> Limits:
-        """What the engine can take."""
+        """Limits of the engine."""
         return self.engine.limits
 
     @cached_property
     def toolbox(self) -> Toolbox:
-        """Tool calling as this model does it."""
+        """Tool calling for this model."""
         return Toolbox(self.tokenizer, self.tool_call_parser)
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with, if the request means this model (or does not say which)."""
+        """The name to answer with. Raises ApiError 404 if the request names another model."""
         if name is not None and name not in self.model_names:
             served = " or ".join(map(repr, self.model_names))
             message = f"the model {name[:200]!r} is not served here; use {served}."
             raise ApiError(404, message, "model", "model_not_found")
         return name or self.model_names[0]
 
-    async def place(self, size: int) -> ExitStack:
-        """A place in the queue for a body of `size` bytes, held until it is closed.
+    async def reserve_place(self, size: int) -> ExitStack:
+        """A place in the engine's queue for a request with a body of `size` bytes, held until it is closed.
 
-        It counts as one request of the queue. Of large bodies only a few are at work at a time, so
-        that small ones need not wait behind them. OverloadedError if there is no room.
+        It counts as one waiting request. Only READERS large bodies are handled at a time, so that small ones
+        do not wait behind them. Raises OverloadedError if there is no room.
         """
         with ExitStack() as place:
             place.enter_context(self.engine.preparing())
             if is_large(size):
-                if self.waiting_bytes and self.waiting_bytes + size > MOST_WAITING_BYTES:
+                if self.waiting_bytes and self.waiting_bytes + size > MAX_WAITING_BYTES:
                     raise OverloadedError(
                         "too many large bodies wait to be read. Send the request again later."
                     )
@@ -109,14 +109,16 @@ class Service:
     async def in_thread(
         self, function: Callable[Parameters, Result], *args: Parameters.args, **options: Parameters.kwargs
     ) -> Result:
-        """The function's result, computed beside the event loop."""
+        """The function's result, computed in a worker thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.workers, lambda: function(*args, **options))
 
     def encode(self, prompts: Sequence[str | list[int]], add_special_tokens: bool = True) -> list[list[int]]:
-        """The token ids of prompts, of which some may be token ids already. Call it in a thread."""
+        """The token ids of prompts, each a text or already token ids. Call it in a worker thread."""
         return [
-            self.encode_text(prompt, add_special_tokens) if isinstance(prompt, str) else self._checked(prompt)
+            self.encode_text(prompt, add_special_tokens)
+            if isinstance(prompt, str)
+            else self._check_length(prompt)
             for prompt in prompts
         ]
 
@@ -136,7 +138,7 @@ class Service:
         plan: ToolPlan = NO_TOOLS,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt of a conversation, by the model's own template. Call it in a thread."""
+        """A conversation rendered by the model's chat template. Call it in a worker thread."""
         chat, tools = self.toolbox.conversation(messages, plan)
         return self.tokenizer.apply_chat_template(chat, add_generation_prompt, tools)
 
@@ -146,11 +148,11 @@ class Service:
         plan: ToolPlan = NO_TOOLS,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """The token ids of a conversation. Call it in a thread."""
+        """The token ids of a conversation. Call it in a worker thread."""
         return self.encode_text(self.chat_text(messages, plan, add_generation_prompt), False)
 
-    def _checked(self, prompt: list[int]) -> list[int]:
-        """Token ids that fit into the context. The engine checks the rest, between two passes."""
+    def _check_length(self, prompt: list[int]) -> list[int]:
+        """The prompt, if it fits into the context. The engine checks the ids themselves."""
         if len(prompt) >= self.limits.max_model_len:
             raise prompt_too_long(len(prompt), self.limits)
         return prompt
@@ -163,15 +165,15 @@ class Service:
         fields: SamplingFields,
         plan: ToolPlan = NO_TOOLS,
     ) -> Generation:
-        """The running generation of a request. Hand it to `finished` or to an EventResponse, which end it."""
+        """A running generation. Pass it to `finished` or to an EventResponse; both end it."""
         grammar = None
         if params.structure is not None:
             grammar = await self._compile(plan, params.structure)
-        request.state.place.close()  # the engine's queue has it from here
+        request.state.place.close()  # from here it counts in the engine's queue
         return await Generation.start(self.engine, request, prompts, params, fields, grammar)
 
     async def _compile(self, plan: ToolPlan, structure: StructuredOutputsParams) -> Grammar:
-        """The request's grammar; OverloadedError if those of other requests take too long."""
+        """The compiled grammar; OverloadedError if it has to wait longer than COMPILER_WAIT seconds."""
         try:
             async with asyncio.timeout(COMPILER_WAIT):
                 await self.compilers.acquire()
@@ -184,14 +186,14 @@ class Service:
             self.compilers.release()
 
     async def finished(self, request: Request, generation: Generation) -> list[RequestOutput]:
-        """The whole outputs, for a client that does not stream; ClientGone if it does not wait for them."""
+        """The finished outputs, for a client that does not stream; ClientGone if it disconnects meanwhile."""
         try:
             return await unless_gone(request, generation.finished())
         finally:
             generation.abort()
 
     def head(self, request: Request, prefix: str, kind: str, model: str) -> dict[str, Any]:
-        """What every answer begins with, and every chunk of a stream."""
+        """The first fields of every answer and of every chunk of a stream."""
         return {
             "id": f"{prefix}-{request.state.request_id}",
             "object": kind,
@@ -202,13 +204,13 @@ class Service:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for the same model and version of this server."""
+        """An id of this model and server version."""
         name = f"{self.model_names[0]} {self.limits.vocab_size} {__version__}"
         return "fp_" + hashlib.sha256(name.encode()).hexdigest()[:10]
 
 
 async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """The result of `work`, which is cancelled with ClientGone when the client closes the connection."""
+    """The result of `work`; if the client disconnects, `work` is cancelled and ClientGone raised."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(request.receive))
     try:

@@ -1,4 +1,4 @@
-"""Server-sent events: `data: ...` lines, as OpenAI streams them."""
+"""Server-sent events: `data: ...` lines, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
-# compact, characters as they are; lone surrogates, which a model cannot write, would raise
+# compact and not ASCII-escaped; raises for lone surrogates, which a tokenizer cannot produce
 _encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 to_json = _encoder.encode
-to_json_pieces = _encoder.iterencode  # slower, but others get the GIL between two pieces
+to_json_pieces = _encoder.iterencode  # slower, but releases the GIL between two pieces
 
 
 def event(data: object, name: str | None = None) -> bytes:
-    """One event; `name` for protocols that name them."""
+    """One event; `name` for protocols with named events."""
     line = f"data: {to_json(data)}\n\n"
     return (line if name is None else f"event: {name}\n{line}").encode()
 
 
 class EventResponse(Response):
-    """A stream of events, written as they come until the client goes; then `close` is called in any case.
+    """A stream of events, sent as they arrive until the client disconnects; `close` is always called.
 
-    An error after the beginning is an event too, as there is no status any more.
+    An error after the start is sent as an event, because the status has already been sent.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]  # nobody knows it yet
+        del self.headers["content-length"]  # unknown in advance
         self._events = events
         self._close = close
 
@@ -63,7 +63,7 @@ class EventResponse(Response):
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has closed the connection. The body must have been read."""
+    """Wait until the client has closed the connection. The body must already have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

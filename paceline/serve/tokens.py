@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: texts and conversations to token ids and back, in vLLM's shape."""
+"""/tokenize and /detokenize: texts and conversations to token ids and back, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from paceline.serve.service import Service
 from paceline.serve.sse import to_json
 from paceline.serve.tools.chat_fields import FunctionTool, chat_tools
 
-MOST_TOKENS = 2**18  # that /tokenize gives, or the context's length if that is more
-PIECE = 4096  # values of a list that are written in one go
+MAX_TOKENIZED = 2**18  # tokens that /tokenize returns at most, unless the context is longer
+PIECE = 4096  # values of a list that are serialized in one call
 
 
 class TokenizeRequest(Body):
@@ -85,7 +85,7 @@ def _detokenized(service: Service, body: DetokenizeRequest) -> Response:
 
 
 def _json_list(items: Sequence[object]) -> str:
-    """The JSON of a list that may be long, written in pieces: each holds the GIL until it is done."""
+    """The JSON of a list that may be long, in pieces: each call holds the GIL until it returns."""
     pieces = (to_json(items[start : start + PIECE])[1:-1] for start in range(0, len(items), PIECE))
     return f"[{','.join(pieces)}]"
 
@@ -93,10 +93,10 @@ def _json_list(items: Sequence[object]) -> str:
 def _encode(service: Service, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise FieldError("prompt", "give either a prompt or messages.")
-    most = max(MOST_TOKENS, service.limits.max_model_len)
+    limit = max(MAX_TOKENIZED, service.limits.max_model_len)
     if body.prompt is not None:
-        return service.encode_text(body.prompt, body.add_special_tokens is not False, most)
+        return service.encode_text(body.prompt, body.add_special_tokens is not False, limit)
     plan = service.toolbox.plan(chat_tools(body.tools))
     messages = [message.plain() for message in body.messages or ()]
     text = service.chat_text(messages, plan, body.add_generation_prompt is not False)
-    return service.encode_text(text, False, most)
+    return service.encode_text(text, False, limit)

@@ -1,1 +1,1 @@
-"""The terminal: what `paceline generate` and `paceline chat` show and ask."""
+"""The terminal side of `paceline generate` and `paceline chat`."""

@@ -1,4 +1,4 @@
-"""`paceline chat`: a conversation in the terminal, or with lines from a pipe."""
+"""`paceline chat`: a conversation in the terminal, or with messages from a pipe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ To begin a message with a slash, put a space before it."""
 
 
 def chat(model: str, engine: Options, sampling: Options, system: str | None) -> None:
-    """Talk until the user leaves or the pipe ends."""
+    """Chat until the user leaves or the pipe ends."""
     params = sampling_params(sampling)
     conversation = Conversation(load(model, engine), params, system)
     if sys.stdin.isatty():
@@ -40,13 +40,13 @@ def chat(model: str, engine: Options, sampling: Options, system: str | None) -> 
 
 
 class Conversation:
-    """The messages so far, and what each line of the user does to them."""
+    """The messages so far, and the commands that change them."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
         self._llm = llm
         self._params = params
         self.system = system
-        self.messages: list[dict[str, str]] = []  # user and assistant in turn
+        self.messages: list[dict[str, str]] = []  # user and assistant alternate
         self._commands: dict[str, Callable[[str], None]] = {
             "/system": self._set_system,
             "/undo": self._undo,
@@ -56,7 +56,7 @@ class Conversation:
         }
 
     def run(self, lines: Iterator[str]) -> None:
-        """Answer the lines until they end or one is /exit."""
+        """Answer each line until they end or one is /exit."""
         for line in lines:
             if not line.strip():
                 continue
@@ -75,7 +75,7 @@ class Conversation:
         return [*first, *self.messages]
 
     def _answer(self, text: str) -> None:
-        """Ask the model, and show and keep its answer. A message that fails is not kept."""
+        """Generate, show and store the answer. A message that fails is not stored."""
         self.messages.append({"role": "user", "content": text})
         try:
             answer = self._ask()
@@ -89,7 +89,7 @@ class Conversation:
             self.messages.append({"role": "assistant", "content": answer})
 
     def _ask(self) -> str | None:
-        """The model's answer to the messages so far; None if there is none."""
+        """The model's answer to the messages so far; None if it failed."""
         tokenizer = self._llm.get_tokenizer()
         room = self._llm.engine.limits.max_model_len
         prompt = tokenizer.apply_chat_template(self._all_messages())
@@ -140,7 +140,7 @@ class Conversation:
 
 
 def typed_messages() -> Iterator[str]:
-    """What the user types, message by message; Ctrl-C drops a line, Ctrl-D ends."""
+    """Messages typed by the user. Ctrl-C drops a line, Ctrl-D ends."""
     while True:
         try:
             message = input("> ")
@@ -156,14 +156,14 @@ def typed_messages() -> Iterator[str]:
 
 
 def piped_messages() -> Iterator[str]:
-    """The lines of standard input, each a message; what is no UTF-8 in them is replaced."""
+    """The lines of standard input, one message each. Invalid UTF-8 is replaced."""
     for line in sys.stdin.buffer:
         yield line.decode(errors="replace").rstrip("\r\n")
 
 
 @contextmanager
 def _line_editing() -> Iterator[None]:
-    """Editing and history at the prompt, if this Python has readline; the history outlives the chat."""
+    """Line editing and history at the prompt, if Python has readline. The history is saved."""
     try:
         import readline
     except ImportError:

@@ -1,4 +1,4 @@
-"""`--config FILE`: flags of a command in a file, such as `paceline tune --out` writes."""
+"""`--config FILE`: flags of a command from a file, such as `paceline tune --out` writes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from paceline.options import unknown_option
 
 
 def _take_defaults(context: typer.Context, file: Path | None) -> Path | None:
-    """Let the values of a file stand for flags that are not given."""
+    """Use the values of the file as defaults of flags that are not given."""
     if file is None:
         return None
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config {file} cannot be read ({error}). Give a file of JSON.") from None
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise ConfigError(
-            f'--config {file} must be an object such as {{"draft": "auto"}}, got {found!r:.60}.'
+            f'--config {file} must be an object such as {{"draft": "auto"}}, got {values!r:.60}.'
         )
     parameters = {
         spelling.lstrip("-").replace("-", "_"): parameter
@@ -31,13 +31,13 @@ def _take_defaults(context: typer.Context, file: Path | None) -> Path | None:
         if not parameter.is_eager
     }
     defaults: dict[str, Any] = {}
-    for key, value in found.items():
+    for key, value in values.items():
         parameter = parameters.get(key.replace("-", "_"))
         if parameter is None:
             raise ConfigError(unknown_option(key, parameters, f"--config {file}"))
         assert parameter.name is not None
         several = isinstance(value, list) and getattr(parameter, "multiple", False)
-        # a flag that takes JSON as a text may be written without the quotes
+        # flags whose value is a JSON text may be written as JSON
         plain = several or not isinstance(value, dict | list)
         defaults[parameter.name] = value if plain else json.dumps(value)
     context.default_map = defaults

@@ -31,7 +31,7 @@ def generate(
     as_json: bool,
     stats: bool,
 ) -> None:
-    """Print what the model makes of the prompts. One prompt with one output is streamed."""
+    """Generate and print the outputs. One prompt with one output is streamed."""
     params = sampling_params({**sampling, "structured_outputs": structured_outputs(structure)})
     if system is not None and not chat:
         raise RequestError("--system is a message of a chat: add --chat, or put the text into the prompt.")
@@ -60,9 +60,9 @@ def generate(
 
 
 def read_prompts(texts: Sequence[str], files: Sequence[Path]) -> list[str]:
-    """The prompts given as texts and in files; if there are none, the one on standard input.
+    """The prompts given as texts and as files; without any, one prompt from standard input.
 
-    The line break that ends a file or a pipe is not part of its prompt.
+    A file's or pipe's final line break is not part of the prompt.
     """
     prompts = list(texts)
     for path in files:
@@ -97,7 +97,7 @@ def _decoded(content: bytes, where: str) -> str:
 def run(
     llm: LLM, prompts: Sequence[tuple[str, list[int]]], params: SamplingParams, streaming: bool
 ) -> list[RequestOutput]:
-    """The outputs of all prompts; printed too if `streaming`."""
+    """The outputs of all prompts; with `streaming`, printed as they arrive."""
     if streaming and len(prompts) == 1 and params.n == 1:
         ((text, token_ids),) = prompts
         request = stream(llm, token_ids, params, show)
@@ -115,7 +115,7 @@ def run(
 
 
 def statistics(llm: LLM, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """What the outputs cost: tokens, seconds, and what the prefix cache and drafts spared."""
+    """Token counts, times, and what prefix cache and drafts saved."""
     start = min(output.metrics.arrival_time for output in outputs)
     first = min(output.metrics.first_token_time or start for output in outputs)
     end = max(output.metrics.finished_time or start for output in outputs)
@@ -132,7 +132,7 @@ def statistics(llm: LLM, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         "seconds": end - start,
         "seconds_to_first_token": first - start,
         "output_tokens_per_second": tokens / (end - start) if end > start else None,
-        # without the prompts: from the first token on, the first of each output not counted
+        # decoding only: from each output's first token on, that token not counted
         "decode_tokens_per_second": (tokens - len(completions)) / (end - first) if end > first else None,
         "prefix_queries": facts.prefix_queries,
         "prefix_hits": facts.prefix_hits,
@@ -144,7 +144,7 @@ def statistics(llm: LLM, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def in_words(facts: dict[str, Any]) -> str:
-    """The statistics in two lines; in three if there were drafts."""
+    """The statistics as two lines, or three if there were drafts."""
     decode = facts["decode_tokens_per_second"]
     speed = f", {decode:.1f} tokens/s after the first" if decode else ""
     drafts = ""

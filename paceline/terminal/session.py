@@ -1,4 +1,4 @@
-"""What generate and chat have in common: loading a model, streaming one answer, words to the user."""
+"""What generate and chat share: loading a model, streaming one answer, messages to the user."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from paceline.llm import LLM
 from paceline.models.registry import resolve
 from paceline.terminal.flags import Options
 
-# a model may write anything; escape sequences must not reach the terminal
+# a model may write anything, but escape sequences must not reach the terminal
 _CONTROL = {code: "\ufffd" for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
 
 def note(text: str) -> None:
-    """Tell the user something that is not part of an answer."""
+    """Print something to the user that is not part of an answer."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -32,7 +32,7 @@ def show(text: str) -> None:
 
 
 def load(model: str, options: Options) -> LLM:
-    """The model, fetched if it must be. Mistakes in the options are told before that."""
+    """The loaded model, downloaded if necessary. Mistakes in options are reported first."""
     config = EngineConfig.from_options(model=model, **options)
     resolve(model)
     if config.backend.name == "cpu":
@@ -41,16 +41,16 @@ def load(model: str, options: Options) -> LLM:
 
 
 def announce_compilation() -> None:
-    """Say why the first pass takes so long, if this version's kernels are not on disk yet."""
+    """Tell the user that the first pass compiles kernels, if they are not cached yet."""
     from paceline.backends.cpu_kernels import cache_folder
-    from paceline.kernel_cache import kept_files
+    from paceline.kernel_cache import cached_kernels
 
-    if not kept_files(cache_folder()):
+    if not cached_kernels(cache_folder()):
         note("compiling kernels, once per machine: this takes a minute or two")
 
 
 def sampling_params(options: Options) -> SamplingParams:
-    """The parameters that the flags spell."""
+    """The sampling parameters that the flags give."""
     text = options.get("logit_bias")
     if text is None:
         return SamplingParams(**options)
@@ -71,7 +71,7 @@ def stream(
     write: Callable[[str], None],
     stopped: Callable[[], bool] = lambda: False,
 ) -> Request:
-    """The finished request, its text given to `write` piece by piece; aborted once `stopped`."""
+    """The finished request. `write` receives its text in pieces; `stopped` returning True aborts it."""
     (request,) = llm.engine.add_request(token_ids, params)
     shown = 0
     try:
@@ -81,16 +81,16 @@ def stream(
             shown = len(request.detokenizer.text)
     finally:
         llm.engine.abort(request.request_id)
-    write(request.detokenizer.text[shown:])  # what was held back in case a stop string came
+    write(request.detokenizer.text[shown:])  # text that was held back as a possible start of a stop string
     if request.error is not None:
         raise request.error
     return request
 
 
 class Interrupt:
-    """Ctrl-C as a question that is asked between two passes; an exception would cut one in half.
+    """Turns Ctrl-C into a flag that is read between two passes; an exception would interrupt one.
 
-    The second Ctrl-C raises, for a pass that takes too long.
+    The second Ctrl-C raises KeyboardInterrupt, for a pass that takes too long.
     """
 
     def __init__(self) -> None:

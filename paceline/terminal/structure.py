@@ -1,4 +1,4 @@
-"""The form of an answer, as the flags of a command spell it."""
+"""Structured outputs on the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.terminal.flags import Options
 
 
 def structured_outputs(options: Options) -> dict[str, Any] | None:
-    """What the flags ask of an answer, in the words of SamplingParams; None if they ask nothing."""
+    """The structured_outputs option that the flags give; None if they give none."""
     schema, grammar = options["json_schema"], options["grammar"]
     if schema is not None and not schema.lstrip().startswith("{"):
         schema = _text_of("--json-schema", schema)

@@ -1,4 +1,4 @@
-"""The target answers prompts: in batches, each batch on disk before the next, so that a kill costs one."""
+"""The target answers prompts in batches; each is on disk before the next, so a kill loses at most one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 
 
 class Answerer(Protocol):
-    """A target that answers."""
+    """A target that answers prompts."""
 
     def answer(
         self,
@@ -23,7 +23,7 @@ class Answerer(Protocol):
         seeds: Sequence[int],
         max_tokens: int,
     ) -> list[list[int]]:
-        """An answer to each prompt, up to and with its end-of-sequence token, at most `max_tokens` long.
+        """One answer per prompt, including its end-of-sequence token, of at most `max_tokens` tokens.
 
         The same arguments give the same answers.
         """
@@ -40,9 +40,9 @@ def write_answers(
     batch_size: int,
     on_batch: Callable[[ExampleWriter], bool] = lambda writer: True,
 ) -> None:
-    """Answer each prompt once at each temperature, leaving out what `writer` has already.
+    """Answer each prompt once per temperature, skipping what `writer` already has.
 
-    `on_batch` is asked after every batch whether to go on.
+    After every batch, `on_batch` returns whether to continue.
     """
     wanted = (
         (f"{prompt.id}#{number}", prompt.segment, ids, temperature)
@@ -52,7 +52,9 @@ def write_answers(
     )
     for batch in batched(wanted, batch_size):
         example_ids, segments, prompt_ids, heats = zip(*batch, strict=True)
-        answers = answerer.answer(prompt_ids, heats, [seed_of(seed, one) for one in example_ids], max_tokens)
+        answers = answerer.answer(
+            prompt_ids, heats, [seed_of(seed, example) for example in example_ids], max_tokens
+        )
         writer.append(
             Example(example_id, segment, ids + answer, len(ids))
             for example_id, segment, ids, answer in zip(
@@ -64,12 +66,12 @@ def write_answers(
 
 
 def seed_of(seed: int, name: str) -> int:
-    """The seed of one answer, whatever was answered before it: a resumed run draws what a whole one does."""
+    """The seed of one answer. It depends on no other answer, so a resumed run samples the same."""
     return zlib.crc32(f"{seed} {name}".encode())
 
 
 def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    """The items in lists of `size`, the last one shorter."""
+    """The items in lists of `size`; the last one may be shorter."""
     iterator = iter(items)
     while batch := list(islice(iterator, size)):
         yield batch

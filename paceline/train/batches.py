@@ -1,4 +1,4 @@
-"""Examples in batches of about the same number of tokens, in an order that a seed decides."""
+"""Batches of examples with about the same number of tokens, in an order fixed by the seed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from paceline.train.examples import Examples
 
 Indices = npt.NDArray[np.int64]
-MOST_HELD_OUT = 512
-POOL = 2048  # examples that are sorted by length together, so that a batch has little padding
+MAX_HELD_OUT = 512  # prompts
+POOL = 2048  # examples sorted by length together, so that batches have little padding
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences padded on the right."""
+    """Right-padded sequences."""
 
     tokens: torch.Tensor  # int64 [batch, tokens]
     answers: torch.Tensor  # int64 [batch] index of the first answered token
@@ -27,25 +27,25 @@ class Batch:
 
 
 def split(examples: Examples, held_out: float, seed: int) -> tuple[Indices, Indices]:
-    """The examples to train on and those held out, each ascending.
+    """Indices of the training examples and of the held-out ones, both ascending.
 
-    All answers to a prompt are on the same side. At most MOST_HELD_OUT prompts are held out, and one at
-    least, unless it is the only one or none is wanted.
+    All answers to one prompt are on the same side. At most MAX_HELD_OUT prompts are held out, and at
+    least one unless there is only one prompt or `held_out` is 0.
     """
     number = int(examples.prompts.max()) + 1
     order = np.random.default_rng([seed, 1]).permutation(number)
-    least = int(held_out > 0 and number > 1)
-    kept = order[: min(max(int(held_out * number), least), MOST_HELD_OUT)]
-    aside = np.isin(examples.prompts, kept)
-    return np.flatnonzero(~aside), np.flatnonzero(aside)
+    min_held_out = int(held_out > 0 and number > 1)
+    held_out_prompts = order[: min(max(int(held_out * number), min_held_out), MAX_HELD_OUT)]
+    is_held_out = np.isin(examples.prompts, held_out_prompts)
+    return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
 
 
 def epoch_batches(
     examples: Examples, chosen: Indices, batch_tokens: int, seed: int, epoch: int
 ) -> list[Indices]:
-    """Every chosen example once, in batches that hold at most `batch_tokens` tokens, padding included.
+    """Every chosen example once, in batches of at most `batch_tokens` tokens including padding.
 
-    An example that is longer than that has a batch of its own.
+    A longer example gets its own batch.
     """
     generator = np.random.default_rng([seed, 2, epoch])
     order = generator.permutation(chosen)
@@ -56,7 +56,7 @@ def epoch_batches(
         pool = pool[np.argsort(lengths[pool], kind="stable")]
         begin = 0
         for end in range(1, len(pool) + 1):
-            # ascending, so the next one would be the longest of its batch
+            # sorted ascending, so the next example would set the padded length
             if end == len(pool) or lengths[pool[end]] * (end + 1 - begin) > batch_tokens:
                 batches.append(pool[begin:end])
                 begin = end
@@ -64,7 +64,7 @@ def epoch_batches(
 
 
 def all_batches(examples: Examples, chosen: Indices, batch_tokens: int, seed: int) -> Iterator[Indices]:
-    """Batches without end, epoch after epoch."""
+    """Batches of one epoch after another, without end."""
     for epoch in count():
         yield from epoch_batches(examples, chosen, batch_tokens, seed, epoch)
 

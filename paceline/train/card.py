@@ -1,4 +1,4 @@
-"""What a user reads about a trained head: a card, its history as JSON, and a plot of it."""
+"""The report of a trained head: model card, history as JSON, and a plot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.train.plot import plot
 from paceline.train.run import Trained
 from paceline.train.trainer import Record
 
-MOST_SEGMENTS = 12  # that are named
+MAX_SEGMENTS = 12  # named on the card
 
 Measured = dict[str, dict[str, float]]  # method -> segment -> tokens per pass
 
@@ -72,15 +72,19 @@ def card(trained: Trained, target: str, options: TrainOptions, measured: Measure
 
 
 def _segments(segments: Sequence[str]) -> str:
-    """How many answers there are of each kind of traffic."""
+    """The number of answers per segment."""
     counts = Counter(segments).most_common()
-    shown = ", ".join(f"{segment} {count}" for segment, count in counts[:MOST_SEGMENTS])
-    return shown if len(counts) <= MOST_SEGMENTS else f"{shown} and {len(counts) - MOST_SEGMENTS} more"
+    shown = ", ".join(f"{segment} {count}" for segment, count in counts[:MAX_SEGMENTS])
+    return shown if len(counts) <= MAX_SEGMENTS else f"{shown} and {len(counts) - MAX_SEGMENTS} more"
 
 
 def _temperatures(settings: Sequence[Mapping[str, Any]]) -> str:
-    known = sorted({float(heat) for one in settings for heat in one.get("temperatures", ())})
-    return "temperatures " + ", ".join(f"{heat:g}" for heat in known) if known else "unknown temperatures"
+    temperatures = sorted({float(value) for setting in settings for value in setting.get("temperatures", ())})
+    return (
+        "temperatures " + ", ".join(f"{value:g}" for value in temperatures)
+        if temperatures
+        else "unknown temperatures"
+    )
 
 
 def _measured_table(measured: Measured) -> list[str]:

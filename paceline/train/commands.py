@@ -21,48 +21,52 @@ Data = Annotated[
     list[Path] | None,
     typer.Option("--data", help="Prompts (chats, ShareGPT, OpenAI logs) or answers. May be repeated."),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
-Out = Annotated[Path, typer.Option(help="The folder of the head; a run that was killed goes on there.")]
-InitFrom = Annotated[Path | None, typer.Option(help="A head to train on from, instead of a new one.")]
-Evaluate = Annotated[int, typer.Option(help="Held-out prompts to measure the head with, in the engine.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda if available.")]
+Out = Annotated[Path, typer.Option(help="Folder of the head; an interrupted run is resumed there.")]
+InitFrom = Annotated[Path | None, typer.Option(help="Train this head further, instead of a new one.")]
+Evaluate = Annotated[int, typer.Option(help="Number of held-out prompts to measure the head with.")]
 
-SELF_WRITTEN = 2000  # prompts, where no file is given
+SELF_WRITTEN = 2000  # prompts, if no file is given
 
 ANSWERS: Group = (
     Flag("temperatures", str, "0,0.8", "Each prompt is answered once at each of these."),
-    Flag("max_prompt_tokens", int, 512, "Longer prompts are left out."),
-    Flag("max_tokens", int, 384, "Of an answer."),
-    Flag("self_written", int | None, None, "Prompts that the model writes; 2000, if no file is given."),
+    Flag("max_prompt_tokens", int, 512, "Longer prompts are skipped."),
+    Flag("max_tokens", int, 384, "Maximum tokens per answer."),
+    Flag("self_written", int | None, None, "Number of prompts that the model writes; 2000 without a file."),
 )
 SEED: Group = (Flag("seed", int, 0, "The same seed gives the same answers and weights."),)
 TRAINING: Group = (
-    Flag("epochs", int, 3, "How often each answer is seen."),
-    Flag("max_steps", int | None, None, "Optimizer steps, instead of epochs."),
-    Flag("minutes", float | None, None, "Time to train, instead of epochs."),
-    Flag("step_decay", float, 0.8, "Weight of the loss of a token ahead, relative to the one before."),
-    Flag("loss", str, "kl", "kl, or lk, which weighs overlap too: for drafts at temperatures about 1."),
-    Flag("draft_vocab_size", int, 8192, "Tokens that the head can guess: the most frequent ones."),
-    Flag("batch_tokens", int, 8192, "Tokens of one step, padding included."),
-    Flag("max_length", int, 1024, "Tokens of an example; the rest is cut off."),
-    Flag("learning_rate", float, 5e-4, "At its highest, after the warm-up."),
-    Flag("warmup_steps", int, 100, "Steps until then."),
-    Flag("clip", float, 1.0, "Largest norm of the gradient."),
-    Flag("held_out", float, 0.02, "Share of the examples that is kept for the evaluation."),
-    Flag("checkpoint_every", int, 500, "Steps from one checkpoint to the next."),
+    Flag("epochs", int, 3, "Passes over all answers."),
+    Flag("max_steps", int | None, None, "Number of optimizer steps, instead of epochs."),
+    Flag("minutes", float | None, None, "Minutes to train, instead of epochs."),
+    Flag("step_decay", float, 0.8, "Loss weight of each token ahead, relative to the previous one."),
+    Flag("loss", str, "kl", "kl, or lk, which adds overlap: for temperatures around 1."),
+    Flag("draft_vocab_size", int, 8192, "Tokens that the head can predict: the most frequent ones."),
+    Flag("batch_tokens", int, 8192, "Tokens per step, padding included."),
+    Flag("max_length", int, 1024, "Tokens per example; longer ones are truncated."),
+    Flag("learning_rate", float, 5e-4, "Maximum, after the warm-up."),
+    Flag("warmup_steps", int, 100, "Steps until the maximum learning rate."),
+    Flag("clip", float, 1.0, "Maximum norm of the gradient."),
+    Flag("held_out", float, 0.02, "Fraction of the prompts held out for evaluation."),
+    Flag("checkpoint_every", int, 500, "Steps between two checkpoints."),
 )
 EAGLE3: Group = (
     *TRAINING,
-    Flag("unroll", int, 5, "Draft steps that are trained."),
-    Flag("intermediate_size", int | None, None, "Of the head's MLP; the target's, if left out."),
-    Flag("fc_norm", bool, True, "EAGLE-3.1: a norm for each feature.", "--fc-norm/--no-fc-norm"),
+    Flag("unroll", int, 5, "Draft steps per slot in training."),
+    Flag("intermediate_size", int | None, None, "Size of the head's MLP. Default: the target's."),
+    Flag("fc_norm", bool, True, "EAGLE-3.1: one norm per feature.", "--fc-norm/--no-fc-norm"),
     Flag(
-        "norm_output", bool, True, "EAGLE-3.1: feed back the normed state.", "--norm-output/--no-norm-output"
+        "norm_output",
+        bool,
+        True,
+        "EAGLE-3.1: feed the normalized state back.",
+        "--norm-output/--no-norm-output",
     ),
 )
 MEDUSA: Group = (
     *having(TRAINING, learning_rate=1e-3),
-    Flag("heads", int, 5, "Each guesses one token further ahead."),
-    Flag("layers", int, 1, "Residual blocks of each head."),
+    Flag("heads", int, 5, "Number of heads; each predicts one token further ahead."),
+    Flag("layers", int, 1, "Residual blocks per head."),
 )
 
 
@@ -71,7 +75,7 @@ MEDUSA: Group = (
 def answers_command(
     answering: Options,
     seed: Options,
-    out: Annotated[Path, typer.Option(help="The file of answers; one that exists is gone on with.")],
+    out: Annotated[Path, typer.Option(help="File of answers; an existing one is continued.")],
     model: Model = DEFAULT_MODEL,
     data: Data = None,
     device: Device = "auto",

@@ -1,6 +1,6 @@
-"""Attention of one new token a sequence over a padded cache, as one kernel: keys and values are read once.
+"""Attention of one new token per sequence over a padded KV cache, as one kernel that reads the cache once.
 
-`attend_many` of sampler.py is what it computes; by a library, products of so few rows take far longer.
+Computes what `attend_many` of sampler.py does; library matrix products are far slower with so few rows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-COLUMNS = 64  # of the cache that are looked at together
+COLUMNS = 64  # of the cache, per iteration
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -25,12 +25,12 @@ def _kernel(  # type: ignore[no-untyped-def]
     head_stride,
     scale,
     heads: tl.constexpr,
-    group: tl.constexpr,  # query heads that share a key head
-    lanes: tl.constexpr,  # group, rounded up to what a product takes
+    group: tl.constexpr,  # query heads per KV head
+    lanes: tl.constexpr,  # group, rounded up to the minimum of a matrix product
     dim: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
-    """One sequence and one key head. Softmax over the columns, block after block, with a running maximum."""
+    """One sequence and one KV head: online softmax over blocks of columns."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     lane, part = tl.arange(0, lanes), tl.arange(0, dim)
     queries = (row * heads + head * group + lane)[:, None] * dim + part[None, :]
@@ -43,9 +43,9 @@ def _kernel(  # type: ignore[no-untyped-def]
     for start in range(first // columns * columns, stop, columns):
         column = start + tl.arange(0, columns)
         seen = (column >= first) & (column < stop)
-        places = cache + column[:, None] * dim + part[None, :]
-        key = tl.load(keys_at + places, mask=seen[:, None], other=0.0)
-        value = tl.load(values_at + places, mask=seen[:, None], other=0.0)
+        offsets = cache + column[:, None] * dim + part[None, :]
+        key = tl.load(keys_at + offsets, mask=seen[:, None], other=0.0)
+        value = tl.load(values_at + offsets, mask=seen[:, None], other=0.0)
         scores = tl.where(seen[None, :], tl.dot(query, tl.trans(key)) * scale, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp(scores - higher[:, None])
@@ -65,9 +65,9 @@ def attend_one(
     stop: int,
     window: int | None,
 ) -> torch.Tensor:
-    """What `attend_many` of sampler.py gives where a row has one query: [rows, 1, heads, head_dim].
+    """`attend_many` of sampler.py for one query per row: [rows, 1, heads, head_dim].
 
-    head_dim must be a power of two; keys and values lie alike, each head's columns one after the other.
+    head_dim must be a power of two; keys and values have the same strides, columns of a head are adjacent.
     """
     rows, _, heads, dim = query.shape
     group = heads // keys.shape[1]

@@ -1,4 +1,4 @@
-"""Files that cannot be written, told as what a user can mend: a full disk, a folder of someone else's."""
+"""Write errors as messages with a remedy: a full disk, a folder without permission."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.errors import ConfigError
 
 @contextmanager
 def writing(path: Path, remedy: str) -> Iterator[None]:
-    """Within it, a failure to write becomes a ConfigError that names the path and ends with the remedy."""
+    """A context in which a failed write raises ConfigError with the path and the remedy."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -22,7 +22,7 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, if there is none, and see that it can be written: before hours of work, not after."""
+    """Create the folder and check that it is writable: before hours of work, not after."""
     with writing(path, "Give another folder with --out."):
         path.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=path).close()

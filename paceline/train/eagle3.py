@@ -1,20 +1,21 @@
-"""What an EAGLE-3 head is trained on: its own drafting, unrolled over every slot of a sequence at once.
+"""EAGLE-3 training: the head's own drafting, unrolled over every slot of a sequence at once.
 
-Slot i reads the feature h_i and the token x_{i+1}, and guesses x_{i+2}. A draft that starts there goes on
-from its own state; only its tokens are the true ones (teacher forcing):
+Slot i reads the feature h_i and the token x_{i+1}, and predicts x_{i+2}. Its draft continues from the
+head's own state; only the tokens are the true ones (teacher forcing):
 
-    step 0    reads h_i              and x_{i+1} at position i        guesses x_{i+2}
-    step k    reads its state of k-1 and x_{i+1+k} at position i + k  guesses x_{i+2+k}
+    step 0    reads h_i              and x_{i+1} at position i        predicts x_{i+2}
+    step k    reads its state of k-1 and x_{i+1+k} at position i + k  predicts x_{i+2+k}
 
-It attends to step 0 of the slots j <= i, whose features are true, and to its own earlier steps:
+It attends to step 0 of the slots j <= i, whose features are the target's, and to its own earlier steps:
 
     keys of step 0        keys of steps 1 to k
     * . . .               *
-    * * . .     and         *               a draft never sees the guesses of another
+    * * . .     and         *               a draft never sees the steps of another
     * * * .                   *
     * * * *                     *
 
-Step k is taught by the target's distribution at token i + 1 + k, restricted to the draft vocabulary.
+The loss of step k compares with the target's distribution at token i + 1 + k, restricted to the draft
+vocabulary.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ import torch
 import torch.nn.functional as F
 
 from paceline.models.heads.torch_head import Head
-from paceline.train.losses import DraftIds, Loss, StepLosses, cross_entropy, taught_losses
+from paceline.train.losses import DraftIds, Loss, StepLosses, cross_entropy, distillation_losses
 from paceline.train.sequences import TargetStates
 
 
 class UnrolledAttention:
-    """Attention of one step after the other; remembers the keys and values of those before."""
+    """Attention for one step after another; stores the keys and values of earlier steps."""
 
     def __init__(self) -> None:
-        self.keys: list[torch.Tensor] = []  # of each step [batch, slots, kv_heads, head_dim]
+        self.keys: list[torch.Tensor] = []  # per step, [batch, slots, kv_heads, head_dim]
         self.values: list[torch.Tensor] = []
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -42,12 +43,12 @@ class UnrolledAttention:
         true = torch.einsum("bqhgd,bkhd->bhgqk", grouped, self.keys[0]).float()
         future = torch.ones(slots, slots, dtype=torch.bool, device=query.device).triu(1)
         true = true.masked_fill(future, float("-inf"))
-        # a sum, because products of single rows are slow: [batch, kv, group, slots, 1] each
-        own = [
+        # elementwise sums, because products of single rows are slow: [batch, kv, group, slots, 1] each
+        own_steps = [
             (grouped * each[:, :, :, None]).sum(-1, dtype=torch.float32).permute(0, 2, 3, 1)[..., None]
             for each in self.keys[1:]
         ]
-        scores = torch.cat((true, *own), dim=-1)
+        scores = torch.cat((true, *own_steps), dim=-1)
         weights = (scores * head_dim**-0.5).softmax(-1).to(value.dtype)
         mixed = torch.einsum("bhgqk,bkhd->bqhgd", weights[..., :slots], self.values[0])
         for step, each in enumerate(self.values[1:]):
@@ -57,10 +58,10 @@ class UnrolledAttention:
 
 
 def unroll(head: Head, features: torch.Tensor, tokens: torch.Tensor, steps: int) -> list[torch.Tensor]:
-    """Outputs of each step [batch, tokens, hidden], for every slot at once.
+    """Outputs of each step [batch, tokens, hidden], for all slots at once.
 
-    features is [batch, tokens, features * target hidden], tokens int64 [batch, tokens]. Slots without a
-    token to read, at the end, read token 0: what they give means nothing.
+    features is [batch, tokens, features * target hidden], tokens int64 [batch, tokens]. At the end, slots
+    without a token to read get token 0; their outputs are meaningless.
     """
     attend = UnrolledAttention()
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
@@ -86,8 +87,8 @@ def step_losses(
 ) -> StepLosses:
     """Losses of a batch of padded sequences [batch, tokens] of these lengths [batch].
 
-    `answers` [batch] is the index of each one's first answered token. A draft starts behind an answered
-    token, and is taught about answered tokens only.
+    `answers` [batch] is the index of each sequence's first answered token. Drafts start after an answered
+    token, and only answered tokens are predicted.
     """
     outputs = unroll(head, target.features, tokens, steps)
-    return taught_losses(outputs, head.logits, draft_ids, target.final, answers, lengths, loss)
+    return distillation_losses(outputs, head.logits, draft_ids, target.final, answers, lengths, loss)

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head in training."""
+"""Eagle3Objective: an EAGLE-3 head in training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.train.sequences import target_states
 
 
 class Eagle3Objective:
-    """Teaches a head its own drafting, unrolled: see eagle3.py."""
+    """Trains a head on its own unrolled drafting; see eagle3.py."""
 
     method, title = "eagle3", "An EAGLE-3 draft head"
 
@@ -34,7 +34,7 @@ class Eagle3Objective:
         name: TargetName | None = None,
         init_from: HeadCheckpoint | None = None,
     ) -> None:
-        """A new head, or that of `init_from`."""
+        """A new head, or the one of `init_from`."""
         self.target, self.name, self.num_steps = target, name, options.unroll
         self.start = NEW if init_from is None else str(init_from.source)
         if init_from is None:
@@ -51,7 +51,7 @@ class Eagle3Objective:
         self._layers = self.network.config.layers_of(target.config.num_layers)
 
     def losses(self, batch: Batch) -> StepLosses:
-        """What the head is taught by a batch, for each token ahead."""
+        """The losses of a batch, per draft step."""
         states = target_states(self.target, batch.tokens, self._layers)
         with precision_of(self.target):
             return step_losses(
@@ -66,15 +66,15 @@ class Eagle3Objective:
             )
 
     def calibrate(self, batches: Iterable[Batch]) -> None:
-        """Nothing: the head's own confidence gives its trees their shape."""
+        """Nothing to do: trees are shaped by the head's confidence."""
 
     def snapshot(self) -> WriteHead:
-        """What writes the head as it is now in SGLang's format."""
+        """A function that writes the head as it is now, in SGLang's format."""
         config = replace(self.network.config, target=self.name)
         head = HeadCheckpoint(config, float16_weights(self.network), self.draft_ids, Path())
         return lambda folder: write_head(head, folder, "sglang")
 
     def size(self) -> str:
-        """How large the head is, for its card."""
+        """The head's size, for its card."""
         config = self.network.config
         return f"hidden {config.hidden_size}, MLP {config.intermediate_size}, {config.num_heads} heads"

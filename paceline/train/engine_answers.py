@@ -9,7 +9,7 @@ from paceline.llm import LLM
 
 
 class EngineAnswerer:
-    """An Answerer over an LLM. Each answer depends on its own prompt and seed alone."""
+    """An Answerer around an LLM. Each answer depends only on its prompt and seed."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -21,7 +21,7 @@ class EngineAnswerer:
         seeds: Sequence[int],
         max_tokens: int,
     ) -> list[list[int]]:
-        """An answer to each prompt, up to and with its end-of-sequence token, at most `max_tokens` long."""
+        """One answer per prompt, including its end-of-sequence token, of at most `max_tokens` tokens."""
         params = [
             SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
             for temperature, seed in zip(temperatures, seeds, strict=True)

@@ -1,4 +1,4 @@
-"""What a head is worth in the engine: tokens per pass over the target, beside other drafters."""
+"""What a head gains in the engine: tokens per pass of the target, compared with other drafters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paceline.train.batches import Indices
 from paceline.train.examples import Examples
 from paceline.train.objective import NEW
 
-DRAFTED = 5  # tokens of a draft, in a chain
-TREE_NODES, TREE_BRANCHING = 16, 4  # of a tree that is as deep
-MAX_TOKENS = 128  # of an answer
+DRAFTED = 5  # tokens of a chain
+TREE_NODES, TREE_BRANCHING = 16, 4  # nodes and children per node of a tree of the same depth
+MAX_TOKENS = 128  # per answer
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class HeldOutPrompt:
 
 
 def held_out_prompts(examples: Examples, held_out: Indices, number: int, seed: int) -> list[HeldOutPrompt]:
-    """At most `number` of the prompts that were held out."""
+    """At most `number` of the held-out prompts."""
     firsts = {int(examples.prompts[index]): int(index) for index in reversed(held_out)}
     chosen = random.Random(seed).sample(sorted(firsts.values()), min(number, len(firsts)))
     return [
@@ -38,12 +38,12 @@ def held_out_prompts(examples: Examples, held_out: Indices, number: int, seed: i
 
 
 def contestants(method: str, head: Path, before: Path, start: str) -> dict[str, dict[str, Any]]:
-    """Speculative configurations to compare, by what they are called in a table.
+    """Speculative configurations to compare, by their label in the table.
 
-    `before` is the head as it was before training, which began from `start`.
+    `before` is the head before training, which started from `start`.
     """
     chain = {"num_speculative_tokens": DRAFTED}
-    full = {**chain, "min_prob": 0.0}  # as long as asked, however unsure
+    full = {**chain, "min_prob": 0.0}  # full length, whatever the confidence
     tree = {"num_speculative_tokens": TREE_NODES, "branching": TREE_BRANCHING, "depth": DRAFTED}
     return {
         "this head": {"method": method, "model": str(head), **full},
@@ -59,10 +59,10 @@ def tokens_per_pass(
     methods: Mapping[str, dict[str, Any]],
     max_tokens: int = MAX_TOKENS,
 ) -> dict[str, dict[str, float]]:
-    """Greedy tokens per pass of each method on each segment, and on all prompts together.
+    """Tokens per pass at temperature 0, by method and segment, and over all prompts.
 
-    `load` gives the model with a speculative configuration. Every pass gives one token besides those
-    that were accepted.
+    `load` returns the model with a speculative configuration. Every pass gives one token in addition to
+    the accepted ones.
     """
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     table: dict[str, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""What a `paceline train` command does: answer, train, measure, write, and tell of it on the terminal."""
+"""The `paceline train` commands: answer, train, measure, write, and report on the terminal."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from paceline.train.show import answering_progress, show_measured, training_prog
 
 @dataclass(frozen=True)
 class Job:
-    """What a command was asked to do, whatever kind of head it trains."""
+    """The options of a training command that do not depend on the kind of head."""
 
     model: str
     data: Sequence[Path]  # prompts or answers
     out: Path  # folder of the head
     device: str  # cpu, cuda or auto
-    evaluate: int  # held-out prompts to measure the head with
+    evaluate: int  # number of held-out prompts to measure the head with
     answering: AnswerOptions
 
 
 def train(job: Job, options: TrainOptions, start: Start) -> None:
-    """Answer the prompts, train the head that `start` gives, measure it, and write all of it."""
+    """Answer the prompts, train the head that `start` creates, measure it, and write everything."""
     is_answer = [is_answers(path) for path in job.data]
     prompts = [path for path, answered in zip(job.data, is_answer, strict=True) if not answered]
     answers = [path for path, answered in zip(job.data, is_answer, strict=True) if answered]
@@ -60,7 +60,7 @@ def train(job: Job, options: TrainOptions, start: Start) -> None:
         return
     with writing(job.out, "Make room: the same command writes the head, nothing is trained again."):
         trained.objective.snapshot()(job.out)
-        write_report(trained, model.name, options, {}, job.out)  # in case that it cannot be measured
+        write_report(trained, model.name, options, {}, job.out)  # in case the measurement fails
     measured = _measure(model, device, trained, job.out, job.evaluate, options.seed)
     with writing(job.out, "Make room: the same command measures the head again."):
         write_report(trained, model.name, options, measured, job.out)
@@ -70,7 +70,7 @@ def train(job: Job, options: TrainOptions, start: Start) -> None:
 
 
 def answer(model: Path, prompts: Sequence[Path], out: Path, options: AnswerOptions, device: str) -> None:
-    """Let the target answer prompts into the file `out`, and tell how many rows were left out."""
+    """Let the target answer prompts into the file `out`, and report how many rows were skipped."""
     with _enough_memory("smaller --max-prompt-tokens and --max-tokens"), answering_progress() as show:
 
         def on_progress(answered: Answered) -> bool:
@@ -78,7 +78,7 @@ def answer(model: Path, prompts: Sequence[Path], out: Path, options: AnswerOptio
             return True
 
         answered = make_answers(model, prompts, out, options, device, on_progress)
-    gc.collect()  # an engine's memory of the GPU is wanted for training
+    gc.collect()  # free the engine's GPU memory for training
     for line in answered.skipped.lines():
         print(line, file=sys.stderr)
     if not answered.answers:
@@ -90,7 +90,7 @@ def answer(model: Path, prompts: Sequence[Path], out: Path, options: AnswerOptio
 
 @contextmanager
 def _enough_memory(smaller: str) -> Iterator[None]:
-    """Within it, a GPU without free memory is told with what to make smaller."""
+    """A context in which running out of GPU memory raises an error that says what to make smaller."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -100,7 +100,7 @@ def _enough_memory(smaller: str) -> Iterator[None]:
 
 
 def _measure(model: Path, device: str, trained: Trained, out: Path, number: int, seed: int) -> Measured:
-    """Tokens per pass of the head, of what it was before, and of n-gram drafts, on held-out prompts."""
+    """Tokens per pass on held-out prompts: of the head, of the head before training, and of n-gram drafts."""
     from paceline.llm import LLM
     from paceline.train.evaluation import contestants, held_out_prompts, tokens_per_pass
 
@@ -120,7 +120,7 @@ def _measure(model: Path, device: str, trained: Trained, out: Path, number: int,
 
 
 def chosen_device(wanted: str) -> str:
-    """The device that is meant by cpu, cuda, cuda:1 or auto; ConfigError if this machine has none."""
+    """The device that cpu, cuda, cuda:1 or auto means; ConfigError if this machine lacks it."""
     available = torch.cuda.is_available()
     if wanted == "auto":
         return "cuda" if available else "cpu"

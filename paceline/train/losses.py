@@ -1,9 +1,9 @@
-"""How far guesses are from what the target says: what a head is trained to make small.
+"""The training losses: distance between the head's and the target's distributions.
 
-Whatever the head, a slot guesses several tokens ahead, one a step, and each step is taught by the token
-before the one that it guesses:
+For every kind of head, a slot predicts several tokens, one per step, and each step is compared with the
+target's distribution at the token before the predicted one:
 
-    slot i, step k      guesses token i + 2 + k      is taught by the target's distribution at token i + 1 + k
+    slot i, step k      predicts token i + 2 + k      target: the distribution at token i + 1 + k
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.train.sequences import fused
 
-# From guesses [..., draft vocabulary], as logits, and the target's distribution over the same tokens, to one
-# number for each row.
+# From predicted logits [..., draft vocabulary] and the target's distribution over the same tokens to one
+# loss per row.
 Loss = Callable[[Tensor, Tensor], Tensor]
 Scores = Callable[[Tensor], Tensor]  # [steps, rows, hidden] to [steps, rows, draft vocabulary]
 
-LOGITS_AT_ONCE = {"cuda": 1 << 28, "cpu": 1 << 24}  # scores in a chunk of the loss: 1 GB and 64 MB in float32
-HASTE = 3.0  # how soon the hybrid turns from divergence to overlap as they come together
+LOGITS_AT_ONCE = {"cuda": 1 << 28, "cpu": 1 << 24}  # logits per chunk of the loss: 1 GB, 64 MB
+OVERLAP_RATE = 3.0  # how fast the hybrid loss moves from divergence to overlap as the overlap grows
 
 
-def cross_entropy(guesses: Tensor, wanted: Tensor) -> Tensor:
-    """The usual one: least where the distributions are the same."""
-    return guesses.logsumexp(-1) - (guesses * wanted).sum(-1)
+def cross_entropy(logits: Tensor, probabilities: Tensor) -> Tensor:
+    """Cross-entropy; smallest where the distributions are equal."""
+    return logits.logsumexp(-1) - (logits * probabilities).sum(-1)
 
 
-def lk_hybrid(guesses: Tensor, wanted: Tensor) -> Tensor:
-    """A mixture of the divergence, which teaches from afar, and of the chance that a drawn guess is refused.
+def lk_hybrid(logits: Tensor, probabilities: Tensor) -> Tensor:
+    """A mixture of KL divergence and 1 - sum(min(p, q)), the probability that a sampled token is rejected.
 
-    That chance, 1 - sum(min(p, q)), is what costs time at temperature 1, but far from the target it has
-    hardly a gradient. So its share grows with the overlap that is already reached.
+    The rejection probability is what costs time at temperature 1, but has almost no gradient far from the
+    target. So its weight grows with the overlap that is already reached.
     """
-    logarithms = guesses.log_softmax(-1)
-    overlap = torch.minimum(wanted, logarithms.exp()).sum(-1)
-    divergence = (torch.xlogy(wanted, wanted) - wanted * logarithms).sum(-1)
-    share = (-HASTE * overlap.detach()).exp()
+    logarithms = logits.log_softmax(-1)
+    overlap = torch.minimum(probabilities, logarithms.exp()).sum(-1)
+    divergence = (torch.xlogy(probabilities, probabilities) - probabilities * logarithms).sum(-1)
+    share = (-OVERLAP_RATE * overlap.detach()).exp()
     return share * divergence + (1 - share) * (1 - overlap)
 
 
@@ -51,28 +51,28 @@ LOSSES: dict[str, Loss] = {"kl": cross_entropy, "lk": lk_hybrid}
 
 @dataclass(frozen=True)
 class DraftIds:
-    """The target's ids that a head can guess, and the target's weights that score all ids."""
+    """The target's token ids that a head can predict, and the target's output weights."""
 
     ids: Tensor  # int64 [draft vocabulary]
     target_head: Tensor  # [vocabulary, hidden]
 
     @cached_property
-    def places(self) -> Tensor:
-        """The draft id of each of the target's, -1 if it is none: int64 [vocabulary]."""
-        places = torch.full((len(self.target_head),), -1, device=self.ids.device)
-        places[self.ids] = torch.arange(len(self.ids), device=self.ids.device)
-        return places
+    def inverse(self) -> Tensor:
+        """The draft id of each target id, -1 if it has none: int64 [vocabulary]."""
+        inverse = torch.full((len(self.target_head),), -1, device=self.ids.device)
+        inverse[self.ids] = torch.arange(len(self.ids), device=self.ids.device)
+        return inverse
 
 
 @dataclass(frozen=True)
 class StepLosses:
-    """What a batch gave, step by step."""
+    """Losses of a batch, per step."""
 
     losses: Tensor  # [steps] mean loss; carries the gradient
-    matches: Tensor  # [steps] share of guesses that were the target's best token
+    matches: Tensor  # [steps] fraction of predictions that were the target's best token
 
 
-def taught_losses(
+def distillation_losses(
     outputs: Sequence[Tensor],
     scores: Scores,
     draft_ids: DraftIds,
@@ -81,17 +81,18 @@ def taught_losses(
     lengths: Tensor,
     loss: Loss = cross_entropy,
 ) -> StepLosses:
-    """Losses of what each step of each slot gave, [batch, tokens, hidden], against the target's own scores.
+    """Losses of each step's outputs [batch, tokens, hidden] against the target's distributions.
 
-    `scores` turns outputs of all steps into guesses; `final` [batch, tokens, hidden] are the target's states.
+    `scores` turns the outputs of all steps into logits; `final` [batch, tokens, hidden] are the target's
+    final hidden states.
     """
     steps, width = len(outputs), final.shape[1]
-    place = torch.arange(width, device=final.device)
-    # tokens that are followed by an answered one which a draft may guess: [teachers], sequences end to end
-    taught = (place >= answers[:, None]) & (place < lengths[:, None] - 1)
+    position = torch.arange(width, device=final.device)
+    # tokens followed by an answered one that a draft may predict: [teachers], sequences concatenated
+    taught = (position >= answers[:, None]) & (position < lengths[:, None] - 1)
     teachers = torch.nonzero(taught.flatten()).flatten()
-    since_answer = (place - answers[:, None]).flatten()[teachers]
-    # step k of slot i is taught by token i + 1 + k, so token p teaches step k of slot p - 1 - k
+    since_answer = (position - answers[:, None]).flatten()[teachers]
+    # step k of slot i is compared with token i + 1 + k, so token p is the teacher of step k of slot p - 1 - k
     students = torch.stack(
         [
             output.flatten(0, 1).index_select(0, (teachers - 1 - step).clamp(min=0))
@@ -105,40 +106,42 @@ def taught_losses(
     chunk = max(1, LOGITS_AT_ONCE[final.device.type] // (steps * len(draft_ids.ids)))
     for start in range(0, len(teachers), chunk):
         part = slice(start, start + chunk)
-        lesson = _lesson(draft_ids, final[part])
-        # scores of all steps over the draft vocabulary would fill the memory: computed again going back
+        predictions = _target_predictions(draft_ids, final[part])
+        # the logits of all steps would not fit into memory: recomputed in the backward pass
         sums = sums + checkpoint(
-            sum_up, scores, loss, lesson, students[:, part], counts[:, part], use_reentrant=False
+            sum_up, scores, loss, predictions, students[:, part], counts[:, part], use_reentrant=False
         )
     number = counts.sum(1).clamp(min=1)
     return StepLosses(sums[0] / number, (sums[1] / number).detach())
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What the target says at some tokens."""
+class TargetPredictions:
+    """The target's predictions at some tokens."""
 
-    wanted: Tensor  # float32 [teachers, draft vocabulary] its distribution over it
-    best: Tensor  # int64 [teachers] its best token as a draft id, -1 if it is none
+    probabilities: Tensor  # float32 [teachers, draft vocabulary]
+    best: Tensor  # int64 [teachers] most likely token as a draft id, -1 if it has none
 
 
 @torch.no_grad()
-def _lesson(draft_ids: DraftIds, final: Tensor) -> Lesson:
+def _target_predictions(draft_ids: DraftIds, final: Tensor) -> TargetPredictions:
     scores = F.linear(final, draft_ids.target_head)  # [teachers, vocabulary]
-    best = draft_ids.places[scores.argmax(-1)]
-    return Lesson(scores[:, draft_ids.ids].float().softmax(-1), best)
+    best = draft_ids.inverse[scores.argmax(-1)]
+    return TargetPredictions(scores[:, draft_ids.ids].float().softmax(-1), best)
 
 
 @cache
 def _chunk_sums_for(
     device_type: str,
-) -> Callable[[Scores, Loss, Lesson, Tensor, Tensor], Tensor]:
+) -> Callable[[Scores, Loss, TargetPredictions, Tensor, Tensor], Tensor]:
     return fused(_chunk_sums) if device_type == "cuda" else _chunk_sums
 
 
-def _chunk_sums(scores: Scores, loss: Loss, lesson: Lesson, students: Tensor, counts: Tensor) -> Tensor:
+def _chunk_sums(
+    scores: Scores, loss: Loss, predictions: TargetPredictions, students: Tensor, counts: Tensor
+) -> Tensor:
     """Loss and number of matches, summed over the counted teachers: [2, steps]."""
-    guesses = scores(students).float()  # [steps, teachers, draft vocabulary]
-    losses = loss(guesses, lesson.wanted)
-    matches = guesses.argmax(-1) == lesson.best
+    logits = scores(students).float()  # [steps, teachers, draft vocabulary]
+    losses = loss(logits, predictions.probabilities)
+    matches = logits.argmax(-1) == predictions.best
     return torch.stack([(losses * counts).sum(1), (matches & counts).sum(1)])

@@ -1,4 +1,4 @@
-"""From prompts, or from none, to a file of answers."""
+"""make_answers: from prompts (from files or self-written) to a file of answers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from paceline.train.examples import ExampleWriter
 from paceline.train.prompts import Prompt, Skipped, read_all_prompts, tokenized
 from paceline.train.self_prompts import self_written
 
-REQUESTS_ON_GPU = 256  # at once; a pass of more takes as much longer
-PROMPTS_ON_GPU = 1024  # of a batch, whose last answers leave the GPU nearly idle; a kill costs one batch
-RESERVED = 128  # tokens that the engine may reserve for a request beyond its longest
+REQUESTS_ON_GPU = 256  # at once; above this the time of a pass grows in proportion
+PROMPTS_ON_GPU = 1024  # per batch; the last answers of one leave the GPU nearly idle, a kill loses one
+RESERVED = 128  # tokens that the engine may reserve for a request beyond its maximum length
 
 
 @refuse_unknown(ConfigError)
@@ -31,9 +31,9 @@ class AnswerOptions:
     """How prompts are answered. The same options and prompts give the same answers."""
 
     temperatures: tuple[float, ...] = (0.0, 0.8)  # each prompt is answered once at each
-    max_prompt_tokens: int = 512  # longer prompts are left out
-    max_tokens: int = 384  # of an answer
-    self_written: int = 0  # prompts that the model writes itself
+    max_prompt_tokens: int = 512  # longer prompts are skipped
+    max_tokens: int = 384  # per answer
+    self_written: int = 0  # number of prompts that the model writes itself
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class AnswerOptions:
 
 @dataclass(frozen=True)
 class Answered:
-    """How far answering is."""
+    """Progress of answering."""
 
     answers: int
     tokens: int  # answered so far
@@ -58,7 +58,7 @@ class Answered:
 def open_answerer(
     checkpoint: Checkpoint, tokenizer: Tokenizer, device: str, options: AnswerOptions
 ) -> Iterator[tuple[Answerer, int]]:
-    """What answers on this device, and how many prompts it likes to get at once."""
+    """The answerer for this device, and its preferred number of prompts per batch."""
     if device == "cpu" or find_spec("triton") is not None:
         from paceline.llm import LLM
         from paceline.train.engine_answers import EngineAnswerer
@@ -81,16 +81,16 @@ def open_answerer(
 
 
 def _on_gpu(config: ModelConfig, device: str, options: AnswerOptions) -> dict[str, Any]:
-    """How the engine answers many prompts on a GPU: whole passes of requests, and room for all of them."""
+    """Engine options for answering many prompts on a GPU: full batches, and KV cache for all of them."""
     longest = min(options.max_prompt_tokens + options.max_tokens, config.max_position)
-    a_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2  # bytes of keys and values
+    bytes_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2  # of the KV cache
     return {
         "backend": "cuda",
         "device": device,
         "max_num_seqs": REQUESTS_ON_GPU,
         "max_num_batched_tokens": 8 * REQUESTS_ON_GPU,
         "max_model_len": longest,
-        "kv_cache_memory_bytes": REQUESTS_ON_GPU * (longest + RESERVED) * a_token,
+        "kv_cache_memory_bytes": REQUESTS_ON_GPU * (longest + RESERVED) * bytes_per_token,
         "enable_prefix_caching": False,
     }
 
@@ -103,9 +103,9 @@ def make_answers(
     device: str,
     on_progress: Callable[[Answered], bool] = lambda answered: True,
 ) -> Answered:
-    """Answer the prompts of files, and those the model writes itself, into the file `out`.
+    """Answer the prompts of files, and self-written ones, into the file `out`.
 
-    A file that is there already is gone on with. `on_progress` is asked after every batch whether to.
+    An existing file is continued. After every batch, `on_progress` returns whether to continue.
     """
     if not files and not options.self_written:
         raise ConfigError("There are no prompts: give a file of them, or let the model write some.")
@@ -125,9 +125,9 @@ def make_answers(
         def on_batch(writer: ExampleWriter) -> bool:
             return on_progress(Answered(len(writer.done), writer.answered_tokens, skipped))
 
-        # one token at least has to fit behind a prompt
-        most = min(options.max_prompt_tokens, checkpoint.config.max_position - 1)
-        pairs = tokenized(prompts(), tokenizer, most, skipped)
+        # at least one token must fit after a prompt
+        max_prompt_tokens = min(options.max_prompt_tokens, checkpoint.config.max_position - 1)
+        pairs = tokenized(prompts(), tokenizer, max_prompt_tokens, skipped)
         heats, max_tokens, seed = options.temperatures, options.max_tokens, options.seed
         write_answers(pairs, answerer, writer, heats, max_tokens, seed, batch_size, on_batch)
     writer.close()

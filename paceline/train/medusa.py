@@ -1,10 +1,11 @@
-"""Medusa heads in training: each learns from the target's last state of a token what comes behind the next.
+"""Medusa heads in training: each predicts, from the target's last hidden state, one token further ahead.
 
     token       x0   x1   x2   x3   x4
     state       s0                          after the target's final norm
-    head 0 of s0 guesses x2, head 1 guesses x3, ...: x1 is what the target itself says
+    head 0 of s0 predicts x2, head 1 predicts x3, ...: x1 is the target's own next token
 
-So head k guesses what step k of an EAGLE-3 head does, and is taught by the same tokens: see losses.py.
+So head k predicts what step k of an EAGLE-3 head does, and is compared with the same tokens: see
+losses.py.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from paceline.models.heads.torch_medusa import TorchMedusa
 from paceline.models.transformer import Transformer
 from paceline.train.batches import Batch
 from paceline.train.examples import Examples
-from paceline.train.losses import LOSSES, DraftIds, StepLosses, taught_losses
+from paceline.train.losses import LOSSES, DraftIds, StepLosses, distillation_losses
 from paceline.train.new_head import choose_draft_ids
 from paceline.train.objective import NEW, Int32Array, WriteHead, float16_weights, precision_of
 from paceline.train.options import MedusaOptions
 from paceline.train.sequences import target_states
 
-MOST_PATHS = 64  # of a tree that is written down
-MOST_BRANCHES = 10  # guesses of a head that a tree may have
-NEVER = 1 << 30  # the rank of a token that a head cannot guess
+MAX_TREE_PATHS = 64  # of the tree stored with the heads
+MAX_BRANCHES = 10  # candidates per head in a tree
+NEVER = 1 << 30  # rank of a token outside the draft vocabulary
 
 
 class MedusaObjective:
-    """Teaches heads the target's distributions."""
+    """Trains heads on the target's distributions."""
 
     method, title = "medusa", "Medusa draft heads"
 
@@ -67,29 +68,29 @@ class MedusaObjective:
         self._ids = DraftIds(torch.from_numpy(self.draft_ids).long().to(target.embedding.device), target.head)
 
     def losses(self, batch: Batch) -> StepLosses:
-        """What the heads are taught by a batch, each head's first."""
+        """The losses of a batch, per head."""
         states = target_states(self.target, batch.tokens, (self.target.config.num_layers,))
         inputs = [states.final] * self.num_steps
         with precision_of(self.target):
-            return taught_losses(
+            return distillation_losses(
                 inputs, self.network.scores, self._ids, states.final, batch.answers, batch.lengths, self._loss
             )
 
     @torch.no_grad()
     def calibrate(self, batches: Iterable[Batch]) -> None:
-        """Find the shape of tree that would have been right most often on these batches."""
+        """Set the tree that would have been accepted most often on these batches."""
         self._paths = likeliest_paths([rank for batch in batches for rank in self._ranks(batch).tolist()])
 
     def _ranks(self, batch: Batch) -> torch.Tensor:
-        """How many guesses of each head are better than the true token: int64 [answered tokens, heads]."""
+        """Rank of the true token for each head, 0 is the best: int64 [answered tokens, heads]."""
         final = target_states(self.target, batch.tokens, (self.target.config.num_layers,)).final
         ranks = []
         for row, (answer, length) in enumerate(
             zip(batch.answers.tolist(), batch.lengths.tolist(), strict=True)
         ):
             states = final[row, answer - 1 : length - 2]
-            ahead = self._ids.places[batch.tokens[row, answer + 1 : length]]
-            ahead = F.pad(ahead, (0, self.num_steps), value=-1)  # nothing was answered behind the end
+            ahead = self._ids.inverse[batch.tokens[row, answer + 1 : length]]
+            ahead = F.pad(ahead, (0, self.num_steps), value=-1)  # there are no answered tokens after the end
             with precision_of(self.target):
                 guesses = self.network(states)  # [heads, states, draft vocabulary]
             wanted = torch.stack([ahead[head : head + len(states)] for head in range(self.num_steps)])
@@ -98,34 +99,36 @@ class MedusaObjective:
         return torch.cat(ranks)
 
     def snapshot(self) -> WriteHead:
-        """What writes the heads as they are now, with the names that vLLM reads."""
+        """A function that writes the heads as they are now, with vLLM's names."""
         ids = None if len(self.draft_ids) == self.target.config.vocab_size else self.draft_ids
         heads = MedusaCheckpoint(self.config, float16_weights(self.network), ids, Path(), self._paths)
         return lambda folder: write_medusa(heads, folder)
 
     def size(self) -> str:
-        """How large the heads are, for their card."""
+        """The heads' size, for their card."""
         config = self.config
         return f"{config.num_heads} heads of {config.num_layers} blocks, hidden {config.hidden_size}"
 
 
-def likeliest_paths(ranks: Sequence[Sequence[int]], number: int = MOST_PATHS) -> tuple[tuple[int, ...], ...]:
-    """The paths through a tree of guesses that are right most often, the best first.
+def likeliest_paths(
+    ranks: Sequence[Sequence[int]], number: int = MAX_TREE_PATHS
+) -> tuple[tuple[int, ...], ...]:
+    """The paths of a candidate tree that are accepted most often, the best first.
 
-    `ranks` says for each place which guess of each head was right. See draft/ranked.py.
+    `ranks` has, per position, each head's rank of the true token. See draft/ranked.py.
     """
     counts = Counter(
         tuple(right[:depth])
         for right in ranks
         for depth in range(1, len(right) + 1)
-        if max(right[:depth]) < MOST_BRANCHES
+        if max(right[:depth]) < MAX_BRANCHES
     )
     best = sorted(counts, key=lambda path: (-counts[path], len(path), path))
     return tuple(best[:number])
 
 
 def new_medusa(config: MedusaConfig, target: Transformer, draft_ids: Int32Array) -> TorchMedusa:
-    """Heads that all score as the target does: their blocks add nothing yet."""
+    """Heads that all score like the target: their residual blocks still add nothing."""
     heads = TorchMedusa(config)
     rows = target.head[torch.from_numpy(draft_ids).long()]
     with torch.no_grad():
@@ -137,7 +140,7 @@ def new_medusa(config: MedusaConfig, target: Transformer, draft_ids: Int32Array)
 
 
 def _ids_of(heads: MedusaCheckpoint, target: Transformer) -> Int32Array:
-    """The target's ids that the heads guess; ConfigError if they are another target's."""
+    """The target ids that the heads predict; ConfigError if the heads belong to another target."""
     config, ids = heads.config, heads.draft_ids
     if ids is None:
         ids = np.arange(config.draft_vocab_size, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""A head to start from: sized for its target, or one that exists already."""
+"""The EAGLE-3 head that training starts from: new, sized for its target, or an existing one."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def shared_weights(target: Transformer) -> Shared:
 
 
 def choose_draft_ids(answer_counts: npt.NDArray[np.int64], size: int) -> Int32Array:
-    """The `size` tokens that are answered most often, ascending; of equal ones those with lower ids."""
-    most = np.argsort(-answer_counts, kind="stable")[:size]
-    return np.sort(most).astype(np.int32)
+    """The `size` most frequently answered tokens, ascending; ties go to lower ids."""
+    frequent = np.argsort(-answer_counts, kind="stable")[:size]
+    return np.sort(frequent).astype(np.int32)
 
 
 def coverage(answer_counts: npt.NDArray[np.int64], draft_ids: Int32Array) -> float:
-    """The share of answered tokens that a head can guess."""
+    """Fraction of the answered tokens that a head can predict."""
     return float(answer_counts[draft_ids].sum() / answer_counts.sum())
 
 
 def head_config(target: ModelConfig, options: Eagle3Options, name: TargetName | None) -> HeadConfig:
-    """The config of a new head: a layer like those of its target."""
+    """The config of a new head: one layer like those of its target."""
     layers = usual_feature_layers(target.num_layers)
     usable = all(1 <= layer <= target.num_layers for layer in layers)
     return HeadConfig(
@@ -50,7 +50,7 @@ def head_config(target: ModelConfig, options: Eagle3Options, name: TargetName | 
         rms_norm_eps=target.rms_norm_eps,
         rope=target.rope,
         max_position=target.max_position,
-        # a target of few layers has not three different ones where they usually are
+        # a target with few layers may not have three distinct ones at the usual places
         feature_layers=None
         if usable and len(set(layers)) == 3
         else (1, target.num_layers, target.num_layers),
@@ -61,7 +61,7 @@ def head_config(target: ModelConfig, options: Eagle3Options, name: TargetName | 
 
 
 def new_head(config: HeadConfig, target: Transformer, draft_ids: Int32Array, seed: int) -> Head:
-    """A head with random weights whose output norm and scores are those of the target."""
+    """A head with random weights, and with the target's output norm and output weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = make_head(config, shared_weights(target))  # on the CPU: the same weights on every device
@@ -72,7 +72,7 @@ def new_head(config: HeadConfig, target: Transformer, draft_ids: Int32Array, see
 
 
 def head_from(checkpoint: HeadCheckpoint, target: Transformer) -> tuple[Head, Int32Array]:
-    """The head of a checkpoint, ready to be trained on, and the ids that it guesses."""
+    """The head of a checkpoint, ready for training, and the token ids that it predicts."""
     config = checkpoint.config
     if config.kind != "eagle3":
         raise ConfigError(f"{checkpoint.source} is a head of kind {config.kind!r}; give one of kind eagle3.")

@@ -1,4 +1,4 @@
-"""What a trainer trains: the contract between the loop and a kind of head."""
+"""Objective: the contract between the training loop and a kind of head."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ WriteHead = Callable[[Path], None]  # writes a head into a folder
 
 
 class Objective(Protocol):
-    """A head in training: what changes, and what it is to become."""
+    """A head in training: its parameters, its losses, and how it is written."""
 
-    method: str  # what speculative_config calls such a head
-    title: str  # what people call it
+    method: str  # its method in speculative_config
+    title: str  # its name in texts
     target: Transformer
-    draft_ids: Int32Array  # [draft vocabulary] what it can guess
-    num_steps: int  # tokens ahead that it learns to guess
-    start: str  # what it began as: NEW, or the head that is trained further
+    draft_ids: Int32Array  # [draft vocabulary] target ids that it can predict
+    num_steps: int  # tokens ahead that it predicts
+    start: str  # NEW, or the name of the head that is trained further
 
     @property
     def network(self) -> nn.Module:
-        """What is trained: all of its parameters."""
+        """The module whose parameters are trained."""
         ...
 
     def losses(self, batch: Batch) -> StepLosses:
-        """What the head is taught by a batch, for each token ahead."""
+        """The losses of a batch, per token ahead."""
         ...
 
     def calibrate(self, batches: Iterable[Batch]) -> None:
-        """Called after training, with what was held out: the place to find out what the head is good at."""
+        """Called after training with the held-out batches, for what depends on the head's accuracy."""
         ...
 
     def snapshot(self) -> WriteHead:
-        """What writes the head as it is now, whenever that is called."""
+        """A function that writes the head as it is now, whenever it is called."""
         ...
 
     def size(self) -> str:
-        """How large the head is, for its card."""
+        """The head's size, for its card."""
         ...
 
 
@@ -64,6 +64,6 @@ def float16_weights(network: nn.Module) -> Mapping[str, SafeTensor]:
 
 
 def precision_of(target: Transformer) -> AbstractContextManager[Any]:
-    """bfloat16 products where the target is in bfloat16, else none but its own."""
+    """Autocast to bfloat16 if the target is in bfloat16; otherwise no change."""
     dtype = target.embedding.dtype
     return torch.autocast(target.embedding.device.type, dtype, enabled=dtype == torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a user may choose about training a head."""
+"""Options of head training."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from paceline.train.losses import LOSSES
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class TrainOptions:
-    """How any head is trained. The same options, data and device give the same weights."""
+    """Options for every kind of head. The same options, data and device give the same weights."""
 
-    epochs: int = 3  # how often each answer is seen
-    max_steps: int | None = None  # at most so many optimizer steps, instead of epochs
-    minutes: float | None = None  # as many steps as fit into this time, instead of epochs
-    step_decay: float = 0.8  # weight of the loss of each token ahead, relative to the one before
-    loss: str = "kl"  # or lk, for temperatures about 1: see losses.py
+    epochs: int = 3  # passes over all answers
+    max_steps: int | None = None  # number of optimizer steps, instead of epochs
+    minutes: float | None = None  # train for this long, instead of epochs
+    step_decay: float = 0.8  # loss weight of each token ahead, relative to the previous one
+    loss: str = "kl"  # or lk, for temperatures around 1; see losses.py
     draft_vocab_size: int = 8192  # the most frequent answered tokens
-    batch_tokens: int = 8192  # of one step, padding included
-    max_length: int = 1024  # tokens of an example; the rest is cut off
+    batch_tokens: int = 8192  # per step, padding included
+    max_length: int = 1024  # tokens per example; longer ones are truncated
     learning_rate: float = 5e-4
     warmup_steps: int = 100
-    clip: float = 1.0  # largest norm of the gradient
-    held_out: float = 0.02  # share of the examples that is kept for the evaluation
+    clip: float = 1.0  # maximum norm of the gradient
+    held_out: float = 0.02  # fraction of the prompts held out for evaluation
     checkpoint_every: int = 500  # steps
     seed: int = 0
 
@@ -56,12 +56,12 @@ class TrainOptions:
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class Eagle3Options(TrainOptions):
-    """How an EAGLE-3 head is trained."""
+    """Options of an EAGLE-3 head."""
 
-    unroll: int = 5  # draft steps that are trained
+    unroll: int = 5  # draft steps per slot in training
     intermediate_size: int | None = None  # of the head's MLP; None: the target's
-    fc_norm: bool = True  # EAGLE-3.1: a norm for each feature
-    norm_output: bool = True  # EAGLE-3.1: feed back the normed state
+    fc_norm: bool = True  # EAGLE-3.1: one norm per feature
+    norm_output: bool = True  # EAGLE-3.1: feed the normalized state back
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,11 +73,11 @@ class Eagle3Options(TrainOptions):
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class MedusaOptions(TrainOptions):
-    """How Medusa heads are trained."""
+    """Options of Medusa heads."""
 
     learning_rate: float = 1e-3
-    heads: int = 5  # each guesses one token further ahead
-    layers: int = 1  # residual blocks of each head
+    heads: int = 5  # each predicts one token further ahead
+    layers: int = 1  # residual blocks per head
 
     def __post_init__(self) -> None:
         super().__post_init__()

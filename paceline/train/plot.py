@@ -1,4 +1,4 @@
-"""The course of training as a picture: an SVG file, drawn by hand, so that nothing has to be installed."""
+"""The training history as an SVG plot, written by hand to need no plotting library."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 from paceline.train.trainer import Record
 
-WIDTH, HEIGHT = 720, 220  # of a panel
-LEFT, RIGHT, TOP, BOTTOM = 56, 16, 36, 28  # around its curves
+WIDTH, HEIGHT = 720, 220  # of a panel, pixels
+LEFT, RIGHT, TOP, BOTTOM = 56, 16, 36, 28  # margins around the curves
 COLOURS = ("#2060a0", "#b04030", "#2f7f3f", "#8a5aa8", "#b07a20", "#4aa0a8", "#707070")
 
 
 def plot(history: Sequence[Record]) -> str:
-    """Loss, right guesses of each token ahead, and estimated acceptance length over the steps."""
+    """Loss, matches per token ahead, and estimated acceptance length over the steps."""
     if not history:
         return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"/>\n'
     steps, last = [record.step for record in history], history[-1]
@@ -53,7 +53,7 @@ def _panel(
     curves: Sequence[Sequence[float]],
     shown: Callable[[float], float] = lambda value: value,
 ) -> list[str]:
-    """Axes, and curves over the steps; `shown` is what the axis says of a value."""
+    """Axes, and curves over the steps; `shown` maps a value to its axis label."""
     low, high = min(map(min, curves)), max(map(max, curves))
     span, bottom, right = (high - low) or 1.0, HEIGHT - BOTTOM, WIDTH - RIGHT
 

@@ -1,4 +1,4 @@
-"""Several processes that train one head together, as torchrun starts them; or just this one."""
+"""One or several processes (torchrun) that train one head."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch.distributed as dist
 class Processes(Protocol):
     """The processes of a run, seen from one of them."""
 
-    rank: int  # of this process; 0 writes and tells
+    rank: int  # of this process; rank 0 writes files and reports progress
     number: int
 
     def average(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Replace each tensor by its mean over the processes; all give the same ones in the same order."""
+        """Replace each tensor by its mean over all processes, which pass the same ones in the same order."""
         ...
 
     def agree(self, value: int) -> int:
-        """The value of rank 0, for all."""
+        """The value of rank 0, on every rank."""
         ...
 
 
-class Alone:
-    """One process."""
+class SingleProcess:
+    """A single process."""
 
     rank, number = 0, 1
 
@@ -37,8 +37,8 @@ class Alone:
         return value
 
 
-class Together:
-    """The processes that torchrun started, one for each GPU."""
+class DistributedProcesses:
+    """The processes that torchrun started, one per GPU."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda":
@@ -59,13 +59,13 @@ class Together:
 
 
 def started_by_torchrun() -> bool:
-    """Whether this is one of several processes."""
+    """Whether torchrun started this process."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def processes_on(device: str) -> tuple[Processes, torch.device]:
-    """The processes of this run, and the device of this one: with torchrun each has a GPU of its own."""
+    """The processes of this run, and this process's device: under torchrun, each has its own GPU."""
     if not started_by_torchrun():
-        return Alone(), torch.device(device)
-    own = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if device.startswith("cuda") else device)
-    return Together(own), own
+        return SingleProcess(), torch.device(device)
+    own_device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if device.startswith("cuda") else device)
+    return DistributedProcesses(own_device), own_device

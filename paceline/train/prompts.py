@@ -1,6 +1,6 @@
-"""What users asked: prompts read from files of requests, row by row.
+"""Prompts from request logs and data sets, row by row.
 
-A row is one JSON object a line, or one element of a JSON array. These are understood:
+A row is one line of JSON Lines or one element of a JSON array, in one of these forms:
 
     {"messages": [{"role": "user", "content": "..."}, ...]}          a chat
     {"prompt": "..."}                                                a plain text
@@ -8,8 +8,8 @@ A row is one JSON object a line, or one element of a JSON array. These are under
     {"input": "..."} or {"input": [{"role": ..., ...}, ...]}         a request for OpenAI's responses
     {"body": {...}} and {"request": {...}}                           logs and batch files of the OpenAI API
 
-A chat is cut after its last user turn: the target answers it anew. Rows that cannot be used are
-counted by reason and left out, so that one bad row in a million does not end a run.
+A chat is cut after its last user turn; the target answers it anew. Unusable rows are counted by reason
+and skipped, so that one bad row in a million does not end a run.
 """
 
 from __future__ import annotations
@@ -27,29 +27,27 @@ from paceline.train.rows import BadRow, read_rows
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 SHAREGPT_ROLES |= {"chatgpt": "assistant", "bing": "assistant", "system": "system"}
-MAX_SEGMENT = 64  # characters of its name; it has to fit into tables
-LONGEST_TOKEN = (
-    256  # characters: a text of more than so many for each token is not worth the tokenizer's time
-)
+MAX_SEGMENT = 64  # characters of a segment name, which appears in tables
+LONGEST_TOKEN = 256  # characters; texts longer than the token limit times this are not even tokenized
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is to be answered: a chat or a plain text."""
+    """A prompt to answer: a chat or a plain text."""
 
-    id: str  # of its place in the file: unique there
-    segment: str  # the kind of traffic it stands for
+    id: str  # its position in the file: unique there
+    segment: str  # traffic segment
     messages: Sequence[Mapping[str, Any]] | None = None
     text: str | None = None  # instead of messages
 
     @property
     def characters(self) -> int:
-        """How long it is, each message counted as one more."""
+        """Length in characters, plus one per message."""
         contents = [str(message["content"]) for message in self.messages or ()]
         return len(self.text or "") + sum(len(content) + 1 for content in contents)
 
     def token_ids(self, tokenizer: PromptTokenizer) -> list[int]:
-        """The ids that the model gets; a chat goes through the model's template."""
+        """The token ids that the model gets; a chat is rendered by the model's template."""
         if self.messages is None:
             return tokenizer.encode(self.text or "")
         return tokenizer.encode(tokenizer.apply_chat_template(self.messages), add_special_tokens=False)
@@ -57,7 +55,7 @@ class Prompt:
 
 @dataclass
 class Skipped:
-    """How many rows were left out, by reason, and where each reason was first met."""
+    """Number of skipped rows by reason, and the first row of each."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)  # reason -> id of a row
@@ -67,7 +65,7 @@ class Skipped:
         self.first.setdefault(reason, row)
 
     def lines(self) -> list[str]:
-        """One line a reason, the most frequent first."""
+        """One line per reason, the most frequent first."""
         return [
             f"{count} rows left out: {reason} (first: {self.first[reason]})"
             for reason, count in self.counts.most_common()
@@ -75,7 +73,7 @@ class Skipped:
 
 
 def read_all_prompts(paths: Sequence[Path], skipped: Skipped) -> Iterator[Prompt]:
-    """The prompts of files, one after the other; files of the same name get different ones in the ids."""
+    """The prompts of several files. Files of the same name get different prefixes in the ids."""
     names: Counter[str] = Counter()
     for path in paths:
         names[path.stem] += 1
@@ -84,9 +82,9 @@ def read_all_prompts(paths: Sequence[Path], skipped: Skipped) -> Iterator[Prompt
 
 
 def read_prompts(path: Path, skipped: Skipped, name: str | None = None) -> Iterator[Prompt]:
-    """The prompts of a file, one at a time; rows without one are counted in `skipped`.
+    """The prompts of a file, one at a time; unusable rows are counted in `skipped`.
 
-    Ids begin with `name`, if it is given, else with the file's.
+    Ids begin with `name`, or with the file's name.
     """
     for number, row in enumerate(read_rows(path), start=1):
         row_id = f"{name or path.stem}-{number}"
@@ -99,7 +97,7 @@ def read_prompts(path: Path, skipped: Skipped, name: str | None = None) -> Itera
 def tokenized(
     prompts: Iterator[Prompt], tokenizer: PromptTokenizer, max_tokens: int, skipped: Skipped
 ) -> Iterator[tuple[Prompt, list[int]]]:
-    """Each prompt with its token ids; those that are too long, met before or refused are counted."""
+    """Each prompt with its token ids; too long, repeated and invalid ones are counted in `skipped`."""
     seen: set[int] = set()
     for prompt in prompts:
         if prompt.characters > LONGEST_TOKEN * max_tokens:
@@ -107,7 +105,7 @@ def tokenized(
             continue
         try:
             ids = prompt.token_ids(tokenizer)
-        except RequestError:  # a template may want turns to alternate, or know no system message
+        except RequestError:  # templates may require alternating turns, or have no system message
             skipped.add("refused by the chat template", prompt.id)
             continue
         except PacelineError as error:
@@ -116,7 +114,7 @@ def tokenized(
             skipped.add("empty", prompt.id)
         elif len(ids) > max_tokens:
             skipped.add("too long", prompt.id)
-        elif (key := hash(tuple(ids))) in seen:  # else one of them may be held out and the other learned
+        elif (key := hash(tuple(ids))) in seen:  # or one could be held out and the other trained on
             skipped.add("the same as an earlier prompt", prompt.id)
         else:
             seen.add(key)
@@ -124,7 +122,7 @@ def tokenized(
 
 
 def _prompt(row: Any, row_id: str, default_segment: str) -> Prompt:
-    """The prompt that a row means; BadRow if it has none."""
+    """The prompt of a row; BadRow if it has none."""
     if isinstance(row, BadRow):
         raise row
     if not isinstance(row, Mapping):
@@ -170,7 +168,7 @@ def _sharegpt(given: Any) -> list[dict[str, str]]:
 
 
 def _input(given: Any) -> list[dict[str, str]]:
-    """The messages of a request for OpenAI's responses: a text is one of the user's."""
+    """The messages of a /v1/responses request; a text is a user message."""
     return _messages([{"role": "user", "content": given}] if isinstance(given, str) else given)
 
 
@@ -188,10 +186,10 @@ def _role(role: Any) -> str:
 
 
 def _text(content: Any) -> str:
-    """The text of a message: a string, or the text parts of a list of parts."""
+    """The text of a message: a string, or the text parts of a list."""
     if isinstance(content, str):
         return _unicode(content)
-    if content is None:  # an assistant that only called tools
+    if content is None:  # an assistant message with only tool calls
         return ""
     if not isinstance(content, list):
         raise BadRow("content that is no text")
@@ -202,7 +200,7 @@ def _text(content: Any) -> str:
 
 
 def _unicode(text: str) -> str:
-    """The text, if every character of it is one: JSON can spell half of a surrogate pair."""
+    """The text, if it is valid Unicode: JSON can spell lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -211,7 +209,7 @@ def _unicode(text: str) -> str:
 
 
 def _until_last_user(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The chat without what follows its last user turn: the target is to answer there."""
+    """The chat up to its last user turn, which the target answers."""
     roles = [message["role"] for message in messages]
     if not messages:
         raise BadRow("empty")

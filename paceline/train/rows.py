@@ -1,6 +1,6 @@
-"""Rows of JSON out of files that may be large, damaged, or both: JSON lines, or one JSON array.
+"""JSON rows from files that may be large or damaged: JSON Lines, or one JSON array.
 
-Files are UTF-8, or UTF-16 if they begin with its mark. Only the row at hand is held in memory.
+Files are UTF-8, or UTF-16 with a byte order mark. Only the current row is held in memory.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from paceline.errors import ConfigError
 
 BETWEEN_ROWS = re.compile(r"[\s,]*")
 CHUNK = 1 << 20  # characters read at once from a JSON array
-MAX_ROW = 1 << 24  # characters: a longer row is left out
+MAX_ROW = 1 << 24  # characters; a longer row is skipped
 
 
 class BadRow(Exception):
-    """A row that cannot be used; its text is the reason."""
+    """An unusable row; the message is the reason."""
 
 
 def read_rows(path: Path) -> Iterator[Any]:
-    """The rows of a file as parsed JSON, with a BadRow in place of each that does not parse."""
+    """The rows of a file as parsed JSON, with a BadRow in place of each row that does not parse."""
     try:
         file = path.open("rb")
     except OSError as error:
@@ -40,14 +40,14 @@ def read_rows(path: Path) -> Iterator[Any]:
 
 
 def _as_text(file: BufferedReader) -> TextIOWrapper:
-    """The file as text. Bytes that are no UTF-8 become half surrogates, which no row may have."""
+    """The file as text. Bytes that are not UTF-8 become lone surrogates, which are refused later."""
     utf16 = file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     encoding, errors = ("utf-16", "replace") if utf16 else ("utf-8-sig", "surrogateescape")
     return TextIOWrapper(file, encoding, errors, newline="\n")
 
 
 def _line_rows(start: str, file: TextIO) -> Iterator[Any]:
-    """The lines of a file, of which `start` is read already."""
+    """The rows of a JSON Lines file, of which `start` has already been read."""
     line = start + file.readline(MAX_ROW)
     while line:
         if len(line) >= MAX_ROW and not line.endswith("\n"):
@@ -56,16 +56,16 @@ def _line_rows(start: str, file: TextIO) -> Iterator[Any]:
                 line = file.readline(MAX_ROW)
         elif not line.isspace():
             try:
-                yield json.loads(line.lstrip("\ufeff"))  # the mark of a file that was appended to another
+                yield json.loads(line.lstrip("\ufeff"))  # a byte order mark inside a concatenated file
             except (ValueError, RecursionError):
                 yield BadRow("broken JSON")
         line = file.readline(MAX_ROW)
 
 
 def _array_rows(file: TextIO) -> Iterator[Any]:
-    """The elements of a JSON array whose opening bracket is read, without holding all of them.
+    """The elements of a JSON array whose opening bracket has been read, one at a time.
 
-    What follows a broken element cannot be found again, so the rest counts as one broken row.
+    There is no way to resume after a broken element, so the rest counts as one broken row.
     """
     decoder = json.JSONDecoder()
     text, position = "", 0
@@ -78,7 +78,7 @@ def _array_rows(file: TextIO) -> Iterator[Any]:
             try:
                 row, position = decoder.raw_decode(text, position)
             except (ValueError, RecursionError):
-                break  # it may go on in the next piece
+                break  # the row may continue in the next chunk
             yield row
         if len(text) - position > MAX_ROW:
             break

@@ -1,4 +1,4 @@
-"""From files of answers to a trained head."""
+"""train_head: from files of answers to a trained head."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from paceline.train.processes import Processes
 from paceline.train.sequences import load_target
 from paceline.train.trainer import OnProgress, Record, Trainer
 
-Start = Callable[[Transformer, Examples, TargetName], Objective]  # a head to train for a target, on examples
+Start = Callable[[Transformer, Examples, TargetName], Objective]  # creates the head to train for a target
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run gave."""
+    """The result of a training run."""
 
     objective: Objective
-    write_untrained: WriteHead  # the head as it was before
+    write_untrained: WriteHead  # writes the head as it was before training
     examples: Examples
-    settings: list[dict[str, Any]]  # of each file of answers: temperatures and so on
+    settings: list[dict[str, Any]]  # per file of answers: temperatures and so on
     held_out_examples: Indices  # [held out]
-    coverage: float  # share of answered tokens that the head can guess
+    coverage: float  # fraction of answered tokens that the head can predict
     history: list[Record]
-    held_out: Record | None  # guesses on the held-out examples, with true tokens before them
+    held_out: Record | None  # loss and matches on the held-out examples (teacher forcing)
     seconds: float
-    device: str  # where, for people
+    device: str  # name of the device
 
 
 def train_head(
@@ -52,7 +52,7 @@ def train_head(
     on_progress: OnProgress = lambda progress: None,
     processes: Processes | None = None,
 ) -> Trained:
-    """Train a head for the checkpoint on files of answers; goes on with the run that `folder` holds."""
+    """Train a head for the checkpoint on files of answers; continues the run in `folder`, if there is one."""
     examples = read_examples(answers, options.max_length)
     if examples.vocab_size != checkpoint.config.vocab_size:
         raise ConfigError(

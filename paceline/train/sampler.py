@@ -1,9 +1,9 @@
-"""Many answers at once, by torch: what a GPU wants, where thousands of sequences cost as much as one.
+"""Sampler: many answers at once in torch, for a GPU, where thousands of sequences cost as much as one.
 
-The engine serves; this only samples: no pages, no streams, no options but the temperature. A batch of
-prompts is padded on the left, so that all of them write their next token in the same column.
+Unlike the engine it only samples: no pages, no streaming, no option but the temperature. Prompts are
+padded on the left, so that all sequences of a batch write their next token to the same column.
 
-    prompts   . . a b c | x y z       column of the KV cache; '.' is padding, seen by nobody
+    prompts   . . a b c | x y z       columns of the KV cache; '.' is masked padding
               d e f g h | u v w       positions count from the first real token
 """
 
@@ -16,8 +16,8 @@ import torch
 from paceline.models.transformer import Transformer
 from paceline.train.sequences import run_layers
 
-MOST_ROWS = 1024  # of a batch; more are hardly faster
-COMPACT_BELOW = 0.6  # when fewer of a batch's sequences still run, the others' rows are dropped
+MAX_ROWS = 1024  # per batch; more are hardly faster
+COMPACT_BELOW = 0.6  # if fewer of a batch's sequences still run, the finished rows are dropped
 
 
 class Sampler:
@@ -30,16 +30,16 @@ class Sampler:
         self.generator = torch.Generator(self.device)
 
     def batch_size(self, width: int, max_tokens: int) -> int:
-        """How many prompts of so many tokens to answer at once: what the device has room for."""
+        """The number of prompts of `width` tokens to answer at once, by the device's free memory."""
         if self.device.type != "cuda":
-            return MOST_ROWS
-        config, place = self.model.config, self.model.embedding.element_size()
+            return MAX_ROWS
+        config, element = self.model.config, self.model.embedding.element_size()
         columns = width + max_tokens
-        kept = 2 * config.num_layers * config.num_kv_heads * config.head_dim * columns * place
-        # the attention of a prompt in one layer, in both precisions, and logits with their noise
-        passing = config.num_heads * width * width * (2 * place + 8) + 4 * 4 * config.vocab_size
+        cache_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * columns * element
+        # attention of a prompt in one layer, in both precisions, and logits with their noise
+        prefill_bytes = config.num_heads * width * width * (2 * element + 8) + 4 * 4 * config.vocab_size
         free, _ = torch.cuda.mem_get_info(self.device)
-        return max(1, min(MOST_ROWS, int(0.7 * free) // (kept + passing)))
+        return max(1, min(MAX_ROWS, int(0.7 * free) // (cache_bytes + prefill_bytes)))
 
     @torch.inference_mode()
     def answer(
@@ -49,21 +49,21 @@ class Sampler:
         seeds: Sequence[int],
         max_tokens: int,
     ) -> list[list[int]]:
-        """An answer to each prompt, up to and with its end-of-sequence token, at most `max_tokens` long."""
-        self.generator.manual_seed(seeds[0])  # one stream of noise for the whole batch
+        """One answer per prompt, including its end-of-sequence token, of at most `max_tokens` tokens."""
+        self.generator.manual_seed(seeds[0])  # one noise stream for the whole batch
         width = max(len(prompt) for prompt in prompts)
         padding = torch.tensor([width - len(prompt) for prompt in prompts], device=self.device)
         tokens = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         state = _Batch(self.model, tokens.to(self.device), padding, max_tokens)
         heat = torch.tensor(temperatures, device=self.device)
-        running = torch.arange(len(prompts), device=self.device)  # the prompt that each row answers
+        running = torch.arange(len(prompts), device=self.device)  # prompt index of each row
         ended = torch.zeros(len(prompts), dtype=torch.bool, device=self.device)
         answers = torch.full((len(prompts), max_tokens), -1, device=self.device)
         for step in range(max_tokens):
             chosen = self._choose(state.logits, heat)
             answers[running, step] = torch.where(ended, -1, chosen)
             ended |= torch.isin(chosen, self.eos_ids)
-            if step % 16 == 15 or step < 2:  # asking the device is slow
+            if step % 16 == 15 or step < 2:  # not every step: reading from the device is slow
                 alive = torch.nonzero(~ended).flatten()
                 if not len(alive):
                     break
@@ -76,23 +76,23 @@ class Sampler:
         return [[token for token in row if token >= 0] for row in answers.tolist()]
 
     def _choose(self, logits: torch.Tensor, heat: torch.Tensor) -> torch.Tensor:
-        """A token of each row [rows]: the best one at temperature 0, else drawn by Gumbel noise."""
+        """One token per row [rows]: the best at temperature 0, otherwise sampled by Gumbel-max."""
         noise = torch.empty_like(logits).exponential_(generator=self.generator).clamp_(min=1e-30)
         return torch.addcmul(logits, noise.log_(), heat[:, None], value=-1).argmax(-1)
 
 
 class _Batch:
-    """Sequences that grow in step, with their keys and values."""
+    """Sequences that grow together, with their KV cache."""
 
     def __init__(
         self, model: Transformer, tokens: torch.Tensor, padding: torch.Tensor, max_tokens: int
     ) -> None:
-        """Prefill tokens [rows, width] whose first `padding` [rows] columns are not theirs."""
+        """Prefill tokens [rows, width], of which the first `padding` [rows] columns are padding."""
         config, device, dtype = model.config, model.embedding.device, model.embedding.dtype
         rows, width = tokens.shape
         self.model = model
         self.padding = padding
-        self.columns = 0  # filled so far
+        self.columns = 0  # columns filled so far
         self.attend_one = _attention_of_one(device, config.head_dim)
         # float [layers, rows, kv_heads, columns, head_dim]
         shape = (config.num_layers, rows, config.num_kv_heads, width + max_tokens, config.head_dim)
@@ -105,7 +105,7 @@ class _Batch:
         self.logits = self._run(tokens[:, None])
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Go on with these rows only."""
+        """Continue with these rows only."""
         self.padding = self.padding[rows]
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]
 
@@ -126,14 +126,14 @@ class _Batch:
         return self.model.logits(hidden[:, -1]).float()
 
 
-# From queries [rows, new, heads, head_dim] of the newest columns, keys and values [rows, kv_heads, columns,
-# head_dim], the first column [rows] that a row sees, the one where they all end, and the window, to mixed
-# values in the shape of the queries.
+# Attention of queries [rows, new, heads, head_dim] of the newest columns, over keys and values [rows,
+# kv_heads, columns, head_dim], given the first visible column of each row [rows], the end column and the
+# window. The result has the shape of the queries.
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int | None], torch.Tensor]
 
 
 def _attention_of_one(device: torch.device, head_dim: int) -> Attention:
-    """What one new token a row attends with: a kernel on a GPU, where it is most of the time."""
+    """The attention for one new token per row: on a GPU a kernel, since it takes most of the time."""
     if device.type != "cuda" or head_dim & (head_dim - 1):
         return attend_many
     from paceline.train.decode_attention import attend_one
@@ -149,8 +149,8 @@ def attend_many(
     stop: int,
     window: int | None,
 ) -> torch.Tensor:
-    """An Attention in plain words. Neighbouring query heads share a key head; they are rows of one product,
-    so that keys are read once."""
+    """Attention in plain torch. Query heads of one KV head are rows of one product, so that keys are read
+    once."""
     rows, new, heads, head_dim = query.shape
     keys, values = keys[:, :, :stop], values[:, :, :stop]
     kv_heads = keys.shape[1]
@@ -163,7 +163,7 @@ def attend_many(
     grouped = query.view(rows, new, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
     flat = grouped.reshape(rows, kv_heads, -1, head_dim)  # [rows, kv_heads, group * new, head_dim]
     scores = (flat @ keys.transpose(-1, -2) * head_dim**-0.5).view(rows, kv_heads, -1, new, stop)
-    # the lowest finite number: a row of padding sees nothing, and must not become NaN
+    # the lowest finite number: a row of padding sees no key, and must not become NaN
     scores = scores.masked_fill(~seen[:, None, None], torch.finfo(scores.dtype).min)
     weights = scores.float().softmax(-1).to(values.dtype)
     mixed: torch.Tensor = weights.view(rows, kv_heads, -1, stop) @ values

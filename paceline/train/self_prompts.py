@@ -1,7 +1,7 @@
-"""Prompts that the model writes itself: its chat template up to the user's turn, and the model goes on.
+"""Prompts that the model writes itself: it continues its chat template at the user's turn.
 
-An instruction-tuned model has seen so many users' turns that it writes plausible ones. Some turns get
-their first words given, so that kinds of requests which a model seldom thinks of are among them too.
+An instruction-tuned model has seen so many user turns that it writes plausible ones. Some get their
+first words given, so that kinds of requests that a model seldom writes occur too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from paceline.errors import ConfigError
 from paceline.train.answers import Answerer, seed_of
 from paceline.train.prompts import Prompt, Skipped
 
-MARK = "9c1e5b7f04"  # a content that no template has of its own
+MARK = "9c1e5b7f04"  # a text that occurs in no template
 FREE = ("",) * 8
 OPENINGS = (
     *FREE,
@@ -33,7 +33,7 @@ OPENINGS = (
 
 
 class TurnTokenizer(Protocol):
-    """The part of a tokenizer that spells a user's turn."""
+    """The part of a tokenizer that renders a user turn."""
 
     eos_ids: frozenset[int]
 
@@ -70,7 +70,7 @@ def self_written(
     max_tokens: int = 256,
     openings: Sequence[str] = OPENINGS,
 ) -> Iterator[Prompt]:
-    """At most `number` prompts; turns that do not end within `max_tokens`, or are empty, are counted out."""
+    """At most `number` prompts. Turns that are empty or longer than `max_tokens` are counted in `skipped`."""
     before = before_user_turn(tokenizer)
     starts = [tokenizer.encode(before + opening, add_special_tokens=False) for opening in openings]
     for first in range(0, number, batch_size):

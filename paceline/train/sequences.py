@@ -1,6 +1,6 @@
-"""The target over whole sequences at once: the same weights as the readable transformer, no pages.
+"""The target over whole sequences at once: the weights of the reference transformer, without pages.
 
-Sequences are padded on the right, so that causal attention alone keeps padding out of what counts.
+Sequences are padded on the right, so that causal attention keeps padding out of the answers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.transformer import Layer, Rotation, Transformer, rotate
 
 # From layer, queries [batch, tokens, heads, head_dim], keys and values [batch, tokens, kv_heads, head_dim]
-# to mixed values in the shape of the queries.
+# to outputs in the shape of the queries.
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and values
 Before = Callable[[Layer, torch.Tensor, Rotation], Heads]
@@ -28,10 +28,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class TargetStates:
-    """What the target computed for every token of a batch of sequences."""
+    """The target's hidden states for every token of a batch of sequences."""
 
-    features: torch.Tensor  # [batch, tokens, features * hidden] the wanted hidden states, side by side
-    final: torch.Tensor  # [batch, tokens, hidden] after the final norm: times the head, the logits
+    features: torch.Tensor  # [batch, tokens, features * hidden] selected hidden states, concatenated
+    final: torch.Tensor  # [batch, tokens, hidden] after the final norm; times the output weights, the logits
 
 
 def load_target(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Transformer:
@@ -45,7 +45,7 @@ def load_target(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 
 @torch.no_grad()
 def target_states(model: Transformer, tokens: torch.Tensor, feature_layers: Sequence[int]) -> TargetStates:
-    """Features and final states of token ids [batch, tokens], padded on the right with any ids.
+    """Features and final states of token ids [batch, tokens], right-padded with any ids.
 
     Feature layers are indices of hidden states: 0 is the embedding, i the output of layer i - 1.
     """
@@ -75,11 +75,11 @@ def run_layers(
     attend: Attend,
     wanted: Sequence[int] = (),
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The last layer's output [batch, tokens, hidden], before the final norm, and the wanted hidden states.
+    """The last layer's output [batch, tokens, hidden] before the final norm, and the `wanted` hidden states.
 
-    Attention is what `attend` does. positions is [tokens], or [batch, tokens] where sequences differ.
+    `attend` computes attention. positions is [tokens], or [batch, tokens] if they differ by sequence.
     """
-    # experts choose rows by number, which is nothing to compile
+    # MoE layers index rows by expert, which torch.compile cannot fuse
     before, after = _stages(compiled=model.embedding.is_cuda and model.config.moe is None)
     cosine, sine = model.rotation(positions.flatten())
     shape = (*positions.shape, 1, -1)
@@ -95,11 +95,11 @@ def run_layers(
 
 
 def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The function for a GPU, its many small steps compiled into few kernels, for arguments of any length."""
+    """The function compiled for a GPU into few fused kernels, for arguments of any length."""
     from torch._dynamo import config as tracing
     from torch._inductor import config as compiling
 
-    # Kernels must not depend on which shapes came first, nor on a stopwatch: a resumed run meets other ones.
+    # Kernels must not depend on which shapes came first or on autotuning: a resumed run sees others.
     compiling.deterministic = True
     tracing.recompile_limit = 64
     return torch.compile(function, dynamic=True)
@@ -107,12 +107,12 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
 @cache
 def _stages(compiled: bool) -> tuple[Before, After]:
-    """What a layer does before its attention and what behind it."""
+    """The parts of a layer before and after its attention."""
     return (fused(_before), fused(_after)) if compiled else (_before, _after)
 
 
 def _before(layer: Layer, hidden: torch.Tensor, rotation: Rotation) -> Heads:
-    """Queries, keys and values, queries and keys turned by their positions."""
+    """Queries, keys and values, with RoPE applied."""
     attention, normed = layer.attention, layer.attention_norm(hidden)
     shape = (*hidden.shape[:-1], -1, attention.config.head_dim)
     query, key = attention.query(normed).view(shape), attention.key(normed).view(shape)
@@ -124,5 +124,5 @@ def _before(layer: Layer, hidden: torch.Tensor, rotation: Rotation) -> Heads:
 def _after(layer: Layer, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
     """The layer's output."""
     hidden = hidden + layer.attention.output(mixed.flatten(-2))
-    rows = layer.feed_forward_norm(hidden).flatten(0, -2)  # flat, because experts choose rows
+    rows = layer.feed_forward_norm(hidden).flatten(0, -2)  # flat, because experts select rows
     return hidden + layer.feed_forward(rows).view(hidden.shape)

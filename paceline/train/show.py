@@ -1,4 +1,4 @@
-"""Progress on the terminal: tokens answered; loss, acceptance and time left while a head is trained."""
+"""Training progress on the terminal: answered tokens, loss, acceptance and time left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.train.trainer import Progress as TrainingProgress
 
 @contextmanager
 def answering_progress() -> Iterator[Callable[[Answered], None]]:
-    """A line on standard error, to be told after each batch how far answering is."""
+    """A progress line on standard error, to be called after each batch."""
     columns = TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("answering", total=None)
@@ -33,7 +33,7 @@ def answering_progress() -> Iterator[Callable[[Answered], None]]:
 
 @contextmanager
 def training_progress(visible: bool) -> Iterator[Callable[[TrainingProgress], None]]:
-    """A progress bar on standard error with loss, acceptance of each draft step, and time left."""
+    """A progress bar on standard error with loss, acceptance per draft step, and time left."""
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), disable=not visible) as bar:
         task = bar.add_task("training", total=None)

@@ -1,8 +1,8 @@
-"""The training loop: batches in, a trained head out, and nothing lost when it is killed.
+"""The training loop: batches in, a trained head out, resumable after a kill.
 
-A checkpoint is one safetensors file, written beside the old one and then put in its place: weights,
-the optimizer's moments, the step and the history. The order of the data follows from the seed and the
-step, and nothing else is random, so a resumed run goes on bit for bit where the killed one was.
+A checkpoint is one safetensors file, written to a temporary name and renamed: weights, the optimizer's
+moments, the step and the history. The data order follows from seed and step, and nothing else is
+random, so a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -30,36 +30,34 @@ from paceline.train.examples import Examples
 from paceline.train.losses import StepLosses
 from paceline.train.objective import Objective
 from paceline.train.options import TrainOptions
-from paceline.train.processes import Alone, Processes
+from paceline.train.processes import Processes, SingleProcess
 
-TIMED_RECORDS = (
-    9  # the median of so many says how many steps fit into `minutes`: compiling slows some of them
-)
+TIMED_RECORDS = 9  # records whose median predicts the steps within `minutes`; compiling slows some of them
 RECORD_EVERY = 10  # steps between two records of the history
-CHECKPOINT_SECONDS = 300.0  # at most between two checkpoints, where steps are slow
-LOWEST_RATE = 0.02  # of the learning rate, at the end
+CHECKPOINT_SECONDS = 300.0  # maximum between two checkpoints, if steps are slow
+LOWEST_RATE = 0.02  # final fraction of the learning rate
 
 
 @dataclass(frozen=True)
 class Record:
-    """The course of training over some steps."""
+    """Averages over some training steps."""
 
     step: int  # steps done
     loss: float  # weighted over the tokens ahead
-    matches: list[float]  # [tokens ahead] share of guesses that were the target's best token
+    matches: list[float]  # [tokens ahead] fraction of predictions that were the target's best token
 
     @property
     def expected_length(self) -> float:
-        """Tokens a verification gives, were matches at different steps independent: an estimate."""
+        """Estimated tokens per verification, if matches at different steps were independent."""
         return 1 + sum(math.prod(self.matches[: step + 1]) for step in range(len(self.matches)))
 
 
 @dataclass
 class Progress:
-    """How far a run is; all of it is in the checkpoint."""
+    """The state of a run; all of it is in the checkpoint."""
 
     step: int = 0
-    total: int | None = None  # steps of the whole run; None while it is still measured
+    total: int | None = None  # steps of the whole run; None until known
     seconds: float = 0.0  # spent so far, earlier runs included
     history: list[Record] = field(default_factory=list)
 
@@ -68,7 +66,7 @@ OnProgress = Callable[[Progress], None]
 
 
 class Trainer:
-    """One head in training."""
+    """Trains one head."""
 
     def __init__(
         self,
@@ -78,9 +76,9 @@ class Trainer:
         folder: Path,
         processes: Processes | None = None,
     ) -> None:
-        """Checkpoints go to `folder`, and are taken up from there."""
+        """Checkpoints are written to `folder`, and resumed from there."""
         self.objective, self.options, self.examples = objective, options, examples
-        self.processes = processes or Alone()
+        self.processes = processes or SingleProcess()
         self.device = objective.target.embedding.device
         self.chosen, self.held_out = split(examples, options.held_out, options.seed)
         self.parameters = dict(objective.network.named_parameters())
@@ -96,7 +94,7 @@ class Trainer:
             self._load()
 
     def train(self, on_progress: OnProgress = lambda progress: None) -> Progress:
-        """Train to the end; told of every RECORD_EVERY steps."""
+        """Train to the end. `on_progress` is called every RECORD_EVERY steps."""
         progress, options = self.progress, self.options
         started, before = time.monotonic(), progress.seconds
         batches = all_batches(self.examples, self.chosen, options.batch_tokens, options.seed)
@@ -119,7 +117,7 @@ class Trainer:
                 losses = []
                 self._plan()
                 on_progress(progress)
-            # only where a record ends: the history then has no gap after a resume
+            # only after a record, so that the history has no gap after a resume
             if not losses and self._is_due(saved):
                 self.save()
                 saved = progress.seconds
@@ -127,13 +125,13 @@ class Trainer:
         return progress
 
     def _is_due(self, saved: float) -> bool:
-        """Whether to write a checkpoint now, the last one being of `saved` seconds."""
+        """Whether to write a checkpoint now; `saved` is the time of the last one, in seconds."""
         progress = self.progress
         late = progress.seconds - saved > CHECKPOINT_SECONDS
         return late or progress.step % self.options.checkpoint_every == 0
 
     def step(self, indices: Indices) -> StepLosses:
-        """One optimizer step over the examples at these indices."""
+        """One optimizer step on the examples at these indices."""
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate()
         losses = self.losses(indices)
@@ -152,17 +150,17 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> Record | None:
-        """Loss and matches on the examples that were held out, batches weighted alike; None without any."""
+        """Loss and matches on the held-out examples, with equal weight per batch; None if there are none."""
         losses = [self.objective.losses(batch) for batch in self.held_out_batches()]
         return self._record(losses) if losses else None
 
     def held_out_batches(self) -> Iterator[Batch]:
-        """The examples that were held out."""
+        """The held-out examples in batches."""
         for indices in epoch_batches(self.examples, self.held_out, self.options.batch_tokens, 0, 0):
             yield collate(self.examples, indices, self.device)
 
     def save(self) -> None:
-        """Write the checkpoint; the old one stays until the new one is whole."""
+        """Write the checkpoint; the old one stays until the new one is complete."""
         if self.processes.rank != 0:
             return
         tensors = {f"head.{name}": parameter.detach() for name, parameter in self.parameters.items()}
@@ -176,7 +174,7 @@ class Trainer:
             "step": progress.step,
             "total": progress.total,
             "seconds": progress.seconds,
-            "history": [[one.step, one.loss, one.matches] for one in progress.history],
+            "history": [[record.step, record.loss, record.matches] for record in progress.history],
         }
         unfinished = self.path.with_suffix(".unfinished")
         with writing(self.path, "Make room: the same command goes on from the checkpoint before."):
@@ -204,11 +202,11 @@ class Trainer:
         }
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state if parts else {}, "param_groups": groups})
-        history = [Record(*one) for one in facts["history"]]
+        history = [Record(*record) for record in facts["history"]]
         self.progress = Progress(facts["step"], facts["total"], facts["seconds"], history)
 
     def _run_facts(self) -> dict[str, Any]:
-        """What must be the same for a run to go on."""
+        """What must be equal for a run to be resumed."""
         options = dict(vars(self.options))
         options.pop("checkpoint_every")
         sizes = {"examples": len(self.examples), "tokens": len(self.examples.tokens)}
@@ -216,7 +214,7 @@ class Trainer:
         return {**head, **options, **sizes, "processes": self.processes.number}
 
     def _planned_steps(self) -> int | None:
-        """The steps of the run, as far as they are known before it begins."""
+        """The number of steps, if it is known before the run."""
         options = self.options
         if options.minutes is not None:
             return None
@@ -229,7 +227,7 @@ class Trainer:
         return -(-batches // self.processes.number)
 
     def _plan(self) -> None:
-        """Decide how many steps fit into the minutes, and think again until half of them are done."""
+        """Compute how many steps fit into `minutes`; repeated until half of them are done."""
         progress = self.progress
         settled = progress.total is not None and progress.step > progress.total / 2
         if self.options.minutes is None or settled:
@@ -241,7 +239,7 @@ class Trainer:
             progress.total = self.processes.agree(progress.step + max(0, int(left * RECORD_EVERY)))
 
     def _learning_rate(self) -> float:
-        """Warm-up, then half a cosine down to LOWEST_RATE."""
+        """Warm-up, then a half cosine down to LOWEST_RATE."""
         options, progress = self.options, self.progress
         rate = options.learning_rate
         if progress.step < options.warmup_steps:

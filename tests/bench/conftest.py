@@ -12,8 +12,8 @@ from tests.models.files import config_of, random_tensors, write_gguf
 def tiny_gguf(tiny_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A llama of two layers with a context of 128, in a .gguf file.
 
-    Its engines are not looked for when they are done: they are tiny, and to look through all that tests have
-    loaded takes a third of a second each time.
+    Garbage collection between engines is skipped: they are tiny, and a collection over everything that tests
+    have loaded takes a third of a second.
     """
     monkeypatch.setattr(gc, "collect", lambda *generation: 0)
     return tiny_file

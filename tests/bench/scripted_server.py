@@ -1,4 +1,4 @@
-"""A server without a model, whose faults are planted: it answers with the prompt's words, one an event."""
+"""A server without a model and with planted faults: it answers with the prompt's words, one per event."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ FIELDS = {
 
 
 class ScriptedServer:
-    """Honest unless told otherwise; subclasses change one thing each."""
+    """Correct by default; each subclass changes one thing."""
 
     def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []  # bodies that came whole
-        self.left = 0  # connections that a client left
+        self.seen: list[dict[str, Any]] = []  # complete bodies
+        self.left = 0  # connections closed by clients
         self.running = 0
-        self.held_after = 0.0  # told as the share of pages in use
+        self.held_after = 0.0  # reported fraction of used pages
 
     def refusal(self, body: dict[str, Any]) -> int | None:
-        """The status for a body that makes no sense."""
+        """The status for an invalid body."""
         if body["model"] != "scripted":
             return 404
         numbers = (body["temperature"], body["max_tokens"])

@@ -30,7 +30,7 @@ def test_a_command_that_has_moved_says_what_to_type_instead(name: str) -> None:
         run(name, "--json", "a b")
 
 
-def test_what_has_a_name_of_its_own_is_a_command_of_the_bench_too() -> None:
+def test_tune_and_simulate_are_bench_commands_too() -> None:
     assert "--branching" in run("tune", "--help")
     assert "--gpu" in run("simulate", "--help")
     assert "speedup" in run("simulate", "--alpha", "0.8")
@@ -63,7 +63,7 @@ def test_the_machine_is_named_by_its_processor() -> None:
     assert machine_facts()["versions"]["numpy"]  # type: ignore[index]
 
 
-def test_a_machine_that_is_not_quiet_is_warned_of() -> None:
+def test_a_busy_machine_gives_a_warning() -> None:
     quiet = {**machine_facts(), "load_average": 0.1}
     assert len(machine_notes(quiet, 2, "int8")) == 1
     busy = {**quiet, "load_average": 1.7}
@@ -71,7 +71,7 @@ def test_a_machine_that_is_not_quiet_is_warned_of() -> None:
     assert len(machine_notes(busy, 2, "int8", timed=False)) == 1
 
 
-def test_turns_go_round() -> None:
+def test_jobs_take_turns() -> None:
     order: list[str] = []
     jobs = {name: lambda name=name: order.append(name) or len(order) for name in "ab"}
     assert take_turns(jobs, 3) == {"a": [1, 3, 5], "b": [2, 4, 6]}

@@ -1,4 +1,4 @@
-"""`paceline bench decode`: real processes, a tiny model, and a llama.cpp that does as it is told."""
+"""`paceline bench decode`: real processes, a tiny model, and a fake llama.cpp."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def log_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def llama_cpp(tmp_path: Path, log_file: Path, monkeypatch: pytest.MonkeyPatch) -> Become:
-    """Gives child processes a llama_cpp that behaves as it is told."""
+    """Gives child processes a llama_cpp with a given behaviour."""
     shutil.copy(Path(__file__).with_name("fake_llama_cpp.py"), tmp_path / "llama_cpp.py")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("FAKE_LLAMA_LOG", str(log_file))
@@ -45,7 +45,7 @@ def llama_cpp(tmp_path: Path, log_file: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def play(llama_cpp: Become, tiny_gguf: Path) -> Play:
-    """A short contest with a llama_cpp that behaves as it is told."""
+    """A short contest with a llama_cpp of a given behaviour."""
 
     def run(mode: str, **options: Any) -> Contest:
         llama_cpp(mode)
@@ -56,9 +56,7 @@ def play(llama_cpp: Become, tiny_gguf: Path) -> Play:
     return run
 
 
-def test_both_do_the_same_jobs_in_turns_and_are_reported_side_by_side(
-    play: Play, log_file: Path, tiny_gguf: Path
-) -> None:
+def test_both_contestants_do_the_same_jobs_alternately(play: Play, log_file: Path, tiny_gguf: Path) -> None:
     contest = play("sound")
     events = [json.loads(line) for line in log_file.read_text().splitlines()]
     load = events[0]
@@ -108,7 +106,7 @@ def test_a_peer_that_does_not_start_is_explained(
 
 
 @pytest.mark.parametrize(("mode", "message"), [("missing", "No module named"), ("late", r"died \(SIGSEGV\)")])
-def test_our_own_numbers_come_without_the_peers(play: Play, mode: str, message: str) -> None:
+def test_a_failing_peer_does_not_stop_our_measurement(play: Play, mode: str, message: str) -> None:
     contest = play(mode)
     assert contest.peer is None
     assert len(contest.paceline.decode.seconds) == len(contest.paceline.prefill.seconds) == 2
@@ -128,15 +126,15 @@ def test_without_a_peer_none_is_started(play: Play, log_file: Path) -> None:
     assert not log_file.exists()
 
 
-def test_a_peer_that_leaves_instructions_unused_is_told_of() -> None:
+def test_a_peer_that_leaves_instructions_unused_is_reported() -> None:
     assert handicap({"system_info": "CPU : AVX512 = 1"}, amx=False) is None
     assert handicap({"system_info": "CPU : AMX_INT8 = 1"}, amx=True) is None
-    told = handicap({"system_info": "CPU : AVX512 = 1"}, amx=True)
-    assert told is not None
+    unused = handicap({"system_info": "CPU : AVX512 = 1"}, amx=True)
+    assert unused is not None
     second = Timing((1.0,))
     result = Measured({"version": "1", "quantization": "int8"}, second, second, second, [5])
-    contest = Contest(DecodeOptions(), 1, result, FreshStart(1.0, 1), result, None, told)
-    assert f"llama.cpp ran under a handicap: {told}" in decode_result(contest).notes
+    contest = Contest(DecodeOptions(), 1, result, FreshStart(1.0, 1), result, None, unused)
+    assert f"llama.cpp ran under a handicap: {unused}" in decode_result(contest).notes
 
 
 def test_agreement_ends_at_the_first_differing_token() -> None:
@@ -161,6 +159,6 @@ def test_what_cannot_be_measured_is_refused(play: Play, tiny_gguf: Path) -> None
         start_llama_cpp(tiny_gguf.parent, threads=1, context=20, python=sys.executable)
 
 
-def test_our_own_failure_is_told_in_our_own_words(tiny_gguf: Path) -> None:
+def test_our_own_failure_is_reported(tiny_gguf: Path) -> None:
     with pytest.raises(ContestantError, match=r"paceline failed \(ConfigError\): quantization is 'int3'"):
         start_paceline(tiny_gguf, 1, "int3")

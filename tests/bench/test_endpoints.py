@@ -1,4 +1,4 @@
-"""`paceline bench --endpoint`: servers of any engine, asked by streams, their counters read."""
+"""`paceline bench --endpoint`: servers of any engine, by streamed requests and their counters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TWO = (Prompt("a", "short", 4, text="one two three"), Prompt("b", "long", 9, tex
 
 
 class Drafting(ScriptedServer):
-    """Says that every answer took two drafts of three tokens, of which one was accepted."""
+    """Reports two drafts of three tokens for every answer, of which one was accepted."""
 
     owner = "another"
 
@@ -60,7 +60,7 @@ def measure(
     metrics: bool = False,
     owner: str = "another",
 ) -> Contest:
-    """All rows, by a scripted server; the bench runs in a thread of its own, as it would in a process."""
+    """All rows, by a scripted server; the bench runs in its own thread, as it would in a process."""
     models = json.dumps({"data": [{"id": "scripted", "owned_by": owner}]}).encode()
     monkeypatch.setattr(scripted_server, "MODELS", models)
     options = SpeculationOptions(
@@ -75,7 +75,7 @@ def measure(
     return with_server(server, work)
 
 
-def test_a_server_is_asked_as_the_workload_says_and_its_stream_is_timed(
+def test_a_server_gets_the_workload_and_its_stream_is_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = Drafting()
@@ -107,7 +107,7 @@ def test_acceptance_is_what_the_counters_grew_by(monkeypatch: pytest.MonkeyPatch
         assert (row.draft_tokens_per_step, row.tokens_per_pass) == (3.0, None)
 
 
-def test_an_open_profile_mixes_segments_and_the_counters_then_tell_of_all(
+def test_with_mixed_segments_counters_cover_all_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     short, long, every = measure(Drafting(), monkeypatch, Profile("9/s", None, (0.0, 0.01))).rows
@@ -115,7 +115,7 @@ def test_an_open_profile_mixes_segments_and_the_counters_then_tell_of_all(
     assert every.mean_acceptance_length == 2.0
 
 
-def test_a_paceline_tells_how_drafts_fared_in_each_segment_of_mixed_traffic(
+def test_a_paceline_server_reports_acceptance_by_segment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Ours(Drafting):
@@ -140,7 +140,7 @@ def test_a_paceline_tells_how_drafts_fared_in_each_segment_of_mixed_traffic(
     assert list(names.segments) == ['a"b']
 
 
-def test_metrics_that_say_nothing_are_refused_if_named_and_told_of_if_not(
+def test_metrics_without_counters_are_refused_if_named_and_noted_if_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Silent(Drafting):
@@ -154,7 +154,7 @@ def test_metrics_that_say_nothing_are_refused_if_named_and_told_of_if_not(
         measure(Silent(), monkeypatch, metrics=True)
 
 
-def test_methods_are_what_a_paceline_is_asked_to_draft_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_are_sent_to_a_paceline_server(monkeypatch: pytest.MonkeyPatch) -> None:
     methods = {OFF: OFF, "ngram n=3": '{"method": "ngram", "num_speculative_tokens": 3}'}
     server = Drafting()
     contest = measure(server, monkeypatch, methods=methods, owner="paceline")
@@ -170,7 +170,7 @@ def test_methods_are_what_a_paceline_is_asked_to_draft_with(monkeypatch: pytest.
         measure(Drafting(), monkeypatch, methods=methods)
 
 
-def test_a_request_that_fails_is_counted_and_a_server_that_refuses_all_is_told_of(
+def test_failed_requests_are_counted_and_a_refusing_server_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Picky(Drafting):
@@ -180,11 +180,11 @@ def test_a_request_that_fails_is_counted_and_a_server_that_refuses_all_is_told_o
     contest = measure(Picky(), monkeypatch)
     assert [(row.segment, row.failed) for row in contest.rows] == [("short", 0), ("long", 1), ("all", 1)]
     result = contest_result(contest)
-    told = "mixed all x1 server, server: 1 of 2 requests got no whole answer."
-    assert told in result.notes
+    note = "mixed all x1 server, server: 1 of 2 requests got no complete answer."
+    assert note in result.notes
     page = html_page(result)
     assert "Outputs were not compared" in page
-    assert told in page
+    assert note in page
 
     class Closed(Drafting):
         def refusal(self, body: dict[str, Any]) -> int | None:
@@ -197,7 +197,7 @@ def test_a_request_that_fails_is_counted_and_a_server_that_refuses_all_is_told_o
     assert ["nothing answers" in (answer.error or "") for answer in turn.answers] == [True] * 3
 
 
-def test_counters_are_read_in_every_engines_names() -> None:
+def test_counters_are_read_under_every_engines_names() -> None:
     found = read_counters(VLLM)
     assert found is not None
     nothing = read_counters("llamacpp:spec_decode_num_drafts 0\n")
@@ -210,8 +210,8 @@ def test_counters_are_read_in_every_engines_names() -> None:
     gauges = 'sglang:spec_accept_length{tp_rank="0"} 2.5\nsglang:spec_accept_length{tp_rank="1"} 3.5\n'
     sglang = read_counters(gauges + 'sglang:spec_accept_rate{tp_rank="0"} 0.6\n')
     assert sglang is not None
-    told = sglang.since(sglang)
-    assert (told.length, told.rate) == (3.0, 0.6)
+    acceptance = sglang.since(sglang)
+    assert (acceptance.length, acceptance.rate) == (3.0, 0.6)
     assert read_counters("vllm:num_requests_running 3\n") is None
 
 

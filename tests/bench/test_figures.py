@@ -37,7 +37,7 @@ def test_percentiles_are_those_of_the_definition() -> None:
     assert percentiles([]) is None
 
 
-def test_an_interval_is_that_of_prompts_drawn_again_in_pairs() -> None:
+def test_the_interval_is_a_paired_bootstrap() -> None:
     rng = random.Random(4)
     off = [rng.uniform(1, 3) for _ in range(12)]
     own = [value / rng.uniform(1.2, 1.8) for value in off]
@@ -50,12 +50,12 @@ def test_an_interval_is_that_of_prompts_drawn_again_in_pairs() -> None:
     assert found[0] < sum(off) / sum(own) < found[1]
 
 
-def test_pairs_that_all_agree_leave_no_doubt_and_one_pair_leaves_all() -> None:
+def test_equal_ratios_have_no_spread_and_one_pair_no_interval() -> None:
     assert ratio_interval([2.0, 4.0, 60.0], [1.0, 2.0, 30.0]) == pytest.approx((2.0, 2.0))
     assert ratio_interval([2.0], [1.0]) is None
 
 
-def test_a_request_is_good_if_it_keeps_every_bound_and_has_an_answer() -> None:
+def test_a_request_is_good_if_it_meets_every_limit() -> None:
     answer = Answer([1, 2, 3], 3, (0.4, 0.45, 0.5), 0.5)  # 50 ms a token
     assert parse_objective("ttft=500,tpot=50") == Objective(ttft=500, tpot=50)
     assert Objective(ttft=400, tpot=51, e2e=500).met_by(answer)

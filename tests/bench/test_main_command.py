@@ -25,7 +25,7 @@ ISSUE_KEYS = {
 
 
 def measured(folder: Path, model: Path, *arguments: str) -> tuple[dict[str, object], str, str]:
-    """The JSON, the page and the terminal of a small run: two segments, requests that repeat themselves."""
+    """The JSON, the page and the terminal output of a small run: two segments, repeated requests."""
     prompts = [
         {"prompt": text, "max_tokens": 10, "segment": segment}
         for text, segment in (("abcabcabc", "a&b"), ("ababab", "a&b"), ("cdcd", "c"))
@@ -97,10 +97,10 @@ def test_rows_have_the_documented_keys_and_the_page_has_every_row(tmp_path: Path
     assert page.tags.count("svg") > 6
     assert "Every output was identical" in text
     assert "letters a&b x2 cold" in output
-    assert "letters c x2 cold: there are 1 prompts, so never more than so many ran at once." in output
+    assert "letters c x2 cold: only 1 prompts, so at most 1 ran concurrently." in output
 
 
-def test_if_nobody_says_copies_are_compared_and_the_head_that_is_shipped(
+def test_the_default_methods_are_lookups_and_the_shipped_head(
     monkeypatch: pytest.MonkeyPatch, tiny_gguf: Path
 ) -> None:
     model = load_model(bench_config(str(tiny_gguf), "auto", 1, 1))
@@ -109,7 +109,7 @@ def test_if_nobody_says_copies_are_compared_and_the_head_that_is_shipped(
     assert list(usual_methods(model)) == ["off", "auto", "ngram", "suffix", "eagle3"]
 
 
-def test_the_first_word_is_a_command_if_it_is_one_and_else_a_model(tmp_path: Path) -> None:
+def test_the_first_word_is_a_command_or_a_model(tmp_path: Path) -> None:
     runner = CliRunner()
     assert "--workload" in runner.invoke(app, ["run", "--help"]).output
     assert "--workload" in runner.invoke(app, ["some-model", "--help"]).output

@@ -1,4 +1,4 @@
-"""How requests arrive: at once, by chance, or by a trace; and what a trace must look like."""
+"""Arrival profiles: fixed concurrency, Poisson, or a trace; and the format of a trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tasks(count: int) -> list[Task]:
     return [Task(str(i), "s", [5 + i, 6], params) for i in range(count)]
 
 
-def test_arrivals_by_chance_follow_from_the_seed_and_keep_the_rate() -> None:
+def test_poisson_arrivals_depend_on_the_seed_and_have_the_rate() -> None:
     profile = poisson(4.0, seed=1, num_requests=4000)
     assert profile == poisson(4.0, seed=1, num_requests=4000)
     assert profile.due != poisson(4.0, seed=2, num_requests=4000).due
@@ -34,7 +34,7 @@ def test_arrivals_by_chance_follow_from_the_seed_and_keep_the_rate() -> None:
     assert min(gaps) > 0
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 4, rel=0.1)
-    # of exponential gaps the mean is also the deviation
+    # the standard deviation of exponential gaps equals their mean
     assert (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 == pytest.approx(1 / 4, rel=0.1)
     assert (profile.label, profile.concurrency) == ("4/s", None)
 
@@ -60,7 +60,7 @@ def test_a_trace_gives_arrivals_and_lengths_from_dates_or_seconds(tmp_path: Path
         ("TIMESTAMP,GeneratedTokens\n1,many\n", "line 2: GeneratedTokens must be a count"),
     ],
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_trace_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "trace.csv").write_text(text)
     with pytest.raises(ConfigError, match=message):
         replay(tmp_path / "trace.csv")
@@ -75,7 +75,7 @@ def test_a_trace_with_too_few_arrivals_is_refused_with_the_remedy() -> None:
             poisson(rate, 0, 1)
 
 
-def test_never_more_run_at_once_than_the_profile_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_profile_bounds_the_concurrency(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = toy_engine(enable_prefix_caching=False)
     at_once: list[int] = []
     running: set[str] = set()
@@ -102,7 +102,7 @@ def test_never_more_run_at_once_than_the_profile_says(monkeypatch: pytest.Monkey
     assert all(one.same_as(other) for one, other in zip(turn.answers, alone.answers, strict=True))
 
 
-def test_open_arrivals_count_from_when_they_were_due_and_cut_answers_as_the_trace_says() -> None:
+def test_an_open_profile_counts_from_due_times_and_limits_answers() -> None:
     profile = Profile("trace t", None, (0.0, 0.0, 0.002), (2, 9, 1))
     turn = EngineRunner(toy_engine(enable_prefix_caching=False)).run(tasks(3), profile)
     assert [answer.num_tokens for answer in turn.answers] == [2, 5, 1]

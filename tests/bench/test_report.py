@@ -1,4 +1,4 @@
-"""One description, three ways to show it: the terminal, JSON and a page that works offline."""
+"""One result, three outputs: terminal, JSON and a page that works offline."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_result_is_shown_on_the_terminal_as_json_and_as_a_page(
     assert "2 threads, quantization int8" in page
 
 
-def test_a_page_has_everything_and_needs_nothing_from_elsewhere() -> None:
+def test_a_page_is_complete_and_works_offline() -> None:
     page = html_page(RESULT, ["a quiet machine"])
     assert page.count('<svg class="plot"') == 3
     assert "a model &amp; a machine" in page

@@ -1,4 +1,4 @@
-"""Turns in slices: a clock counts its own contestant's work, and not what else the machine did."""
+"""Turns in slices: a clock counts only its contestant's work, and not what else the machine did."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from paceline.bench.run.engine_runner import EngineRunner, Task
 from paceline.bench.run.slices import (
     FEWEST,
     SLICE_SECONDS,
+    ContestantClock,
     Disturbances,
     FloatArray,
-    OwnClock,
     alone,
     in_slices,
 )
@@ -26,7 +26,7 @@ from tests.toy import toy_engine
 
 
 class Hands:
-    """A clock that somebody moves."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.time = 100.0
@@ -36,7 +36,7 @@ class Hands:
 
 
 class SlowSteps:
-    """Engines whose steps take so many seconds by a clock, and who stepped when."""
+    """Engines whose steps take a given time by a clock, and a record of who stepped when."""
 
     def __init__(self) -> None:
         self.hands = Hands()
@@ -64,16 +64,16 @@ def tasks(count: int) -> list[Task]:
     return [Task(str(i), "s", [5 + i, 6], params) for i in range(count)]
 
 
-def test_a_clock_counts_own_slices_and_nothing_that_is_left_out() -> None:
+def test_a_clock_counts_its_own_slices_without_excluded_time() -> None:
     hands = Hands()
-    clock = OwnClock(hands)
+    clock = ContestantClock(hands)
     hands.time += 3.0
     clock.pause()
     hands.time += 50.0
-    clock.go_on()
+    clock.resume()
     assert clock.now() == 3.0
     hands.time += 2.0
-    clock.leave_out(0.5)
+    clock.exclude(0.5)
     assert clock.now() == 4.5
     clock.skip_to(4.0)
     assert clock.now() == 4.5
@@ -99,7 +99,7 @@ def test_times_in_slices_are_those_of_each_alone() -> None:
                 assert mine.e2e_seconds == pytest.approx(expected.e2e_seconds)
 
 
-def test_slices_are_whole_steps_and_who_follows_whom_changes() -> None:
+def test_slices_are_whole_steps_in_shuffled_order() -> None:
     world = SlowSteps()
     steps = {"quick": 0.004, "slow": 0.05, "third": 0.004}
     runners = {label: world.runner(label, seconds) for label, seconds in steps.items()}
@@ -117,11 +117,11 @@ def passed(rows: int, seconds: float, context: int = 100) -> StepStats:
 
 
 def waits(*seconds: float) -> FloatArray:
-    """What each thread waited for a core in a step."""
+    """How long each thread waited for a core in a step."""
     return np.array(seconds)
 
 
-def test_a_pass_much_longer_than_the_last_of_its_size_counts_as_long_as_they() -> None:
+def test_a_disturbed_pass_counts_as_long_as_usual() -> None:
     disturbances = Disturbances()
     none = waits()
     for _ in range(FEWEST):
@@ -135,7 +135,7 @@ def test_a_pass_much_longer_than_the_last_of_its_size_counts_as_long_as_they() -
     assert disturbances.in_step(passed(4, 0.060), none) == 0.0
 
 
-def test_waiting_for_a_core_is_left_out_once_and_teaches_nothing_about_passes() -> None:
+def test_waiting_for_a_core_is_excluded_once() -> None:
     disturbances = Disturbances()
     for _ in range(FEWEST):
         assert disturbances.in_step(passed(4, 0.060), waits(0.0, 0.050)) == pytest.approx(0.050)

@@ -1,4 +1,4 @@
-"""`paceline bench speculation`: turns are fair, nobody learns from another, and sums are right."""
+"""The comparison of methods: turns are fair, no contestant learns from another, and sums are right."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.toy import toy_engine
 
 
 class Memory(Drafter):
-    """Drafts the whole answer of any request with the same prompt that it has seen end."""
+    """Drafts the whole answer to a prompt that it has seen before."""
 
     name = "memory"
 
@@ -65,7 +65,7 @@ def memory_engine() -> EngineRunner:
 MAKERS = {OFF: off_engine, "memory": memory_engine}
 
 
-def test_a_cold_drafter_knows_no_answer_of_other_rounds_or_methods_and_a_warm_one_its_own() -> None:
+def test_a_cold_drafter_knows_no_other_answers_and_a_warm_one_its_own() -> None:
     runs = measure_workload(MAKERS, tasks(), rounds=3, passes=(COLD, WARM))
     off_cold, memory_cold, off_warm, memory_warm = rows("toy", runs)
     assert (off_cold.cache, memory_cold.cache, off_warm.cache, memory_warm.cache) == (COLD, COLD, WARM, WARM)
@@ -97,7 +97,7 @@ def test_engines_are_new_in_every_round_and_others_warm_up(warm_up: bool, engine
     assert len(made) == engines
 
 
-def test_requests_at_once_share_a_turn_within_their_segment() -> None:
+def test_concurrent_requests_share_a_turn_within_their_segment() -> None:
     runs = measure_workload(MAKERS, tasks(3, "aab"), rounds=1, profile=closed(2))
     assert [[task.id for task in group] for group in runs.groups] == [["task 0", "task 1"], ["task 2"]]
     found = rows("toy", runs)
@@ -159,27 +159,27 @@ def test_times_are_means_over_the_rounds_and_ratios_are_of_sums() -> None:
     assert math.isclose(lookup.draft_us_per_pass, 10 / 4)
 
 
-def test_a_token_that_differs_in_any_round_is_told_and_fails() -> None:
+def test_a_differing_token_in_any_round_fails_the_bench() -> None:
     found = rows("toy", made_up_runs(lookup_tokens=(1, 2, 9, 4, 5)))
     assert [row.identical for row in found] == [True, False]
     assert found[1].differing_prompts == ["task 1"]
     contest = Contest(SpeculationOptions((), {OFF: None, "lookup": "x"}), 2, "native", found)
     assert not contest.identical
     notes = contest_result(contest).notes
-    assert any("other tokens than plain decoding for task 1" in note for note in notes)
+    assert any("tokens differ from plain decoding for task 1" in note for note in notes)
 
 
-def test_a_rule_that_keeps_only_the_distribution_may_give_other_tokens() -> None:
+def test_an_inexact_rule_may_give_other_tokens() -> None:
     found = rows("toy", made_up_runs(lookup_tokens=(1, 2, 9, 4, 5)))
     options = SpeculationOptions((), {OFF: None, "lookup": "x"})
     contest = Contest(options, 2, "native", found, inexact=frozenset({"lookup"}))
     assert contest.identical
     notes = contest_result(contest).notes
-    assert any("lookup: the rule of verification keeps the distribution" in note for note in notes)
+    assert any("lookup: this verification rule preserves the distribution" in note for note in notes)
     assert not any("other tokens" in note for note in notes)
 
 
-def test_answers_that_do_not_fit_their_schema_are_told_and_fail() -> None:
+def test_answers_that_violate_their_schema_fail_the_bench() -> None:
     structure = StructuredOutputsParams(json='{"enum": [1, 2]}')
     texts = {"1": True, "3": False, "[1": False}
     assert {text: fits_schema(text, structure) for text in texts} == texts
@@ -199,7 +199,7 @@ def test_answers_that_do_not_fit_their_schema_are_told_and_fail() -> None:
     assert [(row.structured, row.finished, row.valid) for row in fine.rows] == [(4, 2, 2)] * 2  # two rounds
     assert fine.valid
     notes = contest_result(fine).notes
-    assert any("4 answers by a schema, 2 came to their end, 2 of these fit" in note for note in notes)
+    assert any("4 answers with a schema, 2 finished, 2 of these valid" in note for note in notes)
     assert not contest((True, True), (True, False)).valid
     assert contest((True, None), (False, None)).valid
 
@@ -232,7 +232,7 @@ def test_the_command_prints_tables_and_writes_rows(tmp_path: Path, tiny_gguf: Pa
         *("--methods", "off,ngram,suffix", "--rounds", "1", "--threads", "1", "--concurrency", "1,2"),
         *("--json", str(tmp_path / "facts.json")),
     )
-    assert "cold: drafters begin each pass over a workload empty" in output
+    assert "cold: drafters start each pass over a workload empty" in output
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["identical"]
     keys = [(row["concurrency"], row["cache"], row["method"]) for row in facts["rows"]]

@@ -1,4 +1,4 @@
-"""Peers with prompt lookup of their own: in turns with themselves, and none is needed."""
+"""Peers with their own prompt lookup, compared with themselves; all of them optional."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LLAMA = PeerOptions("llama.cpp")
 
 @pytest.fixture
 def log_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Gives child processes a llama_cpp that always says 7, and writes down what it is asked."""
+    """Gives child processes a llama_cpp that always says 7 and records its input."""
     package = tmp_path / "llama_cpp"
     package.mkdir()
     shutil.copy(Path(__file__).with_name("fake_llama_cpp.py"), package / "__init__.py")
@@ -53,9 +53,7 @@ def test_a_peers_answer_ends_where_the_models_does(log_file: Path, tiny_gguf: Pa
     assert row.output_tokens == 2
 
 
-def test_a_peer_that_is_not_installed_is_told_of(
-    log_file: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_peer_is_reported(log_file: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_LLAMA", "missing")
     found, error = measure_peer(LLAMA, tiny_gguf, 1, {"letters": TASKS}, frozenset(), rounds=1)
     assert found == []

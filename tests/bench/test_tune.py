@@ -40,7 +40,7 @@ def test_candidates_are_all_lengths_and_the_shapes_that_a_method_can_draft() -> 
 
 
 def tuned(monkeypatch: pytest.MonkeyPatch, speeds: dict[int, float], gain: float) -> Any:
-    """A tuning whose candidates have these speeds by length, and whose best then gains so much."""
+    """A tuning whose candidates have these speeds by length, and whose best has this gain."""
     plain, drafted = rows("toy", made_up_runs())
     asked: list[SpeculationOptions] = []
 
@@ -60,7 +60,9 @@ def tuned(monkeypatch: pytest.MonkeyPatch, speeds: dict[int, float], gain: float
     return tune(options, candidates(["ngram"], list(speeds), [1])), asked
 
 
-def test_tokens_per_second_choose_and_other_prompts_tell_the_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_is_chosen_and_its_gain_measured_on_other_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found, (search, proof) = tuned(monkeypatch, {2: 30.0, 4: 50.0, 8: 40.0}, gain=1.4)
     assert found.best == {"method": "ngram", "num_speculative_tokens": 4}, "not the longest acceptance"
     assert found.chosen == found.best
@@ -72,13 +74,13 @@ def test_tokens_per_second_choose_and_other_prompts_tell_the_gain(monkeypatch: p
     assert """vLLM: --speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'""" in text
 
 
-def test_what_does_not_gain_again_is_left_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_candidate_that_does_not_gain_again_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = tuned(monkeypatch, {2: 30.0}, gain=0.97)
     assert found.chosen == OFF
     assert advice(found)[-1] == "No gain: leave drafting off. paceline serve m --draft off"
 
 
-def test_flags_of_other_engines_say_the_same_or_that_they_cannot() -> None:
+def test_flags_of_other_engines_are_equivalent_or_missing() -> None:
     tree = {"method": "eagle3", "num_speculative_tokens": 16, "branching": 4, "model": "H"}
     assert vllm_flags(tree) is None
     assert sglang_flags(tree) == (

@@ -1,4 +1,4 @@
-"""Workloads: JSON lines that mean prompts, and mistakes named by their line."""
+"""Workloads: prompts from JSON Lines, and mistakes named by line."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: Any, message: s
         load_workload(name)
 
 
-def test_what_is_no_workload_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_workload_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"neither a file nor built in.*code-edit"):
         load_workload("no such workload")
     with pytest.raises(ConfigError, match="has no prompts"):

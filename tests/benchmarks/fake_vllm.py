@@ -18,9 +18,13 @@ class SamplingParams:
 class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         head = options["speculative_config"]["model"]
-        told = {**options["speculative_config"], "dtype": options["dtype"], "files": sorted(os.listdir(head))}
+        received = {
+            **options["speculative_config"],
+            "dtype": options["dtype"],
+            "files": sorted(os.listdir(head)),
+        }
         with open(os.environ["FAKE_VLLM_LOG"], "w") as file:
-            json.dump(told, file)
+            json.dump(received, file)
         self._answers = 0
 
     def generate(self, prompt: Any, params: SamplingParams, use_tqdm: bool) -> list[Any]:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks bad-drafters`: they are as bad as they say, and change no token."""
+"""`python -m benchmarks bad-drafters`: the drafters are as bad as they claim, and change no token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 TASKS = [Task(str(number), "s", [5, 6, 7, number], GREEDY) for number in range(3)]
 
 
-def test_the_wrong_one_drafts_in_every_step_is_sure_and_never_changes_an_answer() -> None:
+def test_the_wrong_drafter_drafts_in_every_step_and_changes_no_answer() -> None:
     drafter = WrongDrafter(10**6)  # so that none is right by luck
     drafter._chance.randrange = lambda _: 0  # the toy model never answers with 0
     found = run_group(toy_engine(drafter=drafter, budget=3), TASKS)
@@ -23,7 +23,7 @@ def test_the_wrong_one_drafts_in_every_step_is_sure_and_never_changes_an_answer(
     assert sum(answer.speculative.num_accepted_draft_tokens for answer in found.answers) == 0
 
 
-def test_the_slow_one_naps_before_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slow_drafter_sleeps_before_it_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     naps: list[float] = []
     monkeypatch.setattr("time.sleep", naps.append)
     drafter = SlowDrafter(SlowDrafter.Options())

@@ -1,4 +1,4 @@
-"""`python -m benchmarks changes`: when a controller has followed a change, and the page that shows it."""
+"""`python -m benchmarks changes`: when a controller has reacted to a change, and the page that shows it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEP = 0.01  # seconds
 
 
 def course(*phases: tuple[int, list[int]]) -> Course:
-    """Phases of so many requests and what was drafted in each of their steps."""
+    """Phases of so many requests, and the drafted tokens of their steps."""
     moments: list[Moment] = []
     for number, (requests, drafted) in enumerate(phases):
         for tokens in drafted:
@@ -37,17 +37,17 @@ def test_a_change_is_followed_when_drafts_are_nearer_to_where_they_settle(late: 
     assert reaction.seconds == pytest.approx(STEP * reaction.steps)
 
 
-def test_one_good_step_among_bad_ones_is_no_reaction() -> None:
+def test_a_single_step_is_no_reaction() -> None:
     (reaction,) = course((1, [6] * 100), (1, [0] + [6] * 29 + [0] * 100)).reactions()
     assert reaction.steps == 27
 
 
-def test_where_drafts_stay_as_they_were_nothing_was_followed() -> None:
+def test_without_a_change_of_drafts_there_is_no_verdict() -> None:
     (reaction,) = course((1, [0, 0, 0, 1] * 30), (1, [0] * 100)).reactions()
     assert reaction.holds is None
 
 
-def test_what_counts_under_load_is_what_each_request_gets() -> None:
+def test_under_load_drafts_are_counted_per_request() -> None:
     crowd = course((1, [4] * 50), (32, [128] * 60 + [0] * 100), (1, [4] * 50)).reactions()
     assert [(one.before, one.after) for one in crowd] == [(4.0, 0.0), (0.0, 4.0)]
     assert [one.steps for one in crowd] == [57, 1]

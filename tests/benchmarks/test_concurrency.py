@@ -1,4 +1,4 @@
-"""Several requests at once: their speed together, and that none notices the others."""
+"""Concurrent requests: their throughput, and that none affects another."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_requests_have_different_prompts_and_get_what_they_get_alone() -> None:
 
 
 class Crosstalk(ToyBackend):
-    """A toy model with the fault that is looked for: in company, the second request hears the first."""
+    """A toy model with the fault to find: in a batch, the second request depends on the first."""
 
     def forward(self, batch: ForwardBatch) -> Any:
         output = super().forward(batch)

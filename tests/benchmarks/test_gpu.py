@@ -1,4 +1,4 @@
-"""`python -m benchmarks gpu` says what it needs, and shows what it found."""
+"""`python -m benchmarks gpu`: its requirements and its table."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_line_of_the_table() -> None:
     ]
 
 
-def test_a_bar_is_met_up_to_it_and_who_has_none_is_not_judged() -> None:
+def test_a_line_meets_its_bar_up_to_equality() -> None:
     from benchmarks.gpu.plan import Measured
 
     def verdict(milliseconds: float, bar: float | None) -> str:
@@ -94,7 +94,7 @@ def test_a_tree_is_measured_against_the_chain_beside_it() -> None:
     assert bar_of("llama-3.1-8b", "eagle3", 16, [chain]) == 5.8
 
 
-def test_kernels_are_left_out_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_with_and_without_kernels_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gpu import measure as gpu
     from paceline.backends.cuda.native import is_left_out
 

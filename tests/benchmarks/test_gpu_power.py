@@ -1,4 +1,4 @@
-"""What a card draws is asked of the driver; who does not say is not asked twice."""
+"""The power of a GPU by its driver, and drivers that do not report it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CUDA = torch.device("cuda")
 
 
 class Driver:
-    """As much of the library as is asked for: a card whose limit lowers its clock in every other sample."""
+    """A fake NVML: a GPU whose power limit lowers its clock in every other sample."""
 
     def __init__(self, broken: str = "") -> None:
         self.broken, self.asked, self.joules = broken, 0, 0
@@ -55,7 +55,7 @@ def with_driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     gpu_power._card.cache_clear()
 
 
-def test_what_a_card_draws(with_driver: Any) -> None:
+def test_power_of_a_gpu(with_driver: Any) -> None:
     driver = Driver()
     with_driver(driver)
 
@@ -75,16 +75,16 @@ def test_what_a_card_draws(with_driver: Any) -> None:
 
 
 @pytest.mark.parametrize("broken", ["nvmlInit_v2", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetClockInfo"])
-def test_a_driver_that_does_not_say(with_driver: Any, broken: str) -> None:
+def test_without_driver_data_power_is_none(with_driver: Any, broken: str) -> None:
     with_driver(Driver(broken))
     assert watched(CUDA, lambda: 5) == (5, None)
 
 
-def test_work_that_fails_ends_the_watch(with_driver: Any) -> None:
+def test_failing_work_ends_the_sampling(with_driver: Any) -> None:
     with_driver(Driver())
     with pytest.raises(ZeroDivisionError):
         watched(CUDA, lambda: 1 // 0)
 
 
-def test_no_card_no_library() -> None:
+def test_without_a_gpu_or_library_power_is_none() -> None:
     assert watched(torch.device("cpu"), lambda: 5) == (5, None)

@@ -44,27 +44,25 @@ def test_all_bars_hold_where_auto_is_never_slower_near_the_best_and_best_in_the_
 
 
 @pytest.mark.parametrize(
-    ("speeds", "expected", "told"),
+    ("speeds", "expected", "detail"),
     [
         ({"auto": 97.0}, [False, False, False, True], "below in 1: chat x1 0.970"),
         ({"auto": 140.0}, [True, False, False, True], "below in 1: chat x1 0.903"),
         ({"auto": 154.0}, [True, True, False, True], "the best fixed setting, ngram 4, 1.550"),
     ],
 )
-def test_a_bar_that_is_missed_is_told_with_its_cells(
-    speeds: dict[str, float], expected: list[bool], told: str
-) -> None:
+def test_a_missed_bar_names_its_cells(speeds: dict[str, float], expected: list[bool], detail: str) -> None:
     found = grid(Cell("chat", 1, {**SPEEDS, **speeds}))
     assert verdicts(found) == expected
     result = grid_result(found)
     assert [finding.good for finding in result.findings] == expected
-    assert any(told in finding.text for finding in result.findings)
+    assert any(detail in finding.text for finding in result.findings)
     page = html_page(result)
-    assert told in page
+    assert detail in page
     assert "<script" not in page
 
 
-def test_within_an_empty_memory_models_are_there_and_what_was_learned_is_not(
+def test_empty_memory_keeps_models_and_hides_what_was_learned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))

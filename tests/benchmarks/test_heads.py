@@ -34,9 +34,13 @@ def test_the_peer_gets_the_head_as_we_export_it_and_both_are_counted(tmp_path: P
     (tmp_path / "letters.jsonl").write_text("\n".join(lines))
     files = ("--workload", str(tmp_path / "letters.jsonl"), "--limit", "2", "--format", "speculators")
     facts = run_json(tmp_path, "head", model, str(tmp_path / "head"), *files)
-    told = json.loads((tmp_path / "log.json").read_text())
-    assert (told["method"], told["num_speculative_tokens"], told["dtype"]) == ("eagle3", 5, "float32")
-    assert told["files"] == ["config.json", "model.safetensors"]
+    received = json.loads((tmp_path / "log.json").read_text())
+    assert (received["method"], received["num_speculative_tokens"], received["dtype"]) == (
+        "eagle3",
+        5,
+        "float32",
+    )
+    assert received["files"] == ["config.json", "model.safetensors"]
     assert (facts["version"], facts["form"]) == ("0.0.fake", "speculators")
     letters, total = facts["rows"]
     assert (letters["workload"], letters["prompts"], letters["same_tokens"]) == ("letters", 2, 0)

@@ -1,4 +1,4 @@
-"""The load run: an honest server passes, and each fault that a server can have is seen."""
+"""The load run: a correct server passes, and each planted fault is found."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.server import gauges
+from benchmarks.server.client_requests import INVALID_FIELDS
 from benchmarks.server.load import (
-    NONSENSE,
     Load,
     LoadOptions,
     mixed_requests,
@@ -50,14 +50,14 @@ def test_an_honest_server_passes() -> None:
 
 
 class Forgets(ScriptedServer):
-    """Sends no end for one request of the company, though it did when the request came alone."""
+    """Sends no end for one of the concurrent requests, though it did when the request came alone."""
 
     def ending(self, body: dict[str, Any]) -> list[bytes]:
         return [] if len(self.seen) > 3 and body["seed"] == 2 else super().ending(body)
 
 
 class Confuses(ScriptedServer):
-    """In company, one request gets another's words."""
+    """With concurrent requests, one gets another's words."""
 
     def words(self, body: dict[str, Any]) -> list[str]:
         words = super().words(body)
@@ -65,7 +65,7 @@ class Confuses(ScriptedServer):
 
 
 class Breaks(ScriptedServer):
-    """Streams an error event in the middle of company."""
+    """Streams an error event, with concurrent requests only."""
 
     def ending(self, body: dict[str, Any]) -> list[bytes]:
         error = b'{"error": {"message": "broken"}}'
@@ -73,14 +73,14 @@ class Breaks(ScriptedServer):
 
 
 class Swallows(ScriptedServer):
-    """Takes nonsense for sense."""
+    """Accepts an invalid field."""
 
     def refusal(self, body: dict[str, Any]) -> int | None:
         return None if "no_such_field" in body else super().refusal(body)
 
 
 class Fails(ScriptedServer):
-    """Falls over nonsense."""
+    """Fails on invalid requests."""
 
     def refusal(self, body: dict[str, Any]) -> int | None:
         status = super().refusal(body)
@@ -101,7 +101,7 @@ def test_a_planted_fault_is_counted_where_it_belongs(faulty: type[ScriptedServer
     assert set(sums.values()) == {0}
 
 
-def test_pages_that_stay_held_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaked_pages_fail_a_load_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gauges, "SETTLE_SECONDS", 0.0)
     scripted = ScriptedServer()
     scripted.held_after = 0.02
@@ -111,7 +111,7 @@ def test_pages_that_stay_held_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Full(ScriptedServer):
-    """Turns every second request away, once it has company."""
+    """Answers every second concurrent request with 429."""
 
     def refusal(self, body: dict[str, Any]) -> int | None:
         return 429 if len(self.seen) > 3 and len(self.seen) % 2 else super().refusal(body)
@@ -125,7 +125,7 @@ def test_a_request_that_a_full_queue_turns_away_is_sent_again() -> None:
     assert one.statuses == {200: 12}
 
 
-def test_who_leaves_and_who_talks_nonsense_is_seeded_and_has_its_share() -> None:
+def test_cut_and_invalid_requests_are_seeded_and_have_their_fractions() -> None:
     plain = plain_requests(PROMPTS, "m")
     many = LoadOptions(requests=4000, seed=5)
     mixed = mixed_requests(plain, many, 0)
@@ -135,10 +135,10 @@ def test_who_leaves_and_who_talks_nonsense_is_seeded_and_has_its_share() -> None
     assert sum(one.refusal is not None for one in mixed) / 4000 == pytest.approx(0.1, abs=0.02)
     cuts = {one.cut.reads for one in mixed if one.cut is not None}
     assert {-1, 0, 1, 5} <= cuts
-    assert len({str(one.body) for one in mixed if one.refusal}) == len(NONSENSE) * len(PROMPTS)
+    assert len({str(one.body) for one in mixed if one.refusal}) == len(INVALID_FIELDS) * len(PROMPTS)
 
 
-def test_a_client_that_leaves_has_only_what_it_has_read() -> None:
+def test_a_client_that_disconnects_has_only_what_it_read() -> None:
     body = plain_requests(PROMPTS, "scripted")[0].body
 
     async def work(server: Server) -> list[Answer]:
@@ -150,7 +150,7 @@ def test_a_client_that_leaves_has_only_what_it_has_read() -> None:
     assert not any(answer.complete for answer in answers)
 
 
-def test_pieces_have_the_time_at_which_they_were_whole() -> None:
+def test_pieces_have_the_time_of_their_completion() -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     reads = [(1.0, head + b"3\r\nab"), (2.0, b"c\r\n2\r\nde"), (3.0, b"\r\n4;x=y\r\nf"), (4.0, b"ghi")]
     status, headers, pieces = read_response([*reads, (5.0, b"\r\n0\r\n\r\n")])
@@ -174,7 +174,7 @@ def test_what_cannot_be_run_is_refused(options: dict[str, Any], message: str) ->
         LoadOptions(**options)
 
 
-def test_a_workload_that_fails_alone_is_told_with_the_servers_reason() -> None:
+def test_a_workload_that_fails_alone_is_reported_with_the_servers_reason() -> None:
     class Refuses(ScriptedServer):
         def refusal(self, body: dict[str, Any]) -> int | None:
             return 400

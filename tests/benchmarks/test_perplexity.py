@@ -1,4 +1,4 @@
-"""Perplexity is that of transformers' own loss, window by window."""
+"""Perplexity equals that of transformers' loss, window by window."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ class Recording(ToyBackend):
 
 def test_numbers_of_rows_take_turns_over_the_same_context() -> None:
     backend = Recording()
-    told: list[str] = []
+    turns: list[str] = []
     costs = measure_rows(
-        backend, TEXT, max_position=256, counts=[4, 2, 4], context=20, rounds=2, on_turn=told.append
+        backend, TEXT, max_position=256, counts=[4, 2, 4], context=20, rounds=2, on_turn=turns.append
     )
     assert list(costs.timings) == [1, 2, 4]
     assert all(len(timing.seconds) == 2 for timing in costs.timings.values())
@@ -43,8 +43,8 @@ def test_numbers_of_rows_take_turns_over_the_same_context() -> None:
         assert batch.tokens.tolist() == TEXT[20 : 20 + batch.num_rows]
         assert batch.logit_rows.tolist() == list(range(batch.num_rows))
         assert batch.parents.tolist() == list(range(-1, batch.num_rows - 1))
-    assert told[0] == "rows: 1, round 1 of 2"
-    assert len(told) == 6
+    assert turns[0] == "rows: 1, round 1 of 2"
+    assert len(turns) == 6
 
 
 def test_a_short_text_starts_again_and_no_context_is_a_context() -> None:

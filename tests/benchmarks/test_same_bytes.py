@@ -1,4 +1,4 @@
-"""`python -m benchmarks same-bytes` finds answers that depend on company or on a draft."""
+"""`python -m benchmarks same-bytes` finds answers that depend on the batch or on a draft."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_same_answers_alone_together_and_drafted(
     ]
 
 
-def test_an_answer_that_depends_on_its_company_is_counted(
+def test_an_answer_that_depends_on_its_batch_is_counted(
     tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Crosstalk(EngineRunner):

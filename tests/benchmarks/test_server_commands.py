@@ -1,4 +1,4 @@
-"""`python -m benchmarks load` and `overhead`, each with a server of its own around a tiny model."""
+"""`python -m benchmarks load` and `overhead`, each with its own server around a tiny model."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def test_overhead(tmp_path: Path, tiny_gguf: Path) -> None:
     )
 
 
-def test_a_server_that_does_not_exist_is_told_in_one_line() -> None:
+def test_an_unreachable_server_is_reported_in_one_line() -> None:
     with pytest.raises(ClientError, match=r"nothing answers at 127\.0\.0\.1, port 9"):
         run("load", "--url", "http://127.0.0.1:9")
 
 
-def test_a_workload_that_does_not_exist_is_told_before_a_server_starts(tmp_path: Path) -> None:
+def test_an_unknown_workload_is_reported_before_a_server_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is neither a file nor built in"):
         run("load", "--workload", str(tmp_path / "none"))

@@ -1,4 +1,4 @@
-"""A soak tells whether the last answer is as right as the first, and what is left behind."""
+"""A soak checks that the last answer is as right as the first, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.server.gauges import Gauges
-from benchmarks.server.load import Asked
-from benchmarks.server.soak import Sample, Soak, SoakOptions, memory_slope, run_soak, seconds_of
+from benchmarks.server.client_requests import ClientRequest
+from benchmarks.server.gauges import Gauges, Sample, memory_slope
+from benchmarks.server.soak import Soak, SoakOptions, run_soak, seconds_of
 from benchmarks.server.soak_report import soak_facts, soak_notes, soak_result
-from benchmarks.server.soak_traffic import KINDS, essence, mixed_traffic
+from benchmarks.server.soak_traffic import KINDS, comparable, mixed_traffic
 from paceline.bench.servers.client import Answer, Server
 from paceline.bench.traffic.workloads import Prompt
 from paceline.core.forward import ForwardBatch, ForwardOutput
@@ -53,7 +53,7 @@ def test_a_sound_server_gives_every_request_the_bytes_that_it_has_alone() -> Non
 
 
 class Drifts(ToyBackend):
-    """In company it is another model."""
+    """Another model in batches of more than two requests."""
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         output = super().forward(batch)
@@ -63,7 +63,7 @@ class Drifts(ToyBackend):
 
 
 class Fails(ToyBackend):
-    """In company it raises."""
+    """Raises in batches of more than two requests."""
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         if batch.num_requests > 2:
@@ -89,7 +89,7 @@ def empty(**changes: Any) -> Soak:
     return replace(Soak("m", SoakOptions(60), {}, 1), **changes)
 
 
-def test_what_is_left_behind_is_no_good_end() -> None:
+def test_leaked_pages_or_files_fail_a_soak() -> None:
     assert empty(after=Gauges(0, 0, 0, 1)).good
     held = empty(after=Gauges(0, 0, 0.02, 1))
     assert not held.good
@@ -107,7 +107,7 @@ def test_the_slope_of_memory_is_that_of_the_second_half() -> None:
     assert memory_slope(filling[:2]) is None
 
 
-def test_every_kind_is_asked_with_a_seed_and_of_several_tenants() -> None:
+def test_every_kind_of_request_has_a_seed_and_there_are_several_salts() -> None:
     traffic = mixed_traffic(PROMPTS, "m")
     assert {kind for kind, _ in traffic} == {name for name, _, _ in KINDS}
     assert len({asked.body["seed"] for _, asked in traffic}) == len(traffic)
@@ -123,24 +123,24 @@ def chunk(text: str, finish: str | None = None, name: str = "x") -> dict[str, An
     return {"id": name, "choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish}]}
 
 
-STREAM = Asked("/v1/chat/completions", {"stream": True}, 0)
-WHOLE = Asked("/v1/chat/completions", {}, 0)
+STREAM = ClientRequest("/v1/chat/completions", {"stream": True}, 0)
+WHOLE = ClientRequest("/v1/chat/completions", {}, 0)
 
 
 def test_where_a_stream_is_cut_into_events_and_its_id_do_not_matter() -> None:
-    first = essence(STREAM, answer(chunk("ab"), chunk("c", "stop"), "[DONE]"))
+    first = comparable(STREAM, answer(chunk("ab"), chunk("c", "stop"), "[DONE]"))
     assert first is not None
-    assert essence(STREAM, answer(chunk("a", name="y"), chunk("bc"), chunk("", "stop"), "[DONE]")) == first
-    assert essence(STREAM, answer(chunk("abd", "stop"), "[DONE]")) != first
-    assert essence(STREAM, answer(chunk("abc", "length"), "[DONE]")) != first
+    assert comparable(STREAM, answer(chunk("a", name="y"), chunk("bc"), chunk("", "stop"), "[DONE]")) == first
+    assert comparable(STREAM, answer(chunk("abd", "stop"), "[DONE]")) != first
+    assert comparable(STREAM, answer(chunk("abc", "length"), "[DONE]")) != first
 
 
-def test_what_is_not_whole_has_no_essence() -> None:
-    assert essence(STREAM, answer(chunk("ab"), "[DONE]")) is None  # no end of the choice
-    assert essence(STREAM, answer(chunk("ab", "stop"))) is None  # no end of the stream
-    assert essence(STREAM, answer(chunk("ab", "stop"), {"error": {"message": "broken"}}, "[DONE]")) is None
-    assert essence(WHOLE, Answer(0.0, 200, {}, ((1.0, b'{"choices": ['),), 2.0)) is None
-    assert essence(WHOLE, Answer(0.0, 500, {}, ((1.0, b"{}"),), 2.0)) is None
+def test_incomplete_answers_cannot_be_compared() -> None:
+    assert comparable(STREAM, answer(chunk("ab"), "[DONE]")) is None  # no end of the choice
+    assert comparable(STREAM, answer(chunk("ab", "stop"))) is None  # no end of the stream
+    assert comparable(STREAM, answer(chunk("ab", "stop"), {"error": {"message": "broken"}}, "[DONE]")) is None
+    assert comparable(WHOLE, Answer(0.0, 200, {}, ((1.0, b'{"choices": ['),), 2.0)) is None
+    assert comparable(WHOLE, Answer(0.0, 500, {}, ((1.0, b"{}"),), 2.0)) is None
 
 
 def test_pieces_of_a_call_are_put_together() -> None:
@@ -149,8 +149,8 @@ def test_pieces_of_a_call_are_put_together() -> None:
         return {"choices": [{"index": 0, "delta": {"tool_calls": calls}}]}
 
     end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]}
-    one = essence(STREAM, answer(call(name="f", arguments='{"a"'), call(arguments=": 1}"), end, "[DONE]"))
-    other = essence(STREAM, answer(call(name="f", arguments='{"a": 1}'), end, "[DONE]"))
+    one = comparable(STREAM, answer(call(name="f", arguments='{"a"'), call(arguments=": 1}"), end, "[DONE]"))
+    other = comparable(STREAM, answer(call(name="f", arguments='{"a": 1}'), end, "[DONE]"))
     assert one == other
     assert '{\\"a\\": 1}' in str(one)
 
@@ -161,6 +161,6 @@ def test_durations(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "m", "-5", "0", "30 minutes", "1d"])
-def test_durations_that_are_none(text: str) -> None:
+def test_invalid_durations_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--duration"):
         seconds_of(text)

@@ -104,7 +104,7 @@ def test_a_kill_while_it_is_written_leaves_the_old_file(
 def test_a_folder_that_cannot_be_written_to_costs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(home, "_told", set())
+    monkeypatch.setattr(home, "_unwritable", set())
     (tmp_path / "costs").write_text("in the way")
     for _ in range(2):
         start_and_end(Memory(tmp_path / "costs" / "memory.json"))

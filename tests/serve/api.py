@@ -1,4 +1,4 @@
-"""The app over the toy model, in process: requests in, answers out, no socket."""
+"""The app around the toy model in this process: requests in, answers out, no socket."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Api:
         return self._runner.run(main())
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """The answer to a request; streams come whole."""
+        """The answer to a request; streams are read to their end."""
         return self.run(lambda: self.send(method, path, **options))
 
     async def send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """The same for several at a time, in `run`."""
+        """The same for concurrent requests, inside `run`."""
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
             return await client.request(method, path, **options)
@@ -58,13 +58,13 @@ class Api:
         return response.json()
 
     def post(self, path: str, body: Any) -> Any:
-        """The JSON of an answer that is 200."""
+        """The JSON of an answer with status 200."""
         response = self.request("POST", path, json=body)
         assert response.status_code == 200, response.text
         return response.json()
 
     def chunks(self, path: str, body: Any) -> list[Any]:
-        """The chunks of a stream that ends as it should."""
+        """The chunks of a stream that ends properly."""
         response = self.request("POST", path, json={**body, "stream": True})
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -73,7 +73,7 @@ class Api:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
     def refusal(self, path: str, body: Any, status: int = 400) -> Any:
-        """The error of a request that is not served."""
+        """The error of a refused request."""
         response = self.request("POST", path, json=body)
         assert response.status_code == status, response.text
         assert set(response.json()) == {"error"}
@@ -83,7 +83,7 @@ class Api:
 
     def close(self) -> None:
         """Stop the engine. Nothing may be left in it."""
-        # the engine carries out what it is told in order: aborts that came before this one are done after it
+        # the engine handles commands in order: earlier aborts are done before this one
         self.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
         self.run(self.front.drain)
         self.run(self.front.stop)

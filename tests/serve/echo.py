@@ -1,7 +1,7 @@
-"""An app in process over a model that says what it is told: its answer is the user's last message.
+"""An app around a model that echoes: its answer is the last user message.
 
-Its vocabulary is the 256 bytes and a few tokens of its own, so that every text is an answer it can
-give, and a grammar can make it give others.
+Its vocabulary is the 256 bytes and a few special tokens, so that it can give every text as an answer,
+and a grammar can make it give others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 # special tokens
 END, USER, ANSWER = "<|end|>", "<|user|>", "<|answer|>"
-FAILS = 7  # the byte that a bell is
+FAILS = 7  # the byte of the bell character
 PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}<|answer|>{% endif %}"
@@ -40,7 +40,7 @@ PLAIN_TEMPLATE = (
 def byte_tokenizer(
     template: str = PLAIN_TEMPLATE, special: Sequence[str] = (), added: Sequence[str] = ()
 ) -> Tokenizer:
-    """A tokenizer whose tokens are bytes, these special tokens, and these that are text like any other."""
+    """A tokenizer whose tokens are bytes, the `special` tokens, and ordinary added tokens."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_alphabet(), []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -51,9 +51,9 @@ def byte_tokenizer(
 
 
 class EchoBackend(ToyBackend):
-    """Its likeliest next token is that of the last user's message at the same place, then the end.
+    """Its most likely next token is that of the last user message at the same position, then the end.
 
-    It fails on a path with the byte FAILS.
+    It fails on a text with the byte FAILS.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_rows: int) -> None:

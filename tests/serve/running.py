@@ -1,4 +1,4 @@
-"""A whole server over the toy model: on a real socket in a thread, or in a process of its own."""
+"""A whole server around the toy model: on a real socket in a thread, or in its own process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from paceline.serve.options import ServeOptions
 from paceline.serve.server import bind, run
 from tests.toy import ToyBackend, ToyTokenizer, roomy_engine, toy_engine
 
-PATIENCE = 30.0  # seconds after which what was waited for is a failure
+PATIENCE = 30.0  # seconds after which waiting fails
 FACTS = {"version": "test"}
 NAMES = ("toy",)
 
 
 class Gate(ToyBackend):
-    """A backend that a test can halt between two passes."""
+    """A backend that a test can stop between two passes."""
 
     def __init__(self) -> None:
         super().__init__(max_rows=64)
@@ -60,7 +60,7 @@ class Answer:
 
 @dataclass
 class Client:
-    """Speaks HTTP over a socket of its own, in bytes: what it sends may be wrong."""
+    """Speaks HTTP over its own socket, in bytes, so that requests may be malformed."""
 
     port: int
     headers: dict[str, str] = field(default_factory=dict)
@@ -81,11 +81,11 @@ class Client:
         return self.raw(self.request("POST", path, body, headers))
 
     def complete(self, **fields: object) -> Answer:
-        """A completion, with these fields beside the prompt."""
+        """A completion with these fields besides the prompt."""
         return self.post("/v1/completions", {"prompt": "hello", **fields})
 
     def stream(self, **fields: object) -> socket.socket:
-        """A connection on which the first event of a completion has come."""
+        """A connection on which the first event of a completion has arrived."""
         connection = self.connect()
         body = {"prompt": "hello", "stream": True, **fields}
         connection.sendall(self.request("POST", "/v1/completions", body))
@@ -110,8 +110,8 @@ class Client:
 
 
 def read_answer(connection: socket.socket, data: bytes = b"") -> Answer:
-    """The next answer on a connection, whose first bytes may have been read; ConnectionError if it is closed
-    without one.
+    """The next answer on a connection, of which `data` was already read; ConnectionError if it is closed
+    before.
     """
     while b"\r\n\r\n" not in data:
         data += _received(connection)
@@ -134,7 +134,7 @@ def _received(connection: socket.socket) -> bytes:
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Returns when the condition holds; fails if that takes too long."""
+    """Wait until the condition holds; fail after PATIENCE seconds."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -148,9 +148,9 @@ def serving(
     new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
     **options: Any,
 ) -> Iterator[Client]:
-    """A client of a server in a thread of this process, for as long as the context lasts.
+    """A client of a server in a thread of this process, within the context.
 
-    With a small `send_buffer` the system keeps little of what a client does not read.
+    With a small `send_buffer`, the system buffers little of what a client does not read.
     """
     own = engine or roomy_engine()
     listener = bind("127.0.0.1", 0)
@@ -190,7 +190,7 @@ def _is_open(port: int) -> bool:
 
 
 class Slow(ToyBackend):
-    """One pass in a few milliseconds."""
+    """A pass takes a few milliseconds."""
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         time.sleep(0.003)
@@ -199,7 +199,7 @@ class Slow(ToyBackend):
 
 @contextmanager
 def serving_process(log: Path, **options: Any) -> Iterator[tuple[ForkProcess, Client]]:
-    """A server in a process of its own, which writes its log to a file, and a client of it."""
+    """A server in its own process, which logs to a file, and a client of it."""
     process = multiprocessing.get_context("fork").Process(target=_serve, args=(log, options))
     process.start()
     try:
@@ -212,7 +212,7 @@ def serving_process(log: Path, **options: Any) -> Iterator[tuple[ForkProcess, Cl
 
 
 def _serve(log: Path, options: dict[str, Any]) -> None:
-    """Serve the toy model until a signal comes, as `paceline serve` does a real one."""
+    """Serve the toy model until a signal, as `paceline serve` does with a real one."""
     sys.stderr = log.open("w")
     own = ServeOptions(**{"port": 0, **options})
     listener = bind(own.host, own.port)

@@ -1,4 +1,4 @@
-"""Keys: every path but /health wants one, and nothing that a client writes gets it around that."""
+"""Keys: every path except /health needs one, and nothing that a client sends bypasses that."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_health_needs_no_key(client: Client) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_each_of_several_keys_opens_the_door(client: Client, key: str) -> None:
+def test_each_of_several_keys_is_accepted(client: Client, key: str) -> None:
     assert client.get("/v1/models", Authorization=f"Bearer {key}").status == 200
     assert client.get("/v1/models", Authorization=f"bearer  {key}").status == 200
 
@@ -70,18 +70,18 @@ def test_a_path_that_is_like_health_is_not_health(client: Client, path: str) -> 
 
 
 @pytest.mark.parametrize("host", ["localhost/health", "a/health?", "a#/health", "/health", "", "a\t/health"])
-def test_the_host_header_does_not_open_the_door(client: Client, host: str) -> None:
+def test_the_host_header_does_not_bypass_the_key(client: Client, host: str) -> None:
     """A server that builds a URL from this header, and looks at that URL's path, could be fooled."""
     assert client.get("/v1/models", Host=host).status in (400, 401)
 
 
 @pytest.mark.parametrize("name", ["X-Forwarded-Prefix", "X-Original-URL", "X-Rewrite-URL", "X-Forwarded-For"])
-def test_a_proxys_headers_do_not_open_the_door(client: Client, name: str) -> None:
+def test_proxy_headers_do_not_bypass_the_key(client: Client, name: str) -> None:
     assert client.get("/v1/models", **{name: "/health"}).status == 401
 
 
 def test_behind_a_proxy_the_paths_are_the_same() -> None:
-    """The proxy offers the server under /llm and takes that away: only links that we write need to know."""
+    """The proxy serves this server under /llm and strips the prefix: only links in answers contain it."""
     with serving(api_key=KEYS, root_path="/llm") as client:
         assert client.get("/health").status == 200
         assert client.get("/v1/models").status == 401
@@ -90,7 +90,7 @@ def test_behind_a_proxy_the_paths_are_the_same() -> None:
         assert b"/llm/openapi.json" in client.get("/docs", Authorization="Bearer sk-first").body
 
 
-def test_the_answer_to_a_wrong_key_tells_nothing_about_the_right_ones(client: Client) -> None:
+def test_the_answer_to_a_wrong_key_reveals_nothing_about_valid_ones(client: Client) -> None:
     answers = [
         client.get("/v1/models", Authorization=f"Bearer {key}").body for key in ("a", "sk-firs", "sk-firsX")
     ]
@@ -99,7 +99,7 @@ def test_the_answer_to_a_wrong_key_tells_nothing_about_the_right_ones(client: Cl
 
 
 def test_keys_are_compared_in_constant_time_and_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By construction: digests of one length, by the library's own comparison, for every key."""
+    """By construction: digests of one length, compared by the library, for every key."""
     compared: list[tuple[bytes, bytes]] = []
     real = hmac.compare_digest
 
@@ -126,12 +126,12 @@ def test_no_key_is_ever_logged(caplog: pytest.LogCaptureFixture) -> None:
         client.get("/v1/models", Authorization="Bearer sk-first")
         client.get("/v1/models?key=sk-first", Authorization="Bearer sk-wrong")
         client.post("/v1/completions", b"{", Authorization="Bearer sk-first")
-    told = json.dumps([[record.getMessage(), getattr(record, "facts", {})] for record in caplog.records])
-    assert '"status": 200' in told
-    assert "sk-" not in told
+    logged = json.dumps([[record.getMessage(), getattr(record, "facts", {})] for record in caplog.records])
+    assert '"status": 200' in logged
+    assert "sk-" not in logged
 
 
-def test_the_environment_may_bring_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_API_KEY", "from-there")
     assert ServeOptions.from_flags({"api_key": ["from-here"]}).api_key == ("from-here", "from-there")
     assert ServeOptions.from_flags({"api_key": None}).api_key == ("from-there",)
@@ -146,13 +146,13 @@ PREFLIGHT = {
 }
 
 
-def test_no_web_page_may_call_unless_it_is_named(client: Client) -> None:
+def test_cors_is_off_unless_an_origin_is_named(client: Client) -> None:
     answer = client.raw(client.request("OPTIONS", "/v1/completions", headers=PREFLIGHT))
     assert answer.status == 401
     assert "access-control-allow-origin" not in answer.headers
 
 
-def test_a_page_of_a_named_origin_may_call_and_still_needs_a_key() -> None:
+def test_a_named_origin_may_call_and_still_needs_a_key() -> None:
     with serving(api_key=KEYS, cors_origin=("https://chat.example.org",)) as client:
         preflight = client.raw(client.request("OPTIONS", "/v1/completions", headers=PREFLIGHT))
         assert preflight.status == 200
@@ -167,7 +167,7 @@ def test_a_page_of_a_named_origin_may_call_and_still_needs_a_key() -> None:
         assert answer.headers["access-control-allow-origin"] == "https://chat.example.org"
 
 
-def test_a_plain_form_of_a_web_page_cannot_post(client: Client) -> None:
-    """A page may send text/plain to anyone without asking; such a body is refused."""
+def test_a_html_form_cannot_post(client: Client) -> None:
+    """A page may send text/plain without a CORS preflight; such a body is refused."""
     key = {"Authorization": "Bearer sk-first", "Content_Type": "text/plain"}
     assert client.post("/v1/completions", {"prompt": "hello"}, **key).status == 415

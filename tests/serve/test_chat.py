@@ -1,8 +1,7 @@
-"""/v1/chat/completions: the offline API's text in OpenAI's shapes, whole and streamed."""
+"""/v1/chat/completions: the offline API's text in OpenAI's formats, whole and streamed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai.types.chat
@@ -21,13 +20,6 @@ MESSAGES = [
     {"role": "user", "content": "go on"},
 ]
 BODY = {"messages": MESSAGES, "seed": 7, "max_tokens": 30, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def api() -> Iterator[Api]:
-    made = Api()
-    yield made
-    made.close()
 
 
 def offline(messages: Any = MESSAGES, **params: Any) -> Any:
@@ -63,7 +55,7 @@ def test_a_stream_has_the_role_first_and_the_reason_last_in_a_chunk_of_its_own(a
         assert all(one["finish_reason"] is None for one in choices[:-1])
 
 
-def test_answers_and_chunks_are_what_the_documents_and_the_official_client_know(api: Api) -> None:
+def test_answers_and_chunks_match_openapi_and_the_official_client(api: Api) -> None:
     body = {**BODY, "n": 2, "logprobs": True, "top_logprobs": 2, "return_metrics": True, "prompt_logprobs": 0}
     answer = api.post(PATH, body)
     ChatCompletion.model_validate(answer, extra="forbid")
@@ -190,7 +182,7 @@ def test_what_clients_send_without_meaning_it_is_taken(api: Api) -> None:
         ({"messages": [{"role": "user", "content": "x" * 500}]}, "messages", "context holds 400"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(api: Api, options: Any, param: str, message: str) -> None:
+def test_unsupported_fields_are_refused_by_name(api: Api, options: Any, param: str, message: str) -> None:
     error = api.refusal(PATH, {**BODY, **options})
     assert error["param"] == param
     assert message in error["message"]

@@ -1,8 +1,7 @@
-"""/v1/completions: the offline API's text in OpenAI's shapes, whole and streamed."""
+"""/v1/completions: the offline API's text in OpenAI's formats, whole and streamed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai.types
@@ -16,13 +15,6 @@ from tests.toy import ToyTokenizer, toy_engine
 PATH = "/v1/completions"
 BODY = {"prompt": "hello", "seed": 7, "max_tokens": 30, "ignore_eos": True}
 IDS = ToyTokenizer().encode("hello")
-
-
-@pytest.fixture(scope="module")
-def api() -> Iterator[Api]:
-    made = Api()
-    yield made
-    made.close()
 
 
 def offline(prompt: Any, **params: Any) -> Any:
@@ -81,7 +73,7 @@ def test_outputs_of_several_prompts_are_numbered_prompt_by_prompt(api: Api) -> N
     assert [joined(chunks, index) for index in range(6)] == [choice["text"] for choice in choices]
 
 
-def test_answers_and_chunks_are_what_the_documents_and_the_official_client_know(api: Api) -> None:
+def test_answers_and_chunks_match_openapi_and_the_official_client(api: Api) -> None:
     body = {**BODY, "n": 2, "logprobs": 3, "return_metrics": True, "max_tokens": 3}
     answer = api.post(PATH, body)
     Completion.model_validate(answer, extra="forbid")
@@ -121,10 +113,10 @@ def test_logprobs_are_the_engines_with_offsets_into_the_text(api: Api) -> None:
     for token, own, likeliest in zip(
         logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
     ):
-        assert likeliest[token] == own  # the chosen one is there, likely or not
+        assert likeliest[token] == own  # the sampled token is always listed
         assert len(likeliest) in (2, 3)
     for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
-        if len(token) == 1:  # neither special nor a piece of a character
+        if len(token) == 1:  # neither special nor part of a character
             assert choice["text"][offset] in (token, "�")
     streamed = [chunk["choices"][0]["logprobs"] for chunk in api.chunks(PATH, {**BODY, "logprobs": 2})]
     for name in logprobs:
@@ -168,7 +160,7 @@ def test_prompt_logprobs_come_in_the_shape_of_vllm(api: Api) -> None:
             }
 
 
-def test_without_max_tokens_there_are_16(api: Api) -> None:
+def test_max_tokens_defaults_to_16(api: Api) -> None:
     assert api.post(PATH, {"prompt": "hello", "ignore_eos": True})["usage"]["completion_tokens"] == 16
 
 
@@ -210,7 +202,7 @@ def test_a_field_may_be_null_as_clients_send_it(api: Api) -> None:
         ({"segment": "two words"}, "segment", ""),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(api: Api, options: Any, param: str, message: str) -> None:
+def test_unsupported_fields_are_refused_by_name(api: Api, options: Any, param: str, message: str) -> None:
     error = api.refusal(PATH, {**BODY, **options})
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"

@@ -1,4 +1,4 @@
-"""Connections: whose bytes are headers, who gets a place, and who is gone."""
+"""Connections: trailers, the Host header, the limit on connections, half-closed and closed clients."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 import uvloop
 
 from paceline.engine.engine import Engine
-from paceline.serve.connections import MOST_HEAD_BYTES, MOST_HEADERS, PLACES_FOR_HEALTH
+from paceline.serve.connections import HEALTH_CONNECTIONS, MAX_HEAD_BYTES, MAX_HEADERS
 from tests.serve.running import Client, Gate, read_answer, serving, until
 from tests.toy import ENDLESS, roomy_engine, toy_engine
 
 KEY = "sk-test-1"
-READ_BYTES = 1 << 18  # that an event loop reads at once
+READ_BYTES = 1 << 18  # per read of an event loop
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 LONG = {"prompt": "hello", "max_tokens": ENDLESS, "ignore_eos": True}
 LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -38,7 +38,7 @@ def chunked(client: Client, trailers: str, body: bytes = b"{}", **headers: str) 
     return head + b"%x\r\n%s\r\n0\r\n%s" % (len(body), body, trailers.encode())
 
 
-def test_a_trailer_opens_no_door(client: Client) -> None:
+def test_a_trailer_cannot_carry_a_key(client: Client) -> None:
     assert client.raw(chunked(client, f"Authorization: Bearer {KEY}\r\n\r\n")).status == 401
 
 
@@ -56,9 +56,9 @@ def test_a_trailer_changes_no_header(client: Client) -> None:
 @pytest.mark.parametrize(
     "trailers",
     [
-        pytest.param("".join(f"X-{n}: a\r\n" for n in range(MOST_HEADERS)) + "\r\n", id="many"),
-        pytest.param(f"X-Long: {'a' * MOST_HEAD_BYTES}\r\n\r\n", id="one long"),
-        pytest.param(f"X-Endless: {'a' * (MOST_HEAD_BYTES + READ_BYTES)}", id="one without an end"),
+        pytest.param("".join(f"X-{n}: a\r\n" for n in range(MAX_HEADERS)) + "\r\n", id="many"),
+        pytest.param(f"X-Long: {'a' * MAX_HEAD_BYTES}\r\n\r\n", id="one long"),
+        pytest.param(f"X-Endless: {'a' * (MAX_HEAD_BYTES + READ_BYTES)}", id="one without an end"),
     ],
 )
 def test_trailers_count_as_headers(client: Client, trailers: str) -> None:
@@ -68,11 +68,11 @@ def test_trailers_count_as_headers(client: Client, trailers: str) -> None:
 def test_a_chunk_extension_without_an_end_is_refused(client: Client) -> None:
     headers = {"Transfer_Encoding": "chunked", **AUTHORIZED}
     head = client.request("POST", "/v1/completions", headers=headers)
-    assert client.raw(head + b"2;" + b"a" * (MOST_HEAD_BYTES + 1000)).status == 431
+    assert client.raw(head + b"2;" + b"a" * (MAX_HEAD_BYTES + 1000)).status == 431
 
 
 def test_a_large_body_before_the_next_request_is_not_its_head(client: Client) -> None:
-    body = b'{"prompt": "hello", "max_tokens": 1%s}' % (b" " * 2 * MOST_HEAD_BYTES)
+    body = b'{"prompt": "hello", "max_tokens": 1%s}' % (b" " * 2 * MAX_HEAD_BYTES)
     first = client.request("POST", "/v1/completions", body, AUTHORIZED)
     second = client.request("GET", "/health")
     with client.connect() as connection:
@@ -108,13 +108,13 @@ def test_a_request_has_one_host_which_http_1_0_may_leave_out(client: Client, hea
 
 @contextmanager
 def full_server(max_connections: int) -> Iterator[Client]:
-    """A server all of whose places are taken by requests that run."""
+    """A server whose connections are all taken by running requests."""
     backend = Gate()
     engine = roomy_engine(backend)
     held: list[socket.socket] = []
 
     def hold() -> bool:
-        """Whether one more request runs; not if a connection of before had not ended yet."""
+        """Whether one more request runs; not if an earlier connection has not ended yet."""
         connection = client.connect()
         connection.sendall(client.request("POST", "/v1/completions", LONG))
         until(lambda: running(engine) > len(held) or select.select([connection], [], [], 0)[0])
@@ -138,7 +138,7 @@ def running(engine: Engine) -> int:
     return len(engine.scheduler.running) + len(engine.scheduler.waiting)
 
 
-def test_connections_beyond_the_limit_are_told_to_come_again_but_for_health() -> None:
+def test_connections_above_the_limit_get_503_except_for_health() -> None:
     with full_server(max_connections=2) as client:
         answer = client.get("/v1/models")
         assert answer.status == 503
@@ -147,14 +147,14 @@ def test_connections_beyond_the_limit_are_told_to_come_again_but_for_health() ->
         health = client.get("/health")
         assert (health.status, health.json) == (200, {"status": "ok"})
         assert health.headers["connection"] == "close"
-        # one that could go on sending for long keeps no place
+        # a request that may keep sending is refused
         assert client.raw(client.request("GET", "/health", headers={"Content_Length": "9"})).status == 503
 
 
-def test_connections_without_requests_make_room_for_others() -> None:
-    """As many are open and idle as are read at all: the oldest are closed for those that come."""
+def test_idle_connections_are_closed_to_make_room() -> None:
+    """As many connections are open and idle as are read at all: the oldest are closed for new ones."""
     with serving(max_connections=2) as client:
-        idle = [client.connect() for _ in range(2 * 2 + PLACES_FOR_HEALTH)]
+        idle = [client.connect() for _ in range(2 * 2 + HEALTH_CONNECTIONS)]
         until(lambda: answers(client, "/health"))
         until(lambda: answers(client, "/v1/models"))
         assert idle[0].recv(1) == b""  # closed
@@ -169,13 +169,13 @@ def answers(client: Client, path: str) -> bool:
         return False
 
 
-# Clients that stop sending, and that leave --------------------------------------------------------------
+# Half-closed connections, and disconnects ----------------------------------------------------------------
 
 
 @LOOPS
 @pytest.mark.parametrize("version", ["HTTP/1.1", "HTTP/1.0"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_stops_sending_gets_its_answer(
+def test_a_half_closed_connection_gets_its_answer(
     new_loop: Callable[[], asyncio.AbstractEventLoop], version: str, stream: bool
 ) -> None:
     backend = Gate()
@@ -195,13 +195,13 @@ def test_a_client_that_stops_sending_gets_its_answer(
 
 
 @LOOPS
-def test_pipelined_requests_of_a_client_that_stops_sending_are_answered(
+def test_pipelined_requests_on_a_half_closed_connection_are_answered(
     new_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     with serving(new_loop=new_loop) as client, client.connect() as connection:
         body = {"prompt": "hello", "max_tokens": 2}
         connection.sendall(client.request("POST", "/v1/completions", body))
-        connection.sendall(client.request("GET", "/health") + b"GET /he")  # the last is not whole
+        connection.sendall(client.request("GET", "/health") + b"GET /he")  # the last one is incomplete
         connection.shutdown(socket.SHUT_WR)
         data = b""
         while received := connection.recv(1 << 16):
@@ -212,7 +212,7 @@ def test_pipelined_requests_of_a_client_that_stops_sending_are_answered(
 
 @LOOPS
 @pytest.mark.parametrize("how", ["whole", "stream", "pipelined"])
-def test_a_client_that_leaves_is_noticed_before_the_next_pass(
+def test_a_disconnect_is_noticed_before_the_next_pass(
     new_loop: Callable[[], asyncio.AbstractEventLoop], how: str
 ) -> None:
     backend = Gate()
@@ -232,7 +232,7 @@ def test_a_client_that_leaves_is_noticed_before_the_next_pass(
         assert len(backend.batches) <= passes + 2  # the one at the gate, and one that had passed it
 
 
-def test_a_bad_request_behind_another_does_not_take_its_answer() -> None:
+def test_a_bad_pipelined_request_does_not_take_the_answer_of_the_one_before() -> None:
     backend = Gate()
     backend.open.clear()
     with serving(toy_engine(backend)) as client, client.connect() as connection:

@@ -1,4 +1,4 @@
-"""/health tells the truth, and what has gone wrong in one request stays there."""
+"""/health is right, and a failure in one request does not affect others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.serve.running import serving
 from tests.toy import ToyBackend, toy_engine
 
 
-def test_a_well_server_says_so() -> None:
+def test_a_healthy_server_returns_200() -> None:
     with serving() as client:
         answer = client.get("/health")
         assert (answer.status, answer.json) == (200, {"status": "ok"})
@@ -28,7 +28,7 @@ def test_a_failed_pass_fails_its_requests_and_the_server_lives() -> None:
         assert client.complete(max_tokens=4, seed=1).json["choices"] == expected
 
 
-def test_a_dead_engine_is_told_to_everyone() -> None:
+def test_a_dead_engine_fails_every_request() -> None:
     engine = toy_engine()
 
     def die() -> list[Delta]:
@@ -36,7 +36,7 @@ def test_a_dead_engine_is_told_to_everyone() -> None:
 
     engine.step = die  # type: ignore[method-assign]
     with serving(engine) as client:
-        assert client.complete().status == 503  # it was at hand
+        assert client.complete().status == 503  # it was running
         health = client.get("/health")
         assert (health.status, health.json) == (503, {"status": "dead"})
         late = client.complete()

@@ -1,4 +1,4 @@
-"""A client that leaves stops costing: nothing of its request takes part in another pass."""
+"""A disconnected client stops costing: its request takes part in no further pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 90, "ignor
 
 
 class Client:
-    """An ASGI connection that can be closed, and whose first bytes can be waited for."""
+    """An ASGI connection that can be closed, and whose first bytes can be awaited."""
 
     def __init__(self, api: Api, path: str, body: Any) -> None:
         self.left = asyncio.Event()
@@ -61,7 +61,7 @@ class Client:
     ],
 )
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_a_request_that_is_left_ends_in_the_pass_it_is_in(
+def test_an_abandoned_request_ends_with_the_current_pass(
     path: str, body: Any, stream: bool, cancelled: bool
 ) -> None:
     backend = OneByOne()
@@ -77,7 +77,7 @@ def test_a_request_that_is_left_ends_in_the_pass_it_is_in(
             while backend.passes < 4:
                 await asyncio.sleep(0.001)
         assert api.front.num_requests > 0
-        if cancelled:  # as a time limit does
+        if cancelled:  # like a time limit
             client.task.cancel()
         else:
             client.left.set()
@@ -92,7 +92,7 @@ def test_a_request_that_is_left_ends_in_the_pass_it_is_in(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_request_that_is_cancelled_at_any_moment_leaves_nothing(path: str) -> None:
+def test_a_request_cancelled_at_any_moment_leaves_nothing_behind(path: str) -> None:
     api = Api(toy_engine(max_model_len=400))
     body = {**(LONG if path == "/v1/completions" else CHAT), "stream": True}
 

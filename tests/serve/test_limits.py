@@ -1,4 +1,4 @@
-"""Limits: what is too large, too many or too slow gets a clear answer, and costs nobody else anything."""
+"""Limits: what is too large, too many or too slow gets a clear answer, and does not affect other clients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.serve.connections import MOST_HEAD_BYTES, MOST_HEADERS
+from paceline.serve.connections import MAX_HEAD_BYTES, MAX_HEADERS
 from tests.serve.running import PATIENCE, Client, Gate, read_answer, serving, until
 from tests.toy import ENDLESS, toy_engine
 
@@ -25,14 +25,14 @@ def client() -> Iterator[Client]:
 # Sizes ---------------------------------------------------------------------------------------------
 
 
-def test_a_body_that_is_too_large_is_refused_by_its_length_before_it_is_sent(client: Client) -> None:
+def test_a_large_content_length_is_refused_before_the_body_is_sent(client: Client) -> None:
     head = client.request("POST", "/v1/completions", b"", {"Content_Length": "2001"})
     answer = client.raw(head)
     assert answer.status == 413
     assert "2000 bytes" in answer.message
 
 
-def test_a_body_without_a_length_is_refused_when_it_has_become_too_large(client: Client) -> None:
+def test_a_chunked_body_is_refused_once_it_is_too_large(client: Client) -> None:
     headers = {"Transfer_Encoding": "chunked", "Content_Type": "application/json"}
     head = client.request("POST", "/v1/completions", headers=headers)
     chunk = b"3e8\r\n" + b" " * 1000 + b"\r\n"
@@ -43,20 +43,20 @@ def test_a_body_without_a_length_is_refused_when_it_has_become_too_large(client:
 @pytest.mark.parametrize(
     "headers",
     [
-        pytest.param(f"X-Long: {'a' * MOST_HEAD_BYTES}\r\n\r\n", id="one long"),
-        pytest.param("".join(f"X-{n}: a\r\n" for n in range(MOST_HEADERS + 1)) + "\r\n", id="many"),
-        pytest.param(f"X-Endless: {'a' * (MOST_HEAD_BYTES + 1000)}", id="one without an end"),
+        pytest.param(f"X-Long: {'a' * MAX_HEAD_BYTES}\r\n\r\n", id="one long"),
+        pytest.param("".join(f"X-{n}: a\r\n" for n in range(MAX_HEADERS + 1)) + "\r\n", id="many"),
+        pytest.param(f"X-Endless: {'a' * (MAX_HEAD_BYTES + 1000)}", id="one without an end"),
     ],
 )
 def test_headers_that_are_too_large_or_too_many_are_refused(client: Client, headers: str) -> None:
     answer = client.raw(f"GET /health HTTP/1.1\r\nHost: a\r\n{headers}".encode())
     assert answer.status == 431
-    assert f"{MOST_HEADERS} headers" in answer.message
+    assert f"{MAX_HEADERS} headers" in answer.message
     assert answer.headers["connection"] == "close"
 
 
-def test_a_long_path_counts_as_the_head_that_it_is_part_of(client: Client) -> None:
-    assert client.get("/" + "a" * MOST_HEAD_BYTES).status == 431
+def test_a_long_path_counts_against_the_limit_on_headers(client: Client) -> None:
+    assert client.get("/" + "a" * MAX_HEAD_BYTES).status == 431
     assert client.get("/" + "a" * 5000).status == 404
 
 
@@ -70,7 +70,7 @@ def test_a_long_path_counts_as_the_head_that_it_is_part_of(client: Client) -> No
         b"GET / HTTP/1.1\r\nHost: a\r\nX: a\x00b\r\n\r\n",
     ],
 )
-def test_what_is_not_http_or_could_be_read_in_two_ways_is_refused(client: Client, data: bytes) -> None:
+def test_invalid_or_ambiguous_http_is_refused(client: Client, data: bytes) -> None:
     answer = client.raw(data)
     assert answer.status == 400
     assert answer.json["error"]["type"] == "invalid_request_error"
@@ -79,7 +79,7 @@ def test_what_is_not_http_or_could_be_read_in_two_ways_is_refused(client: Client
 # Numbers -------------------------------------------------------------------------------------------
 
 
-def test_requests_beyond_the_queue_get_429_and_when_to_come_again() -> None:
+def test_requests_beyond_the_queue_get_429_with_retry_after() -> None:
     backend = Gate()
     backend.open.clear()
     with serving(toy_engine(backend, max_num_seqs=1), max_queue=1) as client:
@@ -98,7 +98,7 @@ def test_requests_beyond_the_queue_get_429_and_when_to_come_again() -> None:
         assert client.complete(max_tokens=1).status == 200
 
 
-def test_requests_sent_before_the_first_answer_are_bounded(client: Client) -> None:
+def test_pipelined_requests_are_bounded(client: Client) -> None:
     with client.connect() as connection:
         connection.sendall(client.request("GET", "/v1/models") * 3)
         assert [read_answer(connection).status] == [200]
@@ -119,21 +119,21 @@ def test_requests_sent_before_the_first_answer_are_bounded(client: Client) -> No
     ],
     ids=["headers", "body"],
 )
-def test_a_request_that_does_not_come_is_not_waited_for(beginning: bytes) -> None:
+def test_a_request_that_does_not_arrive_times_out(beginning: bytes) -> None:
     with serving(client_timeout=0.05) as client:
         answer = client.raw(beginning)
     assert answer.status == 408
     assert "0.05 seconds" in answer.message
 
 
-def test_a_connection_without_requests_is_closed() -> None:
+def test_an_idle_connection_is_closed() -> None:
     with serving(timeout_keep_alive=1) as client, client.connect() as connection:
         connection.sendall(client.request("GET", "/health"))
         assert read_answer(connection).status == 200
         assert connection.recv(1) == b""
 
 
-def test_a_request_that_takes_too_long_is_aborted_and_says_so() -> None:
+def test_a_request_beyond_its_timeout_gets_504() -> None:
     backend = Gate()
     backend.open.clear()
     engine = toy_engine(backend)
@@ -147,7 +147,7 @@ def test_a_request_that_takes_too_long_is_aborted_and_says_so() -> None:
         assert engine.kv.usage == 0
 
 
-def test_a_stream_that_takes_too_long_ends_with_the_error_as_an_event() -> None:
+def test_a_stream_beyond_its_timeout_ends_with_an_error_event() -> None:
     endless = {"max_tokens": ENDLESS, "ignore_eos": True}
     with serving(request_timeout=1.5) as client, client.stream(**endless) as stream:
         seen = b""
@@ -162,12 +162,12 @@ def test_a_stream_that_takes_too_long_ends_with_the_error_as_an_event() -> None:
 
 
 def has_answered(client: Client) -> bool:
-    """Whether the server is done with a completion, in one way or another."""
+    """Whether the server has finished a completion, in one way or another."""
     return b'path="/v1/completions"' in client.get("/metrics").body
 
 
-def test_a_client_that_does_not_read_holds_neither_the_engine_nor_its_connection() -> None:
-    """Its answer is far larger than what the system buffers; another client's is not held up by it."""
+def test_a_client_that_does_not_read_is_disconnected() -> None:
+    """Its answer is far larger than the system's buffers; another client's answer is not delayed."""
     engine = toy_engine(max_model_len=400)
     patient = 2.0  # seconds: the engine takes a tenth of them for the answer, a third beside other work
     with serving(engine, send_buffer=4096, client_timeout=patient) as client, socket.socket() as connection:
@@ -178,7 +178,7 @@ def test_a_client_that_does_not_read_holds_neither_the_engine_nor_its_connection
         connection.sendall(client.request("POST", "/v1/completions", body))
         assert client.post("/v1/chat/completions", HELLO).status == 200
         until(lambda: not engine.has_unfinished)
-        assert not has_answered(client)  # it was not given up, but computed to its end
+        assert not has_answered(client)  # it was not aborted, but computed to its end
         until(lambda: has_answered(client))
         assert not engine.has_unfinished
         with pytest.raises(ConnectionError):

@@ -1,4 +1,4 @@
-"""Logs: one line for each request with all there is to know, and nothing that is nobody's business."""
+"""Logs: one line per request with its statistics, and nothing confidential."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECRET = "my secret prompt"
 
 
 class Log:
-    """What the server has logged, as its facts."""
+    """What the server has logged, as facts."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self._caplog = caplog
@@ -28,7 +28,7 @@ class Log:
         return [facts for facts in lines if facts.get("path") == path and "method" in facts]
 
     def request(self, path: str) -> dict[str, Any]:
-        """The one line of a request to a path, which comes right after its answer."""
+        """The one log line of a request to a path, written right after its answer."""
         until(lambda: self.requests(path))
         (facts,) = self.requests(path)
         return facts
@@ -46,7 +46,7 @@ def client() -> Iterator[Client]:
         yield made
 
 
-def test_a_request_has_one_line_with_its_figures(client: Client, log: Log) -> None:
+def test_a_request_has_one_log_line_with_its_statistics(client: Client, log: Log) -> None:
     fields = {"prompt": SECRET, "max_tokens": 5, "n": 2, "ignore_eos": True, "segment": "eu", "user": "ann"}
     answer = client.post("/v1/completions", fields)
     line = log.request("/v1/completions")
@@ -68,19 +68,19 @@ def test_a_request_has_one_line_with_its_figures(client: Client, log: Log) -> No
     assert answer.json["choices"][0]["text"] not in text
 
 
-def test_a_stream_has_the_same_line(client: Client, log: Log) -> None:
+def test_a_stream_has_the_same_log_line(client: Client, log: Log) -> None:
     client.complete(max_tokens=5, stream=True, ignore_eos=True)
     line = log.request("/v1/completions")
     assert (line["status"], line["completion_tokens"], line["finish_reasons"]) == (200, 5, ["length"])
     assert "disconnected" not in line
 
 
-def test_a_client_that_left_is_told_of(client: Client, log: Log) -> None:
+def test_a_disconnected_client_is_logged(client: Client, log: Log) -> None:
     client.stream(max_tokens=ENDLESS, ignore_eos=True).close()
     assert log.request("/v1/completions")["disconnected"] is True
 
 
-def test_a_client_that_left_before_its_request_was_whole_is_no_error(
+def test_a_disconnect_during_the_request_is_no_error(
     client: Client, log: Log, caplog: pytest.LogCaptureFixture
 ) -> None:
     with client.connect() as connection:
@@ -92,7 +92,7 @@ def test_a_client_that_left_before_its_request_was_whole_is_no_error(
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
-def test_ids_are_ours_and_a_sane_one_of_the_clients_is_given_back(client: Client, log: Log) -> None:
+def test_request_ids_are_ours_and_a_valid_client_id_is_returned(client: Client, log: Log) -> None:
     first, second = (client.get("/v1/models", X_Request_Id="mine-1") for _ in range(2))
     assert first.headers["x-client-request-id"] == second.headers["x-client-request-id"] == "mine-1"
     assert first.headers["x-request-id"] != second.headers["x-request-id"]
@@ -101,14 +101,14 @@ def test_ids_are_ours_and_a_sane_one_of_the_clients_is_given_back(client: Client
 
 
 @pytest.mark.parametrize("own", ["a b", "a\tb", "\xe9", "x" * 129, '{"a": 1}', "a;b"])
-def test_an_id_that_is_not_sane_is_left_out(client: Client, log: Log, own: str) -> None:
+def test_an_invalid_client_request_id_is_omitted(client: Client, log: Log, own: str) -> None:
     answer = client.get("/v1/models", X_Request_Id=own)
     assert answer.status == 200
     assert "x-client-request-id" not in answer.headers
     assert "client_request_id" not in log.request("/v1/models")
 
 
-def test_errors_have_their_line_and_unexpected_ones_a_traceback(
+def test_errors_have_a_log_line_and_unexpected_ones_a_traceback(
     log: Log, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = ToyBackend(max_rows=64)
@@ -123,7 +123,7 @@ def test_errors_have_their_line_and_unexpected_ones_a_traceback(
     assert [line["status"] for line in log.requests("/v1/completions")] == [500, 200]
 
 
-def test_watching_the_server_is_no_news_and_nothing_is_told_twice(
+def test_health_checks_are_not_logged_and_nothing_is_logged_twice(
     client: Client, log: Log, caplog: pytest.LogCaptureFixture
 ) -> None:
     client.get("/health")
@@ -134,7 +134,7 @@ def test_watching_the_server_is_no_news_and_nothing_is_told_twice(
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_a_line_is_one_line_whatever_is_in_it(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_event_is_always_one_line(form: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = logging.getLogger().handlers[:]
     try:
         set_up_logs("info", form)
@@ -147,7 +147,7 @@ def test_a_line_is_one_line_whatever_is_in_it(form: str, capsys: pytest.CaptureF
     assert "\x1b" not in line
     assert "segment" not in line
     if form == "json":
-        told = json.loads(line)
-        assert told["event"] == "request"
-        assert told["path"] == "/a\nb\x1b[31m"
-        assert told["time"].endswith("+00:00")
+        fields = json.loads(line)
+        assert fields["event"] == "request"
+        assert fields["path"] == "/a\nb\x1b[31m"
+        assert fields["time"].endswith("+00:00")

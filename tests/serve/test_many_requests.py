@@ -1,4 +1,4 @@
-"""A server keeps nothing of the requests that it has answered: no file, no thread, no line of its metrics."""
+"""A server keeps nothing of answered requests: no file, no thread, no line of its metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.toy import ToyBackend, toy_engine
 
 
 def ask(client: Client, number: int) -> None:
-    """A request of its own kind, with names of its own wherever a client may give one."""
+    """A request of its own kind, with a new name wherever a client may give one."""
     fields = {"segment": f"s{number}", "user": f"u{number}", "seed": number, "max_tokens": 1 + number % 3}
     text = f"TEXT {number}"
     if number % 5 == 0:

@@ -1,4 +1,4 @@
-"""Metrics tell the truth: the counters are the sums of what the requests say of themselves."""
+"""The counters are the sums of the requests' own metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 DASHBOARD = DOCS / "grafana" / "paceline.json"
 PROMPTS = ("one", "two", "three", "four")
 LENGTH = 40
-# with vLLM's types, as `vllm:` there
+# with vLLM's types; `vllm:` there
 VLLM_NAMES = {
     "counter": (
         *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
@@ -42,7 +42,7 @@ VLLM_NAMES = {
 
 
 def drafting_engine() -> Engine:
-    """An engine with a drafter whose drafts are partly right, and of a length that shrinks at the end."""
+    """An engine with a drafter whose drafts are partly right, and shorter at the end."""
     ids = {prompt: tuple(ToyTokenizer().encode(prompt)) for prompt in PROMPTS}
     truth = {}
     for prompt in PROMPTS:
@@ -65,7 +65,7 @@ def samples(client: Client) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 
 def total(found: dict[str, list[tuple[dict[str, str], float]]], name: str, **where: str) -> float:
-    """The sum of the samples of a name that have these labels."""
+    """The sum of a metric's samples with these labels."""
     return sum(value for labels, value in found[name] if where.items() <= labels.items())
 
 
@@ -83,7 +83,7 @@ def generate(client: Client, prompt: str, **fields: object) -> dict[str, Any]:
     return found
 
 
-def test_the_counters_are_the_sums_of_what_requests_say_of_themselves() -> None:
+def test_the_counters_are_the_sums_of_the_requests_metrics() -> None:
     with serving(drafting_engine()) as client:
         answers = [
             generate(client, prompt, segment=f"s{number % 2}") for number, prompt in enumerate(PROMPTS)
@@ -112,7 +112,7 @@ def test_the_counters_are_the_sums_of_what_requests_say_of_themselves() -> None:
 
 
 def test_positions_are_counted_by_the_drafts_that_reached_them() -> None:
-    """Drafts differ in length: dividing by the number of drafts would be wrong, as it is elsewhere."""
+    """Drafts differ in length, so dividing by the number of drafts would be wrong."""
     with serving(drafting_engine()) as client:
         drafts = [generate(client, prompt)["metrics"]["speculative_decoding"] for prompt in PROMPTS]
         found = samples(client)
@@ -145,7 +145,7 @@ def test_n_outputs_share_one_prompt_and_end_one_by_one() -> None:
     assert total(found, "paceline:request_generation_tokens_count") == 3
 
 
-def test_every_name_of_vllm_is_there_with_its_type_and_label() -> None:
+def test_every_vllm_metric_exists_with_its_type_and_label() -> None:
     with serving(drafting_engine()) as client:
         generate(client, "one")
         text = client.get("/metrics").body.decode()
@@ -161,7 +161,7 @@ def test_every_name_of_vllm_is_there_with_its_type_and_label() -> None:
     assert families["paceline:server_info"].samples[0].labels["version"] == "test"
 
 
-def test_the_bench_of_vllm_finds_its_four_counters_and_nothing_it_would_misread() -> None:
+def test_vllm_bench_finds_its_four_counters_and_nothing_else() -> None:
     with serving(drafting_engine()) as client:
         generate(client, "one")
         lines = [
@@ -174,7 +174,7 @@ def test_the_bench_of_vllm_finds_its_four_counters_and_nothing_it_would_misread(
         "vllm:spec_decode_num_accepted_tokens_total",
         "vllm:spec_decode_num_accepted_tokens_per_pos_total",
     }
-    assert all(len(line.split()) == 2 for line in lines)  # it splits at the first space
+    assert all(len(line.split()) == 2 for line in lines)  # vLLM splits at the first space
 
 
 def test_failures_refusals_and_aborts_are_counted() -> None:
@@ -195,12 +195,12 @@ def test_failures_refusals_and_aborts_are_counted() -> None:
     http = "paceline:http_requests_total"
     assert total(found, http, path="/v1/completions", status="500") == 1
     assert total(found, http, path="/v1/completions", status="400") == 1
-    assert total(found, http, path="", status="404") == 1  # a path that clients invent is no label
+    assert total(found, http, path="", status="404") == 1  # unknown paths are not labels
     assert total(found, http, path="", status="400") == 1
     assert total(found, "paceline:engine_healthy") == 1
 
 
-def test_where_the_time_of_steps_goes_adds_up() -> None:
+def test_the_parts_of_a_steps_time_add_up() -> None:
     metrics = Metrics("m", 4, {})
     stats = StepStats(plan_time=1, draft_time=2, build_time=3, forward_time=4, verify_time=5, commit_time=6)
     metrics.step(stats, [])
@@ -229,7 +229,7 @@ def test_segments_beyond_the_limit_are_counted_together() -> None:
 
 
 @pytest.mark.parametrize("segment", ['a"b', "a\nb", "a b", "é", "a" * 65, "{}", "a\\"])
-def test_a_segment_that_could_spoil_a_label_is_refused(segment: str) -> None:
+def test_a_segment_that_is_no_valid_label_is_refused(segment: str) -> None:
     with serving() as client:
         answer = client.complete(segment=segment)
         assert answer.status == 400
@@ -238,7 +238,7 @@ def test_a_segment_that_could_spoil_a_label_is_refused(segment: str) -> None:
     assert {labels["segment"] for labels, _ in found["paceline:prompt_tokens_total"]} == {""}
 
 
-def test_the_header_names_the_segment_too() -> None:
+def test_the_segment_may_come_from_a_header() -> None:
     with serving() as client:
         answer = client.post("/v1/completions", {"prompt": "a", "max_tokens": 2}, X_Segment="eu/chat-1.5")
         assert answer.status == 200
@@ -256,7 +256,7 @@ def test_a_histogram_is_what_counting_by_hand_gives() -> None:
     assert histogram.total == sum(values)
 
 
-def test_edges_rise() -> None:
+def test_bucket_bounds_are_increasing() -> None:
     for edges, _ in HISTOGRAMS.values():
         assert list(edges) == sorted(set(edges))
 

@@ -1,4 +1,4 @@
-"""The official client against a real server with the real small model: text, streams, errors, endings."""
+"""The official client against a real server with the default model: text, streams, errors, endings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def metrics_of(server: ServerProcess) -> dict[str, float]:
 
 
 def wait_until_idle(server: ServerProcess) -> dict[str, float]:
-    """The metrics once nothing runs; the test fails if that takes long."""
+    """The metrics once nothing runs; fails if that takes long."""
     until = time.monotonic() + 20
     while time.monotonic() < until:
         sums = metrics_of(server)
@@ -255,7 +255,7 @@ def test_a_wrong_key_is_an_authentication_error(real_server: ServerProcess) -> N
         stranger.models.list()
 
 
-def test_a_full_queue_is_a_rate_limit_error_that_says_when_to_come_again(
+def test_a_full_queue_is_a_rate_limit_error_with_retry_after(
     client: openai.OpenAI, real_server: ServerProcess
 ) -> None:
     busy = [
@@ -299,7 +299,7 @@ def test_a_closed_stream_frees_its_pages_and_is_counted_as_aborted(
     assert sums["paceline:kv_cache_usage_perc"] == 0
 
 
-def test_the_counters_grow_by_what_was_asked(client: openai.OpenAI, real_server: ServerProcess) -> None:
+def test_the_counters_grow_by_the_requested_tokens(client: openai.OpenAI, real_server: ServerProcess) -> None:
     before = wait_until_idle(real_server)
     answer = client.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=9, extra_body={"ignore_eos": True}
@@ -340,7 +340,7 @@ def test_the_async_client_streams_many_at_once(real_server: ServerProcess) -> No
     asyncio.run(work())
 
 
-def test_tokenize_and_detokenize_are_each_others_inverse(real_server: ServerProcess) -> None:
+def test_detokenize_inverts_tokenize(real_server: ServerProcess) -> None:
     with httpx.Client(base_url=real_server.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
         tokens = http.post("/tokenize", json={"model": MODEL, "prompt": PROMPT}).json()
         assert tokens["count"] == len(tokens["tokens"])

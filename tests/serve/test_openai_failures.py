@@ -1,4 +1,4 @@
-"""What the official client's user sees when the engine fails: before an answer, and in a stream."""
+"""What a user of the official client sees when the engine fails: before an answer, and in a stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.toy import ToyBackend, toy_engine
 
 
 class Breaks(ToyBackend):
-    """Fails in one of its passes, and goes on as if nothing had happened."""
+    """Fails in one pass, and then continues normally."""
 
     def __init__(self, breaking_pass: int) -> None:
         super().__init__(max_rows=64)
@@ -28,7 +28,7 @@ def client_at(port: int) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
 
 
-def test_a_failure_before_the_answer_is_an_internal_server_error_without_our_secrets() -> None:
+def test_a_failure_before_the_answer_is_a_500_without_details() -> None:
     with serving(toy_engine(Breaks(1))) as server, client_at(server.port) as client:
         with pytest.raises(openai.InternalServerError) as failed:
             client.completions.create(model="toy", prompt="abc")
@@ -37,7 +37,7 @@ def test_a_failure_before_the_answer_is_an_internal_server_error_without_our_sec
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_failure_in_the_middle_of_a_stream_is_an_api_error_after_the_text_so_far(chat: bool) -> None:
+def test_a_failure_in_a_stream_is_an_api_error_after_the_text_so_far(chat: bool) -> None:
     extra = {"ignore_eos": True, "logprobs": True if chat else 0}  # log-probabilities: a chunk for each token
     with serving(toy_engine(Breaks(5))) as server, client_at(server.port) as client:
         stream = (

@@ -107,7 +107,7 @@ def test_choice_regex_and_grammar(client: openai.OpenAI, wanted: dict[str, Any],
     assert text.choices[0].text in allowed
 
 
-def test_parse_gives_the_users_own_class(client: openai.OpenAI) -> None:
+def test_parse_gives_the_users_class(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(
         model=MODEL, messages=ASK, max_tokens=40, temperature=0, response_format=Person
     )
@@ -255,14 +255,14 @@ def test_a_streamed_response_gives_its_events_in_order(client: openai.OpenAI) ->
     assert last.response.output_text == whole.output_text
 
 
-def test_the_clients_own_reader_of_streams_gives_the_users_own_class(client: openai.OpenAI) -> None:
+def test_the_clients_stream_reader_gives_the_users_class(client: openai.OpenAI) -> None:
     with client.responses.stream(
         model=MODEL, input=ASK, max_output_tokens=40, temperature=0, text_format=Person
     ) as stream:
         assert isinstance(stream.get_final_response().output_parsed, Person)
 
 
-def test_a_parsed_response_is_the_users_own_class(client: openai.OpenAI) -> None:
+def test_a_parsed_response_is_the_users_class(client: openai.OpenAI) -> None:
     answer = client.responses.parse(
         model=MODEL, input=ASK, max_output_tokens=40, temperature=0, text_format=Person
     )
@@ -284,7 +284,7 @@ def test_a_response_calls_the_function_that_it_must(client: openai.OpenAI) -> No
     jsonschema.validate(json.loads(call.arguments), SCHEMAS["get_weather"])
 
 
-def test_what_would_need_a_memory_is_refused_by_name(client: openai.OpenAI) -> None:
+def test_stateful_fields_are_refused_by_name(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(model=MODEL, input="and then?", previous_response_id="resp_1")
     assert refused.value.param == "previous_response_id"

@@ -1,4 +1,4 @@
-"""/v1/responses: the official client reads it, its events come in order, and it shares the ways of chat."""
+"""/v1/responses: the official client reads it, and its events come in order."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def events_of(text: str, **body: Any) -> list[dict[str, Any]]:
 
 
 def kinds(events: list[dict[str, Any]]) -> list[str]:
-    """The types of the events, repeated ones once."""
+    """The types of the events, without repetitions."""
     names = [event["type"].removeprefix("response.") for event in events]
     return [name for number, name in enumerate(names) if number == 0 or name != names[number - 1]]
 
@@ -81,7 +81,7 @@ def test_the_official_client_reads_an_answer() -> None:
     assert (answer.status, answer.model, answer.metadata) == ("completed", "echo", {"who": "me"})
     assert answer.id.startswith("resp_")
     assert answer.usage is not None
-    assert answer.usage.output_tokens == len("Good morning!") + 1  # and the end
+    assert answer.usage.output_tokens == len("Good morning!") + 1  # and the end-of-sequence token
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
 
 
@@ -132,7 +132,7 @@ def test_the_events_of_a_text_with_calls_are_in_order() -> None:
 
 
 @pytest.mark.parametrize("text", ["Hello", "", CALL, f"One moment.\n{CALL}"], ids=repr)
-def test_a_stream_ends_with_what_is_given_whole(text: str) -> None:
+def test_a_stream_ends_with_the_whole_response(text: str) -> None:
     body: dict[str, Any] = {"tools": [WEATHER], "instructions": "Help."}
     streamed = events_of(text, **body)[-1]["response"]
     whole = ask(PATH, input=text, temperature=0, **body).json()
@@ -233,7 +233,7 @@ def test_input_items_are_the_messages_of_a_chat() -> None:
     assert tool == {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "rain"}
 
 
-def test_our_own_fields_are_those_of_chat() -> None:
+def test_extra_fields_are_those_of_chat() -> None:
     own = {"seed": 4, "top_k": 5, "speculative": "off", "segment": "tests", "return_metrics": True}
     answer = ask(PATH, input="Hello", stop=["o"], **own).json()
     assert answer["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
@@ -267,7 +267,7 @@ def test_our_own_fields_are_those_of_chat() -> None:
         ("unheard_of", 1),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(field: str, value: Any) -> None:
+def test_unsupported_response_fields_are_refused_by_name(field: str, value: Any) -> None:
     answer = ask(PATH, **{"input": "Hello", field: value})
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -289,5 +289,5 @@ def test_what_is_not_served_is_refused_by_name(field: str, value: Any) -> None:
         "user",
     ],
 )
-def test_null_is_as_good_as_nothing(field: str) -> None:
+def test_null_means_not_given(field: str) -> None:
     assert ask(PATH, **{"input": "Hello", "temperature": 0, field: None}).status_code == 200

@@ -1,4 +1,4 @@
-"""A server that is killed starts again at once, with what it keeps whole, and answers the same bytes."""
+"""A killed server starts again at once, with its stored state intact, and answers the same bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def answer(server: Server) -> str:
     return text
 
 
-def test_killed_in_the_middle_of_answers(tmp_path: Path) -> None:
+def test_the_server_restarts_after_a_kill_during_answers(tmp_path: Path) -> None:
     kept = tmp_path / "past.npz"
     drafts = json.dumps({"method": "suffix", "suffix_cache_path": str(kept)})
 

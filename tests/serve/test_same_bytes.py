@@ -1,4 +1,4 @@
-"""Over HTTP with a seed come the offline engine's bytes: drafted or not, streamed or not, alone or not."""
+"""Over HTTP with a seed: the offline bytes, with and without drafts, streaming and other requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SPECULATIVE = ["off", "suffix", {"method": "ngram", "num_speculative_tokens": 4}
 
 @dataclass(frozen=True)
 class Case:
-    """One request: to a chat or to continue a text, with options and log-probabilities."""
+    """One request: a chat or a text to continue, with options and log-probabilities."""
 
     chat: bool
     options: dict[str, Any]
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Truth:
-    """What an answer must be."""
+    """An expected answer."""
 
     text: str
     logprobs: list[float]  # of the tokens that were chosen
@@ -72,7 +72,7 @@ CASES = [Case(chat, options) for options in OPTIONS for chat in (False, True)]
 
 @pytest.fixture(scope="module")
 def truths(offline: LLM) -> list[Truth]:
-    """The offline engine's answers, without drafts."""
+    """The offline engine's answers, without drafting."""
     texts = iter(offline.generate([TEXT] * len(OPTIONS), [case.params() for case in CASES if not case.chat]))
     chats = iter(offline.chat([CHAT] * len(OPTIONS), [case.params() for case in CASES if case.chat]))
     outputs = [next(chats if case.chat else texts).outputs[0] for case in CASES]
@@ -123,7 +123,9 @@ def test_alone(real_server: ServerProcess, truths: Sequence[Truth]) -> None:
     asyncio.run(work())
 
 
-def test_among_sixteen_others(real_server: ServerProcess, truths: Sequence[Truth]) -> None:
+def test_the_bytes_are_the_same_among_sixteen_other_requests(
+    real_server: ServerProcess, truths: Sequence[Truth]
+) -> None:
     room = asyncio.Semaphore(COMPANY)
 
     async def one(case: Case, truth: Truth, speculative: object, stream: bool) -> None:
@@ -143,8 +145,8 @@ def test_among_sixteen_others(real_server: ServerProcess, truths: Sequence[Truth
     asyncio.run(work())
 
 
-def test_the_cases_differ_and_are_drafted_for(real_server: ServerProcess, truths: Sequence[Truth]) -> None:
-    """Else the comparisons above would show little."""
+def test_the_cases_differ_and_use_drafts(real_server: ServerProcess, truths: Sequence[Truth]) -> None:
+    """Otherwise the comparisons above would show little."""
     assert len({(truth.text, tuple(truth.logprobs)) for truth in truths}) == len(truths)
 
     async def work() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Requests made up from the OpenAPI document: none is a 500, and every answer is as documented.
+"""Requests generated from the OpenAPI document: none gives a 500, and every answer is as documented.
 
 More of them against any server: `python -m tests.serve.test_schemathesis URL REQUESTS`.
 """
@@ -24,7 +24,7 @@ EXCLUDED = [positive_data_acceptance]
 
 
 def check_operations(url: str, requests: int) -> Counter[int]:
-    """How often each status was answered to about so many requests, half of them against the document."""
+    """Number of answers by status, for about this many requests, half of them invalid by the document."""
     load_all_checks()
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     operations = [found.ok() for found in schema.get_all_operations()]
@@ -42,7 +42,7 @@ def check_operations(url: str, requests: int) -> Counter[int]:
 
 
 def _of_any_model(case: schemathesis.Case) -> schemathesis.Case:
-    """The case without a model: a made-up one is hardly ever served, and all answers would be 404."""
+    """The case without a model: a generated name is hardly ever served, and all answers would be 404."""
     if isinstance(case.body, dict):
         case.body.pop("model", None)
     return case
@@ -63,7 +63,7 @@ def _check(cases: Any, examples: int, statuses: Counter[int]) -> None:
 
 
 @pytest.mark.fuzz
-def test_no_made_up_request_breaks_the_server() -> None:
+def test_no_generated_request_breaks_the_server() -> None:
     engine = toy_engine(max_model_len=1024, num_pages=2000)  # made-up requests ask for as much as there is
     with serving(engine) as client:
         statuses = check_operations(f"http://127.0.0.1:{client.port}", 240)

@@ -1,6 +1,6 @@
 """What has gone wrong in servers like this one, by class. docs/security.md says what we do about each.
 
-Classes with more to test have files of their own: test_security_bombs.py, test_auth.py, test_limits.py and
+Classes with more tests have their own files: test_security_bombs.py, test_auth.py, test_limits.py and
 test_logs.py here, tests/models/ for files, tests/constrain/ for grammars, tests/lossless/test_edges.py.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.serve.connections import MOST_HEAD_BYTES
+from paceline.serve.connections import MAX_HEAD_BYTES
 from paceline.serve.options import ServeOptions
 from tests.serve.running import Client, serving, until
 from tests.toy import ToyBackend, scribble_free_pages, toy_engine
@@ -72,7 +72,7 @@ def test_no_pickle_and_no_sockets_between_processes() -> None:
     assert [place for place, _ in used(r"socket\.socket$")] == ["serve/server.py: socket.socket"]
 
 
-def test_the_one_child_of_a_server_is_spoken_to_in_json_over_pipes() -> None:
+def test_the_only_child_process_gets_json_over_pipes() -> None:
     started = [place for place, _ in used(r"subprocess\.|os\.(fork|posix_spawn|spawn|exec)")]
     serving = ("serve/", "engine/", "constrain/", "kv/", "verify/", "control/")
     assert [place for place in started if place.startswith(serving)] == [
@@ -80,7 +80,7 @@ def test_the_one_child_of_a_server_is_spoken_to_in_json_over_pipes() -> None:
     ]
 
 
-def test_the_server_listens_on_loopback_unless_told_otherwise() -> None:
+def test_the_server_listens_on_loopback_by_default() -> None:
     assert ServeOptions().host == "127.0.0.1"
 
 
@@ -128,10 +128,10 @@ def test_a_template_in_a_message_is_only_text(client: Client) -> None:
 
 
 def test_header_size_is_bounded(client: Client) -> None:
-    assert client.get("/health", X_Long="a" * MOST_HEAD_BYTES).status == 431
+    assert client.get("/health", X_Long="a" * MAX_HEAD_BYTES).status == 431
 
 
-def test_the_host_header_has_no_say_in_auth() -> None:
+def test_the_host_header_does_not_affect_auth() -> None:
     with serving(api_key=("sk-1",)) as client:
         assert client.get("/v1/models", Host="localhost/health?").status in (400, 401)
 
@@ -153,9 +153,9 @@ def test_no_local_path_in_an_error() -> None:
         ]
     for body in bodies:
         assert "error" in json.loads(body)
-        told = body.decode().replace(f"{SOURCES!s}'", "")  # what the client sent it may get back
+        text = body.decode().replace(f"{SOURCES!s}'", "")  # what the client sent it may get back
         for place in (str(SOURCES.parent), str(Path.home()), sys.prefix, "site-packages", ".py"):
-            assert place not in told
+            assert place not in text
 
 
 # Leaks from one request to another --------------------------------------------------------------------------
@@ -172,13 +172,13 @@ def test_requests_share_cached_pages_only_with_those_of_the_same_salt() -> None:
 
         assert cached(cache_salt="ann") == 0
         assert cached(cache_salt="ann") > 0
-        assert cached(cache_salt="bob") == 0  # nobody can tell by the time it takes what others asked
+        assert cached(cache_salt="bob") == 0  # the time must not reveal what others asked
         assert cached() == 0
         assert cached() > 0
 
 
 def test_pages_that_were_freed_are_never_read() -> None:
-    """Others come and go, half of them by closing the connection; every free page is filled with rubbish."""
+    """Other requests come and go, half of them by a disconnect; every free page is filled with garbage."""
     fields = {"max_tokens": 30, "ignore_eos": True, "temperature": 0.9, "logprobs": 1}
     with serving() as client:
         expected = [
@@ -216,7 +216,7 @@ def test_pages_that_were_freed_are_never_read() -> None:
 
 
 def test_a_request_never_names_a_file(client: Client) -> None:
-    """Whatever a request says: no file with that name is opened, looked at or run."""
+    """Whatever a request says: no file with that name is opened, inspected or run."""
     name = "a-name-that-only-requests-have"
     touched: list[str] = []
     watching = True

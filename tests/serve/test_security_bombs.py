@@ -81,7 +81,7 @@ def test_grammar_and_regex_bombs_are_refused(client: Client, bomb: str) -> None:
 
 
 def test_grammars_are_compiled_beside_the_event_loop(grammar_engine: Engine, monkeypatch: Any) -> None:
-    """While one is being compiled, however long it takes, the server answers others."""
+    """While one is compiled, however long it takes, the server answers others."""
     begun, go_on = threading.Event(), threading.Event()
     compile_grammar = grammar_engine.grammars.compile
 
@@ -105,7 +105,7 @@ def test_grammars_are_compiled_beside_the_event_loop(grammar_engine: Engine, mon
 
 
 def test_a_grammar_travels_with_its_request(grammar_engine: Engine, monkeypatch: Any) -> None:
-    """Also if it leaves the cache before the request is taken, the engine's thread compiles nothing."""
+    """Even if it leaves the cache before the request is taken, the engine's thread compiles nothing."""
     compile_grammar = grammar_engine.grammars.compile
     threads: list[str] = []
 
@@ -122,9 +122,7 @@ def test_a_grammar_travels_with_its_request(grammar_engine: Engine, monkeypatch:
     assert threads[0].startswith("paceline-serve")
 
 
-def test_requests_whose_grammars_wait_too_long_are_told_to_come_again(
-    grammar_engine: Engine, monkeypatch: Any
-) -> None:
+def test_requests_whose_grammars_wait_too_long_get_429(grammar_engine: Engine, monkeypatch: Any) -> None:
     compile_grammar = grammar_engine.grammars.compile
     begun, go_on = threading.Semaphore(0), threading.Event()
 
@@ -193,7 +191,7 @@ def test_parameter_bombs_are_refused_by_name(client: Client, field: str, value: 
         b'{"prompt": "a", "n": ' + b"1" * 10**5 + b"}",
     ],
 )
-def test_a_body_that_is_no_sane_json_is_refused(client: Client, body: bytes) -> None:
+def test_ambiguous_json_is_refused(client: Client, body: bytes) -> None:
     assert client.post("/v1/completions", body).status == 400
 
 

@@ -1,4 +1,4 @@
-"""The start: which options are refused, what the model is called, and that warming up leaves no trace."""
+"""The start: refused options, the model's name, and a warm-up without side effects."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from tests.draft.test_draft_model_cpu import save_model
         *(("log_format", value) for value in ("xml",)),
     ],
 )
-def test_an_option_that_makes_no_sense_is_refused_by_name(option: str, value: Any) -> None:
+def test_an_invalid_option_is_refused_by_name(option: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=option):
         ServeOptions(**{option: value})
 
 
-def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
+def test_an_unknown_option_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="did you mean 'max_queue'"):
         ServeOptions(max_queues=1)  # type: ignore[call-arg]
 
@@ -67,7 +67,7 @@ def test_a_model_is_called_by_its_name_never_by_its_path(tmp_path: Path) -> None
     assert model_names(str(tmp_path), ServeOptions(served_model_name=("a", "b"))) == ("a", "b")
 
 
-def test_files_are_allowed_for_all_connections_as_far_as_the_system_permits() -> None:
+def test_the_limit_on_open_files_is_raised_for_the_connections() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
@@ -85,8 +85,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-def test_warming_up_leaves_no_trace_in_the_engine(folder: str) -> None:
-    """Requests without a seed get one by their place in the order: the first must be the first."""
+def test_the_warm_up_leaves_the_engine_unchanged(folder: str) -> None:
+    """Requests without a seed get one by their number: the first request must be number one."""
     config = EngineConfig.from_options(
         model=folder, threads=1, max_model_len=100, speculative_config="suffix"
     )

@@ -1,8 +1,8 @@
-"""What one client can learn of another by what the server keeps: nothing, if their salts or keys differ.
+"""What one client can learn about another from the caches: nothing, if their salts or keys differ.
 
 The attacker knows that the victim sent, or was answered, one of two texts. It sends the beginning of each,
-makes the model say the next token, and reads whether more was drafted for one of them, or found in the
-prefix cache.
+makes the model generate the next token, and compares how much was drafted, or found in the prefix cache,
+for each of them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tests.toy import drain, toy_engine
 KEYS = ("sk-ann", "sk-eve")
 LENGTH = 11  # tokens of a secret
 PAIRS = [[[*range(text, 88 + text, 8)] for text in (pair, pair + 4)] for pair in range(4)]  # no token twice
-TRUE = (0, 1, 1, 0)  # which of each pair the victim sends
-KNOWN = 7  # tokens of a guess that the attacker sends; it makes the model say the next one
+TRUE = (0, 1, 1, 0)  # index of the text that the victim sends, of each pair
+KNOWN = 7  # tokens of a guess that the attacker sends; it makes the model generate the next one
 
 
 def make_engine(method: str, share: str = "responses") -> Engine:
-    """An engine that drafts by copies."""
+    """An engine that drafts from past text."""
     drafter: Drafter = NgramDrafter(NgramDrafter.Options())
     if method == "suffix":
         drafter = SuffixDrafter(SuffixOptions(share_suffix_cache=share))
@@ -44,7 +44,7 @@ def make_engine(method: str, share: str = "responses") -> Engine:
 
 @functools.cache
 def answer_to(prompt: tuple[int, ...]) -> list[int]:
-    """What the model answers: it is an open one, so the attacker knows."""
+    """The model's answer: it is public, so the attacker knows it."""
     engine = toy_engine()
     (request,) = engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True))
     drain(engine)
@@ -57,7 +57,7 @@ def say(client: Client, key: str | None = None, **fields: Any) -> Any:
 
 
 def send_secrets(client: Client, of: str, key: str | None = None, **fields: Any) -> None:
-    """Let the victim send the true text of each pair, or send what it is the answer to."""
+    """Let the victim send the true text of each pair, or a prompt that is answered with it."""
     for pair, true in zip(PAIRS, TRUE, strict=True):
         most = LENGTH if of == "answers" else 1
         said = say(client, prompt=pair[true], max_tokens=most, key=key, **fields)
@@ -65,8 +65,8 @@ def send_secrets(client: Client, of: str, key: str | None = None, **fields: Any)
 
 
 def guess(client: Client, of: str, key: str | None = None, **fields: Any) -> list[list[Any]]:
-    """All that the attacker is told about both guesses of each secret, but times."""
-    told = []
+    """All that the attacker sees about both guesses of each secret, except times."""
+    seen = []
     for pair in PAIRS:
         texts = pair if of == "prompts" else [answer_to(tuple(prompt)) for prompt in pair]
         answers = [
@@ -81,7 +81,7 @@ def guess(client: Client, of: str, key: str | None = None, **fields: Any) -> lis
             )
             for text in texts
         ]
-        told.append(
+        seen.append(
             [
                 (
                     answer["choices"][0]["text"],
@@ -91,13 +91,13 @@ def guess(client: Client, of: str, key: str | None = None, **fields: Any) -> lis
                 for answer in answers
             ]
         )
-    return told
+    return seen
 
 
-def right(told: list[list[Any]], unaware: list[list[Any]]) -> int:
-    """How many secrets the attacker knows if it believes where more was drafted than without the victim."""
+def secrets_found(seen: list[list[Any]], unaware: list[list[Any]]) -> int:
+    """Secrets found, if the attacker believes the guess with more drafts than without the victim."""
     found = 0
-    for both, before, true in zip(told, unaware, TRUE, strict=True):
+    for both, before, true in zip(seen, unaware, TRUE, strict=True):
         more = [
             own["num_draft_tokens"] - usual["num_draft_tokens"]
             for (*_, own), (*_, usual) in zip(both, before, strict=True)
@@ -107,46 +107,48 @@ def right(told: list[list[Any]], unaware: list[list[Any]]) -> int:
 
 
 @functools.cache
-def untold(method: str, share: str, of: str) -> list[list[Any]]:
-    """What the attacker is told on a server that the victim never used."""
+def seen_without_victim(method: str, share: str, of: str) -> list[list[Any]]:
+    """What the attacker sees on a server that the victim never used."""
     with serving(make_engine(method, share)) as client:
         return guess(client, of)
 
 
 @pytest.mark.parametrize("of", ["prompts", "answers"])
 @pytest.mark.parametrize("method", ["suffix", "hybrid"])
-def test_nothing_is_told_about_requests_of_another_salt(method: str, of: str) -> None:
-    """Not even where ends of prompts are kept: all is as on a server that the victim never used."""
-    unaware = untold(method, "prompts", of)
+def test_nothing_reveals_requests_of_another_salt(method: str, of: str) -> None:
+    """Not even if ends of prompts are cached: everything is as on a server that the victim never used."""
+    unaware = seen_without_victim(method, "prompts", of)
     with serving(make_engine(method, "prompts")) as client:
         send_secrets(client, of, cache_salt="ann")
         assert guess(client, of, cache_salt="eve") == unaware
         assert guess(client, of) == unaware
-        assert right(guess(client, of, cache_salt="ann"), unaware) > len(PAIRS) / 2, "the attack must be one"
+        assert secrets_found(guess(client, of, cache_salt="ann"), unaware) > len(PAIRS) / 2, (
+            "the attack must be one"
+        )
 
 
 @pytest.mark.parametrize("of", ["prompts", "answers"])
-def test_nothing_is_told_about_requests_with_another_key(of: str) -> None:
-    """Nor does it help the attacker to send the salt that the victim sent."""
-    unaware = untold("suffix", "prompts", of)
+def test_nothing_reveals_requests_with_another_key(of: str) -> None:
+    """Sending the victim's salt does not help the attacker either."""
+    unaware = seen_without_victim("suffix", "prompts", of)
     with serving(make_engine("suffix", "prompts"), api_key=KEYS) as client:
         send_secrets(client, of, "sk-ann")
         send_secrets(client, of, "sk-ann", cache_salt="ann")
         assert guess(client, of, "sk-eve") == unaware
         assert guess(client, of, "sk-eve", cache_salt="ann") == unaware
-        assert right(guess(client, of, "sk-ann"), unaware) > len(PAIRS) / 2
+        assert secrets_found(guess(client, of, "sk-ann"), unaware) > len(PAIRS) / 2
 
 
-def test_keys_may_share_what_is_kept() -> None:
+def test_keys_may_share_caches() -> None:
     with serving(make_engine("suffix"), api_key=KEYS, share_cache_across_keys=True) as client:
         send_secrets(client, "answers", "sk-ann")
-        told = guess(client, "answers", "sk-eve")
-        assert right(told, untold("suffix", "responses", "answers")) > len(PAIRS) / 2
+        seen = guess(client, "answers", "sk-eve")
+        assert secrets_found(seen, seen_without_victim("suffix", "responses", "answers")) > len(PAIRS) / 2
         assert cached(client, "sk-ann") == 0
         assert cached(client, "sk-eve") > 0
 
 
-def test_each_key_has_the_prefix_cache_to_itself() -> None:
+def test_each_key_has_its_own_prefix_cache() -> None:
     with serving(api_key=KEYS) as client:
         assert cached(client, "sk-ann") == 0
         assert cached(client, "sk-eve") == 0
@@ -170,22 +172,22 @@ def cached(client: Client, key: str, **fields: Any) -> int:
         ("ngram", "", "answers"),  # looks at a request's own text only
     ],
 )
-def test_what_is_not_kept_is_told_to_nobody(method: str, share: str, of: str) -> None:
-    """Not even to requests of the same salt, but by the prefix cache."""
+def test_what_is_not_cached_is_not_revealed(method: str, share: str, of: str) -> None:
+    """Not even to requests of the same salt, except by the prefix cache."""
     with serving(make_engine(method, share)) as client:
         send_secrets(client, of)
-        told = guess(client, of)
+        seen = guess(client, of)
     drafted, usual = (
         [(text, metrics) for both in found for text, _, metrics in both]
-        for found in (told, untold(method, share, of))
+        for found in (seen, seen_without_victim(method, share, of))
     )
     assert drafted == usual
 
 
-def test_the_salt_of_a_key_tells_nothing_of_it_and_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_salt_of_a_key_reveals_nothing_and_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     salts: list[str] = []
-    for _ in range(2):  # another process draws others
+    for _ in range(2):  # another process draws other salts
         engine = toy_engine()
         submit = engine.add_request
         engine.add_request = lambda *args, submit=submit, **options: (  # type: ignore[method-assign]
@@ -199,10 +201,10 @@ def test_the_salt_of_a_key_tells_nothing_of_it_and_is_in_no_log(caplog: pytest.L
     for plain, salted in zip(salts[::2], salts[1::2], strict=True):
         assert salted == plain + "mine"
         assert len(plain) == len(salts[0])
-    told = json.dumps([[record.getMessage(), getattr(record, "facts", {})] for record in caplog.records])
-    assert '"status": 200' in told
+    logged = json.dumps([[record.getMessage(), getattr(record, "facts", {})] for record in caplog.records])
+    assert '"status": 200' in logged
     for salt in salts:
-        assert salt not in told
+        assert salt not in logged
         assert not any(key in salt or digest(key) in salt for key in KEYS)
 
 

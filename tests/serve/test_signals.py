@@ -1,4 +1,4 @@
-"""Signals: the first drains, the second stops now, and after a kill -9 the next start is like any other."""
+"""Signals: the first drains, the second stops at once, and a start after kill -9 is a normal one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def has_event(log: Path, event: str) -> bool:
 
 
 def ask(client: Client, max_tokens: int) -> socket.socket:
-    """A connection on which a completion was asked for."""
+    """A connection on which a completion was requested."""
     connection = client.connect()
     body = {"prompt": "hello", "max_tokens": max_tokens, "ignore_eos": True}
     connection.sendall(client.request("POST", "/v1/completions", body))
@@ -48,7 +48,7 @@ def ask(client: Client, max_tokens: int) -> socket.socket:
 
 @contextmanager
 def hangups(handler: signal.Handlers) -> Iterator[None]:
-    """What a child does with SIGHUP by default: it has that from its parent, which may run under nohup."""
+    """Set a child's default handling of SIGHUP, which it inherits from its parent (which may be nohup)."""
     before = signal.signal(signal.SIGHUP, handler)
     try:
         yield
@@ -57,7 +57,7 @@ def hangups(handler: signal.Handlers) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_the_first_signal_lets_requests_at_hand_end_and_takes_no_others(tmp_path: Path, sig: int) -> None:
+def test_the_first_signal_drains(tmp_path: Path, sig: int) -> None:
     log = tmp_path / "log"
     with hangups(signal.SIG_DFL), serving_process(log) as (process, client):
         running = ask(client, max_tokens=60)
@@ -76,8 +76,8 @@ def test_the_first_signal_lets_requests_at_hand_end_and_takes_no_others(tmp_path
     assert [event["event"] for event in events_of(log)][-1] == "stopped"
 
 
-def test_a_hangup_that_is_ignored_stays_so(tmp_path: Path) -> None:
-    """As `nohup paceline serve` asks for."""
+def test_an_ignored_sighup_stays_ignored(tmp_path: Path) -> None:
+    """As with `nohup paceline serve`."""
     with hangups(signal.SIG_IGN), serving_process(tmp_path / "log") as (process, client):
         os.kill(process.pid or 0, signal.SIGHUP)
         assert client.complete(max_tokens=2).status == 200
@@ -86,7 +86,7 @@ def test_a_hangup_that_is_ignored_stays_so(tmp_path: Path) -> None:
     assert [event["signal"] for event in events_of(tmp_path / "log") if "signal" in event] == ["SIGTERM"]
 
 
-def test_requests_that_outlast_the_drain_are_ended_with_an_answer(tmp_path: Path) -> None:
+def test_requests_that_outlast_the_drain_get_an_error(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with serving_process(log, drain_timeout=0.2) as (process, client):
         running = ask(client, max_tokens=4000)
@@ -116,8 +116,8 @@ def test_the_second_signal_stops_now(tmp_path: Path) -> None:
     assert has_event(log, "stopped now")
 
 
-def test_one_signal_that_is_sent_twice_is_one_signal(tmp_path: Path) -> None:
-    """As `timeout` and container runtimes do: to the process, and to its group."""
+def test_the_same_signal_to_process_and_group_counts_once(tmp_path: Path) -> None:
+    """As `timeout` and container runtimes do."""
     log = tmp_path / "log"
     with serving_process(log) as (process, client):
         running = ask(client, max_tokens=20)
@@ -127,7 +127,7 @@ def test_one_signal_that_is_sent_twice_is_one_signal(tmp_path: Path) -> None:
         assert exit_code(process) == 0
 
 
-def test_after_a_kill_the_same_port_is_served_again_at_once(tmp_path: Path) -> None:
+def test_the_port_can_be_reused_at_once_after_a_kill(tmp_path: Path) -> None:
     with serving_process(tmp_path / "first") as (process, client):
         running = client.stream(max_tokens=4000, ignore_eos=True)
         process.kill()
@@ -138,7 +138,7 @@ def test_after_a_kill_the_same_port_is_served_again_at_once(tmp_path: Path) -> N
         running.close()
 
 
-def test_a_port_that_is_taken_is_told_in_one_line_before_anything_is_loaded() -> None:
+def test_a_taken_port_is_reported_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(
@@ -148,7 +148,7 @@ def test_a_port_that_is_taken_is_told_in_one_line_before_anything_is_loaded() ->
 
 
 def test_nobody_can_connect_before_the_model_is_ready() -> None:
-    """The port is taken before the model is loaded, but listened on only afterwards."""
+    """The port is bound before the model is loaded, but listened on only afterwards."""
     with bind("127.0.0.1", 0) as listener, pytest.raises(ConnectionRefusedError):
         socket.create_connection(listener.getsockname())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai.types
@@ -13,13 +12,6 @@ from paceline.serve.models import ModelList
 from paceline.serve.tokens import Tokens
 from tests.serve.api import Api
 from tests.toy import ToyTokenizer
-
-
-@pytest.fixture(scope="module")
-def api() -> Iterator[Api]:
-    made = Api()
-    yield made
-    made.close()
 
 
 def test_a_prompt_is_tokenized_as_it_is_for_a_completion(api: Api) -> None:
@@ -64,11 +56,11 @@ def test_detokenize_turns_ids_back_into_the_text(api: Api) -> None:
         ("/detokenize", {}, "tokens"),
     ],
 )
-def test_what_is_wrong_is_named(api: Api, path: str, body: Any, param: str) -> None:
+def test_an_error_names_the_field(api: Api, path: str, body: Any, param: str) -> None:
     assert api.refusal(path, body)["param"] == param
 
 
-def test_the_models_are_the_names_of_the_one_that_is_served(api: Api) -> None:
+def test_models_lists_all_names_of_the_served_model(api: Api) -> None:
     listed = api.get("/v1/models")
     ModelList.model_validate(listed, extra="forbid")
     assert [openai.types.Model.model_validate(model).id for model in listed["data"]] == ["toy", "toy-too"]
@@ -79,5 +71,5 @@ def test_the_models_are_the_names_of_the_one_that_is_served(api: Api) -> None:
     assert missing.json()["error"]["code"] == "model_not_found"
 
 
-def test_the_version_is_told(api: Api) -> None:
+def test_version(api: Api) -> None:
     assert api.get("/version") == {"version": __version__}

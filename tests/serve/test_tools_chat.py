@@ -1,4 +1,4 @@
-"""Tool calls in /v1/chat/completions: as OpenAI's client wants them, whole and streamed."""
+"""Tool calls in /v1/chat/completions, in OpenAI's format, whole and streamed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_calls_are_in_the_message_and_in_the_finish_reason() -> None:
     assert {call["type"] for call in choice["message"]["tool_calls"]} == {"function"}
 
 
-def test_text_is_text() -> None:
+def test_text_without_calls_is_content() -> None:
     choice = choice_of("I do not know.")
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "I do not know.")
     assert not choice["message"].get("tool_calls")
@@ -86,7 +86,7 @@ def test_a_streamed_call_is_its_name_and_then_its_arguments_in_pieces() -> None:
 
 
 @pytest.mark.parametrize("text", ["Hello", "<tool_call>\n", "{}", ""], ids=repr)
-def test_a_required_call_is_valid_whatever_the_model_would_rather_say(text: str) -> None:
+def test_a_required_call_is_valid_whatever_the_model_prefers(text: str) -> None:
     choice = choice_of(text, tool_choice="required", parallel_tool_calls=False, max_tokens=200)
     ((name, arguments),) = calls_of(choice)
     assert json.loads(arguments) in ([{}] if name == "now" else [{"city": "Bern"}, {"city": "Basel"}])
@@ -105,7 +105,7 @@ def test_a_call_that_begins_can_only_be_a_valid_one() -> None:
     assert json.loads(arguments)["city"] in ("Bern", "Basel")
 
 
-def test_with_none_nothing_is_a_call() -> None:
+def test_with_tool_choice_none_there_are_no_calls() -> None:
     text = FORMATS["hermes"].write([("nonsense", "{")])
     choice = choice_of(text, tool_choice="none")
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", text)
@@ -122,14 +122,14 @@ def test_a_call_that_was_cut_off_ends_with_length() -> None:
     ("tokenizer", "format"), [(SPECIAL, "mistral"), (ADDED, "hermes")], ids=["special", "added"]
 )
 @pytest.mark.parametrize("tool_choice", ["auto", "required"])
-def test_markers_may_be_tokens_of_their_own(tokenizer: Tokenizer, format: str, tool_choice: str) -> None:
+def test_markers_may_be_special_tokens(tokenizer: Tokenizer, format: str, tool_choice: str) -> None:
     text = FORMATS[format].write([BERN, NOW])
     choice = choice_of(text, tokenizer, tool_choice=tool_choice)
     assert calls_of(choice) == [BERN, NOW]
     assert choice["message"]["content"] is None
 
 
-def test_structured_outputs_cannot_be_beside_tools() -> None:
+def test_structured_outputs_and_tools_are_refused_together() -> None:
     answer = ask(PATH, **body_of("Hello", structured_outputs={"regex": "a"}))
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "structured_outputs"

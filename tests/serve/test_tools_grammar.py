@@ -1,4 +1,4 @@
-"""The grammar of an answer with tools: what the choice allows, all of it, and nothing else."""
+"""The grammar of an answer with tools: exactly what the tool choice allows."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def allowed(name: str, choice: ToolChoice, text: str, schema: dict[str, Any] | N
 
 
 @formats
-def test_required_is_at_least_one_valid_call_and_nothing_else(name: str) -> None:
+def test_required_gives_valid_calls_only(name: str) -> None:
     write = FORMATS[name].write
     assert allowed(name, REQUIRED, write([BERN]))
     assert allowed(name, REQUIRED, write([DAYS, CLOCK, BERN]))
@@ -68,7 +68,7 @@ def test_required_is_at_least_one_valid_call_and_nothing_else(name: str) -> None
 
 
 @formats
-def test_arguments_follow_the_schema_of_their_own_tool(name: str) -> None:
+def test_arguments_follow_the_schema_of_their_tool(name: str) -> None:
     write = FORMATS[name].write
     assert not allowed(name, REQUIRED, write([PARIS]))
     assert not allowed(name, REQUIRED, write([MORE]))  # arguments that the tool does not name
@@ -95,7 +95,7 @@ def test_allowed_tools_are_the_only_ones(name: str) -> None:
 
 
 @formats
-def test_auto_is_any_text_or_calls_that_are_valid_once_they_begin(name: str) -> None:
+def test_auto_allows_text_or_valid_calls(name: str) -> None:
     write = FORMATS[name].write
     for text in ("", "Hello, wörld\n", "a < b </tool_call> [TOOL] <tool_", "x = {}"):
         assert allowed(name, ToolChoice(), text), text
@@ -105,14 +105,14 @@ def test_auto_is_any_text_or_calls_that_are_valid_once_they_begin(name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral"])
-def test_auto_has_text_before_calls_where_a_marker_tells_them_apart(name: str) -> None:
+def test_auto_allows_text_before_calls_if_the_format_has_a_marker(name: str) -> None:
     write = FORMATS[name].write
     assert allowed(name, ToolChoice(), "I will look.\n" + write([BERN, CLOCK]))
     assert not allowed(name, ToolChoice(), "I will look.\n" + write([PARIS]))
     assert not allowed(name, ToolChoice(), f"The marker is {FORMATS[name].marker}, it seems.")
 
 
-def test_a_block_of_json_that_begins_as_a_call_is_one() -> None:
+def test_a_fenced_json_block_that_starts_a_call_is_one() -> None:
     def block(name: str, arguments: str) -> str:
         return f'```json\n{{\n  "name": "{name}",\n  "arguments": {arguments}\n}}\n```'
 
@@ -125,14 +125,14 @@ def test_a_block_of_json_that_begins_as_a_call_is_one() -> None:
 
 
 @formats
-def test_without_parallel_calls_there_is_one_at_most(name: str) -> None:
+def test_without_parallel_calls_there_is_at_most_one(name: str) -> None:
     write = FORMATS[name].write
     assert allowed(name, SINGLE, write([BERN]))
     assert not allowed(name, SINGLE, write([BERN, CLOCK]))
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral"])
-def test_beside_a_response_format_an_answer_is_calls_or_its_json(name: str) -> None:
+def test_with_a_response_format_an_answer_is_calls_or_its_json(name: str) -> None:
     write, schema = FORMATS[name].write, {"type": "object", "properties": {"ok": {"type": "boolean"}}}
     assert allowed(name, ToolChoice(), '{"ok": true}', schema)
     assert allowed(name, ToolChoice(), write([BERN]), schema)
@@ -140,7 +140,7 @@ def test_beside_a_response_format_an_answer_is_calls_or_its_json(name: str) -> N
     assert not allowed(name, ToolChoice(), '{"ok": 3}', schema)
 
 
-def test_calls_that_look_like_any_json_cannot_be_beside_a_response_format() -> None:
+def test_a_format_without_markers_refuses_a_response_format() -> None:
     with pytest.raises(RequestError, match="tools cannot be beside a JSON format of the answer"):
         allowed("llama3_json", ToolChoice(), "{}", {"type": "object"})
     assert allowed("llama3_json", REQUIRED, FORMATS["llama3_json"].write([CLOCK]), {"type": "object"})
@@ -153,7 +153,7 @@ def test_without_tools_a_response_format_is_its_own_structure() -> None:
 
 @pytest.mark.parametrize("choice", [ToolChoice(), REQUIRED], ids=["auto", "required"])
 @pytest.mark.parametrize("kind", ["special", "added"])
-def test_markers_that_are_tokens_of_their_own_are_written_as_such(kind: str, choice: ToolChoice) -> None:
+def test_special_tokens_of_a_format_are_referred_to_by_id(kind: str, choice: ToolChoice) -> None:
     marks = ("<tool_call>", "</tool_call>")
     tokenizer = byte_tokenizer(special=marks) if kind == "special" else byte_tokenizer(added=marks)
     plan = Toolbox(tokenizer).plan(TOOLS, choice)

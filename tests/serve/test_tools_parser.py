@@ -64,7 +64,7 @@ def test_calls_as_the_format_writes_them_are_read_back(format: ToolFormat) -> No
 
 
 @every_format
-def test_each_call_has_an_id_of_its_own(format: ToolFormat) -> None:
+def test_each_call_has_a_unique_id(format: ToolFormat) -> None:
     _, calls = read_whole(ToolParser(format), format.write([NOW] * 20))
     assert len({call.id for call in calls}) == 20
     assert all(call.id.startswith(format.id_prefix) for call in calls)
@@ -90,7 +90,7 @@ def test_an_answer_that_is_calls_or_json_has_no_calls_inside_its_json() -> None:
 FENCED = '```json\n{\n  "name": "weather",\n  "arguments": {"city": "Bern", "days": [1, 2]}\n}\n```'
 
 
-def test_a_call_in_a_block_of_json_is_one_if_it_starts_the_answer_and_names_a_tool() -> None:
+def test_a_fenced_json_block_is_a_call_if_it_starts_the_answer_and_names_a_tool() -> None:
     def read(text: str, names: tuple[str, ...] = ("now", "weather")) -> tuple[str, list[tuple[str, str]]]:
         content, calls = read_whole(ToolParser(FORMATS["hermes"], names=names), text)
         return content, [(call.name, call.arguments) for call in calls]
@@ -122,7 +122,7 @@ def test_arguments_stream_as_the_model_writes_them() -> None:
     assert parser.finish() == []
 
 
-def test_half_a_marker_is_held_back_until_it_is_none() -> None:
+def test_a_possible_marker_is_held_back_until_it_is_decided() -> None:
     parser = ToolParser(FORMATS["hermes"])
     assert parser.feed("a <tool_call>\n{") == [Content("a")]
     assert parser.feed("}") == [Content(" <tool_call>\n{}")]
@@ -140,7 +140,7 @@ def test_half_a_marker_is_held_back_until_it_is_none() -> None:
         ('<tool_call>\n{"name": "echo", "arguments": {"text": "a\\', "", [("echo", '{"text": "a\\')]),
     ],
 )
-def test_what_there_is_of_a_call_that_was_cut_off_is_given(
+def test_a_truncated_call_gives_its_partial_arguments(
     text: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
     found, cut = read_whole(ToolParser(FORMATS["hermes"]), text)
@@ -175,7 +175,7 @@ MISTRAL_NOW = '[TOOL_CALLS] [{"name": "now", "arguments": {}}'
         ("llama3_json", '{"name": "now", "parameters": {}} Done.', " Done."),
     ],
 )
-def test_what_follows_calls_but_is_no_call_is_content(format: str, text: str, content: str) -> None:
+def test_text_after_calls_is_content(format: str, text: str, content: str) -> None:
     found, calls = read_whole(ToolParser(FORMATS[format]), text)
     assert found == content
     assert [(call.name, call.arguments, call.complete) for call in calls] == [("now", "{}", True)] * (
@@ -183,7 +183,7 @@ def test_what_follows_calls_but_is_no_call_is_content(format: str, text: str, co
     )
 
 
-def test_what_follows_a_name_but_is_not_the_arguments_is_content() -> None:
+def test_a_name_without_arguments_is_content() -> None:
     text = '<tool_call>\n{"name": "now", "args": {}}'
     content, calls = read_whole(ToolParser(FORMATS["hermes"]), text)
     assert content == '", "args": {}}'
@@ -254,7 +254,7 @@ def as_pattern(format: ToolFormat, facts: list[tuple[object, ...]]) -> str:
 @example(answer=("hermes", '<tool_call>\n{"name": "now"}'), cuts=[], anywhere=True)
 @example(answer=("hermes", FENCED + "\nb"), cuts=[], anywhere=True)
 @example(answer=("hermes", FENCED[:-5] + "b"), cuts=[], anywhere=True)
-def test_pieces_do_not_matter_and_nothing_is_lost(
+def test_any_division_into_pieces_gives_the_same_events(
     answer: tuple[str, str], cuts: list[int], anywhere: bool
 ) -> None:
     format, text = FORMATS[answer[0]], answer[1]

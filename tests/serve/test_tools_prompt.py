@@ -1,4 +1,4 @@
-"""What a model is told of tools: by its own template where that knows them, else in the format's words."""
+"""Tools in the prompt: by the chat template if it supports them, otherwise in the system message."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from paceline.errors import ConfigError, RequestError
 from paceline.models.tokenizer import Tokenizer
 from paceline.serve.tools import FORMATS, Tool, Toolbox, ToolChoice
-from paceline.serve.tools.declared import MOST_BYTES, MOST_TOOLS
+from paceline.serve.tools.declared import MAX_TOOL_BYTES, MAX_TOOLS
 from paceline.serve.tools.formats import choose_format
 from tests.serve.echo import PLAIN_TEMPLATE, byte_tokenizer
 
-# as real templates do it, in few words
+# minimal versions of real templates
 KNOWING_TEMPLATE = (
     "{% if tools %}[TOOLS]{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
@@ -47,7 +47,7 @@ def prompt_of(template: str, messages: list[dict[str, Any]], tools: tuple[Tool, 
     return tokenizer.apply_chat_template(chat, True, shown)
 
 
-def test_a_template_that_knows_tools_gets_them_and_the_calls_as_objects() -> None:
+def test_a_template_with_tool_support_gets_tools_and_calls_as_objects() -> None:
     prompt = prompt_of(KNOWING_TEMPLATE, CHAT, (WEATHER, NOW))
     assert prompt.startswith("[TOOLS]" + json.dumps(WEATHER.described()) + json.dumps(NOW.described()))
     assert '<tool_call>weather {"city": "Bern"}<tool_call>now {}' in prompt
@@ -55,7 +55,7 @@ def test_a_template_that_knows_tools_gets_them_and_the_calls_as_objects() -> Non
     assert "<|system|>Be brief.<|user|>" in prompt  # nothing is added to it
 
 
-def test_a_template_that_does_not_is_told_in_the_system_message() -> None:
+def test_without_tool_support_the_system_message_describes_the_tools() -> None:
     prompt = prompt_of(PLAIN_TEMPLATE, CHAT[:2], (WEATHER, NOW))
     assert prompt.startswith("<|system|>Be brief.\n\nYou can call functions")
     for tool in (WEATHER, NOW):
@@ -64,11 +64,11 @@ def test_a_template_that_does_not_is_told_in_the_system_message() -> None:
     assert prompt.endswith("<|end|><|user|>Bern?<|end|><|answer|>")
 
 
-def test_without_a_system_message_there_is_one_then() -> None:
+def test_a_system_message_is_added_if_there_is_none() -> None:
     assert prompt_of(PLAIN_TEMPLATE, CHAT[1:2], (NOW,)).startswith("<|system|>You can call functions")
 
 
-def test_earlier_calls_and_results_are_text_for_a_template_that_does_not_know_them() -> None:
+def test_without_tool_support_earlier_calls_and_results_are_text() -> None:
     written = FORMATS["hermes"].write([("weather", '{"city": "Bern"}'), ("now", "{}")])
     results = "<tool_response>\nrain\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"
     prompt = prompt_of(PLAIN_TEMPLATE, CHAT)
@@ -91,7 +91,7 @@ def test_earlier_arguments_must_be_the_json_of_an_object(arguments: str) -> None
         prompt_of(KNOWING_TEMPLATE, [{"role": "assistant", "content": None, "tool_calls": [call]}])
 
 
-def test_the_format_is_the_one_that_the_template_teaches() -> None:
+def test_the_format_is_chosen_by_the_template() -> None:
     assert choose_format("... <tool_call>\n{...") is FORMATS["hermes"]
     assert choose_format("... [TOOL_CALLS] [...") is FORMATS["mistral"]
     assert choose_format('... <|python_tag|> ... "parameters": ...') is FORMATS["llama3_json"]
@@ -112,10 +112,10 @@ def test_the_format_is_the_one_that_the_template_teaches() -> None:
         ([Tool("f", parameters={"type": "dict"})], ToolChoice(), "of type 'object', got 'dict'"),
         ([NOW], ToolChoice.named("then"), "tool_choice names 'then', which is not among the tools"),
         ([], ToolChoice("required"), "tool_choice asks for a call, but there are no tools"),
-        ([Tool(f"f{n}") for n in range(MOST_TOOLS + 1)], ToolChoice(), f"at most {MOST_TOOLS} may be"),
-        ([Tool("f", "x" * MOST_BYTES)], ToolChoice(), f"at most {MOST_BYTES} may be"),
+        ([Tool(f"f{n}") for n in range(MAX_TOOLS + 1)], ToolChoice(), f"at most {MAX_TOOLS} may be"),
+        ([Tool("f", "x" * MAX_TOOL_BYTES)], ToolChoice(), f"at most {MAX_TOOL_BYTES} may be"),
     ],
 )
-def test_tools_that_cannot_be_served_are_refused(tools: list[Tool], choice: ToolChoice, message: str) -> None:
+def test_invalid_tools_are_refused(tools: list[Tool], choice: ToolChoice, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         Toolbox(byte_tokenizer()).plan(tools, choice)

@@ -1,4 +1,4 @@
-"""The terminal chat: what it remembers, what stops it, and what it says when something is wrong."""
+"""The terminal chat: its memory, what stops it, and its error messages."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def test_commands_change_the_conversation(toy, capsys, tmp_path):
     conversation.run(iter(["/reset", "/undo", "/frobnicate", "/save", f"/save {tmp_path}/no/such", "/help"]))
     assert conversation.messages == []
     assert conversation.system == "be brief"
-    told = capsys.readouterr().err
+    errors = capsys.readouterr().err
     for words in ("nothing to take back", "no command /frobnicate", "/save FILE", "cannot be written"):
-        assert words in told
+        assert words in errors
     conversation.run(iter(["/system", " /usr is a message"]))
     assert conversation.system is None
     assert conversation.messages[0]["content"] == "/usr is a message"
 
 
-def test_a_message_that_overflows_the_context_is_not_sent_and_the_chat_goes_on(toy, capsys):
+def test_a_message_beyond_the_context_is_dropped_and_the_chat_continues(toy, capsys):
     conversation = Conversation(toy, GREEDY)
     conversation.run(iter(["one", "x" * 400, "two"]))
     assert "the context holds 400, so this message was not sent" in capsys.readouterr().err
@@ -99,7 +99,7 @@ def test_a_second_ctrl_c_leaves(monkeypatch, toy):
     assert not toy.engine.has_unfinished
 
 
-def test_a_failing_answer_is_told_and_its_question_dropped(toy, capsys):
+def test_a_failed_answer_is_reported_and_its_message_dropped(toy, capsys):
     conversation = Conversation(toy, GREEDY)
     toy.engine.backend.fail_next = BackendError("the backend broke. Mend it.")
     conversation.run(iter(["one", "two"]))
@@ -120,7 +120,7 @@ def test_typed_lines_are_joined_and_ctrl_c_drops_one(monkeypatch, capsys):
     assert list(chat_room.typed_messages()) == ["one \n" + "two", "three"]
 
 
-def test_piped_lines_may_be_no_text(monkeypatch):
+def test_piped_lines_may_be_invalid_utf8(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\r\nb")))
     assert list(piped_messages()) == ["a\ufffd", "b"]
 

@@ -1,4 +1,4 @@
-"""`--config FILE`: flags from a file, which those on the command line override; mistakes are told."""
+"""`--config FILE`: flags from a file, which the command line overrides; mistakes are reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.terminal import chat as chat_room
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What `paceline chat` was asked for; no model is loaded."""
+    """The options that `paceline chat` received; no model is loaded."""
     seen: dict[str, Any] = {}
 
     def note(model: str, engine: dict[str, Any], sampling: dict[str, Any], system: str | None) -> None:
@@ -23,7 +23,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def test_a_file_stands_for_flags_that_are_not_given(
+def test_a_config_file_sets_flags_that_are_not_given(
     tmp_path: Path, paceline: Any, asked: dict[str, Any]
 ) -> None:
     tuned = {"method": "suffix", "num_speculative_tokens": 4}
@@ -39,7 +39,7 @@ def test_a_file_stands_for_flags_that_are_not_given(
     assert asked["top_p"] == 0.95
 
 
-def test_the_short_name_of_a_flag_is_as_good(tmp_path: Path, paceline: Any, asked: dict[str, Any]) -> None:
+def test_a_config_file_may_use_a_flags_alias(tmp_path: Path, paceline: Any, asked: dict[str, Any]) -> None:
     (tmp_path / "short.json").write_text('{"draft": "off"}')
     code, _, err = paceline("chat", "other", "--config", str(tmp_path / "short.json"))
     assert code == 0, err
@@ -56,7 +56,9 @@ def test_the_short_name_of_a_flag_is_as_good(tmp_path: Path, paceline: Any, aske
         ('{"max_num_seqs": "many"}', "Invalid value for '--max-num-seqs'"),
     ],
 )
-def test_a_mistake_is_told(tmp_path: Path, paceline: Any, text: str, message: str) -> None:
+def test_a_mistake_in_a_config_file_is_reported(
+    tmp_path: Path, paceline: Any, text: str, message: str
+) -> None:
     (tmp_path / "wrong.json").write_text(text)
     code, _, err = paceline("chat", "--config", str(tmp_path / "wrong.json"))
     assert code == 2

@@ -14,7 +14,7 @@ DRAFT_IDS = torch.arange(3, tiny.VOCAB_SIZE, 2)
 
 
 def random_head(target: Transformer, **flags: bool) -> Head:
-    """A head with random weights, norms too, for a tiny target; it guesses DRAFT_IDS."""
+    """A head with random weights and norms for a tiny target; it predicts DRAFT_IDS."""
     config = HeadConfig(
         kind="eagle3",
         vocab_size=tiny.VOCAB_SIZE,

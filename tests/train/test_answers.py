@@ -1,4 +1,4 @@
-"""Answers are the target's own, each on disk as soon as its batch is done, and the same after a kill."""
+"""Answers are the target's own, on disk as soon as their batch is done, and the same after a kill."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_prompt_is_answered_at_every_temperature(tmp_path: Path) -> None:
     assert any(examples[one]["ids"] != examples[one + 1]["ids"] for one in range(0, 10, 2))
 
 
-def test_a_killed_run_goes_on_to_the_same_file(tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_file(tmp_path: Path) -> None:
     run(tmp_path / "whole.jsonl")
     run(tmp_path / "killed.jsonl", stop_after=2)
     assert len(rows(tmp_path / "killed.jsonl")) == 6
@@ -107,7 +107,7 @@ def test_the_model_writes_prompts_from_its_template_and_from_given_openings() ->
     assert dict(skipped.counts) == {"a self-written prompt that does not end": 1, "empty": 1}
 
 
-def test_a_template_that_hides_the_user_is_a_user_error() -> None:
+def test_a_template_without_the_users_text_is_a_user_error() -> None:
     class Hidden(Turns):
         def apply_chat_template(self, *_: Any, **__: Any) -> str:
             return "always the same"

@@ -50,9 +50,9 @@ def test_prompts_become_a_head_with_its_card(
     paceline: Run, tiny_gguf: Path, prompts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "head"
-    code, table, told = paceline("train", "eagle3", tiny_gguf, "--data", prompts, "--out", out, *SMALL)
-    assert code == 0, told
-    assert "1 rows left out: broken JSON" in told
+    code, table, stderr = paceline("train", "eagle3", tiny_gguf, "--data", prompts, "--out", out, *SMALL)
+    assert code == 0, stderr
+    assert "1 rows left out: broken JSON" in stderr
     assert "this head" in table
     head = load_head(out)
     assert head.config.draft_vocab_size == 50
@@ -74,10 +74,10 @@ def test_the_same_answers_become_medusa_heads(
 ) -> None:
     out = tmp_path / "heads"
     options = (*SMALL_LOOP, "--heads", "2", "--learning-rate", "0.01")
-    code, table, told = paceline("train", "medusa", tiny_gguf, "--data", prompts, "--out", out, *options)
-    assert code == 0, told
+    code, table, stderr = paceline("train", "medusa", tiny_gguf, "--data", prompts, "--out", out, *options)
+    assert code == 0, stderr
     assert "untrained" in table
-    assert f"--draft medusa:{out}" in told
+    assert f"--draft medusa:{out}" in stderr
     heads = load_medusa(out)
     assert (heads.config.num_heads, heads.config.draft_vocab_size) == (2, 50)
     assert "# Medusa draft heads for tiny.gguf" in (out / "README.md").read_text()
@@ -90,10 +90,10 @@ def test_answers_of_one_machine_train_a_head_on_another(
     short = ("--device", "cpu", "--max-tokens", "12")
     assert paceline("train", "answers", tiny_gguf, "--data", prompts, "--out", answers, *short)[0] == 0
     written = answers.read_bytes()
-    code, _, told = paceline(
+    code, _, stderr = paceline(
         "train", "eagle3", tiny_gguf, "--data", answers, "--out", out, *SMALL, "--evaluate", "0"
     )
-    assert code == 0, told
+    assert code == 0, stderr
     assert answers.read_bytes() == written
     further = tmp_path / "further"
     again = ("--data", answers, "--out", further, *SMALL, "--evaluate", "0", "--init-from", out)
@@ -114,12 +114,12 @@ def test_answers_of_one_machine_train_a_head_on_another(
         (("--device", "cuda:99"), "no device cuda:99"),
     ],
 )
-def test_mistakes_are_told_before_anything_runs(
+def test_mistakes_are_reported_before_anything_runs(
     paceline: Run, tiny_gguf: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    code, _, told = paceline("train", "eagle3", tiny_gguf, "--out", tmp_path / "head", *arguments)
+    code, _, stderr = paceline("train", "eagle3", tiny_gguf, "--out", tmp_path / "head", *arguments)
     assert code == 2
-    assert message in told
+    assert message in stderr
     assert not (tmp_path / "head").exists()
 
 
@@ -129,28 +129,28 @@ def test_flags_have_the_names_and_defaults_of_the_options(flags: Group, options:
     assert {flag.name: flag.default for flag in (*flags, *SEED)} == training
 
 
-def test_prompts_of_which_none_can_be_used_are_told_with_the_reasons(
+def test_if_no_prompt_can_be_used_the_reasons_are_reported(
     paceline: Run, tiny_gguf: Path, tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"messages": [{"role": "wizard", "content": "x"}]}\n\n{"prompt": ""}\n')
-    code, _, told = paceline("train", "eagle3", tiny_gguf, "--data", rows, "--out", tmp_path / "h", *SMALL)
+    code, _, stderr = paceline("train", "eagle3", tiny_gguf, "--data", rows, "--out", tmp_path / "h", *SMALL)
     assert code == 2
-    assert "1 rows left out: wrong roles (first: rows-1)" in told
-    assert "None of the prompts can be used" in told
+    assert "1 rows left out: wrong roles (first: rows-1)" in stderr
+    assert "None of the prompts can be used" in stderr
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_anything_is_answered(
+def test_an_unwritable_folder_is_reported_before_anything_is_answered(
     paceline: Run, tiny_gguf: Path, prompts: Path
 ) -> None:
     inside_a_file = prompts / "head"
-    code, _, told = paceline("train", "medusa", tiny_gguf, "--data", prompts, "--out", inside_a_file)
+    code, _, stderr = paceline("train", "medusa", tiny_gguf, "--data", prompts, "--out", inside_a_file)
     assert code == 2
-    assert "Give another folder with --out" in told
-    assert "answers" not in told
+    assert "Give another folder with --out" in stderr
+    assert "answers" not in stderr
 
 
-def test_a_gpu_without_memory_is_told_with_the_remedy(
+def test_running_out_of_gpu_memory_is_reported_with_the_remedy(
     paceline: Run, tiny_gguf: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -158,12 +158,14 @@ def test_a_gpu_without_memory_is_told_with_the_remedy(
 
     monkeypatch.setattr(job, "train_head", full)
     short = ("--device", "cpu", "--max-tokens", "4")
-    code, _, told = paceline("train", "eagle3", tiny_gguf, "--data", prompts, "--out", tmp_path / "h", *short)
+    code, _, stderr = paceline(
+        "train", "eagle3", tiny_gguf, "--data", prompts, "--out", tmp_path / "h", *short
+    )
     assert code == 2
-    assert "give a smaller --batch-tokens and another folder" in told
+    assert "give a smaller --batch-tokens and another folder" in stderr
 
 
-def test_flags_of_answering_are_those_of_its_options() -> None:
+def test_answer_flags_match_the_options() -> None:
     answering = {field.name: field.default for field in dataclasses.fields(AnswerOptions)}
     flags = {flag.name: flag.default for flag in (*ANSWERS, *SEED)}
     assert flags.keys() == answering.keys()

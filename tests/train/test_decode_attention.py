@@ -1,4 +1,4 @@
-"""The kernel that attends with one new token a row gives what the plain attention gives.
+"""The kernel for one new token per row equals plain attention.
 
 Without a GPU triton can interpret it: TRITON_INTERPRET=1 pytest tests/train/test_decode_attention.py
 """
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), 
 
 
 @pytest.mark.parametrize(("stop", "window"), [(75, None), (75, 20), (64, None), (1, None)])
-def test_it_equals_the_plain_attention(stop: int, window: int | None) -> None:
+def test_the_kernel_equals_plain_attention(stop: int, window: int | None) -> None:
     from paceline.train.decode_attention import attend_one
 
     device = "cpu" if INTERPRETED else "cuda"

@@ -1,4 +1,4 @@
-"""The unrolled steps and their loss equal a plain draft of each slot, one token after the other."""
+"""The unrolled steps and their loss equal a plain draft of each slot, token by token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAGS = [
 
 
 def drafted(head: Head, features: torch.Tensor, tokens: list[int], slot: int) -> list[torch.Tensor]:
-    """Outputs of one draft that starts at a slot, as an engine runs it: a cache, one slot a pass."""
+    """Outputs of one draft that starts at a slot, as an engine runs it: with a cache, one slot per pass."""
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
 
@@ -68,7 +68,7 @@ def test_every_step_of_every_slot_equals_a_draft_run_on_its_own(
 def plain_losses(
     target: Transformer, head: Head, parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor, TargetStates]
 ) -> tuple[list[float], list[float]]:
-    """Mean cross entropy and share of matches of each step, over drafts that start in the answers."""
+    """Mean cross-entropy and fraction of matches per step, over drafts that start in the answers."""
     tokens, answers, lengths, states = parts
     losses: list[list[float]] = [[] for _ in range(STEPS)]
     matches: list[list[float]] = [[] for _ in range(STEPS)]
@@ -102,7 +102,7 @@ def test_the_loss_in_chunks_of_any_size_equals_the_plain_one(
 
 def test_draft_ids_may_be_in_any_order(target: Transformer) -> None:
     ids = DraftIds(torch.tensor([9, 4, 7]), target.head)
-    assert ids.places[[9, 4, 7, 0]].tolist() == [0, 1, 2, -1]
+    assert ids.inverse[[9, 4, 7, 0]].tolist() == [0, 1, 2, -1]
 
 
 def test_padding_changes_neither_loss_nor_gradient(target: Transformer) -> None:

@@ -20,7 +20,7 @@ def writer(path: Path, temperature: float = 1.0) -> ExampleWriter:
     return ExampleWriter(path, 10, {"temperature": temperature})
 
 
-def test_what_was_written_is_read_end_to_end(tmp_path: Path) -> None:
+def test_written_examples_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     writer(path).append([FIRST, SECOND])
     examples = read_examples([path], max_length=100)
@@ -39,7 +39,7 @@ def test_answers_to_one_prompt_are_known_by_their_ids(tmp_path: Path) -> None:
     assert read_examples([path], 100).prompts.tolist() == [0, 0, 1]
 
 
-def test_a_resumed_file_knows_what_is_done_and_drops_half_a_line(tmp_path: Path) -> None:
+def test_a_resumed_file_knows_its_ids_and_drops_a_partial_line(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     writer(path).append([FIRST, SECOND])
     whole = path.read_bytes()
@@ -51,7 +51,7 @@ def test_a_resumed_file_knows_what_is_done_and_drops_half_a_line(tmp_path: Path)
     assert path.read_bytes() == whole
 
 
-def test_a_run_that_was_killed_at_once_begins_again(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_line_starts_again(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     writer(path).close()
     whole = path.read_bytes()
@@ -60,7 +60,7 @@ def test_a_run_that_was_killed_at_once_begins_again(tmp_path: Path) -> None:
     assert path.read_bytes() == whole
 
 
-def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "letter.txt"
     path.write_text("Dear Ada,\nno line end here")
     with pytest.raises(ConfigError, match="begins with 'Dear Ada,'"):
@@ -84,7 +84,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert writer(path).done == {"a-1"}
 
 
-def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="Give another folder"):
         writer(tmp_path / "file" / "answers.jsonl")
@@ -99,28 +99,28 @@ def test_a_broken_line_of_a_resumed_file_is_named(tmp_path: Path) -> None:
         writer(path)
 
 
-def test_a_half_line_at_the_end_is_not_read(tmp_path: Path) -> None:
+def test_a_partial_last_line_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     writer(path).append([FIRST, SECOND])
     path.write_bytes(path.read_bytes()[:-5])
     assert len(read_examples([path], 100)) == 1
 
 
-def test_answers_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
+def test_answers_with_other_settings_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     writer(path).append([FIRST])
     with pytest.raises(ConfigError, match="no file of answers with these settings"):
         writer(path, temperature=0.5)
 
 
-def test_long_examples_are_cut_and_those_without_two_answered_tokens_left_out(tmp_path: Path) -> None:
+def test_long_examples_are_cut_and_too_short_answers_omitted(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     writer(path).append([FIRST, SECOND])
     examples = read_examples([path], max_length=3)
     assert examples.tokens.tolist() == [1, 2, 3]
 
 
-def test_answers_that_are_all_empty_are_told_as_such(tmp_path: Path) -> None:
+def test_a_file_of_empty_answers_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     writer(path).append([Example("a-1", "s", [1, 2], 2), Example("a-2", "s", [1, 2, 3], 2)])
     with pytest.raises(ConfigError, match="2 were left out, because they have fewer than two"):

@@ -1,4 +1,4 @@
-"""The losses of guesses."""
+"""The training losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WANTED = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.0, 0.0, 0.9]])
 GUESSED = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.1, 0.1]])
 
 
-def test_the_hybrid_is_divergence_and_refusals_in_shares_that_follow_the_overlap() -> None:
+def test_the_hybrid_loss_mixes_divergence_and_rejection_by_the_overlap() -> None:
     for wanted, guessed in zip(WANTED.tolist(), GUESSED.tolist(), strict=True):
         overlap = sum(map(min, wanted, guessed))
         divergence = sum(p * math.log(p / q) for p, q in zip(wanted, guessed, strict=True) if p)
@@ -26,7 +26,7 @@ def test_the_hybrid_is_divergence_and_refusals_in_shares_that_follow_the_overlap
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_following_the_gradient_makes_guesses_those_of_the_target(name: str) -> None:
+def test_gradient_descent_reaches_the_targets_distribution(name: str) -> None:
     guesses = GUESSED.log().requires_grad_()
     optimizer = torch.optim.Adam([guesses], lr=0.1)
     for _ in range(300):
@@ -37,11 +37,11 @@ def test_following_the_gradient_makes_guesses_those_of_the_target(name: str) -> 
     torch.testing.assert_close(guesses.softmax(-1).detach(), WANTED, rtol=0, atol=0.03)
 
 
-def test_cross_entropy_is_least_where_the_distributions_agree() -> None:
+def test_cross_entropy_is_smallest_for_equal_distributions() -> None:
     entropy = -torch.xlogy(WANTED, WANTED).sum(-1)
     torch.testing.assert_close(cross_entropy(WANTED.clamp(min=1e-30).log(), WANTED), entropy)
 
 
-def test_a_loss_that_does_not_exist_is_refused() -> None:
+def test_an_unknown_loss_is_refused() -> None:
     with pytest.raises(ConfigError, match="loss must be one of kl, lk"):
         TrainOptions(loss="mse")

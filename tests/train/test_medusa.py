@@ -1,4 +1,4 @@
-"""Medusa heads in training: they start as the target, are taught what lies ahead, and learn it."""
+"""Medusa heads in training: they start like the target, and learn the tokens further ahead."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def batch() -> Batch:
 
 
 def random_objective(target: Transformer, examples: Examples) -> MedusaObjective:
-    """An objective whose heads have random weights and guess every second token."""
+    """An objective whose heads have random weights and predict every second token."""
     ids = np.arange(3, tiny.VOCAB_SIZE, 2, dtype=np.int32)
     config = replace(random_medusa().config, draft_vocab_size=len(ids))
     return MedusaObjective(target, examples, OPTIONS, init_from=random_medusa(config, ids))
 
 
-def test_the_loss_of_each_head_is_the_cross_entropy_to_what_the_target_says_there(
+def test_the_loss_of_each_head_is_the_cross_entropy_to_the_target(
     target: Transformer, examples: Examples
 ) -> None:
     objective, given = random_objective(target, examples), batch()
@@ -72,7 +72,7 @@ def test_new_heads_score_as_their_target(target: Transformer, examples: Examples
         torch.testing.assert_close(guesses, scores)
 
 
-def test_heads_learn_and_what_is_written_is_what_was_trained(
+def test_trained_heads_are_written_as_trained(
     target: Transformer, examples: Examples, tmp_path: Path
 ) -> None:
     objective = MedusaObjective(target, examples, OPTIONS, TargetName("abc", "tiny"))
@@ -95,13 +95,13 @@ def test_heads_learn_and_what_is_written_is_what_was_trained(
         assert parameter.requires_grad
 
 
-def test_a_tree_is_made_of_the_paths_that_are_right_most_often() -> None:
+def test_a_tree_has_the_most_frequently_accepted_paths() -> None:
     ranks = [[0, 0], [0, 1], [0, NEVER], [1, 1], [NEVER, 0], [0, 0], [11, 0]]
     assert likeliest_paths(ranks) == ((0,), (0, 0), (1,), (0, 1), (1, 1))
     assert likeliest_paths(ranks, 2) == ((0,), (0, 0))
 
 
-def test_ranks_count_the_guesses_that_are_better_than_the_true_token(
+def test_ranks_count_the_tokens_scored_above_the_true_one(
     target: Transformer, examples: Examples, tmp_path: Path
 ) -> None:
     objective, given = random_objective(target, examples), batch()
@@ -124,7 +124,7 @@ def test_ranks_count_the_guesses_that_are_better_than_the_true_token(
     assert load_medusa(tmp_path).paths == likeliest_paths(ranks)
 
 
-def test_heads_of_another_target_are_not_trained_on(target: Transformer, examples: Examples) -> None:
+def test_heads_of_another_target_are_refused(target: Transformer, examples: Examples) -> None:
     narrow = replace(random_medusa().config, hidden_size=44)
     large = np.arange(20, 193, dtype=np.int32)  # this target has no token 173
     for heads in (random_medusa(narrow), random_medusa(draft_ids=large)):

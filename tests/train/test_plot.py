@@ -1,4 +1,4 @@
-"""The picture of a run."""
+"""The plot of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.train.trainer import Record
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_a_curve_for_the_loss_for_each_token_ahead_and_for_the_length() -> None:
+def test_the_plot_has_loss_matches_and_length() -> None:
     history = [Record(10, 9.0, [0.1, 0.0]), Record(20, 3.0, [0.5, 0.2]), Record(30, 1.0, [0.7, 0.4])]
     picture = ET.fromstring(plot(history))
     curves = picture.findall(f".//{SVG}polyline")
@@ -22,6 +22,6 @@ def test_a_curve_for_the_loss_for_each_token_ahead_and_for_the_length() -> None:
     assert titles[1] == "right guesses of one token ahead, two, ...: 70 40 %"
 
 
-def test_runs_of_one_record_or_none_have_pictures_too() -> None:
+def test_runs_with_at_most_one_record_can_be_plotted() -> None:
     ET.fromstring(plot([]))
     ET.fromstring(plot([Record(10, 0.0, [0.0])]))

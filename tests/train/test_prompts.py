@@ -1,4 +1,4 @@
-"""Prompts of every kind of file are understood; bad rows are counted by reason and left out."""
+"""Prompts of every supported format are read; bad rows are counted by reason and skipped."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ ROWS = ['{"prompt": "Grüße \\u0000"}', '{"prompt": "语言"}']
         f"[{','.join(ROWS)}]".encode("utf-16"),
     ],
 )
-def test_marks_and_line_ends_of_other_systems_are_understood(tmp_path: Path, content: bytes) -> None:
+def test_byte_order_marks_and_line_ends_of_other_systems_are_read(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     prompts, skipped = read(path)
@@ -164,7 +164,7 @@ def test_an_array_is_read_in_pieces_of_any_size(
     assert dict(skipped.counts) == {"empty": 1}
 
 
-def test_what_follows_a_break_in_an_array_counts_as_one_row(tmp_path: Path) -> None:
+def test_the_rest_of_a_broken_array_counts_as_one_row(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text('[{"prompt": "a"}, {"prompt": \\q}, {"prompt": "b"}]')
     prompts, skipped = read(path)
@@ -187,7 +187,7 @@ def test_a_missing_file_is_a_user_error(tmp_path: Path) -> None:
 
 
 class Letters:
-    """One token a letter; refuses chats whose first word is 'refuse'."""
+    """One token per letter; refuses chats whose first word is 'refuse'."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(letter) for letter in text]
@@ -204,14 +204,14 @@ def chats(*contents: str) -> Iterator[Prompt]:
     return iter([Prompt(text, "s", messages=[{"role": "user", "content": text}]) for text in contents])
 
 
-def test_a_prompt_is_asked_once() -> None:
+def test_a_repeated_prompt_is_used_once() -> None:
     skipped = Skipped()
     pairs = list(tokenized(chats("ab", "ba", "ab"), Letters(), 3, skipped))
     assert [ids for _, ids in pairs] == [[97, 98], [98, 97]]
     assert dict(skipped.counts) == {"the same as an earlier prompt": 1}
 
 
-def test_what_is_far_too_long_is_not_tokenized() -> None:
+def test_a_far_too_long_prompt_is_not_tokenized() -> None:
     class NoTime(Letters):
         def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
             raise AssertionError

@@ -1,4 +1,4 @@
-"""The target over padded sequences, and its batched sampler, agree with transformers' own models."""
+"""The target over padded sequences, and its batched sampler, agree with transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTHS = (13, 5, 9)
 
 
 def padded(seed: int = 0) -> tuple[list[list[int]], torch.Tensor]:
-    """Sequences of different lengths, and the same padded on the right with something that would show."""
+    """Sequences of different lengths, and the same right-padded with tokens that would show."""
     generator = torch.Generator().manual_seed(seed)
     sequences = [
         torch.randint(tiny.VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS
@@ -41,7 +41,7 @@ def test_states_of_padded_sequences_equal_those_of_each_alone(family: str, folde
 
 
 def greedy(model: Transformer, prompt: list[int], max_tokens: int, eos: int) -> list[int]:
-    """The reference: the whole sequence again for every token."""
+    """The reference: the whole sequence is recomputed for every token."""
     ids = list(prompt)
     while len(ids) < len(prompt) + max_tokens:
         final = target_states(model, torch.tensor([ids]), (0,)).final[0, -1]
@@ -60,7 +60,7 @@ def test_greedy_answers_of_a_batch_equal_those_of_each_prompt_alone(target: Tran
     assert answers[0][-1] == eos
 
 
-def test_a_batch_that_is_compacted_goes_on_with_the_right_rows(target: Transformer) -> None:
+def test_a_compacted_batch_continues_with_the_right_rows(target: Transformer) -> None:
     prompts, _ = padded()
     first = [greedy(target, prompt, 1, -1)[0] for prompt in prompts]
     assert len(set(first)) == 3

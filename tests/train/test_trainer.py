@@ -86,7 +86,7 @@ def test_a_killed_run_that_is_resumed_ends_with_the_same_bits(
     assert whole.evaluate() == resumed.evaluate()
 
 
-def test_slow_steps_have_checkpoints_more_often(
+def test_slow_steps_are_checkpointed_by_time(
     target: Transformer, examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer_module, "CHECKPOINT_SECONDS", 0.0)
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_another_run_is_refused(
 
 
 @pytest.mark.parametrize("loss", ["kl", "lk"])
-def test_the_head_learns_to_guess_its_target(
+def test_the_head_learns_to_predict_its_target(
     target: Transformer, examples: Examples, tmp_path: Path, loss: str
 ) -> None:
     changed = {"max_steps": 60, "learning_rate": 1e-2, "loss": loss}
@@ -159,7 +159,7 @@ def test_an_epoch_has_every_example_once_and_no_batch_is_too_large(examples: Exa
     assert first.tolist() != second.tolist()
 
 
-def test_one_prompt_at_least_is_held_out_unless_none_is_wanted(examples: Examples) -> None:
+def test_at_least_one_prompt_is_held_out_unless_disabled(examples: Examples) -> None:
     assert len(np.unique(examples.prompts[split(examples, 0.001, seed=0)[1]])) == 1
     assert not len(split(examples, 0.0, seed=0)[1])
 
@@ -203,7 +203,7 @@ def test_bad_options_are_refused(options: dict[str, float], message: str) -> Non
 
 
 class Threads:
-    """Processes of a run that are threads of this test."""
+    """The processes of a run, as threads of this test."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -1,1 +1,1 @@
-"""`paceline bench decode`: plain decoding and prefill beside llama.cpp."""
+"""`paceline bench decode`: plain decoding and prefill compared with llama.cpp."""

@@ -1,4 +1,4 @@
-"""`paceline bench decode`."""
+"""`paceline bench decode`: the command line."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from paceline.config import DEFAULT_MODEL
 
 def decode_command(
     model: Model = DEFAULT_MODEL,
-    tokens: Annotated[int, typer.Option(help="Tokens to decode, after the first.")] = 128,
+    tokens: Annotated[int, typer.Option(help="Number of tokens to decode after the first.")] = 128,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt to decode from.")] = 16,
     prefill: Annotated[int, typer.Option(help="Tokens of the prompt to prefill.")] = 512,
-    rounds: Annotated[int, typer.Option(help="How often each contestant has its turn.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Number of runs per contestant.")] = 5,
     threads: Threads = None,
     quantization: Quantization = "auto",
-    peer: Annotated[str, typer.Option(help="Whom to compare with: llama.cpp or none.")] = "llama.cpp",
+    peer: Annotated[str, typer.Option(help="Engine to compare with: llama.cpp or none.")] = "llama.cpp",
     peer_python: Annotated[
-        str, typer.Option(help="The interpreter that has llama_cpp.", show_default="this one")
+        str, typer.Option(help="Python interpreter that has llama_cpp.", show_default="this one")
     ] = sys.executable,
     json_file: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
-    """Plain greedy decoding and prefill at batch 1, in turns with llama.cpp on the same file."""
+    """Plain greedy decoding and prefill at batch 1, alternating with llama.cpp on the same file."""
     from paceline.bench.decode.measure import DecodeOptions, measure_decode
     from paceline.bench.decode.view import decode_result
     from paceline.bench.report.output import Report

@@ -1,4 +1,4 @@
-"""Plain decoding and prefill of one request, against llama.cpp on the same file."""
+"""Plain decoding and prefill of one request, compared with llama.cpp on the same file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paceline.models.registry import load_tokenizer, resolve
 from paceline.options import check_integer
 
 PEERS = ("llama.cpp", "none")
-SETTLE_SECONDS = 0.3  # until the threads of whoever had the turn before have gone to sleep
+SETTLE_SECONDS = 0.3  # until the threads of the previous contestant sleep
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class DecodeOptions:
     """What to measure."""
 
     model: str = DEFAULT_MODEL
-    tokens: int = 128  # that are timed, after the first one
-    prompt_tokens: int = 16  # of the prompt that decoding starts from
-    prefill: int = 512  # of the prompt whose first token is timed
+    tokens: int = 128  # timed, after the first one
+    prompt_tokens: int = 16  # of the prompt for decoding
+    prefill: int = 512  # of the prompt for prefill
     rounds: int = 5
-    threads: int | None = None  # None: one for each core
+    threads: int | None = None  # None: one per core
     quantization: str = "auto"
     peer: str = "llama.cpp"
     peer_python: str = sys.executable
@@ -54,7 +54,7 @@ class DecodeOptions:
 
     @property
     def context(self) -> int:
-        """Tokens that the longest job needs room for."""
+        """Context length that the longest job needs."""
         return max(self.prompt_tokens + self.tokens + 1, self.prefill + 1)
 
 
@@ -62,16 +62,16 @@ class DecodeOptions:
 class Measured:
     """One contestant's times over all rounds."""
 
-    facts: dict[str, object]  # version, and what else it tells about itself
+    facts: dict[str, object]  # version and other facts about itself
     decode: Timing  # of `tokens` tokens
     prefill: Timing  # until the first token after a prompt of `prefill` tokens
-    overhead: Timing  # of a step outside its pass, over all steps; without seconds if not told
+    overhead: Timing  # of a step outside its pass, over all steps; empty if not reported
     token_ids: list[int]
 
 
 @dataclass(frozen=True)
 class FreshStart:
-    """A process from its start to its first token, then one long prompt."""
+    """Times of a new process: from its start to its first token, then one long prompt."""
 
     seconds: float
     peak_memory_bytes: int
@@ -79,7 +79,7 @@ class FreshStart:
 
 @dataclass(frozen=True)
 class Contest:
-    """All that `paceline bench decode` finds out."""
+    """The result of `paceline bench decode`."""
 
     options: DecodeOptions
     threads: int
@@ -90,19 +90,19 @@ class Contest:
     peer_handicap: str | None = None  # what the peer could not use of this machine
 
     def ratio(self, of: Callable[[Measured], float]) -> float | None:
-        """How many times faster paceline is, by one of its times; None without a peer."""
+        """How many times faster paceline is, by one of the times; None without a peer."""
         return None if self.peer is None else of(self.peer) / of(self.paceline)
 
     @property
     def agreeing_tokens(self) -> int:
-        """How many tokens both chose before they first differed. Roundings may make them differ."""
+        """Number of equal tokens before the first difference, which rounding may cause."""
         pairs = zip(self.paceline.token_ids, self.peer.token_ids if self.peer else [], strict=False)
         differing = [place for place, (ours, theirs) in enumerate(pairs) if ours != theirs]
         return differing[0] if differing else len(self.paceline.token_ids)
 
 
 def measure_decode(options: DecodeOptions, on_turn: OnTurn = lambda _: None) -> Contest:
-    """Both contestants' times, taken in turns. A peer that fails is told of, and does not stop ours."""
+    """Both contestants' times, measured alternately. A peer that fails is reported and does not stop ours."""
     path = resolve(options.model)
     ids = text_ids(load_tokenizer(path), max(options.prompt_tokens, options.prefill))
     threads = options.threads or default_threads()
@@ -142,7 +142,7 @@ def measure_decode(options: DecodeOptions, on_turn: OnTurn = lambda _: None) -> 
 
 
 class Entrant:
-    """A contestant, and what it has done so far."""
+    """A contestant and its times so far."""
 
     def __init__(self, contestant: Contestant, options: DecodeOptions, ids: list[int]) -> None:
         self._contestant = contestant
@@ -152,19 +152,19 @@ class Entrant:
         self._prefills: list[Generation] = []
 
     def warm_up(self) -> None:
-        """Both jobs once, uncounted: code is compiled, files are read, buffers are made."""
+        """Run both jobs once, untimed: code is compiled, files are read, buffers are allocated."""
         self.run_prefill()
         self.run_decode()
         self._prefills.clear()
         self._decodes.clear()
 
     def run_decode(self) -> None:
-        """Decode once; the first token is not counted, it belongs to the prompt."""
+        """Decode once. The first token is not counted: it belongs to the prefill."""
         prompt = self._ids[: self._options.prompt_tokens]
         self._decodes.append(self._contestant.generate(prompt, self._options.tokens + 1))
 
     def run_prefill(self) -> None:
-        """Compute the long prompt once."""
+        """Prefill the long prompt once."""
         self._prefills.append(self._contestant.generate(self._ids[: self._options.prefill], 1))
 
     def result(self) -> Measured:
@@ -178,14 +178,14 @@ class Entrant:
 
 
 def handicap(peer_facts: dict[str, object], amx: bool) -> str | None:
-    """What a llama.cpp leaves unused on this machine, so that nobody takes its time for its best."""
+    """What a llama.cpp build leaves unused on this machine, so that its time is not taken for its best."""
     if amx and "AMX_INT8 = 1" not in str(peer_facts.get("system_info")):
         return "built without AMX, which this CPU has: its prefill may be much faster with it"
     return None
 
 
 def measure_fresh_start(path: Path, threads: int, options: DecodeOptions, ids: list[int]) -> FreshStart:
-    """Seconds from the start of a new process to its first token; the compile cache is warm by now."""
+    """Seconds from the start of a new process to its first token, with a warm kernel cache."""
     start = time.perf_counter()
     with start_paceline(path, threads, options.quantization) as contestant:
         contestant.generate(ids[: options.prompt_tokens], 1)

@@ -1,4 +1,4 @@
-"""`paceline bench decode`, described: the table, the notes and the facts."""
+"""`paceline bench decode`: its result as a table, notes and facts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.bench.timing import Timing
 
 
 def decode_result(contest: Contest) -> Result:
-    """Both contestants' speeds, and how many times faster paceline is."""
+    """Both contestants' speeds, and their ratio."""
     options, peer = contest.options, contest.peer
     title = f"{options.model}: greedy, batch 1, best and median of {options.rounds}, in turns"
     columns = ["tokens per second", "paceline"]
@@ -22,7 +22,11 @@ def decode_result(contest: Contest) -> Result:
             timing = measured.decode if decode else measured.prefill
             return timing.best if best else timing.median
 
-        speeds = [f"{tokens / seconds(own):,.1f}" for own in (contest.paceline, peer) if own is not None]
+        speeds = [
+            f"{tokens / seconds(measured):,.1f}"
+            for measured in (contest.paceline, peer)
+            if measured is not None
+        ]
         ratio = contest.ratio(seconds)
         return [what, *speeds, *([] if ratio is None else [f"{ratio:.2f}"])]
 
@@ -36,7 +40,7 @@ def decode_result(contest: Contest) -> Result:
 
 
 def _notes(contest: Contest) -> list[str]:
-    """What else was found, a line each."""
+    """Further findings, one per line."""
     ours, options, fresh = contest.paceline, contest.options, contest.fresh_start
     notes = [
         f"time per token: best {1e3 * ours.decode.best / options.tokens:.2f} ms, "

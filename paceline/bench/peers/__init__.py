@@ -1,1 +1,1 @@
-"""Other engines in processes of their own."""
+"""Other engines, each in its own process."""

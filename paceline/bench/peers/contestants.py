@@ -1,8 +1,8 @@
-"""Engines that are compared, each in a process of its own.
+"""Engines that are compared, each in its own process.
 
-Threads of one engine go on spinning for a while after its work is done, and would slow another in
-the same process or right after it. So every contestant is loaded once in its own process, is asked
-in turn, and does nothing while another is asked.
+Threads of one engine spin for a while after its work is done, and would slow another in the same process
+or right after it. So every contestant is loaded once in its own process, gets requests in turn, and is
+idle while another works.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from paceline.bench.peers import worker
 from paceline.errors import ConfigError, PacelineError
 
-# GCC takes the shapes of llama.cpp's AMX tiles for stores that nobody reads, and drops them.
+# GCC considers the stores of llama.cpp's AMX tile shapes dead, and removes them.
 KEEP_STORES = "-DCMAKE_C_FLAGS='-fno-tree-dse -fno-dse' -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'"
 LLAMA_REMEDIES = {
     "ModuleNotFoundError": (
@@ -43,34 +43,34 @@ class ContestantError(PacelineError):
 
 @dataclass(frozen=True)
 class Generation:
-    """One contestant's answer to one prompt. Times are seconds."""
+    """One contestant's answer to one prompt. Times are in seconds."""
 
-    first_seconds: float  # until the first token was there: prefill
-    rest_seconds: float  # from then on until the last
+    first_seconds: float  # until the first token: prefill
+    rest_seconds: float  # from the first token to the last
     token_ids: list[int]
     peak_memory_bytes: int  # of the contestant's process so far
-    overhead_seconds: list[float] = field(default_factory=list)  # [tokens - 1] of a step, outside its pass
-    drafts: int = 0  # passes with drafted tokens, where the contestant counts them
+    overhead_seconds: list[float] = field(default_factory=list)  # [tokens - 1] of each step, outside its pass
+    drafts: int = 0  # passes with drafts, if the contestant counts them
     accepted: int = 0  # drafted tokens
 
 
 class Contestant:
-    """An engine with a model loaded, in its own process, idle until it is asked."""
+    """An engine with a loaded model in its own process, idle until it gets a request."""
 
     def __init__(self, name: str, command: Sequence[str], remedies: Mapping[str, str] | None = None) -> None:
-        """Start it and wait until its model is loaded. `remedies` are by signal or exception name."""
+        """Start it and wait until its model is loaded. `remedies`: hints by signal or exception name."""
         self.name = name
         self._remedies = remedies or {}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
         )
-        self.facts = self._answer()  # version, and what else it tells about itself
+        self.facts = self._answer()  # version and other facts about itself
 
     def generate(self, prompt: Sequence[int], tokens: int, **options: Any) -> Generation:
-        """`tokens` greedy tokens after `prompt`; options are the worker's: stop_ids, lookup."""
+        """Generate `tokens` tokens greedily; options of the worker are stop_ids and lookup."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it died; why is found out below
+        with suppress(BrokenPipeError):  # it died; the reason is found below
             question = {"prompt": list(prompt), "tokens": tokens, **options}
             print(json.dumps(question), file=self._process.stdin, flush=True)
         return Generation(**self._answer())
@@ -81,7 +81,7 @@ class Contestant:
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
-            with suppress(BrokenPipeError):  # what was never read is of no use now
+            with suppress(BrokenPipeError):  # unread requests do not matter now
                 stream.close()
         self._log.close()
 
@@ -95,7 +95,7 @@ class Contestant:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            error = self._how_it_died()
+            error = self._death_error()
         else:
             answer: dict[str, Any] = json.loads(line)
             if "error" not in answer:
@@ -106,25 +106,25 @@ class Contestant:
         self.close()
         raise error
 
-    def _how_it_died(self) -> ContestantError:
+    def _death_error(self) -> ContestantError:
         code = self._process.wait()
         how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
         remedy = self._remedies.get(how, "")
         self._log.seek(0)
-        last_words = self._log.read().decode(errors="replace").strip()[-500:]
-        said = "" if remedy or not last_words else f"Its last words: {last_words}"
-        return ContestantError(f"{self.name} died ({how}). {remedy or said}".rstrip())
+        last_lines = self._log.read().decode(errors="replace").strip()[-500:]
+        log_end = "" if remedy or not last_lines else f"Its last words: {last_lines}"
+        return ContestantError(f"{self.name} died ({how}). {remedy or log_end}".rstrip())
 
 
 def start_paceline(path: Path, threads: int, quantization: str) -> Contestant:
-    """Our own engine."""
+    """Our engine."""
     options = {"model": str(path), "threads": threads, "quantization": quantization}
     command = [sys.executable, "-m", worker.__name__, "paceline", json.dumps(options)]
     return Contestant("paceline", command)
 
 
 def start_llama_cpp(path: Path, threads: int, context: int, python: str) -> Contestant:
-    """llama.cpp on the same file, in an interpreter that has llama_cpp."""
+    """llama.cpp with the same file, in an interpreter that has llama_cpp."""
     if shutil.which(python) is None:
         raise ConfigError(
             f"--peer-python {python} cannot be run; give the path of a Python interpreter that has llama_cpp."

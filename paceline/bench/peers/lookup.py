@@ -1,4 +1,4 @@
-"""Other engines with prompt lookup of their own, on the same prompts: each against itself without it."""
+"""Other engines with prompt lookup, on the same prompts: each compared with itself without it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from paceline.bench.run.engine_runner import Task
 from paceline.bench.timing import OnTurn
 from paceline.errors import ConfigError
 
-LOOKUP_TOKENS = 8  # drafted in a step
+LOOKUP_TOKENS = 8  # drafted per step
 PEERS = ("transformers", "llama.cpp", "vllm")
 MODULES = {"transformers": "transformers", "llama.cpp": "llama_cpp", "vllm": "vllm"}
-SETTLE_SECONDS = 0.3  # until the threads of whoever had the turn before have gone to sleep
+SETTLE_SECONDS = 0.3  # until the threads of the previous contestant sleep
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PeerOptions:
 
 @dataclass(frozen=True)
 class PeerRow:
-    """A peer's prompt lookup against itself, on one workload. Times are sums of each prompt's best round."""
+    """A peer's prompt lookup compared with itself, on one workload. Times sum each prompt's best round."""
 
     workload: str
     peer: str
@@ -42,16 +42,16 @@ class PeerRow:
     output_tokens: int  # without lookup
     decode_tokens_per_second: float  # without lookup, after the first token
     lookup_decode_tokens_per_second: float
-    tokens_per_second: float  # the prompt's time included
+    tokens_per_second: float  # prefill included
     lookup_tokens_per_second: float
-    decode_speedup: float  # of prompt lookup, against the peer itself without it
+    decode_speedup: float  # with lookup, relative to the same peer without it
     median_decode_speedup: float
     speedup: float
-    changed_prompts: list[str]  # whose tokens its lookup changed
+    changed_prompts: list[str]  # prompts whose tokens changed with lookup
 
 
 def parse_peers(names: Sequence[str], pythons: Sequence[str]) -> tuple[PeerOptions, ...]:
-    """The peers asked for, each with its interpreter, given as NAME=INTERPRETER."""
+    """The requested peers, each with its interpreter, given as NAME=INTERPRETER."""
     where: dict[str, str] = {}
     for given in pythons:
         name, equals, python = given.partition("=")
@@ -75,22 +75,22 @@ def measure_peer(
     rounds: int,
     on_turn: OnTurn = lambda _: None,
 ) -> tuple[list[PeerRow], str | None]:
-    """The peer's rows on all workloads, and why some are missing, if so. Greedy, one prompt at a time."""
-    found: list[PeerRow] = []
+    """The peer's rows on all workloads, and an error if some are missing. Greedy, one prompt at a time."""
+    peer_rows: list[PeerRow] = []
     try:
         with start_peer(peer, path, threads, workloads) as contestant:
             for name, tasks in workloads.items():
                 pairs = _turns(contestant, tasks, sorted(stop_ids), rounds, on_turn)
-                found.append(peer_row(name, peer.name, str(contestant.facts["version"]), tasks, pairs))
+                peer_rows.append(peer_row(name, peer.name, str(contestant.facts["version"]), tasks, pairs))
     except ContestantError as error:
-        return found, str(error)
-    return found, None
+        return peer_rows, str(error)
+    return peer_rows, None
 
 
 def start_peer(
     peer: PeerOptions, path: Path, threads: int, workloads: Mapping[str, Sequence[Task]]
 ) -> Contestant:
-    """The peer in a process of its own, with room for the longest prompt and answer."""
+    """The peer in its own process, with context for the longest prompt and answer."""
     longest = max(
         len(task.token_ids) + (task.params.max_tokens or 0) for tasks in workloads.values() for task in tasks
     )
@@ -103,23 +103,23 @@ def start_peer(
     return Contestant(peer.name, command, {**LLAMA_REMEDIES, "ModuleNotFoundError": missing})
 
 
-Pair = tuple[list[Generation], list[Generation]]  # without lookup and with, one for each round
+Pair = tuple[list[Generation], list[Generation]]  # without lookup and with it, one Generation per round
 
 
 def _turns(
     contestant: Contestant, tasks: Sequence[Task], stop_ids: list[int], rounds: int, on_turn: OnTurn
 ) -> list[Pair]:
-    """Each prompt without lookup and with it, in turns; before, the first one whole, as the warm-up."""
+    """Each prompt without lookup and with it, alternating. First, a warm-up on the first prompt."""
     for lookup in (0, LOOKUP_TOKENS):
         tokens = tasks[0].params.max_tokens or 1
         contestant.generate(tasks[0].token_ids, tokens, stop_ids=stop_ids, lookup=lookup)
     pairs: list[Pair] = [([], []) for _ in tasks]
     for number in range(rounds):
         for task, pair in zip(tasks, pairs, strict=True):
-            for own, lookup in zip(pair, (0, LOOKUP_TOKENS), strict=True):
+            for runs, lookup in zip(pair, (0, LOOKUP_TOKENS), strict=True):
                 time.sleep(SETTLE_SECONDS)
                 tokens = task.params.max_tokens or 1
-                own.append(contestant.generate(task.token_ids, tokens, stop_ids=stop_ids, lookup=lookup))
+                runs.append(contestant.generate(task.token_ids, tokens, stop_ids=stop_ids, lookup=lookup))
                 on_turn(f"{contestant.name}, round {number + 1} of {rounds}")
     return pairs
 
@@ -127,7 +127,7 @@ def _turns(
 def peer_row(workload: str, peer: str, version: str, tasks: Sequence[Task], pairs: Sequence[Pair]) -> PeerRow:
     """The row of these turns."""
     plain, lookup = ([pair[side] for pair in pairs] for side in (0, 1))
-    tokens, lookup_tokens = (sum(len(own[0].token_ids) for own in side) for side in (plain, lookup))
+    tokens, lookup_tokens = (sum(len(runs[0].token_ids) for runs in side) for side in (plain, lookup))
 
     def rest(run: Generation) -> float:
         return run.rest_seconds
@@ -135,7 +135,7 @@ def peer_row(workload: str, peer: str, version: str, tasks: Sequence[Task], pair
     def whole(run: Generation) -> float:
         return run.first_seconds + run.rest_seconds
 
-    # per token, because a peer's lookup may change its own answer and so its length
+    # per token, because lookup may change a peer's answer and so its length
     plain_rest, lookup_rest = (sum(_bests(side, rest)) for side in (plain, lookup))
     plain_whole, lookup_whole = (sum(_bests(side, whole)) for side in (plain, lookup))
     plain_speed = _per_second(tokens - len(pairs), plain_rest)
@@ -151,7 +151,7 @@ def peer_row(workload: str, peer: str, version: str, tasks: Sequence[Task], pair
         tokens_per_second=tokens / plain_whole,
         lookup_tokens_per_second=lookup_tokens / lookup_whole,
         decode_speedup=lookup_speed / plain_speed,
-        median_decode_speedup=statistics.median(_speed(own[1]) / _speed(own[0]) for own in pairs),
+        median_decode_speedup=statistics.median(_speed(runs[1]) / _speed(runs[0]) for runs in pairs),
         speedup=(lookup_tokens / lookup_whole) / (tokens / plain_whole),
         changed_prompts=[
             task.id
@@ -162,14 +162,14 @@ def peer_row(workload: str, peer: str, version: str, tasks: Sequence[Task], pair
 
 
 def _bests(side: Sequence[Sequence[Generation]], of: Callable[[Generation], float]) -> list[float]:
-    return [min(of(run) for run in own) for own in side]
+    return [min(of(run) for run in runs) for runs in side]
 
 
-def _speed(own: Sequence[Generation]) -> float:
-    """Decoded tokens per second of one prompt."""
-    return _per_second(len(own[0].token_ids) - 1, min(run.rest_seconds for run in own))
+def _speed(runs: Sequence[Generation]) -> float:
+    """Decoded tokens per second for one prompt."""
+    return _per_second(len(runs[0].token_ids) - 1, min(run.rest_seconds for run in runs))
 
 
 def _per_second(tokens: int, seconds: float) -> float:
-    """Never 0, so that ratios exist even if every answer has one token only."""
+    """Never 0, so that ratios exist even if every answer has only one token."""
     return max(tokens, 1e-9) / max(seconds, 1e-9)

@@ -1,10 +1,10 @@
-"""One contestant in a process of its own: `worker.py NAME OPTIONS`, then JSON lines in and out.
+"""One contestant in its own process: `worker.py NAME OPTIONS`, then JSON lines in and out.
 
     -> {"prompt": [ids], "tokens": 129}
     <- {"first_seconds": ..., "rest_seconds": ..., "token_ids": [...], ...}
 
-The interpreter that has a peer need not have paceline, so this file is also run as a plain
-script: it imports nothing but the standard library, and each contestant what it needs.
+The interpreter of a peer need not have paceline, so this file is also run as a plain script: it imports
+only the standard library, and each contestant imports what it needs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 
 class Paceline:
-    """Our own engine, step by step."""
+    """Our engine, step by step."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import paceline
@@ -37,7 +37,7 @@ class Paceline:
         self.facts = {"version": paceline.__version__, "quantization": backend.quantization}
 
     def generate(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
-        """`tokens` greedy tokens, and when they came."""
+        """Generate `tokens` tokens greedily, and time them."""
         engine = self._llm.engine
         params = self._params(temperature=0, max_tokens=tokens, ignore_eos=True)
         (request,) = engine.add_request(prompt, params)
@@ -62,13 +62,13 @@ class Paceline:
 
 
 class LlamaCpp:
-    """llama.cpp through llama-cpp-python, with its own greedy sampler and prompt lookup."""
+    """llama.cpp through llama-cpp-python, with its greedy sampler and prompt lookup."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import llama_cpp
 
         self._options = options
-        self._llamas = {0: self._load(0)}  # by tokens of lookup: a Llama has it or not from the start
+        self._llamas = {0: self._load(0)}  # by number of lookup tokens, fixed when it is created
         self.facts = {
             "version": llama_cpp.__version__,
             "system_info": llama_cpp.llama_print_system_info().decode().strip(" |"),
@@ -81,7 +81,7 @@ class LlamaCpp:
         if lookup:
             from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-            # without logits_all it has no room for the logits of a prompt longer than n_batch
+            # without logits_all it cannot hold the logits of a prompt longer than n_batch
             drafting = {"draft_model": LlamaPromptLookupDecoding(num_pred_tokens=lookup), "logits_all": True}
         return llama_cpp.Llama(
             self._options["model"],
@@ -96,11 +96,11 @@ class LlamaCpp:
     def generate(
         self, prompt: Sequence[int], tokens: int, stop_ids: Sequence[int] = (), lookup: int = 0
     ) -> dict[str, Any]:
-        """`tokens` greedy tokens, or those up to one of `stop_ids`, and when they came."""
+        """Generate `tokens` tokens greedily, or up to one of `stop_ids`, and time them."""
         if lookup not in self._llamas:
             self._llamas[lookup] = self._load(lookup)
         llama = self._llamas[lookup]
-        llama.reset()  # or it would keep the prompt it has in common with the last round's
+        llama.reset()  # or it would reuse the prefix of the previous round
         start = time.perf_counter()
         stream = llama.generate(prompt, temp=0.0)
         token_ids = [next(stream)]
@@ -112,7 +112,7 @@ class LlamaCpp:
 
 
 class Transformers:
-    """transformers in float32, with its own prompt lookup."""
+    """transformers in float32, with its prompt lookup."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import torch
@@ -130,7 +130,7 @@ class Transformers:
     def generate(
         self, prompt: Sequence[int], tokens: int, stop_ids: Sequence[int] = (), lookup: int = 0
     ) -> dict[str, Any]:
-        """`tokens` greedy tokens, or those up to one of `stop_ids`, and when they came."""
+        """Generate `tokens` tokens greedily, or up to one of `stop_ids`, and time them."""
         times: list[float] = []
 
         def note_time(ids: Any, scores: Any, **_: Any) -> Any:
@@ -158,17 +158,17 @@ class Transformers:
 
 
 class Vllm:
-    """vLLM on the CPU, with its own n-gram drafting, or with the draft head of `options["head"]`."""
+    """vLLM on the CPU, with its n-gram drafting or with the draft head of `options["head"]`."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         import vllm
 
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or its processes outlive this one
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or its processes would outlive this one
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{options['threads'] - 1}"
         self._options = options
         if options["model"].endswith(".gguf"):
             raise ValueError("it reads folders of safetensors, and no .gguf file. Give such a folder.")
-        self._llms: dict[int, Any] = {}  # by tokens of lookup: an engine has it or not from the start
+        self._llms: dict[int, Any] = {}  # by number of lookup tokens, fixed when it is created
         self.facts = {"version": vllm.__version__}
 
     def _load(self, lookup: int) -> Any:
@@ -192,7 +192,7 @@ class Vllm:
     def generate(
         self, prompt: Sequence[int], tokens: int, stop_ids: Sequence[int] = (), lookup: int = 0
     ) -> dict[str, Any]:
-        """`tokens` greedy tokens, or those up to one of `stop_ids`, and when they came."""
+        """Generate `tokens` tokens greedily, or up to one of `stop_ids`, and time them."""
         import vllm
 
         if lookup not in self._llms:
@@ -214,10 +214,10 @@ class Vllm:
 
     @staticmethod
     def _counts(llm: Any) -> dict[str, int]:
-        """What an engine has drafted since it was made."""
-        found = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+        """Draft counters of an engine since its start."""
+        values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
         names = {"drafts": "vllm:spec_decode_num_drafts", "accepted": "vllm:spec_decode_num_accepted_tokens"}
-        return {ours: int(found.get(theirs, 0)) for ours, theirs in names.items()}
+        return {ours: int(values.get(theirs, 0)) for ours, theirs in names.items()}
 
 
 CONTESTANTS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -229,17 +229,17 @@ CONTESTANTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def peak_memory() -> int:
-    """The most bytes this process ever had in memory."""
+    """Peak memory of this process in bytes."""
     try:
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
-        # not first choice: on Linux it begins with what the parent had when it started this process
+        # fallback: on Linux it starts with the parent's memory at the time of the fork
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def main() -> None:
-    # libraries that print must not print into the answers
+    # libraries must not print into the answers
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

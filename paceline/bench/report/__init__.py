@@ -1,1 +1,1 @@
-"""One described result, shown as tables on the terminal, as JSON and as an HTML page."""
+"""One result, shown as tables on the terminal, as JSON and as an HTML page."""

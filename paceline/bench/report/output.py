@@ -1,4 +1,4 @@
-"""Where a result goes: to the terminal, into a JSON file and into an HTML page."""
+"""Output of a result: terminal, JSON file and HTML page."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from paceline.bench.report.result import Result
 from paceline.bench.report.terminal import print_result
 from paceline.errors import ConfigError
 
-QUIET_LOAD = 0.5  # average number of running threads in the last minute
+QUIET_LOAD = 0.5  # load average of the last minute
 
 
 class Report:
-    """Shows one result everywhere that was asked for, together with the machine."""
+    """Shows one result in all requested forms, with the machine."""
 
     def __init__(self, json_file: Path | None, html_file: Path | None = None) -> None:
-        """Refuse a file that cannot be written before minutes are spent on its contents."""
+        """Raise ConfigError for a file that cannot be written, before minutes are spent on its contents."""
         check_writable("--json", json_file)
         check_writable("--html", html_file)
         self._json_file = json_file
         self._html_file = html_file
-        self._machine = machine_facts()  # now, for its load
+        self._machine = machine_facts()  # before the measurement, for its load average
 
     def show(self, result: Result) -> None:
         """Print the result, and write the files."""
@@ -43,7 +43,7 @@ class Report:
 def machine_notes(
     machine: Mapping[str, Any], threads: object, quantization: object, timed: bool = True
 ) -> list[str]:
-    """The machine in one line, and a warning where other work on it may have changed times."""
+    """The machine in one line, and a warning if other work on it may have changed timings."""
     load = machine["load_average"]
     line = (
         f"{machine['cpu']} ({machine['isa']}), {machine['usable_cores']} of {machine['cores']} cores usable, "
@@ -52,7 +52,7 @@ def machine_notes(
     )
     if load <= QUIET_LOAD or not timed:
         return [line]
-    # engines that divide work evenly and meet at barriers suffer more than ours, so ratios change too
+    # engines that split work evenly and meet at barriers suffer more than ours, so ratios change too
     return [
         line,
         f"Load average {load} at the start: other work was running, so times and ratios may be off. "
@@ -61,6 +61,6 @@ def machine_notes(
 
 
 def check_writable(option: str, file: Path | None) -> None:
-    """Refuse a file that cannot be written."""
+    """Raise ConfigError if the file cannot be written."""
     if file is not None and (file.is_dir() or not file.resolve().parent.is_dir()):
         raise ConfigError(f"{option} {file} cannot be written: give a file in a folder that exists.")

@@ -1,4 +1,4 @@
-"""A result as an HTML page that works offline: no script, font, image or style from elsewhere."""
+"""A result as an HTML page that works offline, without external scripts, fonts, images or styles."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ svg circle { fill: currentColor; } svg polyline { fill: none; stroke: currentCol
 
 
 def html_page(result: Result, machine: Sequence[str] = ()) -> str:
-    """The result as one page: findings, charts, tables and notes; light or dark as the browser is."""
+    """The result as one page: findings, charts, tables and notes; light or dark by the browser's setting."""
     colours = {name: place for place, name in enumerate(result.series)}
     body = [
         f"<h1>{escape(result.title)}</h1>",

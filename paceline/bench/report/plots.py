@@ -1,6 +1,6 @@
-"""Charts as SVG that stands in a page by itself: no script, no font and no style from elsewhere.
+"""Charts as self-contained SVG: no script, font or style from elsewhere.
 
-Colours are classes (`c0`, `c1`, ...) and inks are variables, so that a page can be light or dark.
+Colours are CSS classes (`c0`, `c1`, ...) and inks are CSS variables, so that a page can be light or dark.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from html import escape
 
 from paceline.bench.report.result import Chart, Course, Lines, Mark, Point, Ranges
 
-WIDTH = 860  # of a chart of ranges; heights follow from what is in it
-SMALL_WIDTH = 420  # of a chart of lines: two stand side by side
-LETTER = 7.0  # pixels of a letter, about: labels are measured by it
-MOST_LETTERS = 34  # of a label at the left; longer ones are cut, and whole when pointed at
+WIDTH = 860  # pixels of a range chart; heights follow from the contents
+SMALL_WIDTH = 420  # pixels of a line chart: two fit side by side
+LETTER = 7.0  # approximate width of a letter in pixels, to measure labels
+MAX_LABEL_LENGTH = 34  # letters of a label at the left; longer ones are cut, and shown in full as a tooltip
 NUM_COLOURS = 8
 Scale = Callable[[float], float]  # from a value to pixels
-Colours = Mapping[str, int]  # of each series
+Colours = Mapping[str, int]  # colour number of each series
 
 
 def nice_ticks(high: float, count: int = 5) -> list[float]:
-    """Round numbers from 0 to just beyond `high`, about `count` of them."""
+    """About `count` round numbers from 0 to just above `high`."""
     if high <= 0:
         return [0.0, 1.0]
     rough = high / count
@@ -38,10 +38,10 @@ def svg(chart: Chart, colours: Colours) -> str:
 
 
 def _ranges(chart: Ranges, colours: Colours) -> str:
-    marks = [mark for own in chart.sections.values() for mark in own]
+    marks = [mark for marks_of_section in chart.sections.values() for mark in marks_of_section]
     highest = max([mark.high for mark in marks] + [mark.value for mark in marks] + [chart.reference or 0])
     ticks = nice_ticks(highest)
-    left = 24 + LETTER * max(min(len(mark.label), MOST_LETTERS) for mark in marks)
+    left = 24 + LETTER * max(min(len(mark.label), MAX_LABEL_LENGTH) for mark in marks)
     right = 16 + LETTER * max(len(mark.text) for mark in marks)
     span = WIDTH - left - right
 
@@ -49,10 +49,10 @@ def _ranges(chart: Ranges, colours: Colours) -> str:
         return left + span * value / ticks[-1]
 
     parts, y = [], 8.0
-    for heading, own in chart.sections.items():
+    for heading, marks_of_section in chart.sections.items():
         parts.append(_text(4, y + 14, heading, "heading"))
         y += 24
-        for mark in own:
+        for mark in marks_of_section:
             parts += _mark_parts(mark, colours, x, y, WIDTH - right + 8)
             y += 20
         y += 6
@@ -68,7 +68,7 @@ def _ranges(chart: Ranges, colours: Colours) -> str:
 
 
 def _mark_parts(mark: Mark, colours: Colours, x: Scale, y: float, text_x: float) -> list[str]:
-    label = mark.label if len(mark.label) <= MOST_LETTERS else mark.label[: MOST_LETTERS - 1] + "…"
+    label = mark.label if len(mark.label) <= MAX_LABEL_LENGTH else mark.label[: MAX_LABEL_LENGTH - 1] + "…"
     middle, colour = y + 8, _colour(colours, mark.series)
     return [
         f'<g class="{colour}"><title>{escape(f"{mark.label}: {mark.text}")}</title>',
@@ -82,15 +82,15 @@ def _mark_parts(mark: Mark, colours: Colours, x: Scale, y: float, text_x: float)
 
 
 def _lines(chart: Lines, colours: Colours) -> str:
-    """Names are in the legend of the page. x begins where points do."""
-    points = [point for own in chart.series.values() for point in own]
+    """A line chart; series are named in the page's legend. x starts at the first point."""
+    points = [point for points_of_series in chart.series.values() for point in points_of_series]
     columns = sorted({x for x, _ in points})
     ticks = nice_ticks(max(y for _, y in points))
     left, top, bottom, right = 58.0, 30.0, 230.0, SMALL_WIDTH - 14.0
     step = (right - left) / max(len(columns) - 1, 1)
 
     def place(point: Point) -> Point:
-        # columns stand at equal distances: concurrencies double, and positions follow each other
+        # columns are equally spaced: concurrencies double, and positions are consecutive
         return left + step * columns.index(point[0]), bottom - (bottom - top) * point[1] / ticks[-1]
 
     parts = [_text(left, 16, chart.title, "heading")]
@@ -100,8 +100,8 @@ def _lines(chart: Lines, colours: Colours) -> str:
     every = max(1, math.ceil(len(columns) / 12))
     for column in columns[::every]:
         parts.append(_text(place((column, 0))[0], bottom + 16, _number(column), "middle"))
-    for name, own in chart.series.items():
-        placed = [place(point) for point in own]
+    for name, points_of_series in chart.series.items():
+        placed = [place(point) for point in points_of_series]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
         parts.append(f'<g class="{_colour(colours, name)}"><title>{escape(name)}</title>')
         parts.append(f'<polyline points="{path}"/>')
@@ -112,7 +112,7 @@ def _lines(chart: Lines, colours: Colours) -> str:
 
 
 def _course(chart: Course, colours: Colours) -> str:
-    points = [point for own in chart.series.values() for point in own]
+    points = [point for points_of_series in chart.series.values() for point in points_of_series]
     columns, ticks = nice_ticks(max(x for x, _ in points), 8), nice_ticks(max(y for _, y in points))
     left, top, bottom, right = 58.0, 44.0, 244.0, WIDTH - 14.0
 
@@ -128,8 +128,8 @@ def _course(chart: Course, colours: Colours) -> str:
     for where, word in chart.places.items():
         x = place((where, 0))[0]
         parts += [_line(x, top - 12, x, bottom, "reference"), _text(x + 4, top - 4, word, "axis")]
-    for name, own in chart.series.items():
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, own))
+    for name, points_of_series in chart.series.items():
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, points_of_series))
         parts.append(f'<g class="{_colour(colours, name)}"><title>{escape(name)}</title>')
         parts.append(f'<polyline points="{path}"/></g>')
     return _svg(
@@ -141,7 +141,7 @@ def _course(chart: Course, colours: Colours) -> str:
 
 
 def _axes(axes: tuple[str, str], x: float, y: float, bottom: float) -> list[str]:
-    """What is along the bottom and up the left side."""
+    """Labels of the x axis and of the y axis."""
     turned = f"translate(13 {y:.0f}) rotate(-90)"
     return [
         _text(x, bottom + 34, axes[0], "middle axis"),
@@ -150,7 +150,7 @@ def _axes(axes: tuple[str, str], x: float, y: float, bottom: float) -> list[str]
 
 
 def legend(colours: Colours) -> str:
-    """Which colour is whose, as HTML."""
+    """The legend of colours, as HTML."""
     entries = (
         f'<span><svg class="{_colour(colours, name)}" width="12" height="12"><circle cx="6" cy="6" r="5"/>'
         f"</svg> {escape(name)}</span>"

@@ -1,4 +1,4 @@
-"""What a measurement found, described once: terminal.py, output.py and page.py show it."""
+"""The description of a result, which terminal.py, output.py and page.py show."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Table:
-    """Cells under headings. Columns are numbers, to the right, but for the first and those in `text`."""
+    """Cells under headings. Columns are right-aligned numbers, except the first and those in `text`."""
 
     title: str
-    columns: Sequence[str]  # a heading may be broken into lines
-    rows: Sequence[Sequence[str]]  # a row of one cell heads the rows below it; missing cells are empty
-    text: Collection[str] = ()  # columns of words: to the left, and wrapped where the terminal is narrow
+    columns: Sequence[str]  # a heading may contain line breaks
+    rows: Sequence[Sequence[str]]  # one cell: the heading of the rows below; missing cells are empty
+    text: Collection[str] = ()  # columns of words: left-aligned, wrapped on narrow terminals
 
 
 @dataclass(frozen=True)
 class Mark:
-    """One line of a chart of ranges: a value, where it may lie, and its words."""
+    """One line of a range chart: a value, its range and its texts."""
 
     label: str
     text: str  # at the right
     series: str
     value: float
-    low: float  # where the thick line begins
-    high: float  # and ends
+    low: float  # start of the thick line
+    high: float  # and its end
     ticks: tuple[float, ...] = ()  # small strokes on it
 
 
@@ -38,21 +38,21 @@ class Ranges:
 
     axis: str
     sections: Mapping[str, Sequence[Mark]]
-    reference: float | None = None  # a value with a line of its own
+    reference: float | None = None  # a value to draw a reference line at
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines through few points; columns stand at equal distances. Two such charts stand side by side."""
+    """Lines through few, equally spaced points. Two such charts fit side by side."""
 
     title: str
-    axes: tuple[str, str]  # along the bottom, up the left side
+    axes: tuple[str, str]  # labels of the x axis and the y axis
     series: Mapping[str, Sequence[Point]]
 
 
 @dataclass(frozen=True)
 class Course:
-    """Lines over many points; some places of the x axis have a line and a word of their own."""
+    """Lines over many points; some x values have a labelled vertical line."""
 
     title: str
     axes: tuple[str, str]
@@ -73,7 +73,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Finding:
-    """What was to be shown, in a sentence, and whether it was."""
+    """A claim in one sentence, and whether it holds."""
 
     text: str
     good: bool = True
@@ -81,13 +81,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """All that a measurement found. Charts are on the page only, facts in the JSON only."""
+    """A complete result. Charts appear on the page only, facts in the JSON only."""
 
     title: str
     tables: Sequence[Table]
-    facts: Mapping[str, Any]  # ready for JSON; `threads` and `quantization` are told with the machine
+    facts: Mapping[str, Any]  # JSON values; `threads` and `quantization` are shown with the machine
     findings: Sequence[Finding] = ()
-    notes: Sequence[str] = ()  # what the tables mean, a line each
+    notes: Sequence[str] = ()  # explanations of the tables, one line each
     figures: Sequence[Figure] = ()
     series: Sequence[str] = ()  # all series of the charts, in the order of their colours
     timed: bool = True  # whether other work on the machine can change the figures

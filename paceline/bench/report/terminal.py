@@ -1,4 +1,4 @@
-"""Results on the terminal, and progress while they are measured."""
+"""Results and progress on the terminal."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PIPED_WIDTH = 240  # columns: more than any table has
 
 @contextmanager
 def progress(total: int) -> Iterator[OnTurn]:
-    """A progress bar on standard error, to be told after each of `total` turns what was done."""
+    """A progress bar on standard error; call the returned function after each of `total` turns."""
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("warming up", total=total)
         yield lambda text: bar.update(task, advance=1, description=text)
 
 
 def print_result(result: Result, more_notes: Sequence[str] = ()) -> None:
-    """Print the tables, then the findings and the notes, a line each."""
+    """Print the tables, then the findings and notes, one per line."""
     console = report_console()
     for table in result.tables:
         console.print(rich_table(table))
@@ -35,7 +35,7 @@ def print_result(result: Result, more_notes: Sequence[str] = ()) -> None:
 
 
 def rich_table(table: Table) -> rich.table.Table:
-    """A table for the terminal. Rows are indented below a row that heads them."""
+    """A rich table. Rows are indented below a row that is their heading."""
     shown = rich.table.Table(title=table.title, title_justify="left", pad_edge=False)
     for place, heading in enumerate(table.columns):
         words = heading in table.text
@@ -53,6 +53,6 @@ def rich_table(table: Table) -> rich.table.Table:
 
 
 def report_console() -> Console:
-    """Standard output; what is piped has no width, so there nothing is cut."""
+    """Standard output; piped output has no width, so nothing is cut there."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=PIPED_WIDTH)

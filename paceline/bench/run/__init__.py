@@ -1,1 +1,1 @@
-"""`paceline bench run`: drafting methods, or servers, on workloads, compared in turns."""
+"""`paceline bench run`: drafting methods or servers compared on workloads, in turns."""

@@ -1,4 +1,4 @@
-"""`paceline bench run` as charts: speedups, throughput, latencies, acceptance."""
+"""`paceline bench run`: its result as charts of speedup, throughput, latency and acceptance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.bench.run.wording import LATENCIES, speedup_of, three, traffic_of,
 
 
 def contest_figures(contest: Contest) -> list[Figure]:
-    """Every figure that there is something for."""
+    """All figures for which there is data."""
     return [
         *_speeds(contest.rows),
         *_concurrencies(contest.rows),
@@ -39,7 +39,7 @@ def _speeds(rows: Sequence[Row]) -> list[Figure]:
 
 
 def _concurrencies(rows: Sequence[Row]) -> list[Figure]:
-    """Throughput over concurrency, where there are several."""
+    """Throughput over concurrency, if there are several."""
     charts: dict[str, dict[str, list[Point]]] = {}
     for row in rows:
         if row.concurrency is not None:
@@ -60,11 +60,11 @@ def _latencies(rows: Sequence[Row]) -> list[Figure]:
     for name, words in LATENCIES.items():
 
         def mark(row: Row, name: str = name) -> Mark | None:
-            found = row.percentiles[name]
-            if found is None:
+            values = row.percentiles[name]
+            if values is None:
                 return None
-            p50, p90, p99 = found.values()
-            return Mark(row.method, three(found), row.method, p50, p50, p99, (p90, p99))
+            p50, p90, p99 = values.values()
+            return Mark(row.method, three(values), row.method, p50, p50, p99, (p90, p99))
 
         axis = "milliseconds: p50 (dot), p90 and p99 (strokes)"
         figures += _ranges(f"Latency: {words}", axis, rows, mark)
@@ -93,10 +93,10 @@ def _ranges(
     mark: Callable[[Row], Mark | None],
     reference: float | None = None,
 ) -> list[Figure]:
-    """The marks of all rows that have one, by traffic; nothing if none has."""
+    """The marks of all rows that have one, by traffic; empty if none has."""
     sections: dict[str, list[Mark]] = {}
     for row in rows:
-        found = mark(row)
-        if found is not None:
-            sections.setdefault(traffic_of(row), []).append(found)
+        row_mark = mark(row)
+        if row_mark is not None:
+            sections.setdefault(traffic_of(row), []).append(row_mark)
     return [Figure(heading, [Ranges(axis, sections, reference)])] if sections else []

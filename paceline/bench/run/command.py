@@ -1,4 +1,4 @@
-"""`paceline bench run` and `paceline bench serve`: drafting methods, or servers, on workloads."""
+"""`paceline bench run` and `paceline bench serve`: the command lines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ from paceline.terminal.flags import Flag, Group, Options, with_flags
 if TYPE_CHECKING:
     from paceline.bench.run.contest import Contest, SpeculationOptions
 
-USUAL_METHODS = 5  # about, for a progress bar
+USUAL_METHODS = 5  # approximate, for a progress bar
 
 ASKED: Group = (
-    Flag("metrics", list[str] | None, None, "Its page of metrics, if not URL/metrics: URL, or LABEL=URL."),
-    Flag("api_key", str | None, None, "The key that servers want."),
+    Flag(
+        "metrics",
+        list[str] | None,
+        None,
+        "Address of the metrics page, if not URL/metrics: URL or LABEL=URL.",
+    ),
+    Flag("api_key", str | None, None, "API key of the servers."),
 )
 SERVERS: Group = (
     Flag(
@@ -33,26 +38,31 @@ SERVERS: Group = (
     *ASKED,
 )
 HERE: Group = (
-    Flag("backend", str, "cpu", "What runs the model here: cpu, torch, cuda."),
-    Flag("device", str, "", "Where, such as cuda; the backend's own if left out."),
-    Flag("threads", int | None, None, "Threads; one for each core if not given."),
-    Flag("quantization", str, "auto", "How weights are kept: auto, native, int8, none; on cuda fp8, int4."),
-    Flag("warm", bool, False, "Also measure a second pass, caches full.", "--warm"),
-    Flag("against", str, "", "Peers with prompt lookup of their own: transformers, llama.cpp, vllm."),
+    Flag("backend", str, "cpu", "Backend of the model: cpu, torch or cuda."),
+    Flag("device", str, "", "Device, such as cuda. Default: the backend's own."),
+    Flag("threads", int | None, None, "Number of threads. Default: one per core."),
+    Flag("quantization", str, "auto", "Format of weights: auto, native, int8, none; on cuda also fp8, int4."),
+    Flag("warm", bool, False, "Also measure a second pass over the workload, with warm drafters.", "--warm"),
+    Flag(
+        "against",
+        str,
+        "",
+        "Peers to compare, each with its own prompt lookup: transformers, llama.cpp, vllm.",
+    ),
     Flag(
         "peer_python",
         list[str] | None,
         None,
-        "Where a peer is installed: NAME=INTERPRETER. May be repeated.",
+        "Python interpreter of a peer: NAME=INTERPRETER. May be repeated.",
     ),
 )
 Rounds = Annotated[
     int | None,
-    typer.Option(help="How often each has its turn on a prompt.", show_default="3; 1 of servers"),
+    typer.Option(help="Number of runs per prompt.", show_default="3; 1 for servers"),
 ]
 Objective = Annotated[
     str | None,
-    typer.Option("--slo", help="Milliseconds that a good request keeps: ttft=500,tpot=50,e2e=9000."),
+    typer.Option("--slo", help="Objective of a request in milliseconds: ttft=500,tpot=50,e2e=9000."),
 ]
 
 
@@ -65,7 +75,7 @@ def run_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="An alias, a .gguf file, a folder or a hub id; with --endpoint, what the server calls it.",
+            help="An alias, a .gguf file, a folder or a hub id; with --endpoint, the server's name of it.",
             show_default=f"{DEFAULT_MODEL}, or the server's first",
         ),
     ] = None,
@@ -73,7 +83,7 @@ def run_command(
         list[str] | None,
         typer.Option(
             help="Such as off,ngram,suffix; or one JSON object. May be repeated.",
-            show_default="off,auto,ngram,suffix and the head that is shipped for the model",
+            show_default="off,auto,ngram,suffix and the model's shipped head",
         ),
     ] = None,
     rounds: Rounds = None,
@@ -81,7 +91,7 @@ def run_command(
     json_file: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
-    """What drafting methods, or servers, give on workloads, in turns, and whether any token differs."""
+    """Compare drafting methods or servers on workloads, in turns, and check that no token differs."""
     _refuse_unused(servers["endpoint"] is not None, servers, here)
     _run(load, arrivals, servers, here, model, methods, rounds, slo, json_file, html)
 
@@ -91,25 +101,23 @@ def serve_command(
     load: Options,
     arrivals: Options,
     asked: Options,
-    url: Annotated[
-        list[str], typer.Argument(help="Servers that run already: URL, or LABEL=URL to compare several.")
-    ],
+    url: Annotated[list[str], typer.Argument(help="Running servers: URL, or LABEL=URL to compare several.")],
     model: Annotated[
-        str | None, typer.Option(help="What the server calls its model.", show_default="its first")
+        str | None, typer.Option(help="The server's name of the model.", show_default="its first")
     ] = None,
     methods: Annotated[
         list[str] | None,
-        typer.Option(help="Of a paceline: drafting methods that each request asks for. May be repeated."),
+        typer.Option(help="Drafting methods for requests (paceline servers only). May be repeated."),
     ] = None,
     rounds: Rounds = None,
     slo: Objective = None,
     json_file: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
-    """What OpenAI-compatible servers that run already give on workloads, measured from outside."""
+    """Measure running OpenAI-compatible servers on workloads, from the client's side."""
     from paceline.bench.servers.contest import parse_addresses
 
-    parse_addresses("URL", url)  # refuses a wrong one by the name that it has here
+    parse_addresses("URL", url)  # so that errors name this command's argument
     here = {flag.name: flag.default for flag in HERE}
     _run(load, arrivals, {**asked, "endpoint": url}, here, model, methods, rounds, slo, json_file, html)
 
@@ -126,7 +134,7 @@ def _run(
     json_file: Path | None,
     html: Path | None,
 ) -> None:
-    """Measure and report. Exit status 1 if outputs differ, or do not fit their schema."""
+    """Measure and report. Exit status 1 if outputs differ or violate their schema."""
     from paceline.bench.peers.lookup import parse_peers
     from paceline.bench.report.output import Report
     from paceline.bench.run.contest import SpeculationOptions
@@ -160,7 +168,7 @@ def _run(
 
 
 def _measure(options: SpeculationOptions, servers: Options, model: str | None) -> Contest:
-    """By engines here or by the servers that are named."""
+    """Measure with engines here, or on the named servers."""
     from paceline.bench.report.terminal import progress
     from paceline.bench.run.contest import run_contest
     from paceline.bench.servers.contest import parse_addresses, run_served
@@ -175,7 +183,7 @@ def _measure(options: SpeculationOptions, servers: Options, model: str | None) -
 
 
 def _refuse_unused(away: bool, servers: Options, here: Options) -> None:
-    """Refuse what would have no effect."""
+    """Raise ConfigError for flags that would have no effect."""
 
     def given(flags: Group, values: dict[str, Any]) -> list[str]:
         return ["--" + flag.name.replace("_", "-") for flag in flags if values[flag.name] != flag.default]

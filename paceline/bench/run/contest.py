@@ -29,7 +29,7 @@ from paceline.models.registry import resolve
 from paceline.options import check_integer, check_number
 from paceline.verify.rules import RULES
 
-COPIES = ("ngram", "suffix")  # methods that need no weights
+LOOKUP_METHODS = ("ngram", "suffix")  # methods that need no weights
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class SpeculationOptions:
     """What to measure."""
 
     workloads: tuple[Workload, ...]
-    methods: Mapping[str, Any]  # speculative_config by label, "off" among them; empty: see usual_methods
+    methods: Mapping[str, Any]  # speculative_config by label, "off" included; empty: see usual_methods
     model: str = DEFAULT_MODEL
     rounds: int = 3
     profiles: tuple[Profile, ...] = (ONE_BY_ONE,)
     warm: bool = False
     temperature: float | None = None  # None: each prompt's own
-    constrain: bool = True  # answers to what a workload's response_format says
-    threads: int | None = None  # None: one for each core
+    constrain: bool = True  # constrain answers by the workload's response_format
+    threads: int | None = None  # None: one per core
     quantization: str = "auto"
     backend: str = "cpu"
-    device: str = ""  # empty: the backend's own
+    device: str = ""  # empty: the backend's default
     peers: tuple[PeerOptions, ...] = ()
     objective: Objective | None = None
 
@@ -60,7 +60,7 @@ class SpeculationOptions:
                 profile.check_room(len(workload.prompts), workload.name)
 
     def num_turns(self, contestants: int) -> int:
-        """About how many turns there will be, for a progress bar; groups end where segments do."""
+        """Approximate number of turns, for a progress bar; groups end where segments do."""
         total = 0
         for workload in self.workloads:
             prompts = len(workload.prompts)
@@ -74,7 +74,7 @@ class SpeculationOptions:
 
 @dataclass(frozen=True)
 class Contest:
-    """All that was found."""
+    """The complete result."""
 
     options: SpeculationOptions
     threads: int | None = None  # None: of a server elsewhere
@@ -82,18 +82,18 @@ class Contest:
     rows: list[Row] = field(default_factory=list)
     peer_rows: list[PeerRow] = field(default_factory=list)
     peer_errors: dict[str, str] = field(default_factory=dict)  # why a peer has no rows, with the remedy
-    inexact: frozenset[str] = frozenset()  # methods that keep plain decoding's distribution, not its tokens
-    endpoints: Mapping[str, str] = field(default_factory=dict)  # addresses by label, of servers elsewhere
-    remarks: tuple[str, ...] = ()  # what else a reader must know
+    inexact: frozenset[str] = frozenset()  # methods that preserve the distribution, not the tokens
+    endpoints: Mapping[str, str] = field(default_factory=dict)  # addresses of servers by label
+    remarks: tuple[str, ...] = ()  # further remarks for the reader
 
     @property
     def identical(self) -> bool:
-        """Whether no method changed a token of any answer, of those that promise not to."""
+        """Whether no exact method changed a token of any answer."""
         return all(row.identical is not False for row in self.rows if row.method not in self.inexact)
 
     @property
     def valid(self) -> bool:
-        """Whether every answer that a schema was given for, and that came to its end, fits it."""
+        """Whether every finished answer with a schema is valid."""
         return all(row.valid == row.finished for row in self.rows if row.structured)
 
     def facts(self) -> dict[str, Any]:
@@ -122,15 +122,17 @@ def run_contest(
 ) -> Contest:
     """All rows, by engines in this process, around a loaded model or the one that the options name.
 
-    A peer that fails is told of, and does not stop the rest.
+    A peer that fails is reported and does not stop the rest.
     """
-    structured = any(prompt.structured_outputs for one in options.workloads for prompt in one.prompts)
+    structured = any(
+        prompt.structured_outputs for workload in options.workloads for prompt in workload.prompts
+    )
     if options.peers and options.constrain and structured:
         raise ConfigError("peers are run without a response_format: add --no-constrain, or leave them out.")
-    most = max(profile.concurrency or SchedulerOptions().max_num_seqs for profile in options.profiles)
+    max_num_seqs = max(profile.concurrency or SchedulerOptions().max_num_seqs for profile in options.profiles)
 
     def config_of(draft: Any) -> EngineConfig:
-        how = (options.quantization, options.threads, most)
+        how = (options.quantization, options.threads, max_num_seqs)
         return bench_config(options.model, *how, draft, options.backend, options.device)
 
     model = model or load_model(config_of(OFF))
@@ -140,25 +142,25 @@ def run_contest(
     contest = Contest(options, chosen.threads, chosen.quantization, inexact=_inexact(options))
 
     disturbances = Disturbances()
-    ahead = model.backend.drafts_on_device
+    overlapped = model.backend.drafts_on_device
 
     def make(label: str) -> EngineRunner:
-        gc.collect()  # pools of engines that are done
+        gc.collect()  # frees the KV pools of earlier engines
         engine = build_engine(configs[label], model).engine
         engine.prepare()
-        # steps that run ahead do not tell what a pass takes
-        return EngineRunner(engine, None if ahead else disturbances, whole=ahead)
+        # with overlap scheduling, a step's time is not that of a pass
+        return EngineRunner(engine, None if overlapped else disturbances, whole=overlapped)
 
     makers = {label: partial(make, label) for label in options.methods}
     tasks = {workload.name: _tasks(workload, model, options) for workload in options.workloads}
     passes = (COLD, WARM) if options.warm else (COLD,)
-    for name, own in tasks.items():
+    for name, workload_tasks in tasks.items():
         for profile in options.profiles:
-            # new engines on a GPU take seconds to capture their graphs, so they warm up once
-            cold = not (ahead and contest.rows)
+            # engines on a GPU take seconds to capture CUDA graphs, so they warm up once
+            cold = not (overlapped and contest.rows)
             runs = measure_workload(
                 makers,
-                own,
+                workload_tasks,
                 rounds=options.rounds,
                 profile=profile,
                 passes=passes,
@@ -169,23 +171,23 @@ def run_contest(
     path = resolve(options.model) if options.peers else None
     for peer in options.peers:
         assert path is not None
-        found, error = measure_peer(
+        peer_rows, error = measure_peer(
             peer, path, chosen.threads, tasks, model.tokenizer.eos_ids, options.rounds, on_turn
         )
-        contest.peer_rows.extend(found)
+        contest.peer_rows.extend(peer_rows)
         if error is not None:
             contest.peer_errors[peer.name] = error
     return contest
 
 
 def usual_methods(model: LoadedModel) -> Mapping[str, Any]:
-    """What is compared if nobody says: off, auto, copies, and the head that is shipped for the model."""
+    """The default methods: off, auto, look-ups, and the model's shipped head."""
     head = default_method(model.fingerprint)
-    return {label: label for label in (OFF, AUTO, *COPIES, *([] if head is None else [head]))}
+    return {label: label for label in (OFF, AUTO, *LOOKUP_METHODS, *([] if head is None else [head]))}
 
 
 def _inexact(options: SpeculationOptions) -> frozenset[str]:
-    """The methods whose rule of verification promises, for these prompts, equality in distribution only."""
+    """The methods whose verification rule guarantees only the distribution for these prompts."""
     sampled = any(
         options.temperature_of(prompt) > 0 for workload in options.workloads for prompt in workload.prompts
     )
@@ -194,7 +196,7 @@ def _inexact(options: SpeculationOptions) -> frozenset[str]:
 
 
 def _tasks(workload: Workload, model: LoadedModel, options: SpeculationOptions) -> list[Task]:
-    """The prompts as requests; each has a seed of its own, the same for all methods."""
+    """The prompts as requests; each has its own seed, the same for all methods."""
 
     def params(number: int, prompt: Prompt) -> SamplingParams:
         return SamplingParams(

@@ -1,4 +1,4 @@
-"""Requests to an engine in this process, arriving as a profile says."""
+"""Requests to an engine in this process, arriving by a profile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.bench.run.slices import Disturbances, OwnClock, alone
+from paceline.bench.run.slices import ContestantClock, Disturbances, alone
 from paceline.bench.run.turns import Answer, Slices, Turn
 from paceline.bench.traffic.profiles import Profile
 from paceline.bench.traffic.schemas import fits_schema
@@ -30,7 +30,7 @@ class Task:
 
 
 class EngineRunner:
-    """An engine that nobody else uses."""
+    """An engine for one contestant."""
 
     def __init__(
         self,
@@ -39,9 +39,9 @@ class EngineRunner:
         clock: Callable[[], float] = time.perf_counter,
         whole: bool = False,
     ) -> None:
-        """`disturbances` are left out, the same for all who are compared; None: every second counts.
+        """`disturbances`: lost time to exclude, shared by all contestants; None: all time counts.
 
-        `whole`: turns are not cut into slices, since passes in flight would run in those of others.
+        `whole`: turns are not cut into slices, because passes in flight would run during those of others.
         """
         self._engine = engine
         self._disturbances = disturbances
@@ -49,19 +49,18 @@ class EngineRunner:
         self._whole = whole
 
     def slices(self, group: Sequence[Task], profile: Profile) -> Slices:
-        """All answers, with times by a clock that counts only this engine's work. That work delays arrivals,
-        as it would in a server, but no clock forgets that: an open profile counts from when a request was
-        due."""
+        """All answers, timed by a clock that counts only this engine's work. That work delays arrivals, as it
+        would in a server; in an open profile, times still count from when a request was due."""
         engine = self._engine
         waiting = deque(enumerate(group))
         started: dict[Request, _Started] = {}
         running, lost_seconds = 0, 0.0
-        clock = OwnClock(self._clock)
+        clock = ContestantClock(self._clock)
         while waiting or engine.has_unfinished:
             if clock.slice_is_over and not self._whole:
                 clock.pause()
                 yield
-                clock.go_on()
+                clock.resume()
             now = clock.now()
             while waiting and _may_come(profile, waiting[0][0], now, running):
                 index, task = waiting.popleft()
@@ -72,7 +71,7 @@ class EngineRunner:
                 clock.skip_to(profile.due[waiting[0][0]])  # only open profiles leave it idle
                 continue
             deltas, lost = self._step()
-            clock.leave_out(lost)
+            clock.exclude(lost)
             lost_seconds += lost
             now = clock.now()
             for delta in deltas:
@@ -86,11 +85,11 @@ class EngineRunner:
         return Turn(seconds, answers, lost_seconds=lost_seconds)
 
     def run(self, group: Sequence[Task], profile: Profile) -> Turn:
-        """The same, by this engine alone."""
+        """The same, without other contestants."""
         return alone(self.slices(group, profile))
 
     def warm_up(self, group: Sequence[Task], profile: Profile) -> None:
-        """Answer briefly, one alone and then some at once, so that all code is compiled."""
+        """Answer briefly, alone and concurrently, so that all code is compiled."""
         short = [
             replace(task, params=replace(task.params, max_tokens=WARM_UP_TOKENS))
             for task in group[:WARM_UP_REQUESTS]
@@ -102,7 +101,7 @@ class EngineRunner:
         self._engine.close()
 
     def _step(self) -> tuple[list[Delta], float]:
-        """What a step gave, and how many of its seconds were lost to others on this machine."""
+        """A step's deltas, and the seconds that it lost to other programs."""
         if self._disturbances is None:
             return self._engine.step(), 0.0
         before = self._disturbances.waited()
@@ -122,7 +121,7 @@ class EngineRunner:
 
 
 class _Started:
-    """When a request came, and what it got since."""
+    """Arrival and progress of a request."""
 
     def __init__(self, arrival: float) -> None:
         self.arrival = arrival
@@ -162,5 +161,5 @@ def _answer(request: Request, notes: _Started) -> Answer:
 
 
 def run_group(engine: Engine, group: Sequence[Task]) -> Turn:
-    """The requests of a group, all arriving at once, run until the last has ended."""
+    """The turn of a group of requests that all arrive at once."""
     return EngineRunner(engine).run(group, Profile("at once", len(group)))

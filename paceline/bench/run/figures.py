@@ -1,4 +1,4 @@
-"""From times to figures: percentiles, how sure a ratio is, and which requests met an objective."""
+"""Statistics of times: percentiles, confidence of a ratio, and the service-level objective."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ CONFIDENCE = 0.95
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """p50, p90 and p99 of some values; None if there are none."""
+    """p50, p90 and p99 of the values; None if there are none."""
     if not values:
         return None
     return {f"p{share}": float(np.percentile(values, share)) for share in PERCENTILES}
 
 
 def ratio_interval(over: Sequence[float], under: Sequence[float]) -> tuple[float, float] | None:
-    """Between which values the ratio of the sums lies with 95 % confidence, had other prompts been drawn.
+    """The 95 % confidence interval of the ratio of sums, over the choice of prompts.
 
-    The bootstrap: pairs are drawn again with replacement, many times over. None for less than two pairs.
+    Bootstrap: pairs are resampled with replacement. None for fewer than two pairs.
     """
     if len(over) < 2:
         return None
@@ -39,18 +39,22 @@ def ratio_interval(over: Sequence[float], under: Sequence[float]) -> tuple[float
 
 @dataclass(frozen=True)
 class Objective:
-    """What a request must keep to count as good. Milliseconds; None: anything goes."""
+    """A service-level objective per request, in milliseconds; None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
     e2e: float | None = None
 
     def met_by(self, answer: Answer) -> bool:
-        """Whether an answer came, and in time."""
+        """Whether an answer arrived, and in time."""
         if answer.error is not None:
             return False
-        found = ((self.ttft, answer.ttft), (self.tpot, answer.tpot), (self.e2e, answer.e2e_seconds))
-        return all(most is None or took is None or 1e3 * took <= most for most, took in found)
+        limits_and_times = (
+            (self.ttft, answer.ttft),
+            (self.tpot, answer.tpot),
+            (self.e2e, answer.e2e_seconds),
+        )
+        return all(limit is None or took is None or 1e3 * took <= limit for limit, took in limits_and_times)
 
 
 def parse_objective(text: str) -> Objective:

@@ -1,8 +1,8 @@
-"""What drafting methods give on a workload, each in turns with plain decoding.
+"""Drafting methods on a workload, in turns with plain decoding.
 
-Every contestant has a runner of its own, an engine around one loaded model, so that no drafter sees the
-answers of another contestant: it could copy them. Engines are new in every round, so that none remembers
-an answer from the round before.
+Every contestant has its own runner (an engine around the one loaded model), so that no drafter sees the
+answers of another contestant, which it could copy. Engines are new in every round, so that none remembers
+an answer of an earlier round.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from paceline.bench.run.slices import in_slices
-from paceline.bench.run.turns import Asked, Runner, Turn
+from paceline.bench.run.turns import Runner, Turn, WorkloadRequest
 from paceline.bench.timing import OnTurn
 from paceline.bench.traffic.profiles import Profile
 from paceline.draft.methods import parse_speculative_config
@@ -24,26 +24,26 @@ from paceline.errors import ConfigError
 OFF = "off"
 COLD, WARM = "cold", "warm"
 ONE_BY_ONE = Profile("x1", 1)
-JSON = ("{", "[")  # how it begins
-WAVES = 4  # of so many requests at once that a turn is made of
+JSON = ("{", "[")  # the first character of JSON
+WAVES = 4  # of concurrent requests per turn
 
 Key = tuple[str, str]  # cold or warm, and the method
-Task = TypeVar("Task", bound=Asked)
+Task = TypeVar("Task", bound=WorkloadRequest)
 
 
 @dataclass(frozen=True)
 class Runs:
     """All turns of a workload."""
 
-    groups: Sequence[Sequence[Asked]]
+    groups: Sequence[Sequence[WorkloadRequest]]
     profile: Profile
     turns: dict[Key, list[list[Turn]]]  # [round][group]
 
 
 def parse_methods(given: Sequence[str]) -> dict[str, Any]:
-    """Contestants by label: plain decoding first, then what each value names, as speculative_config.
+    """Contestants by label, as speculative_config: plain decoding first, then what each value names.
 
-    A value is a list of short forms, such as ngram,suffix, or one JSON object, or a JSON list of those
+    A value is a list of short forms, such as ngram,suffix, or a JSON object, or a JSON list of methods
     that are loaded together.
     """
     contestants: dict[str, Any] = {OFF: OFF}
@@ -52,7 +52,7 @@ def parse_methods(given: Sequence[str]) -> dict[str, Any]:
             label = config.strip()
             if label == OFF:
                 continue
-            parse_speculative_config(label)  # a mistake is told before a model is loaded
+            parse_speculative_config(label)  # report a mistake before a model is loaded
             if "suffix_cache_path" in label:
                 raise ConfigError("a cache in a file is never cold: leave out suffix_cache_path.")
             contestants[_label(label)] = label
@@ -62,7 +62,7 @@ def parse_methods(given: Sequence[str]) -> dict[str, Any]:
 
 
 def _label(config: str) -> str:
-    """A short name: the methods, and what was asked beyond their defaults."""
+    """A short name: the methods, and the options that differ from their defaults."""
     if not config.startswith(JSON):
         return config
     entries = json.loads(config)
@@ -88,10 +88,10 @@ def measure_workload(
 ) -> Runs:
     """All contestants' turns on a workload.
 
-    A turn is one prompt, or some waves of as many as come at once, or, where requests come when they are
-    due, all. All contestants have their turn on a group at once, in slices, before anyone sees the next. A
-    round is so many passes over the workload by the same runners, new ones. Others warm up before them,
-    unless the code of all contestants is known to be compiled.
+    A turn is one prompt, or some waves of concurrent ones, or, in an open profile, all prompts. All
+    contestants take their turn on a group at the same time, in slices, before the next group. A round is
+    `passes` over the workload by the same new runners. Separate runners warm up first, unless all code is
+    already compiled (`warm_up` False).
     """
     groups = list(_groups(tasks, profile))
     chance = random.Random(0)
@@ -114,14 +114,14 @@ def measure_workload(
 
 
 def group_size(profile: Profile, num_tasks: int) -> int:
-    """Most requests of a turn: one, some waves, or, of those that come when they are due, all."""
+    """Maximum number of requests per turn: one, some waves or, in an open profile, all."""
     if profile.concurrency is None:
         return num_tasks
     return 1 if profile.concurrency == 1 else WAVES * profile.concurrency
 
 
 def _groups(tasks: Sequence[Task], profile: Profile) -> Iterator[Sequence[Task]]:
-    """The tasks in order, in groups of one segment; those that come when they are due stay together."""
+    """The tasks in order, in groups of one segment; in an open profile, one group."""
     if profile.concurrency is None:
         yield tasks
         return
@@ -135,7 +135,7 @@ def _groups(tasks: Sequence[Task], profile: Profile) -> Iterator[Sequence[Task]]
 def _warm_up(
     makers: Mapping[str, Callable[[], Runner[Task]]], group: Sequence[Task], profile: Profile
 ) -> None:
-    """Every contestant once: code is compiled. These runners are not used again."""
+    """Run every contestant once, to compile its code. These runners are not used again."""
     for make in makers.values():
         runner = make()
         runner.warm_up(group, profile)

@@ -1,4 +1,4 @@
-"""What requests got and when, whoever answered them: an engine here or a server elsewhere."""
+"""Answers and their times, from an engine here or a server elsewhere."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from paceline.bench.traffic.profiles import Profile
 from paceline.core.request import SpeculativeCounts
 
 
-class Asked(Protocol):
-    """A request of a workload, in whatever form its runner takes it."""
+class WorkloadRequest(Protocol):
+    """A request of a workload, in the form that its runner takes."""
 
     @property
     def id(self) -> str: ...
@@ -21,33 +21,33 @@ class Asked(Protocol):
     def segment(self) -> str: ...
 
 
-Task_contra = TypeVar("Task_contra", bound=Asked, contravariant=True)
+Task_contra = TypeVar("Task_contra", bound=WorkloadRequest, contravariant=True)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request got. Times are seconds since it came, or was due if that was sooner."""
+    """The answer to one request. Times are seconds since its arrival or, if sooner, its due time."""
 
-    token_ids: list[int]  # empty: a server that tells only the text
+    token_ids: list[int]  # empty: the server reports only text
     num_tokens: int
-    times: tuple[float, ...]  # when each piece of it came: one for each pass, or for each text of a stream
+    times: tuple[float, ...]  # arrival of each piece: one per pass, or per text of a stream
     e2e_seconds: float
     text: str = ""
-    gains: tuple[int, ...] = ()  # tokens of each pass that gave it some; empty: nobody tells
+    gains: tuple[int, ...] = ()  # tokens per pass; empty: unknown
     speculative: SpeculativeCounts = field(default_factory=SpeculativeCounts)
     failed_drafters: tuple[str, ...] = ()
-    finished: bool = True  # it came to its end, it was not cut
-    valid: bool | None = None  # whether it fits its schema; None: it has none
-    error: str | None = None  # why there is no whole answer
+    finished: bool = True  # ended by itself, not by max_tokens
+    valid: bool | None = None  # whether it conforms to its schema; None: it has none
+    error: str | None = None  # why there is no complete answer
 
     @property
     def ttft(self) -> float:
-        """Until its first token."""
+        """Time to the first token."""
         return self.times[0]
 
     @property
     def decode_seconds(self) -> float:
-        """From its first token to its end."""
+        """From the first token to the end."""
         return self.e2e_seconds - self.times[0]
 
     @property
@@ -57,23 +57,23 @@ class Answer:
 
     @property
     def gaps(self) -> list[float]:
-        """From each piece to the next."""
+        """Seconds between successive pieces."""
         return [after - before for before, after in pairwise(self.times)]
 
     def same_as(self, other: Answer) -> bool:
-        """Whether both are, token for token, or text for text where nothing else is known, the same."""
+        """Whether both have the same tokens, or the same text if tokens are unknown."""
         return (self.token_ids, self.text) == (other.token_ids, other.text)
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What a server's counters say that drafting did during a turn."""
+    """What a server's counters report about drafting during a turn."""
 
     steps: float = 0  # drafts
     drafted: float = 0  # tokens
     accepted: float = 0
     accepted_per_position: tuple[float, ...] = ()  # [d] drafts whose token at depth d + 1 was accepted
-    length: float | None = None  # mean acceptance length, from a server that tells no counts
+    length: float | None = None  # mean acceptance length, from a server without counters
     rate: float | None = None
 
 
@@ -81,31 +81,33 @@ class Acceptance:
 class Turn:
     """One group of requests, run together."""
 
-    seconds: float  # from the first arrival to the end of the last
+    seconds: float  # from the first arrival to the last end
     answers: list[Answer]
-    acceptance: Acceptance | None = None  # where answers themselves do not tell
-    acceptance_of: Mapping[str, Acceptance] = field(default_factory=dict)  # by segment, if a server tells it
-    lost_seconds: float = 0.0  # to other programs and guests of the machine; `seconds` has none of them
+    acceptance: Acceptance | None = None  # if the answers do not have it
+    acceptance_of: Mapping[str, Acceptance] = field(
+        default_factory=dict
+    )  # by segment, if the server reports it
+    lost_seconds: float = 0.0  # lost to other programs and virtual machines; not in `seconds`
 
     @property
     def decode_seconds(self) -> float:
         return sum(answer.decode_seconds for answer in self.answers if answer.error is None)
 
 
-Slices = Generator[None, None, Turn]  # a turn: where it yields, others may do some of theirs
+Slices = Generator[None, None, Turn]  # a turn: at each yield, others may run a slice of theirs
 
 
 class Runner(Protocol[Task_contra]):
-    """Somebody who answers groups of requests."""
+    """Answers groups of requests."""
 
     def slices(self, group: Sequence[Task_contra], profile: Profile) -> Slices:
-        """What all of them got, arriving as the profile says."""
+        """The answers of all requests, which arrive by the profile."""
         ...
 
     def warm_up(self, group: Sequence[Task_contra], profile: Profile) -> None:
-        """Answer briefly and uncounted."""
+        """Answer briefly, untimed."""
         ...
 
     def close(self) -> None:
-        """Let go of what is held."""
+        """Release resources."""
         ...

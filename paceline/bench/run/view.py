@@ -1,4 +1,4 @@
-"""`paceline bench run`, described: the tables and the whole result."""
+"""`paceline bench run`: its result as tables."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from paceline.bench.run.wording import (
     with_interval,
 )
 
-MOST_POSITIONS = 8  # that are shown; the JSON has all
+MAX_POSITIONS = 8  # shown; the JSON has all
 
 
 def contest_result(contest: Contest) -> Result:
-    """What our methods and peers gave, and what is to be said about it."""
+    """The result of our methods and of peers."""
     tables = [
         _speed_table(contest),
         *_latency_tables(contest),
@@ -63,7 +63,7 @@ def _speed_table(contest: Contest) -> Table:
 
 
 def _latency_tables(contest: Contest) -> list[Table]:
-    """Two, so that they fit: until the first token and per token, then between pieces and all of it."""
+    """Two tables, so that they fit: TTFT and TPOT, then inter-token and end-to-end latency."""
     goal = contest.options.objective is not None
 
     def table(names: Sequence[str], good: bool) -> Table:
@@ -93,8 +93,8 @@ def _draft_table(contest: Contest) -> Table:
 
 
 def _position_table(contest: Contest) -> Table:
-    most = max((len(row.acceptance_per_position) for row in contest.rows), default=0)
-    places = min(most, MOST_POSITIONS)
+    num_positions = max((len(row.acceptance_per_position) for row in contest.rows), default=0)
+    places = min(num_positions, MAX_POSITIONS)
 
     def cells(row: Row) -> Sequence[str]:
         return [f"{100 * share:.0f}" for share in row.acceptance_per_position[:places]]
@@ -106,13 +106,13 @@ def _position_table(contest: Contest) -> Table:
 def _table(
     heading: str, columns: Sequence[str], rows: Sequence[Row], cells: Callable[[Row], Sequence[str]]
 ) -> Table:
-    """A line for each row, in sections by traffic."""
+    """One line per row, in sections by traffic."""
     lines: list[Sequence[str]] = []
     for traffic, same in groupby(rows, key=traffic_of):
         lines.append((traffic,))
         for row in same:
-            own = cells(row)
-            lines.append((row.method, *own, *[""] * (len(columns) - len(own))))
+            row_cells = cells(row)
+            lines.append((row.method, *row_cells, *[""] * (len(columns) - len(row_cells))))
     return Table(heading, ("workload, method", *columns), lines)
 
 

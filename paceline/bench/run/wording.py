@@ -1,4 +1,4 @@
-"""Rows in words: cells of tables and labels of charts, what was found, and what the figures mean."""
+"""Rows as text: table cells, chart labels, findings, and explanations of the figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.bench.run.contest import Contest, SpeculationOptions
 from paceline.bench.run.rows import Row
 from paceline.bench.run.speculation import OFF, WARM
 
-# the times that have percentiles, and their headings
+# times with percentiles, and their headings
 LATENCIES = {
     "ttft_ms": "first token",
     "tpot_ms": "per token",
@@ -19,7 +19,7 @@ LATENCIES = {
 
 
 def title(options: SpeculationOptions) -> str:
-    """What was measured, in a line."""
+    """What was measured, in one line."""
     if options.temperature is None:
         sampling = "each prompt's own temperature"
     else:
@@ -28,13 +28,13 @@ def title(options: SpeculationOptions) -> str:
 
 
 def traffic_of(row: Row) -> str:
-    """Which traffic a row is about."""
+    """The traffic of a row."""
     segment = "" if row.segment == row.workload else f" {row.segment}"
     return f"{row.workload}{segment} {row.profile} {row.cache}"
 
 
 def shown(value: float | None, form: str) -> str:
-    """A number, or a dash where it is not known."""
+    """A number, or a dash if it is unknown."""
     return "-" if value is None else format(value, form)
 
 
@@ -46,14 +46,14 @@ def three(values: Mapping[str, float] | None) -> str:
 
 
 def speedup_of(row: Row) -> tuple[float | None, tuple[float, float] | None]:
-    """What compares with plain decoding: throughput, or latency where requests come when they are due."""
+    """Throughput relative to plain decoding; latency in an open profile."""
     if row.concurrency is None:
         return row.latency_speedup_vs_off, row.latency_speedup_interval
     return row.speedup_vs_off, row.speedup_interval
 
 
 def with_interval(row: Row) -> str:
-    """A row's speedup, and between which values it lies."""
+    """A row's speedup with its confidence interval."""
     value, interval = speedup_of(row)
     if value is None or interval is None or row.method == OFF:
         return shown(value, ".2f")
@@ -61,7 +61,7 @@ def with_interval(row: Row) -> str:
 
 
 def sameness(row: Row, inexact: frozenset[str]) -> str:
-    """Whether a row's tokens are those of plain decoding."""
+    """Whether a row's tokens equal those of plain decoding."""
     differing = len(row.differing_prompts)
     if differing:
         return f"{differing} other" if row.method in inexact else f"{differing} DIFFER"
@@ -69,22 +69,22 @@ def sameness(row: Row, inexact: frozenset[str]) -> str:
 
 
 def verdict(contest: Contest) -> Finding:
-    """Whether outputs were the same, in a sentence."""
+    """Whether outputs were identical, in one sentence."""
     compared = [row for row in contest.rows if row.identical is not None and row.method != OFF]
     if not compared:
-        return Finding("Outputs were not compared: there was no off among what was measured.")
+        return Finding("Outputs were not compared: off was not measured.")
     prompts = sum(row.prompts for row in compared if row.segment != "all")
     differing = sum(len(row.differing_prompts) for row in compared if row.segment != "all")
     if contest.identical and not any(row.differing_prompts for row in compared):
         return Finding(
             f"Every output was identical to that of plain decoding ({prompts:,} answers compared)."
         )
-    text = f"{differing:,} of {prompts:,} outputs were not those of plain decoding."
+    text = f"{differing:,} of {prompts:,} outputs differ from plain decoding."
     return Finding(text, good=contest.identical)
 
 
 def notes(contest: Contest) -> list[str]:
-    """What is to be said about all rows, a line each."""
+    """Remarks about all rows, one per line."""
     return [*_meaning(contest), *_warnings(contest)]
 
 
@@ -92,32 +92,34 @@ def _meaning(contest: Contest) -> list[str]:
     lines = [*contest.remarks]
     if not contest.endpoints:
         lines += [
-            "Each method has an engine of its own around the same weights, new in every round and without "
-            "prefix reuse: no method sees another's answers, and every prompt is computed in full.",
-            "cold: drafters begin each pass over a workload empty; what they learn in it are their own "
-            "answers to its earlier prompts.",
-            "All methods run at once, in slices of 20 ms, each by a clock of its own.",
+            "Each method has its own engine around the same weights, new in every round and without prefix "
+            "caching: no method sees another's answers, and every prompt is computed in full.",
+            "cold: drafters start each pass over a workload empty, and learn only from their own answers to "
+            "its earlier prompts.",
+            "All methods run concurrently, in slices of 20 ms, each with its own clock.",
         ]
     if any(row.cache == WARM for row in contest.rows):
-        lines.append("warm: the same prompts a second time; a drafter with a memory has seen the answers.")
+        lines.append(
+            "warm: the same prompts a second time; drafters that store responses have seen the answers."
+        )
     if any(row.speedup_vs_off is not None for row in contest.rows):
         lines.append(
-            "Speedups compare with off: tokens per second, or the time of whole answers where requests come "
-            "when they are due. In brackets is where they lie with 95 % confidence (bootstrap over prompts), "
-            "and of decoding, which is after the first token, the median of the turns' own ratios."
+            "Speedups are relative to off: of tokens per second, or of end-to-end latency in open profiles. "
+            "In brackets: the 95 % confidence interval (bootstrap over prompts) and, for decoding (after the "
+            "first token), the median of the turns' ratios."
         )
     lines.append(
-        "length: mean acceptance length, tokens of a drafted pass with the bonus token; drafted: tokens "
-        "drafted in such a pass; us: microseconds of drafting, per pass."
+        "length: mean acceptance length, the tokens per drafted pass including the bonus token; drafted: "
+        "drafted tokens per drafted pass; us: microseconds of drafting per pass."
     )
     if contest.options.objective is not None:
         bounds = vars(contest.options.objective).items()
-        kept = ", ".join(f"{name} at most {most:g} ms" for name, most in bounds if most is not None)
-        lines.append(f"good: requests with {kept}.")
+        limits = ", ".join(f"{name} at most {most:g} ms" for name, most in bounds if most is not None)
+        lines.append(f"good: requests with {limits}.")
     if any(profile.lengths for profile in contest.options.profiles):
         lines.append(
-            "The trace gives arrivals and how long answers may become; prompts are the workload's, so how "
-            "long the trace's prompts were is not used."
+            "The trace sets arrivals and the maximum length of answers; prompts are the workload's, so the "
+            "lengths of the trace's prompts are not used."
         )
     return lines
 
@@ -126,16 +128,16 @@ def _warnings(contest: Contest) -> list[str]:
     lines = []
     if contest.inexact and contest.endpoints:
         lines.append(
-            f"{', '.join(sorted(contest.inexact))}: another engine's server. Where its texts are others "
-            "than off's, its drafting, or what else it ran, changed them."
+            f"{', '.join(sorted(contest.inexact))}: a server of another engine. If its texts differ "
+            "from off's, its drafting or its batching changed them."
         )
     elif contest.inexact:
         lines.append(
-            f"{', '.join(sorted(contest.inexact))}: the rule of verification keeps the distribution of plain "
-            "decoding, not its tokens; that is no bug."
+            f"{', '.join(sorted(contest.inexact))}: this verification rule preserves the distribution of "
+            "plain decoding, not its tokens; that is not a bug."
         )
     few = {
-        f"{traffic_of(row)}: there are {row.prompts} prompts, so never more than so many ran at once."
+        f"{traffic_of(row)}: only {row.prompts} prompts, so at most {row.prompts} ran concurrently."
         for row in contest.rows
         if row.concurrency is not None and row.prompts < row.concurrency
     }
@@ -144,17 +146,17 @@ def _warnings(contest: Contest) -> list[str]:
         where = f"{traffic_of(row)}, {row.method}"
         if row.differing_prompts and row.method not in contest.inexact:
             lines.append(
-                f"{where}: other tokens than plain decoding for "
+                f"{where}: tokens differ from plain decoding for "
                 f"{', '.join(row.differing_prompts[:5])}. This is a bug, please report it."
             )
         if row.failed_drafters:
-            lines.append(f"{where}: {', '.join(row.failed_drafters)} failed on the way.")
+            lines.append(f"{where}: {', '.join(row.failed_drafters)} failed during the run.")
         if row.failed:
             requests = row.prompts * contest.options.rounds
-            lines.append(f"{where}: {row.failed} of {requests} requests got no whole answer.")
+            lines.append(f"{where}: {row.failed} of {requests} requests got no complete answer.")
         if row.structured:
             lines.append(
-                f"{where}: {row.structured} answers by a schema, {row.finished} came to "
-                f"their end, {row.valid} of these fit it."
+                f"{where}: {row.structured} answers with a schema, {row.finished} finished, "
+                f"{row.valid} of these valid."
             )
     return lines + [f"no numbers of {name}: {error}" for name, error in contest.peer_errors.items()]

@@ -1,1 +1,1 @@
-"""Requests to servers, measured from outside."""
+"""Requests to servers, measured from the client's side."""

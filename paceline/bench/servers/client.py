@@ -1,7 +1,7 @@
-"""One request to an OpenAI-compatible server, with the time at which each piece of the answer came.
+"""A minimal client for OpenAI-compatible servers that records when each piece of an answer arrived.
 
-Plain sockets and no HTTP library: with 200 clients a library's own work would be in every number,
-and a connection must be cut where we say. What comes is only noted while it comes, and read later.
+Plain sockets and no HTTP library: with 200 clients, a library's own work would be in every number, and
+connections must be cut at exact points. Data is only recorded as it arrives, and parsed later.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.errors import ConfigError, PacelineError
 
 DONE = b"[DONE]"
 CONNECT_SECONDS = 60.0
-ANSWER_SECONDS = 600.0  # for a whole answer; whoever waits longer has lost a request
+ANSWER_SECONDS = 600.0  # for a whole answer; a request that takes longer has failed
 
 
 class ClientError(PacelineError):
@@ -33,17 +33,17 @@ class ClientError(PacelineError):
 
 @dataclass(frozen=True)
 class Server:
-    """Where requests go."""
+    """The address of a server."""
 
     host: str
     port: int
-    path: str = ""  # in front of every path
+    path: str = ""  # prefix of every path
     tls: bool = False
     api_key: str | None = None
 
     @staticmethod
     def at(url: str, api_key: str | None = None) -> Server:
-        """The server of an address such as http://127.0.0.1:8000, with or without /v1."""
+        """The server at an address such as http://127.0.0.1:8000, with or without /v1."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url must be like http://127.0.0.1:8000, got {url!r}.")
@@ -67,20 +67,20 @@ class Server:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a client leaves: in the middle of its own request, or after so many reads from the answer."""
+    """Where a client disconnects: in the middle of its request, or after `reads` reads of the answer."""
 
-    reads: int  # -1: half of the request is sent
-    reset: bool  # by a reset, as a crash leaves, instead of a close
+    reads: int  # -1: after half of the request
+    reset: bool  # with a TCP reset, as after a crash, instead of a close
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back, and when: seconds of one monotonic clock."""
+    """What arrived, and when: seconds of one monotonic clock."""
 
     sent: float
-    status: int  # 0: the connection ended before there was one
+    status: int  # 0: the connection ended before a status
     headers: Mapping[str, str]  # names in lower case
-    pieces: tuple[tuple[float, bytes], ...]  # of the body, as the server wrote them
+    pieces: tuple[tuple[float, bytes], ...]  # of the body, as the server sent them
     ended: float
 
     @cached_property
@@ -94,7 +94,7 @@ class Answer:
         rest = b""
         for when, data in self.pieces:
             *whole, rest = (rest + data).split(b"\n\n")
-            lines = [line for event in whole for line in event.split(b"\n")]  # `event:` may stand before
+            lines = [line for event in whole for line in event.split(b"\n")]  # `event:` may come first
             events += [(when, line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: ")]
         return events
 
@@ -105,16 +105,16 @@ class Answer:
 
     @property
     def complete(self) -> bool:
-        """Whether a stream came to its end and ended well."""
+        """Whether a stream was complete, without an error."""
         ended = bool(self.events) and self.events[-1][1] == DONE
         return self.status == 200 and ended and self.error is None and self.finish_reason is not None
 
     @property
     def error(self) -> dict[str, Any] | None:
-        """The error that the answer is, or that ended a stream."""
+        """The error of the answer, or the one that ended the stream."""
         if self.status == 200:
-            found = [chunk["error"] for _, chunk in self.chunks if "error" in chunk]
-            return found[-1] if found else None
+            errors = [chunk["error"] for _, chunk in self.chunks if "error" in chunk]
+            return errors[-1] if errors else None
         try:
             error = json.loads(self.body)["error"]
         except (ValueError, KeyError, TypeError):
@@ -123,12 +123,12 @@ class Answer:
 
     @cached_property
     def text(self) -> str:
-        """What was generated."""
+        """The generated text."""
         return "".join(text for _, text in self.texts)
 
     @cached_property
     def texts(self) -> list[tuple[float, str]]:
-        """The pieces of text that were generated, and when each came."""
+        """The pieces of generated text, and when each arrived."""
         pairs = [(when, _text(choice)) for when, choice in self.choices]
         return [(when, text) for when, text in pairs if text]
 
@@ -144,13 +144,13 @@ class Answer:
 
     @property
     def completion_tokens(self) -> int:
-        """By the usage that the server tells at the end."""
+        """Number of tokens, by the usage at the end."""
         usages = [chunk["usage"] for _, chunk in self.chunks if chunk.get("usage")]
         return int(usages[-1]["completion_tokens"]) if usages else 0
 
     @property
     def first_byte_seconds(self) -> float | None:
-        """From sending to the first piece of the body; a chat's first says the role and no text."""
+        """From sending to the first piece of the body; a chat's first chunk has the role and no text."""
         return self.pieces[0][0] - self.sent if self.pieces else None
 
     @property
@@ -160,7 +160,7 @@ class Answer:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between one piece of text and the next."""
+        """Seconds between successive pieces of text."""
         times = [when for when, _ in self.texts]
         return [after - before for before, after in pairwise(times)]
 
@@ -171,7 +171,7 @@ def _text(choice: Mapping[str, Any]) -> str:
 
 
 async def post(server: Server, path: str, body: Mapping[str, Any] | bytes, cut: Cut | None = None) -> Answer:
-    """The answer to a body, or what of it came before the connection was cut."""
+    """The answer to a POST, or what arrived of it before the connection was cut."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     return await exchange(server, server.request("POST", path, data), cut)
 
@@ -182,7 +182,7 @@ async def get(server: Server, path: str) -> Answer:
 
 
 async def exchange(server: Server, request: bytes, cut: Cut | None) -> Answer:
-    """Send the bytes of a request over a connection of its own, and note what comes until it is closed."""
+    """Send a request on its own connection, and record what arrives until it is closed."""
     loop = asyncio.get_running_loop()
     context = ssl.create_default_context() if server.tls else None
     try:
@@ -198,7 +198,7 @@ async def exchange(server: Server, request: bytes, cut: Cut | None) -> Answer:
         async with asyncio.timeout(ANSWER_SECONDS):
             await connection.closed
     except TimeoutError:
-        pass  # what has come tells that it is not all
+        pass  # what arrived shows that it is incomplete
     finally:
         transport.abort()
     status, headers, pieces = read_response(connection.reads)
@@ -206,7 +206,7 @@ async def exchange(server: Server, request: bytes, cut: Cut | None) -> Answer:
 
 
 class _Connection(asyncio.Protocol):
-    """Sends a request, notes what comes and when, and leaves where it is told to."""
+    """Sends a request, records what arrives and when, and disconnects where `cut` says."""
 
     def __init__(self, request: bytes, cut: Cut | None) -> None:
         self._request = request
@@ -243,7 +243,7 @@ class _Connection(asyncio.Protocol):
 def read_response(
     reads: Sequence[tuple[float, bytes]],
 ) -> tuple[int, dict[str, str], list[tuple[float, bytes]]]:
-    """The status, the headers, and the pieces of the body with the time at which each was whole."""
+    """Status, headers, and the pieces of the body with the time at which each was complete."""
     raw = b"".join(data for _, data in reads)
     ends = list(accumulate(len(data) for _, data in reads))
     head, blank, _ = raw.partition(b"\r\n\r\n")
@@ -260,7 +260,7 @@ def read_response(
 
 
 def _chunks(raw: bytes, start: int) -> list[tuple[int, int]]:
-    """Where the chunks of a body begin and end, as far as they are whole."""
+    """Start and end of the body's complete chunks."""
     spans: list[tuple[int, int]] = []
     while (line_end := raw.find(b"\r\n", start)) >= 0:
         size = int(raw[start:line_end].partition(b";")[0], 16)

@@ -1,4 +1,4 @@
-"""`paceline bench --endpoint URL`: the same measurements of servers that run already."""
+"""`paceline bench --endpoint URL`: the same measurements on running servers."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from paceline.bench.servers.endpoints import (
 from paceline.bench.timing import OnTurn
 from paceline.errors import ConfigError
 
-SERVER = "server"  # the label of a server that has none, and what rows call the state of its caches
+SERVER = "server"  # label of a single server, and of the state of its caches in rows
 _NAMED = re.compile(r"([^=:/?]+)=(.+)")
 
 
 def parse_addresses(option: str, given: Sequence[str]) -> dict[str, str]:
     """Addresses by label, from URL or LABEL=URL."""
-    found: dict[str, str] = {}
+    addresses: dict[str, str] = {}
     for value in given:
         named = _NAMED.fullmatch(value)
         label, url = (named[1], named[2]) if named else (SERVER, value)
-        if label in found:
+        if label in addresses:
             raise ConfigError(
                 f"{option} is given twice for {label!r}: name each server, such as {option} off={url}."
             )
@@ -45,8 +45,8 @@ def parse_addresses(option: str, given: Sequence[str]) -> dict[str, str]:
             raise ConfigError(
                 f"{option} must be like http://127.0.0.1:8000 or LABEL=http://127.0.0.1:8000, got {value!r}."
             )
-        found[label] = url
-    return found
+        addresses[label] = url
+    return addresses
 
 
 def run_served(
@@ -57,10 +57,10 @@ def run_served(
     model: str | None,
     on_turn: OnTurn = lambda _: None,
 ) -> Contest:
-    """All rows, by servers. `model` is what they call theirs; None: the first that each has.
+    """All rows, measured on servers. `model` is their name of the model; None: each server's first.
 
-    With methods in the options, which only a paceline takes, each of them is a contestant on the one
-    server; else each server is.
+    With methods in the options (paceline servers only), each method is a contestant on the one server;
+    otherwise each server is.
     """
     if options.methods and len(addresses) > 1:
         raise ConfigError("--methods are of one server: leave them out, or name one --endpoint only.")
@@ -78,8 +78,8 @@ def run_served(
         return EndpointRunner(endpoints[label], f"{run_id} {next(numbers)}")
 
     makers = {label: partial(make, label) for label in endpoints}
-    others = frozenset(label for label, endpoint in endpoints.items() if not endpoint.ours)
-    contest = Contest(options, inexact=others, endpoints=addresses, remarks=tuple(remarks))
+    foreign = frozenset(label for label, endpoint in endpoints.items() if not endpoint.ours)
+    contest = Contest(options, inexact=foreign, endpoints=addresses, remarks=tuple(remarks))
     for workload in options.workloads:
         tasks = [
             served_task(prompt, name, number, options.temperature_of(prompt), options.constrain)
@@ -99,8 +99,8 @@ async def _reach(
     metrics: Mapping[str, str],
     api_key: str | None,
 ) -> tuple[dict[str, Endpoint], list[str], list[str]]:
-    """The contestants, the names of the servers' models, and what a reader must know."""
-    found: dict[str, Endpoint] = {}
+    """The contestants, the servers' model names, and remarks for the reader."""
+    endpoints: dict[str, Endpoint] = {}
     names: list[str] = []
     remarks = [
         "Servers keep what they have seen, prefixes and past responses: start them anew for each run, and "
@@ -117,13 +117,13 @@ async def _reach(
             if label in metrics:
                 raise
             remarks.append(f"{label}: no acceptance figures. {error}")
-            found[label] = Endpoint(server, None, ours=ours)
+            endpoints[label] = Endpoint(server, None, ours=ours)
         else:
-            found[label] = Endpoint(server, page, ours=ours)
+            endpoints[label] = Endpoint(server, page, ours=ours)
     if not options.methods:
-        return found, names, remarks
-    (one,) = found.values()
-    if not one.ours:
+        return endpoints, names, remarks
+    (endpoint,) = endpoints.values()
+    if not endpoint.ours:
         raise ConfigError(
             "--methods chooses what a paceline drafts for each request, and this server is none. Start one "
             f"server for each method and name them: --endpoint {OFF}=URL --endpoint eagle3=URL."
@@ -134,11 +134,12 @@ async def _reach(
         "`paceline bench MODEL`, which keeps them apart."
     )
     methods = {
-        label: replace(one, extra={"speculative": _body(config)}) for label, config in options.methods.items()
+        label: replace(endpoint, extra={"speculative": _body(config)})
+        for label, config in options.methods.items()
     }
     return methods, names, remarks
 
 
 def _body(config: str) -> Any:
-    """A method as a request names it."""
+    """A method in the form that a request body takes."""
     return json.loads(config) if config.startswith("{") else config

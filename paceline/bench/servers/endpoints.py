@@ -1,4 +1,4 @@
-"""Requests to any OpenAI-compatible server, streamed, arriving as a profile says."""
+"""Streamed requests to any OpenAI-compatible server, arriving by a profile."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A contestant that is a server, or one method of a server of ours."""
+    """A contestant: a server, or one method of a paceline server."""
 
     server: Server
-    metrics: Server | None  # the page itself is its path; None: nobody tells of drafting
-    extra: Mapping[str, Any] = field(default_factory=dict)  # what is added to every request
-    ours: bool = False  # a paceline: takes a segment and a salt for its prefix cache
+    metrics: Server | None  # its path is that of the metrics page; None: acceptance is unknown
+    extra: Mapping[str, Any] = field(default_factory=dict)  # added to every request
+    ours: bool = False  # a paceline server: accepts a segment and a cache salt
 
 
 @dataclass(frozen=True)
 class ServedTask:
-    """One prompt of a workload as a request."""
+    """One prompt of a workload as an HTTP request."""
 
     id: str
     segment: str
@@ -71,39 +71,39 @@ def served_task(prompt: Prompt, model: str, number: int, temperature: float, con
 
 
 def metrics_page(url: str, api_key: str | None) -> Server:
-    """Where a page of metrics is; an address without a path means /metrics."""
+    """The address of a metrics page; without a path, /metrics."""
     page = Server.at(url, api_key)
     return replace(page, path=urlsplit(url).path.rstrip("/") or "/metrics")
 
 
 async def read_page(page: Server) -> DraftCounters:
-    """The counters of drafting on a page of metrics. ClientError if it has none."""
+    """The draft counters of a metrics page. ClientError if it has none."""
     answer = await client.get(page, "")
-    found = read_counters(answer.body.decode(errors="replace")) if answer.status == 200 else None
-    if found is None:
+    counters = read_counters(answer.body.decode(errors="replace")) if answer.status == 200 else None
+    if counters is None:
         why = f"has neither {NAMES}" if answer.status == 200 else f"answers with status {answer.status}"
         raise ClientError(
             f"{page.host}:{page.port}{page.path} {why}, so there is nothing to tell how drafts fared. Turn "
             "speculation and metrics on in that server, name the right page by --metrics, or leave it out."
         )
-    return found
+    return counters
 
 
 class EndpointRunner:
-    """A server, asked from this process."""
+    """A server that gets requests from this process."""
 
     def __init__(self, endpoint: Endpoint, salt: str) -> None:
-        """`salt` keeps prefixes that others left in the cache of a paceline from being found."""
+        """`salt` separates this run from prefixes that others left in a paceline server's cache."""
         self._endpoint = endpoint
         self._salt = salt
 
     def slices(self, group: Sequence[ServedTask], profile: Profile) -> Slices:
-        """All answers, in one slice: a server cannot be paused. Those without a whole one say why."""
+        """All answers in one slice: a server cannot be paused. Incomplete ones have an error."""
         yield
         return asyncio.run(self._run(group, profile))
 
     def warm_up(self, group: Sequence[ServedTask], profile: Profile) -> None:
-        """A few tokens. What is wrong with all requests is told here."""
+        """Generate a few tokens. What is wrong with every request is reported here."""
         short = replace(group[0], body={**group[0].body, "max_tokens": WARM_UP_TOKENS})
         answer = asyncio.run(self._ask(short, time.perf_counter()))
         if answer.error is not None:
@@ -136,7 +136,7 @@ class EndpointRunner:
         if profile.concurrency is None:
             await asyncio.gather(*(due(index) for index in range(len(group))))
         else:
-            waiting = iter(range(len(group)))  # shared: who is free takes the next
+            waiting = iter(range(len(group)))  # shared: a free client takes the next
             await asyncio.gather(*(client_of(waiting) for _ in range(profile.concurrency)))
         seconds = time.perf_counter() - start
         whole = [answer for answer in answers if answer is not None]
@@ -150,17 +150,17 @@ class EndpointRunner:
         if self._endpoint.ours:
             body |= {"segment": task.segment, "cache_salt": self._salt}
         try:
-            found = await client.post(self._endpoint.server, task.path, body)
-        except ClientError as error:  # a server under load may take no more connections
+            answer = await client.post(self._endpoint.server, task.path, body)
+        except ClientError as error:  # a server under load may refuse connections
             return Answer([], 0, (), 0.0, error=str(error))
-        return read_answer(found, task, arrival)
+        return read_answer(answer, task, arrival)
 
 
 def read_answer(answer: client.Answer, task: ServedTask, arrival: float) -> Answer:
-    """What a stream means, its times since the request's arrival."""
+    """A stream as an Answer, with times since the request's arrival."""
     if not answer.complete:
-        told = (answer.error or {}).get("message") or answer.body[-200:].decode(errors="replace")
-        reason = f"status {answer.status}: {told}" if answer.status else "the connection was closed"
+        message = (answer.error or {}).get("message") or answer.body[-200:].decode(errors="replace")
+        reason = f"status {answer.status}: {message}" if answer.status else "the connection was closed"
         return Answer([], 0, (), 0.0, error=reason)
     if not answer.completion_tokens:
         raise ClientError(

@@ -1,7 +1,7 @@
-"""The arithmetic of speculation: what chains give if every drafted token is accepted with the same chance.
+"""The arithmetic of speculation: what chains gain if every drafted token has the same acceptance.
 
-Costs are in passes of the target over one row. Drafting one more token costs `draft_cost`, and verifying
-it, one more row of the pass, `row_cost`.
+Costs are in units of a one-row pass of the target. Drafting one more token costs `draft_cost`, and
+verifying it (one more row of the pass) `row_cost`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number
 
-MOST = 64  # drafted tokens
+MAX_DRAFT_TOKENS = 64  # per step
 
 
 @dataclass(frozen=True)
 class Length:
-    """What chains of one length give."""
+    """The gain of chains of one length."""
 
     num_speculative_tokens: int
     tokens_per_pass: float
@@ -27,27 +27,27 @@ class Length:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """A row for each length up to the one that was asked for, and the length that is best."""
+    """A row for each length up to the requested one, and the best length."""
 
     alpha: float
     lengths: tuple[Length, ...]
-    best: Length  # its length is 0 if nothing beats plain decoding
+    best: Length  # length 0 if nothing beats plain decoding
 
 
 def arithmetic(alpha: float, gamma: int, draft_cost: float = 0.1, row_cost: float = 0.05) -> Arithmetic:
-    """What `gamma` drafted tokens and fewer give at acceptance `alpha`, and how many are best. ConfigError if
-    a value is out of range."""
+    """The gain of up to `gamma` drafted tokens at acceptance `alpha`, and the best length. ConfigError if a
+    value is out of range."""
     check_number(ConfigError, "alpha", alpha, 0.0, 1.0)
-    check_integer(ConfigError, "gamma", gamma, 1, MOST)
+    check_integer(ConfigError, "gamma", gamma, 1, MAX_DRAFT_TOKENS)
     for name, cost in (("draft_cost", draft_cost), ("row_cost", row_cost)):
         check_number(ConfigError, name, cost, 0.0, 1000.0, remedy="1 is a pass of the target over one row.")
     price = draft_cost + row_cost
-    every = [_length(alpha, tokens, price) for tokens in range(MOST + 1)]
+    every = [_length(alpha, tokens, price) for tokens in range(MAX_DRAFT_TOKENS + 1)]
     return Arithmetic(alpha, tuple(every[1 : gamma + 1]), max(every, key=lambda length: length.speedup))
 
 
 def tokens_per_pass(alpha: float, gamma: int) -> float:
-    """Expected tokens of a step: the accepted ones, and the bonus token."""
+    """Expected tokens per step: the accepted ones and the bonus token."""
     return sum(alpha**depth for depth in range(gamma + 1))
 
 
@@ -57,7 +57,7 @@ def _length(alpha: float, gamma: int, price: float) -> Length:
 
 
 def _break_even(gamma: int, cost: float) -> float | None:
-    """The acceptance with which a step gives as many tokens as it costs passes."""
+    """The acceptance at which a step gives as many tokens as it costs one-row passes."""
     if cost > gamma + 1:
         return None
     low, high = 0.0, 1.0

@@ -1,8 +1,8 @@
-"""The simulation held against the real engine: the same requests, measured and simulated, side by side.
+"""Validation of the simulation: the same requests measured by the real engine and simulated.
 
-From the real runs the simulation gets what it cannot know: how long each answer is, and how drafts fared in
-it, drafter by drafter. Prices come from other prompts, in the same seconds. What `auto` does is not told it:
-its drafters fare as they did where each was used alone.
+The simulation takes from the real runs what it cannot know: the length of each answer and the acceptance
+of each drafter in it. Prices come from other prompts, measured in the same seconds. Nothing is taken from
+the runs of `auto`: its drafters have the acceptance measured where each was used alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.bench.run.rows import rows
 from paceline.bench.run.slices import Disturbances, in_slices
 from paceline.bench.run.speculation import COLD, OFF, ONE_BY_ONE, Key, Runs
 from paceline.bench.run.turns import Answer, Slices, Turn
-from paceline.bench.simulate.measuring import PassMeter, Watched, measure_prices, watching
+from paceline.bench.simulate.measuring import PassMeter, TimedStep, measure_prices, watching
 from paceline.bench.simulate.prices import Prices
 from paceline.bench.simulate.run import Method, World, simulated_turn
 from paceline.bench.simulate.world import Acceptance
@@ -34,22 +34,22 @@ from paceline.core.params import SamplingParams
 from paceline.draft.methods import AUTO, parse_speculative_config
 from paceline.engine.engine import Engine
 
-TOLERANCE = 0.1
-LEAST_TASKS = 6  # requests of a setting, or as many as run at once
-PRICING_TASKS = 10  # other requests, for prices
-REPEATS = 4  # simulations of a setting, each with noise of its own
-ANSWER = 96  # most tokens of each
+TOLERANCE = 0.1  # relative error
+MIN_TASKS = 6  # requests per setting, or the concurrency if that is more
+PRICING_TASKS = 10  # other requests, to measure prices with
+REPEATS = 4  # simulations per setting, each with its own noise
+ANSWER = 96  # maximum tokens per answer
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One setting, by both."""
+    """One setting, measured and simulated."""
 
     concurrency: int
     method: str
-    measured: float  # tokens a second
+    measured: float  # tokens per second
     simulated: float
-    measured_length: float  # tokens of a pass after the first
+    measured_length: float  # tokens per pass after the first
     simulated_length: float
 
     @property
@@ -69,35 +69,35 @@ def check(
     drafters = [name for name in usual_methods(model) if name not in (OFF, AUTO, "ngram")]
     configs = {OFF: OFF, **{name: name for name in drafters}, AUTO: ",".join([AUTO, *drafters])}
     makers = {label: partial(_engine, config_of(config), model) for label, config in configs.items()}
-    compared, others = _tasks(model)
+    compared, pricing_tasks = _tasks(model)
     meter = PassMeter(model.backend, model.config.max_position)
-    found: list[Compared] = []
+    results: list[Compared] = []
     for profile in map(closed, concurrency):
-        tasks = compared[: max(LEAST_TASKS, profile.concurrency or 1)]
-        real, prices = _measure(makers, meter, tasks, others, profile, on_turn)
-        found += _compare(makers, real, prices, config_of(OFF).scheduler.max_num_batched_tokens, tasks)
-    return found
+        tasks = compared[: max(MIN_TASKS, profile.concurrency or 1)]
+        real, prices = _measure(makers, meter, tasks, pricing_tasks, profile, on_turn)
+        results += _compare(makers, real, prices, config_of(OFF).scheduler.max_num_batched_tokens, tasks)
+    return results
 
 
 def _measure(
     makers: Mapping[str, Callable[[], Engine]],
     meter: PassMeter,
     tasks: Sequence[Task],
-    others: Sequence[Task],
+    pricing_tasks: Sequence[Task],
     profile: Profile,
     on_turn: OnTurn,
 ) -> tuple[Runs, Mapping[str, Prices]]:
-    """All methods' turns and the prices of their steps, in slices: a slow moment slows both."""
-    watched: dict[str, list[Watched]] = {label: [] for label in makers}
+    """All methods' turns and the prices of their steps, interleaved in slices so that noise affects both."""
+    watched: dict[str, list[TimedStep]] = {label: [] for label in makers}
     disturbances = Disturbances()
     courses: dict[str, Slices] = {"passes": meter.slices()}
     for label, make in makers.items():
         first = EngineRunner(make())
-        first.run(others[:1], ONE_BY_ONE)  # code is compiled, and `auto` knows its drafters
+        first.run(pricing_tasks[:1], ONE_BY_ONE)  # compile everything, and let `auto` learn its drafters
         first.close()
         courses[label] = EngineRunner(make(), disturbances).slices(tasks, profile)
         courses[f"prices of {label}"] = watching(
-            make(), others, disturbances, watched[label], again=lambda: not all(turns.values())
+            make(), pricing_tasks, disturbances, watched[label], again=lambda: not all(turns.values())
         )
     turns: dict[Key, list[list[Turn]]] = {(COLD, label): [] for label in makers}
     for label, turn in in_slices(courses, random.Random(0)):
@@ -114,7 +114,7 @@ def _compare(
     max_num_batched_tokens: int,
     tasks: Sequence[Task],
 ) -> list[Compared]:
-    """What was measured, simulated."""
+    """The simulated results beside the measured ones."""
     profile = real.profile
     drafters = {name: _acceptances(real, name) for name in _alone(makers)}
     answers = _answers(real, OFF)
@@ -125,7 +125,7 @@ def _compare(
         else Method(label)
         for label in makers
     ]
-    found = []
+    results = []
     for method, row in zip(methods, rows("check", real), strict=True):
         turns = []
         for repeat in range(REPEATS):
@@ -137,7 +137,7 @@ def _compare(
         simulated = [answer for turn in turns for answer in turn.answers]
         tokens = sum(answer.num_tokens for answer in simulated)
         passes = sum(len(answer.gains) - 1 for answer in simulated)
-        found.append(
+        results.append(
             Compared(
                 concurrency=profile.concurrency or 1,
                 method=method.label,
@@ -147,16 +147,16 @@ def _compare(
                 simulated_length=(tokens - len(simulated)) / passes,
             )
         )
-    return found
+    return results
 
 
 def _alone(methods: Iterable[str]) -> list[str]:
-    """Those that are a drafter."""
+    """The methods with exactly one drafter."""
     return [name for name in methods if name not in (OFF, AUTO)]
 
 
 def acceptance_of(answer: Answer) -> Acceptance | None:
-    """How drafts fared in an answer for which something was drafted in every pass; None if nothing was."""
+    """The acceptance of an answer with a draft in every pass; None if nothing was drafted."""
     counts, asked = answer.speculative, len(answer.gains) - 1
     if asked < 1 or not counts.drafts_per_position:
         return None
@@ -176,7 +176,7 @@ def _answers(runs: Runs, method: str) -> list[Answer]:
 
 
 def _tasks(model: LoadedModel) -> tuple[list[Task], list[Task]]:
-    """Prompts of all built-in workloads by turns, as one segment: to compare, and to set prices."""
+    """Prompts of all built-in workloads, interleaved, as one segment: to compare, and to measure prices."""
     workloads = [load_workload(name, None, ANSWER).prompts for name in BUILT_IN]
     prompts = [prompt for some in zip(*workloads, strict=False) for prompt in some]
     tasks = [

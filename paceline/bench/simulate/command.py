@@ -1,4 +1,4 @@
-"""`paceline simulate`: arithmetic, the engine on a priced machine, or that held against the real engine."""
+"""`paceline simulate`: arithmetic, the engine on a priced machine, or a check against the real engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.bench.flags import integers
 from paceline.bench.report.result import Result
 from paceline.bench.report.terminal import progress
 from paceline.bench.run.speculation import OFF
-from paceline.bench.simulate.arithmetic import MOST, arithmetic
+from paceline.bench.simulate.arithmetic import MAX_DRAFT_TOKENS, arithmetic
 from paceline.bench.simulate.check import TOLERANCE, check
 from paceline.bench.simulate.flags import DRAFTS, MACHINE, TRAFFIC
 from paceline.bench.simulate.run import parse_methods, simulate
@@ -24,14 +24,14 @@ from paceline.errors import ConfigError
 from paceline.options import check_integer
 from paceline.terminal.flags import Group, Options
 
-DRAFT_COST, ROW_COST = 0.1, 0.05  # in passes of the target over one row
-COURSES = 9  # of a check at each concurrency, about: for a progress bar
-SIMULATED, CHECKED = "1,4,16,64,256", "1,4,16"  # requests at once
+DRAFT_COST, ROW_COST = 0.1, 0.05  # in one-row passes of the target
+COURSES = 9  # of a check at each concurrency, roughly: for the progress bar
+SIMULATED, CHECKED = "1,4,16,64,256", "1,4,16"  # concurrencies
 
 
 @dataclass(frozen=True)
 class Guesses:
-    """What the arithmetic is made from. None: not said."""
+    """The inputs of the arithmetic. None: not given."""
 
     alpha: float
     gamma: int
@@ -40,16 +40,16 @@ class Guesses:
 
 
 def simulate_arithmetic(guesses: Guesses, engine: Sequence[Options]) -> Result:
-    """What chains would give, worked out; flags of the `engine`'s simulation are refused."""
+    """The computed gain of chains. Flags that only the engine's simulation uses are refused."""
     for group, values in zip((MACHINE, TRAFFIC, DRAFTS), engine, strict=True):
         _refuse_given(group, values, "needs a machine: name a MODEL, which is measured here, or a --gpu.")
-    found = arithmetic(
+    computed = arithmetic(
         guesses.alpha,
         guesses.gamma,
         DRAFT_COST if guesses.draft_cost is None else guesses.draft_cost,
         ROW_COST if guesses.row_cost is None else guesses.row_cost,
     )
-    return arithmetic_result(found)
+    return arithmetic_result(computed)
 
 
 def simulate_engine(
@@ -59,8 +59,8 @@ def simulate_engine(
     traffic: Options,
     drafts: Options,
 ) -> Result:
-    """What each method gives at each concurrency, by the engine on the machine that is named."""
-    check_integer(ConfigError, "gamma", guesses.gamma, 1, MOST)
+    """The result of each method at each concurrency, by the engine on the named machine."""
+    check_integer(ConfigError, "gamma", guesses.gamma, 1, MAX_DRAFT_TOKENS)
     if guesses.row_cost is not None or (model is None and guesses.draft_cost is not None):
         raise ConfigError("--row-cost and --draft-cost are for a machine without prices: leave them out.")
     drafters = _drafters(guesses.alpha, drafts)
@@ -82,20 +82,20 @@ def simulate_engine(
 def check_engine(
     model: str | None, machine: Options, traffic: Options, drafts: Options
 ) -> tuple[Result, bool]:
-    """The simulation beside the real engine, and whether it meets it."""
+    """The simulation beside the real engine, and whether it is within the tolerance."""
     at_once = integers("--concurrency", traffic["concurrency"] or CHECKED)
     other = traffic | {"concurrency": None, "threads": None}
     for group, values in zip((MACHINE, TRAFFIC, DRAFTS), (machine, other, drafts), strict=True):
         _refuse_given(group, values, "has no effect with --check: leave it out.")
     with progress(COURSES * len(at_once)) as on_turn, _without_advice():
-        found = check(model or DEFAULT_MODEL, at_once, traffic["threads"], on_turn)
-    good = all(abs(one.ratio - 1) <= TOLERANCE for one in found)
-    return check_result(model or DEFAULT_MODEL, found), good
+        results = check(model or DEFAULT_MODEL, at_once, traffic["threads"], on_turn)
+    good = all(abs(result.ratio - 1) <= TOLERANCE for result in results)
+    return check_result(model or DEFAULT_MODEL, results), good
 
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Simulated traffic needs no advice about its segments."""
+    """A context without the controller's advice about segments, which simulated traffic does not need."""
     logger = logging.getLogger("paceline.control.segments")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -106,7 +106,7 @@ def _without_advice() -> Iterator[None]:
 
 
 def _drafters(alpha: float, drafts: Options) -> Drafters:
-    """How drafts fare, by the one source that is named."""
+    """Acceptance of drafts, from the one source that is given."""
     if drafts["from_file"] is not None and drafts["acceptance"] is not None:
         raise ConfigError("--from and --acceptance both say how drafts fare: give one of them.")
     if drafts["from_file"] is not None:
@@ -115,7 +115,7 @@ def _drafters(alpha: float, drafts: Options) -> Drafters:
 
 
 def _refuse_given(group: Group, values: Options, why: str) -> None:
-    """Refuse what would have no effect."""
+    """Raise ConfigError for flags that would have no effect."""
     for flag in group:
         if values[flag.name] != flag.default:
             spelling = (flag.spelling or "--" + flag.name.replace("_", "-")).split("/")[-1]

@@ -1,4 +1,4 @@
-"""`paceline simulate`: its flags, and what they choose."""
+"""`paceline simulate`: the command line."""
 
 from __future__ import annotations
 
@@ -13,29 +13,38 @@ from paceline.terminal.flags import Flag, Group, Options, with_flags
 
 MACHINE: Group = (
     Flag("gpu", str | None, None, "A GPU to simulate: h200, h100, a100, l40s, l4, rtx4090, rtx3090."),
-    Flag("bandwidth", float | None, None, "Its bytes a second, instead of the data sheet's."),
-    Flag("flops", float | None, None, "Its operations a second, in the same way."),
-    Flag("memory", float | None, None, "Its bytes of memory, in the same way."),
-    Flag("overhead", float | None, None, "Seconds of a step beside the pass; 0.001 if left out."),
-    Flag("params", float | None, None, "Parameters of the model on it; 8e9 if left out."),
-    Flag("bits", float | None, None, "Of a weight; 16 if left out."),
-    Flag("layers", int | None, None, "Of the model; as usual for its size if left out."),
-    Flag("kv_bytes_per_token", float | None, None, "Keys and values of a token; by its layers if left out."),
-    Flag("draft_params", float | None, None, "Of the draft head; 0.04 of the model's if left out. 0: free."),
+    Flag("bandwidth", float | None, None, "Bytes per second, instead of the data sheet's."),
+    Flag("flops", float | None, None, "Operations per second, instead of the data sheet's."),
+    Flag("memory", float | None, None, "Bytes of memory, instead of the data sheet's."),
+    Flag("overhead", float | None, None, "Seconds per step besides the pass. Default: 0.001."),
+    Flag("params", float | None, None, "Parameters of the model. Default: 8e9."),
+    Flag("bits", float | None, None, "Bits per weight. Default: 16."),
+    Flag("layers", int | None, None, "Layers of the model. Default: as usual for its size."),
+    Flag("kv_bytes_per_token", float | None, None, "KV cache bytes per token. Default: by the layers."),
+    Flag(
+        "draft_params",
+        float | None,
+        None,
+        "Parameters of the draft head. Default: 0.04 of the model's. 0: free.",
+    ),
 )
 TRAFFIC: Group = (
-    Flag("concurrency", str | None, None, "Numbers of requests at once; 1,4,16,64,256 if left out."),
-    Flag("input_tokens", int, 512, "Of a prompt."),
-    Flag("output_tokens", int, 128, "Of an answer."),
-    Flag("workload", str | None, None, "Prompts to take lengths from: see `paceline bench`. Needs a MODEL."),
-    Flag("threads", int | None, None, "Of a MODEL that is measured; one for each core if left out."),
-    Flag("max_num_batched_tokens", int | None, None, "Rows of a pass; 512, with a GPU 2048, if left out."),
+    Flag("concurrency", str | None, None, "Numbers of concurrent requests. Default: 1,4,16,64,256."),
+    Flag("input_tokens", int, 512, "Tokens per prompt."),
+    Flag("output_tokens", int, 128, "Tokens per answer."),
+    Flag(
+        "workload", str | None, None, "Workload to take lengths from, as of `paceline bench`. Needs a MODEL."
+    ),
+    Flag("threads", int | None, None, "Threads of a measured MODEL. Default: one per core."),
+    Flag("max_num_batched_tokens", int | None, None, "Rows per pass. Default: 512, with a GPU 2048."),
 )
 DRAFTS: Group = (
-    Flag("acceptance", str | None, None, "Instead of --alpha: shares right to depth 1, 2...: 0.6,0.4."),
-    Flag("from_file", Path | None, None, "Or what `paceline bench --json FILE` found.", "--from"),
-    Flag("methods", str | None, None, "Such as off,auto,chain:5; off, auto and one of --gamma if left out."),
-    Flag("chances", bool, True, "Drafters say how sure they are.", "--chances/--no-chances"),
+    Flag(
+        "acceptance", str | None, None, "Instead of --alpha: fractions accepted at depth 1, 2, ...: 0.6,0.4."
+    ),
+    Flag("from_file", Path | None, None, "Acceptance from a file of `paceline bench --json FILE`.", "--from"),
+    Flag("methods", str | None, None, "Such as off,auto,chain:5. Default: off, auto and a chain of --gamma."),
+    Flag("chances", bool, True, "Drafters report their confidence.", "--chances/--no-chances"),
 )
 
 
@@ -45,24 +54,24 @@ def simulate_command(
     traffic: Options,
     drafts: Options,
     model: Annotated[
-        str | None, typer.Argument(help="A model to measure prices with, here; instead of a --gpu.")
+        str | None, typer.Argument(help="A model to measure prices with on this machine, instead of a --gpu.")
     ] = None,
-    alpha: Annotated[float, typer.Option(help="Chance that a drafted token is right.")] = 0.7,
-    gamma: Annotated[int, typer.Option(help="Drafted tokens, from 1 to 64.")] = 5,
+    alpha: Annotated[float, typer.Option(help="Probability that a drafted token is accepted.")] = 0.7,
+    gamma: Annotated[int, typer.Option(help="Number of drafted tokens, from 1 to 64.")] = 5,
     draft_cost: Annotated[
         float | None,
-        typer.Option(help="Of drafting a token, in passes of the target over one row; 0.1 if left out."),
+        typer.Option(help="Cost of drafting a token, in one-row passes of the target. Default: 0.1."),
     ] = None,
     row_cost: Annotated[
-        float | None, typer.Option(help="Of verifying one, in the same; 0.05 if left out.")
+        float | None, typer.Option(help="Cost of verifying a token, in the same unit. Default: 0.05.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Run the MODEL too, and hold the simulation against it.")
+        bool, typer.Option("--check", help="Run the MODEL too, and compare the simulation with it.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: HtmlFile = None,
 ) -> None:
-    """Work out what drafting would give: of chains alone, or by the engine on a MODEL's or a GPU's prices."""
+    """Compute what drafting would gain: by arithmetic, or by the engine on a MODEL's or a GPU's prices."""
     from paceline.bench.report.output import check_writable
     from paceline.bench.report.page import html_page
     from paceline.bench.report.terminal import print_result

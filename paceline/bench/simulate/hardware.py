@@ -1,7 +1,7 @@
-"""Prices worked out from the figures of a GPU and of a model, for what is not here to be measured.
+"""Prices computed from the figures of a GPU and a model (roofline), for machines that are not here.
 
-A pass reads all weights and the keys and values of its requests, and computes two operations for each
-weight and row; the slower of both counts. No kernel reaches a data sheet's figures: what they reach is below.
+A pass reads all weights and the KV cache of its requests, and computes two operations per weight and row;
+the slower of both counts. No kernel reaches a data sheet's figures: the fractions reached are below.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from paceline.bench.simulate.prices import Call, PassSize
 from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number
 
-BANDWIDTH_SHARE = 0.85  # that a pass over few rows reaches, if all parameters were read (an embedding is not)
-COMPUTE_SHARE = 0.6  # that matrix products with hundreds of rows reach
-MEMORY_SHARE = 0.9  # that weights, keys and values may take
-STEP_OVERHEAD = 1e-3  # seconds of a step beside its matrix products
-REQUEST_OVERHEAD = 9e-6  # and for each request of it
-LEVEL_OVERHEAD = 0.16e-3  # of one more pass of a draft head
-HEAD_SHARE = 0.04  # of the target's parameters that a draft head of one layer has
+BANDWIDTH_SHARE = 0.85  # reached by a pass over few rows, if all parameters were read (an embedding is not)
+COMPUTE_SHARE = 0.6  # reached by matrix products with hundreds of rows
+MEMORY_SHARE = 0.9  # of memory, for weights and KV cache
+STEP_OVERHEAD = 1e-3  # seconds per step besides its matrix products
+REQUEST_OVERHEAD = 9e-6  # seconds per request in it
+LEVEL_OVERHEAD = 0.16e-3  # seconds of one more pass of a draft head
+HEAD_SHARE = 0.04  # parameters of a one-layer draft head, relative to the target's
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A data sheet."""
+    """Figures of a GPU's data sheet."""
 
-    bandwidth: float  # bytes a second
-    flops: float  # bf16 operations a second, dense
+    bandwidth: float  # bytes per second
+    flops: float  # dense bf16 operations per second
     memory: float  # bytes
 
 
@@ -46,9 +46,9 @@ class ModelSize:
     """What of a model costs time and memory."""
 
     params: float
-    bits: float = 16.0  # of a weight
+    bits: float = 16.0  # per weight
     kv_bytes_per_token: float = 0.0
-    draft_params: float = 0.0  # of the head that drafts; 0: copies, which cost nothing
+    draft_params: float = 0.0  # of the draft head; 0: look-ups, which are free
 
     @property
     def weight_bytes(self) -> float:
@@ -62,8 +62,8 @@ def model_size(
     kv_bytes_per_token: float | None = None,
     draft_params: float | None = None,
 ) -> ModelSize:
-    """A model of so many parameters. What is not said is as usual for its size: layers as in models that are
-    128 times as wide as deep, 8 heads of 128 keys and values in 16 bits, a draft head of one layer."""
+    """A model of this size. What is not given has the usual value: layers as in models that are 128 times
+    as wide as deep, 8 KV heads of 128 in 16 bits, a one-layer draft head."""
     check_number(ConfigError, "--params", params, 1e6, 1e14, remedy="Give the count, such as 8e9.")
     check_number(ConfigError, "--bits", bits, 1, 32)
     if layers is None:
@@ -77,22 +77,22 @@ def model_size(
 
 
 def find_gpu(name: str | None, bandwidth: float | None, flops: float | None, memory: float | None) -> Gpu:
-    """The GPU of this name with the figures that are given instead of its own; without a name, all are."""
+    """The named GPU with the given figures replaced; without a name, all figures must be given."""
     if name is not None and name not in GPUS:
         raise ConfigError(
             f"--gpu {name!r} is not known. Use one of {', '.join(GPUS)}, or "
             "give --bandwidth, --flops and --memory."
         )
     given = {"bandwidth": bandwidth, "flops": flops, "memory": memory}
-    known = {key: value for key, value in given.items() if value is not None}
-    for key, value in known.items():
+    replaced = {key: value for key, value in given.items() if value is not None}
+    for key, value in replaced.items():
         check_number(
             ConfigError, f"--{key}", value, 1e6, 1e18, remedy="Bytes and operations are plain counts."
         )
-    if name is None and len(known) < len(given):
-        missing = next(key for key in given if key not in known)
+    if name is None and len(replaced) < len(given):
+        missing = next(key for key in given if key not in replaced)
         raise ConfigError(f"--{missing} is missing: give --bandwidth, --flops and --memory, or name a --gpu.")
-    return replace(GPUS[name], **known) if name is not None else Gpu(**known)
+    return replace(GPUS[name], **replaced) if name is not None else Gpu(**replaced)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class RooflinePrices:
         return call.levels * (level + LEVEL_OVERHEAD)
 
     def kv_tokens(self) -> int:
-        """Tokens whose keys and values fit beside the weights."""
+        """Tokens whose KV cache fits beside the weights."""
         weights = self.model.weight_bytes + 2 * self.model.draft_params
         free = MEMORY_SHARE * self.gpu.memory - weights
         if free <= 0:

@@ -1,4 +1,4 @@
-"""What a step costs, however that is known: measured here, or worked out from a machine's figures."""
+"""Prices of a step's parts in seconds: measured, or computed from a machine's figures."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 
 from paceline.control.cost import Float64Array, StepCosts
 
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 64)  # that an engine measures when it starts
-OUTLIER = 3.0  # times the expected: what took longer counts as this much
-LONG = 1024  # keys of the context that it holds against an empty one
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 64)  # row counts that an engine times when it starts
+OUTLIER = 3.0  # times the expected duration: longer samples are cut to this
+LONG = 1024  # tokens of the context that it compares with an empty one
 
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """What a pass has to do."""
+    """The size of a pass."""
 
     rows: int
     requests: int
-    logits: int  # rows whose logits are wanted
+    logits: int  # rows whose logits are needed
     contexts: int  # committed tokens, summed over requests
-    keys: int  # that rows read, summed over rows
+    keys: int  # read by attention, summed over rows
 
     @property
     def has_prompts(self) -> bool:
@@ -50,38 +50,38 @@ class Prices(Protocol):
     """Seconds of the parts of a step."""
 
     def pass_seconds(self, size: PassSize) -> float:
-        """Of the target's pass."""
+        """Seconds of the target's pass."""
         ...
 
     def overhead_seconds(self, size: PassSize) -> float:
-        """Of everything else but the drafters."""
+        """Seconds of everything else except drafters."""
         ...
 
     def draft_seconds(self, call: Call) -> float:
-        """Of a drafter's call."""
+        """Seconds of a drafter's call."""
         ...
 
 
 def start_costs(prices: Prices, max_rows: int) -> StepCosts:
-    """What a controller would find if it measured passes at its start."""
+    """The step costs that a controller would measure when it starts."""
     rows = [count for count in ROWS if count <= max(2, max_rows)]
     seconds = [prices.pass_seconds(PassSize.chain(count)) for count in rows]
-    most = rows[-1]
-    longer = prices.pass_seconds(PassSize.chain(most, LONG)) - seconds[-1]
-    return StepCosts(rows, seconds, max(0.0, longer) / (most * LONG))
+    max_measured = rows[-1]
+    longer = prices.pass_seconds(PassSize.chain(max_measured, LONG)) - seconds[-1]
+    return StepCosts(rows, seconds, max(0.0, longer) / (max_measured * LONG))
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPrices:
-    """Prices found here, for one way of drafting."""
+    """Prices measured here, for one drafting method."""
 
-    verified: StepCosts  # of passes of which every row's logits are wanted
-    prompts: StepCosts  # of those of which one row's are
-    per_key: float  # seconds for each key that a row reads
-    per_context: float  # and for each committed token of a request
-    scale: float = 1.0  # of all of these, in passes without prompts
-    prompt_scale: float = 1.0  # and in passes with prompts
-    overhead: Sequence[float] = (0.0, 0.0)  # [terms] of `overhead_terms`
+    verified: StepCosts  # of passes that need the logits of every row
+    prompts: StepCosts  # of passes that need the logits of one row
+    per_key: float  # seconds per key that a row reads
+    per_context: float  # seconds per committed token of a request
+    scale: float = 1.0  # factor on all of these, in passes without prompts
+    prompt_scale: float = 1.0  # the same in passes with prompts
+    overhead: Sequence[float] = (0.0, 0.0)  # [terms] prices of `overhead_terms`
     drafts: Mapping[str, Sequence[float]] = field(default_factory=dict)  # by drafter, [terms] of `call_terms`
 
     def pass_seconds(self, size: PassSize) -> float:
@@ -109,9 +109,9 @@ def call_terms(call: Call) -> tuple[float, ...]:
 
 
 def fit(terms: Float64Array, seconds: Float64Array) -> list[float]:
-    """[terms] prices, none below 0, of which so many [samples, terms] come nearest to `seconds` [samples].
+    """[terms] non-negative prices whose products with `terms` [samples, terms] best fit `seconds` [samples].
 
-    Errors count as shares of what is expected, so that small samples tell as much as large ones.
+    Errors are relative to the expected duration, so that short samples count as much as long ones.
     """
     usual = np.median(seconds)
     expected = terms @ _fit(terms, seconds, np.maximum(seconds, 0.1 * usual))
@@ -121,14 +121,14 @@ def fit(terms: Float64Array, seconds: Float64Array) -> list[float]:
 
 
 def _fit(terms: Float64Array, seconds: Float64Array, scale: Float64Array) -> Float64Array:
-    """[terms] least squares of errors in units of `scale` [samples]. What would be below 0 is left out, the
-    worst first."""
+    """[terms] non-negative least squares of errors in units of `scale` [samples]: the most negative price
+    is set to 0 until none is left."""
     prices = np.zeros(terms.shape[1])
-    kept = list(range(terms.shape[1]))
-    while kept:
-        found = np.linalg.lstsq(terms[:, kept] / scale[:, None], seconds / scale, rcond=None)[0]
-        if found.min() >= 0.0:
-            prices[kept] = found
+    active = list(range(terms.shape[1]))
+    while active:
+        solution = np.linalg.lstsq(terms[:, active] / scale[:, None], seconds / scale, rcond=None)[0]
+        if solution.min() >= 0.0:
+            prices[active] = solution
             break
-        del kept[int(found.argmin())]
+        del active[int(solution.argmin())]
     return prices

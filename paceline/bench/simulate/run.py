@@ -1,4 +1,4 @@
-"""Simulated requests through the real engine, at several concurrencies and with several ways of drafting."""
+"""Simulated requests through the real engine, at several concurrencies and with several methods."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.options import check_integer
 
-LEAST_REQUESTS = 32  # of a setting: percentiles of less say nothing
-WAVES = 2  # requests of a setting for each that runs at once
-LEARNING = 8  # requests that a controller sees before those that count, at least
-DEPTH = 7  # tokens that a method without a number drafts at most
+MIN_REQUESTS = 32  # per setting: percentiles of fewer are meaningless
+WAVES = 2  # requests per setting, in units of the concurrency
+LEARNING = 8  # minimum requests that a controller sees before the measured ones
+DEPTH = 7  # maximum draft length of a method without a number
 
 
 @dataclass(frozen=True)
 class Length:
-    """One request: its tokens and those of its answer."""
+    """Tokens of one request's prompt and answer."""
 
     prompt: int
     answer: int
@@ -50,30 +50,30 @@ class Length:
 
 @dataclass(frozen=True)
 class Method:
-    """A way of drafting."""
+    """A drafting method."""
 
     label: str
-    drafter: str | None = None  # None: off, or whatever the controller chooses
+    drafter: str | None = None  # None: off, or the controller's choice
     tokens: int = 0
 
 
 @dataclass(frozen=True)
 class World:
-    """What is simulated: a machine, its drafters, and how much runs at once."""
+    """What is simulated: a machine, its drafters, and the size of a batch."""
 
     prices: Mapping[str, Prices]  # by method: what is loaded beside the target costs a little in every step
-    drafters: Mapping[str, Sequence[Acceptance]]  # of each drafter those that requests take in turn
+    drafters: Mapping[str, Sequence[Acceptance]]  # per drafter, the acceptances that requests use in turn
     max_num_batched_tokens: int
-    kv_tokens: int | None = None  # that fit into memory; None: all that run
+    kv_tokens: int | None = None  # KV cache tokens that fit into memory; None: enough for all
     tells_chances: bool = True
 
 
 @dataclass
 class Simulation:
-    """Rows as of `paceline bench`, and why the controller decided as it did."""
+    """Rows as of `paceline bench`, and the controller's reasons."""
 
     rows: list[Row] = field(default_factory=list)
-    decisions: list[dict[str, int]] = field(default_factory=list)  # of each row: steps by reason
+    decisions: list[dict[str, int]] = field(default_factory=list)  # per row: steps by reason
 
     def facts(self) -> list[dict[str, Any]]:
         """The rows for JSON."""
@@ -84,7 +84,7 @@ class Simulation:
 
 
 def parse_methods(given: str, drafters: Sequence[str]) -> list[Method]:
-    """The methods of a list such as off,auto,chain:5; plain decoding first, to compare with."""
+    """The methods of a list such as off,auto,chain:5; plain decoding first, as the reference."""
     methods = {OFF: Method(OFF)}
     for label in (part.strip() for part in given.split(",")):
         name, _, tokens = label.rpartition(":")
@@ -109,10 +109,10 @@ def simulate(
     concurrency: Sequence[int],
     on_turn: OnTurn = lambda _: None,
 ) -> Simulation:
-    """What each method gives at each concurrency. Requests take `lengths` in turn."""
+    """The result of each method at each concurrency. Requests use `lengths` in turn."""
     result = Simulation()
     for profile in map(closed, concurrency):
-        count = max(LEAST_REQUESTS, WAVES * (profile.concurrency or 1))
+        count = max(MIN_REQUESTS, WAVES * (profile.concurrency or 1))
         tasks = [_task(number, lengths[number % len(lengths)]) for number in range(count)]
         turns: dict[Key, list[list[Turn]]] = {}
         reasons: dict[str, Counter[str]] = {}
@@ -130,10 +130,10 @@ def simulate(
 def simulated_turn(
     world: World, method: Method, tasks: Sequence[Task], profile: Profile, reasons: Counter[str]
 ) -> Turn:
-    """What the tasks get with one method; `reasons` of the controller's decisions are counted."""
+    """The turn of one method; the controller's reasons are counted in `reasons`."""
     at_once = profile.concurrency or len(tasks)
     runner = _runner(world, method, tasks, at_once, reasons)
-    if method.label == AUTO:  # a server that has run for a while: its controller knows its drafters
+    if method.label == AUTO:  # like a server that has run for a while: its controller knows its drafters
         runner.run(tasks[: max(at_once, LEARNING)], profile)
         reasons.clear()
     return runner.run(tasks, profile)
@@ -151,7 +151,7 @@ def _runner(
     concurrency: int,
     reasons: Counter[str],
 ) -> EngineRunner:
-    """An engine that begins at time 0 and knows nothing yet."""
+    """A new engine at time 0."""
     clock = VirtualClock()
     prices = world.prices[method.label]
     max_rows = max(world.max_num_batched_tokens, concurrency)
@@ -185,11 +185,11 @@ def _runner(
 def _controller(
     world: World, method: Method, prices: Prices, max_rows: int, reasons: Counter[str]
 ) -> Controller:
-    """Who decides: the real controller, or one fixed plan."""
+    """The real controller, or a fixed plan."""
     if method.label != AUTO:
         return FixedController(DraftPlan(method.drafter, method.tokens) if method.drafter else PLAIN)
     plans = {
-        name: DraftPlan(name, min(DEPTH, max(len(one.accepted) for one in acceptances)))
+        name: DraftPlan(name, min(DEPTH, max(len(acceptance.accepted) for acceptance in acceptances)))
         for name, acceptances in world.drafters.items()
     }
 

@@ -1,4 +1,4 @@
-"""How drafts fare, from what a user says or from what `paceline bench` has found."""
+"""Acceptance of drafts, from the command line or from results of `paceline bench`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from paceline.draft.methods import AUTO
 from paceline.errors import ConfigError
 from paceline.options import check_number
 
-CHAIN = "chain"  # the drafter of whom only the acceptance is known
+CHAIN = "chain"  # the drafter known only by its acceptance
 DEEPEST = 64
 
-Drafters = dict[str, list[Acceptance]]  # of each drafter those that requests take in turn
+Drafters = dict[str, list[Acceptance]]  # per drafter, the acceptances that requests use in turn
 
 
 def of_alpha(alpha: float) -> Drafters:
-    """Every token is right with this chance, if all before it are."""
+    """Each token is accepted with probability `alpha` if all before it are."""
     check_number(ConfigError, "alpha", alpha, 0.0, 1.0)
     return {CHAIN: [Acceptance.constant(alpha, DEEPEST)]}
 
 
 def of_depths(text: str) -> Drafters:
-    """Shares that are right down to each depth, such as 0.6,0.4,0.25."""
+    """Fractions accepted down to each depth, such as 0.6,0.4,0.25."""
     try:
         shares = [float(part) for part in text.split(",")]
     except ValueError:
@@ -40,26 +40,26 @@ def of_depths(text: str) -> Drafters:
 
 
 def of_bench(path: Path) -> Drafters:
-    """The methods of a file that `paceline bench --json` wrote, each as in all of its rows by turns."""
+    """The methods of a `paceline bench --json` file; requests use the acceptances of their rows in turn."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        found: Drafters = {}
+        drafters: Drafters = {}
         for row in rows:
             if row["method"] not in (OFF, AUTO) and row["acceptance_per_position"]:
-                found.setdefault(row["method"], []).append(_of_row(row))
+                drafters.setdefault(row["method"], []).append(_of_row(row))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"--from {path} cannot be read ({error}): give a file that `paceline bench --json` wrote."
         ) from None
-    if not found:
+    if not drafters:
         raise ConfigError(f"--from {path} has no row in which something was drafted: name --methods there.")
-    return found
+    return drafters
 
 
 def _of_row(row: Mapping[str, Any]) -> Acceptance:
-    """A row's shares are of drafted passes; here they are of all."""
+    """Fractions of all passes, from a row's fractions of drafted passes."""
     share = 1.0 if row.get("drafted_share") is None else float(row["drafted_share"])
     accepted = [share * float(value) for value in row["acceptance_per_position"]]
-    told = row.get("drafted_per_position") or [1.0] * len(accepted)
-    drafted = [max(share * float(value), least) for value, least in zip(told, accepted, strict=True)]
+    reported = row.get("drafted_per_position") or [1.0] * len(accepted)
+    drafted = [max(share * float(value), minimum) for value, minimum in zip(reported, accepted, strict=True)]
     return Acceptance(tuple(accepted), tuple(drafted))

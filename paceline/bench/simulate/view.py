@@ -1,4 +1,4 @@
-"""`paceline simulate`, described: tables of its three kinds of results."""
+"""`paceline simulate`: its three kinds of results as tables."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from paceline.bench.simulate.check import TOLERANCE, Compared
 from paceline.bench.simulate.run import Simulation
 
 
-def arithmetic_result(found: Arithmetic) -> Result:
-    """What chains of each length would give."""
-    best = found.best
+def arithmetic_result(computed: Arithmetic) -> Result:
+    """The gain of chains of each length."""
+    best = computed.best
     words = (
         f"best: {best.num_speculative_tokens} drafted tokens, {best.speedup:.2f} times as fast"
         if best.num_speculative_tokens
         else "best: plain decoding"
     )
-    title = f"acceptance {found.alpha:g}; {words}"
+    title = f"acceptance {computed.alpha:g}; {words}"
     columns = ("drafted", "tokens per pass", "cost of a step", "speedup", "break-even acceptance")
     rows = [
         (
@@ -30,13 +30,13 @@ def arithmetic_result(found: Arithmetic) -> Result:
             f"{length.speedup:.2f}",
             "never" if length.break_even_alpha is None else f"{length.break_even_alpha:.2f}",
         )
-        for length in found.lengths
+        for length in computed.lengths
     ]
-    return Result(title, [Table(title, columns, rows)], asdict(found), timed=False)
+    return Result(title, [Table(title, columns, rows)], asdict(computed), timed=False)
 
 
 def simulated_result(name: str, simulation: Simulation) -> Result:
-    """What each method gives at each concurrency; times are p50 / p90 / p99."""
+    """The result of each method at each concurrency; times are p50 / p90 / p99."""
     title = f"{name}, simulated; milliseconds: p50 / p90 / p99"
     columns = ["at once", "method", "tok/s", "speedup", "first token", "per token", "whole answer"]
     columns += ["tokens/pass", "drafted", "steps by reason"]
@@ -65,23 +65,23 @@ def simulated_result(name: str, simulation: Simulation) -> Result:
     return Result(title, [table], facts, figures=figures, series=list(series), timed=False)
 
 
-def check_result(name: str, found: Sequence[Compared]) -> Result:
-    """Both throughputs, and how near they are."""
-    worst = max(abs(one.ratio - 1) for one in found)
-    within = sum(abs(one.ratio - 1) <= TOLERANCE for one in found)
-    title = f"{name}: {within} of {len(found)} settings within {TOLERANCE:.0%}, the worst {worst:.0%} off"
+def check_result(name: str, results: Sequence[Compared]) -> Result:
+    """Both throughputs, and their relative difference."""
+    worst = max(abs(result.ratio - 1) for result in results)
+    within = sum(abs(result.ratio - 1) <= TOLERANCE for result in results)
+    title = f"{name}: {within} of {len(results)} settings within {TOLERANCE:.0%}, the worst {worst:.0%} off"
     columns = ("at once", "method", "measured tok/s", "simulated tok/s", "ratio", "tokens/pass", "simulated")
     rows = [
         (
-            str(one.concurrency),
-            one.method,
-            f"{one.measured:,.1f}",
-            f"{one.simulated:,.1f}",
-            f"{one.ratio:.3f}",
-            f"{one.measured_length:.2f}",
-            f"{one.simulated_length:.2f}",
+            str(result.concurrency),
+            result.method,
+            f"{result.measured:,.1f}",
+            f"{result.simulated:,.1f}",
+            f"{result.ratio:.3f}",
+            f"{result.measured_length:.2f}",
+            f"{result.simulated_length:.2f}",
         )
-        for one in found
+        for result in results
     ]
-    facts = {"model": name, "rows": [asdict(one) | {"ratio": one.ratio} for one in found]}
+    facts = {"model": name, "rows": [asdict(result) | {"ratio": result.ratio} for result in results]}
     return Result(title, [Table(title, columns, rows, text=("method",))], facts)

@@ -1,7 +1,7 @@
-"""A model that only costs time, for the real engine: its clock, its passes, its drafters.
+"""The simulated parts around the real engine: clock, backend and drafters that only cost time.
 
-The model counts: behind each token comes the next number. So what it would say is known to drafters, which
-are right or wrong as often as they are told to be, and no answer ever depends on who drafts.
+The model counts: each token is followed by the next number. So drafters know what it would say, and are
+right as often as they are configured to be; no answer depends on the drafter.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from paceline.core.request import Request
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter
 
-VOCABULARY = 4  # numbers that it counts with
+VOCABULARY = 4  # size of the vocabulary
 PAGE_SIZE = 16
 
 
 class VirtualClock:
-    """Seconds that pass only when somebody says so."""
+    """A clock that advances only when told to."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -38,7 +38,7 @@ class VirtualClock:
 
 
 class CountingTokenizer:
-    """Numbers without texts: nothing ends an answer but its length."""
+    """Token ids without texts: an answer ends only by its length."""
 
     eos_ids: frozenset[int] = frozenset()
 
@@ -54,14 +54,14 @@ class CountingTokenizer:
 
 @dataclass(frozen=True)
 class NoPool:
-    """Pages that hold nothing."""
+    """A KV pool that stores nothing."""
 
     num_pages: int
     bytes_per_page: int = 0
 
 
 class SimulatedBackend(Backend):
-    """Passes that take as long as they are priced."""
+    """A backend whose passes take as long as they are priced."""
 
     name = "simulated"
     page_size = PAGE_SIZE
@@ -72,7 +72,7 @@ class SimulatedBackend(Backend):
         self._prices = prices
         self._clock = clock
         self.max_rows = max_rows
-        # [vocabulary, vocabulary] of each token the logits behind it
+        # [vocabulary, vocabulary] logits after each token
         self._logits = np.roll(np.eye(VOCABULARY, dtype=np.float32), 1, axis=1)
 
     def make_pool(self, num_pages: int) -> NoPool:
@@ -96,15 +96,15 @@ class SimulatedBackend(Backend):
         raise NotImplementedError("a simulated model has no layers")
 
     def move(self, pool: object, source: Int32Array, destination: Int32Array) -> None:
-        pass  # nothing is kept
+        pass  # nothing is stored
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How drafts fare, as shares of all that were asked for."""
+    """Acceptance of drafts by depth, as fractions of all requested drafts."""
 
-    accepted: tuple[float, ...]  # [depth] that are right down to here, never rising
-    drafted: tuple[float, ...] = ()  # [depth] that go so deep, at least as many; empty: all of them
+    accepted: tuple[float, ...]  # [depth] accepted down to this depth; not increasing
+    drafted: tuple[float, ...] = ()  # [depth] drafted down to it, at least `accepted`; empty: all
 
     def __post_init__(self) -> None:
         if not self.drafted:
@@ -113,16 +113,16 @@ class Acceptance:
 
     @staticmethod
     def constant(alpha: float, depth: int) -> Acceptance:
-        """Every token is right with this chance, if all before it are."""
+        """Each token is accepted with probability `alpha` if all before it are."""
         return Acceptance(tuple(alpha ** (level + 1) for level in range(depth)))
 
 
 class SimulatedDrafter(Drafter):
-    """Drafts chains that are right as often as they are told to be, at the price of a real drafter's.
+    """Drafts chains with a given acceptance, at the price of a real drafter.
 
-    Whether the token at some position of a request is guessed right is decided by noise of that position, so
-    it does not depend on who asks when. A draft that is right goes at least so deep: drafters that stop early
-    do it where they would be wrong.
+    Whether the token at a position of a request is predicted correctly is decided by that position's noise,
+    so it does not depend on when it is drafted. A correct draft is at least as deep as it is correct:
+    drafters that stop early do so where they would be wrong.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class SimulatedDrafter(Drafter):
         clock: VirtualClock,
         tells_chances: bool = True,
     ) -> None:
-        """Requests take `acceptances` in turn, by their seeds."""
+        """Request i uses `acceptances[seed % len]`."""
         self.name = name
         self._prices = prices
         self._clock = clock
@@ -156,16 +156,16 @@ class SimulatedDrafter(Drafter):
         self._noise.pop(request, None)
 
     def _chain(self, request: Request, plan: DraftPlan) -> list[int]:
-        """A draft for the request: right tokens, then a wrong one and what would follow it."""
+        """A draft for the request: correct tokens, then a wrong one and its continuation."""
         profile = self._profile_of(request)
         if request not in self._noise:
             bits = np.random.Philox(key=request.seed)
             self._noise[request] = np.random.Generator(bits).random((2, request.max_output))
-        most = min(plan.levels, profile.depth, request.max_output - request.num_output)
-        noise = self._noise[request][:, request.num_output : request.num_output + most]
-        wrong = np.flatnonzero(noise[0] >= profile.going_on[:most])
-        right = int(wrong[0]) if len(wrong) else most
-        depth = max(right, int(np.count_nonzero(noise[1][:1] < profile.beyond[:most])))
+        max_depth = min(plan.levels, profile.depth, request.max_output - request.num_output)
+        noise = self._noise[request][:, request.num_output : request.num_output + max_depth]
+        wrong = np.flatnonzero(noise[0] >= profile.going_on[:max_depth])
+        right = int(wrong[0]) if len(wrong) else max_depth
+        depth = max(right, int(np.count_nonzero(noise[1][:1] < profile.beyond[:max_depth])))
         last = request.token_ids[-1]
         return [(last + level + (level > right)) % VOCABULARY for level in range(1, depth + 1)]
 
@@ -174,18 +174,18 @@ class SimulatedDrafter(Drafter):
 
 
 class _Profile:
-    """An acceptance in the form in which drafts are drawn from it."""
+    """An acceptance as conditional probabilities, to sample drafts from."""
 
     def __init__(self, acceptance: Acceptance) -> None:
         accepted, drafted = np.array(acceptance.accepted), np.array(acceptance.drafted)
         above = np.concatenate([[1.0], accepted[:-1]])
         self.depth = len(accepted)
-        # [depth] chance to be right here too
+        # [depth] probability to be correct here, given that all before are
         self.going_on = np.divide(accepted, above, out=np.zeros(len(accepted)), where=above > 0)
-        # [depth] chance that a draft that is not right so deep is so deep all the same
+        # [depth] probability that a draft is this deep, given that it is not correct this deep
         wrong = 1.0 - accepted
         beyond = np.divide(drafted - accepted, wrong, out=np.ones(len(accepted)), where=wrong > 0)
         self.beyond = np.minimum.accumulate(beyond)
-        # [depth] that a draft which goes so deep is right, as its drafter sees it
+        # [depth] probability that a draft of this depth is correct, as its drafter reports it
         chances = np.divide(accepted, drafted, out=np.zeros(len(accepted)), where=drafted > 0)
         self.chances: list[float] = np.minimum.accumulate(chances).tolist()

@@ -1,4 +1,4 @@
-"""Worlds to simulate: of a data sheet's figures, or of prices that are measured here."""
+"""Simulated machines: by the figures of a data sheet, or by prices measured here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.bench.run.engine_runner import Task
 from paceline.bench.run.slices import Disturbances, alone
 from paceline.bench.run.speculation import OFF
 from paceline.bench.simulate.hardware import STEP_OVERHEAD, RooflinePrices, find_gpu, model_size
-from paceline.bench.simulate.measuring import PROMPT, STEPS, PassMeter, Watched, measure_prices, watching
+from paceline.bench.simulate.measuring import PROMPT, STEPS, PassMeter, TimedStep, measure_prices, watching
 from paceline.bench.simulate.prices import PassSize
 from paceline.bench.simulate.run import Length, Method, World
 from paceline.bench.simulate.sources import CHAIN, Drafters
@@ -25,14 +25,14 @@ from paceline.options import check_integer, check_number
 from paceline.terminal.flags import Options
 
 PARAMS, BITS = 8e9, 16.0
-GPU_ROWS = 2048  # most of a pass
-USUAL_PROMPTS = "chat"  # for prices, where no workload is named
+GPU_ROWS = 2048  # rows per pass
+USUAL_PROMPTS = "chat"  # workload to measure prices with, if none is named
 
 
 def given_world(
     machine: Options, traffic: Options, drafters: Drafters, methods: Sequence[Method], chances: bool
 ) -> tuple[World, list[Length]]:
-    """A world of data sheets, and what comes in it."""
+    """A machine by data sheet, and the lengths of its requests."""
     if traffic["workload"] is not None:
         raise ConfigError("--workload needs a MODEL, whose tokenizer counts: give --input-tokens instead.")
     if traffic["threads"] is not None:
@@ -52,7 +52,7 @@ def given_world(
     world = World(
         prices={method.label: prices for method in methods},
         drafters=drafters,
-        max_num_batched_tokens=_most_rows(traffic, GPU_ROWS),
+        max_num_batched_tokens=_max_rows(traffic, GPU_ROWS),
         kv_tokens=prices.kv_tokens(),
         tells_chances=chances,
     )
@@ -67,14 +67,14 @@ def measured_world(
     methods: Sequence[Method],
     chances: bool,
 ) -> tuple[World, list[Length]]:
-    """A world of this machine, and what comes in it. A drafter of whom only the acceptance is known costs
-    `draft_cost` passes over one row for each level."""
+    """This machine with measured prices, and the lengths of its requests. A drafter known only by its
+    acceptance costs `draft_cost` one-row passes per level."""
     check_number(ConfigError, "draft_cost", draft_cost, 0.0, 1000.0)
-    rows = _most_rows(traffic, SchedulerOptions().max_num_batched_tokens)
+    rows = _max_rows(traffic, SchedulerOptions().max_num_batched_tokens)
     length = _length(traffic)
     loaded = [drafter for drafter in drafters if drafter != CHAIN]
     for drafter in loaded:
-        parse_speculative_config(drafter)  # one that cannot be loaded is told of before a model is
+        parse_speculative_config(drafter)  # report a drafter that cannot be loaded before the model is
     workload = load_workload(traffic["workload"] or USUAL_PROMPTS)
     config_of = partial(bench_config, name, "auto", traffic["threads"], SchedulerOptions().max_num_seqs)
     model = load_model(config_of(OFF))
@@ -82,7 +82,7 @@ def measured_world(
     params = SamplingParams(temperature=0, max_tokens=PROMPT + 2 * STEPS, ignore_eos=True)
     tasks = [Task(str(number), "", ids, params) for number, (ids, _) in enumerate(prompts)]
     everyone = ",".join([AUTO, *loaded])
-    watched: dict[str, list[Watched]] = {
+    watched: dict[str, list[TimedStep]] = {
         config: [] for config in (OFF, *loaded, *([everyone] if loaded else []))
     }
     for config, steps in watched.items():
@@ -93,7 +93,9 @@ def measured_world(
     passes = meter.prices()
     prices = measure_prices(passes, watched, loaded)
     chain = (0.0, 0.0, draft_cost * passes.pass_seconds(PassSize.chain(1)), 0.0)
-    priced = {config: replace(one, drafts={**one.drafts, CHAIN: chain}) for config, one in prices.items()}
+    priced = {
+        config: replace(price, drafts={**price.drafts, CHAIN: chain}) for config, price in prices.items()
+    }
     loads = {method.label: everyone if method.label == AUTO else method.drafter for method in methods}
     world = World(
         prices={label: priced[config if config in priced else OFF] for label, config in loads.items()},
@@ -113,7 +115,7 @@ def _length(traffic: Options) -> Length:
     )
 
 
-def _most_rows(traffic: Options, usual: int) -> int:
+def _max_rows(traffic: Options, usual: int) -> int:
     asked = traffic["max_num_batched_tokens"]
     rows = usual if asked is None else asked
     return check_integer(ConfigError, "--max-num-batched-tokens", rows, 2, 1 << 20)

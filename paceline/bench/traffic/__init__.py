@@ -1,1 +1,1 @@
-"""What is asked, and when: workloads and arrivals."""
+"""Traffic for measurements: workloads and arrivals."""

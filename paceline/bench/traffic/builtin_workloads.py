@@ -1,6 +1,6 @@
-"""Small workloads that need no file: made from Python's own sources and texts, and from made-up records.
+"""Built-in workloads, made from Python's own sources and texts and from invented records.
 
-They differ a little between versions of Python, so compare only what was measured with one of them.
+They differ slightly between versions of Python: compare only results of the same version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Line = dict[str, Any]  # as a workload's file has them
+Line = dict[str, Any]  # in the format of a workload file
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     textwrap.shorten,
@@ -32,9 +32,9 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     statistics.median_grouped,
     statistics.covariance,
 )
-MOST_LINES = 32  # of a function: longer ones lose their end
+MAX_LINES = 32  # of a function; longer ones are cut
 TOPICS = ("assert", "break", "context-managers", "del", "global", "import", "lambda", "pass", "return", "try")
-MOST_CHARACTERS = 1800  # of a text to summarise
+MAX_CHARACTERS = 1800  # of a text to summarise
 INSTRUCTIONS = (
     "Add type annotations to all parameters and to the return value, and change nothing else.",
     "Rename this function to `renamed_function`, and change nothing else.",
@@ -64,29 +64,29 @@ SUBJECTS = (
     ("the last cinema of a city", "short story"),
 )
 FORMS = tuple(dict.fromkeys(form for _, form in SUBJECTS))
-FORMS_OF_ONE = 4  # that each subject is asked for in
+FORMS_OF_ONE = 4  # forms per subject
 NAMES = ("Ada Moss", "Ben Okafor", "Chen Li", "Dora Blum", "Emil Strand", "Fatou Diop")
 
 
 def code_edit() -> Iterator[Line]:
     """Functions of the standard library, to be copied with a small change."""
     for number, function in enumerate(FUNCTIONS):
-        source = "\n".join(inspect.getsource(function).splitlines()[:MOST_LINES])
+        source = "\n".join(inspect.getsource(function).splitlines()[:MAX_LINES])
         ask = f"{INSTRUCTIONS[number % 2]} Answer with the whole function in one code block."
         yield _line(f"{function.__module__}.{function.__name__}", f"{ask}\n```python\n{source}\n```", 256)
 
 
 def summarize() -> Iterator[Line]:
-    """Chapters of Python's own help, to be summarised."""
-    from pydoc_data.topics import topics  # here: it is large
+    """Chapters of Python's help, to be summarised."""
+    from pydoc_data.topics import topics  # here, because it is large
 
     for name in TOPICS:
-        text = topics[name].strip()[:MOST_CHARACTERS]
+        text = topics[name].strip()[:MAX_CHARACTERS]
         yield _line(name, f"Summarize this text in a few sentences.\n\n{text}", 160)
 
 
 def extract() -> Iterator[Line]:
-    """Made-up deliveries, told in sentences, to be written as JSON."""
+    """Invented deliveries in prose, to be written as JSON."""
     rng = random.Random(7)
     for number in range(10):
         sentences = []
@@ -106,10 +106,10 @@ def chat() -> Iterator[Line]:
 
 
 def writing() -> Iterator[Line]:
-    """Free writing at temperature 1: what is hardest to draft for."""
+    """Free writing at temperature 1: the hardest to draft for."""
     for turn in range(FORMS_OF_ONE):
-        for number, (subject, own) in enumerate(SUBJECTS):
-            form = FORMS[(FORMS.index(own) + turn) % len(FORMS)]
+        for number, (subject, usual_form) in enumerate(SUBJECTS):
+            form = FORMS[(FORMS.index(usual_form) + turn) % len(FORMS)]
             ask = f"Write a {form} about {subject}. Surprise me."
             yield {**_line(f"piece-{turn * len(SUBJECTS) + number}", ask, 224), "temperature": 1.0}
 

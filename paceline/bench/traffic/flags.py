@@ -1,4 +1,4 @@
-"""The flags that say what is asked and when, and what they ask for."""
+"""Flags for workloads and arrivals."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ WORKLOAD: Group = (
         list[str] | None,
         None,
         "A file of JSON lines, or code-edit, summarize, extract, chat, writing. May be repeated. "
-        f"If left out: {SHORT_LIMIT} prompts of each of these.",
+        f"Default: {SHORT_LIMIT} prompts of each of these.",
     ),
-    Flag("limit", int | None, None, "Take the first prompts of each workload only."),
-    Flag("max_tokens", int | None, None, "Cut answers that may be longer."),
-    Flag("temperature", float | None, None, "0 is greedy. If left out: each prompt's own, 0 unless it says."),
+    Flag("limit", int | None, None, "Use only this many prompts of each workload."),
+    Flag("max_tokens", int | None, None, "Maximum tokens per answer, if the workload allows more."),
+    Flag("temperature", float | None, None, "0 is greedy. Default: each prompt's own, or 0."),
     Flag(
         "constrain",
         bool,
         True,
-        "Answer in the form that a prompt's response_format asks for.",
+        "Constrain answers by the prompts' response_format.",
         "--constrain/--no-constrain",
     ),
 )
 ARRIVALS: Group = (
-    Flag("concurrency", str | None, None, "Numbers of requests at once, such as 1,8; 1 if left out."),
-    Flag("rate", list[float] | None, None, "Requests a second that come by chance. May be repeated."),
+    Flag("concurrency", str | None, None, "Numbers of concurrent requests, such as 1,8. Default: 1."),
+    Flag("rate", list[float] | None, None, "Requests per second (Poisson arrivals). May be repeated."),
     Flag("trace", list[Path] | None, None, "A CSV file of arrivals to replay. May be repeated."),
-    Flag("time_scale", float, 1.0, "Of traces: 0.1 lets requests come ten times as fast."),
-    Flag("seed", int, 0, "Decides when requests come by --rate."),
+    Flag("time_scale", float, 1.0, "Factor on a trace's times: 0.1 is ten times as fast."),
+    Flag("seed", int, 0, "Seed of the arrivals of --rate."),
 )
 
 
 def load_workloads(load: Options) -> tuple[Workload, ...]:
-    """What the flags of WORKLOAD ask for."""
+    """The workloads that the flags of WORKLOAD name."""
     from paceline.bench.traffic.builtin_workloads import BUILT_IN
     from paceline.bench.traffic.workloads import load_workload
 
@@ -55,7 +55,7 @@ def load_workloads(load: Options) -> tuple[Workload, ...]:
 
 
 def arrival_profiles(arrivals: Options, num_requests: int) -> tuple[Profile, ...]:
-    """All ways in which the flags of ARRIVALS let requests come, those at once first."""
+    """All arrival profiles that the flags of ARRIVALS name, fixed concurrencies first."""
     from paceline.bench.traffic.profiles import closed, poisson, replay
 
     rates, traces = arrivals["rate"] or [], arrivals["trace"] or []

@@ -1,4 +1,4 @@
-"""How requests arrive: always so many at once, by chance at a rate, or as a trace says."""
+"""Arrival profiles: a fixed concurrency, a Poisson rate, or a recorded trace."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ LENGTH_COLUMN = "GeneratedTokens"  # may be missing
 
 @dataclass(frozen=True)
 class Profile:
-    """When requests come. Closed: each of `concurrency` clients sends its next when it has its answer.
-    Open: requests come when they are due, however many still run."""
+    """When requests arrive. Closed: each of `concurrency` clients sends its next request after its answer.
+    Open: requests arrive at their due times, however many are still running."""
 
     label: str
     concurrency: int | None = 1  # None: open
     due: tuple[float, ...] = ()  # open: seconds from the start, ascending; [request]
-    lengths: tuple[int, ...] = ()  # most tokens of each answer; empty: what the workload says; [request]
+    lengths: tuple[int, ...] = ()  # maximum tokens per answer; empty: as in the workload; [request]
 
     def check_room(self, num_requests: int, workload: str) -> None:
-        """Refuse a workload with more requests than there are arrivals."""
+        """Raise ConfigError if the workload has more requests than there are arrivals."""
         if self.concurrency is None and len(self.due) < num_requests:
             raise ConfigError(
                 f"{self.label} has {len(self.due)} arrivals, and the workload {workload} {num_requests} "
@@ -37,23 +37,23 @@ class Profile:
 
 
 def closed(concurrency: int) -> Profile:
-    """Always so many requests at once."""
+    """A fixed number of concurrent requests."""
     check_integer(ConfigError, "--concurrency", concurrency, 1, None)
     return Profile(f"x{concurrency}", concurrency)
 
 
 def poisson(rate: float, seed: int, num_requests: int) -> Profile:
-    """Requests that know nothing of each other, `rate` of them a second on average."""
+    """Independent requests, `rate` per second on average."""
     check_number(ConfigError, "--rate", rate, 0, 1e6, low_open=True)
     rng = random.Random(f"arrivals {seed}")
     return Profile(f"{rate:g}/s", None, tuple(accumulate(rng.expovariate(rate) for _ in range(num_requests))))
 
 
 def replay(path: Path, time_scale: float = 1.0) -> Profile:
-    """The arrivals of a file of comma-separated values, the first of them at 0.
+    """The arrivals of a CSV file, the first of them at 0.
 
-    Its column TIMESTAMP holds seconds or dates, GeneratedTokens how long each answer may become. With
-    `time_scale` 0.1 everything comes ten times as fast.
+    Its column TIMESTAMP has seconds or dates, GeneratedTokens the maximum length of each answer. With
+    `time_scale` 0.1, requests arrive ten times as fast.
     """
     check_number(ConfigError, "--time-scale", time_scale, 0, 1e6, low_open=True)
     try:

@@ -1,4 +1,4 @@
-"""Whether answers are what a schema asks for, said by another library than the one that made them so."""
+"""Validation of structured answers, by another library than the one that constrained them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.errors import ConfigError
 
 
 def fits_schema(text: str, structure: StructuredOutputsParams | None) -> bool | None:
-    """Whether a text is JSON by the schema that was asked for; None if none was."""
+    """Whether a text is JSON of the requested schema; None if there was none."""
     if structure is None or not structure.kind.startswith("json"):
         return None
     try:

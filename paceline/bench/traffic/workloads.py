@@ -1,4 +1,4 @@
-"""Workloads: prompts to measure with, from a file of JSON lines or from those built in."""
+"""Workloads: prompts to measure with, from a JSON Lines file or built in."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ DEFAULT_MAX_TOKENS = 256
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request of a workload: a chat or a plain text, and how long its answer may be."""
+    """One request of a workload: a chat or a plain text, and the maximum length of its answer."""
 
     id: str
-    segment: str  # the kind of traffic it stands for
+    segment: str  # traffic segment
     max_tokens: int
     messages: Sequence[Mapping[str, Any]] | None = None
     text: str | None = None  # instead of messages
-    structured_outputs: Mapping[str, Any] | None = None  # what its response_format means
+    structured_outputs: Mapping[str, Any] | None = None  # from its response_format
     temperature: float = 0.0  # 0 is greedy
 
     def token_ids(self, tokenizer: PromptTokenizer) -> list[int]:
-        """The ids that the model gets; a chat goes through the model's template."""
+        """The token ids that the model gets; a chat is rendered by the model's template."""
         if self.messages is None:
             return tokenizer.encode(self.text or "")
         chat = tokenizer.apply_chat_template(self.messages)
@@ -38,16 +38,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts under one name."""
+    """Named prompts."""
 
     name: str
     prompts: tuple[Prompt, ...]
 
 
 def load_workload(name: str, limit: int | None = None, max_tokens: int | None = None) -> Workload:
-    """The workload of a file of JSON lines, or one that is built in.
+    """The workload of a JSON Lines file, or a built-in one.
 
-    `limit` keeps the first prompts; `max_tokens` lowers, never raises, how long answers may be.
+    `limit` keeps the first prompts; `max_tokens` lowers, and never raises, the length of answers.
     """
     if limit is not None:
         check_integer(ConfigError, "--limit", limit, 1, None)
@@ -64,7 +64,7 @@ def load_workload(name: str, limit: int | None = None, max_tokens: int | None = 
         )
     prompts = workload.prompts[:limit]
     if max_tokens is not None:
-        prompts = tuple(replace(one, max_tokens=min(one.max_tokens, max_tokens)) for one in prompts)
+        prompts = tuple(replace(prompt, max_tokens=min(prompt.max_tokens, max_tokens)) for prompt in prompts)
     return Workload(workload.name, prompts)
 
 
@@ -89,7 +89,7 @@ def _from_file(path: Path) -> Workload:
 
 
 def _prompt(line: Any, segment: str, default_id: str) -> Prompt:
-    """The prompt that a line means. Keys of other tools are left alone."""
+    """The prompt of a line. Unknown keys, of other tools, are ignored."""
     if not isinstance(line, Mapping):
         raise ConfigError(f"expected an object, got {line!r:.60}.")
     messages, text = line.get("messages"), line.get("prompt")
@@ -116,7 +116,7 @@ def _prompt(line: Any, segment: str, default_id: str) -> Prompt:
 
 
 def _structured_outputs(given: Any) -> Mapping[str, Any] | None:
-    """What a response_format, in the shape of the OpenAI API, asks of the answer."""
+    """structured_outputs for a response_format in OpenAI's format."""
     kind = given.get("type") if isinstance(given, Mapping) else None
     if given is None or kind == "text":
         return None

@@ -1,1 +1,1 @@
-"""`paceline tune`: the drafting that gives the most tokens per second on given traffic."""
+"""`paceline tune`: the drafting method with the most tokens per second on given traffic."""

@@ -1,4 +1,4 @@
-"""`paceline tune MODEL`: the drafting that gives the most tokens per second on given traffic."""
+"""`paceline tune MODEL`: the drafting method with the most tokens per second on given traffic."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def tune_command(
     load: Options,
     model: Model = DEFAULT_MODEL,
     methods: Annotated[
-        str, typer.Option(help="Methods to try, with commas between, such as ngram,suffix,eagle3.")
+        str, typer.Option(help="Methods to try, separated by commas, such as ngram,suffix,eagle3.")
     ] = "ngram,suffix",
     lengths: Annotated[str, typer.Option(help="Numbers of drafted tokens to try.")] = "2,4,8",
     branching: Annotated[
-        str, typer.Option(help="Shapes to try: 1 is a chain; 4 a tree of 4 continuations a token.")
+        str, typer.Option(help="Branchings to try: 1 is a chain, 4 a tree with 4 children per node.")
     ] = "1",
-    concurrency: Annotated[int, typer.Option(help="Requests at once, as in your traffic.")] = 1,
-    rounds: Annotated[int, typer.Option(help="How often each candidate has its turn on a prompt.")] = 2,
+    concurrency: Annotated[int, typer.Option(help="Number of concurrent requests, as in your traffic.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Number of runs of each candidate per prompt.")] = 2,
     out: Annotated[
         Path | None,
         typer.Option(help="Write the choice to this file, as --config of serve, chat and generate takes it."),
@@ -52,7 +52,7 @@ def tune_command(
     json_file: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
-    """Try methods, lengths and shapes on workloads; tell the best and what it is expected to gain."""
+    """Try methods, lengths and shapes on workloads; report the best one and its expected gain."""
     from paceline.bench.report.output import Report, check_writable
     from paceline.bench.report.terminal import progress
     from paceline.bench.run.contest import SpeculationOptions

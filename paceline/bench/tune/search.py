@@ -1,7 +1,7 @@
-"""`paceline tune`: which method, length and shape of drafts gives the most tokens per second on a workload.
+"""`paceline tune`: the method, length and shape of drafts with the most tokens per second on a workload.
 
-Candidates are compared on every second prompt. The best of many is best partly by luck, so what it gains
-is measured again, on the other prompts, and that is what is told.
+Candidates are compared on every second prompt. The best of many is the best partly by luck, so its gain
+is measured again on the other prompts, and that gain is reported.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ Config = Mapping[str, Any]  # a speculative_config
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was found."""
+    """The result of tuning."""
 
     model: str
-    search: list[Row]  # of all candidates, on the prompts that chose
-    best: Config  # of the candidates, by tokens per second
-    proof: Row  # of the best one, on the other prompts
+    search: list[Row]  # all candidates, on the prompts used for the search
+    best: Config  # the candidate with the most tokens per second
+    proof: Row  # the best candidate, on the other prompts
     identical: bool  # no candidate changed a token
 
     @property
     def chosen(self) -> Config | str:
-        """What to use: the best candidate, or off where it did not gain on the other prompts either."""
+        """The configuration to use: the best candidate, or "off" if it did not gain on the other prompts."""
         return self.best if (self.proof.speedup_vs_off or 0) > 1 else OFF
 
 
 def candidates(methods: Sequence[str], lengths: Sequence[int], branchings: Sequence[int]) -> list[Config]:
-    """Every method, named as --methods names it, with every length and, where it can branch, every shape."""
-    found: list[Config] = []
+    """Every method (named as in --methods) with every length and, if it can branch, every branching."""
+    configs: list[Config] = []
     for method in methods:
         speculation = parse_speculative_config(method)
         if len(speculation.drafters) != 1:
             raise ConfigError(f"--methods {method!r} is nothing to tune: name methods such as ngram.")
         argument = method.partition(":")[2]
-        own = next(iter(speculation.drafters))
-        base: dict[str, Any] = {"method": own}
-        option = METHODS[own].argument
+        name = next(iter(speculation.drafters))
+        base: dict[str, Any] = {"method": name}
+        option = METHODS[name].argument
         if argument and option is not None:
             base[option.option] = option.read(argument)
         for length in lengths:
             for branching in branchings:
                 if branching == 1:
-                    found.append({**base, "num_speculative_tokens": length})
-                elif METHODS[own].trees and branching < length:
-                    found.append({**base, "num_speculative_tokens": length, "branching": branching})
-    return found
+                    configs.append({**base, "num_speculative_tokens": length})
+                elif METHODS[name].trees and branching < length:
+                    configs.append({**base, "num_speculative_tokens": length, "branching": branching})
+    return configs
 
 
 def tune(options: SpeculationOptions, configs: Sequence[Config], on_turn: OnTurn = lambda _: None) -> Tuning:
-    """The best of the candidates for these workloads and this profile, and what it gains."""
+    """The best candidate for these workloads and this profile, and what it gains."""
     prompts = [prompt for workload in options.workloads for prompt in workload.prompts]
     if len(prompts) < 4:
         raise ConfigError(
@@ -75,7 +75,7 @@ def tune(options: SpeculationOptions, configs: Sequence[Config], on_turn: OnTurn
         methods={OFF: OFF, **{label: label for label in labelled}},
     )
     search = run_contest(searching, on_turn)
-    rows = search.rows[-len(searching.methods) :]  # of all segments together
+    rows = search.rows[-len(searching.methods) :]  # over all segments
     quickest = max(rows[1:], key=lambda row: row.tokens_per_second)
     proving = replace(
         options,

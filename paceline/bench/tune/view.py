@@ -1,4 +1,4 @@
-"""`paceline tune`, described: the candidates, what to do, and the flags of other engines."""
+"""`paceline tune`: its result, with advice and the equivalent flags of other engines."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from paceline.bench.run.speculation import OFF
 from paceline.bench.run.wording import shown, with_interval
 from paceline.bench.tune.search import Config, Tuning
 
-# what SGLang calls the methods that it has too
+# SGLang's names of the methods that it has
 SGLANG_NAMES = {"ngram": "NGRAM", "eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"}
 VLLM_METHODS = ("ngram", "suffix", "eagle", "eagle3", "medusa", "draft_model")
 
 
 def tune_result(tuning: Tuning) -> Result:
-    """All candidates, the quickest first, and what to do."""
+    """All candidates, the fastest first, and the advice."""
     title = f"{tuning.model}: candidates on the prompts that choose"
     ordered = sorted(tuning.search, key=lambda row: -row.tokens_per_second)
     rows = [
@@ -53,7 +53,7 @@ def tune_result(tuning: Tuning) -> Result:
 
 
 def vllm_flags(config: Config | str) -> str | None:
-    """The same for `vllm serve`; None if it cannot do that."""
+    """The equivalent flags of `vllm serve`; None if there are none."""
     if isinstance(config, str):
         return ""
     if config["method"] not in VLLM_METHODS or config.get("branching", 1) > 1:
@@ -62,7 +62,7 @@ def vllm_flags(config: Config | str) -> str | None:
 
 
 def sglang_flags(config: Config | str) -> str | None:
-    """The same for SGLang's server; None if it cannot do that."""
+    """The equivalent flags of SGLang's server; None if there are none."""
     if isinstance(config, str):
         return ""
     name = SGLANG_NAMES.get(config["method"])
@@ -80,7 +80,7 @@ def sglang_flags(config: Config | str) -> str | None:
 
 
 def advice(tuning: Tuning) -> list[str]:
-    """What to do, and what it is expected to give, a line each."""
+    """What to use and what to expect from it, in lines."""
     proof, chosen = tuning.proof, tuning.chosen
     interval = proof.speedup_interval
     between = "" if interval is None else f", 95 % confidence {interval[0]:.2f} to {interval[1]:.2f}"

@@ -1,13 +1,13 @@
-"""Tool calling: from the tools of a request to a prompt and a grammar, and from the model's text to calls.
+"""Tool calling: from a request's tools to prompt and grammar, and from the model's text to tool calls.
 
-    toolbox = Toolbox(tokenizer)                       # once for a model
-    plan = toolbox.plan(tools, choice)                 # for each request
-    messages, shown = toolbox.conversation(messages, plan)  # what the chat template gets
+    toolbox = Toolbox(tokenizer)                       # once per model
+    plan = toolbox.plan(tools, choice)                 # per request
+    messages, shown = toolbox.conversation(messages, plan)  # input of the chat template
     SamplingParams(..., **plan.sampling_options())     # the grammar that makes every call valid
-    parser = plan.parser()                             # for each of the n outputs
-    parser.feed(text), ..., parser.finish()            # events: content, calls, their arguments
+    parser = plan.parser()                             # per output
+    parser.feed(text), ..., parser.finish()            # events: content, calls, arguments
 
-Pure code: nothing here knows HTTP.
+Independent of HTTP.
 """
 
 from paceline.serve.tools.declared import Tool, ToolChoice, check_tools

@@ -1,4 +1,4 @@
-"""Tools as /v1/chat/completions has them in its body, and what they mean."""
+"""The tool fields of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from paceline.serve.tools.declared import Tool, ToolChoice
 class Function(Body):
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # JSON schema of an object; left out: no arguments
-    strict: Bool | None = None  # false: the arguments may be any JSON object
+    parameters: dict[str, Any] | None = None  # JSON schema of an object; default: no arguments
+    strict: Bool | None = None  # false: any JSON object is allowed as arguments
 
 
 class FunctionTool(Body):
@@ -44,15 +44,15 @@ ChatToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | Al
 
 
 def chat_tools(tools: Sequence[FunctionTool] | None) -> list[Tool]:
-    """The tools of a body."""
+    """The tools that a body declares."""
     return [
-        Tool(one.function.name, one.function.description, one.function.parameters, one.function.strict)
-        for one in tools or ()
+        Tool(tool.function.name, tool.function.description, tool.function.parameters, tool.function.strict)
+        for tool in tools or ()
     ]
 
 
 def chat_choice(choice: ChatToolChoice | None, parallel_tool_calls: bool | None) -> ToolChoice:
-    """The choice of a body."""
+    """The tool choice of a body."""
     single = parallel_tool_calls is False
     match choice:
         case None:
@@ -60,6 +60,6 @@ def chat_choice(choice: ChatToolChoice | None, parallel_tool_calls: bool | None)
         case NamedTool():
             return ToolChoice.named(choice.function.name)
         case AllowedToolsChoice(allowed_tools=allowed):
-            return ToolChoice(allowed.mode, tuple(one.function.name for one in allowed.tools), single)
+            return ToolChoice(allowed.mode, tuple(tool.function.name for tool in allowed.tools), single)
         case _:
             return ToolChoice(choice, single=single)

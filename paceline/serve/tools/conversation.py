@@ -1,7 +1,7 @@
-"""Messages with tool calls and results, made ready for a chat template.
+"""Messages with tool calls and results, prepared for a chat template.
 
-A message may have `tool_calls`, as the OpenAI API has them; its role is then assistant. A result is
-a message of role tool.
+A message may have `tool_calls`, in OpenAI's format; its role is then assistant. A result is a message
+with the role tool.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import RequestError
-from paceline.serve.scanning import MOST_DEPTH, shape_of
+from paceline.serve.scanning import MAX_DEPTH, shape_of
 from paceline.serve.tools.formats import ToolFormat
 
-MOST_ARGUMENTS = 20_000  # values of one call's arguments, all in all
+MAX_ARGUMENT_VALUES = 20_000  # JSON values in the arguments of one call
 
 
 def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with the arguments of calls as objects: templates write their JSON themselves."""
+    """The messages with call arguments as objects: templates serialize them themselves."""
     return [
         {**message, "tool_calls": [_with_object(number, call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -28,9 +28,9 @@ def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_spelled_calls(messages: Sequence[Mapping[str, Any]], format: ToolFormat) -> list[dict[str, Any]]:
-    """The messages with calls as the text that the model would write, and results as a user's words.
+    """The messages with calls as the text that the model would write, and results as user messages.
 
-    For templates that know neither. Results that follow each other are one message.
+    For templates that support neither. Consecutive results become one message.
     """
     spelled: list[dict[str, Any]] = []
     in_results = False
@@ -44,7 +44,10 @@ def with_spelled_calls(messages: Sequence[Mapping[str, Any]], format: ToolFormat
                 spelled.append({"role": "user", "content": text})
         elif "tool_calls" in message:
             functions = [call["function"] for call in message["tool_calls"]]
-            calls = [(one["name"], json.dumps(one["arguments"], ensure_ascii=False)) for one in functions]
+            calls = [
+                (function["name"], json.dumps(function["arguments"], ensure_ascii=False))
+                for function in functions
+            ]
             parts = [text_of(message.get("content")), format.write(calls)]
             spelled.append({"role": "assistant", "content": "\n".join(part for part in parts if part)})
         else:
@@ -56,17 +59,17 @@ def with_spelled_calls(messages: Sequence[Mapping[str, Any]], format: ToolFormat
 def with_instructions(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], format: ToolFormat
 ) -> list[dict[str, Any]]:
-    """The messages with a system message that describes the tools, after what it says already."""
+    """The messages with a description of the tools appended to the system message."""
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    told = format.instructions.replace("{tools}", described)
+    instructions = format.instructions.replace("{tools}", described)
     if messages and messages[0].get("role") in ("system", "developer"):
-        told = f"{text_of(messages[0].get('content'))}\n\n{told}"
+        instructions = f"{text_of(messages[0].get('content'))}\n\n{instructions}"
         messages = messages[1:]
-    return [{"role": "system", "content": told}, *map(dict, messages)]
+    return [{"role": "system", "content": instructions}, *map(dict, messages)]
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content: a text, text parts, or nothing."""
+    """The text of a message's content, which may be a string, text parts or None."""
     if isinstance(content, list):
         return "\n".join(str(part.get("text", "")) for part in content)
     return content or ""
@@ -80,15 +83,15 @@ def _with_object(number: int, call: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise RequestError(
             f"messages.{number}: the arguments of the call of {str(function.get('name'))[:64]!r} must be "
-            f"the JSON text of an object of at most {MOST_ARGUMENTS} values."
+            f"the JSON text of an object of at most {MAX_ARGUMENT_VALUES} values."
         )
     return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _parsed(arguments: str) -> Any:
-    """The value of a JSON text; None if it is none, or too large to parse while others wait for the GIL."""
+    """The parsed JSON; None if it is invalid, or too large to parse while other requests wait for the GIL."""
     shape = shape_of(arguments.encode())
-    if shape.values > MOST_ARGUMENTS or shape.depth > MOST_DEPTH:
+    if shape.values > MAX_ARGUMENT_VALUES or shape.depth > MAX_DEPTH:
         return None
     try:
         return json.loads(arguments)

@@ -1,4 +1,4 @@
-"""The tools that a request declares, and which of them the model may, must or must not call."""
+"""The tools that a request declares, and which of them the model may or must call."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, Literal
 
 from paceline.errors import RequestError
 
-MOST_TOOLS = 128
-MOST_BYTES = 1 << 17  # of all tools' JSON together
+MAX_TOOLS = 128  # tools per request
+MAX_TOOL_BYTES = 1 << 17  # of the JSON of all tools together
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
-# keywords beside which "properties" need not name all that an object may have
+# schema keywords beside which "properties" need not list every property
 _COMBINED = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "patternProperties", "dependentSchemas")
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call. check_tools checks its values."""
+    """A function that the model may call; validated by check_tools."""
 
     name: str
     description: str | None = None
@@ -28,7 +28,7 @@ class Tool:
     strict: bool | None = None  # False: the arguments may be any JSON object
 
     def described(self) -> dict[str, Any]:
-        """The tool as chat templates and models expect it."""
+        """The tool in the format that chat templates and models expect."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -36,9 +36,9 @@ class Tool:
         return {"type": "function", "function": function}
 
     def schema(self) -> dict[str, Any]:
-        """The JSON schema that the arguments of a call follow.
+        """The JSON schema for the arguments of a call.
 
-        Where a tool names its arguments and does not say whether there may be others, there are none.
+        If a tool lists its properties and leaves additionalProperties open, additional ones are forbidden.
         """
         if self.strict is False:
             return {"type": "object"}
@@ -50,7 +50,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Which calls an answer may have."""
+    """Which tools an answer may or must call."""
 
     mode: Literal["none", "auto", "required"] = "auto"
     names: tuple[str, ...] | None = None  # only these may be called; None: all
@@ -63,13 +63,13 @@ class ToolChoice:
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
-    """RequestError if the tools or the choice among them cannot be served."""
+    """Raise RequestError if the tools or the choice are invalid."""
     if not tools and choice.mode == "required":
         raise RequestError(
             "tool_choice asks for a call, but there are no tools. Give tools, or leave it out."
         )
-    if len(tools) > MOST_TOOLS:
-        raise RequestError(f"tools has {len(tools)} entries, and at most {MOST_TOOLS} may be. Give fewer.")
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"tools has {len(tools)} entries, and at most {MAX_TOOLS} may be. Give fewer.")
     names = set()
     for number, tool in enumerate(tools):
         _check_tool(number, tool)
@@ -77,12 +77,14 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
             raise RequestError(f"tools has two functions named {tool.name!r}. Give each its own name.")
         names.add(tool.name)
     size = len(json.dumps([tool.described() for tool in tools]))
-    if size > MOST_BYTES:
-        raise RequestError(f"tools has {size} bytes of JSON, and at most {MOST_BYTES} may be. Give fewer.")
+    if size > MAX_TOOL_BYTES:
+        raise RequestError(
+            f"tools has {size} bytes of JSON, and at most {MAX_TOOL_BYTES} may be. Give fewer."
+        )
     for name in choice.names or ():
         if name not in names:
-            known = ", ".join(sorted(names)) or "none"
-            raise RequestError(f"tool_choice names {name[:64]!r}, which is not among the tools ({known}).")
+            declared = ", ".join(sorted(names)) or "none"
+            raise RequestError(f"tool_choice names {name[:64]!r}, which is not among the tools ({declared}).")
 
 
 def _check_tool(number: int, tool: Tool) -> None:

@@ -1,6 +1,6 @@
-"""How models write tool calls. Each format is one entry of FORMATS, all of it data.
+"""How models write tool calls. Each format is one entry of FORMATS, purely data.
 
-Calls are JSON objects with a name and arguments; formats differ in what stands around them:
+A call is a JSON object with name and arguments; formats differ in the text around it:
 
     begin {"name": "f", "arguments": {...}} between {"name": "g", "arguments": {...}} end
 """
@@ -20,40 +20,40 @@ class ToolFormat:
 
     begin: str  # before the first call
     between: str  # between two calls
-    end: str  # after the last
-    marker: str  # what of `begin` a text never has unless calls follow; "": calls can only start the text
+    end: str  # after the last call
+    marker: str  # the part of `begin` that occurs only before calls; "": calls can only start the output
     arguments_key: str
-    tokens: tuple[str, ...]  # texts that are tokens of their own in some vocabularies
-    clues: tuple[str, ...]  # a chat template with all of these teaches the format
-    instructions: str  # for models whose template does not; {tools} stands for their JSON
-    result: str  # how a result is told to such a model; {content} stands for it
+    tokens: tuple[str, ...]  # texts that are single tokens in some vocabularies
+    clues: tuple[str, ...]  # a chat template that contains all of these uses this format
+    instructions: str  # system message if the template lacks tools; {tools} becomes their JSON
+    result: str  # user message with a call's result if it does; {content} becomes the result
     id_prefix: str = "call_"
     id_digits: int = 24
-    fenced: bool = False  # models may also answer with a call as a block of JSON, see FENCE_START
+    fenced: bool = False  # models may also write a call as a fenced JSON block, see FENCE_START
 
     @property
     def opening(self) -> str:
-        """How the first call starts, up to its name."""
+        """The start of the first call, up to its name."""
         return self.begin + CALL_START
 
     @property
     def name_end(self) -> str:
-        """What stands between a call's name and its arguments."""
+        """The text between a call's name and its arguments."""
         return f'", "{self.arguments_key}": '
 
     def new_id(self) -> str:
-        """An id for a call, unlike all others."""
+        """A new unique call id."""
         return self.id_prefix + secrets.token_hex(16)[: self.id_digits]
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """The text of calls, each a name and the JSON of its arguments."""
+        """The text of calls, each given as name and arguments (JSON)."""
         written = [CALL_START + name + self.name_end + arguments + "}" for name, arguments in calls]
         return self.begin + self.between.join(written) + self.end
 
 
 CALL_START = '{"name": "'
 
-# how Qwen2.5-Coder begins a call if it is free to: in place of what its template says, and always like this
+# how Qwen2.5-Coder starts an unconstrained call, whatever its template says
 FENCE_START = '```json\n{\n  "name": "'
 FENCE_NAME_END = '",\n  "arguments": '
 FENCE_END = "\n}\n```"
@@ -92,7 +92,7 @@ FORMATS = {
         + '[TOOL_CALLS] [{"name": "function name", "arguments": {"argument name": "value"}}]',
         result="[TOOL_RESULTS] {content}[/TOOL_RESULTS]",
         id_prefix="",
-        id_digits=9,  # its template takes no others
+        id_digits=9,  # the only length that its template accepts
     ),
     "llama3_json": ToolFormat(
         begin="",
@@ -111,17 +111,17 @@ DEFAULT_FORMAT = "hermes"
 
 
 def named_format(name: str) -> ToolFormat:
-    """The format of this name."""
+    """The format with this name."""
     if name not in FORMATS:
         raise ConfigError(f"tool_call_parser must be one of {', '.join(FORMATS)}, got {name!r}.")
     return FORMATS[name]
 
 
 def choose_format(template: str | None, name: str | None = None) -> ToolFormat:
-    """The format named `name`, or else the one that the chat template teaches, or else the default."""
+    """The format named `name`; else the one that the chat template uses; else the default."""
     if name is not None:
         return named_format(name)
-    for known in FORMATS.values():
-        if template and all(clue in template for clue in known.clues):
-            return known
+    for candidate in FORMATS.values():
+        if template and all(clue in template for clue in candidate.clues):
+            return candidate
     return FORMATS[DEFAULT_FORMAT]

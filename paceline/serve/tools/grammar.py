@@ -5,7 +5,7 @@
     call: "{name, arguments: " arguments_0 "}" | ...
     arguments_0: %json {the tool's schema}
 
-An answer that has begun a call can only go on with a valid call of a given tool.
+Once an answer has begun a call, it can only continue with a valid call of a declared tool.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Vocabulary(Protocol):
 
 
 def special_tokens(format: ToolFormat, vocabulary: Vocabulary) -> dict[str, int]:
-    """The texts of the format that are special tokens here: a grammar must name those by their ids."""
+    """The format's texts that are special tokens here: a grammar must refer to those by id."""
     ids = {text: vocabulary.id_of(text) for text in format.tokens}
     return {text: token for text, token in ids.items() if token is not None and vocabulary.is_special(token)}
 
@@ -40,10 +40,10 @@ def answer_grammar(
     content: Mapping[str, Any] | None,
     special: Mapping[str, int],
 ) -> str:
-    """The grammar of an answer: content or calls, as the choice has it.
+    """The grammar of an answer: content or calls, as the choice allows.
 
-    `content` is the JSON schema that content follows, if it must follow one; `special` is what
-    special_tokens gives.
+    `content` is the JSON schema of the content, if it has one; `special` is the result of
+    special_tokens.
     """
     begin, between, end = (_literal(text, special) for text in (format.begin, format.between, format.end))
     lines = [f"calls: call {end}" if choice.single else f"calls: call ({between} call)* {end}"]
@@ -55,7 +55,7 @@ def answer_grammar(
         lines += [f"start: TEXT? | {begin} calls", r"TEXT: /[^{](?s:.*)/"]
     elif format.marker in special:
         lines += [f"start: TEXT | TEXT? {begin} calls", "TEXT: /(?s:.*)/"]
-    else:  # the marker ends the text that it interrupts, which only a lazy lexeme sees in time
+    else:  # the marker ends the text before it; only a lazy lexeme matches it in time
         rest = _literal(format.begin.removeprefix(format.marker), special)
         lines += [
             f"start: TEXT | marked {rest} calls" + (" | fenced" if format.fenced else ""),
@@ -70,7 +70,7 @@ def answer_grammar(
 
 
 def _fenced(tools: Sequence[Tool]) -> list[str]:
-    """Rules for an answer that is one call in a block of JSON; any other block is text."""
+    """Rules for an answer that is one call in a fenced JSON block; any other block is text."""
     end = _literal(FENCE_END, {})
     heads = [_literal(FENCE_START + tool.name + FENCE_NAME_END, {}) for tool in tools]
     return [
@@ -84,7 +84,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 def _literal(text: str, special: Mapping[str, int]) -> str:
-    """A text in a rule; special tokens in it by their ids."""
+    """A literal in a rule; special tokens in it by id."""
     if not text:
         return ""
     if not special:
@@ -94,5 +94,5 @@ def _literal(text: str, special: Mapping[str, int]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A text in a regular expression between slashes."""
+    """The text escaped for a regular expression between slashes."""
     return re.escape(text).replace("/", r"\/")

@@ -1,8 +1,8 @@
-"""The model's text, as it comes, to content and calls. How the text is cut into pieces changes nothing.
+"""Streaming parser: the model's text to content and tool calls, however the text is split into pieces.
 
-The grammar (grammar.py) makes the model write calls byte for byte as the format says, so that the
-parser needs no guesses: what does not follow the format is content. Nothing is lost: the events, written
-as the format writes them, are the text, except for white space before a call, which is not content.
+The grammar (grammar.py) makes the model write calls exactly in the format, so the parser never guesses:
+what does not follow the format is content. Nothing is lost: the events, written in the format again,
+give the text, except for white space before a call, which is dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallStarted:
-    """A call whose name is known. Calls are numbered from 0, and one ends before the next starts."""
+    """A call whose name is known. Calls are numbered from 0; one ends before the next starts."""
 
     index: int
     id: str
@@ -33,7 +33,7 @@ class CallStarted:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of a call's arguments, as the model writes their JSON."""
+    """The next piece of a call's arguments, as JSON text."""
 
     index: int
     text: str
@@ -41,7 +41,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """A call has all of its arguments, or was cut off."""
+    """A call is complete, or was cut off."""
 
     index: int
     complete: bool
@@ -52,7 +52,7 @@ Event: TypeAlias = Content | CallStarted | Arguments | CallEnded
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as a whole. The arguments are JSON unless it was cut off."""
+    """A whole call. `arguments` is valid JSON unless the call was cut off."""
 
     id: str
     name: str
@@ -61,21 +61,21 @@ class ToolCall:
 
 
 class ToolParser:
-    """Reads one output. `format` None: all of it is content."""
+    """Parses one output. With `format` None, all of it is content."""
 
     def __init__(self, format: ToolFormat | None, anywhere: bool = True, names: Collection[str] = ()) -> None:
-        """`anywhere`: calls may follow text. Else an output is either calls or content from its start.
+        """`anywhere`: calls may follow text. Otherwise an output is entirely calls or entirely content.
 
-        `names` are those of the tools: a block of JSON is a call only if it names one of them.
+        `names`: the tools' names. A fenced JSON block is a call only if it names one of them.
         """
         self._names = names
-        self._buffer = ""  # text that is not yet understood
-        self._held = ""  # text before the buffer that belongs to a call if its name comes, else is content
+        self._buffer = ""  # text not parsed yet
+        self._held = ""  # text before the buffer: part of a call once its name is complete, otherwise content
         self._index = -1  # of the last call
         self._json = _JsonEnd()
         self._events: list[Event] = []
         self._read: Callable[[], bool] = self._read_plain
-        self._read_rest = self._read_plain  # what follows calls
+        self._read_rest = self._read_plain  # the reader of what follows the calls
         if format is not None:
             self._opening, self._name_end, self._new_id = format.opening, format.name_end, format.new_id
             self._next_call = "}" + format.between + CALL_START
@@ -87,18 +87,18 @@ class ToolParser:
 
     @property
     def num_calls(self) -> int:
-        """Calls that have started."""
+        """Number of calls started so far."""
         return self._index + 1
 
     def feed(self, text: str) -> list[Event]:
-        """What is certain after this piece of text."""
+        """The events that are certain after this piece of text."""
         self._buffer += text
         while self._buffer and self._read():
             pass
         return self._take()
 
     def finish(self) -> list[Event]:
-        """What was held back; a call that was cut off ends with what there is of it."""
+        """The remaining events. A call that was cut off ends with what there is of it."""
         if self._read in (self._read_name_end, self._read_arguments):
             self._end_call(complete=False)
         else:
@@ -110,7 +110,7 @@ class ToolParser:
         self._read = self._read_plain
         return self._take()
 
-    # Each reader takes what it understands off the buffer and says whether another may go on with the rest.
+    # Each reader consumes what it can from the buffer, and returns True if the next reader can continue.
 
     def _read_plain(self) -> bool:
         self._content(self._buffer)
@@ -118,7 +118,7 @@ class ToolParser:
         return False
 
     def _read_start(self) -> bool:
-        """Calls, if the very beginning is theirs."""
+        """Calls, if the output starts with one."""
         if self._buffer.startswith(self._opening):
             self._hold(len(self._opening))
             return True
@@ -128,7 +128,7 @@ class ToolParser:
         return True
 
     def _read_fence(self) -> bool:
-        """A call in a block of JSON, if the very beginning is one; else text."""
+        """A call in a fenced JSON block, if the output starts with one; otherwise text."""
         heads = {FENCE_START + name + FENCE_NAME_END: name for name in self._names}
         for head, name in heads.items():
             if self._buffer.startswith(head):
@@ -143,7 +143,7 @@ class ToolParser:
         return True
 
     def _read_text(self) -> bool:
-        """Content up to the first call. White space is held back: before a call it is not content."""
+        """Content up to the first call. White space is held back, because it is dropped before a call."""
         start = self._buffer.find(self._opening)
         if start >= 0:
             text = self._buffer[:start].rstrip()
@@ -188,7 +188,7 @@ class ToolParser:
         return True
 
     def _read_after(self) -> bool:
-        """The way to the next call, or the end of the last; what is neither is text."""
+        """The separator before the next call, or the end of the last; anything else is text."""
         if self._next_call and self._buffer.startswith(self._next_call):
             self._skip(self._end_length(self._next_call))
             self._hold(len(self._next_call) - self._end_length(self._next_call))
@@ -200,13 +200,13 @@ class ToolParser:
         return True
 
     def _end_length(self, text: str) -> int:
-        """How much of the text after a call's arguments belongs to that call."""
+        """How many characters after a call's arguments belong to the call."""
         if self._end.startswith(text):  # cut off
             return len(text)
         return next((len(end) for end in (self._end, "}") if text.startswith(end)), 0)
 
     def _hold(self, count: int) -> None:
-        """Take the start of a call off the buffer. It comes back if the call is cut off in its name."""
+        """Move the start of a call from the buffer to `_held`, where it stays until the name is complete."""
         self._held = self._buffer[:count]
         self._skip(count)
         self._read = self._read_name
@@ -233,7 +233,7 @@ class ToolParser:
 
 
 def read_whole(parser: ToolParser, text: str) -> tuple[str, list[ToolCall]]:
-    """The content and the calls of a whole output."""
+    """The content and the calls of a complete output."""
     content = ""
     calls: list[ToolCall] = []
     for event in [*parser.feed(text), *parser.finish()]:
@@ -252,17 +252,17 @@ def read_whole(parser: ToolParser, text: str) -> tuple[str, list[ToolCall]]:
 
 
 class _JsonEnd:
-    """Finds where a JSON object that comes in pieces ends."""
+    """Finds the end of a JSON object that arrives in pieces."""
 
     _TELLING = re.compile(r'["\\{}\[\]]')
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
-        self._escaped = False  # the next character follows a backslash
+        self._escaped = False  # the next character is escaped
 
     def find(self, piece: str) -> int | None:
-        """The place in this piece after the object's last character, if it is here."""
+        """The index after the object's last character, if that is in this piece."""
         place = 1 if self._escaped and piece else 0
         self._escaped = self._escaped and not piece
         while match := self._TELLING.search(piece, place):
@@ -270,7 +270,7 @@ class _JsonEnd:
             character = match.group()
             if character == '"':
                 self._in_string = not self._in_string
-            elif character == "\\":  # only in strings
+            elif character == "\\":  # only inside strings
                 self._escaped = place == len(piece)
                 place += 1
             elif not self._in_string:
@@ -281,7 +281,7 @@ class _JsonEnd:
 
 
 def _overlap(text: str, opening: str) -> int:
-    """How many of the last characters of `text` may be the beginning of `opening`."""
+    """The length of the longest suffix of `text` that is a prefix of `opening`."""
     for length in range(min(len(text), len(opening) - 1), 0, -1):
         if text.endswith(opening[:length]):
             return length

@@ -1,4 +1,4 @@
-"""The tools of a model: which format it writes calls in, and what its chat template knows of them."""
+"""Toolbox: a model's tool-call format, and what its chat template supports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.serve.tools.parser import ToolParser
 
 Message = Mapping[str, Any]
 
-BLAME_SECONDS = 1.0  # for finding out which tool a grammar failed by
+BLAME_SECONDS = 1.0  # seconds to find the tool that makes a grammar fail
 
 _PROBE_TOOL = Tool("probe_tool", "a description", {"type": "object", "properties": {}})
 _PROBE_CALL: dict[str, Any] = {
@@ -37,17 +37,17 @@ _PROBE_CHAT: list[Message] = [
 
 @dataclass(frozen=True)
 class ToolPlan:
-    """What the tools of one request ask for."""
+    """Tools, format and constraint of one request."""
 
-    tools: tuple[Tool, ...] = ()  # those that the prompt shows
-    format: ToolFormat | None = None  # None: the answer is content, whatever it looks like
-    structure: Mapping[str, Any] | None = None  # structured_outputs that the answer needs
+    tools: tuple[Tool, ...] = ()  # shown in the prompt
+    format: ToolFormat | None = None  # None: the whole answer is content
+    structure: Mapping[str, Any] | None = None  # structured_outputs that constrain the answer
     calls_after_text: bool = True
-    names: tuple[str, ...] = ()  # of the tools that may be called
-    keep_special_tokens: bool = False  # the parser must see them
+    names: tuple[str, ...] = ()  # tools that may be called
+    keep_special_tokens: bool = False  # the parser needs them in the text
 
     def sampling_options(self) -> dict[str, Any]:
-        """What SamplingParams must have, so that the answer is what the tools and the choice allow."""
+        """SamplingParams options that restrict the answer to what the tools and the choice allow."""
         options: dict[str, Any] = {}
         if self.structure is not None:
             options["structured_outputs"] = self.structure
@@ -58,8 +58,8 @@ class ToolPlan:
     def compile(
         self, compiler: Callable[[StructuredOutputsParams], Grammar], structure: StructuredOutputsParams
     ) -> Grammar:
-        """The grammar of the request's structure. An error names the tool whose schema is at fault, if that
-        is found soon.
+        """The compiled grammar of the request. An error names the tool whose schema caused it, if that is
+        found within BLAME_SECONDS.
         """
         try:
             return compiler(structure)
@@ -78,7 +78,7 @@ class ToolPlan:
             raise
 
     def parser(self) -> ToolParser:
-        """A reader for one output."""
+        """A parser for one output."""
         return ToolParser(self.format, self.calls_after_text, self.names)
 
 
@@ -86,10 +86,10 @@ NO_TOOLS = ToolPlan()
 
 
 class Toolbox:
-    """Tool calling with one model. Its methods may render templates: call them beside the event loop."""
+    """Tool calling for one model. Methods may render templates: call them in a worker thread."""
 
     def __init__(self, tokenizer: Tokenizer, tool_call_parser: str | None = None) -> None:
-        """`tool_call_parser` names a format of FORMATS; None takes the one that the chat template teaches."""
+        """`tool_call_parser` names an entry of FORMATS; None: the format that the chat template uses."""
         self._tokenizer = tokenizer
         self.format = choose_format(tokenizer.chat_template, tool_call_parser)
         self._special = special_tokens(self.format, tokenizer)
@@ -100,10 +100,10 @@ class Toolbox:
         choice: ToolChoice | None = None,
         content_schema: Mapping[str, Any] | None = None,
     ) -> ToolPlan:
-        """The plan for a request; RequestError if its tools cannot be served.
+        """The plan for a request; RequestError if its tools are invalid.
 
-        `content_schema` is the JSON schema of the content, if the request has a response_format: the
-        answer is then calls or such JSON.
+        `content_schema` is the JSON schema of response_format, if there is one: the answer is then calls or
+        JSON of that schema.
         """
         choice = choice or ToolChoice()
         check_tools(tools, choice)
@@ -128,10 +128,9 @@ class Toolbox:
     def conversation(
         self, messages: Sequence[Message], plan: ToolPlan = NO_TOOLS
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """The messages and tools for the chat template.
+        """Messages and tools for the chat template.
 
-        Earlier calls and results, and the plan's tools, are in the messages' text where the template
-        does not know them.
+        If the template does not support tools or calls, they are written into the messages as text.
         """
         chat = with_objects(messages)
         if not self._template_knows_calls:
@@ -157,5 +156,5 @@ class Toolbox:
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] | None) -> str:
         try:
             return self._tokenizer.apply_chat_template(messages, True, tools)
-        except PacelineError:  # there is no template, or it trips over what it does not know
+        except PacelineError:  # no template, or it fails on tools
             return ""

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from paceline.bench.simulate.arithmetic import MOST, arithmetic, tokens_per_pass
+from paceline.bench.simulate.arithmetic import MAX_DRAFT_TOKENS, arithmetic, tokens_per_pass
 from paceline.cli import app
 from paceline.errors import ConfigError
 
@@ -33,14 +33,14 @@ def test_at_the_break_even_nothing_is_gained():
         )
 
 
-def test_where_a_guess_costs_more_than_a_token_plain_decoding_is_best():
+def test_expensive_drafts_make_plain_decoding_best():
     found = arithmetic(0.99, 3, draft_cost=1.5)
     assert found.best.num_speculative_tokens == 0
     assert [length.break_even_alpha for length in found.lengths] == [None] * 3
 
 
-def test_free_guesses_are_never_too_many():
-    assert arithmetic(0.9, 1, draft_cost=0.0, row_cost=0.0).best.num_speculative_tokens == MOST
+def test_with_free_drafts_the_longest_is_best():
+    assert arithmetic(0.9, 1, draft_cost=0.0, row_cost=0.0).best.num_speculative_tokens == MAX_DRAFT_TOKENS
 
 
 @pytest.mark.parametrize("wrong", [{"alpha": 1.1}, {"gamma": 0}, {"gamma": 65}, {"draft_cost": -1.0}])

@@ -1,4 +1,4 @@
-"""`paceline simulate`: which of its three things is meant, what is refused, and the JSON."""
+"""`paceline simulate`: its three modes, refused flags, and the JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = ("--input-tokens", "16", "--output-tokens", "8", "--concurrency", "1,4")
 
 @pytest.fixture(autouse=True)
 def wide_page(monkeypatch):
-    """Tables are as wide as they like, whatever the terminal of who runs the tests."""
+    """Tables of any width, whatever the terminal that runs the tests."""
     monkeypatch.setenv("COLUMNS", "200")
 
 
@@ -56,7 +56,7 @@ def test_a_model_is_measured_and_then_simulated(capsys, tiny_gguf):
 
 
 def test_a_model_is_run_and_simulated_side_by_side(capsys, tiny_gguf, monkeypatch):
-    """How near they are is not for a test to say: it would time a busy machine."""
+    """How close they are is not tested: that would time a busy machine."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     tasks = [Task(str(number), "", [3 + number, 4] * 8, params) for number in range(10)]
     monkeypatch.setattr(check, "_tasks", lambda model: (tasks[:8], tasks[8:]))
@@ -86,7 +86,7 @@ def test_a_model_is_run_and_simulated_side_by_side(capsys, tiny_gguf, monkeypatc
         (["--gpu", "h200", "--output-tokens", "1"], "--output-tokens"),
     ],
 )
-def test_what_would_have_no_effect_or_no_meaning_is_refused(arguments, message):
+def test_flags_without_effect_or_meaning_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         app(["simulate", *arguments], standalone_mode=False)
 
@@ -95,7 +95,7 @@ def row(method: str, **facts: Any) -> dict[str, Any]:
     return {"method": method, "acceptance_per_position": [0.5, 0.25], "drafted_share": 0.8} | facts
 
 
-def test_acceptance_is_taken_from_what_a_bench_has_found(tmp_path: Path):
+def test_acceptance_is_read_from_a_bench_file(tmp_path: Path):
     rows = [
         row("off", acceptance_per_position=[]),
         row("suffix", drafted_per_position=[1.0, 0.5]),
@@ -108,17 +108,17 @@ def test_acceptance_is_taken_from_what_a_bench_has_found(tmp_path: Path):
     }
 
 
-def test_a_bench_without_drafts_says_nothing(tmp_path: Path):
+def test_a_bench_file_without_drafts_is_refused(tmp_path: Path):
     (tmp_path / "bench.json").write_text(json.dumps({"rows": [row("off", acceptance_per_position=[])]}))
     with pytest.raises(ConfigError, match="no row in which something was drafted"):
         of_bench(tmp_path / "bench.json")
 
 
-def test_shares_are_of_all_that_was_asked_for():
+def test_fractions_are_of_all_passes():
     assert of_depths("0.6,0.4") == {"chain": [Acceptance((0.6, 0.4), (1.0, 1.0))]}
 
 
-def test_how_drafts_fared_in_an_answer_is_counted_by_its_passes():
+def test_acceptance_of_an_answer_is_counted_by_pass():
     counts = SpeculativeCounts()
     for nodes, accepted in ((3, 3), (3, 1), (1, 0)):
         counts.add(DraftFacts("0", "", "suffix", nodes, nodes, accepted))

@@ -1,4 +1,4 @@
-"""Prices: of data sheets against measured servers, and of this machine from a few of its steps."""
+"""Prices: of data sheets compared with measured servers, and of this machine from a few of its steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from paceline.bench.run.engine_runner import Task
 from paceline.bench.run.slices import Disturbances, alone
 from paceline.bench.simulate.hardware import GPUS, RooflinePrices, find_gpu, model_size
-from paceline.bench.simulate.measuring import PassMeter, Watched, measure_prices, watching
+from paceline.bench.simulate.measuring import PassMeter, TimedStep, measure_prices, watching
 from paceline.bench.simulate.prices import Call, MeasuredPrices, PassSize, Prices, fit, start_costs
 from paceline.bench.simulate.world import (
     Acceptance,
@@ -34,7 +34,7 @@ LLAMA_8B = RooflinePrices(GPUS["h200"], model_size(8.03e9))
 
 
 def step_ms(prices: Prices, requests: int, drafted: int = 0, context: int = 256) -> float:
-    """Milliseconds of a step of so many requests, each with a chain of so many drafted tokens."""
+    """Milliseconds of a step of `requests` requests, each with a chain of `drafted` tokens."""
     rows = requests * (1 + drafted)
     size = PassSize(rows, requests, rows, requests * context, rows * context)
     drafting = prices.draft_seconds(Call("head", requests, drafted, requests * drafted))
@@ -49,11 +49,11 @@ def step_ms(prices: Prices, requests: int, drafted: int = 0, context: int = 256)
     ],
 )
 def test_an_8b_model_on_an_h200_is_priced_as_a_server_measured_it(requests, drafted, measured):
-    """Of a well-known server: bf16, CUDA graphs, an EAGLE-3 head."""
+    """Measured with a well-known server: bf16, CUDA graphs, an EAGLE-3 head."""
     assert step_ms(LLAMA_8B, requests, drafted) == pytest.approx(measured, rel=0.05)
 
 
-def test_what_is_not_said_of_a_model_is_as_usual_for_its_size():
+def test_missing_model_figures_are_the_usual_ones_for_its_size():
     model = model_size(8e9)
     assert model.kv_bytes_per_token == pytest.approx(131072, rel=0.1)  # llama 3.1 8B
     assert model.weight_bytes == 16e9
@@ -68,7 +68,7 @@ def test_weights_that_do_not_fit_are_refused():
         RooflinePrices(GPUS["a100"], model_size(70e9, draft_params=0)).kv_tokens()
 
 
-def test_a_gpu_is_named_or_given_and_a_name_can_be_corrected():
+def test_a_gpu_is_named_or_given_by_figures():
     assert find_gpu("h200", 4e12, None, None).bandwidth == 4e12
     assert find_gpu(None, 1e12, 1e14, 1e10).memory == 1e10
     with pytest.raises(ConfigError, match="h200, h100"):
@@ -77,14 +77,14 @@ def test_a_gpu_is_named_or_given_and_a_name_can_be_corrected():
         find_gpu(None, 1e12, None, 1e10)
 
 
-def test_prices_of_terms_are_found_and_none_is_below_zero():
+def test_fitted_prices_are_not_negative():
     rng = np.random.default_rng(0)
     terms = rng.uniform(1, 9, (50, 3))
     assert fit(terms, terms @ [0.1, 0.0, 2.0]) == pytest.approx([0.1, 0.0, 2.0], abs=1e-9)
     assert min(fit(terms, 5.0 - 0.1 * terms[:, 0])) >= 0
 
 
-def test_a_controller_begins_with_the_prices_of_passes():
+def test_start_costs_are_the_prices_of_passes():
     costs = start_costs(LLAMA_8B, max_rows=512)
     alone_seconds = LLAMA_8B.pass_seconds(PassSize.chain(8, 1024))
     assert float(costs.seconds(8, 1024)) == pytest.approx(alone_seconds, rel=0.01)
@@ -112,7 +112,7 @@ class TimedBackend(SimulatedBackend):
         return output
 
 
-def test_passes_that_are_measured_cost_what_they_cost():
+def test_measured_passes_have_their_price():
     clock = VirtualClock()
     meter = PassMeter(TimedBackend(TRUE, clock, 512), 4096, clock)
     alone(meter.slices())
@@ -131,7 +131,7 @@ class Calm(Disturbances):
         return 0.0
 
 
-def steps_of(plan: DraftPlan) -> list[Watched]:
+def steps_of(plan: DraftPlan) -> list[TimedStep]:
     """Steps of a simulated engine, watched."""
     clock = VirtualClock()
     drafter = SimulatedDrafter("head", [Acceptance((0.7, 0.5, 0.3), (0.9, 0.6, 0.5))], TRUE, clock)
@@ -147,12 +147,12 @@ def steps_of(plan: DraftPlan) -> list[Watched]:
     )
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     tasks = [Task(str(number), "", [0] * (20 + 9 * number), params) for number in range(4)]
-    watched: list[Watched] = []
+    watched: list[TimedStep] = []
     alone(watching(engine, tasks, Calm(), watched, clock))
     return watched
 
 
-def test_the_prices_of_an_engine_are_found_by_watching_its_steps():
+def test_prices_are_fitted_from_an_engines_steps():
     """Of a simulated one, whose prices are known."""
     watched = {"off": steps_of(PLAIN), "head": steps_of(DraftPlan("head", 3))}
     passes = MeasuredPrices(TRUE.verified, TRUE.prompts, TRUE.per_key, TRUE.per_context)
@@ -165,6 +165,6 @@ def test_the_prices_of_an_engine_are_found_by_watching_its_steps():
         assert prices.draft_seconds(call) == pytest.approx(TRUE.draft_seconds(call), rel=0.05)
 
 
-def test_steps_are_watched_at_several_concurrencies():
+def test_steps_are_timed_at_several_concurrencies():
     seen: Sequence[int] = [step.stats.requests for step in steps_of(PLAIN)]
     assert set(seen) == {1, 4, 16}

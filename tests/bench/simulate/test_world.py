@@ -1,4 +1,4 @@
-"""A model that only costs time: it takes as long as it is told to, and its drafters are right as often."""
+"""The simulated model: it takes the priced time, and its drafters have the given acceptance."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_requests_that_wait_for_others_wait_in_simulated_time():
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
-def test_drafts_are_right_as_often_as_told(alpha):
+def test_simulated_drafts_have_the_given_acceptance(alpha):
     here, methods = world("chain:4", acceptance=Acceptance.constant(alpha, 16))
     off, chain = simulate(here, methods, [Length(8, 80)], [16]).rows
     expected = 1 + sum(alpha**depth for depth in range(1, 5))
@@ -63,7 +63,7 @@ def test_drafts_are_right_as_often_as_told(alpha):
     assert off.mean_acceptance_length == 1.0
 
 
-def test_shares_by_depth_are_met_for_drafts_and_for_what_is_right_of_them():
+def test_drafted_and_accepted_fractions_by_depth_are_met():
     acceptance = Acceptance(accepted=(0.5, 0.2, 0.1), drafted=(0.8, 0.6, 0.3))
     here, methods = world("chain:3", acceptance=acceptance)
     row = simulate(here, methods, [Length(8, 150)], [16]).rows[1]
@@ -73,7 +73,7 @@ def test_shares_by_depth_are_met_for_drafts_and_for_what_is_right_of_them():
     assert [share * one for one in row.drafted_per_position] == pytest.approx([0.8, 0.6, 0.3], rel=0.1)
 
 
-def test_whether_a_token_is_guessed_does_not_depend_on_how_many_are():
+def test_acceptance_at_a_position_does_not_depend_on_the_draft_length():
     """So the same requests are hard for every method, and a run can be repeated."""
     here, methods = world("chain:1", "chain:2", "chain:4")
     first, again = (simulate(here, methods, [Length(8, 40)], [8]).rows for _ in range(2))
@@ -82,7 +82,7 @@ def test_whether_a_token_is_guessed_does_not_depend_on_how_many_are():
     assert lengths == sorted(lengths)
 
 
-def test_the_controller_drafts_where_it_pays_and_not_where_it_does_not():
+def test_the_controller_drafts_only_where_it_gains():
     good, methods = world("auto")
     gain = simulate(good, methods, [Length(16, 60)], [4])
     assert (gain.rows[1].speedup_vs_off or 0) > 1.4
@@ -92,7 +92,7 @@ def test_the_controller_drafts_where_it_pays_and_not_where_it_does_not():
     assert (simulate(bad, methods, [Length(16, 60)], [4]).rows[1].speedup_vs_off or 0) > 0.9
 
 
-def test_where_memory_is_short_requests_are_sent_back_and_still_end():
+def test_with_little_memory_requests_are_preempted_and_finish():
     here, methods = world("off", kv_tokens=512)
     roomy, _ = world("off")
     (short,) = simulate(here, methods, [Length(64, 64)], [16]).rows
@@ -101,7 +101,7 @@ def test_where_memory_is_short_requests_are_sent_back_and_still_end():
     assert short.tokens_per_second < 0.8 * room.tokens_per_second
 
 
-def test_a_request_that_can_never_fit_is_told_of():
+def test_a_request_that_can_never_fit_is_reported():
     here, methods = world("off", kv_tokens=64)
     with pytest.raises(ConfigError, match="does not fit"):
         simulate(here, methods, [Length(64, 64)], [1])
@@ -118,7 +118,7 @@ def test_requests_take_acceptances_in_turn():
     assert row.tokens_per_pass == pytest.approx(80 / (40 + 8), rel=0.01)
 
 
-def test_256_requests_at_once_share_their_passes():
+def test_256_concurrent_requests_share_passes():
     here, methods = world("off", max_num_batched_tokens=512)
     prices = here.prices["off"]
     assert isinstance(prices, FlatPrices)
@@ -129,7 +129,7 @@ def test_256_requests_at_once_share_their_passes():
 
 
 @pytest.mark.parametrize("wrong", ["eagle", "chain:0", "chain:x", "off,,auto"])
-def test_methods_that_are_none_are_refused(wrong):
+def test_unknown_methods_are_refused(wrong):
     with pytest.raises(ConfigError, match="chain"):
         parse_methods(wrong, ["chain"])
 
