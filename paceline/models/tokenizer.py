@@ -182,9 +182,10 @@ def _byte_level_speller() -> Callable[[str], bytes]:
     alphabet = byte_alphabet()
 
     def spell(token: str) -> bytes:
-        if not all(character in alphabet for character in token):
+        try:
+            return bytes([alphabet[character] for character in token])
+        except KeyError:
             return token.encode()  # an unused placeholder
-        return bytes([alphabet[character] for character in token])
 
     return spell
 
