@@ -21,7 +21,7 @@ from paceline.control.memory import Memory
 from paceline.control.planner.device import Arm, DevicePlanner
 from paceline.core.arrays import Float32Array
 from paceline.core.trees import DraftPlan
-from paceline.draft.base import Drafter, Target, TextDrafts
+from paceline.draft.base import Drafter, Target, drafts_on_device
 from paceline.draft.methods import Speculation, load_drafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
@@ -178,8 +178,8 @@ def _device_planner(
     plans: Mapping[str, DraftPlan], drafters: Mapping[str, Drafter], beginning: Mapping[str, Any]
 ) -> DevicePlanner | None:
     """The planner for device passes: chains of the first head that drafts there, or text look-ups."""
-    on_device = {name: drafters[name].device for name in plans if drafters[name].device is not None}
-    heads = [name for name in on_device if not isinstance(on_device[name], TextDrafts)]
+    on_device = {name: device for name, device in drafts_on_device(drafters).items() if name in plans}
+    heads = [name for name, device in on_device.items() if device.attaches]
     arms: list[Arm] = []
     acceptance: dict[str, ChainAcceptance] = {}
     config = CONFIG.device_planner

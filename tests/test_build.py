@@ -9,16 +9,22 @@ import pytest
 from paceline import build
 from paceline.config import EngineConfig
 from paceline.control.auto import AutoController
+from paceline.draft.base import DrafterNeeds
 from paceline.draft.methods import parse_speculative_config
 from paceline.draft.suffix import SuffixDrafter
 from tests.toy import ScriptedDrafter, ToyBackend
 
 
-def controller(drafts_on_device: bool, asked: object, methods=("suffix", "eagle3")):
+def controller(drafts_on_device: bool, asked: object, methods=("suffix", "eagle3"), others=()):
     backend = ToyBackend()
     backend.drafts_on_device = drafts_on_device
     model = SimpleNamespace(backend=backend, fingerprint="none", config=SimpleNamespace(max_position=64))
-    drafters = {"suffix": SuffixDrafter.__new__(SuffixDrafter), "eagle3": ScriptedDrafter({}, "right")}
+    loaded = {
+        "suffix": SuffixDrafter.__new__(SuffixDrafter),
+        "eagle3": ScriptedDrafter({}, "right"),
+        **dict(others),
+    }
+    drafters = {name: loaded[name] for name in (method.partition(":")[0] for method in methods)}
     own = parse_speculative_config(["auto", *methods])
     return build._controller(EngineConfig.from_options(speculative_config=asked), model, own, drafters)
 
@@ -46,3 +52,13 @@ def test_share_suffix_cache_applies_to_the_drafters_of_auto():
     for given, heard in ((None, "responses"), ("prompts", "prompts"), ("off", "off")):
         config = EngineConfig.from_options(speculative_config="auto", share_suffix_cache=given)
         assert build._speculation(config, model).drafters["suffix"].options.share_suffix_cache == heard
+
+
+@pytest.mark.parametrize("needs", [DrafterNeeds(target_pages=True), DrafterNeeds(feature_layers=(1,))])
+def test_a_drafter_that_needs_more_than_texts_has_no_plans_on_the_device(needs):
+    """Nor has suffix beside one that needs features on the host: those of device passes stay there."""
+    other = SuffixDrafter.__new__(SuffixDrafter)
+    other.needs = needs
+    chosen = controller(True, "auto", ["suffix", "layerskip:2"], {"layerskip": other})
+    texts = {"suffix"} if not needs.feature_layers else set()
+    assert {plan.drafter for plan in chosen.device_plans()} - {None} == texts

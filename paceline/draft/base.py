@@ -64,6 +64,8 @@ class Target:
 class DeviceDrafter(Protocol):
     """The side of a drafter that drafts on the device, in passes that the host does not wait for."""
 
+    attaches: bool = True  # it must compute a request's tokens before it can draft for it
+
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
         """How device passes draft by this plan; None if they cannot."""
         ...
@@ -90,6 +92,8 @@ class DeviceDrafter(Protocol):
 
 class TextDrafts(DeviceDrafter):
     """Chains from the requests' own texts: prompt lookup on the device, or optimistic host drafts."""
+
+    attaches = False
 
     def __init__(self, look_up: NgramLookup | None = None, optimistic: bool = True) -> None:
         """`optimistic`: the host drafts while passes run, and the device looks up only where its draft does
@@ -169,3 +173,21 @@ class Drafter(Protocol):
     def close(self) -> None:
         """The engine ends: the place to save what must survive it."""
         return  # not abstract
+
+
+def drafts_on_device(drafters: Mapping[str, Drafter]) -> dict[str, DeviceDrafter]:
+    """The device side of each drafter that has one there.
+
+    Drafts from texts are made by the host while passes run. So their drafter needs nothing else, and none of
+    the drafters needs features on the host: those of passes on the device stay there.
+    """
+    host_features = any(drafter.needs.feature_layers for drafter in drafters.values())
+    return {
+        name: drafter.device
+        for name, drafter in drafters.items()
+        if drafter.device is not None
+        and (
+            drafter.device.attaches
+            or not (host_features or drafter.only_forced or drafter.needs != DrafterNeeds())
+        )
+    }

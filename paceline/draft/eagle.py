@@ -118,6 +118,8 @@ class GuessedTree:
 class HeadDrafter(Drafter):
     """Drafts with a head that a HeadRunner runs beside the target."""
 
+    attaches = True
+
     def __init__(
         self, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling, least_chance: float = 0.0
     ) -> None:

@@ -195,7 +195,7 @@ class DeviceExecutor:
     def _shadow(self, schedule: Schedule, requests: Sequence[Request], plan: DraftPlan) -> None:
         """Make shadow drafts while a plain pass runs, if the step plan asks for them."""
         wanted = None if schedule.step_plan is None else schedule.step_plan.shadow
-        if wanted is not None and not plan.budget:
+        if wanted is not None and not plan.budget and self.draft(wanted) is not None:
             self.shadow.follow(wanted, requests)
         else:
             self.shadow.clear()
@@ -270,6 +270,7 @@ class DeviceExecutor:
             left = [request for request in self._attached if not request.finished]
             self._drafting.detach(self._attached_plan, left)
             self._attached.clear()
+        self._attached_plan = PLAIN
 
     def drop(self) -> None:
         """Forget the passes in flight: one of them failed."""

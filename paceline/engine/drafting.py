@@ -23,7 +23,7 @@ from paceline.core.schedule import Scheduled
 from paceline.core.stats import DraftCall
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees, Draws
 from paceline.core.verdict import Verdict
-from paceline.draft.base import DeviceDrafter, Drafter, DrafterNeeds
+from paceline.draft.base import DeviceDrafter, Drafter, drafts_on_device
 from paceline.draft.grammar import GrammarDrafter
 from paceline.kv.cache import KVCache
 
@@ -58,6 +58,7 @@ class Drafting:
         )
         for drafter in self._drafters.values():
             drafter.bind(kv)
+        self._on_device = drafts_on_device(self._drafters)
         kept = [drafter.kept() for drafter in self._drafters.values()]
         # what passes write to the heads' pools
         self.kept_features = tuple(features for features in kept if features is not None)
@@ -220,18 +221,15 @@ class Drafting:
     @property
     def reads_texts(self) -> bool:
         """Whether device passes may draft from the requests' own texts."""
-        return not self.feature_layers and any(map(_drafts_from_texts, self._drafters.values()))
+        return not all(device.attaches for device in self._on_device.values())
 
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
         """How device passes draft by this plan; None if they cannot."""
-        chain = plan.drafter is not None and plan.branching == 1 and plan.otherwise is None
+        chain = plan.branching == 1 and plan.otherwise is None
         if not chain or plan.forced or plan.least_chance:  # only the host cuts drafts by their chances
             return None
-        drafter = self._drafters[plan.drafter or ""]
-        draft = None if drafter.device is None else drafter.device.device_draft(plan)
-        if draft is None or draft.runner is not None:
-            return draft
-        return draft if _drafts_from_texts(drafter) and not self.feature_layers else None
+        device = self._on_device.get(plan.drafter or "")
+        return None if device is None else device.device_draft(plan)
 
     def chains(self, plan: DraftPlan, requests: Sequence[Request]) -> list[Sequence[int]]:
         """The chain that the plan's drafter proposes for each request; may be empty."""
@@ -311,11 +309,6 @@ class _Guard:
             self._drafting.note_failure(self._name, self._requests, error)
             return True
         return False
-
-
-def _drafts_from_texts(drafter: Drafter) -> bool:
-    """Whether a drafter needs only the texts, so that the host can draft while passes run."""
-    return drafter.device is not None and drafter.needs == DrafterNeeds() and not drafter.only_forced
 
 
 def _without_failed(request: Request, plan: DraftPlan) -> DraftPlan:

@@ -10,6 +10,7 @@ from paceline.control.controller import Controller, Load, StepPlan
 from paceline.core.request import Request
 from paceline.core.stats import StepStats
 from paceline.core.trees import PLAIN, DraftPlan
+from paceline.draft.base import DrafterNeeds
 from paceline.draft.ngram import NgramDrafter
 from paceline.engine.shadow import MAX_FOLLOWED
 from tests.engine.test_exactness import prompt
@@ -77,3 +78,22 @@ def test_a_few_requests_are_followed_and_others_when_these_have_ended():
     assert all(request.num_output == 20 for request in requests)
     assert controller.tries[0] <= MAX_FOLLOWED * 20
     assert controller.tries.sum() > MAX_FOLLOWED * 10
+
+
+def test_a_drafter_that_needs_more_than_texts_drafts_in_no_shadow():
+    """It would compute, and may write to the target's pages, while a pass runs."""
+
+    class Deep(NgramDrafter):
+        needs = DrafterNeeds(target_pages=True)
+
+        def propose(self, requests, plans):
+            raise AssertionError("asked while a pass runs")
+
+    controller = Shadowing()
+    engine = toy_engine(
+        Repeating(on_device=True), drafter=Deep(NgramDrafter.Options()), controller=controller
+    )
+    (request,) = engine.add_request(prompt(2, 5), params(2, max_tokens=20, ignore_eos=True))
+    drain(engine)
+    assert (request.num_output, controller.tries.sum()) == (20, 0)
+    assert not request.failed_drafters

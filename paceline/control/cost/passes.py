@@ -19,9 +19,7 @@ Float64Array = npt.NDArray[np.float64]
 Numbers = Float64Array | float
 
 LAST_ROWS = 1e6  # rows of the last point, from which the table is never left
-FINE_ROWS = (
-    32  # up to so many each row count is a point; above, eight points for every doubling, from 8 apart
-)
+FINE_ROWS = 32  # up to here each row count is a point; above, eight points for every doubling
 
 
 class StepCosts:
@@ -55,9 +53,8 @@ class StepCosts:
     def _interpolated(self, rows: Float64Array) -> Float64Array:
         points, seconds = np.array(self._rows), np.minimum.accumulate(self._seconds[::-1])[::-1]
         linear = np.interp(rows, points, seconds)
-        right = np.clip(np.searchsorted(points, rows), 1, len(self._rows) - 1)
-        right = np.minimum(right, len(self._rows) - 2)  # the last one is extrapolated
-        left = np.maximum(right - 1, 0)
+        right = np.clip(np.searchsorted(points, rows), 1, len(points) - 2)  # the last one is extrapolated
+        left = right - 1
         roofline = np.maximum(seconds[left], seconds[right] * rows / points[right])
         is_gap = (points[right] > CONFIG.passes.max_gap * points[left]) & (rows < points[right])
         is_gap &= rows > FINE_ROWS
