@@ -370,3 +370,23 @@ def test_the_decoder_has_buffers_for_a_bounded_number_of_plans():
         drain(engine)
         launched.append(backend.num_launched > before)
     assert launched == [True] * MAX_DRAFTS + [False] * (7 - MAX_DRAFTS)
+
+
+def test_a_head_is_attached_only_to_requests_without_a_pass_in_flight():
+    """Between plain passes and its chains the pipeline drains, whatever drafted before."""
+    truth = {tuple(ids): expected(number)[0] for number, (ids, _) in enumerate(REQUESTS)}
+    drafter = ScriptedDrafter(truth, "partly")
+    engine = toy_engine(ToyBackend(on_device=True), drafter=drafter, controller=Changing([3, 0], 3))
+    attach, attached = drafter.attach, []
+
+    def checked(requests):
+        attached.extend(requests)
+        assert not any(engine._device._joined.get(request) for request in requests), "in flight"
+        return attach(requests)
+
+    drafter.attach = checked
+    added = [engine.add_request(*REQUESTS[number])[0] for number in (2, 9)]
+    drain(engine)
+    assert len(attached) > len(added)  # again after plain passes
+    assert [outcome(request) for request in added] == [expected(2), expected(9)]
+    assert not any(request.failed_drafters for request in added)
