@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.backends.base import HeadRunner
+from paceline.backends.base import Backend, HeadRunner
 from paceline.core.arrays import BoolArray, Float32Array, Float64Array, Int32Array, UInt64Array
 from paceline.core.forward import KVPool
+from paceline.core.logit_edits import LogitEdits
+from paceline.core.request import SamplingNeeds
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,9 @@ class SlotInits:
     seeds: UInt64Array  # [requests]
     temperatures: Float64Array  # [requests]
     takes_drafts: BoolArray  # [requests] whether drafted tokens are theirs too, or only what follows the last
-    truncation: Float64Array  # [requests, fields of core/truncation.py] for a backend that truncates
+    truncation: Float64Array  # [requests, fields of core/truncation.py]
+    logprobs: BoolArray  # [requests] whether log-probabilities are asked
+    edits: Sequence[LogitEdits | None]  # [requests] None: logits stay as they are
     # [requests] all tokens of each, for passes that draft from texts; None: only the last two are needed
     texts: Sequence[Int32Array] | None = None
 
@@ -37,7 +41,7 @@ class NgramLookup:
 
 @dataclass(frozen=True, eq=False)
 class DeviceDraft:
-    """What a pass drafts with: a head, or the requests' texts and optimistic drafts of the host.
+    """What a pass drafts with: a head, a draft model, or the requests' texts and optimistic host drafts.
 
     An optimistic draft is what the host expects of a request's text from some place on, further than the
     passes in flight reach. If these have chosen what it says, the chain is what it says next. Otherwise,
@@ -46,11 +50,17 @@ class DeviceDraft:
 
     length: int  # of the chains, at least 1
     runner: HeadRunner | None = None  # None: no head drafts
-    pool: KVPool | None = None  # of the head, which keeps features
+    pool: KVPool | None = None  # of the head, which keeps features, or of the draft model
     feature_layers: tuple[int, ...] = ()  # that the head reads
     max_requests: int | None = None  # of a pass; None: as many as there are slots
     look_up: NgramLookup | None = None  # None: nothing is looked up
     host_tokens: int = 0  # of the longest optimistic draft; 0: the host gives none
+    model: Backend | None = None  # a draft model with the target's vocabulary; None: none drafts
+
+    @property
+    def from_texts(self) -> bool:
+        """Whether neither a head nor a model drafts."""
+        return self.runner is None and self.model is None
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,8 @@ class DecodeOutput:
     counts: Int32Array  # [slots] how many of these are tokens
     features: Float32Array | None = None  # [slots, width] of the computed tokens, if asked
     found: Int32Array | None = None  # [slots] how many tokens were drafted for each, unless a head drafts
+    # [slots, 1 + length of drafts, fields of verify/logprobs.py], if a request of the pass asked for them
+    logprobs: Float64Array | None = None
 
 
 class AsyncDecoder(Protocol):
@@ -69,6 +81,11 @@ class AsyncDecoder(Protocol):
     A pass that drafts gives a request up to as many tokens more as its drafts are long. Passes and all other
     work of the backend run in the order in which they were begun.
     """
+
+    @property
+    def supported_sampling(self) -> SamplingNeeds:
+        """What passes can do when they sample; but edits and log-probabilities not for the same request."""
+        ...
 
     @property
     def supports_lookup(self) -> bool:

@@ -29,9 +29,9 @@ class Backend(Protocol):
     max_rows: int  # most rows of one ForwardBatch
     batch_invariant: bool  # a token's logits depend, bit for bit, on its own prefix alone
     supports_features: bool
+    weight_format: str = "float32"  # of the linear layers, as a user names it: a quantization, or a dtype
     chooses: bool = False  # it takes a batch's choices
     drafts_on_device: bool = False  # make_async_decoder takes drafts
-    truncates_on_device: bool = False  # make_async_decoder truncates
 
     def make_pool(self, num_pages: int) -> KVPool:
         """Storage for `num_pages` pages of keys and values of this model."""

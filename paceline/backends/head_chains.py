@@ -66,7 +66,7 @@ def likeliest(logits: Float32Array) -> tuple[int, float]:
     """The largest of the logits, and the chance that it is also the target's.
 
     That is the square root of its probability: a greedy target is more certain than its softmax, too
-    (measured: docs/heads.md).
+    (measured: docs/lab/2026-11-17-moved-from-guides.md).
     """
     best = int(logits.argmax())
     return best, float(np.exp(logits.astype(np.float64) - logits[best]).sum() ** -0.5)

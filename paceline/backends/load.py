@@ -66,7 +66,7 @@ def _load_torch(
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     dtype = "float32" if options.dtype == "auto" else options.dtype
-    return TorchBackend.load(checkpoint, device=options.device, dtype=dtype, max_rows=max_rows)
+    return TorchBackend.load(checkpoint, device=options.choice.device, dtype=dtype, max_rows=max_rows)
 
 
 def _load_cuda(
@@ -77,7 +77,7 @@ def _load_cuda(
     dtype = "bfloat16" if options.dtype == "auto" else options.dtype
     quantization = "none" if options.quantization == "auto" else options.quantization
     return CudaBackend.load(
-        checkpoint, device=options.device, dtype=dtype, quantization=quantization, max_rows=max_rows
+        checkpoint, device=options.choice.device, dtype=dtype, quantization=quantization, max_rows=max_rows
     )
 
 

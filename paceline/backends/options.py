@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from paceline.errors import ConfigError
+from paceline.machine import find_gpu
 from paceline.options import check_bool, check_choice, check_integer, check_text, refuse_unknown
 
 BACKENDS = ("auto", "cpu", "torch", "cuda")
@@ -17,10 +19,10 @@ CUDA_QUANTIZATIONS = ("auto", "none", "native", "fp8", "int8", "int4")
 class BackendOptions:
     """How a forward pass runs."""
 
-    backend: str = "auto"  # auto: cpu where it can run the model, else torch
+    backend: str = "auto"  # auto: cuda where there is a usable GPU, else cpu; torch for what cpu cannot do
     dtype: str = "auto"  # of the torch backend, where auto is float32, and of cuda, where it is bfloat16
     quantization: str = "auto"  # of cpu: auto | native | int8 | none (float32); of cuda: CUDA_QUANTIZATIONS
-    device: str = "cpu"
+    device: str = "auto"  # auto: the backend's own; cpu | cuda | cuda:N
     threads: int | None = None  # None: one for each core
     exact: bool = False  # refuse what cannot promise the same bytes alone and among others, drafted or not
 
@@ -28,16 +30,18 @@ class BackendOptions:
         check_choice(ConfigError, "backend", self.backend, BACKENDS)
         check_choice(ConfigError, "dtype", self.dtype, DTYPES)
         check_text(ConfigError, "quantization", self.quantization, "Use 'auto' or 'none'.")
-        check_text(ConfigError, "device", self.device, "Use 'cpu' or 'cuda'.")
+        check_text(ConfigError, "device", self.device, "Use 'auto', 'cpu' or 'cuda'.")
         if self.threads is not None:
             check_integer(ConfigError, "threads", self.threads, 1, 1024)
         check_bool(ConfigError, "exact", self.exact)
-        if self.backend == "cpu" and self.device != "cpu":
-            raise ConfigError(f"the cpu backend cannot run on device {self.device!r}; use backend='torch'.")
-        if self.dtype == "float16" and self.backend != "cuda":
-            raise ConfigError("dtype 'float16' is for the cuda backend; use backend='cuda' or 'bfloat16'.")
-        if self.backend == "cuda" and not self.device.startswith("cuda"):
+        if self.backend == "cpu" and self.device not in ("auto", "cpu"):
+            raise ConfigError(
+                f"the cpu backend cannot run on device {self.device!r}; use backend='cuda', or leave one out."
+            )
+        if self.backend == "cuda" and self.device != "auto" and not self.device.startswith("cuda"):
             raise ConfigError(f"the cuda backend cannot run on device {self.device!r}; use device='cuda'.")
+        if self.dtype == "float16" and self.name != "cuda":
+            raise ConfigError("dtype 'float16' is for the cuda backend; use backend='cuda' or 'bfloat16'.")
         if self.backend == "cpu" and self.dtype not in ("auto", "float32"):
             raise ConfigError(
                 f"dtype {self.dtype!r} is for the torch backend; the cpu backend takes quantization instead."
@@ -59,6 +63,34 @@ class BackendOptions:
     @property
     def name(self) -> str:
         """The backend that runs."""
+        return self.choice.name
+
+    @cached_property
+    def choice(self) -> Choice:
+        """The backend and the device that run, and why. Backend and device are inferred from each other."""
         if self.backend != "auto":
-            return self.backend
-        return "cpu" if self.device == "cpu" and self.dtype != "bfloat16" else "torch"
+            own = {"cuda": "cuda"}.get(self.backend, "cpu")
+            return Choice(self.backend, own if self.device == "auto" else self.device, "as asked for")
+        if self.device.startswith("cuda"):
+            return Choice("cuda", self.device, f"device {self.device} was asked for")
+        if self.device not in ("auto", "cpu"):
+            return Choice("torch", self.device, f"device {self.device} was asked for")
+        if self.device == "cpu":
+            why = "device cpu was asked for"
+        else:
+            gpu = find_gpu()
+            if gpu.usable and self.dtype != "float32":
+                return Choice("cuda", "cuda", f"found {gpu.name}")
+            why = gpu.missing or "dtype float32 was asked for, which the cuda backend does not have"
+        if self.dtype == "bfloat16":
+            return Choice("torch", "cpu", f"{why}, and only torch computes in bfloat16 on a CPU")
+        return Choice("cpu", "cpu", why)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs a forward pass."""
+
+    name: str  # of the backend: cpu, torch or cuda
+    device: str
+    why: str

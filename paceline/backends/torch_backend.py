@@ -47,6 +47,7 @@ class TorchBackend(Backend):
         self.max_rows = max_rows
         self.device = model.embedding.device
         self.dtype = model.embedding.dtype
+        self.weight_format = str(self.dtype).removeprefix("torch.")
 
     @classmethod
     def load(

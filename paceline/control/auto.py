@@ -8,7 +8,6 @@ observe   seconds and accepted tokens -> cost model, acceptance model, guard, ex
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -159,7 +158,7 @@ class AutoController(Controller):
             if request in records:
                 plans[place] = records[request].plan
         self.reasons[reason] += 1
-        self._facts = ControlFacts(reason, self.regret, math.exp(guard.speedup.mean), self.poor_segments)
+        self._facts = ControlFacts(reason, self.regret, guard.gain, self.poor_segments)
         if self._log is not None:
             drafts = tuple(record.logged() for record in records.values())
             self._log(Decision(self._step, reason, load, drafts, choice.best, choice.search.plain))

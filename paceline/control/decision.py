@@ -16,7 +16,7 @@ class Decision:
     """A step's plan."""
 
     step: int
-    reason: str  # gain | no gain | pair | stopped | probe: see docs/control.md
+    reason: str  # gain | no gain | pair | stopped | probe: see docs/design/control.md
     load: Load
     drafts: tuple[tuple[str, str, int], ...]  # (request, drafters, most nodes)
     best: Choice  # expected of the best choice

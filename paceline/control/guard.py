@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from paceline.control.config import CONFIG
 
-PAIR, STOPPED = "pair", "stopped"  # reasons for a plain step: see docs/control.md
+PAIR, STOPPED = "pair", "stopped"  # reasons for a plain step: see docs/design/control.md
 
 
 @dataclass(slots=True)
@@ -68,6 +68,11 @@ class ABGuard:
         if self._stopped_steps:
             return STOPPED
         return PAIR if self._is_plain else None
+
+    @property
+    def gain(self) -> float | None:
+        """Measured tokens per second with drafts over those without; None while there are too few pairs."""
+        return None if math.isinf(self.speedup.error) else math.exp(self.speedup.mean)
 
     def expect(self, speedup: float) -> None:
         """Note what the planner promises. Much more than when it failed means that things have changed."""

@@ -35,6 +35,8 @@ class SamplingParams:
     presence_penalty: float = 0.0  # subtracted from the logits of output ids
     frequency_penalty: float = 0.0  # subtracted once for each occurrence of the id in the output
     logit_bias: Mapping[int, float] | None = None  # added to the logits of the given ids, -100 to 100
+    allowed_token_ids: Sequence[int] | None = None  # only these ids are sampled; None: all
+    bad_words: str | Sequence[str] | None = None  # words that do not occur, with or without a space before
     seed: int | None = None  # None: derived from the engine's seed and the request's order of arrival
     stop: str | Sequence[str] | None = None  # strings that end the output
     stop_token_ids: Sequence[int] | None = None  # token ids that end the output, besides end-of-sequence
@@ -46,7 +48,8 @@ class SamplingParams:
     skip_special_tokens: bool = True  # leave special tokens out of the text
     include_stop_str_in_output: bool = False  # keep the stop string that ended the output in the text
     # drafting: None or "auto" (the engine decides), "off" (plain decoding), a method's name, or
-    # {"method": ..., "num_speculative_tokens": ..., "branching": ..., "depth": ...}, each optional
+    # {"method": ..., "num_speculative_tokens": ..., "branching": ..., "depth": ...}, each optional. A method
+    # that is not loaded is replaced by the engine's default, with a warning; "strict": True makes it an error
     speculative: str | Mapping[str, Any] | None = None
     # constrained decoding: a JSON schema, a regular expression, choices or a grammar
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
@@ -67,8 +70,10 @@ class SamplingParams:
             "presence_penalty": check_number(error, "presence_penalty", self.presence_penalty, -2, 2),
             "frequency_penalty": check_number(error, "frequency_penalty", self.frequency_penalty, -2, 2),
             "logit_bias": _checked_bias(self.logit_bias),
-            "stop": _checked_stop(self.stop),
-            "stop_token_ids": _checked_ids(self.stop_token_ids),
+            "allowed_token_ids": _checked_allowed(self.allowed_token_ids),
+            "bad_words": _checked_texts("bad_words", self.bad_words),
+            "stop": _checked_texts("stop", self.stop),
+            "stop_token_ids": _checked_ids("stop_token_ids", self.stop_token_ids),
             "min_tokens": check_integer(error, "min_tokens", self.min_tokens, 0, None),
             "ignore_eos": check_bool(error, "ignore_eos", self.ignore_eos),
             "skip_special_tokens": check_bool(error, "skip_special_tokens", self.skip_special_tokens),
@@ -122,6 +127,10 @@ class SamplingParams:
         return self.stop_token_ids  # type: ignore[return-value]  # __post_init__ made it a tuple
 
     @property
+    def bad_texts(self) -> tuple[str, ...]:
+        return self.bad_words  # type: ignore[return-value]  # __post_init__ made it a tuple
+
+    @property
     def structure(self) -> StructuredOutputsParams | None:
         return self.structured_outputs  # type: ignore[return-value]  # __post_init__ made it one
 
@@ -139,16 +148,27 @@ def _checked_bias(bias: object) -> dict[int, float]:
     }
 
 
-def _checked_stop(stop: object) -> tuple[str, ...]:
-    strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
-    if not isinstance(strings, Sequence) or not all(isinstance(text, str) and text for text in strings):
-        raise RequestError(f"stop must be a non-empty string or a list of them, got {stop!r}.")
-    return tuple(dict.fromkeys(strings))
+def _checked_texts(name: str, given: object) -> tuple[str, ...]:
+    texts = () if given is None else (given,) if isinstance(given, str) else given
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
+        raise RequestError(f"{name} must be a non-empty string or a list of them, got {given!r:.80}.")
+    return tuple(dict.fromkeys(texts))
 
 
-def _checked_ids(ids: object) -> tuple[int, ...]:
+def _checked_ids(name: str, ids: object) -> tuple[int, ...]:
     if ids is None:
         return ()
     if isinstance(ids, str) or not isinstance(ids, Sequence):
-        raise RequestError(f"stop_token_ids must be a list of token ids, got {ids!r} ({type(ids).__name__}).")
-    return tuple(check_integer(RequestError, "an id of stop_token_ids", token, 0, None) for token in ids)
+        raise RequestError(f"{name} must be a list of token ids, got {ids!r:.80} ({type(ids).__name__}).")
+    return tuple(check_integer(RequestError, f"an id of {name}", token, 0, None) for token in ids)
+
+
+def _checked_allowed(ids: object) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
+    checked = tuple(dict.fromkeys(_checked_ids("allowed_token_ids", ids)))
+    if not checked:
+        raise RequestError(
+            "allowed_token_ids is empty, so no token could be sampled: name at least one id, or leave it out."
+        )
+    return checked

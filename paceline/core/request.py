@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntFlag, auto
 from typing import TYPE_CHECKING
 
 from paceline.core.params import SamplingParams
@@ -15,6 +14,20 @@ from paceline.core.verdict import Logprob
 if TYPE_CHECKING:  # a request carries them; only its properties call them
     from paceline.models.detokenizer import Detokenizer
     from paceline.verify.sampling import Sampler
+
+
+class SamplingNeeds(IntFlag):
+    """What sampling a token needs beyond argmax(logits / temperature + noise).
+
+    A decoder that samples on the device declares which of these it can do.
+    """
+
+    NOTHING = 0
+    TRUNCATION = auto()  # top-k, top-p, min-p
+    LOGIT_EDITS = auto()  # bias, min_tokens, penalties
+    LOGPROBS = auto()
+    CONSTRAINT = auto()  # a token mask
+    TOKEN_BANS = auto()  # allowed_token_ids, bad_words
 
 
 class Status(Enum):
@@ -34,12 +47,16 @@ class SpeculativeCounts:
     depth_histogram: list[int] = field(default_factory=list)  # [d] drafts that reached depth d, not d + 1
     draft_time: float = 0.0  # seconds; a step's time is split evenly among the requests it drafted for
     verify_time: float = 0.0  # seconds
+    drafters: dict[str, int] = field(default_factory=dict)  # drafts by drafter
+    last_drafter: str | None = None
 
     def add(self, draft: DraftFacts) -> None:
         """Count one step's draft."""
         self.num_spec_steps += 1
         self.num_draft_tokens += draft.nodes
         self.num_accepted_draft_tokens += draft.accepted
+        self.drafters[draft.drafter] = self.drafters.get(draft.drafter, 0) + 1
+        self.last_drafter = draft.drafter
         _count(self.acceptance_histogram, draft.accepted)
         _count(self.depth_histogram, draft.depth)
 
@@ -80,6 +97,7 @@ class Request:
     segment: str = ""  # the kind of traffic it belongs to, for statistics
     cache_salt: str = ""  # only requests of the same salt share cached pages and past responses
     plan: DraftPlan | None = None  # the plan that its options ask for; None: the controller decides
+    unavailable_drafter: str | None = None  # that its options name, but the engine has not loaded
     leader: Request | None = None  # child 0: the others wait for its prompt's pages, to share them
 
     token_ids: list[int] = field(default_factory=list)  # prompt and output
@@ -98,11 +116,12 @@ class Request:
     num_preemptions: int = 0
     speculative: SpeculativeCounts = field(default_factory=SpeculativeCounts)
     failed_drafters: set[str] = field(default_factory=set)  # they raised for this request: not asked again
-    _samples_from: float = math.inf  # output tokens from which on samples_truncated is true
+    _first_needs: int = 0  # SamplingNeeds of the first min_tokens tokens, and of those after them
+    _later_needs: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
-        self._samples_from = self._first_plain_sample()
+        self._first_needs, self._later_needs = self._needs_of(0), self._needs_of(self.params.min_tokens)
 
     @property
     def num_output(self) -> int:
@@ -138,21 +157,23 @@ class Request:
         return self.plan is not None and self.plan.budget == 0
 
     @property
-    def samples_plainly(self) -> bool:
-        """Whether its next tokens are argmax(logits / temperature + noise): no truncation, penalty, bias,
-        constraint or log-probabilities."""
-        return self.samples_truncated and (self.sampler.greedy or self.sampler.keeps_all)
+    def sampling_needs(self) -> int:
+        """The SamplingNeeds of its next token, as an int: every pass asks for all requests."""
+        return self._first_needs if self.num_output < self.params.min_tokens else self._later_needs
 
-    @property
-    def samples_truncated(self) -> bool:
-        """Whether `samples_plainly` holds but for truncation (top-k, top-p, min-p)."""
-        return self.num_output >= self._samples_from
-
-    def _first_plain_sample(self) -> float:
-        params = self.params
-        if params.logprobs is not None or not self.sampler.leaves_logits(params.min_tokens):
-            return math.inf
-        return 0 if self.sampler.leaves_logits(0) else params.min_tokens
+    def _needs_of(self, num_output: int) -> int:
+        sampler, needs = self.sampler, SamplingNeeds.NOTHING
+        if not sampler.greedy and not sampler.keeps_all:
+            needs |= SamplingNeeds.TRUNCATION
+        if sampler.edits_logits(num_output):
+            needs |= SamplingNeeds.LOGIT_EDITS
+        if self.params.logprobs is not None:
+            needs |= SamplingNeeds.LOGPROBS
+        if sampler.constraint is not None:
+            needs |= SamplingNeeds.CONSTRAINT
+        if sampler.bans_tokens:
+            needs |= SamplingNeeds.TOKEN_BANS
+        return int(needs)
 
     def ends_by(self, token: int, num_output: int) -> bool:
         """Whether this token ends the output after `num_output` tokens: a stop id, or max_tokens."""

@@ -19,6 +19,8 @@ class DraftFacts:
     accepted: int  # nodes on the accepted path
     child: int = 0  # which of the n outputs of request_id
     path: tuple[int, ...] = ()  # the accepted nodes of the verified tree
+    forced: int = 0  # nodes whose token a grammar forces
+    accepted_forced: int = 0  # forced nodes on the accepted path
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,9 @@ class ShadowFacts:
 class ControlFacts:
     """The controller's decision for a step, and its measured gain."""
 
-    reason: str  # of the plan, see docs/control.md
+    reason: str  # of the plan, see docs/design/control.md
     regret: float  # seconds since the start that exploration has cost
-    gain: float  # speed relative to plain decoding, measured under this load; 1 while unknown
+    gain: float | None  # speed relative to plain decoding, measured under this load; None: not measured yet
     poor_segments: frozenset[str]  # segments that gain little
 
 

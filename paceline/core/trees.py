@@ -100,6 +100,7 @@ class DraftTrees:
     draws: Draws | None = None  # None: every node was chosen
     # [nodes] the drafter's probability that the path to a node is accepted; NaN, or None for all: unknown
     chances: Float32Array | None = None
+    forced: BoolArray | None = None  # [nodes] whether a constraint forces the token; None: nowhere
 
     @property
     def num_requests(self) -> int:
@@ -135,6 +136,11 @@ class DraftTrees:
         """The chances of one request's nodes; NaN: unknown."""
         start, end = self.offsets[request], self.offsets[request + 1]
         return [math.nan] * int(end - start) if self.chances is None else self.chances[start:end].tolist()
+
+    def forced_of(self, request: int) -> list[bool]:
+        """Which of one request's nodes a constraint forces."""
+        start, end = self.offsets[request], self.offsets[request + 1]
+        return [False] * int(end - start) if self.forced is None else self.forced[start:end].tolist()
 
     def expected(self) -> list[float]:
         """The expected number of accepted nodes of each tree; NaN: unknown."""
@@ -193,6 +199,7 @@ class DraftTrees:
             offsets,
             _joined_draws(proposed, nodes),
             _joined_chances(proposed, nodes),
+            _joined_forced(proposed, nodes),
         )
 
     def kept(self, keep: BoolArray) -> DraftTrees:
@@ -206,6 +213,7 @@ class DraftTrees:
             offsets,
             None if self.draws is None else replace(self.draws, rows=self.draws.rows[nodes]),
             None if self.chances is None else self.chances[nodes],
+            None if self.forced is None else self.forced[nodes],
         )
 
     def check(self, plans: Sequence[DraftPlan], vocab_size: int) -> None:
@@ -286,6 +294,14 @@ def _joined_chances(groups: Sequence[DraftTrees], nodes: Int32Array) -> Float32A
         np.full(trees.num_nodes, unknown) if trees.chances is None else trees.chances for trees in groups
     ]
     return np.concatenate(chances)[nodes]
+
+
+def _joined_forced(groups: Sequence[DraftTrees], nodes: Int32Array) -> BoolArray | None:
+    """Which of these nodes of all groups are forced."""
+    if all(trees.forced is None for trees in groups):
+        return None
+    forced = [np.zeros(trees.num_nodes, bool) if trees.forced is None else trees.forced for trees in groups]
+    return np.concatenate(forced)[nodes]
 
 
 NO_TREE: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,12 +10,14 @@ from paceline.constrain.compiler import Grammar
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.trees import PLAIN, DraftPlan
-from paceline.draft.methods import METHODS, PLAN_KEYS, parse_plan
+from paceline.draft.methods import PLAN_KEYS, find_method, method_names, parse_plan
 from paceline.errors import RequestError
-from paceline.models.detokenizer import Detokenizer
-from paceline.options import unknown_option
+from paceline.models.detokenizer import Detokenizer, Watch
+from paceline.options import check_bool, nearest, unknown_option
 from paceline.verify.noise import derive_seed
 from paceline.verify.sampling import Sampler
+
+REQUEST_KEYS = (*PLAN_KEYS, "strict")  # of a request's `speculative`
 
 
 class TextTokenizer(Protocol):
@@ -27,6 +29,8 @@ class TextTokenizer(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
     def is_special(self, token_id: int) -> bool: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ def make_requests(
     now: float,
     plans: Mapping[str, DraftPlan] | None = None,
     grammar: Grammar | None = None,
+    watch: Callable[[], Watch] | None = None,
     segment: str = "",
     cache_salt: str = "",
 ) -> list[Request]:
@@ -61,10 +66,12 @@ def make_requests(
     Seeds: a request without one gets derive_seed(engine seed, index), so a program that sends the same
     requests in the same order gets the same answers. Child 0 has the request's seed, child i
     derive_seed(seed, i). `plans` has the default plan of each of the engine's drafters; the first is the
-    default. `grammar` is the compiled structured_outputs of the params.
+    default. `grammar` is the compiled structured_outputs of the params. `watch` makes what may end an output
+    by its text, besides stop strings.
     """
     prompt = _checked_prompt(prompt_token_ids, limits)
     _check_ids(params, limits.vocab_size)
+    bad_words = bad_word_tokens(params.bad_texts, tokenizer)
     room = limits.max_model_len - len(prompt)
     max_output = room if params.max_tokens is None else min(params.max_tokens, room)
     if len(prompt) + max_output > pool_tokens:
@@ -73,7 +80,7 @@ def make_requests(
             f"{max_output} of output), but the KV cache holds {pool_tokens}. "
             "Shorten it, or raise kv_cache_memory_bytes."
         )
-    plan = _asked_plan(params.speculative, plans or {}, limits)
+    plan, unavailable = _asked_plan(params.speculative, plans or {}, limits)
     seed = derive_seed(engine_seed, index) if params.seed is None else params.seed
     ending_ids = frozenset(params.stop_ids)
     if grammar is not None or not params.ignore_eos:  # a grammar can force the end
@@ -92,16 +99,26 @@ def make_requests(
                 seed=child_seed,
                 max_output=max_output,
                 ending_ids=ending_ids,
-                sampler=Sampler(params, child_seed, prompt, ending_ids, constraint),
-                detokenizer=Detokenizer(tokenizer, params),
+                sampler=Sampler(params, child_seed, prompt, ending_ids, constraint, bad_words),
+                detokenizer=Detokenizer(tokenizer, params, None if watch is None else watch()),
                 arrival_time=now,
                 segment=segment,
                 cache_salt=cache_salt,
                 plan=plan,
+                unavailable_drafter=unavailable,
                 leader=children[0] if child else None,
             )
         )
     return children
+
+
+def bad_word_tokens(words: Sequence[str], tokenizer: TextTokenizer) -> list[list[int]]:
+    """The token sequences of words, each at the start of a text and after a space, as vLLM encodes them."""
+    spellings = dict.fromkeys(
+        text for word in words for text in ((word.lstrip(), " " + word.lstrip()) if word.strip() else (word,))
+    )
+    sequences = [tokenizer.encode(text, add_special_tokens=False) for text in spellings]
+    return [sequence for sequence in sequences if sequence]
 
 
 def _checked_prompt(prompt_token_ids: Sequence[int], limits: Limits) -> list[int]:
@@ -127,7 +144,8 @@ def _checked_prompt(prompt_token_ids: Sequence[int], limits: Limits) -> list[int
 
 def prompt_too_long(count: int, limits: Limits, exact: bool = True) -> RequestError:
     """The error for a prompt of `count` tokens; of more than `count`, if that is not exact."""
-    less = f" by {count - limits.max_model_len + 1} tokens" if exact else ""
+    excess = count - limits.max_model_len + 1
+    less = f" by {excess} {'token' if excess == 1 else 'tokens'}" if exact else ""
     return RequestError(
         f"the prompt has {'' if exact else 'more than '}{count} tokens and the context holds "
         f"{limits.max_model_len}, at least one of them output. Shorten the prompt{less}, or raise "
@@ -137,37 +155,61 @@ def prompt_too_long(count: int, limits: Limits, exact: bool = True) -> RequestEr
 
 def _asked_plan(
     speculative: str | Mapping[str, Any] | None, plans: Mapping[str, DraftPlan], limits: Limits
-) -> DraftPlan | None:
-    """The plan that a request's `speculative` asks for; None: the engine decides."""
+) -> tuple[DraftPlan | None, str | None]:
+    """The plan that a request's `speculative` asks for, None: the engine decides; and the method that it
+    names in vain, because the engine has not loaded it. That only costs speed, so it is no error, unless the
+    request is `strict`."""
     if speculative is None or speculative == "auto":
-        return None
+        return None, None
     if speculative == "off":
-        return PLAIN
+        return PLAIN, None
     options = {"method": speculative} if isinstance(speculative, str) else speculative
     for key in options:
-        if key not in PLAN_KEYS:
-            raise RequestError(unknown_option(str(key), PLAN_KEYS, "speculative"))
+        if key not in REQUEST_KEYS:
+            raise RequestError(unknown_option(str(key), REQUEST_KEYS, "speculative"))
+    strict = check_bool(RequestError, "strict", options.get("strict", False))
     name = str(options.get("method", next(iter(plans), "none")))
     if name not in plans:
-        loaded = f"It has {', '.join(plans)}" if plans else "It has none"
-        raise RequestError(
-            f"speculative asks for the drafter {name!r}, which this engine has not loaded. {loaded}; "
-            "name it in the engine's speculative_config, or use 'off'."
-        )
-    trees = limits.draft_trees and (name not in METHODS or METHODS[name].trees)
-    plan = parse_plan(RequestError, options, plans[name], name, trees)
+        _check_method(name, plans, strict)
+    method = find_method(name)  # None: a drafter that was given to the engine
+    trees = limits.draft_trees and (method is None or method.trees)
+    plan = parse_plan(RequestError, options, plans.get(name), name, trees)
+    if name not in plans:
+        return (None, name) if plan.budget else (PLAIN, None)
     if plan.budget >= limits.max_num_batched_tokens:
         raise RequestError(
             f"num_speculative_tokens is {plan.budget}, but a pass has at most "
             f"{limits.max_num_batched_tokens} rows, one of them for the request's last token. "
             f"Use at most {limits.max_num_batched_tokens - 1}, or raise max_num_batched_tokens."
         )
-    return plan
+    return plan, None
+
+
+def _check_method(name: str, plans: Mapping[str, DraftPlan], strict: bool) -> None:
+    """RequestError if no method has this name, or if it is not loaded and the request is strict about it."""
+    known = method_names()
+    if name not in known:
+        raise RequestError(
+            f"speculative names the method {name!r}, which does not exist"
+            f"{nearest(name, [*known, *plans]) or '.'} This engine has {', '.join(plans)}; 'auto' lets it "
+            "decide, 'off' drafts nothing."
+        )
+    if strict:
+        raise RequestError(
+            f"speculative asks for the drafter {name!r}, which this engine has not loaded. It has "
+            f"{', '.join(plans)}; name it in the engine's speculative_config, or leave out strict to be "
+            "served with the engine's default."
+        )
 
 
 def _check_ids(params: SamplingParams, vocab_size: int) -> None:
-    """RequestError if logit_bias or stop_token_ids have ids outside the vocabulary."""
-    for name, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_ids)):
+    """RequestError if an option names token ids outside the vocabulary."""
+    named: dict[str, Iterable[int]] = {
+        "logit_bias": params.logit_bias or (),
+        "stop_token_ids": params.stop_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+    }
+    for name, ids in named.items():
         for token in ids:
             if token >= vocab_size:
                 raise RequestError(

@@ -30,6 +30,7 @@ from paceline.engine.engine import Delta, Engine
 from paceline.engine.outputs import RequestOutput, request_output, with_texts
 from paceline.engine.stream import Stream, Update
 from paceline.errors import OverloadedError, RequestError, UnavailableError
+from paceline.models.detokenizer import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,16 @@ class AsyncEngine:
         return self._engine.state()
 
     @property
+    def unfinished(self) -> list[Request]:
+        """The requests that run or wait, to be read only: the engine's thread changes them."""
+        groups = list(self._children.values())  # one C call: the engine's thread cannot come between
+        return [request for children in groups for request in children if not request.finished]
+
+    def now(self) -> float:
+        """The present time on the clock of the requests' times."""
+        return self._engine.now()
+
+    @property
     def failure(self) -> str | None:
         """Why the engine accepts no more requests; None while it is healthy."""
         if self._dead is not None:
@@ -120,12 +131,12 @@ class AsyncEngine:
         began = self._busy_since
         return bool(self._stuck_after) and began is not None and time.monotonic() - began > self._stuck_after
 
-    def compile(self, structure: StructuredOutputsParams) -> Grammar:
+    def compile(self, structure: StructuredOutputsParams, lenient: bool = False) -> Grammar:
         """The compiled grammar of a request, for `submit`. Any thread may call this; it can take seconds.
 
-        RequestError if it is not valid or exceeds the limits.
+        RequestError if it is not valid or exceeds the limits. `lenient`: see GrammarCompiler.compile.
         """
-        return self._engine.grammars.compile(structure, trusted=False)
+        return self._engine.grammars.compile(structure, trusted=False, lenient=lenient)
 
     def start(self) -> None:
         """Start the engine's thread. Call it in the event loop that will use the engine."""
@@ -156,9 +167,10 @@ class AsyncEngine:
         segment: str = "",
         cache_salt: str = "",
         grammar: Grammar | None = None,
+        watch: Callable[[], Watch] | None = None,
         arrived: asyncio.Event | None = None,
     ) -> Stream:
-        """The stream of a request that the engine has accepted. `arrived`: see Stream.
+        """The stream of a request that the engine has accepted. `arrived`: see Stream; `watch`: see Engine.
 
         `grammar` is the result of `compile` for the params' structured_outputs, which would take too long in
         the engine's thread. RequestError if the request cannot be served, OverloadedError if too many wait,
@@ -181,9 +193,10 @@ class AsyncEngine:
                     segment=segment,
                     cache_salt=cache_salt,
                     grammar=grammar,
+                    watch=watch,
                 )
                 self._children[request_id] = children
-                self._in_loop(stream.accept)
+                self._in_loop(stream.accept, children[0].unavailable_drafter)
             except Exception as error:  # a refusal, or a bug that concerns only this request
                 self._in_loop(stream.fail, error)
 

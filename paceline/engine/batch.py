@@ -66,7 +66,7 @@ class BatchBuilder:
             last = end - 1
             if trees is not None:
                 end = self._add_tree(trees.tree(index), row, end)
-            if part.reaches_end and self._choosing and request.samples_plainly:
+            if part.reaches_end and self._choosing and not request.sampling_needs:
                 choices = self._choose(request, last, end, choices)
             elif part.reaches_end:
                 self._logit_rows[outputs : outputs + end - last] = self._steps[last + 1 : end + 1]

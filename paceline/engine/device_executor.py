@@ -21,20 +21,27 @@ import numpy as np
 
 from paceline.backends.async_decoding import AsyncDecoder, DecodeOutput, DeviceDraft, SlotInits
 from paceline.core.features import Features
-from paceline.core.request import Request
+from paceline.core.request import Request, SamplingNeeds
 from paceline.core.schedule import Scheduled
 from paceline.core.trees import PLAIN, DraftPlan
+from paceline.core.verdict import Logprob
 from paceline.engine.drafting import Drafting
 from paceline.engine.optimistic import OptimisticDrafts
 from paceline.engine.pipeline import InFlight, Schedule, StepResult, StepTimer
 from paceline.engine.shadow import ShadowDrafts
+from paceline.engine.step_stats import Shape
 from paceline.engine.verification import chosen_verdict
 from paceline.kv.cache import KVCache
+from paceline.verify.logprobs import logprobs_of_fields
 
 logger = logging.getLogger(__name__)
 
 SPARE_TOKENS = 64  # tokens reserved at once, so that few passes have to send new page numbers
 MAX_DRAFTS = 5  # draft plans with buffers on the device; others go through the host
+# plain ints: every pass compares them for all requests, and operators of an IntFlag take a microsecond
+_LOGIT_EDITS, _LOGPROBS = int(SamplingNeeds.LOGIT_EDITS), int(SamplingNeeds.LOGPROBS)
+# A device edits logits in place, and log-probabilities are those of the logits before.
+_NOT_TOGETHER = _LOGIT_EDITS | _LOGPROBS
 MAX_TEXT_DRAFT_ROWS = 512  # rows of a pass with text drafts; for more there are no buffers
 
 
@@ -50,6 +57,7 @@ class DeviceExecutor:
         self._kv = kv
         self._made: AsyncDecoder | None = None
         self._is_missing = False  # the backend has no decoder, or no memory for it
+        self._not_sampled = -1  # the SamplingNeeds that the decoder cannot do; all, before it is made
         self._drafts: dict[DraftPlan, DeviceDraft] = {}
         self._passes: deque[tuple[list[Request], DraftPlan]] = deque()  # in flight
         self._joined: dict[Request, int] = {}  # requests in the decoder: their passes in flight
@@ -67,7 +75,14 @@ class DeviceExecutor:
             except Exception as error:  # for example no memory: decoding works without it
                 logger.warning("passes do not overlap with the host's work, because %s", error)
             self._is_missing = self._made is None
+            if self._made is not None:
+                self._not_sampled = ~int(self._made.supported_sampling)
         return self._made
+
+    def can_sample(self, request: Request) -> bool:
+        """Whether the device can sample a request's next tokens."""
+        needs = request.sampling_needs
+        return not needs & self._not_sampled and needs & _NOT_TOGETHER != _NOT_TOGETHER
 
     def draft(self, plan: DraftPlan) -> DeviceDraft | None:
         """How the decoder drafts by this plan; None if it cannot."""
@@ -76,7 +91,7 @@ class DeviceExecutor:
             return None
         if plan not in self._drafts and len(self._drafts) < MAX_DRAFTS:
             draft = self._drafting.device_draft(plan)
-            if draft is not None and draft.runner is None:
+            if draft is not None and draft.from_texts:
                 rows = max(1, MAX_TEXT_DRAFT_ROWS // (1 + plan.levels))
                 draft = replace(draft, max_requests=rows) if decoder.supports_lookup else None
             if draft is None:
@@ -91,9 +106,13 @@ class DeviceExecutor:
     def can_follow(self, plan: DraftPlan) -> bool:
         """Whether a pass by this plan can be launched after those in flight."""
         draft = self.draft(plan)
-        by_head = draft is not None and draft.runner is not None
+        by_head = draft is not None and not draft.from_texts
         # another head than the one in use needs all tokens, so no pass may be in flight
         return not by_head or not self._passes or self._attached_plan.drafter == plan.drafter
+
+    def host_plan(self, request: Request, plan: DraftPlan) -> DraftPlan:
+        """The plan of a request in a host pass beside device passes: these use the head, if it is by one."""
+        return self._drafting.settled([request], [PLAIN])[0] if self._drafting.attaches(plan) else plan
 
     def fitting(self, plan: DraftPlan, requests: int) -> DraftPlan:
         """This plan, or the plain one if its buffers are too small for so many requests."""
@@ -126,7 +145,7 @@ class DeviceExecutor:
         if self._attached and plan.drafter != self._attached_plan.drafter:
             self._detach()
         draft = self.draft(plan)
-        if draft is None or draft.runner is None:
+        if draft is None or draft.from_texts:
             return True
         new = [request for request in requests if request not in self._attached and not request.undrafted]
         if new and not self._drafting.attach(plan, new):
@@ -210,9 +229,16 @@ class DeviceExecutor:
         parts = [Scheduled(requests[row], 1, PLAIN if requests[row].undrafted else plan) for row in rows]
         tokens, counts = output.tokens.tolist(), output.counts.tolist()
         verdicts = [chosen_verdict(tokens[row][: counts[row]], requests[row]) for row in rows]
-        shapes = [(part.plan.levels, part.plan.levels) for part in parts] if plan.budget else []
+        for row, verdict in zip(rows, verdicts, strict=True):
+            needs = requests[row].sampling_needs
+            if needs & _LOGPROBS and output.logprobs is not None:
+                verdict.logprobs = _logprobs(requests[row], verdict.tokens, output.logprobs[row].tolist())
+            if needs & _LOGIT_EDITS:
+                for token in verdict.tokens:
+                    requests[row].sampler.advance(token)
+        shapes = [Shape(part.plan.levels, part.plan.levels) for part in parts] if plan.budget else []
         if output.found is not None:
-            shapes = [(found, found) for found in output.found[rows].tolist()]
+            shapes = [Shape(found, found) for found in output.found[rows].tolist()]
         attended = (1 + plan.levels) * sum([part.request.num_computed for part in parts])
         features = self._features(parts, rows, output)
         timer.end("verify")
@@ -245,7 +271,7 @@ class DeviceExecutor:
     def prefill_ahead(self, parts: Sequence[Scheduled]) -> None:
         """Let the head in use prefill its keys and values after the pass that prefills these requests."""
         draft = self._drafts.get(self._last_plan)
-        if draft is None or draft.runner is None:
+        if draft is None or draft.from_texts:
             return
         ending = [part.request for part in parts if part.num_tokens > 1 and part.reaches_end]
         coming = [request for request in ending if not request.undrafted]
@@ -291,6 +317,14 @@ def common_plan(parts: Sequence[Scheduled]) -> DraftPlan:
     return next((part.plan for part in parts if part.plan.budget), PLAIN)
 
 
+def _logprobs(
+    request: Request, tokens: Sequence[int], fields: Sequence[Sequence[float]]
+) -> tuple[dict[int, Logprob], ...]:
+    """The log-probabilities of the tokens that a request got in a pass, from the fields of its rows."""
+    count = request.params.logprobs or 0
+    return tuple([logprobs_of_fields(row, token, count) for row, token in zip(fields, tokens, strict=False)])
+
+
 def _slot_inits(requests: Sequence[Request], with_texts: bool) -> SlotInits:
     """The decoder's initial state of requests; `with_texts`: with all their tokens, for prompt lookup."""
     params = [request.params for request in requests]
@@ -303,5 +337,10 @@ def _slot_inits(requests: Sequence[Request], with_texts: bool) -> SlotInits:
         temperatures=np.array([request_params.temperature for request_params in params], dtype=np.float64),
         takes_drafts=np.array([not request.undrafted for request in requests]),
         truncation=np.array([request_params.truncation for request_params in params], dtype=np.float64),
+        logprobs=np.array([request_params.logprobs is not None for request_params in params]),
+        edits=[
+            request.sampler.logit_edits() if request.sampling_needs & _LOGIT_EDITS else None
+            for request in requests
+        ],
         texts=[np.array(request.token_ids, dtype=np.int32) for request in requests] if with_texts else None,
     )

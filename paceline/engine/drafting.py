@@ -187,7 +187,12 @@ class Drafting:
         rows = [-1] * trees.num_nodes if trees.draws is None else trees.draws.rows.tolist()
         ends = trees.offsets.tolist()
         drafts = [
-            Draft(*trees.tree_lists(index), rows[ends[index] : ends[index + 1]], trees.chances_of(index))
+            Draft(
+                *trees.tree_lists(index),
+                rows[ends[index] : ends[index + 1]],
+                trees.chances_of(index),
+                trees.forced_of(index),
+            )
             for index in range(len(parts))
         ]
         for index in members:
@@ -198,6 +203,8 @@ class Drafting:
         fitted = DraftTrees.from_lists(
             [(draft.tokens, draft.parents) for draft in drafts], [draft.chances or () for draft in drafts]
         )
+        forced = np.array([each for draft in drafts for each in draft.forced], dtype=bool)
+        fitted = replace(fitted, forced=forced)
         if trees.draws is None:
             return fitted
         flat = np.array([row for draft in drafts for row in draft.rows], dtype=np.int32)
@@ -222,6 +229,11 @@ class Drafting:
     def reads_texts(self) -> bool:
         """Whether device passes may draft from the requests' own texts."""
         return not all(device.attaches for device in self._on_device.values())
+
+    def attaches(self, plan: DraftPlan) -> bool:
+        """Whether the plan's drafter is a head that requests are attached to on the device."""
+        device = self._on_device.get(plan.drafter or "")
+        return device is not None and device.attaches
 
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
         """How device passes draft by this plan; None if they cannot."""

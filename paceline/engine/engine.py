@@ -30,6 +30,7 @@ from paceline.engine.step_stats import add_pass
 from paceline.engine.verification import Verification
 from paceline.errors import RequestError
 from paceline.kv.cache import KVCache
+from paceline.models.detokenizer import Watch
 from paceline.verify.pathwise import verify_pathwise
 from paceline.verify.verdict import Rule
 
@@ -84,8 +85,7 @@ class Engine:
             Verification(rule, limits.vocab_size),
         )
         self._device = DeviceExecutor(self._make_decoder if samples else _no_decoder, self._drafting, self.kv)
-        truncates = backend.truncates_on_device
-        self._overlap = OverlapScheduler(self.scheduler, self._device, self._host, self._plan, truncates)
+        self._overlap = OverlapScheduler(self.scheduler, self._device, self._host, self._plan)
         self._next_plan: _Planned | None = None  # planned, but no pass was scheduled by it yet
         self._counted = (0, 0)  # preemptions and drafter failures that earlier steps have reported
         self._clock = clock
@@ -110,12 +110,13 @@ class Engine:
         segment: str = "",
         cache_salt: str = "",
         grammar: Grammar | None = None,
+        watch: Callable[[], Watch] | None = None,
     ) -> list[Request]:
         """The queued requests, one for each of the n outputs. RequestError if they cannot be served.
 
         `segment` names the kind of traffic, for statistics. Only requests with the same `cache_salt` share
         cached pages and past responses. `grammar` is the compiled structured_outputs of the params; without
-        it they are compiled here.
+        it they are compiled here. `watch` makes, for each output, what may end it by its text.
         """
         name = str(self._num_arrived) if request_id is None else request_id
         if name in self._live:
@@ -134,6 +135,7 @@ class Engine:
             now=self._clock(),
             plans=self._plans,
             grammar=grammar,
+            watch=watch,
             segment=segment,
             cache_salt=cache_salt,
         )
@@ -188,7 +190,7 @@ class Engine:
         """The next pass that can start, pages reserved. A host pass waits until none is in flight."""
         schedule = self._overlap.next(self._pipeline)
         if schedule is None and not self._pipeline and self.has_unfinished:
-            step_plan = self._plan(self._overlap.takes(self.scheduler.running))
+            step_plan = self._plan(self._overlap.uses_device(self.scheduler.running))
             self._device.leave()
             parts = self.scheduler.schedule(step_plan.plans)
             schedule = Schedule(parts, self._host, step_plan) if parts else None
@@ -289,6 +291,10 @@ class Engine:
         self._drafting.forget(requests)
         self.stats = replace(self.state(), requests=len(requests), failed=True)
         return [Delta(request, request.detokenizer.take(), ()) for request in requests]
+
+    def now(self) -> float:
+        """The present time on the clock of the requests' times."""
+        return self._clock()
 
     def state(self) -> StepStats:
         """The statistics of an empty step: requests and cache usage now. Any thread may ask."""

@@ -37,7 +37,7 @@ class OutputProcessor:
         if before == 0 and tokens:
             request.first_token_time = self._clock()
         may_end = before + len(tokens) >= request.max_output or not request.ending_ids.isdisjoint(tokens)
-        if may_end or request.detokenizer.has_stops:
+        if may_end or request.detokenizer.may_stop:
             tokens, reason = self._take_one_by_one(request, tokens)
         else:
             request.token_ids.extend(tokens)
@@ -89,5 +89,7 @@ class OutputProcessor:
         stop = request.detokenizer.append(token, num_output)
         if stop is not None:
             request.stop_reason = stop
+            return "stop"
+        if request.detokenizer.ended:
             return "stop"
         return "length" if num_output >= request.max_output else None

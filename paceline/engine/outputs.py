@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -26,6 +27,8 @@ class SpeculativeMetrics:
     draft_time: float = 0.0  # seconds; a step's time is split evenly among its requests
     verify_time: float = 0.0  # seconds
     failed_drafters: list[str] = field(default_factory=list)  # they raised, and were not asked again
+    unavailable_drafter: str | None = None  # asked for, but not loaded: the engine's default drafted
+    drafters: dict[str, int] = field(default_factory=dict)  # drafts by drafter
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -146,6 +149,8 @@ def _speculative_metrics(children: Sequence[Request]) -> SpeculativeMetrics:
         draft_time=sum(count.draft_time for count in counts),
         verify_time=sum(count.verify_time for count in counts),
         failed_drafters=sorted({name for request in children for name in request.failed_drafters}),
+        unavailable_drafter=children[0].unavailable_drafter,
+        drafters=dict(sum([Counter(count.drafters) for count in counts], Counter())),
     )
 
 

@@ -1,7 +1,8 @@
 """Overlap (asynchronous) scheduling: the next pass that can be launched before those in flight are read.
 
 Decoding requests are launched again before their last pass was read. New requests are prefilled in their own
-pass, queued after the passes in flight, and join the decode batch once it has been read.
+pass, queued after the passes in flight, and join the decode batch once it has been read. Requests that the
+device cannot sample (constrained ones) decode in that host pass too, beside those that stay on the device.
 """
 
 from __future__ import annotations
@@ -31,14 +32,12 @@ class OverlapScheduler:
         device: DeviceExecutor,
         host: Executor,
         plan: Callable[[bool], StepPlan],
-        truncates: bool,
     ) -> None:
-        """`plan` makes the next step's plan. `truncates`: the device supports top-k, top-p and min-p."""
+        """`plan` makes the next step's plan."""
         self._scheduler = scheduler
         self._device = device
         self._host = host
         self._plan = plan
-        self._truncates = truncates
         self._waited = 0  # passes, summed over the waiting requests
 
     def next(self, pipeline: Pipeline) -> Schedule | None:
@@ -46,21 +45,25 @@ class OverlapScheduler:
         running = self._scheduler.running
         if not running or pipeline.num_decodes >= DEPTH or self._device.decoder() is None:
             return None
-        prefill_is_due = self._counts_as_due(len(running))
+        host_is_due = self._counts_as_due(len(running))
         decoding = running
-        if prefill_is_due or not pipeline.decodes(running):
-            prefilling = pipeline.prefilling
+        if host_is_due or not pipeline.decodes(running):
+            if not self.uses_device(running):
+                return None
+            on_host = pipeline.on_host
             decoding = [
-                request for request in running if request.num_pending == 1 and request not in prefilling
+                request
+                for request in running
+                if request.num_pending == 1 and request not in on_host and self._device.can_sample(request)
             ]
-            prefill_is_due = not prefilling and (prefill_is_due or len(decoding) < len(running))
-            if not decoding or not self.takes(decoding):
+            host_is_due = not on_host and (host_is_due or len(decoding) < len(running))
+            if not decoding:
                 return None
         step_plan = self._plan(True)
         plan = self._common_plan(decoding, step_plan)
         if plan is None or not self._device.offers(plan):
             return None
-        if prefill_is_due and (parts := self._prefill(decoding)):
+        if host_is_due and (parts := self._host_parts(decoding, step_plan)):
             return Schedule(parts, self._host)
         plan = self._device.fitting(plan, len(decoding))
         if not self._device.can_follow(plan):
@@ -69,12 +72,15 @@ class OverlapScheduler:
         parts = [Scheduled(request, 1, PLAIN if request.undrafted else plan) for request in admitted]
         return Schedule(parts, self._device, step_plan) if parts else None
 
-    def takes(self, requests: Sequence[Request]) -> bool:
-        """Whether the device can sample the next tokens of all of these."""
-        return self._device.decoder() is not None and all(self._samples(request) for request in requests)
+    def uses_device(self, requests: Sequence[Request]) -> bool:
+        """Whether the device can sample the next tokens of most of these requests.
 
-    def _samples(self, request: Request) -> bool:
-        return request.samples_plainly or (self._truncates and request.samples_truncated)
+        If there are others, host passes and device passes take turns, and each waits for the other. That is
+        slower than host passes for all if most requests need the host.
+        """
+        if self._device.decoder() is None:
+            return False
+        return 2 * sum([self._device.can_sample(request) for request in requests]) > len(requests)
 
     def _counts_as_due(self, decoding: int) -> bool:
         """Whether the waiting requests have waited long enough, after counting one more pass for each."""
@@ -94,6 +100,10 @@ class OverlapScheduler:
         )
         return plan if same else None
 
-    def _prefill(self, decoding: Sequence[Request]) -> list[Scheduled]:
-        """The parts of a prefill pass over all requests that are not decoding."""
-        return self._scheduler.schedule([PLAIN] * len(self._scheduler.running), set(decoding))
+    def _host_parts(self, on_device: Sequence[Request], step_plan: StepPlan) -> list[Scheduled]:
+        """The parts of a host pass over all other requests: prefills, and tokens that the host samples."""
+        plans = [
+            self._device.host_plan(request, plan) if request.num_pending == 1 else PLAIN
+            for request, plan in zip(self._scheduler.running, step_plan.plans, strict=True)
+        ]
+        return self._scheduler.schedule(plans, set(on_device))

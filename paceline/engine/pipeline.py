@@ -42,7 +42,7 @@ class Schedule:
 
     parts: list[Scheduled]
     executor: Executor
-    step_plan: StepPlan | None = None  # None: a prefill pass, which the controller does not plan
+    step_plan: StepPlan | None = None  # None: a host pass beside device passes, whose time means nothing
 
     @property
     def requests(self) -> list[Request]:
@@ -95,8 +95,8 @@ class Pipeline:
         return sum([in_flight.schedule.executor.on_device for in_flight in self._passes])
 
     @property
-    def prefilling(self) -> list[Request]:
-        """The requests of the prefill pass in flight, if there is one."""
+    def on_host(self) -> list[Request]:
+        """The requests of the host pass in flight, if there is one."""
         return next(
             (
                 in_flight.schedule.requests
@@ -108,7 +108,7 @@ class Pipeline:
 
     def decodes(self, requests: Sequence[Request]) -> bool:
         """Whether all passes in flight are decode passes, and the last one has exactly these requests."""
-        if not self._passes or self.prefilling:
+        if not self._passes or self.on_host:
             return False
         return self._passes[-1].schedule.requests == requests
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
+from typing import NamedTuple
 
 from paceline.core.schedule import Scheduled
 from paceline.core.stats import DraftFacts, StepStats
 from paceline.core.trees import DraftTrees
 from paceline.core.verdict import Verdict
 
-Shape = tuple[int, int]  # nodes and levels of a draft
+
+class Shape(NamedTuple):
+    """The shape of a request's draft."""
+
+    nodes: int
+    depth: int  # levels
+    forced: frozenset[int] = frozenset()  # nodes whose token a grammar forces
 
 
 def shapes_of(trees: DraftTrees | None) -> list[Shape]:
@@ -21,7 +29,10 @@ def shapes_of(trees: DraftTrees | None) -> list[Shape]:
         depths: list[int] = []
         for parent in trees.tree_lists(index)[1]:
             depths.append(depths[parent] + 1 if parent >= 0 else 1)
-        shapes.append((len(depths), max(depths, default=0)))
+        forced = frozenset(
+            () if trees.forced is None else compress(range(len(depths)), trees.forced_of(index))
+        )
+        shapes.append(Shape(len(depths), max(depths, default=0), forced))
     return shapes
 
 
@@ -64,27 +75,27 @@ def _count_drafts(
             counts.draft_time += drafting
             counts.verify_time += verifying
     drafts: list[DraftFacts] = []
-    for part, (nodes, depth), verdict, count in zip(parts, shapes, verdicts, gained, strict=False):
-        if nodes:
-            drafts.append(_draft_facts(part, nodes, depth, verdict.accepted[: min(count, nodes)], count))
+    for part, shape, verdict, count in zip(parts, shapes, verdicts, gained, strict=False):
+        if shape.nodes:
+            drafts.append(_draft_facts(part, shape, verdict.accepted[: min(count, shape.nodes)], count))
             part.request.speculative.add(drafts[-1])
     return drafts
 
 
-def _draft_facts(
-    part: Scheduled, nodes: int, depth: int, path: tuple[int, ...], num_tokens: int
-) -> DraftFacts:
+def _draft_facts(part: Scheduled, shape: Shape, path: tuple[int, ...], num_tokens: int) -> DraftFacts:
     """The facts of one part's draft, which gave `num_tokens` tokens."""
     request = part.request
-    if request.finished:  # nothing below its last token was verified
-        depth = min(depth, num_tokens)
+    # nothing below the last token of a request was verified
+    depth = min(shape.depth, num_tokens) if request.finished else shape.depth
     return DraftFacts(
         request_id=request.request_id,
         segment=request.segment,
         drafter=part.plan.drafter or "",
-        nodes=nodes,
+        nodes=shape.nodes,
         depth=depth,
         accepted=len(path),
         child=request.child,
         path=path,
+        forced=len(shape.forced),
+        accepted_forced=sum([node in shape.forced for node in path]) if shape.forced else 0,
     )

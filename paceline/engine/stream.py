@@ -35,6 +35,7 @@ class Stream:
         """
         self.request_id = request_id
         self.output: RequestOutput | None = None  # set when all n outputs have finished
+        self.unavailable_drafter: str | None = None  # asked for, but not loaded; known once it is accepted
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by the engine
         self._abort = abort
         self._updates: deque[Update] = deque()
@@ -79,8 +80,9 @@ class Stream:
         if self.output is None and self._failure is None:
             self._abort(self)
 
-    def accept(self) -> None:
+    def accept(self, unavailable_drafter: str | None) -> None:
         """For the engine: the request is accepted."""
+        self.unavailable_drafter = unavailable_drafter
         if not self.accepted.done():  # done if its submit was cancelled
             self.accepted.set_result(None)
 

@@ -49,7 +49,7 @@ class Verification:
             tree = NO_TREE if trees is None else trees.tree_lists(index)
             count = 1 + len(tree[0])
             draws = None if trees is None else trees.draws_of(index)
-            if output.chosen is not None and part.request.samples_plainly:
+            if output.chosen is not None and not part.request.sampling_needs:
                 tokens = chosen[first_chosen : first_chosen + count]
                 if count == 1 and verdicts[index].error is None:  # no draft
                     verdicts[index] = chosen_verdict(tokens, part.request)

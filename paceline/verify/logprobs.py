@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.core.params import MAX_LOGPROBS
 from paceline.core.verdict import Logprob
 from paceline.errors import BackendError
 from paceline.verify.kernels import log_normalizer
+
+# What a device that samples gives of each row, as float64: the normalizer, the sampled token's logit and
+# rank, the likeliest ids (-1: there are no more), and their logits.
+FIRST_ID = 3
+FIRST_LOGIT = FIRST_ID + MAX_LOGPROBS
+NUM_FIELDS = FIRST_LOGIT + MAX_LOGPROBS
 
 
 def token_logprobs(logits: npt.NDArray[np.float32], token: int, count: int) -> dict[int, Logprob]:
@@ -27,6 +35,17 @@ def token_logprobs(logits: npt.NDArray[np.float32], token: int, count: int) -> d
     for index, likely in enumerate(_likeliest(logits, count)):
         if likely != token:
             entries[likely] = Logprob(float(logits[likely]) - normalizer, index + 1)
+    return entries
+
+
+def logprobs_of_fields(fields: Sequence[float], token: int, count: int) -> dict[int, Logprob]:
+    """What `token_logprobs` gives, from the fields of a device's row."""
+    normalizer, chosen, rank = fields[:FIRST_ID]
+    entries = {token: Logprob(chosen - normalizer, int(rank))}
+    for index in range(count):
+        likely, logit = int(fields[FIRST_ID + index]), fields[FIRST_LOGIT + index]
+        if likely >= 0 and likely != token:
+            entries[likely] = Logprob(logit - normalizer, index + 1)
     return entries
 
 

@@ -2,11 +2,12 @@
 
 The order, which is vLLM's:
 
-    constraint -> logit_bias -> min_tokens -> repetition, presence, frequency penalties
+    constraint -> allowed_token_ids, bad_words, min_tokens -> logit_bias -> penalties
     greedy: argmax, ties to the lowest id
     else:   temperature -> truncation -> argmax(log p + gumbel)
 
-all on the node's own path. A token that the constraint forces is taken whatever the other options say.
+all on the node's own path. A constraint goes first: a token that it forces is taken whatever the other
+options say, and so are its tokens where they forbid them all. `logits_processors.py` has the options.
 The order within truncation is that of `truncation.py`. The token depends on the logits, the options, the
 path and (seed, position), and on nothing else.
 """
@@ -21,10 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.constrain.constraint import Constraint
+from paceline.core.logit_edits import LogitEdits
 from paceline.core.params import SamplingParams
 from paceline.core.truncation import KEEPS_ALL
 from paceline.errors import BackendError
 from paceline.verify.choosing import ALL_IDS, best_candidates, choose_token, target_probabilities
+from paceline.verify.logits_processors import LogitsProcessors
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
@@ -53,44 +56,6 @@ class Workspace:
         return self._lines[:count]
 
 
-class TokenCounts:
-    """How often each distinct token occurs, as growing arrays for vectorized use."""
-
-    def __init__(self, tokens: Iterable[int] = ()) -> None:
-        self._indices: dict[int, int] = {}
-        self._ids = np.zeros(64, dtype=np.int64)
-        self._counts = np.zeros(64, dtype=np.float32)
-        for token in tokens:
-            self.add(token)
-
-    def add(self, token: int) -> None:
-        """Count a token once more."""
-        index = self._indices.setdefault(token, len(self._indices))
-        if index == len(self._ids):
-            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._ids[index] = token
-        self._counts[index] += 1
-
-    def copy(self) -> TokenCounts:
-        """An independent copy."""
-        twin = copy.copy(self)
-        twin._indices = self._indices.copy()
-        twin._ids = self._ids.copy()
-        twin._counts = self._counts.copy()
-        return twin
-
-    @property
-    def ids(self) -> npt.NDArray[np.int64]:
-        """The distinct tokens: int64 [distinct]."""
-        return self._ids[: len(self._indices)]
-
-    @property
-    def counts(self) -> Float32Array:
-        """How often each of `ids` occurs: float32 [distinct]."""
-        return self._counts[: len(self._indices)]
-
-
 class Sampler:
     """Samples one request's tokens from logits. `advance` tells it each token of the request's path."""
 
@@ -101,21 +66,17 @@ class Sampler:
         prompt: Sequence[int],
         ending_ids: Iterable[int],
         constraint: Constraint | None = None,
+        bad_words: Iterable[Sequence[int]] = (),
     ) -> None:
-        """`ending_ids` are the ids that min_tokens forbids: end-of-sequence and stop ids."""
+        """`ending_ids` are the ids that min_tokens forbids: end-of-sequence and stop ids.
+
+        `bad_words` are the token sequences of the params' bad_words.
+        """
         self.constraint = constraint  # None: any token may follow
         self._params = params
         self._seed = np.uint64(seed)
         self._options = (params.temperature, params.truncation)
-        self._bias_ids = np.array(list(params.logit_bias or ()), dtype=np.int64)  # [biased]
-        self._bias = np.array(list((params.logit_bias or {}).values()), dtype=np.float32)  # [biased]
-        self._ending_ids = np.array(sorted(ending_ids), dtype=np.int64)  # [ending]
-        self._repeats = params.repetition_penalty != 1.0
-        self._counts_output = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-        self._seen = TokenCounts(prompt if self._repeats else ())
-        self._output = TokenCounts()
-        self._penalized = self._repeats or self._counts_output
-        self._edits_always = self._penalized or len(self._bias_ids) > 0
+        self._processors = LogitsProcessors(params, prompt, ending_ids, bad_words)
 
     @property
     def greedy(self) -> bool:
@@ -128,8 +89,21 @@ class Sampler:
         return self._options[1].keeps_all
 
     def leaves_logits(self, num_output: int) -> bool:
-        """Whether no constraint, bias, min_tokens or penalty edits logits from here on."""
-        return self.constraint is None and self._is_plain(num_output)
+        """Whether neither a constraint nor an option edits logits from here on."""
+        return self.constraint is None and not self.edits_logits(num_output)
+
+    def edits_logits(self, num_output: int) -> bool:
+        """Whether options (bias, min_tokens, penalties, allowed ids, bad words) edit logits from here on."""
+        return self._processors.edits(num_output)
+
+    @property
+    def bans_tokens(self) -> bool:
+        """Whether allowed_token_ids or bad_words exclude tokens, which `logit_edits` does not tell."""
+        return self._processors.bans
+
+    def logit_edits(self) -> LogitEdits:
+        """What `edits_logits` stands for, for a device that samples the next tokens."""
+        return self._processors.for_device()
 
     @property
     def seed(self) -> int:
@@ -140,16 +114,15 @@ class Sampler:
         """Append a token to the path."""
         if self.constraint is not None:
             self.constraint.advance(token)
-        if self._penalized:
-            self._seen.add(token)
-            self._output.add(token)
+        if self._processors.follows_path:
+            self._processors.advance(token)
 
     def branch(self, tokens: Iterable[int]) -> Sampler:
         """A sampler whose path is this one's plus these tokens. This one is not changed."""
-        if not self._penalized and self.constraint is None:
+        if not self._processors.follows_path and self.constraint is None:
             return self  # nothing depends on the path
         twin = copy.copy(self)
-        twin._seen, twin._output = self._seen.copy(), self._output.copy()
+        twin._processors = self._processors.branch()
         if self.constraint is not None:
             twin.constraint = self.constraint.branch()
         for token in tokens:
@@ -164,11 +137,11 @@ class Sampler:
         forced = self._forced(logits)
         if forced is not None:
             return forced
-        if self.greedy and self._is_plain(num_output):
+        if self.greedy and not self.edits_logits(num_output):
             token = int(logits.argmax())  # if the largest of all is allowed, it is the largest allowed
             if math.isfinite(logits[token]) and (self.constraint is None or self.constraint.allows(token)):
                 return token
-        logits = self._with_options(logits, num_output, workspace)
+        logits = self.edited_logits(logits, num_output, workspace)
         if self.greedy:
             token = int(logits.argmax())  # the first NaN, if there is one
             if math.isfinite(logits[token]):
@@ -195,7 +168,7 @@ class Sampler:
             out[:] = 0.0
             out[forced] = 1.0
             return out
-        logits = self._with_options(logits, num_output, workspace)
+        logits = self.edited_logits(logits, num_output, workspace)
         if self.greedy:
             token = int(logits.argmax())
             usable = math.isfinite(logits[token])
@@ -227,7 +200,7 @@ class Sampler:
         forced = self._forced(logits)
         if forced is not None:
             return np.array([forced]), np.zeros(1)
-        logits = self._with_options(logits, num_output, workspace)
+        logits = self.edited_logits(logits, num_output, workspace)
         best = best_candidates(
             (logits, known),
             _PLAIN_OPTIONS if self.greedy else self._options,
@@ -251,43 +224,12 @@ class Sampler:
             raise unusable_logits(f"of token {forced[0]}")
         return forced[0]
 
-    def _is_plain(self, num_output: int) -> bool:
-        """Whether bias, min_tokens and penalties change no logit."""
-        return not self._edits_always and not self._forbids_endings(num_output)
-
-    def _forbids_endings(self, num_output: int) -> bool:
-        return num_output < self._params.min_tokens and len(self._ending_ids) > 0
-
-    def _with_options(self, logits: Float32Array, num_output: int, workspace: Workspace) -> Float32Array:
-        """The logits with constraint, bias, min_tokens and penalties, if there are any."""
+    def edited_logits(self, logits: Float32Array, num_output: int, workspace: Workspace) -> Float32Array:
+        """The logits that the constraint allows, edited by the options, if there are any."""
         if self.leaves_logits(num_output):
             return logits
-        return self._edited(logits, self._forbids_endings(num_output), workspace.logits)
-
-    def _edited(self, logits: Float32Array, forbidden: bool, edited: Float32Array) -> Float32Array:
-        """The logits with constraint, bias, min_tokens and penalties applied, written to `edited`."""
-        params = self._params
-        if self.constraint is None:
-            np.copyto(edited, logits)
-        else:
-            edited.fill(-np.inf)
-            np.copyto(edited, logits, where=self.constraint.mask())
-        if len(self._bias_ids):
-            edited[self._bias_ids] += self._bias
-        if forbidden:
-            endings = edited[self._ending_ids]
-            edited[self._ending_ids] = -np.inf
-            if self.constraint is not None and edited.max() == -np.inf:
-                edited[self._ending_ids] = endings  # the grammar allows nothing else
-        if self._repeats:
-            seen = edited[self._seen.ids]
-            penalty = np.float32(params.repetition_penalty)
-            edited[self._seen.ids] = np.where(seen > 0, seen / penalty, seen * penalty)
-        if self._counts_output:
-            ids, counts = self._output.ids, self._output.counts
-            edited[ids] -= np.float32(params.frequency_penalty) * counts
-            edited[ids] -= np.float32(params.presence_penalty)
-        return edited
+        mask = None if self.constraint is None else self.constraint.mask()
+        return self._processors.apply(logits, mask, num_output, workspace.logits)
 
 
 def unusable_logits(where: str) -> BackendError:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from paceline.backends.torch_backend import TorchBackend, ancestors, kv_slots
 from paceline.errors import BackendError
@@ -16,6 +16,9 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import Driven, drive, run
 from tests.tiny import FAMILIES, VOCAB_SIZE, random_model, save_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PROMPT = np.random.default_rng(1).integers(0, VOCAB_SIZE, 40).tolist()
 CLOSE = 1e-4

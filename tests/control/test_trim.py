@@ -44,3 +44,11 @@ def test_drawn_nodes_and_nodes_without_confidence_stay():
     assert expensive.trim(["head"], silent) is silent
     drawn = replace(said, draws=Draws(np.full((1, 4), 0.25), np.zeros(2, dtype=np.int32)))
     assert expensive.trim(["head"], drawn) is drawn
+
+
+def test_forced_tokens_that_no_choice_asked_for_are_kept_whole():
+    """A constrained request may be planned plain, and still draft what its grammar forces."""
+    expensive = fast_trim([0.004, 0.1, 0.2, 0.3], [1.0, 1.0])
+    trees = DraftTrees.chains([[5, 6], [7, 8]], [[1.0, 1.0], [0.01, 0.01]])
+    kept = expensive.trim(["grammar", "head"], trees)
+    assert [kept.tree_lists(index)[0] for index in range(2)] == [[5, 6], []]

@@ -42,7 +42,8 @@ def test_tokens_are_those_of_the_host_and_logits_come_only_for_rows_that_need_th
     assert results(backend) == sampled
     racing = [own for own, (_, params) in zip(sampled, requests(), strict=True) if params.temperature == 0.8]
     assert backend.num_chosen >= sum(len(tokens) for tokens, *_ in racing) > 80
-    all_tokens, prompt_rows = sum(len(tokens) for tokens, *_ in sampled), 47
+    asked = [ids for ids, params in requests() if params.prompt_logprobs is not None]
+    all_tokens, prompt_rows = sum(len(tokens) for tokens, *_ in sampled), sum(len(ids) - 1 for ids in asked)
     assert backend.num_logits + backend.num_chosen == all_tokens + prompt_rows
 
 

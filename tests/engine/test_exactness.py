@@ -19,7 +19,9 @@ OPTIONS = [
     {"temperature": 1.3, "min_p": 0.02, "repetition_penalty": 1.3, "seed": 2},
     {"temperature": 0.9, "presence_penalty": 1.0, "frequency_penalty": 0.5, "seed": 3},
     {"temperature": 0.0, "logit_bias": {5: 4.0, 9: -50.0}, "frequency_penalty": 1.0},
-    {"temperature": 1.0, "min_tokens": 10, "seed": 4},
+    {"temperature": 1.0, "min_tokens": 10, "max_tokens": 23, "seed": 4},
+    # ids 10 to 16 are the letters H to N
+    {"temperature": 1.0, "allowed_token_ids": range(10, 17), "bad_words": ["HI", "IJ", "JJ", "KLM", "N"]},
 ]
 
 
@@ -29,8 +31,9 @@ def prompt(number: int, length: int) -> list[int]:
 
 def requests():
     """Prompts of many lengths, each with options of its own, all with log-probabilities."""
-    for number in range(21):
-        options = OPTIONS[number % len(OPTIONS)] | {"max_tokens": 5 + 3 * (number % 7), "logprobs": 3}
+    for number in range(24):
+        most = 5 + 3 * (number % 7)
+        options = {"max_tokens": most, "logprobs": 3, **OPTIONS[number % len(OPTIONS)]}
         length = [1, 3, 4, 5, 17, 40, 70][(number * 3) % 7]
         yield prompt(number, length), SamplingParams(**{"seed": number} | options)
 

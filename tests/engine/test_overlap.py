@@ -31,7 +31,13 @@ def params(number: int, **options: object) -> SamplingParams:
 
 
 def outcome(request):
-    return request.output_token_ids, request.finish_reason, request.stop_reason, request.detokenizer.text
+    return (
+        request.output_token_ids,
+        request.finish_reason,
+        request.stop_reason,
+        request.detokenizer.text,
+        request.logprobs,
+    )
 
 
 def alone(ids, options):
@@ -49,9 +55,13 @@ OPTIONS = [
     {"top_k": 5},
     {"logprobs": 1},
     {"min_tokens": 4},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4, "logit_bias": {5: 2.0}},
+    {"logprobs": 3, "logit_bias": {3: 1.5}},
 ]
+BANS = {"allowed_token_ids": range(10, 17), "bad_words": ["HI", "IJ", "JJ", "KL", "M"]}  # the ids are H to N
 REQUESTS = [
-    (prompt(number, 1 + 7 * (number % 4)), params(number, **OPTIONS[number % 7])) for number in range(14)
+    *((prompt(number, 1 + 7 * (number % 4)), params(number, **OPTIONS[number % 9])) for number in range(18)),
+    *((prompt(number, 5), params(number, **BANS)) for number in (18, 19)),
 ]
 ALONE = {}
 
@@ -390,3 +400,33 @@ def test_a_head_is_attached_only_to_requests_without_a_pass_in_flight():
     assert len(attached) > len(added)  # again after plain passes
     assert [outcome(request) for request in added] == [expected(2), expected(9)]
     assert not any(request.failed_drafters for request in added)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"logprobs": 2, "logit_bias": {3: 1.5}}, {"bad_words": ["HI"]}, {"allowed_token_ids": range(9, 40)}],
+)
+def test_requests_that_need_the_host_leave_the_others_on_the_device(options) -> None:
+    """A constraint, banned tokens, or edits of logits with log-probabilities: decoded in host passes."""
+    backend = ToyBackend(on_device=True)
+    engine = toy_engine(backend, num_pages=400)
+    for number in range(3):
+        engine.add_request(prompt(number, 5), params(number, max_tokens=30, ignore_eos=True))
+    needy = params(3, max_tokens=9, ignore_eos=True, **options)
+    (on_host,) = engine.add_request(prompt(3, 5), needy)
+    drain(engine)
+    assert outcome(on_host) == alone(prompt(3, 5), needy)
+    assert backend.num_launched >= 29
+    rows_of_host_passes = [requests for requests, _ in backend.batches if requests == 1]
+    assert len(rows_of_host_passes) >= 8
+
+
+def test_host_passes_serve_all_if_most_requests_need_the_host() -> None:
+    backend = ToyBackend(on_device=True)
+    engine = toy_engine(backend, num_pages=400)
+    for number in range(3):
+        engine.add_request(prompt(number, 5), params(number, max_tokens=9, logprobs=2, logit_bias={3: 1.5}))
+    engine.add_request(prompt(3, 5), params(3, max_tokens=9, ignore_eos=True))
+    while any(request.num_output < 5 for request in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+    assert backend.num_launched == 0

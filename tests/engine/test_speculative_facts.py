@@ -174,8 +174,10 @@ def test_requests_of_one_batch_choose_their_own_method_length_and_shape():
 @pytest.mark.parametrize(
     ("speculative", "message"),
     [
-        ("guess", "asks for the drafter 'guess'.*It has ngram"),
-        ({"method": "draft_model"}, "has not loaded"),
+        ("sufix", "'sufix', which does not exist: did you mean 'suffix'\\? This engine has ngram"),
+        ({"method": "draft_model", "strict": True}, "has not loaded.*or leave out strict"),
+        ({"method": "draft_model", "depth": 0}, "depth must be"),
+        ({"strict": 1}, "strict must be True or False"),
         ({"length": 3}, "unknown option 'length'"),
         ({"num_speculative_tokens": -1}, "0 is plain decoding"),
         ({"num_speculative_tokens": 32}, "at most 32 rows.*Use at most 31"),
@@ -193,12 +195,36 @@ def test_speculative_options_that_cannot_be_met_are_refused(speculative, message
     assert not engine.has_unfinished
 
 
-def test_without_drafters_only_off_auto_and_grammar_can_be_asked_for():
+def test_a_method_that_is_not_loaded_is_replaced_by_the_default_and_metrics_say_so():
+    ngram = Lengths("ngram", [(9, 9)])
+    engine = engine_with(ngram)
+    asked = {"method": "eagle3", "num_speculative_tokens": 3}
+    requests = [add(engine, speculative=speculative) for speculative in ("eagle3", asked, "ngram")]
+    drain(engine)
+    assert all(request.output_token_ids == truth() for request in requests)
+    assert [metrics(request).unavailable_drafter for request in requests] == ["eagle3", "eagle3", None]
+    assert {plan.budget for plan in ngram.plans[:3]} == {6}  # the default, not the options of another method
+    assert all(metrics(request).num_spec_steps for request in requests)
+
+
+def test_a_hint_is_served_where_the_named_method_would_not_even_fit_into_a_pass():
+    engine = toy_engine(max_num_seqs=2, max_num_batched_tokens=4)
+    request = add(engine, speculative="eagle3")
+    assert (request.plan, request.unavailable_drafter) == (None, "eagle3")
+
+
+def test_plain_decoding_is_there_whatever_method_is_named():
+    request = add(toy_engine(), speculative={"method": "eagle3", "num_speculative_tokens": 0})
+    assert request.undrafted
+    assert request.unavailable_drafter is None
+
+
+def test_an_engine_without_drafters_has_off_auto_and_grammar():
     engine = toy_engine()
     assert add(engine, speculative="off").plan is not None
     assert add(engine, speculative="auto").plan is None
     with pytest.raises(RequestError, match="It has grammar"):
-        add(engine, speculative="ngram")
+        add(engine, speculative={"method": "ngram", "strict": True})
 
 
 def test_pages_reserved_for_rejected_drafts_are_released():

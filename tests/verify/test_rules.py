@@ -36,7 +36,9 @@ OPTIONS = [
     {"top_p": 0.6, "min_p": 0.05},
     {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
     {"logit_bias": {2: 3.0, 5: -100.0}, "min_tokens": 6},
+    {"allowed_token_ids": range(1, 10)},
 ]
+BAD_WORDS = [[1], [7, 2], [4, 5, 6], *([token, token] for token in range(VOCAB))]
 
 
 def make_case(seed, options, num_nodes, chain=False, drawn=0.6, nan_node=None, **fields):
@@ -45,7 +47,8 @@ def make_case(seed, options, num_nodes, chain=False, drawn=0.6, nan_node=None, *
     logits = (rng.normal(size=(1 + num_nodes, VOCAB)) * 2).astype(np.float32)
     if nan_node is not None:
         logits[nan_node + 1, rng.integers(VOCAB)] = np.nan
-    sampler = Sampler(SamplingParams(**options), seed, prompt=[1, 2], ending_ids=[ENDING])
+    bad_words = BAD_WORDS if "allowed_token_ids" in options else ()
+    sampler = Sampler(SamplingParams(**options), seed, [1, 2], [ENDING], bad_words=bad_words)
     for token in (4, 4, 7):
         sampler.advance(token)
     position = 5

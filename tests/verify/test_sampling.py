@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
 from paceline.core.truncation import KEEPS_ALL, Truncation
-from paceline.errors import BackendError
+from paceline.errors import BackendError, ExhaustedError
 from paceline.verify import kernels
 from paceline.verify.choosing import choose_token
+from paceline.verify.logits_processors import BadWords, TokenCounts
 from paceline.verify.logprobs import token_logprobs
 from paceline.verify.noise import gumbel_reference
 from paceline.verify.reference import choose_token_reference, log_normalizer_reference
-from paceline.verify.sampling import Sampler, TokenCounts, Workspace
+from paceline.verify.sampling import Sampler, Workspace
 from tests.verify.truncations import EXAMPLES, TRUNCATIONS
 
 
@@ -24,9 +25,9 @@ def choose(logits, temperature=1.0, truncation=KEEPS_ALL, seed=0, position=0):
     return choose_token(logits, options, workspace.scratch, (np.uint64(seed), np.uint64(position)))
 
 
-def sample(logits, params, prompt=(), output=(), ending=(), seed=0):
+def sample(logits, params, prompt=(), output=(), ending=(), seed=0, bad_words=()):
     """The token that follows `output`."""
-    sampler = Sampler(params, seed, prompt, ending)
+    sampler = Sampler(params, seed, prompt, ending, bad_words=bad_words)
     for token in output:
         sampler.advance(token)
     logits = np.asarray(logits, dtype=np.float32)
@@ -168,9 +169,48 @@ def test_min_tokens_forbids_endings_until_reached():
     assert sample([9, 1, 2], params, output=[2, 2], ending=[0]) == 0
 
 
+def test_only_allowed_ids_are_sampled():
+    params = SamplingParams(temperature=0, allowed_token_ids=[1, 2])
+    assert sample([9, 1, 2], params) == 2
+    assert sample([9, 3, -np.inf], params) == 1
+    drawn = {sample([9, 1, 2], SamplingParams(allowed_token_ids=[1, 2]), seed=seed) for seed in range(50)}
+    assert drawn == {1, 2}
+
+
+def test_the_last_token_of_a_bad_word_is_banned_where_the_others_precede_it():
+    greedy = SamplingParams(temperature=0)
+    assert sample([9, 1, 2], greedy, bad_words=[[0]]) == 2
+    words = [[1, 2, 0], [2, 0]]
+    assert sample([9, 1, 2], greedy, bad_words=words) == 0
+    assert sample([9, 1, 2], greedy, output=[2], bad_words=words) == 2
+    assert sample([9, 1, 2], greedy, output=[1, 2], bad_words=words) == 2
+    assert sample([9, 1, 2], greedy, output=[2, 1], bad_words=words) == 0
+    assert sample([9, 1, 2], greedy, prompt=[2], bad_words=words) == 0  # the prompt does not count
+    assert BadWords(words).after((1, 2)) == [0, 0]
+
+
+def test_a_branch_has_bad_words_of_its_own_path():
+    sampler = Sampler(SamplingParams(temperature=0), 0, (), (), bad_words=[[2, 0]])
+    logits, workspace = np.array([9, 1, 2], dtype=np.float32), Workspace(3)
+    branch = sampler.branch([2])
+    assert [each.sample(logits, 1, 1, workspace) for each in (sampler, branch, branch.branch([1]))] == [
+        0,
+        2,
+        0,
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_options_that_leave_no_token_are_an_error_that_names_them(temperature):
+    params = SamplingParams(temperature=temperature, allowed_token_ids=[0, 1])
+    with pytest.raises(ExhaustedError, match="allowed_token_ids, bad_words"):
+        sample([1, 2, 3], params, output=[2], bad_words=[[0], [2, 1]])
+
+
 def test_options_leave_the_models_logits_alone():
     logits = np.arange(5, dtype=np.float32)
-    sample(logits, SamplingParams(logit_bias={1: 5}, presence_penalty=1), output=[1])
+    options = {"logit_bias": {1: 5}, "presence_penalty": 1, "allowed_token_ids": [1, 2]}
+    sample(logits, SamplingParams(**options), output=[1], bad_words=[[2]])
     assert logits.tolist() == [0, 1, 2, 3, 4]
 
 

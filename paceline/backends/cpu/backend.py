@@ -13,8 +13,9 @@ from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.compiled_model import CompiledModel, CpuPool
 from paceline.backends.cpu.features import KEPT_FIELDS
 from paceline.backends.cpu.isa import ISA
+from paceline.backends.cpu.packing import address_of
 from paceline.backends.cpu.team import default_threads
-from paceline.backends.cpu.workspace import Workspace, address_of
+from paceline.backends.cpu.workspace import Workspace
 from paceline.core.arrays import Float32Array
 from paceline.core.forward import ForwardBatch, ForwardOutput, KeptFeatures, KVPool
 from paceline.errors import BackendError, ConfigError
@@ -34,6 +35,7 @@ class CpuBackend(CompiledModel, Backend):
     def __init__(self, workspace: Workspace, quantization: str, beside: CpuBackend | None = None) -> None:
         super().__init__(workspace, beside)
         self.quantization = quantization
+        self.weight_format = "float32" if quantization == "none" else quantization
         self._feature_layers: tuple[int, ...] = ()  # of the last pass
         self._features = np.empty((0, 0), dtype=np.float32)
         self._tell_kept(())

@@ -21,7 +21,7 @@ from paceline.backends.cpu.draft_chains import (
     run_coupled,
 )
 from paceline.backends.cpu.head_workspace import HeadWorkspace
-from paceline.backends.cpu.workspace import address_of
+from paceline.backends.cpu.packing import address_of
 from paceline.backends.head_chains import EXTEND_FACTOR
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import KVPool

@@ -7,6 +7,8 @@ can be rounded to int4.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +16,20 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.cpu.isa import ISA
+from paceline.backends.cpu.pack_kernels import DECODERS, round_to_int8
 from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, INT8, tile_bytes
 from paceline.models.checkpoint import Tensor
+from paceline.models.files import release_pages
+from paceline.models.gguf_blocks import FORMATS
 
 Bytes = npt.NDArray[np.uint8]
-_CHUNK_ROWS = 2048  # rows packed at a time: bounds the memory of the conversion
+_PART_VALUES = 1 << 24  # of a thread's work: several threads share a large matrix
+_SLAB_VALUES = 1 << 18  # packed at a time: their floats stay in the L2 cache
+
+
+def address_of(array: npt.NDArray[np.generic]) -> int:
+    """The address of an array's data."""
+    return int(array.__array_interface__["data"][0])
 
 
 @dataclass(frozen=True)
@@ -34,10 +45,13 @@ class PackedMatrix:
     def groups(self) -> int:
         return -(-self.depth // GROUP)
 
+    @property
+    def padded_depth(self) -> int:
+        return self.groups * GROUP
+
     def descriptor(self) -> list[int]:
         """What the compiled pass needs: address, format, groups, tiles, bytes of a tile."""
-        address = self.data.__array_interface__["data"][0]
-        return [address, self.weight_format, self.groups, self.data.shape[0], self.data.shape[1]]
+        return [address_of(self.data), self.weight_format, self.groups, *self.data.shape]
 
 
 def choose_format(kind: str, quantization: str) -> int:
@@ -53,26 +67,76 @@ def choose_format(kind: str, quantization: str) -> int:
 
 def pack(tensor: Tensor, quantization: str) -> PackedMatrix:
     """A tensor [rows, depth] packed for the tiles."""
-    rows, depth = tensor.shape
     weight_format = choose_format(tensor.kind, quantization)
-    padded_depth = -(-depth // GROUP) * GROUP
-    size = tile_bytes(weight_format, padded_depth)
-    data = np.empty((-(-rows // GROUP) * GROUP // COLUMNS, size), dtype=np.uint8)
-    from_blocks = _FROM_BLOCKS.get((tensor.kind, weight_format))
-    values = tensor.blocks() if from_blocks else tensor.float32()
-    for start in range(0, rows, _CHUNK_ROWS):
-        part: Any = values[start : start + _CHUNK_ROWS]
-        missing = -len(part) % GROUP  # outputs become the groups of the next layer's input
-        if missing:
-            part = np.concatenate([part, np.zeros((missing, part.shape[1]), dtype=part.dtype)])
-        if from_blocks:
-            packed = from_blocks(part)
+    data = np.empty(packed_shape(tensor, quantization), dtype=np.uint8)
+    matrix = PackedMatrix(data, weight_format, *tensor.shape)
+    pack_rows(tensor, matrix, 0, tensor.shape[0])
+    return matrix
+
+
+def pack_matrices(tensors: Mapping[str, Tensor], quantization: str, threads: int) -> dict[str, PackedMatrix]:
+    """The tensors packed by several threads, all in one piece of memory."""
+    shapes = [packed_shape(tensor, quantization) for tensor in tensors.values()]
+    sizes = [tiles * size for tiles, size in shapes]
+    memory = np.empty(sum(sizes), dtype=np.uint8)
+    pieces = np.split(memory, np.cumsum(sizes)[:-1])
+    matrices = {
+        name: PackedMatrix(piece.reshape(shape), choose_format(tensor.kind, quantization), *tensor.shape)
+        for (name, tensor), piece, shape in zip(tensors.items(), pieces, shapes, strict=True)
+    }
+    parts = [
+        (tensor, matrices[name], start, min(start + rows, tensor.shape[0]))
+        for name, tensor in tensors.items()
+        for rows in [max(1, _PART_VALUES // tensor.shape[1] // GROUP) * GROUP]
+        for start in range(0, tensor.shape[0], rows)
+    ]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda part: pack_rows(*part), parts))
+    return matrices
+
+
+def packed_shape(tensor: Tensor, quantization: str) -> tuple[int, int]:
+    """The tiles of a packed tensor, and the bytes of one."""
+    rows, depth = (-(-size // GROUP) * GROUP for size in tensor.shape)
+    return rows // COLUMNS, tile_bytes(choose_format(tensor.kind, quantization), depth)
+
+
+def pack_rows(tensor: Tensor, matrix: PackedMatrix, start: int, stop: int) -> None:
+    """Fill in the tiles of rows `start` to `stop`, whole groups of 32 or up to the end of the tensor.
+
+    Several threads can pack parts of one matrix: what takes time runs without the GIL.
+    """
+    blocks = tensor.blocks()
+    step = max(1, _SLAB_VALUES // matrix.padded_depth // GROUP) * GROUP
+    pack_slab = _FROM_BLOCKS.get((tensor.kind, matrix.weight_format))
+    scratch = np.zeros((0 if pack_slab else step, matrix.padded_depth), dtype=np.float32)
+    for first in range(start, stop, step):
+        part = blocks[first : min(first + step, stop)]
+        count = -(-len(part) // GROUP) * GROUP  # outputs become the groups of the next layer's input
+        tiles = matrix.data[first // COLUMNS : (first + count) // COLUMNS]
+        if pack_slab is not None:
+            padding = np.zeros((count - len(part), part.shape[1]), dtype=np.uint8)
+            tiles[:] = pack_slab(np.concatenate([part, padding]) if len(padding) else part)
         else:
-            if padded_depth != depth:
-                part = np.pad(part, ((0, 0), (0, padded_depth - depth)))
-            packed = _FROM_FLOATS[weight_format](part)
-        data[start // COLUMNS : start // COLUMNS + len(packed)] = packed
-    return PackedMatrix(data, weight_format, rows, depth)
+            _decode(tensor.kind, part, scratch[: len(part), : matrix.depth])
+            scratch[len(part) : count] = 0
+            _FROM_FLOATS[matrix.weight_format](scratch[:count], tiles)
+    release_pages(blocks[start:stop])
+
+
+def _decode(kind: str, blocks: Bytes, out: npt.NDArray[np.float32]) -> None:
+    """Write the values of blocks [rows, bytes per row] into floats [rows, values per row]."""
+    form = FORMATS[kind]
+    whole = np.ascontiguousarray(blocks)
+    into = out if out.flags.c_contiguous else np.empty(out.shape, dtype=np.float32)
+    count = into.size // form.block_size
+    if kind in DECODERS:
+        DECODERS[kind](address_of(whole), count, address_of(into))
+    else:
+        with np.errstate(all="ignore"):  # a damaged scale must show as a value, not as a warning
+            form.decode(whole.reshape(count, -1), into.reshape(count, -1))
+    if into is not out:  # rows are padded to whole groups
+        out[:] = into
 
 
 def _interleave(values: Bytes, steps: int) -> Bytes:
@@ -160,19 +224,11 @@ def _pack_q8_0(rows: Bytes) -> Bytes:
     return _stream(_interleave(_signed_bytes(values), 8), _columns(_halves(blocks, 0)))
 
 
-def _pack_int8_rounded(rows: npt.NDArray[np.float32]) -> Bytes:
-    groups = rows.reshape(len(rows), -1, GROUP)
-    largest = _reduced(np.maximum, np.abs(groups))
-    scale = (largest / np.float32(127)).astype(np.float16)
-    inverse = np.divide(
-        1, scale, out=np.zeros(scale.shape, dtype=np.float32), where=scale != 0, dtype=np.float32
-    )
-    with np.errstate(invalid="ignore"):  # a weight that is no number makes its group's scale one, too
-        values = np.clip(np.rint(groups * inverse[:, :, None]), -127, 127).astype(np.int8)
-    return _stream(_interleave(_signed_bytes(values), 8), _columns(scale))
+def _pack_int8_rounded(rows: npt.NDArray[np.float32], tiles: Bytes) -> None:
+    round_to_int8(address_of(rows), len(rows), rows.shape[1] // GROUP, address_of(tiles))
 
 
-def _pack_int4_rounded(rows: npt.NDArray[np.float32]) -> Bytes:
+def _pack_int4_rounded(rows: npt.NDArray[np.float32], tiles: Bytes) -> None:
     """w = d q + m: 15 steps from the smallest to the largest of 32, as in Q4_1."""
     groups = rows.reshape(len(rows), -1, GROUP)
     smallest = _reduced(np.minimum, groups).astype(np.float16)
@@ -181,16 +237,16 @@ def _pack_int4_rounded(rows: npt.NDArray[np.float32]) -> Bytes:
         1, scale, out=np.zeros(scale.shape, dtype=np.float32), where=scale != 0, dtype=np.float32
     )
     above = groups - smallest[:, :, None].astype(np.float32)
-    with np.errstate(invalid="ignore"):  # as below
+    with np.errstate(invalid="ignore"):  # a weight that is no number makes its group's scale one, too
         values = np.clip(np.rint(above * inverse[:, :, None]), 0, 15).astype(np.uint8)
     nibbles = values[:, :, : GROUP // 2] | values[:, :, GROUP // 2 :] << np.uint8(4)
-    return _stream(_interleave(nibbles, 4), _columns(scale), _columns(smallest))
+    tiles[:] = _stream(_interleave(nibbles, 4), _columns(scale), _columns(smallest))
 
 
-def _pack_float32(rows: npt.NDArray[np.float32]) -> Bytes:
+def _pack_float32(rows: npt.NDArray[np.float32], tiles: Bytes) -> None:
     count, depth = rows.shape
-    moved = np.ascontiguousarray(rows.reshape(count // COLUMNS, COLUMNS, depth).transpose(0, 2, 1))
-    return moved.view(np.uint8).reshape(count // COLUMNS, depth * COLUMNS * 4)
+    into = tiles.view(np.float32).reshape(count // COLUMNS, depth, COLUMNS)
+    into[:] = rows.reshape(count // COLUMNS, COLUMNS, depth).transpose(0, 2, 1)
 
 
 _FROM_BLOCKS = {

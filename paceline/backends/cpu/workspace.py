@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from paceline.backends.cpu.attention_choice import RESULT_ROWS, TASK_HEADS, run_
 from paceline.backends.cpu.attention_tiles import PAGE
 from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.matmul import run_tile
-from paceline.backends.cpu.packing import PackedMatrix, pack
+from paceline.backends.cpu.packing import PackedMatrix, address_of, pack_matrices
 from paceline.backends.cpu.sampling import run_gumbel_argmax
 from paceline.backends.cpu.simd import LANES
 from paceline.backends.cpu.tiles import GROUP, RECORD
@@ -32,11 +31,6 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 def round_up(value: int, multiple: int) -> int:
     """The next multiple."""
     return -(-value // multiple) * multiple
-
-
-def address_of(array: npt.NDArray[np.generic]) -> int:
-    """The address of an array's data."""
-    return int(array.__array_interface__["data"][0])
 
 
 class Workspace:
@@ -265,7 +259,5 @@ def _pack_matrices(
     moe = checkpoint.config.moe
     names = [name for name in _matrix_names(checkpoint.config) if name]
     names += [name for layer in sorted(moe.layers) for name in _expert_names(moe, layer)] if moe else []
-    names = [name for name in dict.fromkeys(names) if name not in known]
-    with ThreadPoolExecutor(threads) as pool:
-        packed = pool.map(lambda name: pack(checkpoint.tensors[name], quantization), names)
-        return {**known, **dict(zip(names, packed, strict=True))}
+    tensors = {name: checkpoint.tensors[name] for name in names if name not in known}
+    return {**known, **pack_matrices(tensors, quantization, threads)}

@@ -6,6 +6,7 @@ requests. A pass by another loop than the last, or over other slots, first write
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -19,19 +20,23 @@ import torch
 
 from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, SlotInits
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
-from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork
+from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork, ModelNetwork
 from paceline.backends.cuda.draft_shape import chain_shape
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets
 from paceline.backends.cuda.head import HeadPool
+from paceline.backends.cuda.kernels.logit_edits import EditState, make_edit_state
 from paceline.backends.cuda.model import Pool
 from paceline.backends.cuda.shared_prefix import find_shared_prefixes, no_shared_prefix, uniform_rows
 from paceline.backends.cuda.tables import to_device
 from paceline.backends.cuda.weights import Weights
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import KeptFeatures
+from paceline.core.request import SamplingNeeds
 from paceline.core.truncation import KEEPS_ALL, NUM_FIELDS
 
 Int64Array = npt.NDArray[np.int64]
+
+logger = logging.getLogger(__name__)
 
 TIMED = 5  # steps per measurement
 BUFFERS = 4  # per loop: more than passes in flight, so none is overwritten unread
@@ -46,6 +51,7 @@ class Buffer:
     found: Int32Array | None  # [rows] the same memory: tokens drafted, unless a head drafts
     tokens: Int32Array  # [rows, 1 + length of drafts] the same memory: sampled tokens
     features: torch.Tensor | None  # float32 [rows, width]
+    logprobs: torch.Tensor  # float64 [rows, 1 + length of drafts, fields of verify/logprobs.py]
     host_drafts: torch.Tensor | None  # int32 [rows, 1 + most] optimistic drafts of the host, if it drafts
     pages: torch.Tensor  # int64 [changes] indices into the page table, then page numbers
     done: torch.cuda.Event | None  # None without a GPU, where work is synchronous
@@ -83,18 +89,22 @@ class CudaAsyncDecoder:
         self._rows = bucket(slots)
         self._requests = make_requests(slots, longest, page_size, self.device)
         # int64 [values of a slot, requests]
-        self._staged = torch.zeros((8 + NUM_FIELDS, self._rows), dtype=torch.int64, device=self.device)
+        self._staged = torch.zeros((9 + NUM_FIELDS, self._rows), dtype=torch.int64, device=self.device)
         self._graphs = Graphs(self.device)
         self._pages = np.zeros(tuple(self._requests.pages.shape), dtype=np.int32)  # a copy of the device's
         # [slots] upper bound of the computed tokens, and those at `join`
         self._lengths, self._joined = np.zeros((2, slots), dtype=np.int32)
-        self._keeps_all = np.ones(slots, dtype=np.bool_)  # [slots] whether nothing is truncated
+        self._needs = np.zeros(slots, dtype=np.int64)  # [slots] SamplingNeeds
+        self._edits = _edit_state(slots, weights.config.vocab_size, self.device)
+        self.supported_sampling = SamplingNeeds.TRUNCATION | SamplingNeeds.LOGPROBS
+        if self._edits is not None:
+            self.supported_sampling |= SamplingNeeds.LOGIT_EDITS
         self._loops: dict[DeviceDraft | None, Loop] = {}
         self._last: Loop | None = (
             None  # of the last pass, if the next one over the same slots can reuse its rows
         )
         self._slots: list[int] = []  # of the last pass
-        self._unread: deque[tuple[Buffer, Int64Array]] = deque()  # with their slots, oldest first
+        self._unread: deque[tuple[Buffer, Int64Array, int]] = deque()  # with slots and SamplingNeeds
 
     @torch.inference_mode()
     def join(self, requests: SlotInits) -> None:
@@ -109,6 +119,7 @@ class CudaAsyncDecoder:
                 requests.seeds.view(np.int64),
                 requests.temperatures.view(np.int64),
                 requests.takes_drafts,
+                requests.logprobs,
                 *requests.truncation.T.copy().view(np.int64),
             )
         )
@@ -118,15 +129,16 @@ class CudaAsyncDecoder:
         self._graphs.run(count, lambda: self._init_slots(count))
         for slot, text in zip(requests.slots.tolist(), requests.texts or (), strict=False):
             self._requests.tokens[slot, : len(text)] = to_device(text, self.device)
-        keeps_all = (requests.truncation == KEEPS_ALL).all(1)
-        self._keeps_all[requests.slots] = (requests.temperatures == 0) | keeps_all
+        self._init_edits(requests)
+        self._needs[requests.slots] = _sampling_needs(requests)
         self._lengths[requests.slots] = self._joined[requests.slots] = requests.lengths
         self._last = None
 
     def _init_slots(self, count: int) -> None:
-        """Write the staged values of so many requests to the device state."""
+        """Write the staged values of `count` requests to the device state."""
         state = self._requests
-        slots, lengths, limits, before, last, seeds, temperatures, takes, *options = self._staged[:, :count]
+        numbers, options = self._staged[:9, :count], self._staged[9:, :count]
+        slots, lengths, limits, before, last, seeds, temperatures, takes, asks = numbers
         state.lengths[slots] = lengths.int()
         state.limits[slots] = limits.int()
         state.tokens[slots, (lengths - 1).clamp(min=0)] = before.int()
@@ -134,7 +146,18 @@ class CudaAsyncDecoder:
         state.seeds[slots] = seeds
         state.temperatures[slots] = temperatures.view(torch.float64)
         state.takes_drafts[slots] = takes.int()
-        state.truncation[slots] = torch.stack(options, 1).view(torch.float64)
+        state.asks_logprobs[slots] = asks.int()
+        state.truncation[slots] = options.T.contiguous().view(torch.float64)
+
+    def _init_edits(self, requests: SlotInits) -> None:
+        """Write the logit edits of requests to their slots."""
+        if self._edits is None:
+            assert not any(requests.edits), "not declared as supported"
+            return
+        for slot, edits in zip(requests.slots.tolist(), requests.edits, strict=True):
+            self._edits.is_active[slot] = edits is not None
+            if edits is not None:
+                self._edits.init_slot(slot, edits)
 
     @torch.inference_mode()
     def launch(
@@ -160,17 +183,20 @@ class CudaAsyncDecoder:
             assert steps.host_drafts is not None
             buffer.host_drafts.numpy()[: len(slot_list)] = host_drafts  # rows after them are padding
             steps.host_drafts[:rows].copy_(buffer.host_drafts[:rows], non_blocking=True)
-        steps.step(rows, bool(self._keeps_all[index].all()))
+        needs = int(np.bitwise_or.reduce(self._needs[index]))
+        steps.step(rows, needs, self._edits)
         used = 2 * loop.most + rows * loop.width
         buffer.results[:used].copy_(steps.results[:used], non_blocking=True)
         if buffer.features is not None:
             assert steps.features is not None
             buffer.features[:rows].copy_(steps.features[:rows], non_blocking=True)
+        if needs & SamplingNeeds.LOGPROBS:
+            buffer.logprobs[:rows].copy_(steps.logprobs[:rows], non_blocking=True)
         if buffer.done is not None:
             buffer.done.record()
         self._lengths[index] += loop.width
         loop.buffers.rotate(-1)
-        self._unread.append((buffer, index))
+        self._unread.append((buffer, index, needs))
 
     def _use_shared_prefix(self, steps: DecodeLoop, slots: Int64Array) -> None:
         """Let steps over these slots read shared prefixes once."""
@@ -182,7 +208,7 @@ class CudaAsyncDecoder:
 
     def read(self) -> DecodeOutput:
         """The result of the oldest pass that was not read. Waits for it."""
-        buffer, slots = self._unread.popleft()
+        buffer, slots, needs = self._unread.popleft()
         if buffer.done is not None:
             buffer.done.synchronize()
         count = len(slots)
@@ -190,7 +216,8 @@ class CudaAsyncDecoder:
         self._lengths[slots] -= buffer.tokens.shape[1] - counts
         features = None if buffer.features is None else cast(Float32Array, buffer.features[:count].numpy())
         found = None if buffer.found is None else buffer.found[:count]
-        return DecodeOutput(buffer.tokens[:count], counts, features, found)
+        logprobs = buffer.logprobs[:count].numpy() if needs & SamplingNeeds.LOGPROBS else None
+        return DecodeOutput(buffer.tokens[:count], counts, features, found, logprobs)
 
     def skip(self) -> None:
         """Discard the oldest pass that was not read."""
@@ -212,7 +239,7 @@ class CudaAsyncDecoder:
             steps.step(rows)
             if self.device.type == "cuda":
                 seconds[rows] = self._time(steps, rows)
-        steps.step(rows, keeps_all=False)  # compiles the truncation kernels, for all sizes
+        steps.step(rows, int(self.supported_sampling), self._edits)  # compiles kernels for all sizes
         steps.use_shared_prefix(no_shared_prefix(rows))
         steps.step(rows)  # compiles; other sizes are captured when first needed
         self._last = None
@@ -231,16 +258,19 @@ class CudaAsyncDecoder:
         """The loop of this draft, created when first needed."""
         if draft in self._loops:
             return self._loops[draft]
-        network, keeps, layers = None, None, self._feature_layers
+        network: DraftNetwork | None = None
+        keeps, layers = None, self._feature_layers
         shape, most = chain_shape(0 if draft is None else draft.length), self._rows
-        by_text = draft is not None and draft.runner is None  # it drafts without a head
+        by_text = draft is not None and draft.from_texts
         if draft is not None and draft.max_requests is not None:
             most = min(most, bucket(draft.max_requests))
+        limits = (shape, most, self._longest, self._page_size)
+        if draft is not None and draft.model is not None:
+            pool, size = cast(Pool, draft.pool), self._weights.config.vocab_size
+            network = ModelNetwork(cast(Any, draft.model).weights, pool, *limits, size)
         if draft is not None and draft.runner is not None:
-            runner = cast(Any, draft.runner)
             keeps, layers = cast(HeadPool, draft.pool), draft.feature_layers
-            limits = (self._longest, self._page_size)
-            network = HeadNetwork(runner.weights, keeps, layers, shape, most, *limits)
+            network = HeadNetwork(cast(Any, draft.runner).weights, keeps, layers, *limits)
         elif self._kept:
             keeps, layers = cast(HeadPool, self._kept[0].pool), self._kept[0].layers
         steps = DecodeLoop(
@@ -249,7 +279,7 @@ class CudaAsyncDecoder:
             self._requests,
             most,
             self._page_size,
-            cast(DraftNetwork | None, network),
+            network,
             given=shape,
             feature_layers=layers,
             kept=keeps,
@@ -297,7 +327,26 @@ class CudaAsyncDecoder:
             numbers[most : 2 * most] if gives_found else None,
             numbers[2 * most :].reshape(most, -1),
             like(steps.features) if gives_features and steps.features is not None else None,
+            like(steps.logprobs),
             None if steps.host_drafts is None else like(steps.host_drafts),
             torch.zeros(8 * most * steps.output.shape[1], dtype=torch.int64, pin_memory=pinned),
             torch.cuda.Event() if pinned else None,  # type: ignore[no-untyped-call]
         )
+
+
+def _edit_state(slots: int, vocab_size: int, device: torch.device) -> EditState | None:
+    """State for logit edits, 8 bytes per slot and token id; None if it does not fit: the host edits then."""
+    try:
+        return make_edit_state(slots, vocab_size, device)
+    except torch.OutOfMemoryError as error:
+        logger.warning("the host applies penalties and logit_bias, which makes them slower: %s", error)
+        return None
+
+
+def _sampling_needs(requests: SlotInits) -> Int64Array:
+    """The SamplingNeeds of each request: int64 [requests]."""
+    truncates = (requests.temperatures > 0) & (requests.truncation != KEEPS_ALL).any(1)
+    edits = np.array([edits is not None for edits in requests.edits])
+    needs: Int64Array = np.where(truncates, SamplingNeeds.TRUNCATION, 0)
+    needs |= np.where(edits, SamplingNeeds.LOGIT_EDITS, 0)
+    return needs | np.where(requests.logprobs, SamplingNeeds.LOGPROBS, 0)

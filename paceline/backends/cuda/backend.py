@@ -54,11 +54,13 @@ class CudaBackend(Backend):
     name = "cuda"
     page_size = PAGE_SIZE
     batch_invariant = True
-    chooses = drafts_on_device = truncates_on_device = True
+    chooses = drafts_on_device = True
     supports_features = True
 
-    def __init__(self, weights: Weights, max_rows: int) -> None:
+    def __init__(self, weights: Weights, max_rows: int, quantization: str = "none") -> None:
         self.weights = weights
+        dtype = str(weights.dtype).removeprefix("torch.")
+        self.weight_format = dtype if quantization == "none" else quantization
         self.config = weights.config
         self.max_rows = max_rows
         self.device = weights.device
@@ -99,7 +101,7 @@ class CudaBackend(Backend):
             return block_lines(torch.tensor(tensor.blocks(), device=target), tensor.kind)
 
         try:
-            return cls(load_weights(checkpoint.config, take, packing, blocks), max_rows)
+            return cls(load_weights(checkpoint.config, take, packing, blocks), max_rows, quantization)
         except torch.OutOfMemoryError as error:
             values = sum(int(np.prod(tensor.shape)) for tensor in checkpoint.tensors.values())
             free, total = torch.cuda.mem_get_info(target)

@@ -28,8 +28,8 @@ from paceline.backends.cuda.kernels.draft_sampling import (
     write_draft_tokens,
 )
 from paceline.backends.cuda.kernels.features import store_features
+from paceline.backends.cuda.kernels.logit_edits import EditState, count_tokens
 from paceline.backends.cuda.kernels.prompt_lookup import prompt_lookup
-from paceline.backends.cuda.kernels.sampling import candidates_for, gumbel_argmax
 from paceline.backends.cuda.kernels.step_rows import (
     CONTIGUOUS_UNTIL,
     LAST,
@@ -48,13 +48,13 @@ from paceline.backends.cuda.kernels.step_rows import (
     begin_rows,
     make_requests,
 )
-from paceline.backends.cuda.kernels.truncation import find_thresholds, truncation_buffers
 from paceline.backends.cuda.model import Pool, make_workspace, run_layers, run_lm_head
 from paceline.backends.cuda.persistent import PersistentLayers
 from paceline.backends.cuda.shared_prefix import SharedPrefix, SharedPrefixTables
+from paceline.backends.cuda.step_sampler import StepSampler
 from paceline.backends.cuda.tables import to_device
 from paceline.backends.cuda.weights import Weights
-from paceline.core.truncation import NUM_FIELDS
+from paceline.core.request import SamplingNeeds
 
 __all__ = ["DecodeLoop", "DeviceRequests", "make_requests"]
 
@@ -65,6 +65,7 @@ class DecodeLoop:
     `output` int32 [max_rows, levels + 1] and `counts` int32 [max_rows] are the tokens of the last step and
     their numbers: 0 for padding and beyond a limit. A token of -1 means unusable logits. `found` int32
     [max_rows] is the number of tokens drafted by lookup. All are views of `results`: counts, found, tokens.
+    `logprobs` float64 [max_rows, nodes, fields of verify/logprobs.py] is written for requests that ask.
     """
 
     def __init__(
@@ -127,13 +128,8 @@ class DecodeLoop:
         self.counts, self.found = self.results[: 2 * max_rows].view(2, -1)
         self.output = self.results[2 * max_rows :].view(max_rows, -1)
         self._accepted, self._slots = integers(max_rows, shape.levels + 1), integers(max_rows)
-        self._seeds = torch.zeros((max_rows, self.nodes), dtype=torch.int64, device=device)
-        self._temperatures = torch.zeros((max_rows, self.nodes), dtype=torch.float64, device=device)
-        self._options = torch.zeros((max_rows, self.nodes, NUM_FIELDS), dtype=torch.float64, device=device)
-        self._request_seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._request_temperatures = torch.zeros(max_rows, dtype=torch.float64, device=device)
-        self._candidates = candidates_for(max_rows * self.nodes, config.vocab_size, device)
-        self._truncation = truncation_buffers(max_rows * self.nodes, config.vocab_size, device)
+        self._sampler = StepSampler(max_rows, self._shape, config.vocab_size, device)
+        self.logprobs = self._sampler.logprobs
         self._workspace = make_workspace(weights, max_rows * self.nodes, requests.tokens.shape[1])
         self._megakernel = PersistentLayers(weights, self._workspace, pool, page_size)
         if draft is not None:
@@ -177,11 +173,7 @@ class DecodeLoop:
         """Copy the sampling options of the chosen slots, and write their first rows."""
         state, chosen = self.requests, self._slots[:rows]
         valid_slots = chosen.clamp(min=0).long()
-        self._request_seeds[:rows] = state.seeds[valid_slots]
-        self._request_temperatures[:rows] = state.temperatures[valid_slots]
-        self._seeds[:rows] = state.seeds[valid_slots][:, None]
-        self._temperatures[:rows] = state.temperatures[valid_slots][:, None]
-        self._options[:rows] = state.truncation[valid_slots][:, None]
+        self._sampler.begin(state, valid_slots)
         if self.draft is not None and self.draft.features is not None and self._kept is not None:
             index = (state.lengths[valid_slots].long() - 1).clamp(min=0)
             pages = state.pages[valid_slots, index // self.page_size].long()
@@ -206,14 +198,15 @@ class DecodeLoop:
         return self._rows.lines[TOKENS, : rows * self.nodes].view(rows, self.nodes)
 
     @torch.inference_mode()
-    def step(self, rows: int, keeps_all: bool = True) -> None:
+    def step(self, rows: int, needs: int = 0, edits: EditState | None = None) -> None:
         """A step of all requests; `output` and `counts` hold its tokens when the device is done.
 
-        `keeps_all`: no request truncates, so the truncation kernels are left out.
+        `needs` are the SamplingNeeds of all requests together: kernels for others are left out. `edits`, the
+        same in every step, is needed with LOGIT_EDITS.
         """
-        self._graphs.run((rows, keeps_all, self._uses_shared_prefix), lambda: self._step(rows, keeps_all))
+        self._graphs.run((rows, needs, self._uses_shared_prefix), lambda: self._step(rows, needs, edits))
 
-    def _step(self, rows: int, keeps_all: bool) -> None:
+    def _step(self, rows: int, needs: int, edits: EditState | None) -> None:
         if self.draft is not None:
             self._propose(self.draft, rows)
         elif self._look_up is not None or self.host_drafts is not None:
@@ -224,13 +217,13 @@ class DecodeLoop:
             prompt_lookup(
                 slots, self.requests, self._look_up, host_drafts, self._rows, self.nodes, self.found
             )
-        self._verify(rows, keeps_all)
+        self._verify(rows, needs, edits)
         if self._kept is not None and self.features is not None:
             slot_mapping = self._rows.lines[SLOT_MAPPING, : rows * self.nodes]
             store_features(self.features, slot_mapping, self._kept.parts, self._kept.features)
         shape, state, slots = self._shape, self.requests, self._slots[:rows]
         accept_drafts(
-            self._candidates,
+            self._sampler.candidates,
             slots,
             state,
             shape,
@@ -240,13 +233,15 @@ class DecodeLoop:
             self._accepted,
             self.page_size,
         )
+        if needs & SamplingNeeds.LOGIT_EDITS and edits is not None:
+            count_tokens(slots, edits, self.output, self.counts)
         for pool in self._moved:
             keys, values = pool.keys, pool.values
             move_accepted(keys, values, slots, state, self.counts, self._accepted, self.page_size)
 
     def _propose(self, draft: DraftNetwork, rows: int) -> None:
         """Draft level by level."""
-        lines, temperatures, seeds = self._rows.lines, self._request_temperatures, self._request_seeds
+        lines, temperatures, seeds = self._rows.lines, self._sampler.temperatures, self._sampler.seeds
         lengths = lines[POSITIONS, : rows * self.nodes : self.nodes]  # of the roots
         for number, children in enumerate(self._children, start=1):
             inputs = self._pass(number, rows)
@@ -260,7 +255,7 @@ class DecodeLoop:
                 self._draft_candidates, children, lines[TOKENS], self._chances, temperatures, count, rows
             )
 
-    def _verify(self, rows: int, keeps_all: bool) -> None:
+    def _verify(self, rows: int, needs: int, edits: EditState | None) -> None:
         """Run the target over all nodes, and sample the token of each."""
         weights, workspace = self.weights, self._workspace
         inputs, count = self._pass(0, rows), rows * self.nodes
@@ -268,20 +263,8 @@ class DecodeLoop:
         if not self._megakernel.run(*known, *features):
             run_layers(weights, workspace, *known, self.pool, self.page_size, *features)
         run_lm_head(weights, workspace, workspace.attention_input, count)
-        vocab_size, temperatures = weights.config.vocab_size, self._temperatures[:rows].view(-1)
-        if not keeps_all:
-            options = self._options[:rows].view(-1, NUM_FIELDS)
-            find_thresholds(workspace.logits, vocab_size, temperatures, options, self._truncation, count)
-        gumbel_argmax(
-            workspace.logits,
-            vocab_size,
-            temperatures,
-            self._seeds[:rows].view(-1),
-            inputs.tables.positions,
-            self._candidates,
-            count,
-            None if keeps_all else self._truncation.thresholds,
-        )
+        rows_of_step = (inputs.tokens, inputs.tables.positions)
+        self._sampler.sample(workspace.logits, *rows_of_step, self._slots[:rows], self.requests, needs, edits)
 
     def _pass(self, number: int, rows: int) -> DraftRows:
         """The rows of one pass."""

@@ -71,7 +71,8 @@ class DevicePlanner:
         self._pass = self._next_choice = self._changed_at = 0  # counts passes
         self._load = (1, 0)  # buckets of requests and context that the plan was chosen for
         self._is_trial = False
-        self.reason, self.gain = "gain", 1.0  # of the last choice
+        self.reason = "gain"  # of the last choice
+        self.gain: float | None = None  # of the last choice; None: one of its two arms was not timed
 
     @property
     def regret(self) -> float:
@@ -105,7 +106,8 @@ class DevicePlanner:
         chosen = self._explorer.pick(best, arms)
         self._is_trial = chosen != best
         self.reason = "probe" if self._is_trial else "gain" if best.budget else "no gain"
-        self.gain = arms[chosen].rate / arms[PLAIN].rate
+        is_timed = arms[chosen].is_timed and arms[PLAIN].is_timed
+        self.gain = arms[chosen].rate / arms[PLAIN].rate if is_timed else None
         if chosen != self._plan:
             self._plan, self._changed_at = chosen, self._pass
         hold = config.young_hold if self._pass <= config.young_passes else config.hold
@@ -130,7 +132,9 @@ class DevicePlanner:
             self._acceptance[stats.shadow.drafter].add_shadow(stats.shadow)
         if plan.drafter is not None:
             self._acceptance[plan.drafter].add(stats.drafts, stats.requests, plan.levels)
-        self._explorer.observe(plan, self._pass, stats.total_time)
+        # the first passes compile and capture graphs: that earns no time for trials
+        usual = CONFIG.device_passes.max_outlier * self.seconds(plan)
+        self._explorer.observe(plan, self._pass, min(stats.total_time, usual))
         is_settled = self._pass - self._changed_at > CONFIG.device_planner.settle_passes
         is_timed = is_settled and plan == self._plan and not stats.prefill_tokens
         if is_timed and request_bucket(stats.requests) == self._load[0]:

@@ -21,7 +21,7 @@ from paceline.core.trees import DraftPlan
 if TYPE_CHECKING:
     from paceline.core.request import Request
 
-GAIN, NO_GAIN, PROBE = "gain", "no gain", "probe"  # reasons, beside the guard's: see docs/control.md
+GAIN, NO_GAIN, PROBE = "gain", "no gain", "probe"  # reasons, beside the guard's: see docs/design/control.md
 
 
 class StepPlanner:

@@ -34,22 +34,27 @@ class FastTrim:
 
     def trim(self, drafters: Sequence[str | None], trees: DraftTrees) -> DraftTrees:
         """The nodes worth verifying; `drafters`: who drafted for each request. Trees with drawn nodes, or
-        nodes without a confidence, are kept whole."""
+        nodes without a confidence, are kept whole, and so are drafts that no choice asked for: those of
+        tokens that a grammar forces."""
         if trees.chances is None or trees.draws is not None:
             return trees
         chances = np.empty(trees.num_nodes)
+        is_judged = np.zeros(trees.num_nodes, dtype=np.bool_)
         ends = trees.offsets.tolist()
         for index, drafter in enumerate(drafters):
             first, end = ends[index], ends[index + 1]
-            if drafter is not None and first < end:
-                line, ratio = self.lines[index][drafter]
+            model = self.lines[index].get(drafter or "")
+            if model is not None and first < end:
+                line, ratio = model
                 chances[first:end] = ratio * np.interp(trees.chances[first:end], POINTS, line)
-        order = np.argsort(-chances, kind="stable")
+                is_judged[first:end] = True
+        judged = np.flatnonzero(is_judged)
+        order = judged[np.argsort(-chances[judged], kind="stable")]
         count = worth_verifying(chances[order].tolist(), self.prices, self.rate)
-        if count == len(order) or np.isnan(chances).any():
+        if count == len(order) or np.isnan(chances[judged]).any():
             return trees
-        keep = np.zeros(len(order), dtype=np.bool_)
-        keep[order[:count]] = True
+        keep = np.ones(trees.num_nodes, dtype=np.bool_)
+        keep[order[count:]] = False
         return trees.kept(keep)
 
 

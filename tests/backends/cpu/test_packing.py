@@ -6,7 +6,9 @@ import gguf
 import numpy as np
 import pytest
 
-from paceline.backends.cpu.packing import choose_format, pack
+from paceline.backends.cpu import packing
+from paceline.backends.cpu.pack_kernels import DECODERS
+from paceline.backends.cpu.packing import address_of, choose_format, pack, pack_matrices
 from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, INT8
 from paceline.models.checkpoint import Tensor
 from paceline.models.gguf import GgufTensor
@@ -61,6 +63,56 @@ def test_int8_rounds_4_bit_formats_too(kind: str) -> None:
     matrix = pack(tensor, "int8")
     assert matrix.weight_format == INT8
     assert_rounded(unpack(matrix)[:16], tensor.float32())
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_compiled_decoders_give_the_bits_of_the_readable_ones(kind: str) -> None:
+    tensor = random_blocks(kind, rows=32, depth=512)
+    found = np.empty(tensor.shape, dtype=np.float32)
+    DECODERS[kind](address_of(tensor.data), found.size // FORMATS[kind].block_size, address_of(found))
+    assert_same_bits(found, tensor.float32())
+
+
+def rounded_to_int8(values: np.ndarray) -> np.ndarray:
+    """The readable reference of `round_to_int8`, as floats: w = d q with a half d and q from -127 to 127."""
+    groups = values.reshape(len(values), -1, GROUP)
+    scale = (np.abs(groups).max(axis=2, keepdims=True) / np.float32(127)).astype(np.float16)
+    inverse = np.divide(1, scale, out=np.zeros(scale.shape, np.float32), where=scale != 0, dtype=np.float32)
+    quants = np.clip(np.rint(groups * inverse), -127, 127)
+    return (quants * scale.astype(np.float32)).reshape(values.shape)
+
+
+def test_rounding_gives_the_bits_of_its_readable_reference() -> None:
+    random = np.random.default_rng(5)
+    values = random.standard_normal((64, 256), dtype=np.float32)
+    # halves that are normal, subnormal, zero; ties; and groups of zeros
+    values *= np.exp2(random.integers(-40, 12, (64, 1))).astype(np.float32)
+    values[3, :64] = 0
+    values[5, :32] = np.arange(32, dtype=np.float32) * np.float32(0.5) * 2.0**-3
+    values[5, 31] = 127 * 2.0**-3
+    assert_same_bits(
+        unpack(pack(floats(values), "int8")) + np.float32(0), rounded_to_int8(values) + np.float32(0)
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_matrices_are_packed_together_as_they_are_alone(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_PART_VALUES", 40 * 256)  # so that threads share a matrix
+    tensors: dict[str, Tensor] = {
+        "a": random_blocks("Q4_K", rows=173, depth=256),
+        "b": random_blocks("Q6_K", rows=64, depth=512),
+        "c": random_blocks("F16", rows=5, depth=70),
+    }
+    for name, matrix in pack_matrices(tensors, "native", threads).items():
+        alone = pack(tensors[name], "native")
+        np.testing.assert_array_equal(matrix.data, alone.data)
+        assert (matrix.rows, matrix.depth, matrix.weight_format) == (
+            alone.rows,
+            alone.depth,
+            alone.weight_format,
+        )
 
 
 def test_int8_keeps_what_the_file_has_in_8_bits() -> None:
@@ -129,10 +181,10 @@ def test_without_quantization_every_format_is_its_float32_self(kind: str) -> Non
 
 @pytest.mark.parametrize("kind", ["Q4_K", "F16"])
 def test_a_matrix_of_many_chunks_is_packed_like_its_parts(kind: str) -> None:
-    """A matrix is packed 2048 rows at a time; no row may notice where a chunk ends."""
-    tensor = random_blocks(kind, rows=2 * 2048 + 5, depth=256)
+    """A matrix is packed 1024 rows of 256 values at a time; no row may notice where a slab ends."""
+    tensor = random_blocks(kind, rows=2 * 1024 + 5, depth=256)
     whole = pack(tensor, "native").data
-    chunk = 2048 // COLUMNS  # tiles
+    chunk = 1024 // COLUMNS  # tiles
     for tile in (0, chunk - 1, chunk, chunk + 1, 2 * chunk - 1, 2 * chunk):
         part = tensor.blocks()[COLUMNS * tile : COLUMNS * (tile + 1)]
         alone = pack(GgufTensor((len(part), 256), kind, part), "native").data

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -12,20 +14,28 @@ import pytest
 from paceline.backends.cuda import native
 
 HERE, SOURCES = Path(__file__).parent, Path(native.__file__).with_name("source")
+# kept between runs, because g++ takes seconds; `make clean` deletes it
+CACHE = HERE.parents[2] / ".pytest_cache" / "emulated"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
-def compiled(
-    folder: Path, files: Sequence[str], runs: str, numbers: Mapping[str, object], *options: str
-) -> Path:
-    """The kernel in these files of the backend, with what `runs` it, compiled for such numbers."""
+def compiled(files: Sequence[str], runs: str, numbers: Mapping[str, object], *options: str) -> Path:
+    """The kernel in these files of the backend, with what `runs` it, compiled for such numbers.
+
+    The file is named by all that was compiled and how, so a changed source is compiled again.
+    """
     kernel = [SOURCES / f"{file}.cu" for file in files]
     defined = "".join(f"#define {name} {number}\n" for name, number in numbers.items())
-    source, program = folder / "kernel.cpp", folder / "kernel.so"
-    source.write_text(
-        defined + "".join(own.read_text() for own in (HERE / "emulated.h", *kernel, HERE / runs))
-    )
+    text = defined + "".join(own.read_text() for own in (HERE / "emulated.h", *kernel, HERE / runs))
     # where it is fortified, as some compilers have it, longjmp aborts when it leaves a stack for another
-    command = ["g++", "-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", *options, "-o", program, source]
-    subprocess.run(command, check=True, timeout=120)
+    command = ["g++", "-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", *options]
+    version = subprocess.run(["g++", "--version"], check=True, capture_output=True, text=True).stdout
+    program = CACHE / hashlib.sha256("\0".join([version, *command, text]).encode()).hexdigest()
+    if not program.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        source, made = (program.with_suffix(f".{os.getpid()}{end}") for end in (".cpp", ".so"))
+        source.write_text(text)
+        subprocess.run([*command, "-o", made, source], check=True, timeout=120)
+        source.unlink()
+        made.rename(program)  # whole or not at all, whoever else compiles it
     return program

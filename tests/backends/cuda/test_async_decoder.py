@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,20 +15,24 @@ import torch
 
 from paceline.backends.async_decoding import DeviceDraft, SlotInits
 from paceline.control.controller import FixedController
+from paceline.core.logit_edits import LogitEdits
 from paceline.core.params import SamplingParams
-from paceline.core.request import Request
+from paceline.core.request import Request, SamplingNeeds
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.core.truncation import Truncation
 from paceline.draft.base import Drafter, DraftSampling
 from paceline.draft.vocabulary import trimmed_vocabulary
 from paceline.models.config import RopeConfig
 from paceline.models.heads.config import HeadConfig
+from paceline.verify.logprobs import NUM_FIELDS
+from paceline.verify.sampling import Sampler
 from tests.backends.cuda.test_backend import make, needs_gpu
 from tests.models.heads.driver import random_checkpoint
 from tests.tiny import VOCAB_SIZE, save_checkpoint
 from tests.toy import ToyTokenizer, drain
 
 PAGE, SLOTS, LONGEST = 4, 6, 32
+CPU = torch.device("cpu")
 
 
 class Recording:
@@ -39,7 +46,9 @@ class Recording:
         self.host_drafts = torch.full((rows, 1 + host_drafts), -1, dtype=torch.int32) if host_drafts else None
         self.nodes, self.shared = width, list[object]()
         self.begun: list[list[int]] = []
-        self.kept_all: list[bool] = []
+        self.logprobs = torch.full((rows, width, NUM_FIELDS), -7, dtype=torch.float64)
+        self.needs: list[int] = []
+        self.edits: object = None
 
     def begin(self, slots: Sequence[int], rows: int) -> None:
         assert rows >= len(slots)
@@ -48,8 +57,9 @@ class Recording:
     def use_shared_prefix(self, shared_prefix: object) -> None:
         self.shared.append(shared_prefix)
 
-    def step(self, rows: int, keeps_all: bool) -> None:
-        self.kept_all.append(keeps_all)
+    def step(self, rows: int, needs: int, edits: object) -> None:
+        self.needs.append(needs)
+        self.edits = edits
         state = self.requests
         for row, slot in enumerate(self.begun[-1]):
             self.output[row, 0] = state.pages[slot, state.lengths[slot] // PAGE]  # type: ignore[attr-defined]
@@ -77,17 +87,25 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     return made
 
 
-@pytest.fixture
-def decoder(loops):  # type: ignore[no-untyped-def]
+def make_decoder(device: torch.device = CPU):  # type: ignore[no-untyped-def]
     from paceline.backends.cuda.async_decoder import CudaAsyncDecoder
 
-    config = SimpleNamespace(num_heads=4, num_kv_heads=2)
-    weights = type("Weights", (), {"device": torch.device("cpu"), "config": config})
+    config = SimpleNamespace(num_heads=4, num_kv_heads=2, vocab_size=VOCAB_SIZE)
+    weights = type("Weights", (), {"device": device, "config": config})
     return CudaAsyncDecoder(weights, None, SLOTS, LONGEST, PAGE, (1,))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def decoder(loops):  # type: ignore[no-untyped-def]
+    return make_decoder()
 
 
 def head_draft(length: int) -> DeviceDraft:
     return DeviceDraft(length, SimpleNamespace(weights=None), SimpleNamespace(), (0, 1, 2))  # type: ignore[arg-type]
+
+
+def biased() -> LogitEdits:
+    return Sampler(SamplingParams(logit_bias={7: 2.0}), 0, (), ()).logit_edits()
 
 
 def joining(slots: Sequence[int], lengths: Sequence[int]) -> SlotInits:
@@ -100,6 +118,8 @@ def joining(slots: Sequence[int], lengths: Sequence[int]) -> SlotInits:
         temperatures=np.array(slots) / 10,
         takes_drafts=np.array([slot != 5 for slot in slots]),
         truncation=np.array([Truncation(top_k=5 if slot == 3 else 0) for slot in slots], dtype=np.float64),
+        logprobs=np.array([slot == 5 for slot in slots]),
+        edits=[biased() if slot == 0 else None for slot in slots],
     )
 
 
@@ -195,13 +215,46 @@ def test_passes_that_are_dropped_are_not_read(decoder) -> None:  # type: ignore[
     assert decoder.read().tokens[:, 0].tolist() == [8]
 
 
-def test_passes_truncate_while_a_request_has_such_options(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+def test_passes_run_the_kernels_that_a_request_of_theirs_needs(decoder, loops) -> None:  # type: ignore[no-untyped-def]
     tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
-    decoder.join(joining([2, 3], [1, 1]))
-    for slots in ([2, 3], [2]):
+    decoder.join(joining([2, 3, 5], [1, 1, 1]))
+    given = []
+    for slots in ([2, 3], [2], [5, 2]):
         decoder.launch(slots, tables, None)
-    assert loops[0].kept_all == [False, True]
+        given.append(decoder.read().logprobs is not None)
+    needs = SamplingNeeds
+    assert loops[0].needs == [needs.TRUNCATION, needs.NOTHING, needs.LOGPROBS]
+    assert given == [False, False, True]
     assert decoder._requests.truncation[[2, 3]].tolist() == [list(Truncation()), list(Truncation(top_k=5))]
+    assert decoder._requests.asks_logprobs[[2, 5]].tolist() == [0, 1]
+
+
+def test_edits_of_logits_are_those_of_the_request_in_the_slot(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
+    decoder.join(joining([0, 2], [1, 1]))
+    decoder.launch([0, 2], tables, None)
+    assert loops[0].needs == [SamplingNeeds.LOGIT_EDITS]
+    edits = loops[0].edits
+    assert edits.is_active[[0, 2]].tolist() == [1, 0]
+    assert edits.bias[0].nonzero().tolist() == [[7]]
+    plain = replace(joining([0], [1]), edits=[None])
+    decoder.join(plain)
+    assert edits.is_active[0] == 0
+
+
+def test_where_edits_do_not_fit_the_memory_the_host_makes_them(loops, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    from paceline.backends.cuda import async_decoder
+
+    def too_large(*sizes: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 300 MB")
+
+    assert SamplingNeeds.LOGIT_EDITS in make_decoder().supported_sampling
+    monkeypatch.setattr(async_decoder, "make_edit_state", too_large)
+    decoder = make_decoder()
+    assert decoder.supported_sampling == SamplingNeeds.TRUNCATION | SamplingNeeds.LOGPROBS
+    decoder.join(joining([2], [1]))
+    decoder.launch([2], np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32), None)
+    assert decoder.read().logprobs is None
 
 
 @needs_gpu
@@ -212,8 +265,8 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """More requests than slots, plain, with a head on the device and with host drafts; and each alone,
-    sampled on the host."""
+    """More requests than slots, of all sampling options, plain, with a head or a draft model on the device
+    and with host drafts; and each alone, sampled on the host."""
     from paceline.engine.admission import Limits
     from paceline.engine.engine import Engine
     from paceline.models.registry import load_checkpoint
@@ -222,13 +275,15 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
     limits = Limits(VOCAB_SIZE, 96, 4, 32)
 
     def outputs(
-        tiles_each: bool, logprobs: int | None, length: int = 0, copies: bool = False
-    ) -> list[list[int]]:
+        together: bool, on_device: bool, make_drafter: Callable[[Any], Drafter] | None = None
+    ) -> list[tuple[list[int], object]]:
         backend = make(checkpoint, device, dtype)
+        if not on_device:
+            backend.make_async_decoder = lambda *rest: None  # type: ignore[method-assign]
         drafters: dict[str, Drafter] = {}
-        if length:
-            drafters = {"eagle3": Copies() if copies else random_head(backend)}
-        controller = FixedController(DraftPlan("eagle3", length) if length else PLAIN)
+        if make_drafter is not None:
+            drafters = {"drafter": make_drafter(backend)}
+        controller = FixedController(DraftPlan("drafter", 3) if drafters else PLAIN)
         engine = Engine(
             backend, ToyTokenizer(), limits, num_pages=60, drafters=drafters, controller=controller
         )
@@ -241,23 +296,31 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
                 top_p=1.0 if number % 2 else 0.9,
                 seed=number,
                 max_tokens=20 + number,
-                ignore_eos=True,
-                logprobs=logprobs,
+                **EXTRA_OPTIONS[number % len(EXTRA_OPTIONS)],  # type: ignore[arg-type]
             )
             results.append(engine.add_request(prompt, options)[0])
-            if not tiles_each:
+            if not together:
                 drain(engine, scribble=False)
         drain(engine, scribble=False)
         for request in results:
             assert request.error is None
             assert not request.failed_drafters
-            assert bool(request.speculative.num_spec_steps) == bool(length)
-        return [request.output_token_ids for request in results]
+            assert bool(request.speculative.num_spec_steps) == bool(drafters)
+        return [(request.output_token_ids, request.logprobs) for request in results]
 
-    expected = outputs(False, 0)
-    assert outputs(True, None) == expected
-    assert outputs(True, None, length=3) == expected
-    assert outputs(True, None, length=3, copies=True) == expected
+    expected = outputs(False, False)
+    assert outputs(True, True) == expected
+    assert outputs(True, True, random_head) == expected
+    assert outputs(True, True, lambda backend: draft_model(make(checkpoint, device, dtype))) == expected
+    assert outputs(True, True, lambda backend: Copies()) == expected
+
+
+EXTRA_OPTIONS: list[dict[str, object]] = [
+    {"ignore_eos": True},
+    {"logprobs": 3, "ignore_eos": True},
+    {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3, "ignore_eos": True},
+    {"logit_bias": {9: 3.0, 11: -2.0}, "min_tokens": 12},
+]
 
 
 class Copies(Drafter):
@@ -269,6 +332,24 @@ class Copies(Drafter):
         return DraftTrees.chains(
             [request.token_ids[-3:][: plan.budget] for request, plan in zip(requests, plans, strict=True)]
         )
+
+
+def draft_model(backend):  # type: ignore[no-untyped-def]
+    """A drafter with this draft model."""
+    from paceline.draft.draft_cache import SharedPages
+    from paceline.draft.draft_model import DraftModelDrafter
+
+    vocabulary, make_cache = trimmed_vocabulary(None, VOCAB_SIZE), partial(SharedPages, longest=96)
+    drafter = DraftModelDrafter(
+        backend,
+        vocabulary,
+        make_cache,
+        vocab_size=VOCAB_SIZE,
+        sampling=DraftSampling.COUPLED,
+        device_longest=96,
+    )
+    assert drafter.device is drafter
+    return drafter
 
 
 def random_head(backend):  # type: ignore[no-untyped-def]

@@ -27,18 +27,18 @@ class Built:
     tiles_each: int
     has_trees: bool
 
-    def program(self, folder: Path) -> Path:
+    def program(self) -> Path:
         numbers = decode_attention.kernel_numbers((*self.shape, PAGE_SIZE), self.tiles_each, self.has_trees)
         numbers["THREADS_OF_PROGRAM"] = decode_attention._threads(self.shape[2])
-        return compiled(folder, decode_attention.SOURCES[1:], "emulated_decode_attention.h", numbers)
+        return compiled(decode_attention.SOURCES[1:], "emulated_decode_attention.h", numbers)
 
 
 def emulate(
-    program: Path, case: Case, built: Built, settled: bool, kv_splits: int, shared_chunks: int
+    program: Path, folder: Path, case: Case, built: Built, settled: bool, kv_splits: int, shared_chunks: int
 ) -> torch.Tensor:
     """What the kernel gives [rows, heads, dim]; keys of this pass come when it has waited for them.
 
-    With shared KV chunks, it gives the same again when only their partials are there.
+    With shared KV chunks, it gives the same again when only their partials are there. `folder` is for files.
     """
     heads, kv_heads, dim = case.shape
     batch, rows, requests = case.batch, case.batch.num_rows, len(case.offsets) - 1
@@ -66,7 +66,6 @@ def emulate(
     tensors = [x.contiguous().view(torch.int16).numpy() for x in (query, keys, values)]
     parts = [*tensors, *arrays, *(x.contiguous().view(torch.int16).numpy() for x in fresh), own.slot_mapping]
     parts.append(np.array(sizes, np.int32))
-    folder = program.parent
     with (folder / "in").open("wb") as file:
         for part in parts:
             data = np.ascontiguousarray(part).tobytes()
@@ -89,10 +88,10 @@ def emulate(
 def test_it_is_the_plain_attention(
     built: Built, cases: list[tuple[list[int], list[int], int, int]], tmp_path: Path
 ) -> None:
-    program = built.program(tmp_path)
+    program = built.program()
     for contexts, parents, kv_splits, shared_chunks in cases:
         case = Case(contexts, [parents] * len(contexts), *built.shape)
         expected = case.expected(torch.bfloat16)
         for settled in (True, False):
-            given = emulate(program, case, built, settled, kv_splits, shared_chunks)
+            given = emulate(program, tmp_path, case, built, settled, kv_splits, shared_chunks)
             torch.testing.assert_close(given.float(), expected, rtol=0, atol=1e-2)

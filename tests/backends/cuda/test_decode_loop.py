@@ -10,9 +10,13 @@ import torch
 
 from paceline.backends.base import HeadBatch
 from paceline.core.forward import ForwardBatch, chain_parents
+from paceline.core.params import SamplingParams
+from paceline.core.request import SamplingNeeds
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.heads.config import HeadConfig
 from paceline.models.layout import expected_tensors
+from paceline.verify.logprobs import logprobs_of_fields, token_logprobs
+from paceline.verify.sampling import Sampler, Workspace
 from tests.models.heads.driver import random_checkpoint
 
 PAGE_SIZE, PAGES, LONGEST, ROWS = 16, 3, 48, 2
@@ -95,6 +99,24 @@ class Case:
             if len(output) >= least or not count:
                 break
         return output, steps
+
+
+def plain_logits(weights: Any, pool: Any, state: Any, length: int) -> np.ndarray:
+    """The logits of the token at index `length`, by plain steps over a fresh pool with the same tokens."""
+    from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
+
+    fresh = make_requests(2, LONGEST, PAGE_SIZE, state.tokens.device)
+    for name in ("tokens", "pages", "seeds", "temperatures"):
+        getattr(fresh, name).copy_(getattr(state, name))
+    fresh.lengths[1] = LENGTH
+    loop = DecodeLoop(weights, pool, fresh, ROWS, PAGE_SIZE)
+    loop.begin([1], ROWS)
+    for index in range(LENGTH, length + 1):
+        fresh.tokens[1, index] = state.tokens[1, index]  # not what plain decoding chooses
+        fresh.lengths[1] = index
+        loop.begin([1], ROWS)
+        loop.step(ROWS)
+    return loop._workspace.logits[0, :60].float().cpu().numpy()
 
 
 @pytest.mark.parametrize(("kind", "temperature"), KINDS)
@@ -207,6 +229,40 @@ def test_nothing_is_computed_at_a_limit(device: torch.device, dtype: torch.dtype
     tokens, steps = case.run(None, 2, chain_shape(1), plain[0])
     assert (tokens, steps) == (plain, 2)
     assert case.state.lengths.tolist() == [0, LENGTH + 1]
+
+
+def test_a_step_edits_logits_counts_its_tokens_and_gives_log_probabilities(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    """Two steps with penalties, and one with log-probabilities, beside what the host makes of the logits."""
+    from paceline.backends.cuda.decode_loop import DecodeLoop
+    from paceline.backends.cuda.kernels.logit_edits import make_edit_state
+
+    case = Case(0.0, device, dtype)
+    text = case.state.tokens[1, : LENGTH + 1].tolist()
+    params = SamplingParams(
+        temperature=0, repetition_penalty=2.0, frequency_penalty=2.0, presence_penalty=2.0
+    )
+    sampler, workspace = Sampler(params, SEED, text[:-1], ()), Workspace(60)
+    sampler.advance(text[-1])
+    edits = make_edit_state(2, 60, device)
+    edits.init_slot(1, sampler.logit_edits())
+    edits.is_active[1] = 1
+    loop = DecodeLoop(case.weights, case.pool(), case.state, ROWS, PAGE_SIZE)
+    loop.begin([1], ROWS)
+    for step in range(2):
+        loop.step(ROWS, int(SamplingNeeds.LOGIT_EDITS), edits)
+        raw = plain_logits(case.weights, case.pool(), case.state, LENGTH + step)
+        token = int(loop.output[0, 0])
+        assert token == sampler.sample(raw, LENGTH + 1 + step, 1 + step, workspace)
+        sampler.advance(token)
+        assert edits.history[1, token] & ~(1 << 30) == sampler.logit_edits().output_counts[-1]
+    assert edits.history[0].sum() == 0
+    case.state.asks_logprobs[1] = 1
+    loop.step(ROWS, int(SamplingNeeds.LOGPROBS), edits)
+    raw = plain_logits(case.weights, case.pool(), case.state, LENGTH + 2)
+    token = int(loop.output[0, 0])
+    assert logprobs_of_fields(loop.logprobs[0, 0].tolist(), token, 3) == token_logprobs(raw, token, 3)
 
 
 def test_shapes_of_drafts() -> None:

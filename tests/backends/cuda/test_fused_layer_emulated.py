@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,7 @@ WAIT = 352  # threads that wait for the kernels ahead: all but the warp that ask
 class Emulated:
     """A kernel of CUDA C++ as the backend knows it, that runs on the host."""
 
-    def __init__(self, folder: Path, file: str, name: str, rows: int, ring: tuple[int, int]) -> None:
+    def __init__(self, file: str, name: str, rows: int, ring: tuple[int, int]) -> None:
         numbers = {"ROWS": rows, "CELLS": ring[0], "ROW_SLOTS": ring[1]}
         own = {
             "THREADS_OF_PROGRAM": weight_pipeline.THREADS,
@@ -33,7 +32,7 @@ class Emulated:
         }
         own |= {"KERNEL": name, "ARGUMENT": {"fused_layer": "Arguments", "logits": "Logits"}[file]}
         files, options = (*weight_pipeline.SHARED_SOURCES[1:], file), ("-shared", "-fPIC")
-        library = compiled(folder, files, "emulated_pipeline.h", numbers | own, *options)
+        library = compiled(files, "emulated_pipeline.h", numbers | own, *options)
         self._library, self.runs = ctypes.CDLL(str(library)), 0
 
     def launch(self, argument: bytes, grid: Sequence[int], cluster: Sequence[int], threads: int) -> None:
@@ -81,10 +80,10 @@ def rotated(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> 
 
 
 @needs_compiler
-def test_the_fused_layer(tmp_path: Path, on_host: Any) -> None:
+def test_the_fused_layer(on_host: Any) -> None:
     """Five rows of sixteen, rings that are used anew many times, a cluster that has no tile."""
     torch.manual_seed(2)
-    kernel = Emulated(tmp_path, "fused_layer", "fused_layer", fused_layer.FEW, (6, 2))
+    kernel = Emulated("fused_layer", "fused_layer", fused_layer.FEW, (6, 2))
     on_host(fused_layer, kernel, 10)
     output, down = random(HIDDEN, HEADS * DIM, scale=0.06), random(HIDDEN, INTERMEDIATE, scale=0.05)
     gate, up = (random(INTERMEDIATE, HIDDEN, scale=0.06) for _ in range(2))
@@ -143,10 +142,10 @@ def test_the_fused_layer(tmp_path: Path, on_host: Any) -> None:
 
 
 @needs_compiler
-def test_logits_of_many_rows(tmp_path: Path, on_host: Any) -> None:
+def test_logits_of_many_rows(on_host: Any) -> None:
     """Programs have tiles again and again, and one has fewer than the others."""
     torch.manual_seed(3)
-    kernel = Emulated(tmp_path, "logits", "all_logits", logits.PADDED, (6, 2))
+    kernel = Emulated("logits", "all_logits", logits.PADDED, (6, 2))
     on_host(logits, kernel, 2)
     rows, width, depth = 66, 3 * 256 - 20, 256
     weight = torch.zeros(3 * 256, depth, dtype=torch.bfloat16)

@@ -255,11 +255,9 @@ def test_steps_that_look_up_leave_the_tokens_as_they_are(device: torch.device, d
 
 
 def test_texts_of_initialized_slots_are_on_the_device(device: torch.device) -> None:
-    from paceline.backends.cuda.async_decoder import CudaAsyncDecoder
-    from tests.backends.cuda.test_async_decoder import joining
+    from tests.backends.cuda.test_async_decoder import joining, make_decoder
 
-    weights = type("Weights", (), {"device": device})
-    decoder = CudaAsyncDecoder(weights, None, 6, 32, 4)  # type: ignore[arg-type]
+    decoder = make_decoder(device)
     texts = [np.arange(8, dtype=np.int32), np.arange(100, 104, dtype=np.int32)]
     told = joining([4, 2], [7, 3])
     decoder.join(type(told)(**{**told.__dict__, "texts": texts}))

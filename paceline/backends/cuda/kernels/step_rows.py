@@ -39,6 +39,7 @@ class DeviceRequests:
     temperatures: torch.Tensor  # float64 [slots] 0: greedy
     truncation: torch.Tensor  # float64 [slots, NUM_FIELDS] of core/truncation.py
     takes_drafts: torch.Tensor  # int32 [slots] 0: drafted tokens are never accepted
+    asks_logprobs: torch.Tensor  # int32 [slots] not 0: log-probabilities are asked
 
 
 def make_requests(slots: int, longest: int, page_size: int, device: torch.device) -> DeviceRequests:
@@ -56,6 +57,7 @@ def make_requests(slots: int, longest: int, page_size: int, device: torch.device
         torch.zeros(slots, dtype=torch.float64, device=device),
         torch.zeros((slots, NUM_FIELDS), dtype=torch.float64, device=device),
         integers(slots) + 1,
+        integers(slots),
     )
 
 
