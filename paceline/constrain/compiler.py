@@ -76,13 +76,16 @@ class GrammarCompiler:
         self._cache: OrderedDict[str, Grammar] = OrderedDict()  # by source, least recently used first
         self._trial = GrammarTrial(self._limits.seconds)
 
-    def compile(self, params: StructuredOutputsParams, *, trusted: bool = True) -> Grammar:
+    def compile(
+        self, params: StructuredOutputsParams, *, trusted: bool = True, lenient: bool = False
+    ) -> Grammar:
         """The compiled grammar. RequestError if it is not valid or exceeds the limits.
 
-        A grammar that is not `trusted` is first tried in a child process that can be killed.
+        A grammar that is not `trusted` is first tried in a child process that can be killed. A `lenient` one
+        leaves out the keywords of JSON schemas that cannot be followed, which otherwise are an error.
         """
         try:
-            source = grammar_source(params, self._limits)
+            source = grammar_source(params, self._limits, lenient)
             found = self._cached(source)
             if found is not None:
                 return found

@@ -20,6 +20,7 @@ class Draft:
     parents: Sequence[int]  # ROOT for the first level
     rows: Sequence[int]  # the distribution that a node was drawn from, -1: it was chosen
     chances: Sequence[float] | None = None  # that the path is accepted; NaN, or None for all: unknown
+    forced: Sequence[bool] = ()  # whether the grammar leaves no other token
 
 
 NOTHING = Draft((), (), ())
@@ -35,14 +36,16 @@ class _Fitted:
     parents: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)
+    forced: list[bool] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
 
-    def add(self, token: int, parent: int, row: int, chance: float) -> int:
+    def add(self, token: int, parent: int, row: int, chance: float, forced: bool = False) -> int:
         """The number of the new node."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.rows.append(row)
         self.chances.append(chance)
+        self.forced.append(forced)
         self.depths.append(self.depth(parent) + 1)
         return len(self.tokens) - 1
 
@@ -54,11 +57,12 @@ class _Fitted:
         room = min(self.budget - len(self.tokens), self.levels - self.depth(node))
         chance = 1.0 if node == ROOT else self.chances[node]
         for token in forced[: max(room, 0)]:
-            node = self.add(token, node, -1, chance)
+            node = self.add(token, node, -1, chance, forced=True)
         return node
 
     def finished(self, with_chances: bool) -> Draft:
-        return Draft(self.tokens, self.parents, self.rows, self.chances if with_chances else None)
+        chances = self.chances if with_chances else None
+        return Draft(self.tokens, self.parents, self.rows, chances, self.forced)
 
 
 def fit_draft(draft: Draft, constraint: Constraint, forced: Sequence[int], budget: int, levels: int) -> Draft:

@@ -20,14 +20,19 @@ from paceline.errors import RequestError
 ANY_OBJECT = {"type": "object"}
 
 
-def grammar_source(params: StructuredOutputsParams, limits: GrammarLimits) -> str:
-    """The grammar in the library's language. RequestError if it exceeds the limits."""
-    return _SOURCES[params.kind](params, limits)
+def grammar_source(params: StructuredOutputsParams, limits: GrammarLimits, lenient: bool = False) -> str:
+    """The grammar in the library's language. RequestError if it exceeds the limits.
+
+    `lenient`: keywords of JSON schemas that the library cannot follow are left out.
+    """
+    return _SOURCES[params.kind](params, limits, lenient)
 
 
-def json_rule(schema: dict[str, Any], whitespace_pattern: str | None = None) -> dict[str, Any]:
-    """The schema with llguidance's options for its JSON: fixed separators, no keyword ignored."""
-    options: dict[str, Any] = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+def json_rule(
+    schema: dict[str, Any], whitespace_pattern: str | None = None, lenient: bool = False
+) -> dict[str, Any]:
+    """The schema with llguidance's options for its JSON: fixed separators; lenient or not."""
+    options: dict[str, Any] = {"whitespace_flexible": False, "lenient": lenient, "coerce_one_of": lenient}
     if whitespace_pattern is None:
         options |= {"item_separator": ", ", "key_separator": ": "}
     else:
@@ -35,19 +40,20 @@ def json_rule(schema: dict[str, Any], whitespace_pattern: str | None = None) -> 
     return {**schema, "x-guidance": options}
 
 
-def _from_json(params: StructuredOutputsParams, limits: GrammarLimits) -> str:
+def _from_json(params: StructuredOutputsParams, limits: GrammarLimits, lenient: bool) -> str:
     schema = ANY_OBJECT if params.json is None else checked_schema(params.json, limits)
     if params.whitespace_pattern is not None:
         check_size("whitespace_pattern", params.whitespace_pattern, limits.regex_length)
     try:
-        source = json.dumps({"grammars": [{"json_schema": json_rule(schema, params.whitespace_pattern)}]})
+        rule = json_rule(schema, params.whitespace_pattern, lenient)
+        source = json.dumps({"grammars": [{"json_schema": rule}]})
     except (TypeError, ValueError) as error:
         raise RequestError(f"the JSON schema is not JSON: {error}.") from None
     check_size("the JSON schema", source, limits.source_bytes + limits.regex_length)
     return source
 
 
-def _from_regex(params: StructuredOutputsParams, limits: GrammarLimits) -> str:
+def _from_regex(params: StructuredOutputsParams, limits: GrammarLimits, lenient: bool) -> str:
     from llguidance import LLMatcher
 
     assert params.regex is not None
@@ -55,7 +61,7 @@ def _from_regex(params: StructuredOutputsParams, limits: GrammarLimits) -> str:
     return str(LLMatcher.grammar_from_regex(params.regex))
 
 
-def _from_choice(params: StructuredOutputsParams, limits: GrammarLimits) -> str:
+def _from_choice(params: StructuredOutputsParams, limits: GrammarLimits, lenient: bool) -> str:
     assert params.choice is not None
     if len(params.choice) > limits.choices:
         raise RequestError(
@@ -67,23 +73,23 @@ def _from_choice(params: StructuredOutputsParams, limits: GrammarLimits) -> str:
     return source
 
 
-def _from_grammar(params: StructuredOutputsParams, limits: GrammarLimits) -> str:
+def _from_grammar(params: StructuredOutputsParams, limits: GrammarLimits, lenient: bool) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     assert params.grammar is not None
     check_size("the grammar", params.grammar, limits.source_bytes)
     check_rules(params.grammar, limits)
     if LARK.search(params.grammar):
-        return _with_checked_schemas(params.grammar, limits)
+        return _with_checked_schemas(params.grammar, limits, lenient)
     check_size("the GBNF grammar", params.grammar, limits.gbnf_bytes)
     try:
         lark = str(gbnf_to_lark(params.grammar))
     except Exception as error:  # the library raises many types
         raise RequestError(f"the grammar cannot be read as GBNF: {error!s:.200}. Check its syntax.") from None
-    return _with_checked_schemas(lark, limits)
+    return _with_checked_schemas(lark, limits, lenient)
 
 
-def _with_checked_schemas(lark: str, limits: GrammarLimits) -> str:
+def _with_checked_schemas(lark: str, limits: GrammarLimits, lenient: bool) -> str:
     """The grammar with every embedded `%json {...}` checked and given the options of `json_rule`."""
     pieces: list[str] = []
     end = 0
@@ -94,12 +100,13 @@ def _with_checked_schemas(lark: str, limits: GrammarLimits) -> str:
             schema, stop = json.JSONDecoder().raw_decode(lark, match.end())
         except (ValueError, RecursionError) as error:
             raise RequestError(f"%json in the grammar is not followed by a JSON schema: {error}.") from None
-        pieces += [lark[end : match.end()], json.dumps(json_rule(checked_schema(schema, limits)))]
+        rule = json_rule(checked_schema(schema, limits), lenient=lenient)
+        pieces += [lark[end : match.end()], json.dumps(rule)]
         end = stop
     return "".join([*pieces, lark[end:]])
 
 
-_SOURCES: dict[str, Callable[[StructuredOutputsParams, GrammarLimits], str]] = {
+_SOURCES: dict[str, Callable[[StructuredOutputsParams, GrammarLimits, bool], str]] = {
     "json": _from_json,
     "json_object": _from_json,
     "regex": _from_regex,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from paceline.core.arrays import Float32Array
+from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.features import Features
 from paceline.core.trees import DraftPlan, DraftTrees
+from paceline.errors import ConfigError
+from paceline.options import refuse_unknown
 
 if TYPE_CHECKING:
     from paceline.backends.async_decoding import DeviceDraft, NgramLookup
@@ -117,6 +119,12 @@ class TextDrafts(DeviceDrafter):
         return
 
 
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of a drafter that has none of its own."""
+
+
 class Drafter(Protocol):
     """Proposes draft trees and observes every pass, also those that other drafters drafted for.
 
@@ -125,14 +133,25 @@ class Drafter(Protocol):
     """
 
     name: str
+    Options: ClassVar[type[Any]] = (
+        NoOptions  # a frozen dataclass: the method's own keys of speculative_config
+    )
     needs: DrafterNeeds = DrafterNeeds()
     follows_prefix: bool = (
         False  # can draft after a plan's prefix; if not, it is not asked where there is one
     )
+    draft_ids: Int32Array | None = None  # [tokens] the target's ids that it can draft; None: all
     least_chance: float = 0.0  # paths with a lower chance are not drafted: not worth a row on this machine
     only_forced: bool = False  # drafts forced tokens only, so its whole budget is for them
     # how it drafts on the device; None: on the host only. Without needs, the host drafts while passes run
     device: DeviceDrafter | None = TextDrafts()
+
+    @classmethod
+    def load(cls, options: Any, target: Target) -> Drafter:
+        """The drafter, ready for `bind`: made without arguments, or from `options` if it has its own."""
+        make: Any = cls  # its constructor is the subclass's
+        drafter: Drafter = make() if cls.Options is NoOptions else make(options)
+        return drafter
 
     def bind(self, kv: KVCache) -> None:
         """Called once, before the first request: the place to add a KV pool to the engine's pages."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,7 +16,10 @@ from paceline.errors import ConfigError
 from paceline.options import check_bool, check_integer, refuse_unknown
 
 if TYPE_CHECKING:
+    from paceline.backends.async_decoding import DeviceDraft
     from paceline.backends.base import Backend
+    from paceline.core.request import Request
+    from paceline.core.trees import DraftPlan
     from paceline.kv.cache import KVCache
 
 
@@ -49,9 +52,10 @@ class DraftModelOptions:
 
 
 class DraftModelDrafter(ModelDrafter):
-    """Drafts with a model of its own."""
+    """Drafts with a model of its own, on the device too if it has the target's vocabulary."""
 
     name = "draft_model"
+    attaches = True
     Options = DraftModelOptions
 
     def __init__(
@@ -62,9 +66,13 @@ class DraftModelDrafter(ModelDrafter):
         *,
         vocab_size: int,
         sampling: DraftSampling,
+        device_longest: int = 0,
     ) -> None:
+        """`device_longest`: tokens of a request that it can draft for on the device; 0: it cannot."""
         super().__init__(backend, vocabulary, make_cache, vocab_size=vocab_size, sampling=sampling)
         self.needs = DrafterNeeds(bytes_per_page=backend.bytes_per_page())
+        self._device_longest = device_longest
+        self.device = self if device_longest and backend.drafts_on_device else None
 
     @classmethod
     def load(cls, options: DraftModelOptions, target: Target) -> DraftModelDrafter:
@@ -96,4 +104,27 @@ class DraftModelDrafter(ModelDrafter):
             backend_options = replace(backend_options, quantization=options.quantization)
         backend = load_backend(checkpoint, backend_options, target.max_rows, beside=target.loaded)
         assert backend.page_size == target.loaded.page_size, "one kind of backend has one page size"
-        return cls(backend, vocabulary, make_cache, vocab_size=config.vocab_size, sampling=target.sampling)
+        # the device computes the target's tokens: on the target's pages, and the model must know every id
+        is_shared = not options.use_heterogeneous_vocab and config.vocab_size >= target.config.vocab_size
+        return cls(
+            backend,
+            vocabulary,
+            make_cache,
+            vocab_size=config.vocab_size,
+            sampling=target.sampling,
+            device_longest=longest if is_shared else 0,
+        )
+
+    def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
+        from paceline.backends.async_decoding import DeviceDraft  # here: drafters load without a backend
+
+        return DeviceDraft(plan.levels, pool=self._cache.pool, model=self._backend)
+
+    def attach(self, requests: Sequence[Request]) -> bool:
+        return self._runner.attach(requests, self._device_longest)
+
+    def prefill_ahead(self, requests: Sequence[Request]) -> None:
+        return  # `attach` computes all of it
+
+    def detach(self, requests: Sequence[Request], unsure: int) -> None:
+        self._runner.detach(requests, unsure)

@@ -12,6 +12,7 @@ import numpy as np
 from paceline.backends.base import Backend
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch
+from paceline.core.request import Request
 from paceline.draft.draft_cache import Context, DraftCache
 from paceline.kv.pages import pages_for
 
@@ -111,6 +112,23 @@ class Passes(ABC, Generic[Output]):
         """Compute all tokens of the contexts but the last of each, in passes without outputs."""
         while chunks := self._chunks(contexts, self._cache.computed(contexts)):
             self._compute(chunks)
+
+    def attach(self, requests: Sequence[Request], longest: int) -> bool:
+        """Whether these requests fit `longest` tokens; if so, all their tokens but the last are computed."""
+        contexts = self._cache.open(requests, [1] * len(requests))
+        opened = [context for context in contexts if context is not None]
+        if len(opened) < len(requests) or max(request.most_tokens for request in requests) > longest:
+            return False
+        self.compute(opened)
+        return True
+
+    def detach(self, requests: Sequence[Request], unsure: int) -> None:
+        """Record that a device has computed all tokens of these requests but the last `unsure`."""
+        contexts = self._cache.open(requests, [1] * len(requests))
+        opened = [context for context in contexts if context is not None]
+        starts = zip(opened, self._cache.computed(opened), strict=True)
+        spans = [(context, start, len(context.tokens) - unsure) for context, start in starts]
+        self._cache.keep([span for span in spans if span[1] < span[2]])
 
     def _chunks(self, contexts: Sequence[Context], starts: Sequence[int]) -> list[Part]:
         """The parts of one pass over the contexts, without their last tokens.

@@ -129,6 +129,7 @@ class HeadDrafter(Drafter):
             feature_bytes = HeadPages.feature_bytes_per_page(runner.page_size, shape.feature_width)
             self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + feature_bytes)
         self.least_chance = least_chance
+        self.draft_ids = shape.vocabulary.target_ids
         on_device = runner.keeps_features and sampling is not DraftSampling.INDEPENDENT
         self.device = self if on_device else None
         self._runner = runner
@@ -223,13 +224,7 @@ class HeadDrafter(Drafter):
         return DeviceDraft(plan.levels, self._runner, self._pages.pool, self._shape.feature_layers)
 
     def attach(self, requests: Sequence[Request]) -> bool:
-        ends = [len(request.prompt_token_ids) + request.max_output for request in requests]
-        contexts = self._pages.open(requests, [1] * len(requests))
-        opened = [context for context in contexts if context is not None]
-        if len(opened) < len(requests) or max(ends) > self._shape.longest:
-            return False
-        self._passes.compute(opened)
-        return True
+        return self._passes.attach(requests, self._shape.longest)
 
     def prefill_ahead(self, requests: Sequence[Request]) -> None:
         # append any token, so that the slots of their last tokens are computed too
@@ -237,11 +232,7 @@ class HeadDrafter(Drafter):
         self._passes.compute([replace(context, tokens=[*context.tokens, 0]) for context in opened])
 
     def detach(self, requests: Sequence[Request], unsure: int) -> None:
-        contexts = self._pages.open(requests, [1] * len(requests))
-        opened = [context for context in contexts if context is not None]
-        starts = zip(opened, self._pages.computed(opened), strict=True)
-        spans = [(context, start, len(context.tokens) - unsure) for context, start in starts]
-        self._pages.keep([span for span in spans if span[1] < span[2]])
+        self._passes.detach(requests, unsure)
 
     def backlog(self, request: Request) -> int:
         return self._pages.backlog(request)

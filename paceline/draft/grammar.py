@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import Drafter, Target
-from paceline.errors import ConfigError
-from paceline.options import refuse_unknown
+from paceline.draft.base import Drafter
 
 if TYPE_CHECKING:
     from paceline.core.request import Request
@@ -21,16 +21,6 @@ class GrammarDrafter(Drafter):
     name = "grammar"
     only_forced = True
 
-    @refuse_unknown(ConfigError)
-    @dataclass(frozen=True)
-    class Options:
-        """No options."""
-
-    @classmethod
-    def load(cls, options: Options, target: Target) -> GrammarDrafter:
-        """The drafter; it has no state."""
-        return cls()
-
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         """One chain per request; empty where the grammar leaves a choice."""
         constraints = [request.sampler.constraint for request in requests]
@@ -38,4 +28,5 @@ class GrammarDrafter(Drafter):
             () if constraint is None else constraint.forced()[: plan.levels]
             for constraint, plan in zip(constraints, plans, strict=True)
         ]
-        return DraftTrees.chains(chains, [[1.0] * len(chain) for chain in chains])
+        trees = DraftTrees.chains(chains, [[1.0] * len(chain) for chain in chains])
+        return replace(trees, forced=np.ones(trees.num_nodes, dtype=bool))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.draft.base import Target
 from paceline.errors import ConfigError
-from paceline.models.heads.shipped import shipped_head
+from paceline.models.heads.shipped import SHIPPED_HEAD
 from paceline.options import check_bool, check_number, refuse_unknown
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ QUANTIZATIONS = ("int8", "int4")  # of a head on the cpu backend
 class HeadOptions:
     """The keys of speculative_config for all learned heads."""
 
-    model: str | None = None  # folder, file or hub id; None: the head that is shipped for the target
+    model: str | None = None  # folder, file or hub id; None or "shipped": the one shipped for the target
     any_target: bool = False  # accept a head that was trained for another model of the same sizes
     min_prob: float | None = (
         None  # a chain ends where its chance is lower; 0: never; None: the backend's value
@@ -71,18 +71,12 @@ def check_features(method: str, target: Target) -> None:
 def find_head(options: HeadOptions, method: str, target: Target) -> Path:
     """The folder or file of the head that the options name, downloaded if it is on the hub.
 
-    ConfigError if the target cannot have a head, or if none is shipped for it.
+    ConfigError if the target cannot have a head; CheckpointError if there is no such head.
     """
-    from paceline.models.registry import resolve
+    from paceline.models.heads.registry import resolve_head
 
     check_features(method, target)
-    if options.model is not None:
-        return resolve(options.model)
-    shipped = shipped_head(method, target.fingerprint)
-    if shipped is None:
-        raise ConfigError(
-            f"no {method} head is shipped for this target. Name one, as in {{'method': '{method}', "
-            "'model': 'PATH'}, or train one: see `paceline train --help`."
-        )
-    logger.info("drafting with the %s head that is shipped for %s", method, shipped.name)
-    return shipped
+    path = resolve_head(options.model or SHIPPED_HEAD, method, target.fingerprint)
+    if options.model in (None, SHIPPED_HEAD):
+        logger.debug("drafting with the %s head that is shipped for %s", method, path.name)
+    return path

@@ -23,7 +23,7 @@ from paceline.draft.growth import GrowingTree, Scoring, make_tree, merged
 from paceline.draft.head_options import HeadOptions, find_head
 from paceline.draft.ranked import Path, make_ranked_tree
 from paceline.draft.vocabulary import Vocabulary, trimmed_vocabulary
-from paceline.errors import ConfigError
+from paceline.errors import HeadMismatchError
 from paceline.models.heads.fingerprint import check_fingerprint
 from paceline.models.heads.medusa import load_medusa
 from paceline.verify.sampling import Workspace
@@ -58,6 +58,7 @@ class MedusaDrafter(Drafter):
         assert target.final_norm is not None
         self.needs = DrafterNeeds(feature_layers=(target.config.num_layers,))
         self.least_chance = least_chance
+        self.draft_ids = vocabulary.target_ids
         self._runner = runner
         self._num_heads = num_heads
         self._paths = paths
@@ -76,7 +77,7 @@ class MedusaDrafter(Drafter):
         ids = head.draft_ids
         target_vocab = config.draft_vocab_size if ids is None else target.config.vocab_size
         if (config.hidden_size, target_vocab) != (target.config.hidden_size, target.config.vocab_size):
-            raise ConfigError(
+            raise HeadMismatchError(
                 f"the heads {head.source} are for a target with {target_vocab} tokens and hidden size "
                 f"{config.hidden_size}, but this one has {target.config.vocab_size} and "
                 f"{target.config.hidden_size}. Use heads that were trained for it."
@@ -84,7 +85,7 @@ class MedusaDrafter(Drafter):
         if ids is not None and (
             ids.min() < 0 or ids.max() >= target_vocab or len(set(ids.tolist())) != len(ids)
         ):
-            raise ConfigError(f"the heads {head.source} guess tokens that this target does not have.")
+            raise HeadMismatchError(f"the heads {head.source} guess tokens that this target does not have.")
         check_fingerprint(config.target, target.fingerprint, str(head.source), options.any_target)
         runner = load_medusa_runner(head, target.backend, target.loaded)
         least_chance = runner.least_chance if options.min_prob is None else options.min_prob

@@ -11,8 +11,10 @@ from typing import Any
 
 from paceline.constrain.constraint import MAX_FORCED
 from paceline.core.trees import PLAIN, DraftPlan
+from paceline.draft import plugins
 from paceline.draft.base import Drafter, DraftSampling, Target
 from paceline.errors import ConfigError, PacelineError
+from paceline.models.heads.shipped import DEFAULT_METHOD, SHIPPED_HEAD
 from paceline.options import check_integer, unknown_option
 from paceline.verify.rules import RULES
 
@@ -28,27 +30,39 @@ class Argument:
     read: Callable[[str], Any] = str
 
 
-PATH = Argument("model", "PATH")
+def _read_path(text: str) -> str:
+    """The path. ValueError for a bare number, which is meant as a length: a folder of that name is ./3."""
+    if text.isdecimal():
+        raise ValueError(text)
+    return text
+
+
+PATH = Argument("model", "PATH", _read_path)
 
 
 @dataclass(frozen=True)
 class Method:
     """One row of the table. The class is imported when the method is used.
 
-    The class has `Options`, a frozen dataclass with the method's own keys of speculative_config,
-    and `load(options, target)`, which returns the drafter.
+    Other packages add a row by an entry point of the group `paceline.drafters`, see docs/extend/drafter.md.
+    The class derives from `Drafter`, whose `Options` and `load` serve a drafter without options.
     """
 
     module: str
     drafter: str  # the class
     num_speculative_tokens: int  # the default
     trees: bool  # can draft trees, not only chains
+    on_demand: bool = False  # needs only texts: requests may name it though it is not configured
     argument: Argument | None = None  # of the short form
 
 
 METHODS: dict[str, Method] = {
-    "ngram": Method("paceline.draft.ngram", "NgramDrafter", num_speculative_tokens=6, trees=False),
-    "suffix": Method("paceline.draft.suffix", "SuffixDrafter", num_speculative_tokens=7, trees=True),
+    "ngram": Method(
+        "paceline.draft.ngram", "NgramDrafter", num_speculative_tokens=6, trees=False, on_demand=True
+    ),
+    "suffix": Method(
+        "paceline.draft.suffix", "SuffixDrafter", num_speculative_tokens=7, trees=True, on_demand=True
+    ),
     "draft_model": Method(
         "paceline.draft.draft_model",
         "DraftModelDrafter",
@@ -80,7 +94,9 @@ METHODS: dict[str, Method] = {
 }
 
 AUTO = "auto"  # not a method: the controller chooses among the methods listed with it
+OFF = "off"  # nor is this: plain decoding
 SHORT_NAMES = {"model": "draft_model"}
+SHIPPED = {"method": DEFAULT_METHOD, "model": SHIPPED_HEAD}  # what "shipped" is short for
 PLAN_KEYS = ("method", "num_speculative_tokens", "branching", "depth")  # requests may set these too
 SHARED_KEYS = ("verification", "rejection_sample_method", "draft_sample_method")  # the same for all drafters
 SAMPLE_METHODS = ("probabilistic", "greedy")  # values of draft_sample_method
@@ -132,9 +148,32 @@ def parse_speculative_config(given: Any) -> Speculation:
     return replace(shared, drafters=drafters, auto=len(named) < len(entries))
 
 
+def find_method(name: str) -> Method | None:
+    """The method of this name: built in, or of an installed package; None if there is none.
+
+    ConfigError if several packages have it, or if its package cannot be used.
+    """
+    plugin = plugins.load(name, built_in=name in (*METHODS, AUTO, OFF, *SHORT_NAMES))
+    if plugin is not None and not isinstance(plugin, Method):
+        raise plugins.plugin_error(
+            name,
+            f"the entry point must name a Method, not {plugin!r:.60}",
+            "point it to a paceline.draft.methods.Method",
+        )
+    return plugin or METHODS.get(name)
+
+
+def method_names() -> list[str]:
+    """The names of all methods, those of installed packages last."""
+    return list(dict.fromkeys([*METHODS, *plugins.installed()]))
+
+
 def load_drafter(name: str, config: DrafterConfig, target: Target) -> Drafter:
     """The drafter of this name, ready for `bind`."""
-    drafter: Drafter = _class_of(name).load(config.options, target)
+    drafter_class = _class_of(name)
+    if name not in METHODS:
+        return plugins.make(name, drafter_class, config.options, target)
+    drafter: Drafter = drafter_class.load(config.options, target)
     return drafter
 
 
@@ -142,7 +181,7 @@ def parse_plan(
     error: type[PacelineError], given: Mapping[str, Any], default: DraftPlan | None, name: str, trees: bool
 ) -> DraftPlan:
     """The plan of num_speculative_tokens, branching and depth; `trees`: whether the drafter may branch."""
-    method = METHODS.get(name)
+    method = find_method(name)
     default_plan = default or DraftPlan(name, method.num_speculative_tokens if method else 1)
     tokens = check_integer(
         error,
@@ -165,7 +204,7 @@ def parse_plan(
 
 def _entries(given: Any) -> list[Mapping[str, Any]]:
     """The drafters of a speculative_config, each as an object."""
-    if given is None or given == "off":
+    if given is None or given == OFF:
         return []
     if isinstance(given, str):
         if given.lstrip().startswith(("{", "[")):
@@ -194,20 +233,31 @@ def _from_json(text: str) -> Any:
 def _from_short_form(text: str) -> Mapping[str, Any]:
     name, colon, rest = text.partition(":")
     name = SHORT_NAMES.get(name, name)
-    if (name in METHODS or name == AUTO) and not colon:
+    if text == SHIPPED_HEAD:
+        return SHIPPED
+    method = find_method(name)
+    if (method is not None or name == AUTO) and not colon:
         return {"method": name}
-    argument = METHODS[name].argument if name in METHODS else None
+    argument = method.argument if method is not None else None
     if argument is not None and rest:
         with suppress(ValueError):
             return {"method": name, argument.option: argument.read(rest)}
+    if method is not None and rest.isdecimal():
+        config = json.dumps({"method": name, "num_speculative_tokens": int(rest)})
+        after = "nothing" if argument is None else argument.shown
+        raise ConfigError(
+            f"{text!r}: {name} takes {after} after the colon. If {rest} is a length, write it as "
+            f"num_speculative_tokens: --draft '{config}'."
+        )
     long_names = SHORT_NAMES.values()
     short_forms = [
-        f"{name}:{method.argument.shown}" if method.argument else name
-        for name, method in METHODS.items()
+        f"{name}:{row.argument.shown}" if (row := METHODS.get(name)) and row.argument else name
+        for name in method_names()
         if name not in long_names
     ]
     raise ConfigError(
-        f"{text!r} names no drafting method. Use off, model:PATH, auto, or one of {', '.join(short_forms)}."
+        f"{text!r} names no drafting method. Use off, auto, model:PATH, {SHIPPED_HEAD}, or one of "
+        f"{', '.join(short_forms)}."
     )
 
 
@@ -258,10 +308,12 @@ def _rule(found: Mapping[str, Any]) -> str:
 
 def _drafter(entry: Mapping[str, Any], rule_takes_trees: bool, rule: str) -> tuple[str, DrafterConfig]:
     """One drafter's name, default plan and options."""
+    if entry.get("model") == SHIPPED_HEAD:
+        entry = {**SHIPPED, **entry}
     name = entry.get("method", "draft_model" if "model" in entry else None)
-    if name not in METHODS:
-        raise ConfigError(f"method must be one of {', '.join(METHODS)}, or auto; got {name!r}.")
-    method = METHODS[name]
+    method = find_method(name) if isinstance(name, str) else None
+    if method is None:
+        raise ConfigError(f"method must be one of {', '.join(method_names())}, or auto; got {name!r}.")
     plan = parse_plan(ConfigError, entry, None, name, method.trees)
     if plan.branching > 1 and not rule_takes_trees:
         raise ConfigError(
@@ -278,5 +330,9 @@ def _drafter(entry: Mapping[str, Any], rule_takes_trees: bool, rule: str) -> tup
 
 
 def _class_of(name: str) -> Any:
-    method = METHODS[name]
-    return getattr(import_module(method.module), method.drafter)
+    """The drafter's class, which has `Options` and `load`."""
+    method = find_method(name)
+    assert method is not None
+    if name in METHODS:
+        return getattr(import_module(method.module), method.drafter)
+    return plugins.drafter_class(name, method.module, method.drafter)

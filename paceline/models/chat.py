@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import jinja2
 import jinja2.exceptions
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -21,6 +22,20 @@ from paceline.errors import CheckpointError, RequestError
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 Message = Mapping[str, object]
+
+# ends the last message while it is rendered, to find where the template puts the end of its text
+_CONTINUED = "CONTINUED_FINAL_MESSAGE"
+
+# variables of templates that have fields of their own
+_OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+
+
+class TemplateOptions(TypedDict, total=False):
+    """How messages become a prompt. The names are those of transformers and vLLM."""
+
+    add_generation_prompt: bool  # the prompt ends where a new message of the assistant starts; default: True
+    continue_final_message: bool  # the prompt ends within the last message, which the answer continues
+    chat_template_kwargs: Mapping[str, object] | None  # more variables for the template
 
 
 class PromptTokenizer(Protocol):
@@ -33,6 +48,8 @@ class PromptTokenizer(Protocol):
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> str: ...
 
 
@@ -48,9 +65,15 @@ class ChatTemplate:
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt for these messages; with `add_generation_prompt` it ends where the answer starts."""
-        template = self._compiled
+        """The prompt for these messages.
+
+        It ends where a new message of the assistant starts (`add_generation_prompt`), or where the text of
+        the last message ends (`continue_final_message`). `chat_template_kwargs` are variables such as
+        Qwen3's `enable_thinking`; those that are not among `variables` change nothing.
+        """
         if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
             raise RequestError("Each tool must be an object with its JSON schema.")
         if tools and "tools" not in self.source:
@@ -66,20 +89,52 @@ class ChatTemplate:
                 {**message, "role": "system"} if message["role"] == "developer" else message
                 for message in checked
             ]
-        try:
-            return template.render(
-                messages=checked,
-                tools=list(tools) if tools is not None else None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+        if continue_final_message:
+            checked[-1] = _continued(checked[-1])
+        rendered = self._rendered(
+            messages=checked,
+            tools=list(tools) if tools is not None else None,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            variables=self._checked_variables(chat_template_kwargs or {}),
+        )
+        if not continue_final_message:
+            return rendered
+        text, mark, _ = rendered.rpartition(_CONTINUED)
+        if not mark:
+            raise RequestError(
+                "continue_final_message: the model's chat template leaves out the text of the last message. "
+                "Continue a message of the assistant or of the user."
             )
+        return text
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names that the template reads and that chat_template_kwargs may set."""
+        _ = self._compiled  # CheckpointError if the template is not valid
+        names = jinja2.meta.find_undeclared_variables(self._environment.parse(self.source))
+        return frozenset(
+            names - set(self._environment.globals) - _OWN_VARIABLES - self._special_tokens.keys()
+        )
+
+    def _checked_variables(self, given: Mapping[str, object]) -> dict[str, object]:
+        """Those of the given variables that the template reads. RequestError if one is not the client's."""
+        for name in given:
+            if name in _OWN_VARIABLES:
+                raise RequestError(
+                    f"chat_template_kwargs may not set {name!r}: it is a field of its own. Set that instead."
+                )
+        return {name: value for name, value in given.items() if name in self.variables}
+
+    def _rendered(self, variables: Mapping[str, object], **own: object) -> str:
+        template = self._compiled
+        try:
+            return template.render({**variables, **self._special_tokens, **own, "documents": None})
         # a template is a program of the model's author and may raise anything: report it as it is
         except Exception as error:
             raise RequestError(f"The model's chat template refuses these messages: {error}.") from error
 
     @cached_property
-    def _compiled(self) -> jinja2.Template:
+    def _environment(self) -> jinja2.Environment:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
         )
@@ -88,8 +143,12 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         environment.globals["namespace"] = _SafeNamespace
         environment.globals["dict"] = _make_dict
+        return environment
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
         try:
-            return environment.from_string(self.source)
+            return self._environment.from_string(self.source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise CheckpointError(
                 f"The model's chat template is not valid Jinja: {error}. Fetch the model again, "
@@ -129,6 +188,16 @@ def _joined_parts(number: int, parts: list[object]) -> str:
             )
         texts.append(str(part["text"]))
     return "\n".join(texts)
+
+
+def _continued(message: dict[str, object]) -> dict[str, object]:
+    """The message with the mark behind its text."""
+    if not message.get("content"):
+        raise RequestError(
+            "continue_final_message needs a last message with a text to continue. Give it one, or leave "
+            "continue_final_message out."
+        )
+    return {**message, "content": f"{message['content']}{_CONTINUED}"}
 
 
 class _GenerationBlock(jinja2.ext.Extension):

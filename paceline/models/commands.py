@@ -17,21 +17,20 @@ from paceline.models.registry import (
     ALIASES,
     DEFAULT_MODEL,
     is_pulled,
-    load_checkpoint,
-    load_tokenizer,
+    load_with_tokenizer,
     pull,
     resolve,
 )
 from paceline.models.tokenizer import Tokenizer
 
-app = typer.Typer(help="Models: which there are, fetching them, looking into them.", no_args_is_help=True)
+app = typer.Typer(help="List, download and inspect models.", no_args_is_help=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @app.command("list")
 def list_command(as_json: AsJson = False) -> None:
-    """The aliases, and whether each is on this machine."""
+    """List the aliases, and whether each is on this machine."""
     rows: list[dict[str, object]] = [
         {"alias": name, "model": alias.description, "bytes": alias.size, "fetched": is_pulled(name)}
         for name, alias in ALIASES.items()
@@ -48,8 +47,8 @@ def list_command(as_json: AsJson = False) -> None:
 
 
 @app.command("pull")
-def pull_command(alias: Annotated[str, typer.Argument(help="Which alias to fetch.")] = DEFAULT_MODEL) -> None:
-    """Fetch a model by its alias, or repair it; prints its path."""
+def pull_command(alias: Annotated[str, typer.Argument(help="Alias of the model.")] = DEFAULT_MODEL) -> None:
+    """Download a model, or repair it, and print its path."""
     typer.echo(pull(alias))
 
 
@@ -60,13 +59,13 @@ def show_command(
     ] = DEFAULT_MODEL,
     as_json: AsJson = False,
 ) -> None:
-    """What is in a model: its configuration, its tensors and its tokenizer."""
+    """Show the configuration, the tensors and the tokenizer of a model."""
     path = resolve(model)
-    checkpoint = load_checkpoint(path)
+    checkpoint, tokenizer = load_with_tokenizer(path)
     facts: dict[str, dict[str, object]] = {
         "config": dataclasses.asdict(checkpoint.config),
         "tensors": _tensor_facts(checkpoint),
-        "tokenizer": _tokenizer_facts(load_tokenizer(path)),
+        "tokenizer": _tokenizer_facts(tokenizer),
     }
     if as_json:
         typer.echo(json.dumps({"model": model, "path": str(path), **facts}, indent=2, default=sorted))

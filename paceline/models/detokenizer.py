@@ -7,10 +7,12 @@ is decoded. Text that may be the start of a stop string is held back too.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeAlias
 
 from paceline.core.params import SamplingParams
+
+Watch: TypeAlias = Callable[[str], bool]  # is told each piece of an output; True: the output ends with it
 
 
 class TokenBytes(Protocol):
@@ -24,7 +26,10 @@ class TokenBytes(Protocol):
 class Detokenizer:
     """The text of one output, growing token by token."""
 
-    def __init__(self, tokenizer: TokenBytes, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: TokenBytes, params: SamplingParams, watch: Watch | None = None) -> None:
+        """`watch` may end the output, besides the stop strings of the params."""
+        self.ended = False  # `watch` has ended the output
+        self._watch = watch
         self._tokenizer = tokenizer
         self._skip_special = params.skip_special_tokens
         self._stops = params.stop_strings
@@ -48,12 +53,12 @@ class Detokenizer:
         return self._grow(self._decoder.decode(self._tokenizer.token_bytes(token)), num_output)
 
     @property
-    def has_stops(self) -> bool:
-        """Whether the output has stop strings."""
-        return bool(self._stops)
+    def may_stop(self) -> bool:
+        """Whether the text can end the output."""
+        return bool(self._stops) or self._watch is not None
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens of an output without stop strings."""
+        """Append tokens of an output that its text cannot end."""
         bytes_of, is_special = self._tokenizer.token_bytes, self._tokenizer.is_special
         shown = [token for token in tokens if not is_special(token)] if self._skip_special else tokens
         self._text += self._decoder.decode(b"".join([bytes_of(token) for token in shown]))
@@ -73,6 +78,8 @@ class Detokenizer:
     def _grow(self, piece: str, num_output: int) -> str | None:
         before = len(self._text)
         self._text += piece
+        if self._watch is not None:
+            self.ended = self._watch(piece) and num_output > self._min_tokens
         if not self._stops:
             return None
         if num_output <= self._min_tokens:

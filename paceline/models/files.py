@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 from pathlib import Path
 from stat import S_ISREG
 
@@ -30,6 +31,21 @@ def map_file(path: Path) -> npt.NDArray[np.uint8]:
         return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"Cannot read {path}: {error}. Check the path and its permissions.") from error
+
+
+def release_pages(mapped: npt.NDArray[np.uint8]) -> None:
+    """Give back the memory of a part of a mapped file; a later read gets it from the file again."""
+    base: object = mapped
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if not isinstance(base, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    address = int(mapped.__array_interface__["data"][0])
+    begin = address - int(np.frombuffer(base, dtype=np.uint8).__array_interface__["data"][0])
+    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE  # neighbours may still need the pages at both ends
+    last = (begin + mapped.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < last:
+        base.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def read_json(path: Path) -> dict[str, object]:

@@ -112,6 +112,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return _by_kind(path, lambda file: gguf_tokenizer(read_gguf(file)), folder_tokenizer)
 
 
+def load_with_tokenizer(path: Path) -> tuple[Checkpoint, Tokenizer]:
+    """The model and its tokenizer; the metadata of a .gguf file, most of it the vocabulary, is read once."""
+    if path.is_dir():
+        return safetensors_checkpoint(path), folder_tokenizer(path)
+    file = read_gguf(path)
+    return gguf_checkpoint(file), gguf_tokenizer(file)
+
+
 def _by_kind(path: Path, of_file: Callable[[Path], Loaded], of_folder: Callable[[Path], Loaded]) -> Loaded:
     return of_folder(path) if path.is_dir() else of_file(path)
 

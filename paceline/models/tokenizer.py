@@ -53,6 +53,7 @@ class Tokenizer:
             self.id_of(special_tokens["bos_token"]) if "bos_token" in special_tokens else None
         )
         self.eos_ids = frozenset(eos_ids)
+        self.special_tokens = dict(special_tokens)
         self.chat_template = chat_template
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
@@ -122,11 +123,22 @@ class Tokenizer:
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> str:
         """The prompt for a conversation, by the model's chat template. Encode it without special tokens."""
         if self._template is None:
             raise RequestError("This model has no chat template: give it a plain prompt instead of messages.")
-        return replace_surrogates(self._template.render(messages, add_generation_prompt, tools))
+        return replace_surrogates(
+            self._template.render(
+                messages, add_generation_prompt, tools, continue_final_message, chat_template_kwargs
+            )
+        )
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The variables of the chat template that chat_template_kwargs may set."""
+        return frozenset() if self._template is None else self._template.variables
 
     @cached_property
     def _max_characters(self) -> int:

@@ -31,6 +31,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_tokens": 12},
     {"temperature": 1.0, "ignore_eos": True},
     {"temperature": 1.0, "stop": ["b", "rea"]},
+    {"temperature": 1.0, "bad_words": ["a", "tr", "1"], "allowed_token_ids": [*range(0, 300, 2)]},
 ]
 
 

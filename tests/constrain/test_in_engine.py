@@ -44,13 +44,18 @@ def test_a_second_drafter_drafts_behind_what_is_forced_too(truth):
     plan = DraftPlan("suffix", 6, otherwise=DraftPlan("ngram", 3, depth=2), enough=1.5)
     engine = make_engine(controller=FixedController(plan))
     added = [request for ids, params in requests() for request in engine.add_request(ids, params)]
-    drafters = set()
+    drafters, drafts = set(), []
     while engine.has_unfinished:
         engine.step()
+        drafts += engine.stats.drafts
         drafters |= {draft.drafter for draft in engine.stats.drafts}
     assert [result(request) for request in added] == truth
     assert not any(request.failed_drafters for request in added)
     assert drafters >= {"suffix", "ngram"}
+    # forced tokens are counted apart: those before a guess are always accepted, and no guess is one of them
+    assert any(0 < draft.forced < draft.nodes for draft in drafts)
+    assert any(0 < draft.accepted_forced < draft.accepted for draft in drafts)
+    assert all(draft.accepted_forced <= min(draft.forced, draft.accepted) for draft in drafts)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,8 @@ def test_drawn_nodes_stay_and_nothing_below_a_forbidden_one():
 def test_a_grammar_that_allows_everything_changes_nothing():
     free = TableConstraint(4, lambda path: {A, B, C, D})
     tree = Draft((A, B, C), (-1, -1, 1), (-1, 0, -1))
-    assert fit_draft(tree, free, (), budget=3, levels=3) == Draft([A, B, C], [-1, -1, 1], [-1, 0, -1])
+    same = Draft([A, B, C], [-1, -1, 1], [-1, 0, -1], forced=[False] * 3)
+    assert fit_draft(tree, free, (), budget=3, levels=3) == same
 
 
 @st.composite
@@ -117,7 +118,8 @@ def test_all_that_was_legal_stays_in_order_and_all_that_is_added_is_forced(tree,
     behind = words(*texts)
     for token in forced:
         behind.advance(token)
-    fitted = paths(fit_draft(tree, grammar, forced, len(forced) + len(tree.tokens) + room, 99))
+    draft = fit_draft(tree, grammar, forced, len(forced) + len(tree.tokens) + room, 99)
+    fitted = paths(draft)
     spelled = [tuple("abcd".index(letter) for letter in text) for text in texts]
     legal = [
         (*forced, *path)
@@ -128,4 +130,6 @@ def test_all_that_was_legal_stays_in_order_and_all_that_is_added_is_forced(tree,
     assert own == legal
     for path in fitted[len(forced) + len(legal) :]:
         assert grammar.allowed(path[:-1]) == {path[-1]}
+    added = len(fitted) - len(forced) - len(legal)
+    assert draft.forced == [True] * len(forced) + [False] * len(legal) + [True] * added
     assert len(set(fitted)) == len(fitted)

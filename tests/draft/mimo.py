@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
 from tests.tiny import random_model
+
+if TYPE_CHECKING:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
 PREFIX = "model.mtp_layers.0."
 
@@ -18,6 +21,8 @@ class Block:
     """The block by transformers' own qwen2 layer, over whole sequences."""
 
     def __init__(self, config: Qwen2Config, seed: int = 7) -> None:
+        from transformers import Qwen2Config, Qwen2Model
+
         one_layer = Qwen2Config.from_dict({**config.to_dict(), "num_hidden_layers": 1, "layer_types": None})
         self.layer = Qwen2Model(one_layer).float().eval()  # its final norm is the block's
         size = config.hidden_size

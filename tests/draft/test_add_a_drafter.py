@@ -1,31 +1,74 @@
-"""The page docs/extend/drafter.md, followed word by word."""
+"""The page docs/extend/drafter.md, followed word by word: a drafter in a package of its own."""
 
 from __future__ import annotations
 
 import re
 import sys
-import types
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from paceline import LLM, SamplingParams
-from paceline.draft import methods
+from paceline.core.trees import DraftPlan
+from paceline.draft import methods, plugins
 from paceline.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend" / "drafter.md"
+SMALLEST = """
+from paceline.core.trees import DraftTrees
+from paceline.draft.base import Drafter
+from paceline.draft.methods import Method
+
+METHOD = Method("broken", "AgainDrafter", num_speculative_tokens=1, trees=False)
+
+class AgainDrafter(Drafter):
+    name = "again"
+
+    def propose(self, requests, plans):
+        return DraftTrees.chains([request.token_ids[-1:] for request in requests])
+"""
+OPTIONS = """
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True)
+    class Options:
+        size: int = 1
+
+    def __init__(self, options):
+        self.size = options.size
+"""
 
 
 @pytest.fixture
-def bigram(monkeypatch):
-    """The page's drafter as a module, and its row in the table."""
-    source, row = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    module = types.ModuleType("paceline.draft.bigram")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(source, str(PAGE), "exec"), module.__dict__)
-    (entry,) = re.findall(r'"bigram": (Method\(.*\)),', row)
-    monkeypatch.setitem(methods.METHODS, "bigram", eval(entry, {"Method": methods.Method}))
-    return module
+def install(monkeypatch, tmp_path):
+    """A function that installs a package of one module and one entry point: what `pip install` leaves."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def install(package, module, source, name, value):
+        (tmp_path / f"{module}.py").write_text(source)
+        folder = tmp_path / f"{module}-0.1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n")
+        (folder / "entry_points.txt").write_text(f"[{plugins.GROUP}]\n{name} = {value}\n")
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        plugins.installed.cache_clear()
+
+    yield install
+    plugins.installed.cache_clear()
+
+
+@pytest.fixture
+def bigram(install):
+    """The page's package, installed."""
+    page = PAGE.read_text()
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (project,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    declared = tomllib.loads(project)
+    ((name, value),) = declared["project"]["entry-points"][plugins.GROUP].items()
+    (module,) = declared["tool"]["setuptools"]["py-modules"]
+    install(declared["project"]["name"], module, source, name, value)
 
 
 @pytest.mark.real
@@ -47,3 +90,82 @@ def test_its_options_are_checked_like_those_of_any_other(bigram):
         methods.parse_speculative_config({"method": "bigram", "most_token": 3})
     with pytest.raises(ConfigError, match="most_tokens must be"):
         methods.parse_speculative_config({"method": "bigram", "most_tokens": 0})
+
+
+def test_it_is_named_where_methods_are_listed(bigram):
+    assert methods.parse_speculative_config("bigram").default_plan.budget == 4
+    for wrong in ("trigram", {"method": "trigram"}):
+        with pytest.raises(ConfigError, match=r"hybrid, bigram"):
+            methods.parse_speculative_config(wrong)
+
+
+def test_a_name_that_two_packages_have_is_an_error_that_names_both(bigram, install):
+    install("other", "other", "", "bigram", "other:METHOD")
+    with pytest.raises(ConfigError, match=r"'bigram' is defined by \S+ 0.1 and by \S+ 0.1. Uninstall"):
+        methods.parse_speculative_config("bigram")
+
+
+@pytest.mark.parametrize("name", ["ngram", "auto", "model"])
+def test_a_name_of_paceline_cannot_be_taken(install, name):
+    install("greedy", "greedy", "", name, "greedy:METHOD")
+    with pytest.raises(ConfigError, match=f"'{name}' is defined by paceline and by greedy 0.1"):
+        methods.find_method(name)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("", "AttributeError: module 'broken' has no attribute 'METHOD'"),
+        ("METHOD = 'NgramDrafter'", "the entry point must name a Method, not 'NgramDrafter'"),
+        (
+            "from paceline.draft.methods import Method\nMETHOD = Method('broken', 'Nobody', 4, False)",
+            "AttributeError: module 'broken' has no attribute 'Nobody'",
+        ),
+        (
+            "from paceline.draft.methods import Method\nMETHOD = Method('broken', 'Method', 4, False)",
+            "not a Drafter. If the package is yours: derive Method from paceline.draft.base.Drafter",
+        ),
+        (
+            SMALLEST.replace("def propose", "def guess"),
+            "has no propose. If the package is yours: define propose(requests, plans)",
+        ),
+        (SMALLEST + "    class Options: pass\n", "AgainDrafter.Options is not a dataclass"),
+    ],
+)
+def test_a_package_that_cannot_be_used_is_an_error_that_names_it(install, source, reason):
+    install("broken-package", "broken", source, "mine", "broken:METHOD")
+    with pytest.raises(ConfigError, match="the package broken-package") as error:
+        methods.parse_speculative_config("mine")
+    assert reason in str(error.value)
+    assert methods.parse_speculative_config("ngram").drafters  # others still work
+
+
+def test_propose_and_a_name_are_enough(install):
+    drafter = load(install, SMALLEST)
+    request = SimpleNamespace(token_ids=[3, 5])
+    assert drafter.propose([request], [DraftPlan("again", 1)]).tokens.tolist() == [5]
+    with pytest.raises(ConfigError, match="'size'"):
+        methods.parse_speculative_config({"method": "again", "size": 3})
+
+
+def test_options_reach_a_constructor_without_a_load(install):
+    drafter = load(install, SMALLEST + OPTIONS, size=3)
+    assert drafter.size == 3
+
+
+def test_a_constructor_that_raises_is_an_error_that_names_the_remedy(install):
+    source = SMALLEST + "    def __init__(self, size): pass\n"
+    with pytest.raises(ConfigError, match="missing 1 required positional argument") as error:
+        load(install, source)
+    assert "If the package is yours: AgainDrafter() must work, or define load(options, target)" in str(
+        error.value
+    )
+
+
+def load(install, source, **options):
+    """The drafter that paceline loads from a package with this module."""
+    install("again", "broken", source, "again", "broken:METHOD")
+    config = methods.parse_speculative_config({"method": "again", **options}).drafters["again"]
+    return methods.load_drafter("again", config, None)

@@ -60,7 +60,7 @@ def test_a_chain_of_the_target_itself_is_accepted_whole(alone, budget):
 @pytest.mark.parametrize("plan", [chain(5), tree(8, 3), tree(12, 2, depth=3)], ids=str)
 @pytest.mark.parametrize("sampling", list(DraftSampling))
 def test_every_proposal_is_that_of_the_reference(alone, plan, sampling):
-    drafter = toy_drafter(HazyToy(), sampling, kind=AgainstReference)
+    drafter = toy_drafter(HazyToy(max_rows=128), sampling, kind=AgainstReference)
     added = together(drafting_engine(drafter, plan), drafter)
     assert [result(request) for request in added] == alone
     drafted, accepted = counts(added)

@@ -22,7 +22,7 @@ from paceline.models.tokenizer import byte_alphabet
 from tests.draft.draft_models import MIXED, AgainstFresh, Plans, chain, same_ids, tree
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engine.test_exactness_cpu import requests as cpu_requests
-from tests.tiny import FAMILIES, VOCAB_SIZE, save_checkpoint
+from tests.tiny import SIZES, VOCAB_SIZE, save_checkpoint
 
 ROWS = 64
 
@@ -189,7 +189,7 @@ def test_wrong_options_are_refused_with_the_remedy(options, message):
 
 def test_a_context_longer_than_the_drafts_own_is_refused(folders):
     model, _ = folders
-    most = FAMILIES["qwen2"].max_position_embeddings
+    most = SIZES["max_position_embeddings"]
     with pytest.raises(
         ConfigError, match=f"its context is {most}. Use at most {most}; requests that outgrow"
     ):

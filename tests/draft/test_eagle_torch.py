@@ -211,7 +211,7 @@ def test_a_head_that_cannot_be_used_is_refused_with_the_reason(model, tmp_path):
     head = saved_head(random_checkpoint(named), tmp_path)
     for config, message in (
         ({"method": "eagle3"}, "no eagle3 head is shipped for this target"),
-        ({"method": "eagle3", "model": "no/such/folder"}, "There is no model 'no/such/folder'"),
+        ({"method": "eagle3", "model": "no/such/folder"}, "There is no draft head 'no/such/folder'"),
         ({"method": "eagle3", "model": head}, "trained for another target, another"),
         ({"method": "eagle", "model": head, "any_target": True}, "set method to 'eagle3'"),
         ({"method": "eagle3", "model": head, "any_target": "yes"}, "any_target must be True or False"),
@@ -224,7 +224,7 @@ def test_a_head_that_cannot_be_used_is_refused_with_the_reason(model, tmp_path):
 
 
 def test_the_head_that_is_shipped_for_a_target_is_found_without_a_name(model, tmp_path, monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     monkeypatch.setattr(shipped, "SHIPPED", tmp_path)
     mine = TargetName(target_fingerprint(load_checkpoint(Path(model))), "me")
     saved_head(random_checkpoint(replace(EAGLE3, target=TargetName("0" * 16))), tmp_path / "eagle3" / "a")

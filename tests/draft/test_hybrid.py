@@ -164,7 +164,7 @@ def test_both_parts_are_bound_shown_every_pass_and_closed(tmp_path):
         ({"fallback": "ngram"}, "hybrid needs fallback"),
         ({"fallback": {"method": "suffix"}}, "may not be suffix"),
         ({"fallback": {"method": "none"}}, "method must be one of"),
-        ({"fallback": NGRAM | {"prompt_lookup": 2}}, "prompt_lookup_max"),
+        ({"fallback": NGRAM | {"prompt_lookup": 2}}, "did you mean 'prompt_lookup_min'"),
         ({"fallback": NGRAM | {"branching": 2}}, "give branching beside method hybrid"),
         ({"fallback": NGRAM | {"verification": "block"}}, "give verification beside method hybrid"),
         ({"fallback": NGRAM | {"num_speculative_tokens": 0}}, "drafts nothing"),

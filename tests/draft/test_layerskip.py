@@ -29,11 +29,11 @@ from tests.draft.test_draft_model_cpu import ROWS, run, save_model
 from tests.draft.test_draft_model_cpu import results as all_results
 from tests.engine.test_exactness import requests, result
 from tests.engine.test_exactness_cpu import Tokenizer
-from tests.tiny import FAMILIES, VOCAB_SIZE, save_checkpoint
+from tests.tiny import SIZES, VOCAB_SIZE, save_checkpoint
 from tests.toy import VOCAB, ToyBackend, toy_engine
 from tests.toy import drain as drain_plain
 
-LAYERS = FAMILIES["qwen2"].num_hidden_layers
+LAYERS = SIZES["num_hidden_layers"]
 BACKENDS = {
     "cpu": lambda checkpoint: CpuBackend.load(checkpoint, quantization="int8", threads=1, max_rows=ROWS),
     "torch": lambda checkpoint: TorchBackend.load(checkpoint, max_rows=ROWS),

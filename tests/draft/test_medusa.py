@@ -22,7 +22,7 @@ from paceline.draft.medusa import MedusaDrafter
 from paceline.draft.ranked import make_ranked_tree
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.medusa import NumpyMedusa, load_medusa, write_medusa
 from paceline.models.registry import load_checkpoint
@@ -148,7 +148,7 @@ def test_loads_by_method_name(backend_name, tmp_path):
         (f"medusa:{head}", "trained for another target, another"),
         ("medusa", "no medusa head is shipped"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(PacelineError, match=message):
             generate(config)
 
 

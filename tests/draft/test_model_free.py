@@ -22,11 +22,10 @@ MAKERS = {
 def run(drafter, passes=1, **options):
     """All requests on a toy with a vocabulary of 5, which repeats itself; those of the last pass."""
     engine = toy_engine(ToyBackend(max_rows=64, vocab=5), drafter=drafter, budget=4, **options)
+    no_ids = {"logit_bias": None, "allowed_token_ids": None, "bad_words": None}  # they name larger ids
     for _ in range(passes):
         added = [
-            engine.add_request(
-                [token % 5 for token in ids], replace(params, logit_bias=None, ignore_eos=True)
-            )[0]
+            engine.add_request([token % 5 for token in ids], replace(params, **no_ids, ignore_eos=True))[0]
             for ids, params in requests()
         ]
         drain(engine)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
 
 from paceline import LLM
 from paceline.backends.cpu import CpuBackend, CpuHeadRunner
@@ -135,6 +134,8 @@ def knowing_mimo(folder, path):
     the block passes on the embedding that it reads; by "state" it turns the state that it reads, which
     is a token older, into the embedding of that token's successor.
     """
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     model = random_model("qwen2")
     vocab, size = 32, 64
     config = Qwen2Config(**{**model.config.to_dict(), "vocab_size": vocab, "hidden_size": size})

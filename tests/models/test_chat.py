@@ -34,6 +34,43 @@ def test_text_parts_are_joined() -> None:
     assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
 
 
+CHATML = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[end]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_the_last_message_can_be_continued() -> None:
+    begun = [USER, {"role": "assistant", "content": " so [end] "}]
+    assert render(CHATML, begun, continue_final_message=True) == "[user]hi[end][assistant]so [end] "
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render(CHATML, [{"role": "user", "content": parts}], continue_final_message=True) == "[user]a\nb"
+
+
+@pytest.mark.parametrize(
+    ("source", "last", "message"),
+    [
+        (CHATML, {"role": "assistant", "content": ""}, "needs a last message with a text"),
+        ("{{ messages[0].content }}", {"role": "assistant", "content": "x"}, "leaves out the text"),
+    ],
+)
+def test_what_cannot_be_continued_is_reported(source: str, last: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        render(source, [USER, last], continue_final_message=True)
+
+
+def test_a_template_has_variables_of_its_own() -> None:
+    template = ChatTemplate(
+        "{{ bos_token }}{{ messages[0].content }}{{ raise_exception }}{{ mode }}", {"bos_token": ""}
+    )
+    assert template.variables == {"mode"}
+    source = "{% if mode is defined %}{{ mode }}{% else %}none{% endif %}{{ namespace is defined }}"
+    assert render(source) == "noneTrue"
+    assert render(source, chat_template_kwargs={"mode": "x", "namespace": 1, "other": 2}) == "xTrue"
+    with pytest.raises(RequestError, match="may not set 'messages': it is a field of its own"):
+        render(source, chat_template_kwargs={"messages": []})
+
+
 def test_a_call_of_a_tool_needs_no_content() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     assert render("{{ messages[0].tool_calls[0].function.name }}", [message]) == "f"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import shlex
 import subprocess
@@ -13,12 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from paceline.errors import ModelError
 from paceline.home import paceline_home
 from paceline.models import registry
 from paceline.models.fetch import Alias, Part, Report, fetch, is_sound, pip_download
+from paceline.models.files import map_file, release_pages
+from paceline.models.gguf import GgufFile, read_gguf
 from paceline.models.registry import ALIASES, load_checkpoint, load_tokenizer, pull, resolve
 from tests.models.files import config_of, random_tensors, write_folder, write_gguf
 
@@ -312,6 +316,33 @@ def test_files_and_folders_load_by_their_kind(tmp_path: Path) -> None:
     assert resolve(str(file)) == file
     assert set(load_checkpoint(folder).tensors) == set(load_checkpoint(file).tensors) == set(tensors)
     assert load_tokenizer(file).encode("abc") == [79]
+
+
+def test_a_gguf_file_is_read_once_for_model_and_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", random_tensors(config_of("llama")))
+    reads: list[Path] = []
+
+    def counted(path: Path) -> GgufFile:
+        reads.append(path)
+        return read_gguf(path)
+
+    monkeypatch.setattr(registry, "read_gguf", counted)
+    checkpoint, tokenizer = registry.load_with_tokenizer(path)
+    assert reads == [path]
+    assert checkpoint.config == load_checkpoint(path).config
+    assert tokenizer.encode("a b") == load_tokenizer(path).encode("a b")
+
+
+def test_released_pages_of_a_mapped_file_are_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "bytes"
+    content = np.arange(5 * mmap.PAGESIZE, dtype=np.uint32).astype(np.uint8)
+    content.tofile(path)
+    mapped = map_file(path)
+    release_pages(mapped[100:-100].reshape(2, -1))
+    release_pages(content)  # no mapped file: nothing happens
+    np.testing.assert_array_equal(mapped, content)
 
 
 def test_the_aliases_are_the_published_ones() -> None:

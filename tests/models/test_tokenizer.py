@@ -11,7 +11,6 @@ from typing import Any
 import gguf
 import pytest
 import tokenizers
-import transformers
 
 from paceline.errors import CheckpointError, PacelineError, RequestError, UnsupportedModelError
 from paceline.models.gguf import GgufFile, read_gguf
@@ -41,6 +40,8 @@ def real(model: str) -> tuple[Tokenizer, Any]:
     """Our tokenizer and transformers', from the same file."""
     if model != "smollm2-135m" and not is_pulled(model):
         pytest.skip(f"{model} is not in PACELINE_HOME; fetch it with `paceline models pull {model}`")
+    import transformers
+
     path = resolve(model)
     theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     return load_tokenizer(path), theirs

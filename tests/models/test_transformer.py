@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from paceline.models.config import MoeConfig, RopeConfig
 from paceline.models.rope import rope_frequencies
@@ -35,7 +34,9 @@ def normal(*shape: int) -> torch.Tensor:
     ],
 )
 def test_scaled_frequencies_are_those_of_transformers(family: str, rope: RopeConfig) -> None:
-    expected, _ = ROPE_INIT_FUNCTIONS[rope.scaling](FAMILIES[family], torch.device("cpu"))
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    expected, _ = ROPE_INIT_FUNCTIONS[rope.scaling](FAMILIES[family].config(), torch.device("cpu"))
     np.testing.assert_allclose(rope_frequencies(rope, head_dim=10), expected.numpy(), rtol=1e-6)
 
 

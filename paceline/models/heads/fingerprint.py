@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from paceline.errors import ConfigError
+from paceline.errors import HeadMismatchError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig
 from paceline.models.heads.config import HeadConfig, TargetName
@@ -29,24 +29,24 @@ def target_fingerprint(checkpoint: Checkpoint) -> str:
 def check_target(
     head: HeadConfig, target: ModelConfig, fingerprint: str, source: str, any_target: bool = False
 ) -> None:
-    """ConfigError if the head does not fit this target.
+    """HeadMismatchError if the head does not fit this target.
 
     `any_target` accepts another model of the same sizes. An empty fingerprint is unknown, and accepted.
     """
     sizes = (head.vocab_size, head.target_hidden_size)
     if sizes != (target.vocab_size, target.hidden_size):
-        raise ConfigError(
+        raise HeadMismatchError(
             f"the head {source} is for a target with {sizes[0]} tokens and hidden size {sizes[1]}, but this "
             f"one has {target.vocab_size} and {target.hidden_size}. Use a head that was trained for it."
         )
     layers = head.layers_of(target.num_layers)
     if not all(0 <= layer <= target.num_layers for layer in layers):
-        raise ConfigError(
+        raise HeadMismatchError(
             f"the head {source} reads the hidden states {list(layers)}, but this target has only 0 to "
             f"{target.num_layers}. Use a head that was trained for it."
         )
     if not head.own_embedding and head.hidden_size != target.hidden_size:
-        raise ConfigError(
+        raise HeadMismatchError(
             f"the head {source} has no embedding of its own, and its hidden size {head.hidden_size} is not "
             f"the target's, {target.hidden_size}. Fetch the head again, with all of its files."
         )
@@ -56,10 +56,10 @@ def check_target(
 def check_fingerprint(
     trained_for: TargetName | None, fingerprint: str, source: str, any_target: bool
 ) -> None:
-    """ConfigError if a head was trained for another target than that of this fingerprint."""
+    """HeadMismatchError if a head was trained for another target than that of this fingerprint."""
     if trained_for is None or not fingerprint or trained_for.fingerprint == fingerprint or any_target:
         return
-    raise ConfigError(
+    raise HeadMismatchError(
         f"the head {source} was trained for another target, {trained_for.name or 'without a name'} "
         f"({trained_for.fingerprint}; this one is {fingerprint}). It would guess badly, though never change "
         "the output. Use a head that was trained for this target, or set any_target to use it all the same."

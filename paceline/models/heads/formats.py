@@ -192,5 +192,6 @@ def _rope_fields(rope: RopeConfig) -> dict[str, object]:
 
 FORMATS = {
     "sglang": Format(_sglang_config, "midlayer."),
+    "vllm": Format(_sglang_config, "midlayer."),
     "speculators": Format(_speculators_config, "layers.0."),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,8 @@ from paceline.models.config import RopeConfig
 from paceline.models.heads.checkpoint import HeadCheckpoint, load_head, write_head
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import check_target, target_fingerprint
+from paceline.models.heads.registry import resolve_head
+from paceline.models.heads.shipped import SHIPPED
 from paceline.models.safetensors_files import safetensors_checkpoint
 from paceline.models.safetensors_writer import encode
 from tests.models.heads.driver import random_checkpoint
@@ -140,13 +143,64 @@ def test_paceline_export(tmp_path, paceline):
     write_head(head, tmp_path / "ours", "sglang")
     out = str(tmp_path / "theirs")
     given = ("export", str(tmp_path / "ours"), out)
-    assert paceline(*given, "--format", "speculators", "--target", "their/name") == (0, f"{out}\n", "")
+    code, printed, _ = paceline(*given, "--format", "speculators", "--target", "their/name")
+    folder, command = printed.splitlines()
+    assert (code, folder) == (0, out)
+    *start, config = shlex.split(command)
+    assert start == ["vllm", "serve", "their/name", "--speculative-config"]
+    assert json.loads(config) == {"method": "eagle3", "model": out, "num_speculative_tokens": 5}
     assert_equal(head, load_head(tmp_path / "theirs"))
     values = json.loads((tmp_path / "theirs" / "config.json").read_text())
     assert values["speculators_config"]["verifier"]["name_or_path"] == "their/name"
-    code, _, error = paceline(*given, "--format", "gguf")
+    code, _, error = paceline("export", tmp_path / "ours", tmp_path / "new", "--format", "gguf")
     assert code == 2
-    assert "Use one of sglang, speculators." in error
+    assert "Use one of sglang, vllm, speculators." in error
+
+
+def test_export_overwrites_nothing_unless_forced(tmp_path, paceline):
+    write_head(random_checkpoint(EAGLE3), tmp_path / "ours", "sglang")
+    given = ("export", tmp_path / "ours", tmp_path / "theirs", "--format")
+    assert paceline(*given, "speculators")[0] == 0
+    code, _, error = paceline(*given, "vllm")
+    assert code == 2
+    assert "has a model.safetensors already" in error
+    assert "--force" in error
+    assert "speculators_config" in (tmp_path / "theirs" / "config.json").read_text()
+    code, printed, _ = paceline(*given, "sglang", "--force")
+    assert code == 0
+    assert "sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE3" in printed
+    assert "speculators_config" not in (tmp_path / "theirs" / "config.json").read_text()
+    for itself in (tmp_path / "ours", tmp_path / "ours" / "model.safetensors"):
+        code, _, error = paceline("export", itself, tmp_path / "ours", "--format", "vllm", "--force")
+        assert code == 2
+        assert "where the head itself is" in error
+
+
+@pytest.mark.parametrize("name", ["shipped", "eagle3:shipped"])
+def test_the_shipped_head_has_a_name(tmp_path, paceline, name):
+    code, printed, _ = paceline("export", name, tmp_path / "out", "--format", "vllm", "--target", "a/b")
+    assert code == 0
+    assert "vllm serve a/b" in printed
+    (folder,) = (SHIPPED / "eagle3").iterdir()
+    assert resolve_head(name) == folder
+    assert_equal(load_head(folder), load_head(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("eagle3", "no draft head 'eagle3'.*'shipped', which names the head that comes with paceline"),
+        ("medusa:shipped", "a head of the method medusa: give one of eagle3"),
+        ("x" * 5000, "no draft head 'xxx"),
+    ],
+)
+def test_a_head_that_is_not_there_is_named(name, message):
+    with pytest.raises(CheckpointError, match=message):
+        resolve_head(name)
+    with pytest.raises(
+        CheckpointError, match="no eagle3 head is shipped for this target, only for smollm2-135m"
+    ):
+        resolve_head("shipped", fingerprint="another")
 
 
 def test_a_missing_norm_before_residual_is_read_as_vllm_reads_it(tmp_path):

@@ -1,0 +1,96 @@
+"""Drafters of other packages, found by their entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from paceline.draft.base import Drafter, NoOptions, Target
+from paceline.errors import ConfigError, PacelineError
+
+GROUP = "paceline.drafters"  # entry points: the name of a method, and where its Method is
+
+
+@cache
+def installed() -> Mapping[str, Sequence[EntryPoint]]:
+    """The entry points of all installed drafters, by method name. Nothing of them is imported."""
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=GROUP):
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+def load(name: str, built_in: bool) -> Any:
+    """What the entry point of this name refers to; None if no package has it.
+
+    ConfigError if another package or, as `built_in` says, paceline itself has a method of this name, or if
+    the package cannot be imported.
+    """
+    points = installed().get(name, ())
+    if not points:
+        return None
+    packages = [_package(point) for point in points]
+    if built_in or len(points) > 1:
+        owners = ["paceline"] * built_in + packages
+        raise ConfigError(
+            f"the drafting method {name!r} is defined by {' and by '.join(owners)}. Uninstall "
+            f"{' or '.join(packages)}, or rename its entry point in the group {GROUP}."
+        )
+    try:
+        return points[0].load()
+    except Exception as error:  # whatever a foreign package raises while it is imported
+        raise plugin_error(name, f"{type(error).__name__}: {error}") from error
+
+
+def drafter_class(name: str, module: str, class_name: str) -> type[Drafter]:
+    """The class of a package's drafter. ConfigError if it cannot be imported, or is not a drafter."""
+    try:
+        found = getattr(import_module(module), class_name)
+    except Exception as error:  # whatever a foreign package raises while it is imported
+        raise plugin_error(name, f"{type(error).__name__}: {error}") from error
+    if Drafter not in getattr(found, "__mro__", ()):
+        mend = f"derive {class_name} from paceline.draft.base.Drafter"
+        raise plugin_error(name, f"{class_name} is not a Drafter", mend)
+    if found.propose is Drafter.propose:
+        raise plugin_error(name, f"its class {class_name} has no propose", "define propose(requests, plans)")
+    if not is_dataclass(found.Options):
+        mend = "decorate Options with @dataclass(frozen=True)"
+        raise plugin_error(name, f"{class_name}.Options is not a dataclass", mend)
+    checked: type[Drafter] = found
+    return checked
+
+
+def make(name: str, drafter: type[Drafter], options: Any, target: Target) -> Drafter:
+    """A package's drafter, ready for `bind`. ConfigError if its `load` raises."""
+    try:
+        return drafter.load(options, target)
+    except PacelineError:  # it knows better what to do
+        raise
+    except Exception as error:  # whatever a foreign package raises
+        made = f"{drafter.__name__}({'' if drafter.Options is NoOptions else 'options'})"
+        mend = f"{made} must work, or define load(options, target)"
+        raise plugin_error(name, f"{type(error).__name__}: {error}", mend) from error
+
+
+def plugin_error(name: str, reason: str, mend: str = "") -> ConfigError:
+    """The error for a drafter of another package that does not work.
+
+    `mend`: what the package's author can do about it, a sentence.
+    """
+    (point,) = installed()[name]
+    sentences = [
+        f"the drafting method {name!r} of the package {_package(point)} ({point.value}) cannot be loaded: "
+        f"{reason}.",
+        f"If the package is yours: {mend} (docs/extend/drafter.md)." if mend else "",
+        "Else update or uninstall it," if mend else "Update or uninstall that package,",
+        "or name another method.",
+    ]
+    return ConfigError(" ".join(filter(None, sentences)))
+
+
+def _package(point: EntryPoint) -> str:
+    return "an unknown package" if point.dist is None else f"{point.dist.name} {point.dist.version}"

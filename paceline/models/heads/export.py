@@ -1,0 +1,56 @@
+"""`paceline export`: a draft head in the format of another engine, and how to launch it there."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.errors import ConfigError
+from paceline.models.heads.checkpoint import WEIGHTS, load_head, write_head
+from paceline.models.heads.formats import SPECULATIVE_TOKENS
+from paceline.models.heads.registry import resolve_head
+
+SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "eagle": "EAGLE"}
+
+
+def export_head(name: str, folder: Path, form: str, target: str = "", force: bool = False) -> str:
+    """Write a head, named as for resolve_head, into a folder. Returns the command that launches it there.
+
+    `target` is what the other engine calls the head's target. A folder that has a head is refused unless
+    `force` is set.
+    """
+    source = resolve_head(name)
+    head = load_head(source)
+    if folder.resolve() in (source.resolve(), source.resolve().parent):
+        raise ConfigError(f"{folder} is where the head itself is: give another folder to write to.")
+    taken = [file for file in (*WEIGHTS, "config.json") if (folder / file).exists()]
+    if taken and not force:
+        raise ConfigError(
+            f"{folder} has a {taken[0]} already: give another folder, or --force to overwrite it."
+        )
+    write_head(head, folder, form, target)
+    return LAUNCH[form](head.config.kind, target or "TARGET", folder)
+
+
+def _vllm(kind: str, target: str, folder: Path) -> str:
+    config = {"method": kind, "model": str(folder), "num_speculative_tokens": SPECULATIVE_TOKENS}
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(config))}"
+
+
+def _sglang(kind: str, target: str, folder: Path) -> str:
+    return (
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm "
+        f"{SGLANG_ALGORITHMS[kind]} --speculative-draft-model-path {shlex.quote(str(folder))} "
+        f"--speculative-num-steps {SPECULATIVE_TOKENS} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {SPECULATIVE_TOKENS + 1}"
+    )
+
+
+# by format: the command for a kind of head, a target and the head's folder
+LAUNCH: dict[str, Callable[[str, str, Path], str]] = {
+    "sglang": _sglang,
+    "vllm": _vllm,
+    "speculators": _vllm,
+}

@@ -1,0 +1,53 @@
+"""Names of draft heads: from `shipped`, a path or a hub id to files."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from paceline.errors import CheckpointError
+from paceline.models.heads.shipped import DEFAULT_METHOD, SHIPPED, SHIPPED_HEAD, shipped_head
+from paceline.models.registry import HUB_ID, resolve
+
+METHODS = ("eagle3", "eagle", "medusa")  # that have heads in files of their own
+
+
+def resolve_head(name: str, method: str = DEFAULT_METHOD, fingerprint: str | None = None) -> Path:
+    """The folder or file of a head; downloaded if it is on the hub.
+
+    A name is `shipped` (for the target of this fingerprint, or of any if that is None), a path or a hub id,
+    each also behind its method, as in eagle3:shipped.
+    """
+    prefix, colon, rest = name.partition(":")
+    if colon and prefix in METHODS:
+        if prefix != method:
+            raise CheckpointError(f"{name!r} is a head of the method {prefix}: give one of {method}.")
+        name = rest
+    if name == SHIPPED_HEAD:
+        return _shipped(method, fingerprint)
+    path = Path(name).expanduser()
+    with suppress(OSError):  # a name too long for a path
+        if path.exists():
+            return path
+    if HUB_ID.fullmatch(name) and not name.startswith((".", "/", "~")):
+        return resolve(name)
+    raise CheckpointError(
+        f"There is no draft head {name!r}: no such file or folder exists. Give the folder of a head, a hub "
+        f"id, or {SHIPPED_HEAD!r}, which names the head that comes with paceline."
+    )
+
+
+def _shipped(method: str, fingerprint: str | None) -> Path:
+    """The shipped head of a target; without a fingerprint, the only one of the method."""
+    heads = sorted(path.parent for path in (SHIPPED / method).glob("*/config.json"))
+    found = shipped_head(method, fingerprint) if fingerprint is not None else None
+    if found is None and fingerprint is None and len(heads) == 1:
+        found = heads[0]
+    if found is None:
+        known = ", ".join(f"{path.name} ({path})" for path in heads)
+        where = f"for this target, only for {known}" if known else "with paceline"
+        raise CheckpointError(
+            f"no {method} head is shipped {where}. Name a head by its folder, or "
+            "train one: see `paceline train --help`."
+        )
+    return found
