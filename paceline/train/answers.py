@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
 from itertools import islice
 from typing import Protocol, TypeVar
 
@@ -11,6 +12,22 @@ from paceline.train.examples import Example, ExampleWriter
 from paceline.train.prompts import Prompt
 
 Item = TypeVar("Item")
+
+
+class Next(Enum):
+    """What to do after a step of a batch."""
+
+    GO_ON = "go on"
+    CUT = "time is up: end all answers here"
+    DROP = "stop: forget unfinished answers"
+
+
+Watch = Callable[[int, int], Next]  # of (answers finished, tokens) of the batch so far
+
+
+def patient(answers: int, tokens: int) -> Next:
+    """A Watch that always goes on."""
+    return Next.GO_ON
 
 
 class Answerer(Protocol):
@@ -22,10 +39,11 @@ class Answerer(Protocol):
         temperatures: Sequence[float],
         seeds: Sequence[int],
         max_tokens: int,
-    ) -> list[list[int]]:
+        watch: Watch = patient,
+    ) -> list[list[int] | None]:
         """One answer per prompt, including its end-of-sequence token, of at most `max_tokens` tokens.
 
-        The same arguments give the same answers.
+        The same arguments give the same answers, unless `watch` cuts them short. None: no answer.
         """
         ...
 
@@ -38,11 +56,11 @@ def write_answers(
     max_tokens: int,
     seed: int,
     batch_size: int,
-    on_batch: Callable[[ExampleWriter], bool] = lambda writer: True,
+    watch: Watch = patient,
 ) -> None:
     """Answer each prompt once per temperature, skipping what `writer` already has.
 
-    After every batch, `on_batch` returns whether to continue.
+    If `watch` does not go on, no other batch begins.
     """
     wanted = (
         (f"{prompt.id}#{number}", prompt.segment, ids, temperature)
@@ -52,16 +70,16 @@ def write_answers(
     )
     for batch in batched(wanted, batch_size):
         example_ids, segments, prompt_ids, heats = zip(*batch, strict=True)
-        answers = answerer.answer(
-            prompt_ids, heats, [seed_of(seed, example) for example in example_ids], max_tokens
-        )
+        seeds = [seed_of(seed, example) for example in example_ids]
+        answers = answerer.answer(prompt_ids, heats, seeds, max_tokens, watch)
         writer.append(
             Example(example_id, segment, ids + answer, len(ids))
             for example_id, segment, ids, answer in zip(
                 example_ids, segments, prompt_ids, answers, strict=True
             )
+            if answer is not None
         )
-        if not on_batch(writer):
+        if watch(0, 0) is not Next.GO_ON:
             return
 
 

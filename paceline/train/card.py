@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 from paceline.train.evaluation import DRAFTED
 from paceline.train.options import TrainOptions
 from paceline.train.plot import plot
+from paceline.train.progress import Record
 from paceline.train.run import Trained
-from paceline.train.trainer import Record
 
 MAX_SEGMENTS = 12  # named on the card
 
@@ -24,7 +25,6 @@ def write_report(
     trained: Trained, target: str, options: TrainOptions, measured: Measured, folder: Path
 ) -> None:
     """Write README.md, training.json and training.svg beside the head."""
-    history = [dataclasses.asdict(record) for record in trained.history]
     held_out = dataclasses.asdict(trained.held_out) if trained.held_out else None
     facts = {
         "target": target,
@@ -32,25 +32,40 @@ def write_report(
         "answers": trained.settings,
         "held_out": held_out,
         "tokens_per_pass": measured,
-        "history": history,
+        "batch_tokens": _batch_tokens(trained),
+        "history": [dataclasses.asdict(record) for record in trained.progress.history],
+        "held_out_history": [dataclasses.asdict(record) for record in trained.progress.held_out],
     }
     (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    (folder / "training.svg").write_text(plot(trained.history), encoding="utf-8")
-    (folder / "README.md").write_text(card(trained, target, options, measured), encoding="utf-8")
+    curve = [record for record in trained.progress.held_out if record.step < trained.progress.step]
+    last = [] if trained.held_out is None else [trained.held_out]
+    picture = plot(trained.progress.history, [*curve, *last])
+    (folder / "training.svg").write_text(picture, encoding="utf-8")
+    text = card(trained, target, options, measured, folder)
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def card(trained: Trained, target: str, options: TrainOptions, measured: Measured) -> str:
-    """The model card as Markdown."""
+def serve_command(target: str, method: str, folder: Path) -> str:
+    """The command that serves the target, as the user named it, with the head in this folder."""
+    return f"paceline serve {shlex.quote(target)} --draft {shlex.quote(f'{method}:{folder}')}"
+
+
+def _batch_tokens(trained: Trained) -> int:
+    return trained.progress.pace.batch_tokens if trained.progress.pace is not None else 0
+
+
+def card(trained: Trained, target: str, options: TrainOptions, measured: Measured, folder: Path) -> str:
+    """The model card as Markdown; `folder` is where the head is."""
     answered = int((trained.examples.lengths - trained.examples.answers).sum())
     objective = trained.objective
-    steps = trained.history[-1].step if trained.history else 0
+    progress = trained.progress
     lines = [
-        f"# {objective.title} for {target}",
+        f"# {objective.title} for {Path(target).name}",
         "",
-        f"Trained by `paceline train {objective.method}` on the target's own answers. It only makes the",
-        "target faster: with paceline the output is the target's, byte for byte.",
+        f"Trained by `paceline train {objective.method}` on the target's own answers. It guesses the",
+        "target's next tokens; with paceline the output stays the target's, byte for byte.",
         "",
-        f"    paceline serve {target} --draft {objective.method}:FOLDER",
+        f"    {serve_command(target, objective.method, folder)}",
         "",
         "| | |",
         "| --- | --- |",
@@ -59,14 +74,20 @@ def card(trained: Trained, target: str, options: TrainOptions, measured: Measure
         f"| answered at | {_temperatures(trained.settings)} |",
         f"| draft vocabulary | {len(objective.draft_ids)} tokens, {100 * trained.coverage:.1f} % of those |",
         f"| size | {objective.size()} |",
-        f"| training | {steps} steps of {options.batch_tokens} tokens, {objective.num_steps} tokens ahead |",
+        f"| training | {progress.step} steps of {_batch_tokens(trained)} tokens, "
+        f"{objective.num_steps} tokens ahead |",
         f"| | learning rate {options.learning_rate:g}, loss {options.loss}, seed {options.seed} |",
-        f"| time | {trained.seconds / 60:.1f} minutes on {trained.device} |",
+        f"| time | {progress.seconds / 60:.1f} minutes, answering included, on {trained.device} |",
     ]
     if trained.held_out is not None:
         lines += ["", _held_out(trained.held_out)]
     if measured:
-        lines += ["", f"Tokens per pass over the target, greedy, {DRAFTED} drafted, on held-out prompts:", ""]
+        lines += [
+            "",
+            f"Tokens per pass over the target, greedy, {DRAFTED} drafted, on held-out prompts. 1.00 is plain",
+            "decoding, so a head at 1.00 gains nothing:",
+            "",
+        ]
         lines += _measured_table(measured)
     return "\n".join([*lines, "", "![training](training.svg)", ""])
 

@@ -9,50 +9,83 @@ import typer
 
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError
-from paceline.terminal.flags import Flag, Group, Options, having, with_flags
+from paceline.terminal.flags import PROMPT_FILE, Flag, Group, Options, by_topic, having, with_flags
+from paceline.terminal.help import App
 
 if TYPE_CHECKING:
     from paceline.train.make_answers import AnswerOptions
 
-app = typer.Typer(help="Train a draft head on the target's own answers.", no_args_is_help=True)
+app = App(help="Train a draft head on the target's own answers.", no_args_is_help=True)
 
 Model = Annotated[str, typer.Argument(help="The target: an alias, a .gguf file, a folder or a hub id.")]
 Data = Annotated[
     list[Path] | None,
-    typer.Option("--data", help="Prompts (chats, ShareGPT, OpenAI logs) or answers. May be repeated."),
+    typer.Option(*PROMPT_FILE, help="Prompts (chats, ShareGPT, OpenAI logs) or answers. May be repeated."),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda if available.")]
 Out = Annotated[Path, typer.Option(help="Folder of the head; an interrupted run is resumed there.")]
-InitFrom = Annotated[Path | None, typer.Option(help="Train this head further, instead of a new one.")]
+InitFrom = Annotated[
+    str | None,
+    typer.Option(help="Train this head further, instead of a new one: its folder, or shipped."),
+]
 Evaluate = Annotated[int, typer.Option(help="Number of held-out prompts to measure the head with.")]
 
 SELF_WRITTEN = 2000  # prompts, if no file is given
 
 ANSWERS: Group = (
-    Flag("temperatures", str, "0,0.8", "Each prompt is answered once at each of these."),
+    Flag("temperatures", str, "0,0.8", "Sampling temperatures; each prompt is answered once at each."),
     Flag("max_prompt_tokens", int, 512, "Longer prompts are skipped."),
     Flag("max_tokens", int, 384, "Maximum tokens per answer."),
-    Flag("self_written", int | None, None, "Number of prompts that the model writes; 2000 without a file."),
+    Flag(
+        "self_written",
+        int | None,
+        None,
+        "Number of prompts that the model writes itself. Default: 2000 without --data, else 0.",
+    ),
 )
 SEED: Group = (Flag("seed", int, 0, "The same seed gives the same answers and weights."),)
 TRAINING: Group = (
     Flag("epochs", int, 3, "Passes over all answers."),
     Flag("max_steps", int | None, None, "Number of optimizer steps, instead of epochs."),
-    Flag("minutes", float | None, None, "Minutes to train, instead of epochs."),
-    Flag("step_decay", float, 0.8, "Loss weight of each token ahead, relative to the previous one."),
-    Flag("loss", str, "kl", "kl, or lk, which adds overlap: for temperatures around 1."),
+    Flag(
+        "minutes",
+        float | None,
+        None,
+        "Minutes for the whole command, instead of epochs: a third at most for answering, then training, and "
+        "15 % at the end for measuring.",
+    ),
+    Flag("step_decay", float, 0.8, "Loss weight of each drafted token, relative to the one before."),
+    Flag(
+        "loss",
+        str,
+        "kl",
+        "Loss: kl, or lk, which adds the overlap of distributions, for temperatures around 1.",
+    ),
     Flag("draft_vocab_size", int, 8192, "Tokens that the head can predict: the most frequent ones."),
-    Flag("batch_tokens", int, 8192, "Tokens per step, padding included."),
+    Flag(
+        "batch_tokens",
+        int | None,
+        None,
+        "Tokens per step, padding included. Default: 512 to 8192, by the speed of a first step.",
+    ),
     Flag("max_length", int, 1024, "Tokens per example; longer ones are truncated."),
-    Flag("learning_rate", float, 5e-4, "Maximum, after the warm-up."),
+    Flag("learning_rate", float, 5e-4, "Maximum learning rate, after the warm-up."),
     Flag("warmup_steps", int, 100, "Steps until the maximum learning rate."),
     Flag("clip", float, 1.0, "Maximum norm of the gradient."),
     Flag("held_out", float, 0.02, "Fraction of the prompts held out for evaluation."),
-    Flag("checkpoint_every", int, 500, "Steps between two checkpoints."),
+    Flag("checkpoint_every", int, 500, "Steps between two checkpoints; after 5 minutes in any case."),
+)
+ANSWERS = by_topic(ANSWERS, {"Answers": "temperatures max_prompt_tokens max_tokens self_written"})
+TRAINING = by_topic(
+    TRAINING,
+    {
+        "Optimizer": "batch_tokens max_length learning_rate warmup_steps clip checkpoint_every held_out",
+        "Loss": "step_decay loss",
+    },
 )
 EAGLE3: Group = (
     *TRAINING,
-    Flag("unroll", int, 5, "Draft steps per slot in training."),
+    Flag("unroll", int, 5, "Number of drafted tokens per position in training."),
     Flag("intermediate_size", int | None, None, "Size of the head's MLP. Default: the target's."),
     Flag("fc_norm", bool, True, "EAGLE-3.1: one norm per feature.", "--fc-norm/--no-fc-norm"),
     Flag(
@@ -68,6 +101,8 @@ MEDUSA: Group = (
     Flag("heads", int, 5, "Number of heads; each predicts one token further ahead."),
     Flag("layers", int, 1, "Residual blocks per head."),
 )
+EAGLE3 = by_topic(EAGLE3, {"Head": "draft_vocab_size unroll intermediate_size fc_norm norm_output"})
+MEDUSA = by_topic(MEDUSA, {"Head": "draft_vocab_size heads layers"})
 
 
 @app.command("answers")
@@ -108,7 +143,7 @@ def eagle3_command(
     from paceline.train.options import Eagle3Options
 
     options = Eagle3Options(**training, **seed)
-    first = load_head(init_from) if init_from is not None else None
+    first = load_head(_init_from(init_from, "eagle3", model)) if init_from is not None else None
     answer_options = _answer_options(answering, seed, has_files=bool(data))
     job = Job(model, data or [], out, device, evaluate, answer_options)
     train(
@@ -136,12 +171,21 @@ def medusa_command(
     from paceline.train.options import MedusaOptions
 
     options = MedusaOptions(**training, **seed)
-    first = load_medusa(init_from) if init_from is not None else None
+    first = load_medusa(_init_from(init_from, "medusa", model)) if init_from is not None else None
     answer_options = _answer_options(answering, seed, has_files=bool(data))
     job = Job(model, data or [], out, device, evaluate, answer_options)
     train(
         job, options, lambda target, examples, name: MedusaObjective(target, examples, options, name, first)
     )
+
+
+def _init_from(name: str, method: str, model: str) -> Path:
+    """The folder or file of the head to begin with."""
+    from paceline.models.heads.fingerprint import target_fingerprint
+    from paceline.models.heads.registry import resolve_head
+    from paceline.models.registry import load_checkpoint, resolve
+
+    return resolve_head(name, method, target_fingerprint(load_checkpoint(resolve(model))))
 
 
 def _answer_options(answering: Options, seed: Options, has_files: bool) -> AnswerOptions:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.core.params import SamplingParams
+from paceline.engine.outputs import RequestOutput
 from paceline.llm import LLM
 from paceline.train.batches import Indices
 from paceline.train.examples import Examples
@@ -17,6 +20,7 @@ from paceline.train.objective import NEW
 DRAFTED = 5  # tokens of a chain
 TREE_NODES, TREE_BRANCHING = 16, 4  # nodes and children per node of a tree of the same depth
 MAX_TOKENS = 128  # per answer
+AT_ONCE = 8  # prompts that are answered together
 
 
 @dataclass(frozen=True)
@@ -58,18 +62,30 @@ def tokens_per_pass(
     prompts: Sequence[HeldOutPrompt],
     methods: Mapping[str, dict[str, Any]],
     max_tokens: int = MAX_TOKENS,
-) -> dict[str, dict[str, float]]:
-    """Tokens per pass at temperature 0, by method and segment, and over all prompts.
+    seconds: float | None = None,
+) -> tuple[dict[str, dict[str, float]], int]:
+    """Tokens per pass at temperature 0, by method and segment, and of how many of the prompts.
 
     `load` returns the model with a speculative configuration. Every pass gives one token in addition to
-    the accepted ones.
+    the accepted ones. With `seconds`, the first method answers prompts for its share of them, the others get
+    the same prompts, and those that would begin after the time are left out.
     """
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     table: dict[str, dict[str, float]] = {}
+    last_start = math.inf if seconds is None else time.monotonic() + seconds
     for method, config in methods.items():
+        if table and time.monotonic() > last_start:
+            break
         llm = load(config)
-        outputs = llm.generate([prompt.token_ids for prompt in prompts], params, use_tqdm=False)
+        end = time.monotonic() + (math.inf if seconds is None or table else seconds / len(methods))
+        outputs: list[RequestOutput] = []
+        for start in range(0, len(prompts), AT_ONCE):
+            if outputs and time.monotonic() > end:
+                break
+            ids = [prompt.token_ids for prompt in prompts[start : start + AT_ONCE]]
+            outputs += llm.generate(ids, params, use_tqdm=False)
         llm.close()
+        prompts = prompts[: len(outputs)]
         sums: dict[str, list[int]] = {}
         for prompt, output in zip(prompts, outputs, strict=True):
             tokens = len(output.outputs[0].token_ids)
@@ -80,4 +96,4 @@ def tokens_per_pass(
                 total[1] += tokens - accepted
         ordered = sorted(sums, key=lambda segment: (segment == "all", segment))
         table[method] = {segment: sums[segment][0] / max(1, sums[segment][1]) for segment in ordered}
-    return table
+    return table, len(prompts)

@@ -140,10 +140,13 @@ class Examples:
 
 
 def read_examples(paths: Iterable[Path], max_length: int) -> Examples:
-    """The examples of files, cut to `max_length` tokens; those with less than two answered tokens omitted."""
-    tokens, offsets, answers, prompts = array("i"), array("q", [0]), array("i"), array("i")
+    """The examples of files, cut to `max_length` tokens; those with less than two answered tokens omitted.
+
+    They are in the order of their ids: an interrupted run writes the same ones in another order.
+    """
+    tokens, offsets, answers = array("i"), array("q", [0]), array("i")
     segments: list[str] = []
-    numbers: dict[str, int] = {}  # number of each prompt, by id
+    example_ids: list[str] = []
     vocab_sizes = set()
     too_short = 0
     for path in paths:
@@ -160,8 +163,7 @@ def read_examples(paths: Iterable[Path], max_length: int) -> Examples:
                 tokens.extend(ids)
                 offsets.append(len(tokens))
                 answers.append(example.answer)
-                prompt = example.id.rsplit("#", 1)[0]
-                prompts.append(numbers.setdefault(prompt, len(numbers)))
+                example_ids.append(example.id)
                 segments.append(sys.intern(example.segment))
     if len(vocab_sizes) > 1:
         raise ConfigError(f"The answers are of targets with different vocabularies: {sorted(vocab_sizes)}.")
@@ -171,13 +173,17 @@ def read_examples(paths: Iterable[Path], max_length: int) -> Examples:
             f"answered tokens within the first {max_length} of prompt and answer. Give more prompts, or a "
             "larger --max-length."
         )
+    order = sorted(range(len(answers)), key=example_ids.__getitem__)
+    numbers: dict[str, int] = {}  # number of each prompt, by id
+    prompts = [example_ids[index].rsplit("#", 1)[0] for index in order]
+    pieces = [np.frombuffer(tokens, dtype=np.int32)[offsets[index] : offsets[index + 1]] for index in order]
     examples = Examples(
         vocab_sizes.pop(),
-        np.frombuffer(tokens, dtype=np.int32),
-        np.frombuffer(offsets, dtype=np.int64),
-        np.frombuffer(answers, dtype=np.int32),
-        np.frombuffer(prompts, dtype=np.int32),
-        segments,
+        np.concatenate(pieces),
+        np.cumsum([0, *map(len, pieces)]),
+        np.frombuffer(answers, dtype=np.int32)[order],
+        np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=np.int32),
+        [segments[index] for index in order],
     )
     if examples.tokens.min() < 0 or examples.tokens.max() >= examples.vocab_size:
         raise ConfigError(f"The answers have token ids outside of 0 to {examples.vocab_size - 1}.")

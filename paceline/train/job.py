@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import gc
-import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
 from paceline.errors import ConfigError
 from paceline.models.registry import load_checkpoint, resolve
-from paceline.train.card import Measured, write_report
+from paceline.terminal.session import Interrupt, announce_compilation, note
+from paceline.train.card import Measured, serve_command, write_report
 from paceline.train.disk import make_folder, writing
 from paceline.train.examples import is_answers
-from paceline.train.make_answers import Answered, AnswerOptions, make_answers
+from paceline.train.make_answers import AnswerOptions, make_answers
+from paceline.train.objective import NEW
 from paceline.train.options import TrainOptions
 from paceline.train.processes import processes_on, started_by_torchrun
+from paceline.train.progress import Stopped
 from paceline.train.run import Start, Trained, train_head
-from paceline.train.show import answering_progress, show_measured, training_progress
+from paceline.train.show import answering_progress, duration, show_measured, training_progress
+from paceline.train.trainer import CHECKPOINT
+
+ANSWERING_SHARE = 1 / 3  # of `minutes`, at most
+MIN_MEASURING = 5.0  # seconds, whatever is left of `minutes`
+FEW_STEPS = 100  # a shorter run gets a warning
+MIN_COVERAGE = 0.95  # of the answered tokens: a head with a smaller vocabulary gets a warning
+VOCABULARY_REMEDIES = {
+    True: "Give a larger --draft-vocab-size.",
+    False: "It is that of --init-from: train a new head instead.",
+}
+INTERRUPTED = 130  # exit status after Ctrl-C, as of a shell
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,7 @@ class Job:
 
 def train(job: Job, options: TrainOptions, start: Start) -> None:
     """Answer the prompts, train the head that `start` creates, measure it, and write everything."""
+    started = time.monotonic()
     is_answer = [is_answers(path) for path in job.data]
     prompts = [path for path, answered in zip(job.data, is_answer, strict=True) if not answered]
     answers = [path for path, answered in zip(job.data, is_answer, strict=True) if answered]
@@ -50,42 +67,114 @@ def train(job: Job, options: TrainOptions, start: Start) -> None:
                 "and give its file as --data."
             )
         answers.append(job.out / "answers.jsonl")
-        answer(model, prompts, answers[-1], job.answering, device)
+        limit = None if options.minutes is None else ANSWERING_SHARE * 60 * options.minutes
+        if limit is None or not (job.out / CHECKPOINT).exists():  # what a third of the minutes gave stays
+            answer(model, prompts, answers[-1], job.answering, device, limit)
     processes, own_device = processes_on(device)
     smaller = "a smaller --batch-tokens and another folder"
-    with _enough_memory(smaller), training_progress(visible=processes.rank == 0) as show:
-        checkpoint = load_checkpoint(model)
-        trained = train_head(checkpoint, answers, job.out, options, own_device, start, show, processes)
+    with (
+        _enough_memory(smaller),
+        Interrupt() as interrupt,
+        _resumable(job.out),
+        training_progress(interrupt, visible=processes.rank == 0) as show,
+    ):
+        trained = train_head(
+            load_checkpoint(model),
+            answers,
+            job.out,
+            options,
+            own_device,
+            start,
+            show,
+            processes,
+            spent=time.monotonic() - started,
+            data={"prompts": [f"{path.name}, {path.stat().st_size} bytes" for path in prompts]},
+        )
     if processes.rank != 0:
         return
+    if trained.coverage < MIN_COVERAGE:
+        note(
+            f"warning: the draft vocabulary ({len(trained.objective.draft_ids)} tokens) covers only "
+            f"{100 * trained.coverage:.0f} % of the answered tokens; the head can never guess the others. "
+            f"{VOCABULARY_REMEDIES[trained.objective.start == NEW]}"
+        )
     with writing(job.out, "Make room: the same command writes the head, nothing is trained again."):
         trained.objective.snapshot()(job.out)
-        write_report(trained, model.name, options, {}, job.out)  # in case the measurement fails
-    measured = _measure(model, device, trained, job.out, job.evaluate, options.seed)
+        write_report(trained, job.model, options, {}, job.out)  # in case the measurement fails
+    use = f"The head is in {job.out}. Serve it: {serve_command(job.model, trained.objective.method, job.out)}"
+    left = None
+    if options.minutes is not None:
+        left = max(MIN_MEASURING, started + 60 * options.minutes - time.monotonic())
+    try:
+        measured = _measure(model, device, trained, job.out, job.evaluate, options.seed, left)
+    except KeyboardInterrupt:
+        note(f"Interrupted while measuring. {use}\nThe same command measures it again, and trains no more.")
+        raise SystemExit(INTERRUPTED) from None
     with writing(job.out, "Make room: the same command measures the head again."):
-        write_report(trained, model.name, options, measured, job.out)
-    print(
-        f"The head is in {job.out}: serve with --draft {trained.objective.method}:{job.out}", file=sys.stderr
-    )
+        write_report(trained, job.model, options, measured, job.out)
+    if trained.progress.step < FEW_STEPS:
+        note(
+            f"Trained for few steps ({trained.progress.step}, on {len(trained.examples)} answers), a head "
+            "guesses badly: more --minutes and another --out, or a GPU, make a better one."
+        )
+    note(use)
 
 
-def answer(model: Path, prompts: Sequence[Path], out: Path, options: AnswerOptions, device: str) -> None:
-    """Let the target answer prompts into the file `out`, and report how many rows were skipped."""
-    with _enough_memory("smaller --max-prompt-tokens and --max-tokens"), answering_progress() as show:
+def answer(
+    model: Path,
+    prompts: Sequence[Path],
+    out: Path,
+    options: AnswerOptions,
+    device: str,
+    seconds: float | None = None,
+) -> None:
+    """Let the target answer prompts into the file `out`, and report how many rows were skipped.
 
-        def on_progress(answered: Answered) -> bool:
-            show(answered)
-            return True
-
-        answered = make_answers(model, prompts, out, options, device, on_progress)
+    `seconds`: for this long at most.
+    """
+    smaller = "smaller --max-prompt-tokens and --max-tokens"
+    if device == "cpu":
+        announce_compilation()
+    with (
+        _enough_memory(smaller),
+        Interrupt() as interrupt,
+        answering_progress(interrupt, seconds) as show,
+    ):
+        answered = make_answers(model, prompts, out, options, device, show, seconds)
     gc.collect()  # free the engine's GPU memory for training
+    if interrupt.asked:
+        note(
+            f"Interrupted: {answered.answers} of {answered.total} answers are kept in {out}. The same "
+            "command goes on from there."
+        )
+        raise SystemExit(INTERRUPTED)
     for line in answered.skipped.lines():
-        print(line, file=sys.stderr)
+        note(line)
+    if not answered.answers and answered.total:
+        raise ConfigError(
+            f"No prompt was answered within {seconds or 0:.0f} s, which is a third of --minutes: give more "
+            "minutes, or let nothing else run here."
+        )
     if not answered.answers:
         raise ConfigError(
             "None of the prompts can be used: give others, or let the model write --self-written."
         )
-    print(f"{answered.answers} answers, {answered.tokens} tokens: {out}", file=sys.stderr)
+    many = "" if answered.complete else f" of {answered.total}, as many as a third of --minutes gave"
+    note(f"{answered.answers} answers{many}, {answered.tokens} tokens: {out}")
+
+
+@contextmanager
+def _resumable(out: Path) -> Iterator[None]:
+    """A context in which a stopped run ends the command, with what was kept and how to go on."""
+    try:
+        yield
+    except Stopped as stopped:
+        progress = stopped.progress
+        note(
+            f"Interrupted: {progress.step} of {progress.total} steps are kept in {out / CHECKPOINT}. "
+            f"The same command goes on from there, {duration(progress.seconds_left)} to the last step."
+        )
+        raise SystemExit(INTERRUPTED) from None
 
 
 @contextmanager
@@ -99,8 +188,21 @@ def _enough_memory(smaller: str) -> Iterator[None]:
         ) from error
 
 
-def _measure(model: Path, device: str, trained: Trained, out: Path, number: int, seed: int) -> Measured:
-    """Tokens per pass on held-out prompts: of the head, of the head before training, and of n-gram drafts."""
+def _measure(
+    model: Path,
+    device: str,
+    trained: Trained,
+    out: Path,
+    number: int,
+    seed: int,
+    seconds: float | None,
+) -> Measured:
+    """Tokens per pass on held-out prompts: of the head, of the head before training, and of n-gram drafts.
+
+    `seconds`: with as many of the prompts as that gives.
+    """
+    from paceline.build import build_engine, load_model
+    from paceline.config import EngineConfig
     from paceline.llm import LLM
     from paceline.train.evaluation import contestants, held_out_prompts, tokens_per_pass
 
@@ -108,15 +210,35 @@ def _measure(model: Path, device: str, trained: Trained, out: Path, number: int,
     if not prompts:
         return {}
     objective = trained.objective
+
+    def config_of(draft: Any) -> EngineConfig:
+        return EngineConfig.from_options(
+            model=str(model), **_engine_options(device), speculative_config=draft
+        )
+
+    loaded = load_model(config_of("off"))
+
+    def load(draft: dict[str, Any]) -> LLM:
+        built = build_engine(config_of(draft), loaded)
+        built.engine.prepare()
+        return LLM.from_engine(built.engine, built.tokenizer)
+
+    note(f"measuring the head in the engine, on {len(prompts)} held-out prompts at most")
     with TemporaryDirectory() as before:
         trained.write_untrained(Path(before))
-        measured = tokens_per_pass(
-            lambda config: LLM(str(model), device=device, speculative_config=config),
-            prompts,
-            contestants(objective.method, out, Path(before), objective.start),
-        )
-    show_measured(measured, len(prompts))
+        compared = contestants(objective.method, out, Path(before), objective.start)
+        measured, number = tokens_per_pass(load, prompts, compared, seconds=seconds)
+    show_measured(measured, number)
+    if left_out := [method for method in compared if method not in measured]:
+        note(f"--minutes are over. Not measured: {', '.join(left_out)}; the same command measures all.")
     return measured
+
+
+def _engine_options(device: str) -> dict[str, Any]:
+    """Engine options for a device; on a GPU without Triton, the torch backend has to do."""
+    if device == "cpu" or find_spec("triton") is not None:
+        return {"device": device}
+    return {"backend": "torch", "device": device}
 
 
 def chosen_device(wanted: str) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +18,10 @@ from paceline.models.config import ModelConfig
 from paceline.models.registry import load_checkpoint, load_tokenizer
 from paceline.models.tokenizer import Tokenizer
 from paceline.options import check_integer, check_number, refuse_unknown
-from paceline.train.answers import Answerer, write_answers
+from paceline.train.answers import Answerer, Next, write_answers
 from paceline.train.examples import ExampleWriter
 from paceline.train.prompts import Prompt, Skipped, read_all_prompts, tokenized
+from paceline.train.rows import read_rows
 from paceline.train.self_prompts import self_written
 
 REQUESTS_ON_GPU = 256  # at once; above this the time of a pass grows in proportion
@@ -49,9 +53,16 @@ class AnswerOptions:
 class Answered:
     """Progress of answering."""
 
-    answers: int
+    answers: int  # those of earlier runs included
     tokens: int  # answered so far
+    total: int  # answers to all prompts, if no other row is skipped
     skipped: Skipped
+    writing_prompts: bool = False  # now, before they are answered
+
+    @property
+    def complete(self) -> bool:
+        """Whether all prompts have been answered."""
+        return self.answers >= self.total
 
 
 @contextmanager
@@ -63,7 +74,7 @@ def open_answerer(
         from paceline.llm import LLM
         from paceline.train.engine_answers import EngineAnswerer
 
-        how = {} if device == "cpu" else _on_gpu(checkpoint.config, device, options)
+        how = {"device": "cpu"} if device == "cpu" else _on_gpu(checkpoint.config, device, options)
         llm = LLM(str(checkpoint.source), speculative_config="off", **how)
         try:
             yield EngineAnswerer(llm), 64 if device == "cpu" else PROMPTS_ON_GPU
@@ -102,10 +113,13 @@ def make_answers(
     options: AnswerOptions,
     device: str,
     on_progress: Callable[[Answered], bool] = lambda answered: True,
+    seconds: float | None = None,
 ) -> Answered:
     """Answer the prompts of files, and self-written ones, into the file `out`.
 
-    An existing file is continued. After every batch, `on_progress` returns whether to continue.
+    An existing file is continued. `on_progress` is called often, and returns whether to go on. `seconds`:
+    answer for this long only, as many prompts as that gives, chosen by the seed, the last ones
+    cut short.
     """
     if not files and not options.self_written:
         raise ConfigError("There are no prompts: give a file of them, or let the model write some.")
@@ -114,21 +128,51 @@ def make_answers(
     checkpoint = load_checkpoint(model)
     writer = ExampleWriter(out, checkpoint.config.vocab_size, settings)
     skipped = Skipped()
+    rows = sum(1 for path in files for _ in read_rows(path)) + options.self_written
+
+    def answered(answers: int = 0, tokens: int = 0, writing_prompts: bool = False) -> Answered:
+        total = (rows - skipped.counts.total()) * len(options.temperatures)
+        done = len(writer.done) + answers
+        return Answered(done, writer.answered_tokens + tokens, total, skipped, writing_prompts)
+
     with open_answerer(checkpoint, tokenizer, device, options) as (answerer, batch_size):
+        end = math.inf if seconds is None else time.monotonic() + seconds
+
+        def after(progress: Answered) -> Next:
+            if not on_progress(progress):
+                return Next.DROP
+            return Next.CUT if time.monotonic() > end else Next.GO_ON
+
+        def watch(answers: int, tokens: int) -> Next:
+            return after(answered(answers, tokens))
+
+        def watch_writing(prompts: int, tokens: int) -> Next:
+            return after(answered(0, tokens, writing_prompts=True))
 
         def prompts() -> Iterator[Prompt]:
-            yield from read_all_prompts(files, skipped)
+            given = read_all_prompts(files, skipped)
+            yield from given if seconds is None else _in_any_order(given, options.seed)
             yield from self_written(
-                tokenizer, answerer, options.self_written, skipped, options.seed, batch_size=batch_size
+                tokenizer,
+                answerer,
+                options.self_written,
+                skipped,
+                options.seed,
+                batch_size=batch_size,
+                watch=watch_writing,
             )
-
-        def on_batch(writer: ExampleWriter) -> bool:
-            return on_progress(Answered(len(writer.done), writer.answered_tokens, skipped))
 
         # at least one token must fit after a prompt
         max_prompt_tokens = min(options.max_prompt_tokens, checkpoint.config.max_position - 1)
         pairs = tokenized(prompts(), tokenizer, max_prompt_tokens, skipped)
         heats, max_tokens, seed = options.temperatures, options.max_tokens, options.seed
-        write_answers(pairs, answerer, writer, heats, max_tokens, seed, batch_size, on_batch)
+        write_answers(pairs, answerer, writer, heats, max_tokens, seed, batch_size, watch)
     writer.close()
-    return Answered(len(writer.done), writer.answered_tokens, skipped)
+    return answered()
+
+
+def _in_any_order(prompts: Iterator[Prompt], seed: int) -> list[Prompt]:
+    """The prompts shuffled: files are often sorted by kind, and only the first ones may be answered."""
+    shuffled = list(prompts)
+    random.Random(seed).shuffle(shuffled)
+    return shuffled

@@ -12,15 +12,18 @@ from paceline.train.losses import LOSSES
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options for every kind of head. The same options, data and device give the same weights."""
+    """Options for every kind of head.
+
+    The same options, data and device give the same weights, if `batch_tokens` is given and `minutes` is not.
+    """
 
     epochs: int = 3  # passes over all answers
     max_steps: int | None = None  # number of optimizer steps, instead of epochs
-    minutes: float | None = None  # train for this long, instead of epochs
+    minutes: float | None = None  # of answering, training and measuring together, instead of epochs
     step_decay: float = 0.8  # loss weight of each token ahead, relative to the previous one
     loss: str = "kl"  # or lk, for temperatures around 1; see losses.py
     draft_vocab_size: int = 8192  # the most frequent answered tokens
-    batch_tokens: int = 8192  # per step, padding included
+    batch_tokens: int | None = None  # per step, padding included; None: chosen by the speed of the device
     max_length: int = 1024  # tokens per example; longer ones are truncated
     learning_rate: float = 5e-4
     warmup_steps: int = 100
@@ -33,15 +36,15 @@ class TrainOptions:
         for name, low in (
             ("epochs", 1),
             ("draft_vocab_size", 1),
-            ("batch_tokens", 16),
             ("max_length", 4),
             ("warmup_steps", 0),
             ("checkpoint_every", 1),
             ("seed", 0),
         ):
             check_integer(ConfigError, name, getattr(self, name), low, None)
-        if self.max_steps is not None:
-            check_integer(ConfigError, "max_steps", self.max_steps, 1, None)
+        for name, low in (("max_steps", 1), ("batch_tokens", 16)):
+            if getattr(self, name) is not None:
+                check_integer(ConfigError, name, getattr(self, name), low, None)
         if self.loss not in LOSSES:
             raise ConfigError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}.")
         for name, high in (("step_decay", 1.0), ("learning_rate", 1.0), ("clip", 1e9)):

@@ -89,7 +89,7 @@ def read_prompts(path: Path, skipped: Skipped, name: str | None = None) -> Itera
     for number, row in enumerate(read_rows(path), start=1):
         row_id = f"{name or path.stem}-{number}"
         try:
-            yield _prompt(row, row_id, path.stem)
+            yield prompt_of(row, row_id, path.stem)
         except BadRow as reason:
             skipped.add(str(reason), row_id)
 
@@ -121,16 +121,14 @@ def tokenized(
             yield prompt, ids
 
 
-def _prompt(row: Any, row_id: str, default_segment: str) -> Prompt:
+def prompt_of(row: Any, row_id: str, default_segment: str) -> Prompt:
     """The prompt of a row; BadRow if it has none."""
     if isinstance(row, BadRow):
         raise row
     if not isinstance(row, Mapping):
         raise BadRow("not an object")
+    row = unwrapped(row)
     segment = row.get("segment")
-    while wrapped := [row[key] for key in ("body", "request") if isinstance(row.get(key), Mapping)]:
-        row = wrapped[0]
-        segment = segment or row.get("segment")
     named = " ".join(_unicode(segment).split()) if isinstance(segment, str) else ""
     segment = named[:MAX_SEGMENT] or default_segment
     for key, read in CHATS.items():
@@ -144,6 +142,15 @@ def _prompt(row: Any, row_id: str, default_segment: str) -> Prompt:
     if not text.strip():
         raise BadRow("empty")
     return Prompt(row_id, segment, text=_unicode(text))
+
+
+def unwrapped(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The request of a log's or batch file's row; its id and segment are those of the row, if it has them."""
+    outer = {key: row[key] for key in ("id", "segment") if row.get(key) is not None}
+    for key in ("body", "request"):
+        if isinstance(row.get(key), Mapping):
+            return {**unwrapped(row[key]), **outer}
+    return row
 
 
 def _messages(given: Any) -> list[dict[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from paceline.train.new_head import coverage
 from paceline.train.objective import Objective, WriteHead
 from paceline.train.options import TrainOptions
 from paceline.train.processes import Processes
+from paceline.train.progress import Progress, Record, Stopped
 from paceline.train.sequences import load_target
-from paceline.train.trainer import OnProgress, Record, Trainer
+from paceline.train.trainer import OnProgress, Trainer
 
 Start = Callable[[Transformer, Examples, TargetName], Objective]  # creates the head to train for a target
 
@@ -36,9 +37,8 @@ class Trained:
     settings: list[dict[str, Any]]  # per file of answers: temperatures and so on
     held_out_examples: Indices  # [held out]
     coverage: float  # fraction of answered tokens that the head can predict
-    history: list[Record]
+    progress: Progress
     held_out: Record | None  # loss and matches on the held-out examples (teacher forcing)
-    seconds: float
     device: str  # name of the device
 
 
@@ -49,10 +49,16 @@ def train_head(
     options: TrainOptions,
     device: torch.device,
     start: Start,
-    on_progress: OnProgress = lambda progress: None,
+    on_progress: OnProgress = lambda progress: True,
     processes: Processes | None = None,
+    *,
+    spent: float = 0.0,
+    data: Mapping[str, Any] | None = None,
 ) -> Trained:
-    """Train a head for the checkpoint on files of answers; continues the run in `folder`, if there is one."""
+    """Train a head for the checkpoint on files of answers; continues the run in `folder`, if there is one.
+
+    Stopped if `on_progress` returns False. `spent` and `data`: see Trainer.
+    """
     examples = read_examples(answers, options.max_length)
     if examples.vocab_size != checkpoint.config.vocab_size:
         raise ConfigError(
@@ -63,8 +69,10 @@ def train_head(
     name = TargetName(target_fingerprint(checkpoint), checkpoint.source.name)
     objective = start(target, examples, name)
     write_untrained = objective.snapshot()
-    trainer = Trainer(objective, examples, options, folder, processes)
+    trainer = Trainer(objective, examples, options, folder, processes, spent=spent, data=data)
     progress = trainer.train(on_progress)
+    if not trainer.finished:
+        raise Stopped(progress)
     if len(trainer.held_out):
         objective.calibrate(trainer.held_out_batches())
     return Trained(
@@ -74,8 +82,7 @@ def train_head(
         [answer_settings(path) for path in answers],
         trainer.held_out,
         coverage(examples.answer_counts(), objective.draft_ids),
-        progress.history,
+        progress,
         trainer.evaluate(),
-        progress.seconds,
         torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU",
     )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from paceline.models.transformer import Transformer
+from paceline.train.answers import Watch, patient
 from paceline.train.sequences import run_layers
 
 MAX_ROWS = 1024  # per batch; more are hardly faster
@@ -48,8 +49,13 @@ class Sampler:
         temperatures: Sequence[float],
         seeds: Sequence[int],
         max_tokens: int,
-    ) -> list[list[int]]:
-        """One answer per prompt, including its end-of-sequence token, of at most `max_tokens` tokens."""
+        watch: Watch = patient,
+    ) -> list[list[int] | None]:
+        """One answer per prompt, including its end-of-sequence token, of at most `max_tokens` tokens.
+
+        `watch` is told of the batch's beginning only: a batch is short on a GPU, and ends together.
+        """
+        watch(0, 0)
         self.generator.manual_seed(seeds[0])  # one noise stream for the whole batch
         width = max(len(prompt) for prompt in prompts)
         padding = torch.tensor([width - len(prompt) for prompt in prompts], device=self.device)

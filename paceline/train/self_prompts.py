@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from paceline.errors import ConfigError
-from paceline.train.answers import Answerer, seed_of
+from paceline.train.answers import Answerer, Next, Watch, patient, seed_of
 from paceline.train.prompts import Prompt, Skipped
 
 MARK = "9c1e5b7f04"  # a text that occurs in no template
@@ -69,16 +69,23 @@ def self_written(
     batch_size: int,
     max_tokens: int = 256,
     openings: Sequence[str] = OPENINGS,
+    watch: Watch = patient,
 ) -> Iterator[Prompt]:
-    """At most `number` prompts. Turns that are empty or longer than `max_tokens` are counted in `skipped`."""
+    """At most `number` prompts. Turns that are empty or longer than `max_tokens` are counted in `skipped`.
+
+    There are fewer if `watch` does not go on.
+    """
     before = before_user_turn(tokenizer)
     starts = [tokenizer.encode(before + opening, add_special_tokens=False) for opening in openings]
     for first in range(0, number, batch_size):
         numbers = range(first, min(first + batch_size, number))
         chosen = [index % len(openings) for index in numbers]
         seeds = [seed_of(seed, f"self-{name}") for name in numbers]
-        turns = answerer.answer([starts[index] for index in chosen], [1.0] * len(chosen), seeds, max_tokens)
+        beginnings = [starts[index] for index in chosen]
+        turns = answerer.answer(beginnings, [1.0] * len(chosen), seeds, max_tokens, watch)
         for name, index, turn in zip(numbers, chosen, turns, strict=True):
+            if turn is None:
+                continue
             text = openings[index] + tokenizer.decode(turn)
             if not turn or turn[-1] not in tokenizer.eos_ids:
                 skipped.add("a self-written prompt that does not end", f"self-{name}")
@@ -86,3 +93,5 @@ def self_written(
                 skipped.add("empty", f"self-{name}")
             else:
                 yield Prompt(f"self-{name}", "self", messages=[{"role": "user", "content": text}])
+        if watch(0, 0) is not Next.GO_ON:
+            return

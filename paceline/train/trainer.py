@@ -1,8 +1,8 @@
 """The training loop: batches in, a trained head out, resumable after a kill.
 
 A checkpoint is one safetensors file, written to a temporary name and renamed: weights, the optimizer's
-moments, the step and the history. The data order follows from seed and step, and nothing else is
-random, so a resumed run continues bit for bit.
+moments, and the progress. The data order follows from seed, step and the size of a batch, which is part
+of the progress, and nothing else is random, so a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -31,38 +30,19 @@ from paceline.train.losses import StepLosses
 from paceline.train.objective import Objective
 from paceline.train.options import TrainOptions
 from paceline.train.processes import Processes, SingleProcess
+from paceline.train.progress import MIN_BATCH_TOKENS, Pace, Progress, Record, choose_pace, learning_rate
 
+CHECKPOINT = "checkpoint.safetensors"  # in the folder of the head
 TIMED_RECORDS = 9  # records whose median predicts the steps within `minutes`; compiling slows some of them
-RECORD_EVERY = 10  # steps between two records of the history
 CHECKPOINT_SECONDS = 300.0  # maximum between two checkpoints, if steps are slow
-LOWEST_RATE = 0.02  # final fraction of the learning rate
+PROBES = 2  # measured steps: the first one compiles
+PROBE_SECONDS = 2.0  # after which no second one is measured
+HELD_OUT_BATCHES = 32  # evaluated at the end, at most
+CURVE_BATCHES = 4  # of them, evaluated at steps 0, 16, 32, 64, ...
+CURVE_FROM = 16  # steps
+LAST_SHARE = 0.15  # of `minutes`, kept for measuring the head
 
-
-@dataclass(frozen=True)
-class Record:
-    """Averages over some training steps."""
-
-    step: int  # steps done
-    loss: float  # weighted over the tokens ahead
-    matches: list[float]  # [tokens ahead] fraction of predictions that were the target's best token
-
-    @property
-    def expected_length(self) -> float:
-        """Estimated tokens per verification, if matches at different steps were independent."""
-        return 1 + sum(math.prod(self.matches[: step + 1]) for step in range(len(self.matches)))
-
-
-@dataclass
-class Progress:
-    """The state of a run; all of it is in the checkpoint."""
-
-    step: int = 0
-    total: int | None = None  # steps of the whole run; None until known
-    seconds: float = 0.0  # spent so far, earlier runs included
-    history: list[Record] = field(default_factory=list)
-
-
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[Progress], bool]  # returns whether to go on
 
 
 class Trainer:
@@ -75,8 +55,15 @@ class Trainer:
         options: TrainOptions,
         folder: Path,
         processes: Processes | None = None,
+        *,
+        spent: float = 0.0,
+        data: Mapping[str, Any] | None = None,
     ) -> None:
-        """Checkpoints are written to `folder`, and resumed from there."""
+        """Checkpoints are written to `folder`, and resumed from there.
+
+        `spent`: seconds of `minutes` that this process has used so far; `data`: what the examples come
+        from. A run is resumed with the same data only.
+        """
         self.objective, self.options, self.examples = objective, options, examples
         self.processes = processes or SingleProcess()
         self.device = objective.target.embedding.device
@@ -87,42 +74,97 @@ class Trainer:
         )
         weights = [options.step_decay**step for step in range(objective.num_steps)]
         self.weights = torch.tensor(weights, device=self.device)
+        self._data = dict(data or {})
         self._times: deque[float] = deque(maxlen=TIMED_RECORDS + 1)  # seconds at the latest records
-        self.path = folder / "checkpoint.safetensors"
-        self.progress = Progress(total=self._planned_steps())
+        self.path = folder / CHECKPOINT
+        self.progress = Progress()
         if self.path.is_file():
             self._load()
+        self.progress.seconds += spent
 
-    def train(self, on_progress: OnProgress = lambda progress: None) -> Progress:
-        """Train to the end. `on_progress` is called every RECORD_EVERY steps."""
+    def train(self, on_progress: OnProgress = lambda progress: True) -> Progress:
+        """Train to the end, or until `on_progress`, called after every record, returns False.
+
+        The first call is before the first step.
+        """
         progress, options = self.progress, self.options
-        started, before = time.monotonic(), progress.seconds
-        batches = all_batches(self.examples, self.chosen, options.batch_tokens, options.seed)
+        started = time.monotonic() - progress.seconds
+        pace = progress.pace or self._first_step()
+        batches = all_batches(self.examples, self.chosen, pace.batch_tokens, options.seed)
         losses: list[StepLosses] = []
-        saved = progress.seconds
+        progress.seconds = saved = time.monotonic() - started
         rank, number = self.processes.rank, self.processes.number
+        go_on = self._agree_to(on_progress(progress))
         for indices in islice(batches, progress.step * number + rank, None, number):
-            if progress.total is not None and progress.step >= progress.total:
+            if not go_on or progress.step >= progress.total:
                 break
             losses.append(self.step(indices))
             progress.step += 1
-            progress.seconds = before + time.monotonic() - started
-            if progress.step % RECORD_EVERY == 0:
-                progress.history.append(self._record(losses))
-                if not math.isfinite(progress.history[-1].loss):
-                    raise ConfigError(
-                        f"The loss is {progress.history[-1].loss} after {progress.step} steps: lower "
-                        f"learning_rate, which is {options.learning_rate:g}, and start in another folder."
-                    )
+            if progress.step % pace.record_every == 0:
+                self._add_record(losses)
                 losses = []
-                self._plan()
-                on_progress(progress)
+                progress.seconds = time.monotonic() - started
+                self._plan(pace)
+                go_on = self._agree_to(on_progress(progress))
             # only after a record, so that the history has no gap after a resume
             if not losses and self._is_due(saved):
                 self.save()
                 saved = progress.seconds
+        if losses:
+            self._add_record(losses)
+        progress.seconds = time.monotonic() - started
         self.save()
         return progress
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done."""
+        return 0 < self.progress.total <= self.progress.step
+
+    def _first_step(self) -> Pace:
+        """Measure a small step, which changes nothing, and choose the pace by its time."""
+        progress, options = self.progress, self.options
+        small = min(MIN_BATCH_TOKENS, options.batch_tokens or MIN_BATCH_TOKENS)
+        batch = collate(
+            self.examples,
+            epoch_batches(self.examples, self.chosen, small, options.seed, 0)[0],
+            self.device,
+        )
+        times: list[float] = []
+        while len(times) < PROBES and sum(times) < PROBE_SECONDS:
+            start = time.monotonic()
+            losses = self._backward(batch)
+            untrained = self._record([losses])  # waits for the device
+            times.append(time.monotonic() - start)
+        self.optimizer.zero_grad(set_to_none=True)
+        left = None if options.minutes is None else self._end() - progress.seconds - sum(times)
+        pace = choose_pace(batch.tokens.numel() / min(times), options.batch_tokens, left)
+        pace = Pace(self.processes.agree(pace.batch_tokens), self.processes.agree(pace.record_every))
+        progress.pace, progress.history = pace, [untrained]
+        progress.step_seconds = min(times) * pace.batch_tokens / batch.tokens.numel()
+        if (held_out := self.evaluate(CURVE_BATCHES)) is not None:
+            progress.held_out.append(held_out)
+        progress.total = self._planned_steps(pace, left)
+        return pace
+
+    def _add_record(self, losses: list[StepLosses]) -> None:
+        """Append these steps to the history, and what is held out where its curve has a point."""
+        progress = self.progress
+        record = self._record(losses)
+        if not math.isfinite(record.loss):
+            raise ConfigError(
+                f"The loss is {record.loss} after {progress.step} steps: lower --learning-rate, which is "
+                f"{self.options.learning_rate:g}, and start in another folder."
+            )
+        progress.history.append(record)
+        doublings = math.log2(progress.step / CURVE_FROM)
+        last = progress.held_out[-1].step if progress.held_out else 0
+        if doublings >= 0 and CURVE_FROM * 2 ** int(doublings) > last:
+            progress.held_out += [record for record in [self.evaluate(CURVE_BATCHES)] if record is not None]
+
+    def _agree_to(self, go_on: bool) -> bool:
+        """Rank 0's answer to whether to go on."""
+        return bool(self.processes.agree(int(go_on)))
 
     def _is_due(self, saved: float) -> bool:
         """Whether to write a checkpoint now; `saved` is the time of the last one, in seconds."""
@@ -132,31 +174,36 @@ class Trainer:
 
     def step(self, indices: Indices) -> StepLosses:
         """One optimizer step on the examples at these indices."""
+        options, progress = self.options, self.progress
+        rate = learning_rate(options.learning_rate, options.warmup_steps, progress.step, progress.total)
         for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate()
-        losses = self.losses(indices)
-        self.optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward((losses.losses * self.weights).sum())
+            group["lr"] = rate
+        losses = self._backward(collate(self.examples, indices, self.device))
         self.processes.average(
             parameter.grad for parameter in self.parameters.values() if parameter.grad is not None
         )
-        torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.options.clip)
+        torch.nn.utils.clip_grad_norm_(self.parameters.values(), options.clip)
         self.optimizer.step()
+        return losses
+
+    def _backward(self, batch: Batch) -> StepLosses:
+        """The losses of a batch, with their gradients in the parameters."""
+        losses = self.objective.losses(batch)
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward((losses.losses * self.weights).sum())
         return StepLosses(losses.losses.detach(), losses.matches)
 
-    def losses(self, indices: Indices) -> StepLosses:
-        """The losses of a batch."""
-        return self.objective.losses(collate(self.examples, indices, self.device))
-
     @torch.no_grad()
-    def evaluate(self) -> Record | None:
-        """Loss and matches on the held-out examples, with equal weight per batch; None if there are none."""
-        losses = [self.objective.losses(batch) for batch in self.held_out_batches()]
+    def evaluate(self, batches: int = HELD_OUT_BATCHES) -> Record | None:
+        """Loss and matches on this many held-out batches, with equal weight; None if there are none."""
+        losses = [self.objective.losses(batch) for batch in islice(self.held_out_batches(), batches)]
         return self._record(losses) if losses else None
 
     def held_out_batches(self) -> Iterator[Batch]:
-        """The held-out examples in batches."""
-        for indices in epoch_batches(self.examples, self.held_out, self.options.batch_tokens, 0, 0):
+        """The held-out examples in batches, HELD_OUT_BATCHES at most."""
+        assert self.progress.pace is not None
+        size = self.progress.pace.batch_tokens
+        for indices in epoch_batches(self.examples, self.held_out, size, 0, 0)[:HELD_OUT_BATCHES]:
             yield collate(self.examples, indices, self.device)
 
     def save(self) -> None:
@@ -168,14 +215,7 @@ class Trainer:
             state = self.optimizer.state[parameter]
             tensors |= {f"{part}.{name}": state[part] for part in state}
         tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-        progress = self.progress
-        facts = {
-            "run": self._run_facts(),
-            "step": progress.step,
-            "total": progress.total,
-            "seconds": progress.seconds,
-            "history": [[record.step, record.loss, record.matches] for record in progress.history],
-        }
+        facts = {"run": self._run_facts(), "progress": self.progress.facts()}
         unfinished = self.path.with_suffix(".unfinished")
         with writing(self.path, "Make room: the same command goes on from the checkpoint before."):
             try:
@@ -188,11 +228,7 @@ class Trainer:
     def _load(self) -> None:
         with safetensors.safe_open(str(self.path), framework="pt", device="cpu") as file:
             facts = json.loads(file.metadata()["facts"])
-            if facts["run"] != self._run_facts():
-                raise ConfigError(
-                    f"{self.path} is of a run with other options or data ({facts['run']}); this one has "
-                    f"{self._run_facts()}. Give the same ones to go on, or another folder."
-                )
+            self._check_run(facts["run"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         self.objective.network.load_state_dict({name: tensors[f"head.{name}"] for name in self.parameters})
         parts = {name.split(".", 1)[0] for name in tensors} - {"head"}
@@ -202,8 +238,18 @@ class Trainer:
         }
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state if parts else {}, "param_groups": groups})
-        history = [Record(*record) for record in facts["history"]]
-        self.progress = Progress(facts["step"], facts["total"], facts["seconds"], history)
+        self.progress = Progress.of(facts["progress"])
+
+    def _check_run(self, run: Mapping[str, Any]) -> None:
+        """ConfigError, with what differs, if the checkpoint is of another run."""
+        ours: dict[str, Any] = json.loads(json.dumps(self._run_facts()))
+        differing = [name for name in {**run, **ours} if run.get(name) != ours.get(name)]
+        if differing:
+            changes = ", ".join(f"{name} {run.get(name)!r} (now {ours.get(name)!r})" for name in differing)
+            raise ConfigError(
+                f"{self.path} is of a run with other options or data: {changes}. Give the same ones to go "
+                "on, or another folder with --out."
+            )
 
     def _run_facts(self) -> dict[str, Any]:
         """What must be equal for a run to be resumed."""
@@ -211,43 +257,38 @@ class Trainer:
         options.pop("checkpoint_every")
         sizes = {"examples": len(self.examples), "tokens": len(self.examples.tokens)}
         head = {"method": self.objective.method, "start": self.objective.start}
-        return {**head, **options, **sizes, "processes": self.processes.number}
+        return {**head, **options, **sizes, **self._data, "processes": self.processes.number}
 
-    def _planned_steps(self) -> int | None:
-        """The number of steps, if it is known before the run."""
+    def _end(self) -> float:
+        """The `seconds` of the progress at which training ends, if `minutes` are given."""
+        return (1 - LAST_SHARE) * 60 * (self.options.minutes or 0.0)
+
+    def _planned_steps(self, pace: Pace, left: float | None) -> int:
+        """The number of steps; within `left` seconds an estimate, which _plan improves."""
         options = self.options
-        if options.minutes is not None:
-            return None
+        if left is not None:
+            return self.processes.agree(max(1, int(left / self.progress.step_seconds)))
         if options.max_steps is not None:
             return options.max_steps
         batches = sum(
-            len(epoch_batches(self.examples, self.chosen, options.batch_tokens, options.seed, epoch))
+            len(epoch_batches(self.examples, self.chosen, pace.batch_tokens, options.seed, epoch))
             for epoch in range(options.epochs)
         )
         return -(-batches // self.processes.number)
 
-    def _plan(self) -> None:
-        """Compute how many steps fit into `minutes`; repeated until half of them are done."""
+    def _plan(self, pace: Pace) -> None:
+        """Compute how many steps fit into `minutes`: until half of them are done, and when time is up."""
         progress = self.progress
-        settled = progress.total is not None and progress.step > progress.total / 2
-        if self.options.minutes is None or settled:
-            return
         self._times.append(progress.seconds)
         if len(self._times) > 3:
             records = [after - before for before, after in pairwise(self._times)]
-            left = (self.options.minutes * 60 - progress.seconds) / statistics.median(records)
-            progress.total = self.processes.agree(progress.step + max(0, int(left * RECORD_EVERY)))
-
-    def _learning_rate(self) -> float:
-        """Warm-up, then a half cosine down to LOWEST_RATE."""
-        options, progress = self.options, self.progress
-        rate = options.learning_rate
-        if progress.step < options.warmup_steps:
-            return rate * (progress.step + 1) / options.warmup_steps
-        if progress.total is None:
-            return rate
-        done = (progress.step - options.warmup_steps) / max(1, progress.total - options.warmup_steps)
-        return rate * (LOWEST_RATE + (1 - LOWEST_RATE) * (1 + math.cos(math.pi * min(1.0, done))) / 2)
+            progress.step_seconds = statistics.median(records) / pace.record_every
+        if self.options.minutes is None:
+            return
+        total, left = progress.total, self._end() - progress.seconds
+        if len(self._times) > 3 and progress.step <= total / 2:
+            total = progress.step + max(0, int(left / progress.step_seconds))
+        progress.total = self.processes.agree(progress.step if left < progress.step_seconds else total)
 
     def _record(self, losses: list[StepLosses]) -> Record:
         mean = torch.stack([each.losses for each in losses]).mean(0)

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline.errors import ConfigError
 from paceline.llm import LLM
-from paceline.train.answers import write_answers
+from paceline.train.answers import Next, Watch, patient, write_answers
 from paceline.train.engine_answers import EngineAnswerer
-from paceline.train.examples import ExampleWriter
+from paceline.train.examples import ExampleWriter, read_examples
 from paceline.train.prompts import Prompt, Skipped
 from paceline.train.self_prompts import before_user_turn, self_written
 from tests.toy import VOCAB, ToyTokenizer, toy_engine
@@ -25,20 +26,10 @@ def prompts(number: int = 5) -> Iterator[tuple[Prompt, list[int]]]:
     return iter([(Prompt(f"p-{one}", "s", text="x"), [one + 1, 2, 3]) for one in range(number)])
 
 
-def answerer() -> EngineAnswerer:
-    return EngineAnswerer(LLM.from_engine(toy_engine(), ToyTokenizer()))  # type: ignore[arg-type]
-
-
-def run(path: Path, batch_size: int = 3, stop_after: int | None = None) -> None:
-    writer = ExampleWriter(path, VOCAB, {})
-    batches = 0
-
-    def on_batch(_: ExampleWriter) -> bool:
-        nonlocal batches
-        batches += 1
-        return batches != stop_after
-
-    write_answers(prompts(), answerer(), writer, TEMPERATURES, 8, 0, batch_size, on_batch)
+def run(path: Path, watch: Watch = patient, max_num_seqs: int = 16) -> None:
+    engine = toy_engine(max_num_seqs=max_num_seqs)
+    answerer = EngineAnswerer(LLM.from_engine(engine, ToyTokenizer()))  # type: ignore[arg-type]
+    write_answers(prompts(), answerer, ExampleWriter(path, VOCAB, {}), TEMPERATURES, 8, 0, 10, watch)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -53,12 +44,37 @@ def test_every_prompt_is_answered_at_every_temperature(tmp_path: Path) -> None:
     assert any(examples[one]["ids"] != examples[one + 1]["ids"] for one in range(0, 10, 2))
 
 
-def test_a_resumed_run_ends_with_the_same_file(tmp_path: Path) -> None:
+def test_a_stopped_run_keeps_what_is_finished_and_resumed_gives_the_same_examples(tmp_path: Path) -> None:
+    whole, stopped = tmp_path / "whole.jsonl", tmp_path / "stopped.jsonl"
+    run(whole)
+    run(stopped, lambda answers, tokens: Next.DROP if answers else Next.GO_ON, max_num_seqs=3)
+    kept = rows(stopped)
+    assert 0 < len(kept) < 10
+    assert all(row in rows(whole) for row in kept)
+    assert len({row["id"] for row in kept}) == len(kept)
+    with stopped.open("r+") as file:  # in another order, as where a later answer is the shorter one
+        first, *lines = file.readlines()
+        file.seek(0)
+        file.writelines([first, *reversed(lines)])
+    run(stopped)
+    assert len(rows(stopped)) == 10
+    assert rows(stopped) != rows(whole)
+    before, after = read_examples([whole], 99), read_examples([stopped], 99)
+    assert all(
+        np.array_equal(getattr(before, name), getattr(after, name))
+        for name in ("tokens", "offsets", "answers", "prompts", "segments")
+    )
+
+
+def test_when_time_is_up_answers_end_where_they_are(tmp_path: Path) -> None:
     run(tmp_path / "whole.jsonl")
-    run(tmp_path / "killed.jsonl", stop_after=2)
-    assert len(rows(tmp_path / "killed.jsonl")) == 6
-    run(tmp_path / "killed.jsonl")
-    assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    run(tmp_path / "cut.jsonl", lambda answers, tokens: Next.CUT if tokens > 5 else Next.GO_ON, 3)
+    cut = rows(tmp_path / "cut.jsonl")
+    assert len(cut) == 3, "those that had begun"
+    for row, whole in zip(cut, rows(tmp_path / "whole.jsonl"), strict=False):
+        assert row["id"] == whole["id"]
+        assert row["answer"] < len(row["ids"]) < len(whole["ids"])
+        assert row["ids"] == whole["ids"][: len(row["ids"])]
 
 
 class Turns:
@@ -91,7 +107,8 @@ class Scripted:
         temperatures: Sequence[float],
         seeds: Sequence[int],
         max_tokens: int,
-    ) -> list[list[int]]:
+        watch: Watch = patient,
+    ) -> list[list[int] | None]:
         self.asked += ["".join(map(chr, prompt)) for prompt in prompts]
         return [[0 if letter == "." else ord(letter) for letter in next(self.turns)] for _ in prompts]
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +65,8 @@ def test_prompts_become_a_head_with_its_card(
     card = (out / "README.md").read_text()
     assert "10 steps" in card
     assert "| this head |" in card
+    assert "1.00 is plain" in card  # what the table is to be read against
+    assert "faster" not in card
     assert "| segments | letters [/of] all kinds " in card
     assert "| answered at | temperatures 0, 0.8 |" in card
     facts = json.loads((out / "training.json").read_text())
@@ -103,9 +109,75 @@ def test_answers_of_one_machine_train_a_head_on_another(
     assert (before != after).any()
 
 
+def test_an_interrupted_command_says_what_is_kept_and_goes_on_there(
+    paceline: Run, tiny_gguf: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("train", "eagle3", tiny_gguf, "--workload", prompts, *SMALL, "--max-steps", "30")
+    command = (*command, "--evaluate", "0", "--out")
+    whole, out = tmp_path / "whole", tmp_path / "head"
+    assert paceline(*command, whole)[0] == 0
+
+    def press(when: Callable[[Any], bool]) -> Callable[[Any], None]:
+        def pressed(progress: Any) -> None:
+            if when(progress):
+                signal.raise_signal(signal.SIGINT)
+
+        return pressed
+
+    def watching(shown: Callable[..., Any], pressed: Callable[[Any], None]) -> Callable[..., Any]:
+        @contextmanager
+        def shows(*arguments: Any, **options: Any) -> Iterator[Callable[[Any], bool]]:
+            with shown(*arguments, **options) as show:
+                yield lambda progress: (pressed(progress), show(progress))[1]
+
+        return shows
+
+    with monkeypatch.context() as patch:
+        pressed = press(lambda progress: progress.tokens > 0)
+        patch.setattr(job, "answering_progress", watching(job.answering_progress, pressed))
+        code, _, stderr = paceline(*command, out)
+    assert code == 130
+    assert re.search(r"Interrupted: \d+ of 6 answers are kept in .*answers.jsonl\. The same command", stderr)
+    assert not (out / "checkpoint.safetensors").exists()
+    with monkeypatch.context() as patch:
+        pressed = press(lambda progress: progress.step == 10)
+        patch.setattr(job, "training_progress", watching(job.training_progress, pressed))
+        code, _, stderr = paceline(*command, out)
+    assert code == 130
+    assert "Interrupted: 10 of 30 steps are kept in" in stderr
+    assert not (out / "model.safetensors").exists()
+    code, _, stderr = paceline(*command, out)
+    assert code == 0, stderr
+    assert "going on from the checkpoint: step 10 of 30" in stderr
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_minutes_are_of_the_whole_command(
+    paceline: Run, tiny_gguf: Path, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "head"
+    small = ("--device", "cpu", "--max-tokens", "12", "--draft-vocab-size", "5", "--unroll", "2")
+    command = ("train", "eagle3", tiny_gguf, "--data", prompts, "--out", out, *small, "--minutes", "0.05")
+    code, _, stderr = paceline(*command)
+    assert code == 0, stderr
+    assert re.search(r"step 0 of \d+: loss \d+\.\d+, accepted \d+ \d+ %, \d+ s left", stderr)
+    assert re.search(r"the draft vocabulary \(5 tokens\) covers only \d+ % .*--draft-vocab-size", stderr)
+    facts = json.loads((out / "training.json").read_text())
+    assert facts["batch_tokens"] >= 512
+    assert facts["history"][0]["step"] == facts["held_out_history"][0]["step"] == 0
+    served = f"paceline serve {tiny_gguf} --draft eagle3:{out}"
+    assert f"    {served}\n" in (out / "README.md").read_text()
+    assert served in stderr
+    trained = (out / "model.safetensors").read_bytes()
+    assert paceline(*command)[0] == 0, "nothing is answered or trained again"
+    assert (out / "model.safetensors").read_bytes() == trained
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--init-from", "eagle3"), "no draft head 'eagle3'"),
+        (("--init-from", "shipped"), "no eagle3 head is shipped for this target, only for smollm2-135m"),
         (("--temperatures", "warm"), "--temperatures must be numbers"),
         (("--epochs", "0"), "epochs must be an integer from 1"),
         (("--data", "no-such-file"), "cannot be read"),
@@ -153,7 +225,7 @@ def test_an_unwritable_folder_is_reported_before_anything_is_answered(
 def test_running_out_of_gpu_memory_is_reported_with_the_remedy(
     paceline: Run, tiny_gguf: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(job, "train_head", full)

@@ -13,13 +13,14 @@ from paceline.models.registry import load_checkpoint
 from paceline.train.eagle3_objective import Eagle3Objective
 from paceline.train.examples import Example, Examples, ExampleWriter
 from paceline.train.options import Eagle3Options
+from paceline.train.progress import Progress
 from paceline.train.run import train_head
-from paceline.train.trainer import OnProgress, Progress
+from paceline.train.trainer import OnProgress
 
 OPTIONS = Eagle3Options(max_steps=40, unroll=2, intermediate_size=16, batch_tokens=96, checkpoint_every=10)
 
 
-def train(model: Path, answers: Path, out: Path, on_progress: OnProgress = lambda progress: None) -> None:
+def train(model: Path, answers: Path, out: Path, on_progress: OnProgress = lambda progress: True) -> None:
     """Train a head and write it to `out`."""
     torch.set_num_threads(1)
     trained = train_head(
@@ -34,8 +35,9 @@ def train(model: Path, answers: Path, out: Path, on_progress: OnProgress = lambd
     trained.objective.snapshot()(out)
 
 
-def tell(progress: Progress) -> None:
+def tell(progress: Progress) -> bool:
     print(progress.step, flush=True)
+    return True
 
 
 def test_a_killed_process_ends_with_the_same_file(
@@ -53,13 +55,13 @@ def test_a_killed_process_ends_with_the_same_file(
         text=True,
     )
     assert process.stdout is not None
-    assert [process.stdout.readline() for _ in range(2)] == ["10\n", "20\n"]
+    assert [process.stdout.readline() for _ in range(3)] == ["0\n", "10\n", "20\n"]
     process.kill()  # while it computes, or writes the checkpoint of step 20
     process.communicate()
     assert not (killed / "model.safetensors").exists()
     steps: list[int] = []
-    train(model, answers, killed, lambda progress: steps.append(progress.step))
-    assert steps[0] >= 20, "it goes on from a checkpoint"
+    train(model, answers, killed, lambda progress: not steps.append(progress.step))
+    assert steps[0] >= 10, "it goes on from a checkpoint"
     train(model, answers, whole)
     assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 

@@ -16,14 +16,15 @@ from paceline.errors import ConfigError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.transformer import Transformer
 from paceline.train import trainer as trainer_module
-from paceline.train.batches import Indices, all_batches, collate, epoch_batches, split
+from paceline.train.batches import Batch, Indices, all_batches, collate, epoch_batches, split
 from paceline.train.eagle3_objective import Eagle3Objective
 from paceline.train.examples import Examples
 from paceline.train.losses import StepLosses
 from paceline.train.new_head import choose_draft_ids, coverage, head_config, new_head
 from paceline.train.options import Eagle3Options
 from paceline.train.processes import Processes
-from paceline.train.trainer import Progress, Record, Trainer
+from paceline.train.progress import Pace, Progress, Record, choose_pace, learning_rate
+from paceline.train.trainer import Trainer
 
 OPTIONS = Eagle3Options(
     max_steps=20,
@@ -71,9 +72,10 @@ def test_a_killed_run_that_is_resumed_ends_with_the_same_bits(
     whole = trainer(target, examples, tmp_path / "whole")
     whole.train()
 
-    def kill(progress: Progress) -> None:
+    def kill(progress: Progress) -> bool:
         if progress.step == 20:  # after the checkpoint of step 10, before that of step 20
             raise Killed
+        return True
 
     killed = trainer(target, examples, tmp_path / "killed")
     with pytest.raises(Killed):
@@ -134,10 +136,100 @@ def test_the_head_learns_to_predict_its_target(
     assert history[-1].matches[0] > history[0].matches[0]
 
 
-def test_minutes_become_a_number_of_steps(target: Transformer, examples: Examples, tmp_path: Path) -> None:
-    options = Eagle3Options(**{**vars(OPTIONS), "max_steps": None, "minutes": 0.001})
-    progress = trainer(target, examples, tmp_path, options).train()
-    assert progress.step == progress.total == 40  # measured over 30 steps after the first 10: no time is left
+class Clock:
+    """Time that passes only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 0.01
+        return self.now
+
+
+@pytest.mark.parametrize(("spent", "step_seconds"), [(0.0, 1.0), (0.0, 7.0), (30.0, 1.0), (99.0, 1.0)])
+def test_a_run_ends_within_a_step_of_its_minutes(
+    target: Transformer,
+    examples: Examples,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spent: float,
+    step_seconds: float,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(trainer_module, "time", clock)
+
+    class Slow(Trainer):
+        def _backward(self, batch: Batch) -> StepLosses:
+            clock.now += step_seconds
+            return super()._backward(batch)
+
+    options = Eagle3Options(**{**vars(OPTIONS), "max_steps": None, "minutes": 1.0})
+    run = Slow(Eagle3Objective(target, examples, options), examples, options, tmp_path, spent=spent)
+    totals: list[int] = []
+
+    def show(progress: Progress) -> bool:
+        totals.append(progress.total)
+        return True
+
+    progress = run.train(show)
+    assert totals[0] > 0, "about how many steps there will be is known before the first"
+    assert run.finished
+    assert progress.step == len(progress.history) - 1, "every slow step is recorded"
+    end = 0.85 * 60  # the rest is for measuring
+    assert progress.step == 1 if spent > end else end - step_seconds - 2 < progress.seconds < end + 1
+
+
+def test_the_batch_is_chosen_by_speed_and_stays_in_a_resumed_run(
+    target: Transformer, examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = Eagle3Options(**{**vars(OPTIONS), "batch_tokens": None})
+    first = trainer(target, examples, tmp_path, options)
+    stopped = first.train(lambda progress: progress.step < 10)
+    assert (stopped.step, first.finished) == (10, False)
+    assert stopped.pace is not None
+    chosen = stopped.pace.batch_tokens
+
+    def measured_again(*_: object) -> Pace:
+        raise AssertionError("the pace is part of the checkpoint")
+
+    monkeypatch.setattr(trainer_module, "choose_pace", measured_again)
+    resumed = trainer(target, examples, tmp_path, options)
+    assert resumed.train().pace == stopped.pace
+    batches = all_batches(examples, resumed.chosen, chosen, options.seed)
+    assert [*first.seen, *resumed.seen] == [tuple(one) for one in islice(batches, 20)]
+
+
+@pytest.mark.parametrize(
+    ("speed", "asked", "seconds", "expected"),
+    [
+        (1e6, None, None, Pace(8192, 10)),
+        (1000.0, None, None, Pace(2048, 1)),  # 4096 would take more than 4 s
+        (1000.0, None, 60.0, Pace(1024, 1)),  # 50 steps within a minute
+        (100.0, None, None, Pace(512, 1)),
+        (100.0, 4096, 60.0, Pace(4096, 1)),
+        (1e6, 4096, None, Pace(4096, 10)),
+    ],
+)
+def test_slow_devices_get_small_batches(
+    speed: float, asked: int | None, seconds: float | None, expected: Pace
+) -> None:
+    assert choose_pace(speed, asked, seconds) == expected
+
+
+def test_short_runs_have_a_short_warm_up() -> None:
+    rates = [learning_rate(1.0, 100, step, 20) for step in range(20)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+
+
+def test_the_history_begins_with_the_untrained_head(
+    target: Transformer, examples: Examples, tmp_path: Path
+) -> None:
+    progress = trainer(target, examples, tmp_path).train()
+    assert [record.step for record in progress.history] == [0, 10, 20]
+    assert [record.step for record in progress.held_out] == [0, 20]
+    assert progress.held_out[-1].loss < progress.held_out[0].loss
 
 
 def test_epochs_decide_the_number_of_steps(target: Transformer, examples: Examples, tmp_path: Path) -> None:
