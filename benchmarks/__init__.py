@@ -1,1 +1,1 @@
-"""Benchmarks for developers of paceline. Not in the wheel: see docs/benchmarks.md."""
+"""Benchmarks for developers of paceline. Not in the wheel: see docs/guides/benchmarks.md."""

@@ -1,8 +1,6 @@
-"""`python -m benchmarks`: benchmarks for developers of paceline. See docs/benchmarks.md."""
+"""`python -m benchmarks`: benchmarks for developers of paceline. See docs/guides/benchmarks.md."""
 
 from __future__ import annotations
-
-import typer
 
 from benchmarks.control.commands import bad_drafters_command, changes_command, grid_command
 from benchmarks.engine.commands import (
@@ -15,9 +13,10 @@ from benchmarks.engine.commands import (
 )
 from benchmarks.gpu.command import gpu_command
 from benchmarks.server.commands import load_command, overhead_command
-from paceline.cli import PLAIN, main
+from paceline.cli import main
+from paceline.terminal.help import App
 
-app = typer.Typer(help="Benchmarks for developers of paceline.", no_args_is_help=True, **PLAIN)
+app = App(help="Benchmarks for developers of paceline.", no_args_is_help=True)
 app.command("grid")(grid_command)
 app.command("changes")(changes_command)
 app.command("bad-drafters")(bad_drafters_command)

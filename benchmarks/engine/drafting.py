@@ -42,6 +42,9 @@ class NoText:
     def is_special(self, token_id: int) -> bool:
         return False
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return []
+
 
 @dataclass(frozen=True)
 class StepCost:

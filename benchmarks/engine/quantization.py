@@ -17,7 +17,7 @@ class Measured:
     """Perplexity with one format of the weights."""
 
     quantization: str  # never "auto"
-    threads: int
+    threads: int | None  # None: the backend has none of its own
     tokens: int
     perplexity: float
 
@@ -71,4 +71,5 @@ def _measure(model: str, quantization: str, threads: int | None, context: int) -
     check_integer(ConfigError, "context", context, 2, loaded.max_position)
     ids = text_ids(loaded.tokenizer)
     chosen = settings(loaded.backend)
-    return Measured(chosen.quantization, chosen.threads, len(ids), perplexity(loaded.backend, ids, context))
+    name = chosen.quantization if quantization == "auto" else quantization
+    return Measured(name, chosen.threads, len(ids), perplexity(loaded.backend, ids, context))

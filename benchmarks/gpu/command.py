@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from benchmarks.gpu.peers import peers_note
 from paceline.bench.flags import JsonFile, integers
 from paceline.bench.report.result import Result, Table
 from paceline.errors import ConfigError
@@ -87,8 +88,8 @@ def gpu_command(
 NOTES = (
     "A step gives one token of every request, and with a draft one more for each that was accepted. Random "
     "weights accept next to nothing, but a step takes as long whatever is accepted.",
-    "vLLM: version 0.26 on an H200, on another day. Floor: to read the weights of a step once, at the "
-    "bandwidth of a reduction in this run. Bar of a tree: 1.1 times the chain.",
+    "Floor: to read the weights of a step once, at the bandwidth of a reduction in this run. Bar of a tree: "
+    "1.1 times the chain.",
     "W, MHz: what the card drew, and the clock of its multiprocessors, on average. With a star its power "
     "limit lowered the clock most of the time: another card of the same kind may be quicker, or slower.",
 )
@@ -116,7 +117,7 @@ def gpu_result(lines: Sequence[Measured]) -> Result:
         for line in lines
     ]
     facts = {"lines": [asdict(line) for line in lines]}
-    return Result(title, [Table(title, columns, rows, text=("method",))], facts, notes=NOTES)
+    return Result(title, [Table(title, columns, rows, text=("method",))], facts, notes=(*NOTES, peers_note()))
 
 
 def _power(power: Power | None) -> tuple[str, str]:

@@ -22,8 +22,9 @@ from benchmarks.gpu.drafts import (
     ngram,
     random_tensor,
 )
+from benchmarks.gpu.peers import peer_milliseconds
 from benchmarks.gpu.plain_torch import PlainDecode
-from benchmarks.gpu.plan import DRAFT_MODEL, SHAPES, VLLM, Measured, Setting, bar_of
+from benchmarks.gpu.plan import DRAFT_MODEL, SHAPES, Measured, Setting, bar_of
 from benchmarks.gpu.power import Power, watched
 from paceline.backends.cuda.backend import PAGE_SIZE, CudaBackend
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
@@ -77,7 +78,8 @@ def measure_gpu(
                 floor = 1e3 * (target_bytes + drafting.bytes_read) / speed
                 step, power, without = measure_both(weights, count, setting, drafting)
                 plain = measure_torch(shape, count, setting) if method == "plain" and in_torch else None
-                vllm = VLLM.get((shape, method), {}).get(count) if is_usual else None
+                case = (shape, method, setting.quantization, count)
+                vllm = peer_milliseconds(*case) if setting.is_peers else None
                 bar = bar_of(shape, method, count, lines) if is_usual else None
                 lines.append(Measured(shape, method, count, step, floor, plain, vllm, bar, without, power))
                 on_line(lines[-1])

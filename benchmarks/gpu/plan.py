@@ -1,4 +1,4 @@
-"""What is measured on a GPU and compared with: shapes, settings, vLLM's figures, our bars."""
+"""What is measured on a GPU: shapes, settings, our bars."""
 
 from __future__ import annotations
 
@@ -39,15 +39,7 @@ SHAPES = {
 }
 
 
-# milliseconds per step by shape, method and requests: vLLM 0.26 on an H200, and this project's bar
-VLLM = {
-    ("llama-3.2-1b", "plain"): {1: 2.20, 16: 2.10, 64: 2.89},
-    ("qwen2.5-1.5b", "plain"): {1: 2.15, 16: 2.21, 64: 2.83},
-    ("llama-3.1-8b", "plain"): {1: 4.83, 16: 5.17, 64: 5.97},
-    ("llama-3.1-8b", "eagle3"): {1: 6.48, 16: 6.88, 64: 13.5},
-    ("llama-3.1-8b", "ngram"): {1: 7.15, 16: 9.11},
-    ("llama-3.1-8b", "model"): {1: 21.5, 16: 26.2},
-}
+# this project's bars: milliseconds per step by shape, method and requests
 BARS = {
     ("llama-3.2-1b", "plain"): {1: 0.8},
     ("qwen2.5-1.5b", "plain"): {1: 1.0, 64: 2.83},  # 22,600 tokens per second
@@ -113,8 +105,13 @@ class Setting:
 
     @property
     def is_usual(self) -> bool:
-        """Whether the bars and vLLM's figures apply to this setting."""
-        return (self.prompt_tokens, self.quantization, self.common_tokens) == (128, "none", 0)
+        """Whether the bars apply to this setting."""
+        return self.is_peers and self.quantization == "none"
+
+    @property
+    def is_peers(self) -> bool:
+        """Whether peers were measured with prompts like these."""
+        return (self.prompt_tokens, self.common_tokens) == (128, 0)
 
     @property
     def longest(self) -> int:

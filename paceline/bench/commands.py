@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-import typer
-
 from paceline.bench.decode.command import decode_command
 from paceline.bench.flags import RUN, MainCommandGroup
 from paceline.bench.run.command import run_command, serve_command
 from paceline.bench.simulate.flags import simulate_command
 from paceline.bench.tune.command import tune_command
 from paceline.errors import ConfigError
+from paceline.terminal.help import App
 
 # former commands, now `python -m benchmarks NAME` in a checkout
 MOVED = frozenset(
@@ -35,8 +34,8 @@ class BenchGroup(MainCommandGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(
-    help="Measure speed on this machine and your traffic: `paceline bench MODEL`, or a command.",
+app = App(
+    help="Measure speed on this machine and your traffic: `paceline bench MODEL`, or a command below.",
     epilog=f"`paceline bench MODEL ...` is `paceline bench {RUN} MODEL ...`. A model that has the name of a "
     "command is written as a path: ./decode. Measurements for developers are in `python -m benchmarks`, in a "
     "checkout.",

@@ -10,23 +10,35 @@ import typer
 from typer.core import TyperGroup
 
 from paceline.errors import ConfigError
+from paceline.terminal.flags import PROMPT_FILE
 
 RUN = "run"
 
-Model = Annotated[str, typer.Argument(help="An alias, a .gguf file, a folder or a hub id.")]
-Threads = Annotated[int | None, typer.Option(help="Number of threads. Default: one per core.")]
-Quantization = Annotated[str, typer.Option(help="Weights of the cpu backend: auto, native, int8 or none.")]
+Model = Annotated[str, typer.Argument(help="An alias, a .gguf file, a folder of safetensors or a hub id.")]
+HERE = "Engine in this process"
+Threads = Annotated[
+    int | None, typer.Option(help="Number of CPU threads. Default: one per core.", rich_help_panel=HERE)
+]
+Quantization = Annotated[
+    str, typer.Option(help="Format of weights: auto, native, int8 or none.", rich_help_panel=HERE)
+]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write all results to this file.")
+    Path | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write all figures to this file as JSON.", rich_help_panel="Output"
+    ),
 ]
 HtmlFile = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write a report with plots to this file.")
+    Path | None,
+    typer.Option(
+        "--html", metavar="FILE", help="Write a report with charts to this file.", rich_help_panel="Output"
+    ),
 ]
 Workloads = Annotated[
     list[str] | None,
     typer.Option(
-        "--workload",
-        help="A file of JSON lines, or code-edit, summarize, extract, chat, writing. May be repeated.",
+        *PROMPT_FILE,
+        help="File of prompts (JSON lines), or code-edit, summarize, extract, chat or writing. Repeatable.",
     ),
 ]
 
@@ -55,3 +67,16 @@ def integers(option: str, text: str) -> list[int]:
             f"{option} must be positive numbers with commas between, such as 1,4,16; got {text!r}."
         )
     return numbers
+
+
+def numbers(option: str, text: str) -> list[float]:
+    """The positive numbers of a list such as 0.5,2,8."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(0 < value < float("inf") for value in values):
+        raise ConfigError(
+            f"{option} must be positive numbers with commas between, such as 0.5,2,8; got {text!r}."
+        )
+    return values

@@ -16,7 +16,7 @@ from paceline.backends.options import BackendOptions
 from paceline.build import Loaded, build_engine
 from paceline.config import EngineConfig, SchedulerOptions
 from paceline.home import paceline_home
-from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
+from paceline.models.registry import load_with_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer
 
 DEVICE_KV_BYTES = 6 << 30  # KV cache on a GPU, for each of the compared engines
@@ -28,16 +28,13 @@ TORCH = "torch"  # used like a quantization: the reference backend in float32
 class Settings:
     """The settings that a backend chose."""
 
-    quantization: str  # never "auto"
-    threads: int
+    quantization: str  # the format of the weights; never "auto"
+    threads: int | None  # None: the backend has no threads of its own
 
 
-def settings(backend: Any) -> Settings:
-    """Quantization and threads of a backend; a backend without a quantization gives its name."""
-    from paceline.backends.cpu.team import default_threads
-
-    quantization = getattr(backend, "quantization", backend.name)
-    return Settings(quantization, getattr(backend, "threads", default_threads()))
+def settings(backend: Backend) -> Settings:
+    """The weight format and the threads of a backend."""
+    return Settings(backend.weight_format, getattr(backend, "threads", None))
 
 
 @dataclass(frozen=True)
@@ -58,10 +55,10 @@ def load_backend_for_bench(
         options = BackendOptions(backend="torch", threads=threads)
     else:
         options = BackendOptions(backend="cpu", quantization=quantization, threads=threads)
-    checkpoint = load_checkpoint(path)
+    checkpoint, tokenizer = load_with_tokenizer(path)
     rows = max(max_rows, SchedulerOptions().max_num_batched_tokens)
     backend = load_backend(checkpoint, options, rows)
-    return LoadedBackend(backend, load_tokenizer(path), checkpoint.config.max_position)
+    return LoadedBackend(backend, tokenizer, checkpoint.config.max_position)
 
 
 def bench_config(

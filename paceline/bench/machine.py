@@ -6,7 +6,7 @@ import os
 import platform
 from importlib import metadata
 
-from paceline.machine import cpu_name, has_amx
+from paceline.machine import cpu_name, find_gpu, has_amx
 
 PACKAGES = ("paceline", "numpy", "numba", "llvmlite", "tokenizers")
 
@@ -23,6 +23,7 @@ def machine_facts() -> dict[str, object]:
         "usable_cores": default_threads(),
         "isa": ISA.name,
         "amx": has_amx(),
+        "gpu": find_gpu().name or None,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(os.getloadavg()[0], 2),  # above 0 before a bench starts: the machine is busy
         "system": f"{platform.system()} {platform.release()}",

@@ -7,19 +7,25 @@ from pathlib import Path
 import pytest
 
 from paceline.bench.commands import MOVED
+from paceline.bench.decode import measure
 from paceline.bench.machine import machine_facts
-from paceline.bench.report.output import machine_notes
+from paceline.bench.report.output import Report, busy_findings, machine_notes
+from paceline.bench.report.result import Finding, Result
 from paceline.bench.timing import take_turns
 from paceline.errors import ConfigError
 from paceline.machine import cpu_name, has_amx
 from tests.bench.cli import run, run_json
 
 
-def test_decode(tmp_path: Path, tiny_gguf: Path) -> None:
+def test_decode_without_a_peer_starts_none(
+    tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "start_llama_cpp", None)
     short = ("--tokens", "2", "--prompt-tokens", "3", "--prefill", "9", "--rounds", "1", "--threads", "1")
     facts = run_json(tmp_path, "decode", str(tiny_gguf), *short, "--peer", "none", "--quantization", "int8")
     assert (facts["threads"], facts["quantization"], facts["rounds"]) == (1, "int8", 1)
     assert facts["paceline"]["decode"]["tokens_per_second"]["best"] > 0
+    assert (facts["peer"], facts["peer_error"]) == (None, None)
 
 
 @pytest.mark.parametrize("name", sorted(MOVED))
@@ -64,11 +70,34 @@ def test_the_machine_is_named_by_its_processor() -> None:
 
 
 def test_a_busy_machine_gives_a_warning() -> None:
-    quiet = {**machine_facts(), "load_average": 0.1}
-    assert len(machine_notes(quiet, 2, "int8")) == 1
-    busy = {**quiet, "load_average": 1.7}
-    assert "Load average 1.7" in machine_notes(busy, 2, "int8")[1]
-    assert len(machine_notes(busy, 2, "int8", timed=False)) == 1
+    def notes(load: float, cores: int, timed: bool = True) -> list[str]:
+        machine = {**machine_facts(), "usable_cores": cores, "load_average": load}
+        warnings = [finding.text for finding in busy_findings(machine, timed)]
+        return warnings + machine_notes(machine, 2, "int8", timed)[1:]
+
+    assert notes(0.1, 2) == notes(0.5, 2) == notes(0.5, 16) == notes(1.5, 16) == []
+    assert notes(0.7, 2) == ["Load average 0.7 at the start; timings may vary by a few percent."]
+    assert "Measure again on a quiet machine" in notes(1.7, 2)[0]
+    assert notes(1.7, 2, timed=False) == []
+
+
+def test_a_busy_machine_is_named_before_the_verdicts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = {**machine_facts(), "usable_cores": 2, "load_average": 1.7}
+    monkeypatch.setattr("paceline.bench.report.output.machine_facts", lambda: machine)
+    Report(None).show(Result("t", [], {}, findings=[Finding("Not ready: 1 fail.", good=False)]))
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("Load average 1.7 of 2 cores")
+    assert second == "Not ready: 1 fail."
+
+
+def test_the_machine_line_says_what_ran() -> None:
+    machine = {**machine_facts(), "gpu": "NVIDIA H200"}
+    line = machine_notes(machine, None, "bfloat16")[0]
+    assert "NVIDIA H200, bfloat16 weights" in line
+    assert "threads" not in line
+    assert "2 threads, int8 weights" in machine_notes({**machine, "gpu": None}, 2, "int8")[0]
 
 
 def test_jobs_take_turns() -> None:

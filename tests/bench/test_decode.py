@@ -120,12 +120,6 @@ def test_a_failing_peer_does_not_stop_our_measurement(play: Play, mode: str, mes
     assert decode_result(contest).tables[0].columns == ["tokens per second", "paceline"]
 
 
-def test_without_a_peer_none_is_started(play: Play, log_file: Path) -> None:
-    contest = play("sound", peer="none")
-    assert (contest.peer, contest.peer_error) == (None, None)
-    assert not log_file.exists()
-
-
 def test_a_peer_that_leaves_instructions_unused_is_reported() -> None:
     assert handicap({"system_info": "CPU : AVX512 = 1"}, amx=False) is None
     assert handicap({"system_info": "CPU : AMX_INT8 = 1"}, amx=True) is None

@@ -55,7 +55,7 @@ def test_a_result_is_shown_on_the_terminal_as_json_and_as_a_page(
     assert facts["machine"]["cpu"]
     page = (tmp_path / "page.html").read_text()
     assert page.startswith("<!doctype html>")
-    assert "2 threads, quantization int8" in page
+    assert "2 threads, int8 weights" in page
 
 
 def test_a_page_is_complete_and_works_offline() -> None:
@@ -85,3 +85,11 @@ def test_ticks_are_round_and_reach_beyond_the_highest_value() -> None:
         ticks = nice_ticks(high)
         assert high <= ticks[-1] <= 1.5 * high
         assert 4 <= len(ticks) <= 8
+
+
+def test_a_table_separates_groups_of_rows_that_begin_alike() -> None:
+    rows = [("1", "off"), ("1", "auto"), ("4", "off"), ("4", "auto")]
+    page = html_page(Result("speeds", [Table("by load", ("at once", "method"), rows)], {}))
+    assert re.findall(r'<tr class="begins"><td class="words">(\d)', page) == ["4"]
+    alone = html_page(Result("speeds", [Table("by load", ("at once", "method"), rows[::2])], {}))
+    assert 'class="begins"' not in alone

@@ -169,6 +169,21 @@ def test_a_differing_token_in_any_round_fails_the_bench() -> None:
     assert any("tokens differ from plain decoding for task 1" in note for note in notes)
 
 
+@pytest.mark.parametrize(("sliced", "said"), [(True, "in slices of 20 ms"), (False, "take turns")])
+def test_the_notes_say_how_methods_shared_the_machine(sliced: bool, said: str) -> None:
+    options = SpeculationOptions((), {OFF: None, "lookup": "x"})
+    notes = contest_result(Contest(options, 2, "native", rows("toy", made_up_runs()), sliced=sliced)).notes
+    assert sum("slices" in note or "take turns" in note for note in notes) == 1
+    assert any(said in note for note in notes)
+
+
+def test_every_column_has_a_name_of_its_own() -> None:
+    options = SpeculationOptions((), {OFF: None, "lookup": "x"})
+    for table in contest_result(Contest(options, 2, "native", rows("toy", made_up_runs()))).tables:
+        names = [column.partition("(")[0].strip() for column in table.columns]
+        assert len(set(names)) == len(names), table.title
+
+
 def test_an_inexact_rule_may_give_other_tokens() -> None:
     found = rows("toy", made_up_runs(lookup_tokens=(1, 2, 9, 4, 5)))
     options = SpeculationOptions((), {OFF: None, "lookup": "x"})

@@ -34,6 +34,8 @@ def test_candidates_are_all_lengths_and_the_shapes_that_a_method_can_draft() -> 
     assert candidates(["eagle3:HEAD"], [5], [1]) == [
         {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 5}
     ]
+    assert candidates(["auto", "ngram"], [2, 4], [1])[0] == {"method": "auto"}, "it chooses lengths itself"
+    assert len(candidates(["auto"], [2, 4], [1, 3])) == 1
     for method in (OFF, "telepathy"):
         with pytest.raises(ConfigError, match=r"nothing to tune|names no drafting method"):
             candidates([method], [4], [1])
@@ -44,7 +46,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, speeds: dict[int, float], gain: float
     plain, drafted = rows("toy", made_up_runs())
     asked: list[SpeculationOptions] = []
 
-    def contest(options: SpeculationOptions, on_turn: Any) -> Contest:
+    def contest(options: SpeculationOptions, on_turn: Any, model: Any) -> Contest:
         asked.append(options)
 
         def row(label: str) -> Row:
@@ -77,7 +79,7 @@ def test_the_fastest_is_chosen_and_its_gain_measured_on_other_prompts(
 def test_a_candidate_that_does_not_gain_again_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = tuned(monkeypatch, {2: 30.0}, gain=0.97)
     assert found.chosen == OFF
-    assert advice(found)[-1] == "No gain: leave drafting off. paceline serve m --draft off"
+    assert advice(found)[-1] == "No gain with ngram: leave drafting off. paceline serve m --draft off"
 
 
 def test_flags_of_other_engines_are_equivalent_or_missing() -> None:
@@ -87,6 +89,8 @@ def test_flags_of_other_engines_are_equivalent_or_missing() -> None:
         "--speculative-algorithm EAGLE3 --speculative-num-draft-tokens 17 "
         "--speculative-draft-model-path H --speculative-num-steps 4 --speculative-eagle-topk 4"
     )
+    shipped = {"method": "eagle3", "num_speculative_tokens": 5}
+    assert '"model": "HEAD"' in (vllm_flags(shipped) or ""), "a head that only paceline finds by itself"
     chain = {"method": "eagle3", "num_speculative_tokens": 5, "model": "H"}
     assert "--speculative-num-steps 5 --speculative-eagle-topk 1" in (sglang_flags(chain) or "")
     assert sglang_flags({"method": "suffix", "num_speculative_tokens": 8}) is None
@@ -112,3 +116,19 @@ def test_the_command_writes_a_file_for_config(tmp_path: Path, tiny_gguf: Path, p
     assert written["model"] == str(tiny_gguf)
     chosen = written["speculative_config"]
     assert chosen == OFF or list(parse_speculative_config(chosen).drafters) == ["ngram"]
+
+
+def test_without_methods_those_of_bench_are_tried(
+    tiny_gguf: Path, paceline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+
+    def stop(options: SpeculationOptions, configs: list[Any], *_: Any) -> None:
+        tried.extend(dict.fromkeys(config["method"] for config in configs))
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(tune_room, "tune", stop)
+    monkeypatch.setattr("paceline.bench.run.contest.default_method", lambda _: "eagle3")
+    code, _, err = paceline("tune", str(tiny_gguf), "--limit", "4", "--threads", "1")
+    assert (code, "enough" in err) == (2, True)
+    assert tried == ["auto", "ngram", "suffix", "eagle3"]

@@ -85,6 +85,19 @@ def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: Any, message: s
         load_workload(name)
 
 
+def test_a_file_for_training_can_be_measured_with_too(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hello"}]
+    rows = [
+        {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "an old answer"}]},
+        {"input": "hello"},
+        {"id": "log-1", "segment": "logs", "body": {"messages": chat, "max_tokens": 9}},
+    ]
+    prompts = load_workload(write(tmp_path / "w.jsonl", *rows)).prompts
+    assert [prompt.messages for prompt in prompts] == [chat] * 3
+    assert [(prompt.id, prompt.segment) for prompt in prompts] == [("1", "w"), ("2", "w"), ("log-1", "logs")]
+    assert prompts[2].max_tokens == 9
+
+
 def test_an_invalid_workload_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"neither a file nor built in.*code-edit"):
         load_workload("no such workload")

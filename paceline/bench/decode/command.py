@@ -14,9 +14,9 @@ from paceline.config import DEFAULT_MODEL
 def decode_command(
     model: Model = DEFAULT_MODEL,
     tokens: Annotated[int, typer.Option(help="Number of tokens to decode after the first.")] = 128,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt to decode from.")] = 16,
-    prefill: Annotated[int, typer.Option(help="Tokens of the prompt to prefill.")] = 512,
-    rounds: Annotated[int, typer.Option(help="Number of runs per contestant.")] = 5,
+    prompt_tokens: Annotated[int, typer.Option(help="Number of prompt tokens before decoding.")] = 16,
+    prefill: Annotated[int, typer.Option(help="Number of prompt tokens for the prefill measurement.")] = 512,
+    rounds: Annotated[int, typer.Option(help="Number of runs of each engine.")] = 5,
     threads: Threads = None,
     quantization: Quantization = "auto",
     peer: Annotated[str, typer.Option(help="Engine to compare with: llama.cpp or none.")] = "llama.cpp",
@@ -26,7 +26,7 @@ def decode_command(
     json_file: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
-    """Plain greedy decoding and prefill at batch 1, alternating with llama.cpp on the same file."""
+    """Measure plain greedy decoding and prefill of one request, in turns with llama.cpp."""
     from paceline.bench.decode.measure import DecodeOptions, measure_decode
     from paceline.bench.decode.view import decode_result
     from paceline.bench.report.output import Report

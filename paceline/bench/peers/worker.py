@@ -27,6 +27,7 @@ class Paceline:
 
         self._llm = paceline.LLM(
             options["model"],
+            backend="cpu",
             threads=options["threads"],
             quantization=options["quantization"],
             enable_prefix_caching=False,  # every round computes its whole prompt

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.bench.machine import machine_facts
 from paceline.bench.report.page import html_page
-from paceline.bench.report.result import Result
+from paceline.bench.report.result import Finding, Result
 from paceline.bench.report.terminal import print_result
 from paceline.errors import ConfigError
 
-QUIET_LOAD = 0.5  # load average of the last minute
+# load average of the last minute, per usable core, above which timings vary, and above which they mislead
+NOTED_LOAD = 0.1
+BUSY_LOAD = 0.5
+LEAST_LOAD = 0.5  # below it nothing is said: the shell that started the run counts too
 
 
 class Report:
@@ -32,6 +36,8 @@ class Report:
         notes = machine_notes(
             self._machine, result.facts.get("threads"), result.facts.get("quantization"), result.timed
         )
+        # first, because it puts the other findings in doubt
+        result = replace(result, findings=[*busy_findings(self._machine, result.timed), *result.findings])
         print_result(result, notes)
         if self._json_file is not None:
             facts = {**result.facts, "machine": self._machine}
@@ -43,21 +49,28 @@ class Report:
 def machine_notes(
     machine: Mapping[str, Any], threads: object, quantization: object, timed: bool = True
 ) -> list[str]:
-    """The machine in one line, and a warning if other work on it may have changed timings."""
-    load = machine["load_average"]
-    line = (
-        f"{machine['cpu']} ({machine['isa']}), {machine['usable_cores']} of {machine['cores']} cores usable, "
-        + (f"{threads} threads, quantization {quantization}, " if threads else "")
-        + f"load {load}"
+    """The machine in one line, and a remark if other work on it may have changed timings a little."""
+    load, cores = machine["load_average"], machine["usable_cores"]
+    words = [f"{machine['cpu']} ({machine['isa']})", f"{cores} of {machine['cores']} cores usable"]
+    words += [machine["gpu"]] if machine["gpu"] else []
+    words += [f"{threads} threads"] if threads else []
+    words += [f"{quantization} weights"] if quantization else []
+    line = ", ".join([*words, f"load {load}"])
+    if timed and max(LEAST_LOAD, NOTED_LOAD * cores) < load <= BUSY_LOAD * cores:
+        return [line, f"Load average {load} at the start; timings may vary by a few percent."]
+    return [line]
+
+
+def busy_findings(machine: Mapping[str, Any], timed: bool = True) -> list[Finding]:
+    """A warning if other work on the machine makes timings misleading."""
+    load, cores = machine["load_average"], machine["usable_cores"]
+    if not timed or load <= max(LEAST_LOAD, BUSY_LOAD * cores):
+        return []
+    text = (
+        f"Load average {load} of {cores} cores at the start: other work was running. "
+        "Measure again on a quiet machine."
     )
-    if load <= QUIET_LOAD or not timed:
-        return [line]
-    # engines that split work evenly and meet at barriers suffer more than ours, so ratios change too
-    return [
-        line,
-        f"Load average {load} at the start: other work was running, so times and ratios may be off. "
-        "Measure again on a quiet machine.",
-    ]
+    return [Finding(text, good=False)]
 
 
 def check_writable(option: str, file: Path | None) -> None:

@@ -11,7 +11,7 @@ from html import escape
 
 from paceline.bench.report.result import Chart, Course, Lines, Mark, Point, Ranges
 
-WIDTH = 860  # pixels of a range chart; heights follow from the contents
+WIDTH = 1080  # pixels of a range chart: as wide as the page; heights follow from the contents
 SMALL_WIDTH = 420  # pixels of a line chart: two fit side by side
 LETTER = 7.0  # approximate width of a letter in pixels, to measure labels
 MAX_LABEL_LENGTH = 34  # letters of a label at the left; longer ones are cut, and shown in full as a tooltip
@@ -30,11 +30,13 @@ def nice_ticks(high: float, count: int = 5) -> list[float]:
     return [index * step for index in range(math.ceil(high / step - 1e-9) + 1)]
 
 
-def svg(chart: Chart, colours: Colours) -> str:
-    """A chart in the colours of its series."""
+def svg(chart: Chart, colours: Colours, is_alone: bool = False) -> str:
+    """A chart in the colours of its series; a line chart that is alone is as wide as the others."""
     if isinstance(chart, Ranges):
         return _ranges(chart, colours)
-    return _lines(chart, colours) if isinstance(chart, Lines) else _course(chart, colours)
+    if isinstance(chart, Lines):
+        return _lines(chart, colours, WIDTH if is_alone else SMALL_WIDTH)
+    return _course(chart, colours)
 
 
 def _ranges(chart: Ranges, colours: Colours) -> str:
@@ -81,12 +83,12 @@ def _mark_parts(mark: Mark, colours: Colours, x: Scale, y: float, text_x: float)
     ]
 
 
-def _lines(chart: Lines, colours: Colours) -> str:
+def _lines(chart: Lines, colours: Colours, width: int) -> str:
     """A line chart; series are named in the page's legend. x starts at the first point."""
     points = [point for points_of_series in chart.series.values() for point in points_of_series]
     columns = sorted({x for x, _ in points})
     ticks = nice_ticks(max(y for _, y in points))
-    left, top, bottom, right = 58.0, 30.0, 230.0, SMALL_WIDTH - 14.0
+    left, top, bottom, right = 58.0, 30.0, 230.0, width - 14.0
     step = (right - left) / max(len(columns) - 1, 1)
 
     def place(point: Point) -> Point:
@@ -108,7 +110,7 @@ def _lines(chart: Lines, colours: Colours) -> str:
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in placed]
         parts.append("</g>")
     parts += _axes(chart.axes, (left + right) / 2, (top + bottom) / 2, bottom)
-    return _svg(SMALL_WIDTH, bottom + 44, parts, chart.title)
+    return _svg(width, bottom + 44, parts, chart.title)
 
 
 def _course(chart: Course, colours: Colours) -> str:

@@ -12,7 +12,7 @@ from paceline.bench.flags import HtmlFile, JsonFile
 from paceline.bench.traffic.flags import ARRIVALS, WORKLOAD, arrival_profiles, load_workloads
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError
-from paceline.terminal.flags import Flag, Group, Options, with_flags
+from paceline.terminal.flags import Flag, Group, Options, by_topic, with_flags
 
 if TYPE_CHECKING:
     from paceline.bench.run.contest import Contest, SpeculationOptions
@@ -24,7 +24,7 @@ ASKED: Group = (
         "metrics",
         list[str] | None,
         None,
-        "Address of the metrics page, if not URL/metrics: URL or LABEL=URL.",
+        "Address of a server's metrics: URL or LABEL=URL. Default: /metrics.",
     ),
     Flag("api_key", str | None, None, "API key of the servers."),
 )
@@ -33,7 +33,7 @@ SERVERS: Group = (
         "endpoint",
         list[str] | None,
         None,
-        "A server to measure instead of an engine here: URL, or LABEL=URL. May be repeated.",
+        "Server to measure instead of an engine in this process: URL or LABEL=URL. May be repeated.",
     ),
     *ASKED,
 )
@@ -47,14 +47,20 @@ HERE: Group = (
         "against",
         str,
         "",
-        "Peers to compare, each with its own prompt lookup: transformers, llama.cpp, vllm.",
+        "Other engines to compare with, each with its own prompt lookup: transformers, llama.cpp, vllm.",
     ),
     Flag(
         "peer_python",
         list[str] | None,
         None,
-        "Python interpreter of a peer: NAME=INTERPRETER. May be repeated.",
+        "Python interpreter that has an engine of --against: NAME=PATH. May be repeated.",
     ),
+)
+ASKED = by_topic(ASKED, {"Servers": "metrics api_key"})
+SERVERS = by_topic(SERVERS, {"Servers": "metrics api_key"})
+HERE = by_topic(
+    HERE,
+    {"Engine in this process": "backend device threads quantization warm", "Peers": "against peer_python"},
 )
 Rounds = Annotated[
     int | None,
@@ -62,7 +68,7 @@ Rounds = Annotated[
 ]
 Objective = Annotated[
     str | None,
-    typer.Option("--slo", help="Objective of a request in milliseconds: ttft=500,tpot=50,e2e=9000."),
+    typer.Option("--slo", help="Latency objective in milliseconds, such as ttft=500,tpot=50,e2e=9000."),
 ]
 
 
@@ -75,15 +81,15 @@ def run_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="An alias, a .gguf file, a folder or a hub id; with --endpoint, the server's name of it.",
+            help="An alias, a .gguf file, a folder or a hub id; with --endpoint, its name on the server.",
             show_default=f"{DEFAULT_MODEL}, or the server's first",
         ),
     ] = None,
     methods: Annotated[
         list[str] | None,
         typer.Option(
-            help="Such as off,ngram,suffix; or one JSON object. May be repeated.",
-            show_default="off,auto,ngram,suffix and the model's shipped head",
+            help="Methods to compare, such as off,ngram,suffix, or a JSON object. May be repeated.",
+            show_default="off,auto,ngram,suffix and the shipped head",
         ),
     ] = None,
     rounds: Rounds = None,
@@ -91,7 +97,7 @@ def run_command(
     json_file: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
-    """Compare drafting methods or servers on workloads, in turns, and check that no token differs."""
+    """Compare drafting methods, or servers, on your prompts, and check that no token differs."""
     _refuse_unused(servers["endpoint"] is not None, servers, here)
     _run(load, arrivals, servers, here, model, methods, rounds, slo, json_file, html)
 
@@ -103,18 +109,18 @@ def serve_command(
     asked: Options,
     url: Annotated[list[str], typer.Argument(help="Running servers: URL, or LABEL=URL to compare several.")],
     model: Annotated[
-        str | None, typer.Option(help="The server's name of the model.", show_default="its first")
+        str | None, typer.Option(help="Name of the model on the server.", show_default="its first")
     ] = None,
     methods: Annotated[
         list[str] | None,
-        typer.Option(help="Drafting methods for requests (paceline servers only). May be repeated."),
+        typer.Option(help="Drafting methods to request (paceline servers only). May be repeated."),
     ] = None,
     rounds: Rounds = None,
     slo: Objective = None,
     json_file: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
-    """Measure running OpenAI-compatible servers on workloads, from the client's side."""
+    """Measure running OpenAI-compatible servers from the client's side."""
     from paceline.bench.servers.contest import parse_addresses
 
     parse_addresses("URL", url)  # so that errors name this command's argument

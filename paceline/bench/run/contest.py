@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -15,7 +16,7 @@ from paceline.bench.run.engine_runner import EngineRunner, Task
 from paceline.bench.run.figures import Objective
 from paceline.bench.run.rows import Row, rows
 from paceline.bench.run.slices import Disturbances
-from paceline.bench.run.speculation import COLD, OFF, ONE_BY_ONE, WARM, group_size, measure_workload
+from paceline.bench.run.speculation import COLD, OFF, ONE_BY_ONE, WARM, Runs, group_size, measure_workload
 from paceline.bench.timing import OnTurn
 from paceline.bench.traffic.profiles import Profile
 from paceline.bench.traffic.workloads import Prompt, Workload
@@ -77,14 +78,16 @@ class Contest:
     """The complete result."""
 
     options: SpeculationOptions
-    threads: int | None = None  # None: of a server elsewhere
-    quantization: str | None = None  # never "auto"
+    threads: int | None = None  # None: of a server elsewhere, or of a GPU
+    quantization: str | None = None  # the format of the weights; never "auto"
     rows: list[Row] = field(default_factory=list)
     peer_rows: list[PeerRow] = field(default_factory=list)
     peer_errors: dict[str, str] = field(default_factory=dict)  # why a peer has no rows, with the remedy
     inexact: frozenset[str] = frozenset()  # methods that preserve the distribution, not the tokens
     endpoints: Mapping[str, str] = field(default_factory=dict)  # addresses of servers by label
     remarks: tuple[str, ...] = ()  # further remarks for the reader
+    sliced: bool = True  # methods run concurrently in slices, not in whole turns
+    runs: list[Runs] = field(default_factory=list)  # all answers, by workload and profile; not in the JSON
 
     @property
     def identical(self) -> bool:
@@ -129,20 +132,15 @@ def run_contest(
     )
     if options.peers and options.constrain and structured:
         raise ConfigError("peers are run without a response_format: add --no-constrain, or leave them out.")
-    max_num_seqs = max(profile.concurrency or SchedulerOptions().max_num_seqs for profile in options.profiles)
-
-    def config_of(draft: Any) -> EngineConfig:
-        how = (options.quantization, options.threads, max_num_seqs)
-        return bench_config(options.model, *how, draft, options.backend, options.device)
-
-    model = model or load_model(config_of(OFF))
+    model = model or load_model(contest_config(options, OFF))
     options = replace(options, methods=options.methods or usual_methods(model))
-    configs = {label: config_of(config) for label, config in options.methods.items()}
+    configs = {label: contest_config(options, config) for label, config in options.methods.items()}
     chosen = settings(model.backend)
-    contest = Contest(options, chosen.threads, chosen.quantization, inexact=_inexact(options))
-
     disturbances = Disturbances()
     overlapped = model.backend.drafts_on_device
+    contest = Contest(
+        options, chosen.threads, chosen.quantization, inexact=_inexact(options), sliced=not overlapped
+    )
 
     def make(label: str) -> EngineRunner:
         gc.collect()  # frees the KV pools of earlier engines
@@ -168,16 +166,25 @@ def run_contest(
                 on_turn=on_turn,
             )
             contest.rows.extend(rows(name, runs, options.objective))
+            contest.runs.append(runs)
     path = resolve(options.model) if options.peers else None
+    threads = chosen.threads or os.cpu_count() or 1
     for peer in options.peers:
         assert path is not None
         peer_rows, error = measure_peer(
-            peer, path, chosen.threads, tasks, model.tokenizer.eos_ids, options.rounds, on_turn
+            peer, path, threads, tasks, model.tokenizer.eos_ids, options.rounds, on_turn
         )
         contest.peer_rows.extend(peer_rows)
         if error is not None:
             contest.peer_errors[peer.name] = error
     return contest
+
+
+def contest_config(options: SpeculationOptions, draft: Any) -> EngineConfig:
+    """The configuration of the engines with this speculative_config, which differ in nothing else."""
+    max_num_seqs = max(profile.concurrency or SchedulerOptions().max_num_seqs for profile in options.profiles)
+    how = (options.quantization, options.threads, max_num_seqs)
+    return bench_config(options.model, *how, draft, options.backend, options.device)
 
 
 def usual_methods(model: LoadedModel) -> Mapping[str, Any]:

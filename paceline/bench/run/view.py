@@ -58,7 +58,7 @@ def _speed_table(contest: Contest) -> Table:
             sameness(row, contest.inexact),
         )
 
-    headings = ("tok/s", "speedup\n(95 %)", "decode\ntok/s", "speedup\n(median)", "tokens")
+    headings = ("tok/s", "speedup\n(95 %)", "decode\ntok/s", "decode\nspeedup\n(median)", "tokens")
     return _table(title(contest.options), headings, contest.rows, cells)
 
 
@@ -118,7 +118,7 @@ def _table(
 
 def _peer_table(rows: Sequence[PeerRow], rounds: int) -> Table:
     heading = f"Peers: lookup of {LOOKUP_TOKENS} tokens against none, greedy, best of {rounds} in turns"
-    columns = ("decode\ntok/s", "with\nlookup", "speedup\n(median)", "all\nspeedup", "own\ntokens")
+    columns = ("decode\ntok/s", "with\nlookup", "decode\nspeedup\n(median)", "all\nspeedup", "own\ntokens")
     lines = [
         (
             f"{row.peer} {row.version}, {row.workload}",

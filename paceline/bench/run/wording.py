@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from paceline.bench.report.result import Finding
 from paceline.bench.run.contest import Contest, SpeculationOptions
 from paceline.bench.run.rows import Row
+from paceline.bench.run.slices import SLICE_SECONDS
 from paceline.bench.run.speculation import OFF, WARM
 
 # times with percentiles, and their headings
@@ -40,9 +41,16 @@ def shown(value: float | None, form: str) -> str:
 
 def three(values: Mapping[str, float] | None) -> str:
     """p50 / p90 / p99."""
-    if values is None:
-        return "-"
-    return " / ".join(f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}" for value in values.values())
+    return "-" if values is None else _numbers(values.values())
+
+
+def ends(values: Mapping[str, float] | None) -> str:
+    """p50 / p99."""
+    return "-" if values is None else _numbers((values["p50"], values["p99"]))
+
+
+def _numbers(values: Iterable[float]) -> str:
+    return " / ".join(f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}" for value in values)
 
 
 def speedup_of(row: Row) -> tuple[float | None, tuple[float, float] | None]:
@@ -96,7 +104,9 @@ def _meaning(contest: Contest) -> list[str]:
             "caching: no method sees another's answers, and every prompt is computed in full.",
             "cold: drafters start each pass over a workload empty, and learn only from their own answers to "
             "its earlier prompts.",
-            "All methods run concurrently, in slices of 20 ms, each with its own clock.",
+            f"Methods run concurrently, in slices of {1e3 * SLICE_SECONDS:.0f} ms, each with its own clock."
+            if contest.sliced
+            else "Methods take turns: each answers a group of prompts before the next method does.",
         ]
     if any(row.cache == WARM for row in contest.rows):
         lines.append(

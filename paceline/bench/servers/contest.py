@@ -25,6 +25,7 @@ from paceline.bench.servers.endpoints import (
     served_task,
 )
 from paceline.bench.timing import OnTurn
+from paceline.draft.methods import AUTO
 from paceline.errors import ConfigError
 
 SERVER = "server"  # label of a single server, and of the state of its caches in rows
@@ -102,10 +103,7 @@ async def _reach(
     """The contestants, the servers' model names, and remarks for the reader."""
     endpoints: dict[str, Endpoint] = {}
     names: list[str] = []
-    remarks = [
-        "Servers keep what they have seen, prefixes and past responses: start them anew for each run, and "
-        "let nobody else use them meanwhile, or their counters tell of others too."
-    ]
+    remarks = ["Let nobody else use the servers meanwhile: their counters would tell of others too."]
     for label, url in addresses.items():
         server = Server.at(url, api_key)
         name, ours = await served_model(server)
@@ -120,6 +118,11 @@ async def _reach(
             endpoints[label] = Endpoint(server, None, ours=ours)
         else:
             endpoints[label] = Endpoint(server, page, ours=ours)
+    if not all(endpoint.ours for endpoint in endpoints.values()):
+        remarks.append(
+            "Other servers than paceline's keep prefixes and past responses from run to run: start them anew "
+            "for each. A paceline server keeps every method and round apart, by a cache_salt."
+        )
     if not options.methods:
         return endpoints, names, remarks
     (endpoint,) = endpoints.values()
@@ -128,11 +131,6 @@ async def _reach(
             "--methods chooses what a paceline drafts for each request, and this server is none. Start one "
             f"server for each method and name them: --endpoint {OFF}=URL --endpoint eagle3=URL."
         )
-    remarks.append(
-        "All methods are served by one engine: a drafter that remembers past responses (suffix, hybrid) "
-        "sees those of the other methods, and looks better than it is. Use one server for each, or "
-        "`paceline bench MODEL`, which keeps them apart."
-    )
     methods = {
         label: replace(endpoint, extra={"speculative": _body(config)})
         for label, config in options.methods.items()
@@ -141,5 +139,7 @@ async def _reach(
 
 
 def _body(config: str) -> Any:
-    """A method in the form that a request body takes."""
-    return json.loads(config) if config.startswith("{") else config
+    """A method in the form that a request body takes; strict, so that nothing else is measured for it."""
+    if config in (OFF, AUTO):
+        return config
+    return {"strict": True, **(json.loads(config) if config.startswith("{") else {"method": config})}

@@ -1,1 +1,1 @@
-"""The real engine, scheduler and controller around a simulated model: see docs/simulate.md."""
+"""The real engine, scheduler and controller around a simulated model: see docs/guides/simulate.md."""

@@ -30,6 +30,8 @@ class Arithmetic:
     """A row for each length up to the requested one, and the best length."""
 
     alpha: float
+    draft_cost: float  # of drafting a token, in one-row passes of the target
+    row_cost: float  # of verifying it
     lengths: tuple[Length, ...]
     best: Length  # length 0 if nothing beats plain decoding
 
@@ -43,7 +45,8 @@ def arithmetic(alpha: float, gamma: int, draft_cost: float = 0.1, row_cost: floa
         check_number(ConfigError, name, cost, 0.0, 1000.0, remedy="1 is a pass of the target over one row.")
     price = draft_cost + row_cost
     every = [_length(alpha, tokens, price) for tokens in range(MAX_DRAFT_TOKENS + 1)]
-    return Arithmetic(alpha, tuple(every[1 : gamma + 1]), max(every, key=lambda length: length.speedup))
+    best = max(every, key=lambda length: length.speedup)
+    return Arithmetic(alpha, draft_cost, row_cost, tuple(every[1 : gamma + 1]), best)
 
 
 def tokens_per_pass(alpha: float, gamma: int) -> float:

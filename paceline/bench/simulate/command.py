@@ -6,26 +6,31 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import fmean
 
-from paceline.bench.flags import integers
+from paceline.bench.flags import integers, numbers
 from paceline.bench.report.result import Result
 from paceline.bench.report.terminal import progress
+from paceline.bench.run.figures import parse_objective
 from paceline.bench.run.speculation import OFF
 from paceline.bench.simulate.arithmetic import MAX_DRAFT_TOKENS, arithmetic
+from paceline.bench.simulate.capacity import LOAD_STEPS, SEARCH_TURNS, capacities, saturation
 from paceline.bench.simulate.check import TOLERANCE, check
 from paceline.bench.simulate.flags import DRAFTS, MACHINE, TRAFFIC
-from paceline.bench.simulate.run import parse_methods, simulate
+from paceline.bench.simulate.run import arrivals, parse_methods, simulate
 from paceline.bench.simulate.sources import Drafters, of_alpha, of_bench, of_depths
-from paceline.bench.simulate.view import arithmetic_result, check_result, simulated_result
+from paceline.bench.simulate.view import Assumed, arithmetic_result, check_result, simulated_result
 from paceline.bench.simulate.worlds import given_world, measured_world
+from paceline.bench.traffic.profiles import closed
 from paceline.config import DEFAULT_MODEL
 from paceline.draft.methods import AUTO
 from paceline.errors import ConfigError
-from paceline.options import check_integer
+from paceline.options import check_integer, check_number
 from paceline.terminal.flags import Group, Options
 
 DRAFT_COST, ROW_COST = 0.1, 0.05  # in one-row passes of the target
 COURSES = 9  # of a check at each concurrency, roughly: for the progress bar
+MEASURED = "is of a simulated --gpu: leave it out, or leave out the MODEL, which is measured here."
 SIMULATED, CHECKED = "1,4,16,64,256", "1,4,16"  # concurrencies
 
 
@@ -59,24 +64,43 @@ def simulate_engine(
     traffic: Options,
     drafts: Options,
 ) -> Result:
-    """The result of each method at each concurrency, by the engine on the named machine."""
+    """Each method at each concurrency and arrival rate, by the engine on the named machine."""
     check_integer(ConfigError, "gamma", guesses.gamma, 1, MAX_DRAFT_TOKENS)
     if guesses.row_cost is not None or (model is None and guesses.draft_cost is not None):
         raise ConfigError("--row-cost and --draft-cost are for a machine without prices: leave them out.")
-    drafters = _drafters(guesses.alpha, drafts)
+    drafters, acceptance = _drafters(guesses.alpha, drafts)
     usual = ",".join([OFF, AUTO, *(f"{name}:{guesses.gamma}" for name in drafters)])
     methods = parse_methods(drafts["methods"] or usual, list(drafters))
-    concurrency = integers("--concurrency", traffic["concurrency"] or SIMULATED)
+    profiles = [closed(number) for number in integers("--concurrency", traffic["concurrency"] or SIMULATED)]
+    rates = None if traffic["rate"] in (None, AUTO) else numbers("--rate", traffic["rate"])
+    objective = None if traffic["slo"] is None else parse_objective(traffic["slo"])
+    if machine["gpu_price"] is not None:
+        check_number(ConfigError, "--gpu-price", machine["gpu_price"], 0, 1e6)
     if model is None:
-        name = str(machine["gpu"] or "given machine")
+        name = " on ".join(part for part in (machine["preset"], machine["gpu"] or "a given machine") if part)
         world, lengths = given_world(machine, traffic, drafters, methods, drafts["chances"])
     else:
-        _refuse_given(MACHINE, machine, "is of a --gpu: leave it out, or leave out the MODEL.")
+        _refuse_given(MACHINE, machine, MEASURED)
         name = model
         cost = DRAFT_COST if guesses.draft_cost is None else guesses.draft_cost
         world, lengths = measured_world(model, cost, traffic, drafters, methods, drafts["chances"])
-    with progress(len(concurrency) * len(methods)) as on_turn, _without_advice():
-        return simulated_result(name, simulate(world, methods, lengths, concurrency, on_turn))
+    assumed = Assumed(
+        fmean(length.prompt for length in lengths), fmean(length.answer for length in lengths), acceptance
+    )
+    num_rates = 0 if traffic["rate"] is None else len(rates or LOAD_STEPS)
+    turns = len(profiles) + num_rates + SEARCH_TURNS * (objective is not None)
+    with progress(turns * len(methods)) as on_turn, _without_advice():
+        simulation = simulate(world, methods, lengths, profiles, on_turn, objective)
+        saturated = saturation(simulation, assumed.output_tokens)
+        if num_rates:
+            steps = rates or [share * saturated for share in LOAD_STEPS]
+            opened = [arrivals(float(f"{rate:.3g}")) for rate in steps]
+            simulation.extend(simulate(world, methods, lengths, opened, on_turn, objective))
+        found = []
+        if objective is not None:
+            found = capacities(world, methods, lengths, objective, saturated, on_turn)
+    hourly = None if machine["gpu_price"] is None else world.num_gpus * machine["gpu_price"]
+    return simulated_result(name, assumed, simulation, found, hourly, traffic["slo"])
 
 
 def check_engine(
@@ -105,13 +129,15 @@ def _without_advice() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _drafters(alpha: float, drafts: Options) -> Drafters:
-    """Acceptance of drafts, from the one source that is given."""
+def _drafters(alpha: float, drafts: Options) -> tuple[Drafters, str]:
+    """Acceptance of drafts, from the one source that is given, and that source in words."""
     if drafts["from_file"] is not None and drafts["acceptance"] is not None:
         raise ConfigError("--from and --acceptance both say how drafts fare: give one of them.")
     if drafts["from_file"] is not None:
-        return of_bench(drafts["from_file"])
-    return of_alpha(alpha) if drafts["acceptance"] is None else of_depths(drafts["acceptance"])
+        return of_bench(drafts["from_file"]), f"acceptance of {drafts['from_file'].name} (--from)"
+    if drafts["acceptance"] is not None:
+        return of_depths(drafts["acceptance"]), f"acceptance by depth {drafts['acceptance']} (--acceptance)"
+    return of_alpha(alpha), f"acceptance {alpha:g} per token (--alpha)"
 
 
 def _refuse_given(group: Group, values: Options, why: str) -> None:

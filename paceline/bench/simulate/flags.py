@@ -9,43 +9,104 @@ from typing import Annotated
 import typer
 
 from paceline.bench.flags import HtmlFile
-from paceline.terminal.flags import Flag, Group, Options, with_flags
+from paceline.terminal.flags import PROMPT_FILE, Flag, Group, Options, by_topic, with_flags
 
+ARITHMETIC = "Arithmetic (without a GPU or MODEL)"
 MACHINE: Group = (
-    Flag("gpu", str | None, None, "A GPU to simulate: h200, h100, a100, l40s, l4, rtx4090, rtx3090."),
-    Flag("bandwidth", float | None, None, "Bytes per second, instead of the data sheet's."),
-    Flag("flops", float | None, None, "Operations per second, instead of the data sheet's."),
-    Flag("memory", float | None, None, "Bytes of memory, instead of the data sheet's."),
-    Flag("overhead", float | None, None, "Seconds per step besides the pass. Default: 0.001."),
-    Flag("params", float | None, None, "Parameters of the model. Default: 8e9."),
-    Flag("bits", float | None, None, "Bits per weight. Default: 16."),
-    Flag("layers", int | None, None, "Layers of the model. Default: as usual for its size."),
-    Flag("kv_bytes_per_token", float | None, None, "KV cache bytes per token. Default: by the layers."),
+    Flag(
+        "gpu",
+        str | None,
+        None,
+        "GPU to simulate: b200, h200, h100, a100, mi300x, l40s, l4, rtx4090 or rtx3090; several as in 4xh100 "
+        "(tensor parallel).",
+    ),
+    Flag(
+        "preset",
+        str | None,
+        None,
+        "Model to simulate on the GPU, such as llama-3.1-70b or qwen3-30b-a3b. An unknown name lists all.",
+        "--model",
+    ),
+    Flag("gpu_price", float | None, None, "Price of one GPU for one hour, for the cost of a million tokens."),
+    Flag("params", float | None, None, "Parameters of a model without a preset. Default: 8e9."),
+    Flag("bits", float | None, None, "Bits per weight. Default: the preset's, or 16."),
+    Flag("layers", int | None, None, "Layers of a model without a preset. Default: usual for its size."),
+    Flag(
+        "kv_bytes_per_token",
+        float | None,
+        None,
+        "KV cache bytes per token. Default: the preset's, or 8 heads of 128 per layer in 16 bits.",
+    ),
     Flag(
         "draft_params",
         float | None,
         None,
-        "Parameters of the draft head. Default: 0.04 of the model's. 0: free.",
+        "Parameters of the draft head; 0 for look-ups, which are free. Default: an EAGLE-3 head for the "
+        "preset, or 0.04 of --params.",
     ),
+    Flag("bandwidth", float | None, None, "Memory bandwidth in bytes per second. Default: the data sheet's."),
+    Flag("flops", float | None, None, "Dense bf16 operations per second. Default: the data sheet's."),
+    Flag("memory", float | None, None, "Memory of one GPU in bytes. Default: the data sheet's."),
+    Flag("overhead", float | None, None, "Seconds per step besides the pass. Default: 0.001."),
 )
 TRAFFIC: Group = (
     Flag("concurrency", str | None, None, "Numbers of concurrent requests. Default: 1,4,16,64,256."),
+    Flag(
+        "rate",
+        str | None,
+        None,
+        "Requests per second (Poisson arrivals), such as 2,4,8; auto: from 25 to 110 % of saturation.",
+    ),
+    Flag(
+        "slo",
+        str | None,
+        None,
+        "Latency objective in milliseconds, such as ttft=500,tpot=50: find the highest request rate at which "
+        "90 % of requests meet it.",
+    ),
     Flag("input_tokens", int, 512, "Tokens per prompt."),
     Flag("output_tokens", int, 128, "Tokens per answer."),
     Flag(
-        "workload", str | None, None, "Workload to take lengths from, as of `paceline bench`. Needs a MODEL."
+        "workload",
+        str | None,
+        None,
+        "Prompts to take the lengths from, as of `paceline bench`. Needs a measured MODEL.",
+        " ".join(PROMPT_FILE),
     ),
-    Flag("threads", int | None, None, "Threads of a measured MODEL. Default: one per core."),
-    Flag("max_num_batched_tokens", int | None, None, "Rows per pass. Default: 512, with a GPU 2048."),
+    Flag("threads", int | None, None, "CPU threads of a measured MODEL. Default: one per core."),
+    Flag(
+        "max_num_batched_tokens",
+        int | None,
+        None,
+        "Maximum tokens in one pass. Default: 2048 with a --gpu, 512 with a MODEL.",
+    ),
 )
 DRAFTS: Group = (
     Flag(
-        "acceptance", str | None, None, "Instead of --alpha: fractions accepted at depth 1, 2, ...: 0.6,0.4."
+        "acceptance",
+        str | None,
+        None,
+        "Instead of --alpha: fractions of drafts accepted down to depth 1, 2, ..., such as 0.6,0.4.",
     ),
-    Flag("from_file", Path | None, None, "Acceptance from a file of `paceline bench --json FILE`.", "--from"),
-    Flag("methods", str | None, None, "Such as off,auto,chain:5. Default: off, auto and a chain of --gamma."),
+    Flag("from_file", Path | None, None, "Take acceptance from a file of `paceline bench --json`.", "--from"),
+    Flag(
+        "methods",
+        str | None,
+        None,
+        "Methods to compare, such as off,auto,chain:5. Default: off, auto and a chain of --gamma.",
+    ),
     Flag("chances", bool, True, "Drafters report their confidence.", "--chances/--no-chances"),
 )
+
+MACHINE = by_topic(
+    MACHINE,
+    {
+        "Model": "params bits layers kv_bytes_per_token draft_params",
+        "GPU": "bandwidth flops memory overhead",
+    },
+)
+TRAFFIC = by_topic(TRAFFIC, {"Traffic": "input_tokens output_tokens workload threads max_num_batched_tokens"})
+DRAFTS = by_topic(DRAFTS, {"Drafts": "acceptance from_file methods chances"})
 
 
 @with_flags(machine=MACHINE, traffic=TRAFFIC, drafts=DRAFTS)
@@ -54,24 +115,31 @@ def simulate_command(
     traffic: Options,
     drafts: Options,
     model: Annotated[
-        str | None, typer.Argument(help="A model to measure prices with on this machine, instead of a --gpu.")
+        str | None, typer.Argument(help="A model to measure on this machine, instead of a --gpu.")
     ] = None,
     alpha: Annotated[float, typer.Option(help="Probability that a drafted token is accepted.")] = 0.7,
-    gamma: Annotated[int, typer.Option(help="Number of drafted tokens, from 1 to 64.")] = 5,
+    gamma: Annotated[int, typer.Option(help="Number of drafted tokens per step, from 1 to 64.")] = 5,
     draft_cost: Annotated[
         float | None,
-        typer.Option(help="Cost of drafting a token, in one-row passes of the target. Default: 0.1."),
+        typer.Option(
+            help="Cost of drafting a token, in one-row passes of the target. Default: 0.1.",
+            rich_help_panel=ARITHMETIC,
+        ),
     ] = None,
     row_cost: Annotated[
-        float | None, typer.Option(help="Cost of verifying a token, in the same unit. Default: 0.05.")
+        float | None,
+        typer.Option(
+            help="Cost of verifying a token, in the same unit. Default: 0.05.", rich_help_panel=ARITHMETIC
+        ),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Run the MODEL too, and compare the simulation with it.")
+        bool, typer.Option("--check", help="Also run the MODEL, and compare the simulation with it.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: HtmlFile = None,
 ) -> None:
-    """Compute what drafting would gain: by arithmetic, or by the engine on a MODEL's or a GPU's prices."""
+    """Simulate what drafting would gain: on a --gpu with a --model, on this machine with a MODEL, or with
+    neither by arithmetic."""
     from paceline.bench.report.output import check_writable
     from paceline.bench.report.page import html_page
     from paceline.bench.report.terminal import print_result

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from paceline.bench.run.engine_runner import EngineRunner, Task
+from paceline.bench.run.figures import Objective
 from paceline.bench.run.rows import Row, rows
 from paceline.bench.run.speculation import COLD, OFF, Key, Runs
 from paceline.bench.run.turns import Turn
@@ -22,7 +23,7 @@ from paceline.bench.simulate.world import (
     VirtualClock,
 )
 from paceline.bench.timing import OnTurn
-from paceline.bench.traffic.profiles import Profile, closed
+from paceline.bench.traffic.profiles import Profile, poisson
 from paceline.control.auto import AutoController
 from paceline.control.controller import Controller, FixedController
 from paceline.control.decision import Decision
@@ -36,6 +37,7 @@ from paceline.options import check_integer
 
 MIN_REQUESTS = 32  # per setting: percentiles of fewer are meaningless
 WAVES = 2  # requests per setting, in units of the concurrency
+OPEN_REQUESTS = 128  # that arrive at a rate
 LEARNING = 8  # minimum requests that a controller sees before the measured ones
 DEPTH = 7  # maximum draft length of a method without a number
 
@@ -66,6 +68,7 @@ class World:
     max_num_batched_tokens: int
     kv_tokens: int | None = None  # KV cache tokens that fit into memory; None: enough for all
     tells_chances: bool = True
+    num_gpus: int = 1  # what is paid for
 
 
 @dataclass
@@ -74,6 +77,11 @@ class Simulation:
 
     rows: list[Row] = field(default_factory=list)
     decisions: list[dict[str, int]] = field(default_factory=list)  # per row: steps by reason
+
+    def extend(self, other: Simulation) -> None:
+        """Add the rows of another simulation."""
+        self.rows += other.rows
+        self.decisions += other.decisions
 
     def facts(self) -> list[dict[str, Any]]:
         """The rows for JSON."""
@@ -106,13 +114,14 @@ def simulate(
     world: World,
     methods: Sequence[Method],
     lengths: Sequence[Length],
-    concurrency: Sequence[int],
+    profiles: Sequence[Profile],
     on_turn: OnTurn = lambda _: None,
+    objective: Objective | None = None,
 ) -> Simulation:
-    """The result of each method at each concurrency. Requests use `lengths` in turn."""
+    """The result of each method at each concurrency or arrival rate. Requests use `lengths` in turn."""
     result = Simulation()
-    for profile in map(closed, concurrency):
-        count = max(MIN_REQUESTS, WAVES * (profile.concurrency or 1))
+    for profile in profiles:
+        count = len(profile.due) or max(MIN_REQUESTS, WAVES * (profile.concurrency or 1))
         tasks = [_task(number, lengths[number % len(lengths)]) for number in range(count)]
         turns: dict[Key, list[list[Turn]]] = {}
         reasons: dict[str, Counter[str]] = {}
@@ -121,10 +130,15 @@ def simulate(
             turn = simulated_turn(world, method, tasks, profile, reasons[method.label])
             turns[COLD, method.label] = [[turn]]
             on_turn(f"{profile.label}: {method.label}")
-        for row in rows("simulated", Runs([tasks], profile, turns)):
+        for row in rows("simulated", Runs([tasks], profile, turns), objective):
             result.rows.append(row)
             result.decisions.append(dict(reasons[row.method]))
     return result
+
+
+def arrivals(rate: float) -> Profile:
+    """Requests that arrive independently, `rate` per second on average."""
+    return poisson(rate, 0, OPEN_REQUESTS)
 
 
 def simulated_turn(
@@ -134,7 +148,7 @@ def simulated_turn(
     at_once = profile.concurrency or len(tasks)
     runner = _runner(world, method, tasks, at_once, reasons)
     if method.label == AUTO:  # like a server that has run for a while: its controller knows its drafters
-        runner.run(tasks[: max(at_once, LEARNING)], profile)
+        runner.run(tasks[: max(profile.concurrency or LEARNING, LEARNING)], profile)
         reasons.clear()
     return runner.run(tasks, profile)
 
@@ -163,7 +177,7 @@ def _runner(
     if num_pages < pages_of_one:
         raise ConfigError(
             f"a request of {longest} tokens does not fit: there is room for the keys and values of "
-            f"{num_pages * PAGE_SIZE}. Make it shorter, or use fewer --bits or a larger --gpu."
+            f"{num_pages * PAGE_SIZE}. Make it shorter, or use fewer --bits, a larger --gpu or more of them."
         )
     drafters = {
         name: SimulatedDrafter(name, acceptances, prices, clock, world.tells_chances)

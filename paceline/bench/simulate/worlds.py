@@ -10,7 +10,7 @@ from paceline.bench.loading import bench_config
 from paceline.bench.run.engine_runner import Task
 from paceline.bench.run.slices import Disturbances, alone
 from paceline.bench.run.speculation import OFF
-from paceline.bench.simulate.hardware import STEP_OVERHEAD, RooflinePrices, find_gpu, model_size
+from paceline.bench.simulate.hardware import STEP_OVERHEAD, RooflinePrices, find_gpu, find_model
 from paceline.bench.simulate.measuring import PROMPT, STEPS, PassMeter, TimedStep, measure_prices, watching
 from paceline.bench.simulate.prices import PassSize
 from paceline.bench.simulate.run import Length, Method, World
@@ -24,7 +24,6 @@ from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number
 from paceline.terminal.flags import Options
 
-PARAMS, BITS = 8e9, 16.0
 GPU_ROWS = 2048  # rows per pass
 USUAL_PROMPTS = "chat"  # workload to measure prices with, if none is named
 
@@ -34,26 +33,27 @@ def given_world(
 ) -> tuple[World, list[Length]]:
     """A machine by data sheet, and the lengths of its requests."""
     if traffic["workload"] is not None:
-        raise ConfigError("--workload needs a MODEL, whose tokenizer counts: give --input-tokens instead.")
+        raise ConfigError("--data needs a MODEL, whose tokenizer counts: give --input-tokens instead.")
     if traffic["threads"] is not None:
         raise ConfigError("--threads is of a MODEL that is measured here: leave it out with a --gpu.")
     overhead = STEP_OVERHEAD if machine["overhead"] is None else machine["overhead"]
-    prices = RooflinePrices(
-        find_gpu(machine["gpu"], machine["bandwidth"], machine["flops"], machine["memory"]),
-        model_size(
-            PARAMS if machine["params"] is None else machine["params"],
-            BITS if machine["bits"] is None else machine["bits"],
-            machine["layers"],
-            machine["kv_bytes_per_token"],
-            machine["draft_params"],
-        ),
-        check_number(ConfigError, "--overhead", overhead, 0, 1000),
+    num_gpus, gpu = find_gpu(machine["gpu"], machine["bandwidth"], machine["flops"], machine["memory"])
+    size = find_model(
+        machine["preset"],
+        machine["params"],
+        machine["bits"],
+        machine["layers"],
+        machine["kv_bytes_per_token"],
+        machine["draft_params"],
     )
+    overhead = check_number(ConfigError, "--overhead", overhead, 0, 1000)
+    prices = RooflinePrices(gpu, size, overhead, num_gpus)
     world = World(
         prices={method.label: prices for method in methods},
         drafters=drafters,
         max_num_batched_tokens=_max_rows(traffic, GPU_ROWS),
         kv_tokens=prices.kv_tokens(),
+        num_gpus=num_gpus,
         tells_chances=chances,
     )
     return world, [_length(traffic)]

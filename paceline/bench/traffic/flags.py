@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.bench.flags import integers
 from paceline.errors import ConfigError
-from paceline.terminal.flags import Flag, Group, Options
+from paceline.terminal.flags import PROMPT_FILE, Flag, Group, Options, by_topic
 
 if TYPE_CHECKING:
     from paceline.bench.traffic.profiles import Profile
@@ -21,27 +21,35 @@ WORKLOAD: Group = (
         "workload",
         list[str] | None,
         None,
-        "A file of JSON lines, or code-edit, summarize, extract, chat, writing. May be repeated. "
+        "File of prompts (JSON lines), or code-edit, summarize, extract, chat, writing. May be repeated. "
         f"Default: {SHORT_LIMIT} prompts of each of these.",
+        " ".join(PROMPT_FILE),
     ),
-    Flag("limit", int | None, None, "Use only this many prompts of each workload."),
-    Flag("max_tokens", int | None, None, "Maximum tokens per answer, if the workload allows more."),
-    Flag("temperature", float | None, None, "0 is greedy. Default: each prompt's own, or 0."),
+    Flag("limit", int | None, None, "Maximum number of prompts from each file."),
+    Flag("max_tokens", int | None, None, "Maximum tokens per answer. Default: each prompt's own, or 256."),
+    Flag(
+        "temperature",
+        float | None,
+        None,
+        "Sampling temperature. Default: each prompt's own, or 0 (greedy).",
+    ),
     Flag(
         "constrain",
         bool,
         True,
-        "Constrain answers by the prompts' response_format.",
+        "Hold answers to the prompts' response_format.",
         "--constrain/--no-constrain",
     ),
 )
 ARRIVALS: Group = (
-    Flag("concurrency", str | None, None, "Numbers of concurrent requests, such as 1,8. Default: 1."),
-    Flag("rate", list[float] | None, None, "Requests per second (Poisson arrivals). May be repeated."),
-    Flag("trace", list[Path] | None, None, "A CSV file of arrivals to replay. May be repeated."),
-    Flag("time_scale", float, 1.0, "Factor on a trace's times: 0.1 is ten times as fast."),
+    Flag("concurrency", str | None, None, "Numbers of concurrent requests to test, such as 1,8. Default: 1."),
+    Flag("rate", list[float] | None, None, "Arrival rate in requests per second (Poisson). May be repeated."),
+    Flag("trace", list[Path] | None, None, "CSV file of arrivals to replay. May be repeated."),
+    Flag("time_scale", float, 1.0, "Factor on the times of --trace: 0.1 replays ten times as fast."),
     Flag("seed", int, 0, "Seed of the arrivals of --rate."),
 )
+WORKLOAD = by_topic(WORKLOAD, {"Prompts": "limit max_tokens temperature constrain"})
+ARRIVALS = by_topic(ARRIVALS, {"Arrivals": "rate trace time_scale seed"})
 
 
 def load_workloads(load: Options) -> tuple[Workload, ...]:

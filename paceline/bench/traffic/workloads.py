@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from paceline.bench.traffic.builtin_workloads import BUILT_IN
 from paceline.errors import ConfigError, PacelineError
 from paceline.models.chat import PromptTokenizer
 from paceline.options import check_integer, check_number
+from paceline.train.prompts import prompt_of, unwrapped
+from paceline.train.rows import BadRow
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -59,7 +62,7 @@ def load_workload(name: str, limit: int | None = None, max_tokens: int | None = 
         workload = _from_file(Path(name))
     else:
         raise ConfigError(
-            f"--workload {name!r} is neither a file nor built in. Give a file of JSON lines, or one of "
+            f"--data {name!r} is neither a file nor built in. Give a file of JSON lines, or one of "
             f"{', '.join(BUILT_IN)}."
         )
     prompts = workload.prompts[:limit]
@@ -92,7 +95,11 @@ def _prompt(line: Any, segment: str, default_id: str) -> Prompt:
     """The prompt of a line. Unknown keys, of other tools, are ignored."""
     if not isinstance(line, Mapping):
         raise ConfigError(f"expected an object, got {line!r:.60}.")
+    line = unwrapped(line)
     messages, text = line.get("messages"), line.get("prompt")
+    if messages is None and text is None:  # ShareGPT and other forms of a chat that `paceline train` reads
+        with suppress(BadRow):
+            messages = prompt_of(line, default_id, segment).messages
     if (messages is None) == (text is None):
         raise ConfigError("give either messages (a chat) or prompt (a text), and not both.")
     if text is not None and (not isinstance(text, str) or not text):

@@ -8,7 +8,9 @@ from dataclasses import asdict
 from paceline.bench.report.result import Figure, Finding, Mark, Ranges, Result, Table
 from paceline.bench.run.speculation import OFF
 from paceline.bench.run.wording import shown, with_interval
-from paceline.bench.tune.search import Config, Tuning
+from paceline.bench.tune.search import ENOUGH_PROMPTS, Config, Tuning
+from paceline.draft.methods import METHODS
+from paceline.models.heads.shipped import SHIPPED_HEAD
 
 # SGLang's names of the methods that it has
 SGLANG_NAMES = {"ngram": "NGRAM", "eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"}
@@ -58,7 +60,15 @@ def vllm_flags(config: Config | str) -> str | None:
         return ""
     if config["method"] not in VLLM_METHODS or config.get("branching", 1) > 1:
         return None
-    return f"--speculative-config '{json.dumps(config)}'"
+    has_files = METHODS[config["method"]].argument is not None  # vLLM does not find our shipped head itself
+    theirs = {**config, "model": _head(config)} if has_files else config
+    return f"--speculative-config '{json.dumps(theirs)}'"
+
+
+def _head(config: Config) -> str:
+    """The folder of a head as other engines get it; HEAD stands for what `paceline export` writes."""
+    given = config.get("model", SHIPPED_HEAD)
+    return "HEAD" if given == SHIPPED_HEAD else str(given)
 
 
 def sglang_flags(config: Config | str) -> str | None:
@@ -72,7 +82,7 @@ def sglang_flags(config: Config | str) -> str | None:
     flags = [f"--speculative-algorithm {name}", f"--speculative-num-draft-tokens {length + 1}"]
     if config["method"] != "ngram":
         flags += [
-            f"--speculative-draft-model-path {config.get('model', 'HEAD')}",
+            f"--speculative-draft-model-path {_head(config)}",
             f"--speculative-num-steps {length if branching == 1 else -(-length // branching)}",
             f"--speculative-eagle-topk {branching}",
         ]
@@ -89,8 +99,17 @@ def advice(tuning: Tuning) -> list[str]:
         f"expected gain, on {proof.prompts} prompts that did not choose it: {proof.speedup_vs_off or 0:.2f} "
         f"times as fast as off{between}",
     ]
+    prompts = tuning.search[0].prompts + proof.prompts
+    if prompts < ENOUGH_PROMPTS:
+        lines.append(
+            f"{prompts} prompts say little, and others may choose otherwise: give {ENOUGH_PROMPTS} or more."
+        )
     if chosen == OFF:
-        return [*lines, f"No gain: leave drafting off. paceline serve {tuning.model} --draft off"]
+        return [
+            *lines,
+            f"No gain with {', '.join(tuning.tried)}: leave drafting off. "
+            f"paceline serve {tuning.model} --draft off",
+        ]
     if interval is not None and interval[0] < 1:
         lines.append("That it gains at all is not sure: measure with more prompts or rounds.")
     lines.append(f"paceline: paceline serve {tuning.model} --speculative-config '{json.dumps(chosen)}'")

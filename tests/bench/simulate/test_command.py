@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.bench.report.page import html_page
+from paceline.bench.report.terminal import print_result
 from paceline.bench.run.engine_runner import Task
+from paceline.bench.run.rows import Row, rows
 from paceline.bench.run.turns import Answer
-from paceline.bench.simulate import check
+from paceline.bench.simulate import check, run
+from paceline.bench.simulate.capacity import highest
 from paceline.bench.simulate.check import acceptance_of
+from paceline.bench.simulate.command import Guesses, simulate_engine
+from paceline.bench.simulate.flags import DRAFTS, MACHINE, TRAFFIC
+from paceline.bench.simulate.run import Simulation
 from paceline.bench.simulate.sources import of_bench, of_depths
+from paceline.bench.simulate.view import Assumed, simulated_result
 from paceline.bench.simulate.world import Acceptance
 from paceline.cli import app
 from paceline.core.params import SamplingParams
 from paceline.core.request import SpeculativeCounts
 from paceline.core.stats import DraftFacts
 from paceline.errors import ConfigError
+from tests.bench.test_speculation import made_up_runs
 
 SMALL = ("--input-tokens", "16", "--output-tokens", "8", "--concurrency", "1,4")
 
@@ -38,13 +48,83 @@ def test_a_gpu_is_simulated_as_a_table_and_as_json(capsys):
     shown = simulated(capsys, "--gpu", "h200", *SMALL)
     assert "chain:5" in shown
     assert "first token" in shown
+    assumed = "prompts of 16 tokens, answers of 8; acceptance 0.7 per token (--alpha)"
+    assert f"simulated: {assumed}" in " ".join(shown.split())
+    assert "gain: drafted, because that is expected to be faster." in shown
     facts = json.loads(simulated(capsys, "--gpu", "h200", *SMALL, "--json"))
     assert [(row["concurrency"], row["method"]) for row in facts["rows"]] == [
         *((1, "off"), (1, "auto"), (1, "chain:5")),
         *((4, "off"), (4, "auto"), (4, "chain:5")),
     ]
     assert facts["rows"][0]["tpot_ms"] == pytest.approx(4.9, abs=0.2)
+    assert facts["assumed"] == {
+        "input_tokens": 16,
+        "output_tokens": 8,
+        "acceptance": "acceptance 0.7 per token (--alpha)",
+    }
     assert {"p50", "p90", "p99"} == facts["rows"][0]["percentiles"]["ttft_ms"].keys()
+
+
+def test_rates_capacity_and_cost_fit_on_a_page_of_100_columns(capsys, monkeypatch):
+    monkeypatch.setattr(run, "OPEN_REQUESTS", 16)
+    machine, traffic, drafts = (
+        {flag.name: flag.default for flag in group} for group in (MACHINE, TRAFFIC, DRAFTS)
+    )
+    machine |= {"preset": "llama-3.1-70b", "gpu": "4xh100", "gpu_price": 3.0}
+    traffic |= {"input_tokens": 16, "output_tokens": 8, "concurrency": "1,128", "rate": "2,40"}
+    traffic |= {"slo": "ttft=900,tpot=60"}
+    result = simulate_engine(
+        None, Guesses(0.7, 3, None, None), machine, traffic, drafts | {"methods": "chain:3"}
+    )
+    print_result(result)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines) <= 100
+    assert any(line.startswith("Drafting pays up to ") for line in lines)
+    assert "Drafting pays up to " in html_page(result)
+    rows, capacity = result.facts["rows"], result.facts["capacity"]
+    assert [row["profile"] for row in rows[::2]] == ["x1", "x128", "2/s", "40/s"]
+    costs = [4 * 3 / 3600 / row["tokens_per_second"] * 1e6 for row in rows]
+    assert [row["cost_per_million_tokens"] for row in rows] == pytest.approx(costs)
+    assert [found["method"] for found in capacity] == ["off", "chain:3"]
+    assert all(found["row"]["good_share"] >= 0.9 and found["requests_per_second"] > 2 for found in capacity)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "verdict", "limit"),
+    [
+        ("0.9", "Drafting pays up to 4 requests at once and maybe beyond (", 4),
+        ("0", "Drafting does not pay, not even at 1 at once (", None),
+    ],
+)
+def test_one_line_says_up_to_which_concurrency_it_pays(capsys, acceptance, verdict, limit):
+    arguments = ("--gpu", "h200", "--acceptance", acceptance, "--methods", "chain:1", *SMALL)
+    assert verdict in simulated(capsys, *arguments)
+    assert json.loads(simulated(capsys, *arguments, "--json"))["pays_up_to"] == limit
+
+
+def test_the_next_load_that_was_tried_is_named():
+    def at(concurrency: int, method: str, speedup: float) -> Row:
+        return replace(plain, concurrency=concurrency, method=method, speedup_vs_off=speedup)
+
+    plain, _ = rows("toy", made_up_runs())
+    tried = [at(64, "chain:3", 1.2), at(256, "chain:3", 1.01)]
+    result = simulated_result("m", Assumed(1, 1, "a"), Simulation(tried, [{}, {}]))
+    assert [finding.text for finding in result.findings] == [
+        "Drafting pays up to 64 requests at once (chain:3: 1.20 times plain decoding).",
+        "It does not at 256, the next load tried (chain:3: 1.01 times plain decoding).",
+    ]
+
+
+@pytest.mark.parametrize(("limit", "found"), [(7.0, 7.0), (900.0, 640.0), (0.3, 0.3), (0.01, 0.0)])
+def test_the_highest_rate_that_fits_is_found(limit, found):
+    tried = []
+
+    def fits(rate):
+        tried.append(rate)
+        return rate <= limit
+
+    assert found / 1.1 <= highest(fits, start=10.0) <= found
+    assert len(tried) < 16
 
 
 def test_a_model_is_measured_and_then_simulated(capsys, tiny_gguf):
@@ -75,7 +155,13 @@ def test_a_model_is_run_and_simulated_side_by_side(capsys, tiny_gguf, monkeypatc
         (["--no-chances"], "--no-chances needs a machine"),
         (["--gpu", "h200", "--row-cost", "1"], "--row-cost"),
         (["--gpu", "h200", "--draft-cost", "1"], "--draft-cost"),
-        (["some.gguf", "--gpu", "h200"], "--gpu is of a --gpu"),
+        (["some.gguf", "--gpu", "h200"], "--gpu is of a simulated --gpu"),
+        (["some.gguf", "--model", "llama-3.1-8b"], "--model is of a simulated --gpu"),
+        (["--model", "llama-3.1-8b"], "--model needs a machine"),
+        (["--gpu", "h100", "--model", "llama-3.1-70b"], "weights take 143.* such as --gpu 4xh100"),
+        (["--gpu", "h200", "--rate", "fast"], "--rate must be positive numbers"),
+        (["--gpu", "h200", "--slo", "500"], "--slo must be milliseconds"),
+        (["--gpu", "h200", "--gpu-price", "-1"], "--gpu-price"),
         (["--gpu", "h200", "--workload", "chat"], "needs a MODEL"),
         (["--gpu", "h200", "--threads", "1"], "--threads is of a MODEL"),
         (["--check", "--gpu", "h200"], "--gpu has no effect with --check"),

@@ -10,8 +10,9 @@ import pytest
 
 from paceline.bench.run.engine_runner import Task
 from paceline.bench.run.slices import Disturbances, alone
-from paceline.bench.simulate.hardware import GPUS, RooflinePrices, find_gpu, model_size
+from paceline.bench.simulate.hardware import RooflinePrices, find_gpu, find_model, model_size
 from paceline.bench.simulate.measuring import PassMeter, TimedStep, measure_prices, watching
+from paceline.bench.simulate.presets import GPUS, MODELS
 from paceline.bench.simulate.prices import Call, MeasuredPrices, PassSize, Prices, fit, start_costs
 from paceline.bench.simulate.world import (
     Acceptance,
@@ -69,12 +70,66 @@ def test_weights_that_do_not_fit_are_refused():
 
 
 def test_a_gpu_is_named_or_given_by_figures():
-    assert find_gpu("h200", 4e12, None, None).bandwidth == 4e12
-    assert find_gpu(None, 1e12, 1e14, 1e10).memory == 1e10
-    with pytest.raises(ConfigError, match="h200, h100"):
-        find_gpu("h2000", None, None, None)
+    assert find_gpu("h200", 4e12, None, None)[1].bandwidth == 4e12
+    assert find_gpu("4xH100", None, None, None) == (4, GPUS["h100"])
+    assert find_gpu(None, 1e12, 1e14, 1e10)[1].memory == 1e10
+    for name in ("h2000", "x", "4x", "4xx", "four-h100"):
+        with pytest.raises(ConfigError, match="h200, h100"):
+            find_gpu(name, None, None, None)
+    with pytest.raises(ConfigError, match="from 1 to 8, got 16"):
+        find_gpu("16xh100", None, None, None)
     with pytest.raises(ConfigError, match="--flops is missing"):
         find_gpu(None, 1e12, None, 1e10)
+
+
+def test_a_model_is_named_or_given_by_figures():
+    given = find_model("Llama-3.1-8B", None, None, None, None, None)
+    assert (given.params, given.kv_bytes_per_token) == (8.03e9, 131072)
+    assert given.draft_params == pytest.approx(0.4e9, rel=0.05)  # an EAGLE-3 head, without its embedding
+    assert find_model("llama-3.1-8b", None, 8, None, None, 0).weight_bytes == 8.03e9
+    assert find_model(None, 3e9, None, None, None, None).params == 3e9
+    with pytest.raises(ConfigError, match="did you mean llama"):
+        find_model("llama-3.1-71b", None, None, None, None, None)
+    with pytest.raises(ConfigError, match="--layers is part of --model"):
+        find_model("llama-3.1-8b", None, None, 3, None, None)
+
+
+def test_a_few_tokens_read_few_experts_and_many_read_all():
+    model = MODELS["qwen3-30b-a3b"]
+    assert model.read_bytes(1) == pytest.approx(2 * 3.3e9)
+    assert 2 * 3.3e9 < model.read_bytes(4) < 4 * 2 * 3.3e9
+    assert model.read_bytes(2048) == pytest.approx(model.weight_bytes)
+    assert MODELS["qwen3-32b"].read_bytes(1) == MODELS["qwen3-32b"].weight_bytes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_figures_of_every_model_fit_together(name):
+    model = MODELS[name]
+    assert 0 < model.draft_params < model.used_params <= model.params
+    assert (model.routing < 1) == (model.active_params is not None)
+    assert 1e4 < model.kv_bytes_per_token < 1e6
+
+
+def test_several_gpus_divide_the_work_and_pay_for_communication():
+    model = MODELS["llama-3.1-70b"]
+    two, four = (RooflinePrices(GPUS["h100"], model, 0.0, count) for count in (2, 4))
+    row, prompt = PassSize.chain(1), PassSize(2048, 1, 1, 0, 0)
+    reading = model.weight_bytes / (0.85 * 3.35e12)
+    for prices, count in ((two, 2), (four, 4)):
+        communication = prices.pass_seconds(row) - reading / count
+        assert communication == pytest.approx(2 * 80 * 10e-6, rel=0.05)  # latency of 160 all-reduces
+    assert four.kv_tokens() > 3 * two.kv_tokens() > 0
+    slow = RooflinePrices(GPUS["l40s"], model, 0.0, 4)  # over PCIe: 5 seconds of all-reduces per GB sent
+    sent = 2 * 80 * 2 * (3 / 4) * 2048 * 8192 * 2 / (0.7 * 32e9)
+    assert slow.pass_seconds(prompt) > sent > slow.pass_seconds(row)
+    assert four.draft_seconds(Call("head", 1, 3, 3)) < two.draft_seconds(Call("head", 1, 3, 3))
+
+
+def test_a_kv_head_is_not_split():
+    """Latent attention has one, which every GPU keeps."""
+    prices = RooflinePrices(GPUS["h200"], MODELS["deepseek-v3"], 0.0, num_gpus=8)
+    read = prices.pass_seconds(PassSize(1, 1, 1, 100_000, 0)) - prices.pass_seconds(PassSize(1, 1, 1, 0, 0))
+    assert read == pytest.approx(100_000 * 61 * 576 * 2 / (0.85 * 4.8e12))
 
 
 def test_fitted_prices_are_not_negative():

@@ -7,6 +7,7 @@ import pytest
 from paceline.bench.simulate.prices import Call, PassSize
 from paceline.bench.simulate.run import Length, Method, World, parse_methods, simulate
 from paceline.bench.simulate.world import Acceptance
+from paceline.bench.traffic.profiles import closed
 from paceline.errors import ConfigError
 
 
@@ -39,7 +40,7 @@ def world(
 
 def test_plain_decoding_takes_what_its_passes_cost():
     here, methods = world("off")
-    (row,) = simulate(here, methods, [Length(prompt=100, answer=11)], [1]).rows
+    (row,) = simulate(here, methods, [Length(prompt=100, answer=11)], [closed(1)]).rows
     assert row.percentiles["ttft_ms"]["p99"] == pytest.approx(22)  # 100 tokens are two passes of 64 rows
     assert row.percentiles["tpot_ms"]["p50"] == pytest.approx(11)
     assert row.tokens_per_second == pytest.approx(11 / (0.022 + 10 * 0.011))
@@ -47,7 +48,7 @@ def test_plain_decoding_takes_what_its_passes_cost():
 
 def test_requests_that_wait_for_others_wait_in_simulated_time():
     here, methods = world("off")
-    (row,) = simulate(here, methods, [Length(64, 2)], [32]).rows
+    (row,) = simulate(here, methods, [Length(64, 2)], [closed(32)]).rows
     times = row.percentiles["ttft_ms"]
     assert times["p50"] > 200  # one prompt fills a pass, and there are 32
     assert times["p99"] > times["p50"]
@@ -56,7 +57,7 @@ def test_requests_that_wait_for_others_wait_in_simulated_time():
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
 def test_simulated_drafts_have_the_given_acceptance(alpha):
     here, methods = world("chain:4", acceptance=Acceptance.constant(alpha, 16))
-    off, chain = simulate(here, methods, [Length(8, 80)], [16]).rows
+    off, chain = simulate(here, methods, [Length(8, 80)], [closed(16)]).rows
     expected = 1 + sum(alpha**depth for depth in range(1, 5))
     assert chain.mean_acceptance_length == pytest.approx(expected, rel=0.05)
     assert chain.identical
@@ -66,7 +67,7 @@ def test_simulated_drafts_have_the_given_acceptance(alpha):
 def test_drafted_and_accepted_fractions_by_depth_are_met():
     acceptance = Acceptance(accepted=(0.5, 0.2, 0.1), drafted=(0.8, 0.6, 0.3))
     here, methods = world("chain:3", acceptance=acceptance)
-    row = simulate(here, methods, [Length(8, 150)], [16]).rows[1]
+    row = simulate(here, methods, [Length(8, 150)], [closed(16)]).rows[1]
     share = row.drafted_share or 0.0
     assert share == pytest.approx(0.8, rel=0.05)
     assert [share * one for one in row.acceptance_per_position] == pytest.approx([0.5, 0.2, 0.1], rel=0.1)
@@ -76,7 +77,7 @@ def test_drafted_and_accepted_fractions_by_depth_are_met():
 def test_acceptance_at_a_position_does_not_depend_on_the_draft_length():
     """So the same requests are hard for every method, and a run can be repeated."""
     here, methods = world("chain:1", "chain:2", "chain:4")
-    first, again = (simulate(here, methods, [Length(8, 40)], [8]).rows for _ in range(2))
+    first, again = (simulate(here, methods, [Length(8, 40)], [closed(8)]).rows for _ in range(2))
     assert [row.tokens_per_second for row in first] == [row.tokens_per_second for row in again]
     lengths = [row.mean_acceptance_length or 0.0 for row in first[1:]]
     assert lengths == sorted(lengths)
@@ -84,19 +85,19 @@ def test_acceptance_at_a_position_does_not_depend_on_the_draft_length():
 
 def test_the_controller_drafts_only_where_it_gains():
     good, methods = world("auto")
-    gain = simulate(good, methods, [Length(16, 60)], [4])
+    gain = simulate(good, methods, [Length(16, 60)], [closed(4)])
     assert (gain.rows[1].speedup_vs_off or 0) > 1.4
     assert gain.decisions[1]["gain"] > 0
     assert not gain.decisions[0]
     bad, methods = world("auto", acceptance=Acceptance.constant(0.02, 16))
-    assert (simulate(bad, methods, [Length(16, 60)], [4]).rows[1].speedup_vs_off or 0) > 0.9
+    assert (simulate(bad, methods, [Length(16, 60)], [closed(4)]).rows[1].speedup_vs_off or 0) > 0.9
 
 
 def test_with_little_memory_requests_are_preempted_and_finish():
     here, methods = world("off", kv_tokens=512)
     roomy, _ = world("off")
-    (short,) = simulate(here, methods, [Length(64, 64)], [16]).rows
-    (room,) = simulate(roomy, methods, [Length(64, 64)], [16]).rows
+    (short,) = simulate(here, methods, [Length(64, 64)], [closed(16)]).rows
+    (room,) = simulate(roomy, methods, [Length(64, 64)], [closed(16)]).rows
     assert short.output_tokens == room.output_tokens == 32 * 64
     assert short.tokens_per_second < 0.8 * room.tokens_per_second
 
@@ -104,7 +105,7 @@ def test_with_little_memory_requests_are_preempted_and_finish():
 def test_a_request_that_can_never_fit_is_reported():
     here, methods = world("off", kv_tokens=64)
     with pytest.raises(ConfigError, match="does not fit"):
-        simulate(here, methods, [Length(64, 64)], [1])
+        simulate(here, methods, [Length(64, 64)], [closed(1)])
 
 
 def test_requests_take_acceptances_in_turn():
@@ -114,7 +115,7 @@ def test_requests_take_acceptances_in_turn():
         {"chain": [Acceptance.constant(1.0, 4), Acceptance.constant(0.0, 4)]},
         max_num_batched_tokens=64,
     )
-    row = simulate(mixed, methods, [Length(8, 41)], [4]).rows[1]
+    row = simulate(mixed, methods, [Length(8, 41)], [closed(4)]).rows[1]
     assert row.tokens_per_pass == pytest.approx(80 / (40 + 8), rel=0.01)
 
 
@@ -122,7 +123,7 @@ def test_256_concurrent_requests_share_passes():
     here, methods = world("off", max_num_batched_tokens=512)
     prices = here.prices["off"]
     assert isinstance(prices, FlatPrices)
-    (row,) = simulate(here, methods, [Length(2, 3)], [256]).rows
+    (row,) = simulate(here, methods, [Length(2, 3)], [closed(256)]).rows
     assert row.output_tokens == 512 * 3
     assert max(prices.rows) == 512
     assert 256 in prices.rows

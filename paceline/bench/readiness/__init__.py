@@ -1,0 +1,1 @@
+"""`paceline readiness`: what to check before speculation is switched on, with a verdict for each line."""
