@@ -35,31 +35,38 @@ class ErrorBody(BaseModel):
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorBody, "description": "The request is wrong; `param` names the field"},
-    401: {"model": ErrorBody, "description": "An API key is needed"},
-    404: {"model": ErrorBody, "description": "This model is not served here"},
-    408: {"model": ErrorBody, "description": "The request did not come in time"},
-    413: {"model": ErrorBody, "description": "The body is too large"},
-    415: {"model": ErrorBody, "description": "The body is not JSON"},
-    429: {"model": ErrorBody, "description": "Too many requests wait; come again after Retry-After"},
-    500: {"model": ErrorBody, "description": "The server failed on this request"},
-    503: {"model": ErrorBody, "description": "The server is stopping, or its engine is dead"},
-    504: {"model": ErrorBody, "description": "The answer took longer than the server allows"},
+_ERRORS: dict[int, dict[str, Any]] = {
+    400: {"description": "The request is wrong; `param` names the field"},
+    401: {"description": "An API key is needed"},
+    404: {"description": "This model is not served here"},
+    408: {"description": "The request did not come in time"},
+    413: {"description": "The body is too large"},
+    415: {"description": "The body is not JSON"},
+    429: {"description": "Too many requests wait; come again after Retry-After"},
+    500: {"description": "The server failed on this request"},
+    503: {"description": "The server is stopping, or its engine is dead"},
+    504: {"description": "The answer took longer than the server allows"},
 }
 
 
-def documented(*statuses: int, stream: bool = False) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI entries for these error statuses and, with `stream`, for an event-stream 200."""
+ALL_ERRORS = tuple(_ERRORS)
+
+
+def documented(
+    *statuses: int, stream: bool = False, form: type[BaseModel] = ErrorBody
+) -> dict[int | str, dict[str, Any]]:
+    """The OpenAPI entries for these error statuses, whose bodies are `form`, and with `stream` for an
+    event-stream 200.
+    """
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     events: dict[int | str, dict[str, Any]] = {
         200: {"content": {"text/event-stream": {"schema": event}}}  # the schema of one event
     }
-    return (events if stream else {}) | {status: _ERRORS[status] for status in statuses}
+    return (events if stream else {}) | {status: {**_ERRORS[status], "model": form} for status in statuses}
 
 
-GENERATES = documented(*map(int, _ERRORS), stream=True)
-READS = documented(400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
+GENERATES = documented(*ALL_ERRORS, stream=True)
+READS = documented(*ALL_ERRORS)
 ASKS = documented(401, 500, 503)
 
 
@@ -79,13 +86,17 @@ async def json_answer(service: Service, write: Callable[[], dict[str, Any]], siz
     return await service.in_thread(in_pieces)
 
 
-def size_of(outputs: Sequence[RequestOutput], echoed: Sequence[str] = ()) -> int:
-    """Estimated number of JSON values in an answer. Sixteen characters of echoed text count as one."""
+def size_of(outputs: Sequence[RequestOutput], echoed: Sequence[str] = (), prompt_ids: bool = False) -> int:
+    """Estimated number of JSON values in an answer. Sixteen characters of echoed text count as one.
+
+    `prompt_ids`: the answer has the prompts' token ids.
+    """
     size = 0
     for number, output in enumerate(outputs):
         per_token = 1 + (output.outputs[0].logprobs is not None) * MAX_LOGPROBS
         prompt_size = len(output.prompt_logprobs or ()) * MAX_LOGPROBS
         prompt_size += len(echoed[number]) // 16 if echoed else 0
+        prompt_size += len(output.prompt_token_ids) if prompt_ids else 0
         size += sum(len(completion.token_ids) * per_token + prompt_size for completion in output.outputs)
     return size
 
@@ -116,14 +127,14 @@ class ChunkMaker:
         """Add the tokens of an update to the usage."""
         self._num_tokens += len(update.token_ids)
 
-    def chunk(self, choice: dict[str, Any]) -> bytes:
-        """One server-sent event with one choice."""
-        after = "]}\n\n"
+    def chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
+        """One server-sent event with one choice; `more` are fields beside it."""
         if self._fields.wants_running_usage:
-            after = f'],"usage":{to_json(usage(self._num_prompt_tokens, self._num_tokens))}}}\n\n'
+            more["usage"] = usage(self._num_prompt_tokens, self._num_tokens)
         elif self._fields.wants_usage:
-            after = '],"usage":null}\n\n'
-        return f"{self._before}{to_json(choice)}{after}".encode()
+            more["usage"] = None
+        after = f"],{to_json(more)[1:]}" if more else "]}"
+        return f"{self._before}{to_json(choice)}{after}\n\n".encode()
 
     def end(self, generation: Generation) -> bytes:
         """The final events: usage and metrics (a chunk without choices, if requested), then [DONE]."""

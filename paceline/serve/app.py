@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from paceline import __version__
-from paceline.serve import chat, completions, health, live, metrics_page, models, responses, tokens
+from paceline.serve import (
+    chat,
+    completions,
+    docs_page,
+    health,
+    live,
+    messages,
+    metrics_page,
+    models,
+    responses,
+    running,
+    tokens,
+    unknown_paths,
+)
 from paceline.serve.errors import CLIENT_GONE, add_handlers
+from paceline.serve.head import HeadAsGet
 from paceline.serve.metrics import Metrics
 from paceline.serve.middleware import Gate, Requests, log_request
 from paceline.serve.options import ServeOptions
@@ -16,23 +32,44 @@ from paceline.serve.service import Service
 
 
 def make_app(
-    service: Service, options: ServeOptions | None = None, metrics: Metrics | None = None
+    service: Service,
+    options: ServeOptions | None = None,
+    metrics: Metrics | None = None,
+    on_finished: Sequence[Callable[[RequestRecord], None]] = (),
 ) -> FastAPI:
-    """The HTTP API over a running service. With `metrics`, also serves /metrics and the live page."""
+    """The HTTP API over a running service. With `metrics`, also serves /metrics and the live page.
+
+    `on_finished` are called with the record of each finished request, in the event loop.
+    """
     options = options or ServeOptions()
-    app = FastAPI(title="paceline", version=__version__, docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None)
     add_handlers(app)
-    for part in (models, completions, chat, responses, tokens):
-        app.include_router(part.router(service))
-    app.include_router(health.router(service.engine))
+    routers = [part.router(service) for part in (models, completions, chat, responses, messages, tokens)]
+    routers += [health.router(service.engine), docs_page.router()]
     if metrics is not None:
-        app.include_router(metrics_page.router(metrics, service.engine))
-        app.include_router(live.router())
-    add_middleware(app, service, options, metrics)
+        routers += [
+            metrics_page.router(metrics, service.engine),
+            running.router(service.engine),
+            live.router(),
+        ]
+    for router in routers:
+        app.include_router(router)
+    unknown_paths.add_handlers(app, routers)
+    add_middleware(app, service, options, [log_request, *_counting(metrics), *on_finished])
     return app
 
 
-def add_middleware(app: FastAPI, service: Service, options: ServeOptions, metrics: Metrics | None) -> None:
+def _counting(metrics: Metrics | None) -> Iterator[Callable[[RequestRecord], None]]:
+    if metrics is not None:
+        yield lambda record: metrics.answered(record.route, record.status or CLIENT_GONE)
+
+
+def add_middleware(
+    app: FastAPI,
+    service: Service,
+    options: ServeOptions,
+    on_finished: Sequence[Callable[[RequestRecord], None]],
+) -> None:
     """Wrap the app in middleware. The last one added is the outermost."""
     app.add_middleware(
         Gate,
@@ -47,12 +84,7 @@ def add_middleware(app: FastAPI, service: Service, options: ServeOptions, metric
             allow_origins=options.cors_origin,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("X-Request-Id", "X-Client-Request-Id", "Retry-After"),
+            expose_headers=("X-Request-Id", "X-Client-Request-Id", "X-Speculative-Fallback", "Retry-After"),
         )
-
-    def on_finished(record: RequestRecord) -> None:
-        log_request(record)
-        if metrics is not None:
-            metrics.answered(record.route, record.status or CLIENT_GONE)
-
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Requests, timeout=options.request_timeout, on_finished=on_finished)

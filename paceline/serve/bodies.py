@@ -43,6 +43,7 @@ _ABOUT = {
     "num_speculative_tokens": ("speculative",),
     "branching": ("speculative",),
     "depth": ("speculative",),
+    "strict": ("speculative",),
 }
 
 
@@ -176,7 +177,13 @@ def validation_error(errors: Sequence[Any], model: type[BaseModel], data: Any) -
     at_place = [error for error, found in zip(errors, paths, strict=True) if found == path]
     if at_place[0]["type"] == "extra_forbidden":
         return FieldError(
-            name, unknown_option(str(path[-1])[:MAX_QUOTED], _fields_at(model, path), "this request")
+            name,
+            unknown_option(
+                str(path[-1])[:MAX_QUOTED],
+                _fields_at(model, path),
+                "this request",
+                "See /docs for those of each path.",
+            ),
         )
     wrong = " or ".join(dict.fromkeys(map(_message, at_place)))
     return FieldError(name or "body", f"{name or 'the body'} {wrong}.")

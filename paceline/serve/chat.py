@@ -27,7 +27,7 @@ from paceline.serve.logprobs import chat_logprobs, prompt_logprobs
 from paceline.serve.protocol import Metrics, usage_of
 from paceline.serve.service import Service
 from paceline.serve.sse import EventResponse
-from paceline.serve.tools import Arguments, CallStarted, Content, Event, ToolParser, ToolPlan, read_whole
+from paceline.serve.tools import Arguments, CallStarted, Content, DistinctCalls, Event, ToolPlan, read_whole
 from paceline.serve.tools.chat_fields import chat_choice, chat_tools
 
 
@@ -40,14 +40,16 @@ def router(service: Service) -> APIRouter:
         """The next message of a conversation. With `stream`, chunks as server-sent events."""
         model = service.check_model(body.model)
         plan, params, prompt = await service.in_thread(_prepare, service, body)
+        request.state.record.warnings += _unread_variables(service, body)
         generation = await service.start(request, [prompt], params, body, plan)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = service.head(request, "chatcmpl", kind, model)
-        answer = _Answer(service, body, params, plan, head)
+        answer = _Answer(service, body, params, plan, head, request.state.record.warnings)
         if body.stream:
-            return EventResponse(answer.chunks(generation, len(prompt)), generation.abort)
+            return EventResponse(answer.chunks(generation, prompt), generation.abort)
         (output,) = await service.finished(request, generation)
-        return await json_answer(service, lambda: answer.whole(output), size_of([output]))
+        size = size_of([output], prompt_ids=bool(body.return_token_ids))
+        return await json_answer(service, lambda: answer.whole(output), size)
 
     return routes
 
@@ -56,9 +58,19 @@ def _prepare(service: Service, body: ChatRequest) -> tuple[ToolPlan, SamplingPar
     """The tool plan, the sampling parameters and the prompt's token ids of a request."""
     plan, params = _plan(service, body)
     messages = [message.plain() for message in body.messages]
-    prompt = service.encode_chat(messages, plan, body.add_generation_prompt is not False)
+    prompt = service.encode_chat(messages, plan, **body.template_options())
     check_prompt_logprobs([prompt], params)
     return plan, params, prompt
+
+
+def _unread_variables(service: Service, body: ChatRequest) -> list[str]:
+    """A warning for each of chat_template_kwargs that the model's chat template does not read."""
+    given = body.chat_template_kwargs or {}
+    return [
+        f"chat_template_kwargs.{name}: the model's chat template has no such variable, so it changes nothing"
+        for name in given
+        if name not in service.tokenizer.template_variables
+    ]
 
 
 def _plan(service: Service, body: ChatRequest) -> tuple[ToolPlan, SamplingParams]:
@@ -89,39 +101,50 @@ class _Answer:
     params: SamplingParams
     plan: ToolPlan
     head: dict[str, Any]
+    warnings: list[str]
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         choices = [self._choice(completion) for completion in output.outputs]
         body = {**self.head, "choices": choices, "usage": usage_of([output])}
         if output.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self.body.prompt_logprobs or 0)
+        if self.body.return_token_ids:
+            body["prompt_token_ids"] = output.prompt_token_ids
         if self.body.return_metrics:
             body["metrics"] = Metrics.of(output).model_dump()
+        if self.warnings:
+            body["warnings"] = self.warnings
         return body
 
-    async def chunks(self, generation: Generation, num_prompt_tokens: int) -> AsyncIterator[bytes]:
-        maker = ChunkMaker(self.head, self.body, num_prompt_tokens)
-        parsers: dict[int, ToolParser] = {}
+    async def chunks(self, generation: Generation, prompt: list[int]) -> AsyncIterator[bytes]:
+        maker = ChunkMaker(self.head, self.body, len(prompt))
+        prompt_ids = {"prompt_token_ids": prompt} if self.body.return_token_ids else {}
+        parsers: dict[int, DistinctCalls] = {}
         async for batch in generation:
             written = []
             for index, update in batch:
                 maker.count(update)
                 if index not in parsers:
                     parsers[index] = self.plan.parser()
-                    written.append(maker.chunk(_delta(index, {"role": "assistant", "content": ""})))
+                    started = _delta(index, {"role": "assistant", "content": ""})
+                    written.append(maker.chunk(started, **prompt_ids))
                 written += [maker.chunk(choice) for choice in self._deltas(index, update, parsers[index])]
             yield b"".join(written)
         yield maker.end(generation)
 
-    def _deltas(self, index: int, update: Update, parser: ToolParser) -> list[dict[str, Any]]:
+    def _deltas(self, index: int, update: Update, parser: DistinctCalls) -> list[dict[str, Any]]:
         """The deltas of an update: content, tool calls and, at the end, the finish reason."""
         events = parser.feed(update.text)
         if update.finish_reason is not None:
             events += parser.finish()
         choices = [_delta(index, delta) for delta in map(_as_delta, events) if delta]
-        if update.logprobs:
+        if update.token_ids and (update.logprobs or self.body.return_token_ids):
             choices = choices or [_delta(index, {})]
+        if update.logprobs:
             choices[0]["logprobs"] = self._logprobs(list(update.token_ids), list(update.logprobs))
+        if self.body.return_token_ids:
+            for number, choice in enumerate(choices):
+                choice["token_ids"] = [] if number else list(update.token_ids)
         if update.finish_reason is not None:
             reason = _finish_reason(update.finish_reason, parser)
             choices.append({**_delta(index, {}), "finish_reason": reason, "stop_reason": update.stop_reason})
@@ -142,6 +165,7 @@ class _Answer:
                 for call in calls
             ]
         assert completion.finish_reason is not None
+        token_ids = {"token_ids": completion.token_ids} if self.body.return_token_ids else {}
         return {
             "index": completion.index,
             "message": message,
@@ -150,6 +174,7 @@ class _Answer:
             else self._logprobs(completion.token_ids, completion.logprobs),
             "finish_reason": _finish_reason(completion.finish_reason, parser),
             "stop_reason": completion.stop_reason,
+            **token_ids,
         }
 
     def _logprobs(self, token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
@@ -173,5 +198,5 @@ def _as_delta(event: Event) -> dict[str, Any] | None:
             return None  # OpenAI's deltas do not mark the end of a call
 
 
-def _finish_reason(reason: str, parser: ToolParser) -> str:
+def _finish_reason(reason: str, parser: DistinctCalls) -> str:
     return "tool_calls" if reason == "stop" and parser.num_calls else reason

@@ -7,16 +7,24 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from paceline.core.params import MAX_LOGPROBS
+from paceline.models.chat import TemplateOptions
 from paceline.serve.answers import FinishReason
 from paceline.serve.errors import FieldError
 from paceline.serve.fields import Body, Bool, Int, Items, Name, Unsupported
+from paceline.serve.neutral import NoFields, NoItems
 from paceline.serve.protocol import Metrics, SamplingFields, Usage
 from paceline.serve.tools.chat_fields import ChatToolChoice, FunctionTool
+
+MAX_TEMPLATE_KWARGS = 16  # entries of chat_template_kwargs
+
+# Anthropic's mark of what to cache, sent by clients of several providers. Every prefix is cached here.
+CacheControl = Annotated[dict[str, Any] | None, Field(exclude=True)]
 
 
 class TextPart(Body):
     type: Annotated[Literal["text"], Unsupported("must be text: only text parts are served")]
     text: str
+    cache_control: CacheControl = None
 
 
 class CalledFunction(Body):
@@ -42,14 +50,21 @@ class Message(Body):
     tool_call_id: Name | None = None  # which call a message of role tool answers
     refusal: str | None = None  # part of our answers, so that clients can send those back unchanged
     annotations: list[Any] | None = None  # likewise
+    reasoning_content: str | None = (
+        None  # what the assistant thought; the template decides what becomes of it
+    )
+    reasoning: str | None = None  # newer name of reasoning_content
+    cache_control: CacheControl = None
     audio: Annotated[None, _ONLY_TEXT] = None
     function_call: Annotated[None, _USE_TOOLS] = None
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates expect it."""
-        return self.model_dump(
+        plain = self.model_dump(
             include={"role", "content", "name", "tool_calls", "tool_call_id"}, exclude_none=True
         )
+        reasoning = self.reasoning_content or self.reasoning
+        return {**plain, "reasoning_content": reasoning} if reasoning else plain
 
 
 class JsonSchema(Body):
@@ -75,7 +90,40 @@ class ResponseFormat(Body):
         return (self.json_schema and self.json_schema.schema_) or {"type": "object"}
 
 
-class ChatRequest(SamplingFields):
+class TemplateFields(Body):
+    """How messages become a prompt."""
+
+    add_generation_prompt: Bool | None = None  # default true, and false with continue_final_message
+    continue_final_message: Bool | None = None  # the answer goes on where the last message ends
+    chat_template_kwargs: dict[Name, Any] | None = Field(None, max_length=MAX_TEMPLATE_KWARGS)
+    # not supported: only neutral values are accepted
+    chat_template: Annotated[
+        None, Unsupported("is not served: the template is the model's own. Use /v1/completions for another")
+    ] = None
+    documents: Annotated[NoItems | None, Unsupported("is not served: put the documents into a message")] = (
+        None
+    )
+    mm_processor_kwargs: Annotated[NoFields | None, _ONLY_TEXT] = None
+
+    def template_options(self) -> TemplateOptions:
+        """The options that were set. Contradicting ones are refused."""
+        options: TemplateOptions = {}
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise FieldError(
+                    "continue_final_message",
+                    "continue_final_message and add_generation_prompt cannot both be true: the answer either "
+                    "continues the last message or begins a new one. Set one to false.",
+                )
+            options["continue_final_message"] = True
+        elif self.add_generation_prompt is not None:
+            options["add_generation_prompt"] = self.add_generation_prompt
+        if self.chat_template_kwargs:
+            options["chat_template_kwargs"] = self.chat_template_kwargs
+        return options
+
+
+class ChatRequest(TemplateFields, SamplingFields):
     model: Name | None = None
     messages: Annotated[Items[Message], Field(min_length=1)]
     max_completion_tokens: Int | None = Field(None, ge=1, le=2**31)  # default: until the context is full
@@ -83,11 +131,11 @@ class ChatRequest(SamplingFields):
     logprobs: Bool | None = None
     top_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     prompt_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_token_ids: Bool | None = None  # of the prompt, and of each choice's output
     response_format: ResponseFormat | None = None
     tools: Items[FunctionTool] | None = None
     tool_choice: ChatToolChoice | None = None  # default: "auto" if there are tools
     parallel_tool_calls: Bool | None = None
-    add_generation_prompt: Bool | None = None  # false: the answer continues the last message
     # accepted and without effect on the answer
     metadata: dict[str, Any] | None = Field(None, max_length=16)
     safety_identifier: Name | None = None
@@ -116,8 +164,14 @@ class ChatRequest(SamplingFields):
     prompt_cache_retention: Annotated[
         None, Unsupported("is not served: the prefix cache keeps what it has room for")
     ] = None
-    chat_template: Annotated[
-        None, Unsupported("is not served: the template is the model's own. Use /v1/completions for another")
+    echo: Annotated[
+        Literal[False] | None, Unsupported("is not served here: the answer is what the model adds")
+    ] = None
+    add_special_tokens: Annotated[
+        Literal[False] | None, Unsupported("is not served here: the chat template writes them")
+    ] = None
+    include_reasoning: Annotated[
+        Literal[True] | None, Unsupported("is not served: what the model thinks is part of its content")
     ] = None
 
 
@@ -149,6 +203,7 @@ class ChatChoice(BaseModel):
     logprobs: ChoiceLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -160,4 +215,6 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
     metrics: Metrics | None = None
+    warnings: list[str] | None = None  # what the answer does not do, though it was asked for

@@ -44,8 +44,9 @@ def _checked_prompt(prompt: Any) -> list[str | list[int]]:
         )
     for number, item in enumerate(prompts):
         if not item or not (isinstance(item, str) or _are_ids(item)):
+            where = f"; item {number} of the list is {item!r:.40}" if prompts is prompt else ""
             raise PydanticCustomError(
-                "prompt", f"number {number} must be a text or a list of token ids, and not empty"
+                "prompt", f"must be a text or a list of token ids, and not empty{where}"
             )
     return prompts
 
@@ -75,6 +76,7 @@ class CompletionRequest(SamplingFields):
     logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     prompt_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: Bool | None = None  # such as BOS before a text; default true
+    return_token_ids: Bool | None = None  # each choice has the token ids of its prompt and of its output
     best_of: Annotated[Literal[1] | None, Unsupported("is not served: use n, and choose among them")] = None
     suffix: Annotated[
         None,
@@ -96,6 +98,8 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishReason
     stop_reason: int | str | None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class Completion(BaseModel):
@@ -124,7 +128,8 @@ def router(service: Service) -> APIRouter:
         if body.stream:
             return EventResponse(answer.chunks(generation), generation.abort)
         outputs = await service.finished(request, generation)
-        return await json_answer(service, lambda: answer.whole(outputs), size_of(outputs, echoed))
+        size = size_of(outputs, echoed, bool(body.return_token_ids))
+        return await json_answer(service, lambda: answer.whole(outputs), size)
 
     return routes
 
@@ -195,6 +200,9 @@ class _Answer:
         maker = ChunkMaker(self.head, self.body, sum(map(len, self.prompts)))
         count = len(self.prompts) * self.params.n
         logprobs = [self._logprobs() for _ in range(count)]
+        untold = (
+            set(range(count)) if self.body.return_token_ids else set()
+        )  # choices without prompt_token_ids
         if self.body.echo:
             for index in range(count):  # one event each: an echoed prompt may be long
                 yield maker.chunk(_choice(index, self.echoed[index // self.params.n]))
@@ -208,7 +216,12 @@ class _Answer:
                 if update.finish_reason is not None:
                     choice["finish_reason"] = update.finish_reason
                     choice["stop_reason"] = update.stop_reason
-                if _has_content(update):
+                if self.body.return_token_ids:
+                    choice["token_ids"] = list(update.token_ids)
+                if index in untold:
+                    untold.remove(index)
+                    choice["prompt_token_ids"] = self.prompts[index // self.params.n]
+                if _has_content(update) or (self.body.return_token_ids and update.token_ids):
                     written.append(maker.chunk(choice))
             yield b"".join(written)
         yield maker.end(generation)
@@ -226,6 +239,9 @@ class _Answer:
             choice["logprobs"] = self._logprobs().take(tokens, entries)
         if self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self.body.prompt_logprobs)
+        if self.body.return_token_ids:
+            choice["prompt_token_ids"] = output.prompt_token_ids
+            choice["token_ids"] = completion.token_ids
         return {**choice, "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
     def _logprobs(self) -> CompletionLogprobs:

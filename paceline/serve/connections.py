@@ -20,7 +20,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from paceline.serve.errors import RETRY_AFTER, error_body
-from paceline.serve.middleware import HEALTH
+from paceline.serve.middleware import HEALTH, PING
 
 MAX_HEAD_BYTES = 64 * 1024  # bytes of request line, headers and trailers together
 MAX_HEADERS = 128  # headers and trailers of a request
@@ -215,11 +215,11 @@ class Connection(HttpToolsProtocol):
             oldest.transport.close()
 
     def _is_health_check(self) -> bool:
-        """Whether this is a health check (GET, no body), which is answered above the limit too."""
+        """Whether this is a health check (GET or HEAD, no body), which is answered above the limit too."""
         names = {name for name, _ in self.headers}
         return (
-            self.parser.get_method() == b"GET"
-            and httptools.parse_url(self.url).path == HEALTH.encode()
+            self.parser.get_method() in (b"GET", b"HEAD")
+            and httptools.parse_url(self.url).path in (HEALTH.encode(), PING.encode())
             and not names & {b"content-length", b"transfer-encoding"}
         )
 

@@ -31,6 +31,8 @@ def _integral(value: Any) -> Any:
 
 # strict: pydantic would accept "1" for 1 and 1 for true, which are mistakes of the client
 Int = Annotated[int, Field(strict=True), BeforeValidator(_integral)]
+# its bounds are checked on the integer itself: on a field, pydantic would round them to a float
+Seed = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**64), BeforeValidator(_integral)]
 Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Bool = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(max_length=MAX_NAME)]
@@ -68,7 +70,7 @@ class Unsupported:
     remedy: str
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        remedy = self.remedy.replace("{", "{{").replace("}", "}}")
+        remedy = self.remedy  # not a template: without a context, pydantic leaves braces as they are
 
         def check(value: Any, inner: core_schema.ValidatorFunctionWrapHandler) -> Any:
             try:

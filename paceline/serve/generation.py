@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import starmap
 
 from starlette.requests import Request
@@ -14,6 +14,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.stream import Stream, Update
+from paceline.models.detokenizer import Watch
 from paceline.serve.errors import FieldError
 from paceline.serve.protocol import SamplingFields
 
@@ -36,6 +37,7 @@ class Generation:
         params: SamplingParams,
         fields: SamplingFields,
         grammar: Grammar | None,
+        watch: Callable[[], Watch] | None,
     ) -> Generation:
         """A generation whose prompts the engine has all accepted. If it refuses one, none runs."""
         generation = Generation(params.n)
@@ -43,7 +45,7 @@ class Generation:
         segment = segment_of(request, fields)
         # salts of keys have a fixed length, so no other key's cache_salt can lead to the same concatenation
         cache_salt = request.state.key_salt + (fields.cache_salt or "")
-        request.state.record.note(generation, segment, fields.user)
+        request.state.record.note(generation, params, segment, fields.user)
 
         async def submit(number: int, prompt: Sequence[int]) -> None:
             generation._streams[number] = await engine.submit(
@@ -53,6 +55,7 @@ class Generation:
                 segment=segment,
                 cache_salt=cache_salt,
                 grammar=grammar,
+                watch=watch,
                 arrived=generation._arrived,
             )
 
@@ -70,6 +73,11 @@ class Generation:
         """The finished outputs by prompt; complete once the iteration has ended."""
         outputs = [self._streams[number].output for number in sorted(self._streams)]
         return [output for output in outputs if output is not None]
+
+    @property
+    def unavailable_drafter(self) -> str | None:
+        """The drafter that was asked for and is not loaded, so that the engine's default drafts."""
+        return next((stream.unavailable_drafter for stream in self._streams.values()), None)
 
     async def __aiter__(self) -> AsyncIterator[list[tuple[int, Update]]]:
         """Batches of (output number, update) as they arrive. Raises the first error of an output."""

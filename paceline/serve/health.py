@@ -1,29 +1,48 @@
-"""`/health`: 200 while the server accepts requests; 503 if it is stopping or its engine is stuck or dead."""
+"""`/health` and `/ping`: 200 while the server accepts requests; 503 if it is stopping or its engine is stuck
+or dead. `/load`: how many requests it has."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel
 
 from paceline.engine.async_engine import AsyncEngine
+from paceline.serve.answers import ASKS
+from paceline.serve.middleware import HEALTH, LOAD, PING
 
 
 class Health(BaseModel):
     status: Literal["ok", "draining", "stuck", "dead"]
 
 
-def router(engine: AsyncEngine) -> APIRouter:
-    """The route of the health check."""
-    routes = APIRouter(tags=["server"])
+class Load(BaseModel):
+    server_load: int  # outputs that wait or are being generated
 
-    @routes.get("/health", responses={503: {"model": Health, "description": "Stopping, stuck, or dead."}})
+
+_UNWELL: dict[int | str, dict[str, Any]] = {
+    503: {"model": Health, "description": "Stopping, stuck, or dead."}
+}
+
+
+def router(engine: AsyncEngine) -> APIRouter:
+    """The routes that tell how the server is."""
+    routes = APIRouter(tags=["Server"])
+
+    @routes.get(HEALTH, responses=_UNWELL)
+    @routes.get(PING, responses=_UNWELL, description="`/health` by SageMaker's name.")
+    @routes.post(PING, responses=_UNWELL, include_in_schema=False)
     async def health(response: Response) -> Health:
         """Whether requests are taken."""
         status = health_of(engine)
         response.status_code = 200 if status.status == "ok" else 503
         return status
+
+    @routes.get(LOAD, responses=ASKS)
+    async def load() -> Load:
+        """How busy the server is, for a load balancer."""
+        return Load(server_load=engine.num_requests)
 
     return routes
 

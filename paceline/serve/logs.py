@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from typing import Any
 current_request: ContextVar[str] = ContextVar("current_request")
 
 # loggers of libraries whose lines we drop or replace with our own
+_WORD = re.compile(r"[\w./:,+-]+")  # a text that needs no quotes
 _QUIET = ("uvicorn", "uvicorn.error", "uvicorn.access", "asyncio")
 
 
@@ -55,6 +57,11 @@ class _Json(logging.Formatter):
         return json.dumps(facts_of(record), default=str)
 
 
+def _shown(value: Any) -> str:
+    """A value as JSON; a text of one plain word without its quotes."""
+    return value if isinstance(value, str) and _WORD.fullmatch(value) else json.dumps(value, default=str)
+
+
 class _Text(logging.Formatter):
     """Time, event and name=value pairs; a traceback on its own lines."""
 
@@ -63,5 +70,5 @@ class _Text(logging.Formatter):
         time, level, event = facts.pop("time")[11:19], facts.pop("level"), facts.pop("event")
         traceback = facts.pop("traceback", "")
         words = [time, "" if level == "info" else f"{level}:", event]
-        words += [f"{name}={json.dumps(value, default=str)}" for name, value in facts.items()]
+        words += [f"{name}={_shown(value)}" for name, value in facts.items()]
         return " ".join(filter(None, words)) + (f"\n{traceback}" if traceback else "")

@@ -11,7 +11,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from paceline.core.request import Request
 from paceline.core.stats import ControlFacts, DraftFacts, StepStats
@@ -47,7 +47,7 @@ HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
     "request_generation_tokens": (_TOKENS, "Tokens of a finished output."),
 }
 
-STEP_PARTS = [item.name.removesuffix("_time") for item in fields(StepStats) if item.name.endswith("_time")]
+STEP_PARTS = ("plan", "draft", "build", "forward", "verify", "commit")  # of StepStats: they add up to a step
 
 
 class Histogram:
@@ -81,6 +81,8 @@ class DraftCounts:
     drafts: int = 0
     tokens: int = 0
     accepted: int = 0
+    forced: int = 0  # of the tokens: a grammar left no other
+    accepted_forced: int = 0
     depths: Counter[int] = field(default_factory=Counter)  # drafts by depth
     accepted_depths: Counter[int] = field(default_factory=Counter)  # drafts by accepted depth
 
@@ -89,6 +91,8 @@ class DraftCounts:
         self.drafts += 1
         self.tokens += draft.nodes
         self.accepted += draft.accepted
+        self.forced += draft.forced
+        self.accepted_forced += draft.accepted_forced
         self.depths[draft.depth] += 1
         self.accepted_depths[draft.accepted] += 1
 

@@ -32,7 +32,7 @@ def router(metrics: Metrics, engine: AsyncEngine) -> APIRouter:
     registry = CollectorRegistry()
     registry.register(Page(metrics, engine))
     ProcessCollector(registry=registry)
-    routes = APIRouter(tags=["server"])
+    routes = APIRouter(tags=["Server"])
 
     @routes.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def page() -> Response:
@@ -150,6 +150,12 @@ class Page(Collector):
                 ],
                 prefix,
             )
+        for name, words in (
+            ("forced", "Drafted tokens that a grammar forces: no drafter guessed them."),
+            ("accepted_forced", "Forced tokens that were accepted."),
+        ):
+            samples = [(labels, getattr(drafts, name)) for labels, drafts in counts]
+            yield self._counter(f"spec_decode_num_{name}_tokens", words, samples)
         # not under vLLM's prefix: its bench would count these as draft tokens too
         yield self._counter(
             "spec_decode_num_draft_tokens_per_pos",
@@ -166,8 +172,8 @@ class Page(Collector):
         yield self._counter("control_steps", "Steps, by why they were planned as they were.", reasons)
         words = "Seconds spent on trying drafts that did not pay."
         yield self._counter("control_regret_seconds", words, [({}, max(0.0, control.regret))])
-        words = "Speedup by drafts, measured under the load of the last step; 1 while it is unknown."
-        yield self._gauge("control_gain", words, [({}, control.gain)])
+        words = "Speedup by drafts, measured under the load of the last step; none until it was measured."
+        yield self._gauge("control_gain", words, [] if control.gain is None else [({}, control.gain)])
         poor = [({"segment": segment}, 1.0) for segment in sorted(control.poor_segments)]
         yield self._gauge("control_poor_segment", "1 for segments that gain little from drafts.", poor)
 

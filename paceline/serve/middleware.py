@@ -1,6 +1,7 @@
 """Middleware around every request: plain ASGI, without work per chunk. From the outside in:
 
 Requests    request id, time limit, log line; an error response if the app raises
+HeadAsGet   HEAD on every GET path
 CORS        only with --cors-origin
 Gate        API keys, draining, body size
 the app
@@ -14,6 +15,7 @@ import hmac
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,22 +23,27 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.engine.async_engine import AsyncEngine
-from paceline.serve.errors import RETRY_AFTER, describe, error_body
+from paceline.serve.errors import RETRY_AFTER, describe, error_body, error_response
 from paceline.serve.logs import current_request, log_event
 from paceline.serve.record import RequestRecord
-from paceline.serve.sse import DONE, event
+from paceline.serve.sse import error_event
 
 logger = logging.getLogger(__name__)
 
-HEALTH, METRICS = "/health", "/metrics"
+HEALTH, PING, METRICS, LOAD, DOCS = "/health", "/ping", "/metrics", "/load", "/docs"
+REQUESTS, PAGE, STATIC = "/requests", "/", "/static/"
+WATCHING = (HEALTH, PING, METRICS, LOAD, REQUESTS)  # answered while the server drains
+OPEN = (HEALTH, PING, DOCS, PAGE)  # anyone may read these: they hold nothing of the server
 EVENTS = "text/event-stream"
 
 
 class Requests:
     """Gives each request an id and a time limit, answers exceptions, and reports the finished request."""
 
-    def __init__(self, app: ASGIApp, timeout: float, on_finished: Callable[[RequestRecord], None]) -> None:
-        """`timeout` in seconds, 0 for none; `on_finished` gets the record of each finished request."""
+    def __init__(
+        self, app: ASGIApp, timeout: float, on_finished: Sequence[Callable[[RequestRecord], None]]
+    ) -> None:
+        """`timeout` in seconds, 0 for none; `on_finished` get the record of each finished request."""
         self._app = app
         self._timeout = timeout or None
         self._on_finished = on_finished
@@ -48,7 +55,7 @@ class Requests:
         record = RequestRecord.of(scope)
         scope.setdefault("state", {}).update(request_id=record.request_id, record=record)
         current_request.set(record.request_id)
-        answer = _Answer(record, send)
+        answer = _Answer(record, scope, send)
         try:
             async with asyncio.timeout(self._timeout) as limit:
                 await self._app(scope, receive, answer.send)
@@ -61,14 +68,16 @@ class Requests:
                 await answer.error(*describe(error))
         finally:
             record.route = getattr(scope.get("route"), "path", "")
-            self._on_finished(record)
+            for observe in self._on_finished:
+                observe(record)
 
 
 class _Answer:
     """The send channel: adds our headers, and records how much of the answer was sent."""
 
-    def __init__(self, record: RequestRecord, send: Send) -> None:
+    def __init__(self, record: RequestRecord, scope: Scope, send: Send) -> None:
         self._record = record
+        self._scope = scope
         self._send = send
         self._is_stream = False
 
@@ -76,23 +85,22 @@ class _Answer:
         if message["type"] == "http.response.start":
             self._record.status = message["status"]
             headers = MutableHeaders(scope=message)
-            headers["X-Request-Id"] = self._record.request_id
-            if self._record.client_request_id is not None:
-                headers["X-Client-Request-Id"] = self._record.client_request_id
+            headers.update(self._record.headers())
             self._is_stream = headers.get("content-type", "").startswith(EVENTS)
         await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body"):
             self._record.complete = True
 
-    async def error(self, status: int, body: dict[str, object]) -> None:
+    async def error(self, status: int, body: dict[str, Any]) -> None:
         """End the answer with an error: as its response, or as the last event of a stream that has begun."""
         if self._record.complete:
             return
         if self._record.status is None:
             headers = {"x-should-retry": "false"} if status == 504 else None  # it would take as long again
-            await JSONResponse(body, status, headers)({"type": "http"}, _nothing, self.send)
+            response = error_response(self._scope, status, body, headers)
+            await response({"type": "http"}, _nothing, self.send)
         elif self._is_stream:
-            await self.send({"type": "http.response.body", "body": event(body) + DONE})
+            await self.send({"type": "http.response.body", "body": error_event(self._scope, status, body)})
 
 
 async def _nothing() -> Message:
@@ -119,7 +127,7 @@ class Gate:
         headers = Headers(scope=scope)
         salt = self._salt_of_key(headers)
         scope.setdefault("state", {})["key_salt"] = salt
-        refusal = self._refuse(get_route_path(scope), has_key=salt is not None)
+        refusal = self._refuse(scope, has_key=salt is not None)
         if refusal is None:
             first = await self._read(headers, receive)
             if first is not None:
@@ -127,19 +135,20 @@ class Gate:
                     await self._app(scope, _replay(first, receive), send)
                 return
             message = f"the body has more than {self._max_body_bytes} bytes, the most that is taken here."
-            refusal = _refusal(413, message, "invalid_request_error", "body_too_large")
+            refusal = _refusal(scope, 413, message, "invalid_request_error", "body_too_large")
         await refusal(scope, receive, send)
 
-    def _refuse(self, path: str, has_key: bool) -> JSONResponse | None:
-        """The response that refuses a request, or None. `path` is the path that the router matches."""
-        if path != HEALTH and not has_key:
-            message = "the API key is missing or wrong: send `Authorization: Bearer KEY`."
+    def _refuse(self, scope: Scope, has_key: bool) -> JSONResponse | None:
+        """The response that refuses a request, or None."""
+        path = get_route_path(scope)  # the one that the router matches
+        if not has_key and not _needs_no_key(path):
+            message = "the API key is missing or wrong: send `Authorization: Bearer KEY` or `x-api-key: KEY`."
             challenge = {"WWW-Authenticate": "Bearer"}
-            return _refusal(401, message, "authentication_error", "invalid_api_key", challenge)
-        if self._engine.draining and path not in (HEALTH, METRICS):
+            return _refusal(scope, 401, message, "authentication_error", "invalid_api_key", challenge)
+        if self._engine.draining and path not in WATCHING:
             message = "the server is stopping; send the request to another one."
             goodbye = {"Connection": "close", "Retry-After": RETRY_AFTER}
-            return _refusal(503, message, "service_unavailable_error", "draining", goodbye)
+            return _refusal(scope, 503, message, "service_unavailable_error", "draining", goodbye)
         return None
 
     def _salt_of_key(self, headers: Headers) -> str | None:
@@ -149,10 +158,9 @@ class Gate:
         """
         if not self._keys:
             return ""
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        digest = _digest(given.strip().encode("latin-1"))
+        digest = _digest(_given_key(headers).encode("latin-1"))
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
-        return self._salts[matches.index(True)] if any(matches) and scheme.lower() == "bearer" else None
+        return self._salts[matches.index(True)] if any(matches) else None
 
     async def _read(self, headers: Headers, receive: Receive) -> Message | None:
         """The whole body as one message, or the disconnect message; None if the body is too large."""
@@ -170,15 +178,26 @@ class Gate:
                 return {"type": "http.request", "body": bytes(body), "more_body": False}
 
 
+def _needs_no_key(path: str) -> bool:
+    """Whether anyone may read this path: health checks and pages with their files, not what they show."""
+    return path in OPEN or path.startswith(STATIC)
+
+
+def _given_key(headers: Headers) -> str:
+    """The key of a request: OpenAI's clients send it as a bearer token, Anthropic's as x-api-key."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
+
+
 def _digest(key: bytes) -> bytes:
     """A digest: all have one length, so that a comparison does not reveal the length of a key."""
     return hashlib.sha256(key).digest()
 
 
 def _refusal(
-    status: int, message: str, kind: str, code: str, headers: dict[str, str] | None = None
+    scope: Scope, status: int, message: str, kind: str, code: str, headers: dict[str, str] | None = None
 ) -> JSONResponse:
-    return JSONResponse(error_body(message, kind, code=code), status, headers)
+    return error_response(scope, status, error_body(message, kind, code=code), headers)
 
 
 def _replay(first: Message, receive: Receive) -> Receive:
@@ -192,6 +211,6 @@ def _replay(first: Message, receive: Receive) -> Receive:
 
 
 def log_request(record: RequestRecord) -> None:
-    """Log a finished request in one line; health checks and metrics at debug level."""
-    watching = record.route in (HEALTH, METRICS) and record.status == 200
+    """Log a finished request in one line; health checks, metrics and the live page at debug level."""
+    watching = record.status == 200 and (record.route in (*WATCHING, PAGE) or record.route.startswith(STATIC))
     log_event(logger, "request", level=logging.DEBUG if watching else logging.INFO, **record.facts())

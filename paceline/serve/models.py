@@ -33,14 +33,19 @@ class Version(BaseModel):
 
 def router(service: Service) -> APIRouter:
     """The routes that describe the model."""
-    routes = APIRouter(tags=["OpenAI"])
+    routes = APIRouter()
 
-    @routes.get("/v1/models", response_model=ModelList, responses=ASKS)
+    @routes.get("/v1/models", response_model=ModelList, responses=ASKS, tags=["OpenAI"])
     async def models() -> dict[str, Any]:
         """The names of the served model."""
         return {"object": "list", "data": [_model(service, name) for name in service.model_names]}
 
-    @routes.get("/v1/models/{name:path}", response_model=Model, responses=documented(401, 404, 500, 503))
+    @routes.get(
+        "/v1/models/{name:path}",
+        response_model=Model,
+        responses=documented(401, 404, 500, 503),
+        tags=["OpenAI"],
+    )
     async def model(name: str) -> dict[str, Any]:
         """One of them."""
         return _model(service, service.check_model(name))

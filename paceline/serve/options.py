@@ -16,6 +16,7 @@ LOG_FORMATS = ("auto", "json", "text")
 KEY_VARIABLE = "PACELINE_API_KEY"
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _ORIGIN = re.compile(r"\*|https?://[^\s/,]+")
+_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)*")
 
 
@@ -40,6 +41,7 @@ class ServeOptions:
     cors_origin: tuple[str, ...] = ()  # origins of web pages that may call this server
     tool_call_parser: str | None = None  # None: chosen by the model's chat template
     max_segments: int = 32  # segments with their own metrics; the others are counted as "other"
+    otlp_endpoint: str | None = None  # collector of OpenTelemetry traces, by OTLP/HTTP; None: no traces
     root_path: str = ""  # path prefix under which a proxy serves this API
     log_level: str = "info"
     log_format: str = "auto"  # auto: text on a terminal, json otherwise
@@ -70,6 +72,11 @@ class ServeOptions:
         if not _ROOT_PATH.fullmatch(self.root_path):
             raise ConfigError(
                 f"root_path must look like /llm, without a slash at its end, got {self.root_path!r}."
+            )
+        if self.otlp_endpoint is not None and not _URL.fullmatch(self.otlp_endpoint):
+            raise ConfigError(
+                "otlp_endpoint must be the URL of an OTLP/HTTP collector, such as http://localhost:4318, "
+                f"got {self.otlp_endpoint!r}."
             )
         if self.tool_call_parser is not None:
             named_format(self.tool_call_parser)

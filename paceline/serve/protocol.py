@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, Field, PlainValidator, create_model
 from pydantic_core import PydanticCustomError
 
-from paceline.constrain.limits import GrammarLimits
 from paceline.core.params import MAX_N, SamplingParams
 from paceline.core.truncation import OPTIONS, Option
 from paceline.engine.outputs import RequestOutput, SpeculativeMetrics
 from paceline.serve.errors import FieldError
-from paceline.serve.fields import Body, Bool, Float, Int, Items, Name, Unsupported
+from paceline.serve.fields import Body, Bool, Float, Int, Items, Name, Seed, TokenIds
+from paceline.serve.neutral import NeutralFields
+from paceline.serve.structure_fields import StructureFields
 
 MAX_STOP_STRINGS = 16  # stop strings; every new token is compared with each
 MAX_STOP_LENGTH = 256  # characters of a stop string
 MAX_STOP_TOKEN_IDS = 64  # entries of stop_token_ids
 MAX_LOGIT_BIASES = 1024  # entries of logit_bias
+MAX_ALLOWED_TOKEN_IDS = 2**16  # entries of allowed_token_ids
+MAX_BAD_WORDS = 128  # entries of bad_words; each is tokenized twice
 MAX_INTEGER = 2**31  # for options without an upper bound in the engine
 
 
@@ -39,20 +42,7 @@ class Speculative(Body):
     num_speculative_tokens: Int | None = None  # per step; 0 is plain decoding
     branching: Int | None = None
     depth: Int | None = None
-
-
-GrammarText = Annotated[str, Field(max_length=GrammarLimits.source_bytes)]  # longer ones are not compiled
-
-
-class StructuredOutputs(Body):
-    """Constraint on the output: exactly one of the first five fields."""
-
-    json_: dict[str, Any] | GrammarText | None = Field(None, alias="json")  # a JSON schema
-    json_object: Bool | None = None
-    regex: GrammarText | None = None
-    choice: Items[GrammarText] | None = None
-    grammar: GrammarText | None = None  # Lark or GBNF
-    whitespace_pattern: GrammarText | None = None
+    strict: Bool | None = None  # true: a method that is not loaded is an error, not the server's default
 
 
 def _checked_stop(stop: Any) -> Any:
@@ -80,7 +70,6 @@ Stop = Annotated[
         | None,
     ),
 ]
-_USE_STRUCTURED = Unsupported('is not a field here: use structured_outputs, such as {"regex": "[0-9]+"}')
 
 
 def _truncation_field(option: Option) -> Any:
@@ -102,7 +91,7 @@ else:  # mypy cannot follow create_model
     )
 
 
-class SamplingFields(TruncationFields):
+class SamplingFields(StructureFields, NeutralFields, TruncationFields):
     """Sampling options. Sizes are bounded here; the engine validates the values again."""
 
     temperature: Float | None = Field(None, ge=0, le=1000)
@@ -110,7 +99,9 @@ class SamplingFields(TruncationFields):
     presence_penalty: Float | None = Field(None, ge=-2, le=2)
     frequency_penalty: Float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Float] | None = Field(None, max_length=MAX_LOGIT_BIASES)
-    seed: Int | None = Field(None, ge=-(2**63), lt=2**64)
+    allowed_token_ids: TokenIds | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)
+    bad_words: Items[StopText] | None = Field(None, max_length=MAX_BAD_WORDS)
+    seed: Seed | None = None
     n: Int | None = Field(None, ge=1, le=MAX_N)
     stop: Stop = None
     stop_token_ids: Items[Int] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
@@ -118,7 +109,6 @@ class SamplingFields(TruncationFields):
     ignore_eos: Bool | None = None
     skip_special_tokens: Bool | None = None
     include_stop_str_in_output: Bool | None = None
-    structured_outputs: StructuredOutputs | None = None
     speculative: Name | Speculative | None = None  # "off", "auto", a method or an object
     segment: Name | None = None  # traffic segment; also the X-Segment header
     cache_salt: Name | None = None  # requests share the prefix cache and past responses only within one salt
@@ -126,17 +116,15 @@ class SamplingFields(TruncationFields):
     stream: Bool | None = None
     stream_options: StreamOptions | None = None
     user: Name | None = None  # hashed in the log
-    guided_json: Annotated[None, _USE_STRUCTURED] = None
-    guided_regex: Annotated[None, _USE_STRUCTURED] = None
-    guided_choice: Annotated[None, _USE_STRUCTURED] = None
-    guided_grammar: Annotated[None, _USE_STRUCTURED] = None
 
     def sampling_params(self, **others: Any) -> SamplingParams:
         """The engine's parameters: the fields that were set, and `others`."""
-        if self.structured_outputs is not None and "structured_outputs" in others:
-            raise FieldError(
-                "structured_outputs", "structured_outputs cannot be beside tools or a response format."
-            )
+        constraint = self.structure()
+        if constraint is not None:
+            name, structure = constraint
+            if "structured_outputs" in others:
+                raise FieldError(name, f"{name} cannot be beside tools or a response format. Leave one out.")
+            others["structured_outputs"] = structure
         given = {name: getattr(self, name) for name in _ENGINE_FIELDS if getattr(self, name) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(token): value for token, value in self.logit_bias.items()}
@@ -196,6 +184,7 @@ class SpeculativeDecoding(BaseModel):
     num_accepted_draft_tokens: int
     num_draft_tokens: int
     num_spec_tokens: int  # length of the longest drafted path, in tokens
+    unavailable_drafter: str | None = None  # asked for, but not loaded: the server's default drafted
 
     @staticmethod
     def of(metrics: SpeculativeMetrics) -> SpeculativeDecoding:
@@ -208,6 +197,7 @@ class SpeculativeDecoding(BaseModel):
             num_accepted_draft_tokens=metrics.num_accepted_draft_tokens,
             num_draft_tokens=metrics.num_draft_tokens,
             num_spec_tokens=len(metrics.drafts_per_position),
+            unavailable_drafter=metrics.unavailable_drafter,
         )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
+from paceline.core.params import SamplingParams
 from paceline.engine.outputs import RequestOutput
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}")
 MAX_PATH = 200  # characters of a path in the log
+MAX_HEADER = 1000  # characters of a header that quotes the client
+TRACE_HEADERS = ("traceparent", "tracestate")
 USER_DIGITS = 12  # hex digits of the hash logged for a user
 
 
@@ -37,22 +40,48 @@ class RequestRecord:
     generation: Generation | None = None
     segment: str = ""
     user: str | None = None
+    warnings: list[str] = field(default_factory=list)  # what the answer does not do, though it was asked for
+    params: SamplingParams | None = None
+    trace_headers: dict[str, str] = field(default_factory=dict)  # the client's W3C trace context
 
     @staticmethod
     def of(scope: Scope) -> RequestRecord:
         """The record of a request that has just arrived."""
-        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
         address = scope.get("client")
         return RequestRecord(
             method=scope["method"],
             path=scope["path"][:MAX_PATH],
             client=address[0] if address else None,
             client_request_id=given.decode() if _SANE_ID.fullmatch(given) else None,
+            trace_headers={
+                name: headers[name.encode()].decode("latin-1")
+                for name in TRACE_HEADERS
+                if name.encode() in headers
+            },
         )
 
-    def note(self, generation: Generation, segment: str, user: str | None) -> None:
+    def note(self, generation: Generation, params: SamplingParams, segment: str, user: str | None) -> None:
         """Note the generation once the request has been submitted to the engine."""
-        self.generation, self.segment, self.user = generation, segment, user
+        self.generation, self.params, self.segment, self.user = generation, params, segment, user
+
+    def headers(self) -> dict[str, str]:
+        """The headers that every answer gets, as far as they are known when it begins."""
+        headers = {"X-Request-Id": self.request_id}
+        if self.client_request_id is not None:
+            headers["X-Client-Request-Id"] = self.client_request_id
+        if self.warnings:
+            headers["X-Warnings"] = _header_value("; ".join(self.warnings))
+        if self._unavailable_drafter is not None:
+            headers["X-Speculative-Fallback"] = (
+                f"{self._unavailable_drafter} is not loaded; drafted as by default"
+            )
+        return headers
+
+    @property
+    def _unavailable_drafter(self) -> str | None:
+        return None if self.generation is None else self.generation.unavailable_drafter
 
     def facts(self) -> dict[str, Any]:
         """The fields of the log line. Times are in milliseconds; no prompt, no answer, no key."""
@@ -68,6 +97,8 @@ class RequestRecord:
             "duration_ms": _milliseconds(time.monotonic() - self.begun),
             "segment": self.segment or None,
             "user": user,
+            "warnings": self.warnings or None,
+            "unavailable_drafter": self._unavailable_drafter,
         }
         return facts | (_figures(self.generation.outputs) if self.generation else {})
 
@@ -104,3 +135,8 @@ def _figures(outputs: list[RequestOutput]) -> dict[str, Any]:
 
 def _milliseconds(seconds: float) -> float:
     return round(seconds * 1e3, 2)
+
+
+def _header_value(text: str) -> str:
+    """The text in one line of ASCII."""
+    return " ".join(text.split()).encode("ascii", "backslashreplace").decode()[:MAX_HEADER]

@@ -37,7 +37,8 @@ def router(service: Service) -> APIRouter:
         model = service.check_model(body.model)
         plan, params, prompt = await service.in_thread(_prepare, service, body)
         generation = await service.start(request, [prompt], params, body, plan)
-        answer = _Answer(body, params, plan, model, f"resp_{request.state.request_id}")
+        response_id, warnings = f"resp_{request.state.request_id}", request.state.record.warnings
+        answer = _Answer(body, params, plan, model, response_id, warnings)
         if body.stream:
             return EventResponse(answer.events(generation), generation.abort)
         (output,) = await service.finished(request, generation)
@@ -64,7 +65,13 @@ class _Answer:
     """Builds the answer to one request, whole or as events."""
 
     def __init__(
-        self, body: ResponseRequest, params: SamplingParams, plan: ToolPlan, model: str, response_id: str
+        self,
+        body: ResponseRequest,
+        params: SamplingParams,
+        plan: ToolPlan,
+        model: str,
+        response_id: str,
+        warnings: list[str],
     ) -> None:
         self._parser = plan.parser()
         self._items = OutputItems(_new_id)
@@ -76,6 +83,7 @@ class _Answer:
             "created_at": int(time.time()),
             "model": model,
             **_echoed(body, params),
+            **({"warnings": warnings} if warnings else {}),
         }
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:

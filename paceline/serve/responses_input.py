@@ -11,6 +11,7 @@ from paceline.serve.responses_protocol import (
     InputCallOutput,
     InputItem,
     InputMessage,
+    InputReasoning,
     ResponseRequest,
     TextPart,
 )
@@ -36,10 +37,14 @@ def _of_items(items: Sequence[InputItem]) -> list[dict[str, Any]]:
     """One message per item, except that the calls of one turn share a message."""
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # names of the called functions, by call id
+    thoughts: list[str] = []  # before the assistant's next message or call
     for number, item in enumerate(items):
         match item:
             case InputMessage():
                 messages.append({"role": item.role, "content": _text(item.content)})
+            case InputReasoning():
+                thoughts += [part.text for part in item.content or item.summary or ()]
+                continue
             case InputCall():
                 names[item.call_id] = item.name
                 if not messages or messages[-1]["role"] != "assistant":
@@ -59,6 +64,9 @@ def _of_items(items: Sequence[InputItem]) -> list[dict[str, Any]]:
                     "content": _text(item.output),
                 }
                 messages.append({"role": "tool", **result})
+        if thoughts and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = "\n".join(thoughts)
+            thoughts.clear()
     return messages
 
 

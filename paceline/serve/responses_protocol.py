@@ -26,6 +26,7 @@ class TextPart(Body):
     text: str
     annotations: list[Any] | None = None  # part of our answers, so that clients can send those back unchanged
     logprobs: list[Any] | None = None  # likewise
+    cache_control: dict[str, Any] | None = None  # taken; every prefix is cached here
 
 
 class InputMessage(Body):
@@ -54,6 +55,22 @@ class InputCallOutput(Body):
     status: Status | None = None
 
 
+class ReasoningText(Body):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class InputReasoning(Body):
+    """What the assistant thought before its next item; the template decides what becomes of it."""
+
+    type: Literal["reasoning"]
+    content: Items[ReasoningText] | None = None
+    summary: Items[ReasoningText] | None = None
+    encrypted_content: str | None = None  # of another server: without meaning here
+    id: Name | None = None
+    status: Status | None = None
+
+
 def _kind_of_item(item: Any) -> str:
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
     return str(kind)
@@ -62,11 +79,12 @@ def _kind_of_item(item: Any) -> str:
 InputItem: TypeAlias = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[InputCall, Tag("function_call")]
-    | Annotated[InputCallOutput, Tag("function_call_output")],
+    | Annotated[InputCallOutput, Tag("function_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")],
     Discriminator(
         _kind_of_item,
         custom_error_type="unsupported",
-        custom_error_message="must be a message, function_call or function_call_output: leave others out",
+        custom_error_message="must be a message, function_call, function_call_output or reasoning",
     ),
 ]
 
@@ -284,3 +302,4 @@ class ResponseObject(BaseModel):
     user: str | None
     top_logprobs: int
     metrics: Metrics | None = None
+    warnings: list[str] | None = None  # what the answer does not do, though it was asked for

@@ -16,12 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 import uvicorn.server
@@ -34,6 +34,7 @@ from paceline.core.request import Request
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
+from paceline.extras import needs_extra
 from paceline.models.registry import resolve
 from paceline.models.tokenizer import Tokenizer
 from paceline.serve.app import make_app
@@ -44,6 +45,9 @@ from paceline.serve.options import ServeOptions
 from paceline.serve.service import Service
 from paceline.terminal.session import announce_compilation, note
 
+if TYPE_CHECKING:
+    from paceline.serve.tracing import Tracing
+
 logger = logging.getLogger(__name__)
 
 LAST_BYTES_SECONDS = 5.0  # for answers to reach their clients after the engine has stopped
@@ -52,6 +56,7 @@ OTHER_FILES = 256  # open files besides connections
 # How long a thread may hold the GIL while another waits. With Python's 5 ms, a pass that takes the GIL
 # ten times beside a thread that renders a template would take 50 ms longer.
 SWITCH_SECONDS = 0.001
+LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")  # that the log of a start shows
 WARM_TOKENS = 40  # length of the warm-up prompt: enough to run every kernel of a pass
 
 
@@ -59,6 +64,8 @@ def serve(model: str, engine: dict[str, Any], server: dict[str, Any]) -> None:
     """Serve a model until a signal. Mistakes in options are reported before anything is loaded."""
     options = ServeOptions.from_flags(server)
     config = EngineConfig.from_options(model=model, **engine)
+    if options.otlp_endpoint is not None:
+        import_tracing()
     listener = bind(options.host, options.port)
     sys.setswitchinterval(SWITCH_SECONDS)
     set_up_logs(options.log_level, options.log_format)
@@ -66,7 +73,7 @@ def serve(model: str, engine: dict[str, Any], server: dict[str, Any]) -> None:
     loaded = load(config)
     facts = describe(config, loaded)
     allow_files(2 * options.max_connections)
-    log_event(logger, "loaded", seconds=round(time.monotonic() - begun, 1), **facts)
+    announce(facts, time.monotonic() - begun)
     names = model_names(model, options)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(run(loaded.engine, loaded.tokenizer, names, options, listener, facts))
@@ -150,12 +157,20 @@ def describe(config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
         "version": __version__,
         "model": Path(config.model.model).name,
         "backend": config.backend.name,
-        "quantization": config.backend.quantization,
+        "quantization": loaded.engine.backend.weight_format,
         "drafters": ",".join(loaded.drafters) or "off",
+        "draft_control": "auto" if config.speculative.speculation().auto else "fixed",
         "max_model_len": str(limits.max_model_len),
         "max_num_seqs": str(limits.max_num_seqs),
         "max_num_batched_tokens": str(limits.max_num_batched_tokens),
     }
+
+
+def announce(facts: Mapping[str, str], seconds: float) -> None:
+    """Log the model and its drafters. `load_model` has logged the backend; the URL follows."""
+    limits: dict[str, Any] = {name: facts[name] for name in LIMITS}
+    log_event(logger, "model", name=facts["model"], **limits, seconds=round(seconds, 1))
+    log_event(logger, "drafter", name=facts["drafters"], control=facts["draft_control"])
 
 
 async def run(
@@ -177,13 +192,26 @@ async def run(
     )
     front.start()
     service = Service(front, tokenizer, names, options.tool_call_parser)
-    app = make_app(service, options, metrics)
-    try:
-        await Server(app, front, options, metrics).serve([listener])
-    finally:
-        await front.stop()
-        service.workers.shutdown(wait=False, cancel_futures=True)
+    with ExitStack() as stack:
+        on_finished = []
+        if options.otlp_endpoint is not None:
+            tracing = import_tracing()(options.otlp_endpoint, names[0], front.now)
+            stack.callback(tracing.close)
+            on_finished.append(tracing.request_ended)
+        app = make_app(service, options, metrics, on_finished)
+        try:
+            await Server(app, front, options, metrics).serve([listener])
+        finally:
+            await front.stop()
+            service.workers.shutdown(wait=False, cancel_futures=True)
     log_event(logger, "stopped")
+
+
+def import_tracing() -> type[Tracing]:
+    """The class that sends traces; ConfigError if its packages are not installed."""
+    with needs_extra("otel", "`--otlp-endpoint`"):
+        from paceline.serve.tracing import Tracing
+    return Tracing
 
 
 class Server(uvicorn.Server):

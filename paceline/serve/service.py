@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 from starlette.requests import Request
 
@@ -27,6 +27,7 @@ from paceline.engine.admission import Limits, prompt_too_long
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.outputs import RequestOutput
 from paceline.errors import OverloadedError
+from paceline.models.chat import TemplateOptions
 from paceline.models.tokenizer import Tokenizer, TooManyTokens
 from paceline.serve.errors import ApiError, ClientGone
 from paceline.serve.generation import Generation
@@ -136,20 +137,20 @@ class Service:
         self,
         messages: Sequence[Mapping[str, Any]],
         plan: ToolPlan = NO_TOOLS,
-        add_generation_prompt: bool = True,
+        **options: Unpack[TemplateOptions],
     ) -> str:
         """A conversation rendered by the model's chat template. Call it in a worker thread."""
         chat, tools = self.toolbox.conversation(messages, plan)
-        return self.tokenizer.apply_chat_template(chat, add_generation_prompt, tools)
+        return self.tokenizer.apply_chat_template(chat, tools=tools, **options)
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         plan: ToolPlan = NO_TOOLS,
-        add_generation_prompt: bool = True,
+        **options: Unpack[TemplateOptions],
     ) -> list[int]:
         """The token ids of a conversation. Call it in a worker thread."""
-        return self.encode_text(self.chat_text(messages, plan, add_generation_prompt), False)
+        return self.encode_text(self.chat_text(messages, plan, **options), False)
 
     def _check_length(self, prompt: list[int]) -> list[int]:
         """The prompt, if it fits into the context. The engine checks the ids themselves."""
@@ -168,12 +169,18 @@ class Service:
         """A running generation. Pass it to `finished` or to an EventResponse; both end it."""
         grammar = None
         if params.structure is not None:
-            grammar = await self._compile(plan, params.structure)
+            grammar, warnings = await self._compile(plan, params.structure)
+            request.state.record.warnings += warnings
         request.state.place.close()  # from here it counts in the engine's queue
-        return await Generation.start(self.engine, request, prompts, params, fields, grammar)
+        return await Generation.start(self.engine, request, prompts, params, fields, grammar, plan.watch)
 
-    async def _compile(self, plan: ToolPlan, structure: StructuredOutputsParams) -> Grammar:
-        """The compiled grammar; OverloadedError if it has to wait longer than COMPILER_WAIT seconds."""
+    async def _compile(
+        self, plan: ToolPlan, structure: StructuredOutputsParams
+    ) -> tuple[Grammar, Sequence[str]]:
+        """The compiled grammar, and what it does not hold the answer to.
+
+        OverloadedError if it has to wait longer than COMPILER_WAIT seconds.
+        """
         try:
             async with asyncio.timeout(COMPILER_WAIT):
                 await self.compilers.acquire()

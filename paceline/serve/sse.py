@@ -6,11 +6,12 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from paceline.serve.errors import describe
+from paceline.serve.errors import describe, error_form
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,13 @@ def event(data: object, name: str | None = None) -> bytes:
     return (line if name is None else f"event: {name}\n{line}").encode()
 
 
+def error_event(scope: Scope, status: int, body: dict[str, Any]) -> bytes:
+    """The end of a stream that fails, in the form of the API at its path; `body` has it in OpenAI's form."""
+    form = error_form(scope)
+    written = form.write(status, body, scope.get("state", {}).get("request_id"))
+    return event(written, form.event) + (DONE if form.ends_with_done else b"")
+
+
 class EventResponse(Response):
     """A stream of events, sent as they arrive until the client disconnects; `close` is always called.
 
@@ -43,7 +51,7 @@ class EventResponse(Response):
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send))
+        sending = asyncio.ensure_future(self._send(scope, send))
         gone = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -54,9 +62,9 @@ class EventResponse(Response):
             sending.cancel()
             self._close()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for data in _with_errors(self._events):
+        async for data in _with_errors(self._events, scope):
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -68,7 +76,7 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def _with_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _with_errors(events: AsyncIterator[bytes], scope: Scope) -> AsyncIterator[bytes]:
     try:
         async for data in events:
             yield data
@@ -77,4 +85,4 @@ async def _with_errors(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         if status == 500:
             logger.error("a stream failed", exc_info=error)
         body["error"]["code"] = body["error"]["code"] or status
-        yield event(body) + DONE
+        yield error_event(scope, status, body)

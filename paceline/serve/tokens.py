@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: texts and conversations to token ids and back, in vLLM's format."""
+"""/tokenize, /detokenize and /tokenizer_info: texts to token ids and back, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field
 
-from paceline.serve.answers import READS, json_response
+from paceline.serve.answers import ASKS, READS, json_response
 from paceline.serve.bodies import json_route
-from paceline.serve.chat_protocol import Message
+from paceline.serve.chat_protocol import Message, TemplateFields
 from paceline.serve.errors import FieldError
 from paceline.serve.fields import Body, Bool, Items, Name, TokenIds
 from paceline.serve.service import Service
@@ -19,14 +19,15 @@ from paceline.serve.tools.chat_fields import FunctionTool, chat_tools
 
 MAX_TOKENIZED = 2**18  # tokens that /tokenize returns at most, unless the context is longer
 PIECE = 4096  # values of a list that are serialized in one call
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # of transformers: the one that loads any tokenizer.json
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(TemplateFields):
     model: Name | None = None
     prompt: str | None = None  # either this
     messages: Annotated[Items[Message], Field(min_length=1)] | None = None  # or these
     tools: Items[FunctionTool] | None = None  # with messages
-    add_generation_prompt: Bool | None = None  # with messages; true by default
     add_special_tokens: Bool | None = None  # with a prompt; true by default
     return_token_strs: Bool | None = None
 
@@ -47,6 +48,19 @@ class Text(BaseModel):
     prompt: str
 
 
+class TokenizerInfo(BaseModel):
+    """What clients with a tokenizer of their own need to imitate this one, such as lm-eval."""
+
+    tokenizer_class: str
+    bos_token: str | None = None
+    eos_token: str | None = None
+    unk_token: str | None = None
+    pad_token: str | None = None
+    chat_template: str | None
+    vocab_size: int
+    model_max_length: int  # tokens of prompt and output together
+
+
 def router(service: Service) -> APIRouter:
     """The routes of the tokenizer."""
     routes = APIRouter(route_class=json_route(service), tags=["Tokens"])
@@ -63,7 +77,26 @@ def router(service: Service) -> APIRouter:
         service.check_model(body.model)
         return await service.in_thread(_detokenized, service, body)
 
+    @routes.get("/tokenizer_info", response_model=TokenizerInfo, responses=ASKS)
+    async def tokenizer_info() -> Response:
+        """The tokenizer's special tokens and chat template."""
+        return json_response(
+            {
+                "tokenizer_class": TOKENIZER_CLASS,
+                **dict.fromkeys(SPECIAL_TOKENS),
+                **service.tokenizer.special_tokens,
+                "chat_template": service.tokenizer.chat_template,
+                "vocab_size": service.limits.vocab_size,
+                "model_max_length": service.limits.max_model_len,
+            }
+        )
+
     return routes
+
+
+def most_tokens(service: Service) -> int:
+    """How many tokens a text may have that is only tokenized."""
+    return max(MAX_TOKENIZED, service.limits.max_model_len)
 
 
 def _tokenized(service: Service, body: TokenizeRequest) -> Response:
@@ -93,10 +126,10 @@ def _json_list(items: Sequence[object]) -> str:
 def _encode(service: Service, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise FieldError("prompt", "give either a prompt or messages.")
-    limit = max(MAX_TOKENIZED, service.limits.max_model_len)
+    limit = most_tokens(service)
     if body.prompt is not None:
         return service.encode_text(body.prompt, body.add_special_tokens is not False, limit)
     plan = service.toolbox.plan(chat_tools(body.tools))
     messages = [message.plain() for message in body.messages or ()]
-    text = service.chat_text(messages, plan, body.add_generation_prompt is not False)
+    text = service.chat_text(messages, plan, **body.template_options())
     return service.encode_text(text, False, limit)

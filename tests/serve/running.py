@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkProcess
@@ -146,11 +146,12 @@ def serving(
     engine: Engine | None = None,
     send_buffer: int | None = None,
     new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    facts: Mapping[str, str] = FACTS,
     **options: Any,
 ) -> Iterator[Client]:
     """A client of a server in a thread of this process, within the context.
 
-    With a small `send_buffer`, the system buffers little of what a client does not read.
+    With a small `send_buffer`, the system buffers little of what a client does not read. `facts` describe it.
     """
     own = engine or roomy_engine()
     listener = bind("127.0.0.1", 0)
@@ -160,7 +161,7 @@ def serving(
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = []
 
     async def main() -> None:
-        work = run(own, own.tokenizer, NAMES, ServeOptions(**options), listener, FACTS)  # type: ignore[arg-type]
+        work = run(own, own.tokenizer, NAMES, ServeOptions(**options), listener, facts)  # type: ignore[arg-type]
         task = asyncio.ensure_future(work)
         loops.append((asyncio.get_running_loop(), task))
         await asyncio.wait([task])

@@ -1,20 +1,24 @@
-"""docs/api.md names every path and every field that the API takes."""
+"""docs/guides/api.md names every path and every field that the API takes."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.serve.chat_protocol import ChatRequest
 from paceline.serve.completions import CompletionRequest
 from paceline.serve.fields import Body
-from paceline.serve.protocol import Speculative, StreamOptions, StructuredOutputs
+from paceline.serve.messages_protocol import MessagesRequest
+from paceline.serve.protocol import Speculative, StreamOptions
+from paceline.serve.structure_fields import StructuredOutputs
 from paceline.serve.tokens import DetokenizeRequest, TokenizeRequest
 from tests.serve.api import Api
 
-PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "api.md").read_text()
 PROSE = re.sub(r"^```.*?^```", "", PAGE, flags=re.DOTALL | re.MULTILINE)
 WORDS = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`]+`", PROSE))))
 
@@ -24,6 +28,7 @@ WORDS = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`]+`", PROSE))))
     [
         ChatRequest,
         CompletionRequest,
+        MessagesRequest,
         TokenizeRequest,
         DetokenizeRequest,
         StreamOptions,
@@ -36,8 +41,21 @@ def test_every_field_is_on_the_page(model: type[Body]) -> None:
     assert names - WORDS == set()
 
 
-def test_every_path_is_on_the_page() -> None:
-    api = Api()
-    paths = api.get("/openapi.json")["paths"]
-    api.close()
+def test_every_path_is_on_the_page_and_in_a_group(paths: Mapping[str, Any]) -> None:
     assert [path for path in paths if path.split("{")[0] not in PAGE] == []
+    tags = [operation["tags"] for path in paths.values() for operation in path.values()]
+    assert {tag for (tag,) in tags} == {"Anthropic", "OpenAI", "Server", "Tokens"}
+
+
+def test_a_second_name_of_a_path_names_the_first(paths: Mapping[str, Any]) -> None:
+    assert "/health" in paths["/ping"]["get"]["description"]
+    assert "/ping" not in paths["/health"]["get"]["description"]
+
+
+@pytest.fixture(scope="module")
+def paths() -> Mapping[str, Any]:
+    """The paths of /openapi.json."""
+    api = Api()
+    found: Mapping[str, Any] = api.get("/openapi.json")["paths"]
+    api.close()
+    return found

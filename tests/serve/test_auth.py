@@ -1,4 +1,4 @@
-"""Keys: every path except /health needs one, and nothing that a client sends bypasses that."""
+"""Keys: every path but health checks and pages needs one, and nothing that a client sends bypasses that."""
 
 from __future__ import annotations
 
@@ -15,8 +15,16 @@ from tests.serve.running import Client, serving
 
 KEYS = ("sk-first", "sk-second")
 PATHS = (
-    *("/", "/v1/models", "/v1/models/toy", "/metrics", "/version", "/docs", "/openapi.json", "/nowhere"),
-    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"),
+    *("/v1/models", "/v1/models/toy", "/metrics", "/requests", "/version", "/load", "/openapi.json"),
+    *("/nowhere", "//", "/static"),
+    *(
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/tokenize",
+        "/detokenize",
+        "/tokenizer_info",
+    ),
 )
 
 
@@ -36,8 +44,9 @@ def test_without_a_key_every_path_answers_401(client: Client, path: str, method:
     assert answer.json["error"]["type"] == "authentication_error"
 
 
-def test_health_needs_no_key(client: Client) -> None:
-    assert client.get("/health").status == 200
+@pytest.mark.parametrize("path", ["/health", "/ping", "/docs"])
+def test_what_holds_nothing_of_the_server_needs_no_key(client: Client, path: str) -> None:
+    assert client.get(path).status == 200
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -87,7 +96,8 @@ def test_behind_a_proxy_the_paths_are_the_same() -> None:
         assert client.get("/v1/models").status == 401
         assert client.get("/llm/health").status == 401
         assert client.get("/v1/models", Authorization="Bearer sk-first").status == 200
-        assert b"/llm/openapi.json" in client.get("/docs", Authorization="Bearer sk-first").body
+        description = client.get("/openapi.json", Authorization="Bearer sk-first").json
+        assert description["servers"] == [{"url": "/llm"}]
 
 
 def test_the_answer_to_a_wrong_key_reveals_nothing_about_valid_ones(client: Client) -> None:

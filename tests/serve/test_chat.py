@@ -151,7 +151,7 @@ def test_what_clients_send_without_meaning_it_is_taken(api: Api) -> None:
         (
             {"messages": [{"role": "user", "text": "x"}]},
             "messages.0.text",
-            "options are annotations, content",
+            "options are annotations",
         ),
         ({"body": 1}, "body", "unknown option 'body'"),
         ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),

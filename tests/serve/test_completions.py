@@ -174,8 +174,8 @@ def test_a_field_may_be_null_as_clients_send_it(api: Api) -> None:
     [
         ({"prompt": ""}, "prompt", "not empty"),
         ({"prompt": []}, "prompt", "must be a text"),
-        ({"prompt": ["a", [1], 5]}, "prompt", "number 2"),
-        ({"prompt": [1, "a"]}, "prompt", "number 0"),
+        ({"prompt": ["a", [1], 5]}, "prompt", "item 2 of the list is 5"),
+        ({"prompt": [1, "a"]}, "prompt", "item 0 of the list is 1"),
         ({"prompt": [97]}, "prompt", "outside the vocabulary"),
         ({"prompt": [-1]}, "prompt", "outside the vocabulary"),
         ({"prompt": "x" * 500}, "prompt", "501 tokens"),
@@ -197,8 +197,14 @@ def test_a_field_may_be_null_as_clients_send_it(api: Api) -> None:
         ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"5": 101}}, "logit_bias", "100"),
         ({"logit_bias": {"97": 1}}, "logit_bias", "97"),
-        ({"speculative": "nonsense"}, "speculative", "has not loaded"),
-        ({"guided_regex": "a"}, "guided_regex", "structured_outputs"),
+        ({"speculative": "nonsense"}, "speculative", "does not exist"),
+        ({"speculative": {"method": "eagle3", "strict": True}}, "speculative", "has not loaded"),
+        ({"seed": 2**64}, "seed", "less than 18446744073709551616"),
+        ({"seed": -(2**63) - 1}, "seed", "greater than or equal to -9223372036854775808"),
+        ({"prompt": [5] * 400}, "prompt", "Shorten the prompt by 1 token, or"),
+        ({"temprature": 1}, "temprature", "for this request: did you mean 'temperature'?"),
+        ({"nonsense": 1}, "nonsense", "unknown option 'nonsense' for this request. See /docs"),
+        ({"temperature": 1001}, "temperature", "less than or equal to 1000"),
         ({"segment": "two words"}, "segment", ""),
     ],
 )
@@ -207,6 +213,18 @@ def test_unsupported_fields_are_refused_by_name(api: Api, options: Any, param: s
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert message in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_drafter_that_is_not_loaded_is_told_in_a_header_and_in_the_metrics(api: Api, stream: bool) -> None:
+    body = {**BODY, "speculative": {"method": "eagle3"}, "return_metrics": True, "stream": stream}
+    response = api.request("POST", PATH, json=body)
+    assert response.status_code == 200
+    assert response.headers["X-Speculative-Fallback"] == "eagle3 is not loaded; drafted as by default"
+    assert '"unavailable_drafter":"eagle3"' in response.text
+    usual = api.request("POST", PATH, json={**body, "speculative": "off"})
+    assert "X-Speculative-Fallback" not in usual.headers
+    assert '"unavailable_drafter":null' in usual.text
 
 
 def test_a_text_may_go_without_special_tokens(api: Api) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies
+from starlette.requests import Request
 
 from paceline.core.forward import ForwardBatch, ForwardOutput
 from paceline.errors import OverloadedError, UnavailableError
@@ -227,8 +228,9 @@ def test_a_dead_engine_is_a_503() -> None:
 def test_every_kind_of_error_has_its_status() -> None:
     from paceline.serve.errors import response
 
-    assert response(OverloadedError("x")).status_code == 429
-    assert response(UnavailableError("x")).headers["retry-after"] == "1"
-    hidden = response(ZeroDivisionError("/home/someone"))
+    request = Request({"type": "http", "path": "/v1/completions"})
+    assert response(request, OverloadedError("x")).status_code == 429
+    assert response(request, UnavailableError("x")).headers["retry-after"] == "1"
+    hidden = response(request, ZeroDivisionError("/home/someone"))
     assert hidden.status_code == 500
     assert b"someone" not in hidden.body

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.serve.logs import log_event, set_up_logs
+from paceline.serve.server import announce
 from tests.serve.running import Client, serving, until
 from tests.toy import ENDLESS, ToyBackend, toy_engine
 
@@ -131,6 +132,20 @@ def test_health_checks_are_not_logged_and_nothing_is_logged_twice(
     client.get("/v1/models")
     log.request("/v1/models")
     assert len(caplog.records) == 1
+
+
+def test_a_start_says_model_and_drafter_in_a_readable_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = {"max_model_len": "8192", "max_num_seqs": "16", "max_num_batched_tokens": "512"}
+    before = logging.getLogger().handlers[:]
+    try:
+        set_up_logs("info", "text")
+        drafting = {"drafters": "suffix,eagle3", "draft_control": "auto"}
+        announce({"model": "smollm2-135m", **drafting, **limits}, 2.04)
+    finally:
+        logging.basicConfig(handlers=before, force=True)
+    model, drafter = capsys.readouterr().err.splitlines()
+    assert "model name=smollm2-135m max_model_len=8192 max_num_seqs=16" in model
+    assert drafter.endswith("drafter name=suffix,eagle3 control=auto")
 
 
 @pytest.mark.parametrize("form", ["json", "text"])

@@ -1,4 +1,4 @@
-"""What has gone wrong in servers like this one, by class. docs/security.md says what we do about each.
+"""What has gone wrong in servers like this one, by class. docs/guides/security.md says what we do about each.
 
 Classes with more tests have their own files: test_security_bombs.py, test_auth.py, test_limits.py and
 test_logs.py here, tests/models/ for files, tests/constrain/ for grammars, tests/lossless/test_edges.py.
@@ -262,7 +262,7 @@ def test_a_request_never_names_a_file(client: Client) -> None:
 
 
 def test_every_test_that_the_documentation_names_exists() -> None:
-    text = (SOURCES.parent / "docs" / "security.md").read_text()
+    text = (SOURCES.parent / "docs" / "guides" / "security.md").read_text()
     here = SOURCES.parent / "tests"
     sources = {path.name: path.read_text() for path in here.rglob("test_*.py")}
     for name in re.findall(r"test_\w+\.py", text):

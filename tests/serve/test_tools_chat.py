@@ -30,6 +30,11 @@ BERN = ("weather", '{"city": "Bern"}')
 NOW = ("now", "{}")
 SPECIAL = byte_tokenizer(PLAIN_TEMPLATE + "{# [TOOL_CALLS] #}", special=["[TOOL_CALLS]"])
 ADDED = byte_tokenizer(added=["<tool_call>", "</tool_call>"])
+FORMAT_TOKENIZERS = {
+    "hermes": None,
+    "mistral": SPECIAL,
+    "llama3_json": byte_tokenizer(PLAIN_TEMPLATE + """{# <|python_tag|> "parameters": #}"""),
+}
 
 
 def body_of(text: str, **options: Any) -> dict[str, Any]:
@@ -135,12 +140,92 @@ def test_structured_outputs_and_tools_are_refused_together() -> None:
     assert answer.json()["error"]["param"] == "structured_outputs"
 
 
-def test_a_schema_that_cannot_be_followed_is_refused_by_the_name_of_its_tool() -> None:
-    faulty = {"name": "faulty", "parameters": {"properties": {"x": {"type": "dict"}}}}
-    answer = ask(PATH, **{**body_of("Hello"), "tools": [*TOOLS, {"type": "function", "function": faulty}]})
+FAULTY = {"name": "faulty", "parameters": {"properties": {"x": {"type": "dict"}}}}
+# uniqueItems cannot be followed; the rest can
+PARTLY = {
+    "name": "partly",
+    "parameters": {
+        "properties": {"x": {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}},
+        "required": ["x"],
+    },
+}
+
+
+def with_tool(function: dict[str, Any], text: str = "Hello", **options: Any) -> dict[str, Any]:
+    return {**body_of(text, **options), "tools": [*TOOLS, {"type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    ("strict", "tool_choice"), [(True, "auto"), (None, "required"), (True, "required")], ids=repr
+)
+def test_a_schema_that_must_and_cannot_be_followed_is_refused_by_the_name_of_its_tool(
+    strict: bool | None, tool_choice: str
+) -> None:
+    answer = ask(PATH, **with_tool({**FAULTY, "strict": strict}, tool_choice=tool_choice))
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "tools")
     assert error["message"].startswith("tools.2: the parameters of 'faulty' cannot be followed")
     assert "dict" in error["message"]
-    loose = {"type": "function", "function": {**faulty, "strict": False}}
-    assert ask(PATH, **{**body_of("Hello"), "tools": [*TOOLS, loose]}).status_code == 200
+    loose = with_tool({**FAULTY, "strict": False}, tool_choice=tool_choice, max_tokens=200)
+    assert ask(PATH, **loose).status_code == 200
+
+
+def test_with_auto_a_schema_is_followed_as_far_as_it_can_be_and_a_warning_tells() -> None:
+    wrong = FORMATS["hermes"].write([("partly", '{"x": [1, 1, 3]}')])
+    answer = ask(PATH, **with_tool(PARTLY, wrong, max_tokens=200))
+    ((name, arguments),) = calls_of(answer.json()["choices"][0])
+    assert name == "partly"
+    assert set(json.loads(arguments)["x"]) <= {1, 2}
+    (warning,) = answer.json()["warnings"]
+    assert warning.startswith("tools.2: the parameters of 'partly' are followed only in part")
+    assert "uniqueItems" in warning
+    assert answer.headers["x-warnings"] == warning
+    streamed = ask(PATH, **with_tool(PARTLY, stream=True))
+    assert streamed.headers["x-warnings"] == warning
+    faulty = ask(PATH, **with_tool(FAULTY, FORMATS["hermes"].write([("faulty", '{"y": 5}')]), max_tokens=200))
+    assert calls_of(faulty.json()["choices"][0]) == [("faulty", '{"y": 5}')]
+    assert "'faulty' are not followed, so its arguments may be any object" in faulty.json()["warnings"][0]
+
+
+def test_a_content_schema_beside_loose_tools_is_followed_in_full() -> None:
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "string"}}}}
+    answer = ask(PATH, **with_tool(PARTLY, response_format=format))
+    assert answer.status_code == 400
+    assert "not" in answer.json()["error"]["message"]
+
+
+BASEL = ("weather", '{"city": "Basel"}')
+
+
+@pytest.mark.parametrize(
+    ("written", "kept", "tool_choice", "format"),
+    [
+        ([BERN] * 9, [BERN], "required", "hermes"),
+        ([BERN, NOW, BASEL, BERN, BASEL], [BERN, NOW, BASEL], "auto", "hermes"),
+        ([BERN, BASEL, NOW], [BERN, BASEL, NOW], "required", "hermes"),
+        ([NOW, NOW, BERN], [NOW], "required", "mistral"),
+        ([BERN, BERN], [BERN], "auto", "llama3_json"),
+    ],
+)
+def test_an_identical_call_ends_the_answer_whole_and_streamed(
+    written: list[tuple[str, str]], kept: list[tuple[str, str]], tool_choice: str, format: str
+) -> None:
+    text, tokenizer = FORMATS[format].write(written), FORMAT_TOKENIZERS[format]
+    body = body_of(text, tool_choice=tool_choice, stream_options={"include_usage": True})
+    streamed = ask(PATH, tokenizer, **body, stream=True)
+    *chunks, last = [
+        json.loads(line[6:]) for line in streamed.text.split("\n\n") if line.startswith("data: {")
+    ]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+    del body["stream_options"]
+    whole = ask(PATH, tokenizer, **body).json()
+    assert calls_of(whole["choices"][0]) == kept
+    assert [call["function"]["name"] for call in calls if "id" in call] == [name for name, _ in kept]
+    for index, (_, arguments) in enumerate(kept):
+        own = [call["function"]["arguments"] for call in calls if call["index"] == index]
+        assert "".join(own) == arguments
+    assert {whole["choices"][0]["finish_reason"], choices[-1]["finish_reason"]} == {"tool_calls"}
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    if written != kept:
+        assert whole["usage"]["completion_tokens"] < len(text)

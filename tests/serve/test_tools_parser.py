@@ -16,6 +16,7 @@ from paceline.serve.tools import (
     CallEnded,
     CallStarted,
     Content,
+    DistinctCalls,
     Event,
     ToolCall,
     ToolFormat,
@@ -280,3 +281,28 @@ def test_calls_after_text_are_read_back(
     assert content == text.rstrip() + after
     assert [(call.name, call.arguments) for call in read] == calls
     assert all(call.complete for call in read)
+
+
+@every_format
+@settings(max_examples=20)
+@given(cuts=st.lists(st.integers(0, 400), max_size=6))
+def test_what_follows_the_first_repeat_is_left_out_however_the_text_is_cut(
+    format: ToolFormat, cuts: list[int]
+) -> None:
+    text = format.write([NOW, WEATHER, ("weather", '{"city": "Bern", "days": [1, 3]}'), NOW, TRICKY])
+    ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    parser = DistinctCalls(ToolParser(format))
+    events = [event for start, end in itertools.pairwise(ends) for event in parser.feed(text[start:end])]
+    called = [fact[2] for fact in joined(events + parser.finish()) if fact[0] == "call"]
+    assert called == ["now", "weather", "weather"]
+    assert parser.repeated
+
+
+@every_format
+def test_a_call_that_is_cut_off_within_a_repeat_is_given_as_far_as_it_goes(format: ToolFormat) -> None:
+    text = format.write([WEATHER, WEATHER])
+    text = text[: text.rindex('"days"')]
+    expected = joined(events_of(ToolParser(format), [text]))
+    parser = DistinctCalls(ToolParser(format))
+    assert joined([*parser.feed(text), *parser.finish()]) == expected
+    assert not parser.repeated

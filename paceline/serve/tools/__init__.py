@@ -6,6 +6,7 @@
     SamplingParams(..., **plan.sampling_options())     # the grammar that makes every call valid
     parser = plan.parser()                             # per output
     parser.feed(text), ..., parser.finish()            # events: content, calls, arguments
+    engine.submit(..., watch=plan.watch)               # an identical repeat of a call ends the output
 
 Independent of HTTP.
 """
@@ -22,6 +23,7 @@ from paceline.serve.tools.parser import (
     ToolParser,
     read_whole,
 )
+from paceline.serve.tools.repeats import DistinctCalls
 from paceline.serve.tools.toolbox import Toolbox, ToolPlan
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "CallEnded",
     "CallStarted",
     "Content",
+    "DistinctCalls",
     "Event",
     "Tool",
     "ToolCall",

@@ -19,6 +19,7 @@ class Function(Body):
 class FunctionTool(Body):
     type: Literal["function"]
     function: Function
+    cache_control: dict[str, Any] | None = None  # taken; every prefix is cached here
 
 
 class FunctionName(Body):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from paceline.serve.tools.formats import CALL_START, FENCE_END, FENCE_NAME_END, FENCE_START, ToolFormat
 
@@ -232,7 +232,15 @@ class ToolParser:
         return events
 
 
-def read_whole(parser: ToolParser, text: str) -> tuple[str, list[ToolCall]]:
+class EventParser(Protocol):
+    """What reads an output piece by piece."""
+
+    def feed(self, text: str) -> list[Event]: ...
+
+    def finish(self) -> list[Event]: ...
+
+
+def read_whole(parser: EventParser, text: str) -> tuple[str, list[ToolCall]]:
     """The content and the calls of a complete output."""
     content = ""
     calls: list[ToolCall] = []

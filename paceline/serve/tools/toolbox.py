@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.constrain.compiler import Grammar
 from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.errors import PacelineError, RequestError
+from paceline.models.detokenizer import Watch
 from paceline.models.tokenizer import Tokenizer
 from paceline.serve.tools.conversation import with_instructions, with_objects, with_spelled_calls
 from paceline.serve.tools.declared import Tool, ToolChoice, check_tools
 from paceline.serve.tools.formats import ToolFormat, choose_format
 from paceline.serve.tools.grammar import answer_grammar, special_tokens
 from paceline.serve.tools.parser import ToolParser
+from paceline.serve.tools.repeats import DistinctCalls
 
 Message = Mapping[str, Any]
 
@@ -35,6 +37,16 @@ _PROBE_CHAT: list[Message] = [
 ]
 
 
+class Compiler(Protocol):
+    """Compiles grammars, as AsyncEngine.compile does."""
+
+    def __call__(self, structure: StructuredOutputsParams, lenient: bool = False) -> Grammar: ...
+
+
+def _no_calls(tools: Sequence[Tool]) -> str:
+    raise AssertionError("a plan without calls has no grammar of calls")
+
+
 @dataclass(frozen=True)
 class ToolPlan:
     """Tools, format and constraint of one request."""
@@ -45,6 +57,9 @@ class ToolPlan:
     calls_after_text: bool = True
     names: tuple[str, ...] = ()  # tools that may be called
     keep_special_tokens: bool = False  # the parser needs them in the text
+    may_loosen: bool = False  # the answer need not call a tool: a schema that cannot be followed is no error
+    content_schema: Mapping[str, Any] | None = None  # of an answer that calls nothing
+    grammar_of: Callable[[Sequence[Tool]], str] = field(default=_no_calls, compare=False)
 
     def sampling_options(self) -> dict[str, Any]:
         """SamplingParams options that restrict the answer to what the tools and the choice allow."""
@@ -56,30 +71,83 @@ class ToolPlan:
         return options
 
     def compile(
-        self, compiler: Callable[[StructuredOutputsParams], Grammar], structure: StructuredOutputsParams
-    ) -> Grammar:
-        """The compiled grammar of the request. An error names the tool whose schema caused it, if that is
-        found within BLAME_SECONDS.
+        self, compiler: Compiler, structure: StructuredOutputsParams
+    ) -> tuple[Grammar, Sequence[str]]:
+        """The compiled grammar of the request, and a warning for each tool not held to its whole schema.
+
+        A schema that cannot be followed is an error if the answer must be a call, or if its tool is strict.
+        An error names the tool that caused it, if that is found within BLAME_SECONDS.
         """
         try:
-            return compiler(structure)
+            return compiler(structure), ()
         except RequestError:
             began = time.monotonic()
-            for number, tool in enumerate(self.tools):
-                if time.monotonic() - began > BLAME_SECONDS:
-                    break
-                try:
-                    compiler(StructuredOutputsParams(json=tool.schema()))
-                except RequestError as error:
-                    raise RequestError(
-                        f"tools.{number}: the parameters of {tool.name!r} cannot be followed (strict: false "
-                        f"would leave its arguments unchecked): {error}"
-                    ) from None
-            raise
+            faults = self._faults(compiler)
+            if not faults:
+                raise
+            in_time = time.monotonic() - began <= BLAME_SECONDS
+            if self.may_loosen and in_time and not any(self.tools[number].strict for number in faults):
+                return self._loosened(compiler, faults)
+            number, fault = next(iter(faults.items()))
+            raise RequestError(
+                f"tools.{number}: the parameters of {self.tools[number].name!r} cannot be followed (strict: "
+                f"false would leave its arguments unchecked): {fault}"
+            ) from None
 
-    def parser(self) -> ToolParser:
-        """A parser for one output."""
-        return ToolParser(self.format, self.calls_after_text, self.names)
+    def _faults(self, compiler: Compiler) -> dict[int, RequestError]:
+        """The errors of tools whose schemas cannot be followed, by the tools' numbers; strict tools first."""
+        began = time.monotonic()
+        faults: dict[int, RequestError] = {}
+        for number, tool in sorted(enumerate(self.tools), key=lambda item: not item[1].strict):
+            if time.monotonic() - began > BLAME_SECONDS:
+                break
+            fault = _fault(compiler, tool) if tool.name in self.names else None
+            if fault is not None:
+                faults[number] = fault
+        return faults
+
+    def _loosened(
+        self, compiler: Compiler, faults: Mapping[int, RequestError]
+    ) -> tuple[Grammar, Sequence[str]]:
+        """The grammar that holds tools to as much of their schemas as can be followed; a warning each."""
+        if self.content_schema is not None:
+            compiler(StructuredOutputsParams(json=self.content_schema))  # it must be followed in full
+        tools, warnings = list(self.tools), []
+        for number, fault in faults.items():
+            held, tool = "followed only in part", tools[number]
+            if _fault(compiler, tool, lenient=True) is not None:
+                held = "not followed, so its arguments may be any object"
+                tools[number] = replace(tool, strict=False)
+            warnings.append(f"tools.{number}: the parameters of {tool.name!r} are {held}: {fault}")
+        source = self.grammar_of([tool for tool in tools if tool.name in self.names])
+        return compiler(StructuredOutputsParams(grammar=source), lenient=True), warnings
+
+    def parser(self) -> DistinctCalls:
+        """A parser for one output, which leaves out what follows the first repeat of a call."""
+        return DistinctCalls(ToolParser(self.format, self.calls_after_text, self.names))
+
+    @property
+    def watch(self) -> Callable[[], Watch] | None:
+        """Makes, for each output, what ends it after a repeat of a call; None: there are no calls."""
+        return None if self.format is None else self._new_watch
+
+    def _new_watch(self) -> Watch:
+        parser = self.parser()
+
+        def repeats(text: str) -> bool:
+            parser.feed(text)
+            return parser.repeated
+
+        return repeats
+
+
+def _fault(compiler: Compiler, tool: Tool, lenient: bool = False) -> RequestError | None:
+    """Why a tool's schema cannot be followed; None if it can."""
+    try:
+        compiler(StructuredOutputsParams(json=tool.schema()), lenient=lenient)
+    except RequestError as error:
+        return error
+    return None
 
 
 NO_TOOLS = ToolPlan()
@@ -115,14 +183,20 @@ class Toolbox:
                 "from other JSON. Leave one out, or set tool_choice to 'required' or 'none'."
             )
         callable_tools = [tool for tool in tools if choice.names is None or tool.name in choice.names]
-        grammar = answer_grammar(self.format, callable_tools, choice, content_schema, self._special)
+
+        def grammar_of(tools: Sequence[Tool]) -> str:
+            return answer_grammar(self.format, tools, choice, content_schema, self._special)
+
         return ToolPlan(
             tools=tuple(tools),
             format=self.format,
-            structure={"grammar": grammar},
+            structure={"grammar": grammar_of(callable_tools)},
             calls_after_text=choice.mode == "auto" and content_schema is None,
             names=tuple(tool.name for tool in callable_tools),
             keep_special_tokens=bool(self._special),
+            may_loosen=choice.mode == "auto",
+            content_schema=content_schema,
+            grammar_of=grammar_of,
         )
 
     def conversation(
