@@ -8,6 +8,7 @@ from paceline.errors import PacelineError
 from paceline.version import __version__
 
 if TYPE_CHECKING:
+    from paceline.async_llm import AsyncLLM
     from paceline.core.params import SamplingParams
     from paceline.core.structured_outputs import StructuredOutputsParams
     from paceline.engine.outputs import CompletionOutput, RequestOutput
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "PacelineError",
     "RequestOutput",
@@ -25,6 +27,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "paceline.llm",
+    "AsyncLLM": "paceline.async_llm",
     "SamplingParams": "paceline.core.params",
     "StructuredOutputsParams": "paceline.core.structured_outputs",
     "RequestOutput": "paceline.engine.outputs",

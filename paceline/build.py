@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +24,21 @@ from paceline.control.planner.device import Arm, DevicePlanner
 from paceline.core.arrays import Float32Array
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import Drafter, Target, drafts_on_device
-from paceline.draft.methods import Speculation, load_drafter
+from paceline.draft.methods import METHODS, Speculation, load_drafter, parse_plan
+from paceline.draft.on_demand import OnDemandDrafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
+from paceline.errors import ConfigError
 from paceline.kv.sizing import available_memory, check_memory_limit, size_cache
 from paceline.models.checkpoint import Tensor
 from paceline.models.config import ModelConfig
 from paceline.models.heads.fingerprint import target_fingerprint
 from paceline.models.heads.shipped import default_method, known_drafts
-from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
+from paceline.models.registry import load_checkpoint, load_tokenizer, load_with_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer
 from paceline.verify.rules import RULES
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,16 +60,22 @@ class Loaded:
     engine: Engine
     tokenizer: Tokenizer
     model_config: ModelConfig
-    drafters: tuple[str, ...] = ()  # loaded drafting methods, the default first
+    drafters: Mapping[str, Drafter] = field(default_factory=dict)  # by method, the default first
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
     """The model, tokenizer and backend of a configuration."""
     path = resolve(config.model.model)
     check_memory_limit(path, config.backend.threads or os.cpu_count() or 1)
-    tokenizer = load_tokenizer(resolve(config.model.tokenizer) if config.model.tokenizer else path)
-    checkpoint = load_checkpoint(path)
+    if config.model.tokenizer:
+        checkpoint, tokenizer = load_checkpoint(path), load_tokenizer(resolve(config.model.tokenizer))
+    else:
+        checkpoint, tokenizer = load_with_tokenizer(path)
     backend = load_backend(checkpoint, config.backend, config.scheduler.max_num_batched_tokens)
+    choice = config.backend.choice
+    logger.info(
+        "backend: %s on %s, %s weights (%s)", choice.name, choice.device, backend.weight_format, choice.why
+    )
     return LoadedModel(
         backend,
         tokenizer,
@@ -118,6 +130,8 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         config.scheduler.max_num_batched_tokens,
         draft_trees=RULES[speculation.rule].trees,
     )
+    on_demand = _on_demand(config, speculation, target)
+    plans = {name: configured.plan for name, configured in speculation.drafters.items()}
     engine = Engine(
         backend,
         tokenizer,
@@ -126,12 +140,12 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         enable_prefix_caching=config.cache.enable_prefix_caching,
         seed=config.seed,
         controller=_controller(config, model, speculation, drafters),
-        drafters=drafters,
-        plans={name: configured.plan for name, configured in speculation.drafters.items()},
+        drafters={**drafters, **on_demand},
+        plans={**plans, **_on_demand_plans(config, on_demand)},
         rule=RULES[speculation.rule].verify,
         draft_forced=speculation.forced,
     )
-    return Loaded(engine, tokenizer, model.config, tuple(drafters))
+    return Loaded(engine, tokenizer, model.config, drafters)
 
 
 def _speculation(config: EngineConfig, model: LoadedModel) -> Speculation:
@@ -148,6 +162,27 @@ def _speculation(config: EngineConfig, model: LoadedModel) -> Speculation:
         chosen = SpeculativeOptions(method_names, share_suffix_cache=share).speculation()
         return replace(requested, drafters=chosen.drafters)
     return requested
+
+
+def _on_demand(config: EngineConfig, speculation: Speculation, target: Target) -> dict[str, OnDemandDrafter]:
+    """The methods that requests may name although they are not configured."""
+    share = config.speculative.share_suffix_cache
+
+    def load(name: str) -> Drafter:
+        options = SpeculativeOptions(name, share_suffix_cache=share)
+        return load_drafter(name, options.speculation().drafters[name], target)
+
+    return {
+        name: OnDemandDrafter(name, partial(load, name))
+        for name, method in METHODS.items()
+        if method.on_demand and name not in speculation.drafters
+    }
+
+
+def _on_demand_plans(config: EngineConfig, names: Iterable[str]) -> dict[str, DraftPlan]:
+    """The plans of requests that name such a method and nothing else; they fit into a pass."""
+    room = config.scheduler.max_num_batched_tokens - 1
+    return {name: parse_plan(ConfigError, {}, None, name, trees=False).shrunk(room) for name in names}
 
 
 def _controller(

@@ -11,12 +11,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from paceline.backends.options import BackendOptions
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import BackendError, PacelineError
 from paceline.extras import needs_extra
 from paceline.home import paceline_home
+from paceline.machine import find_gpu
 from paceline.terminal.session import announce_compilation
 
+GPU_TEST = "kernels on the GPU"
 PACKAGES = ("paceline", "numpy", "numba", "llvmlite", "tokenizers", "safetensors", "torch", "triton")
 # CPU features that decide which kernels are compiled
 FEATURES: tuple[str, ...] = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vnni")
@@ -56,10 +59,12 @@ class Report:
 def check(model: str | None = None, with_torch: bool = False) -> Report:
     """The report on this machine. Also tests `model`, or the default model if it is already downloaded."""
     announce_compilation()
-    facts: Facts = {"machine": machine(), "kernels": kernels(), "versions": versions(), "models": models()}
+    facts: Facts = {"machine": machine(), "gpu": gpu_facts(), "kernels": kernels(), "versions": versions()}
+    facts["models"] = models()
     if with_torch:
         facts["torch"] = torch_facts()
-    return Report(facts, [*kernel_outcomes(), _guarded("model", lambda: model_outcome(model))])
+    tests = [_guarded(GPU_TEST, gpu_outcome), _guarded("model", lambda: model_outcome(model))]
+    return Report(facts, [*kernel_outcomes(), *tests])
 
 
 def machine() -> dict[str, Any]:
@@ -143,6 +148,13 @@ def models() -> dict[str, Any]:
     return {"home": str(paceline_home()), **states}
 
 
+def gpu_facts() -> dict[str, Any]:
+    """The GPU, and which backend `--backend auto` chooses because of it."""
+    gpu, choice = find_gpu(), BackendOptions().choice
+    named = {"gpu": gpu.name} if gpu.name else {}
+    return {**named, **dict(gpu.facts), "backend": f"{choice.name}: {choice.why}"}
+
+
 def torch_facts() -> dict[str, Any]:
     """The devices that torch sees."""
     try:
@@ -164,8 +176,18 @@ def kernel_outcomes() -> Iterator[Outcome]:
         yield _guarded(f"kernel {name}", lambda case=case: compare(case))  # type: ignore[misc]
 
 
-def model_outcome(model: str | None) -> str | None:
-    """Summary of a model's outputs alone, repeated and batched; None if there is no model.
+def gpu_outcome() -> str:
+    """Summary of the cuda backend's kernels compared with torch; skipped without a GPU."""
+    gpu = find_gpu()
+    if not gpu.usable:
+        raise Skipped(gpu.missing)
+    from paceline.check_gpu import compare_gpu
+
+    return compare_gpu()
+
+
+def model_outcome(model: str | None) -> str:
+    """Summary of a model's outputs alone, repeated and batched; skipped if there is no model.
 
     All three runs must agree in every token and in every bit of every log-probability.
     """
@@ -174,7 +196,7 @@ def model_outcome(model: str | None) -> str | None:
     from paceline.models.registry import is_pulled
 
     if model is None and not is_pulled(DEFAULT_MODEL):
-        return None
+        raise Skipped(f"run `paceline models pull {DEFAULT_MODEL}` first, or give --model")
     # no prefix caching, so that every run computes everything
     llm = LLM(model or DEFAULT_MODEL, backend="cpu", enable_prefix_caching=False, max_model_len=64)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1)
@@ -186,17 +208,20 @@ def model_outcome(model: str | None) -> str | None:
     return f"{model or DEFAULT_MODEL} gives the same bits alone, again and among other requests"
 
 
-def _guarded(name: str, test: Callable[[], str | None]) -> Outcome:
-    """The outcome of a test. `test` returns a summary or None (it could not run), or raises."""
+class Skipped(Exception):
+    """A test that cannot run here, and why."""
+
+
+def _guarded(name: str, test: Callable[[], str]) -> Outcome:
+    """The outcome of a test. `test` returns a summary, or raises."""
     try:
-        summary = test()
+        return Outcome(name, "ok", test())
+    except Skipped as reason:
+        return Outcome(name, "skipped", str(reason))
     except PacelineError as error:
         return Outcome(name, "failed", str(error))
     except Exception as error:  # report any failure, whatever it is
         return Outcome(name, "failed", f"{type(error).__name__}: {error}")
-    if summary is None:
-        return Outcome(name, "skipped", f"run `paceline models pull {DEFAULT_MODEL}` first, or give --model")
-    return Outcome(name, "ok", summary)
 
 
 def show(report: Report) -> None:

@@ -7,7 +7,7 @@ import json
 import resource
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -24,18 +24,16 @@ from paceline.terminal.flags import (
     SERVER,
     STRUCTURE,
     Options,
+    by_topic,
     having,
     with_flags,
     without,
 )
+from paceline.terminal.help import App
 
-# plain help: rich would truncate long flags
-PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
-
-app = typer.Typer(
-    help="Exact LLM generation on your own machine: the same seed gives the same bytes.",
+app = App(
+    help="Run and serve LLMs with exact speculative decoding: the same seed gives the same bytes.",
     no_args_is_help=True,
-    **PLAIN,
 )
 
 MIN_ADDRESS_SPACE = 1 << 30  # bytes; no model runs in less
@@ -47,9 +45,7 @@ ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 Model = Annotated[str, typer.Argument(help="An alias, a .gguf file, a folder of safetensors or a hub id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-System = Annotated[
-    str | None, typer.Option("--system", help="A system message at the beginning of the chat.")
-]
+System = Annotated[str | None, typer.Option("--system", help="System message of the chat.")]
 
 
 def main(commands: typer.Typer = app) -> None:
@@ -101,17 +97,17 @@ def generate(
     structure: Options,
     engine: Options,
     model: Model = DEFAULT_MODEL,
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt. May be repeated.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Prompt. May be repeated.")] = None,
     prompt_file: Annotated[
-        list[Path] | None, typer.Option(help="A file that is a prompt. May be repeated.")
+        list[Path] | None, typer.Option(help="File that holds one prompt. May be repeated.")
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a message of a chat.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt through the chat template.")] = False,
     system: System = None,
     config: ConfigFile = None,
     as_json: AsJson = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print tokens per second and cache hits.")] = False,
 ) -> None:
-    """Continue prompts: --prompt, --prompt-file, or standard input."""
+    """Generate text from --prompt, --prompt-file or standard input."""
     from paceline.terminal.generate import generate
 
     generate(
@@ -142,7 +138,7 @@ def chat(
     system: System = None,
     config: ConfigFile = None,
 ) -> None:
-    """Talk with a model in the terminal."""
+    """Chat with a model in the terminal."""
     from paceline.terminal.chat import chat
 
     chat(model, engine, sampling, system)
@@ -150,11 +146,14 @@ def chat(
 
 @app.command()
 def check(
-    model: Annotated[str | None, typer.Option(help="Test this model; fetched if it must be.")] = None,
-    with_torch: Annotated[bool, typer.Option("--torch", help="Also ask torch what it sees.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model to test; downloaded if necessary."),
+    ] = None,
+    with_torch: Annotated[bool, typer.Option("--torch", help="Also show the devices of torch.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the machine and what was chosen for it, and test it."""
+    """Show this machine and the chosen kernels, and test that they are correct."""
     from paceline.check import check, show
 
     report = check(model, with_torch)
@@ -166,9 +165,9 @@ def check(
 
 
 @app.command()
-@with_flags(server=SERVER, engine=(*ENGINE, SEED))
+@with_flags(server=SERVER, engine=(*by_topic(ENGINE, {"": "max_model_len max_num_seqs"}), SEED))
 def serve(server: Options, engine: Options, model: Model = DEFAULT_MODEL, config: ConfigFile = None) -> None:
-    """Serve a model over HTTP, with the API of OpenAI."""
+    """Serve a model over HTTP with the OpenAI API."""
     with needs_extra("serve", "`paceline serve`"):
         from paceline.serve.server import serve
 
@@ -177,40 +176,57 @@ def serve(server: Options, engine: Options, model: Model = DEFAULT_MODEL, config
 
 @app.command()
 def export(
-    head: Annotated[Path, typer.Argument(help="A draft head: its folder or file.")],
+    head: Annotated[str, typer.Argument(help="A draft head: its folder, file or hub id, or shipped.")],
     folder: Annotated[Path, typer.Argument(help="Where to write it.")],
-    form: Annotated[
-        str, typer.Option("--format", help="Whose format: sglang (for vLLM too) or speculators.")
-    ],
+    form: Annotated[str, typer.Option("--format", help="Whose format: vllm, sglang or speculators.")],
     target: Annotated[
         str, typer.Option(help="What others call its target: a hub id, or a path of theirs.")
     ] = "",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a head that is there.")] = False,
 ) -> None:
-    """Write a draft head for another engine."""
-    from paceline.models.heads.checkpoint import load_head, write_head
+    """Write a draft head for another engine, and print the command that launches it there."""
+    from paceline.models.heads.export import export_head
 
-    write_head(load_head(head), folder, form, target)
-    typer.echo(folder)
+    launch = export_head(head, folder, form, target, force)
+    typer.echo(f"{folder}\n{launch}")
 
 
 app.command("simulate")(simulate_command)
 
 
-def _mount(name: str, module: str, extra: str | None, summary: str) -> None:
-    """Add a package's own commands under `name`. The package is imported on first use.
-
-    `extra` is the optional dependency that the commands need.
+def _mount(name: str, target: str, extra: str | None, summary: str, single: bool = False) -> None:
+    """Add the group of commands, or the `single` command, at `target` (MODULE:NAME). It is imported on first
+    use; `extra` is the optional dependency that it needs.
     """
 
     @app.command(name, context_settings=ANY_ARGUMENTS, add_help_option=False, help=summary)
     def run_subcommand(context: typer.Context) -> None:
+        module, _, attribute = target.partition(":")
         with nullcontext() if extra is None else needs_extra(extra, f"`paceline {name}`"):
-            subcommands = typer.Typer(**PLAIN)
-            subcommands.add_typer(importlib.import_module(module).app, name=name)
+            mounted = getattr(importlib.import_module(module), attribute)
+            subcommands = App()
+            subcommands.callback()(lambda: None)  # so that a single command keeps its name
+            if single:
+                subcommands.command(name, no_args_is_help=True)(mounted)
+            else:
+                subcommands.add_typer(mounted, name=name)
             subcommands([name, *context.args], prog_name="paceline")
 
 
-_mount("models", "paceline.models.commands", None, "Models: list, pull, show.")
-_mount("bench", "paceline.bench.commands", "bench", "Measure speed on this machine and your traffic.")
-_mount("tune", "paceline.bench.tune.command", "bench", "Find the drafting that is quickest on your traffic.")
-_mount("train", "paceline.train.commands", "train", "Train a draft head on the target's own answers.")
+_mount("models", "paceline.models.commands:app", None, "List, download and inspect models.")
+_mount("bench", "paceline.bench.commands:app", "bench", "Measure speed on this machine and your traffic.")
+_mount(
+    "tune",
+    "paceline.bench.tune.command:tune_command",
+    "bench",
+    "Find the fastest drafting method for your traffic.",
+    single=True,
+)
+_mount(
+    "readiness",
+    "paceline.bench.readiness.command:readiness_command",
+    "bench",
+    "Check everything before you switch speculation on.",
+    single=True,
+)
+_mount("train", "paceline.train.commands:app", "train", "Train a draft head on the target's own answers.")

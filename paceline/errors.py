@@ -13,6 +13,10 @@ class ConfigError(PacelineError):
     """An option is unknown, has the wrong type, or is out of range."""
 
 
+class HeadMismatchError(ConfigError):
+    """A draft head was made for another target."""
+
+
 class ModelError(PacelineError):
     """A model cannot be found, fetched or read."""
 
@@ -35,6 +39,10 @@ class BackendError(PacelineError):
 
 class GrammarError(BackendError):
     """The grammar of a running request cannot go on: it needs more than its limits allow."""
+
+
+class ExhaustedError(BackendError):
+    """The options of a running request leave no token to sample."""
 
 
 class OverloadedError(PacelineError):

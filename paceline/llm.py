@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -14,7 +15,7 @@ from paceline.engine.admission import TextTokenizer
 from paceline.engine.engine import Engine
 from paceline.engine.outputs import RequestOutput, request_output
 from paceline.errors import RequestError
-from paceline.models.chat import PromptTokenizer
+from paceline.models.chat import PromptTokenizer, TemplateOptions
 from paceline.options import unknown_option
 
 # a text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
@@ -76,7 +77,7 @@ class LLM:
         If any of them is invalid, nothing runs. A request that fails while it runs has finish_reason
         "error" and does not affect the others. `use_tqdm` shows a progress bar on a terminal.
         """
-        texts_and_ids = [self._tokenized(prompt) for prompt in _as_prompts(prompts)]
+        texts_and_ids = [tokenized(prompt, self._tokenizer) for prompt in _as_prompts(prompts)]
         return self._run(texts_and_ids, _as_params(sampling_params, len(texts_and_ids)), use_tqdm)
 
     def chat(
@@ -85,14 +86,25 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """One RequestOutput per conversation. `messages` is one list of messages or a list of such lists."""
-        texts_and_ids = []
-        for conversation in _as_conversations(messages):
-            text = self._tokenizer.apply_chat_template(conversation, add_generation_prompt, tools)
-            texts_and_ids.append((text, self._tokenizer.encode(text, add_special_tokens=False)))
+        """One RequestOutput per conversation. `messages` is one list of messages or a list of such lists.
+
+        With `continue_final_message` the output goes on where the last message ends. `chat_template_kwargs`
+        are variables of the model's chat template, such as Qwen3's `enable_thinking`.
+        """
+        options: TemplateOptions = {"add_generation_prompt": add_generation_prompt}
+        if continue_final_message:
+            options["continue_final_message"] = True
+        if chat_template_kwargs:
+            options["chat_template_kwargs"] = chat_template_kwargs
+        texts_and_ids = [
+            tokenized_chat(conversation, self._tokenizer, tools, options)
+            for conversation in _as_conversations(messages)
+        ]
         return self._run(texts_and_ids, _as_params(sampling_params, len(texts_and_ids)), use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
@@ -100,8 +112,8 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise RequestError(f"stream gives one output, but n is {params.n}. Use generate, or n=1.")
-        _, ids = self._tokenized(prompt)
-        (request,) = self.engine.add_request(ids, params)
+        _, ids = tokenized(prompt, self._tokenizer)
+        (request,) = self._add(ids, params)
         sent = 0
         try:
             while not request.finished or sent < len(request.detokenizer.text):
@@ -117,16 +129,6 @@ class LLM:
         finally:
             self.engine.abort(request.request_id)
 
-    def _tokenized(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        """A prompt's text (None if it was given as ids) and its token ids."""
-        given = _as_mapping(prompt)
-        if "prompt_token_ids" in given:
-            return given.get("prompt"), given["prompt_token_ids"]
-        text = given.get("prompt")
-        if not isinstance(text, str) or not text:
-            raise RequestError(f"the prompt must be a text that is not empty, or token ids; got {text!r}.")
-        return text, self._tokenizer.encode(text)
-
     def _run(
         self,
         texts_and_ids: Sequence[tuple[str | None, Sequence[int]]],
@@ -137,7 +139,7 @@ class LLM:
         groups: list[list[Request]] = []
         try:
             for (_, ids), request_params in zip(texts_and_ids, params, strict=True):
-                groups.append(self.engine.add_request(ids, request_params))
+                groups.append(self._add(ids, request_params))
             self._step_until_done(groups, show_progress)
         finally:  # after an invalid request or an interruption: remove what was added
             for children in groups:
@@ -146,6 +148,17 @@ class LLM:
             request_output(text, children, self._tokenizer)
             for (text, _), children in zip(texts_and_ids, groups, strict=True)
         ]
+
+    def _add(self, ids: Sequence[int], params: SamplingParams) -> list[Request]:
+        """The queued requests. Warns if they ask for a drafter that is not loaded."""
+        children = self.engine.add_request(ids, params)
+        if (name := children[0].unavailable_drafter) is not None:
+            warnings.warn(
+                f"speculative asks for {name!r}, which is not loaded; the engine drafts as by default. Name "
+                "it in speculative_config, or give 'strict': True to get an error instead.",
+                stacklevel=2,
+            )
+        return children
 
     def _step_until_done(self, groups: Sequence[Sequence[Request]], show_progress: bool) -> None:
         unfinished = {id(request) for children in groups for request in children}
@@ -181,6 +194,28 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def tokenized(prompt: Prompt, tokenizer: ChatTokenizer) -> tuple[str | None, Sequence[int]]:
+    """A prompt's text (None if it was given as ids) and its token ids."""
+    given = _as_mapping(prompt)
+    if "prompt_token_ids" in given:
+        return given.get("prompt"), given["prompt_token_ids"]
+    text = given.get("prompt")
+    if not isinstance(text, str) or not text:
+        raise RequestError(f"the prompt must be a text that is not empty, or token ids; got {text!r}.")
+    return text, tokenizer.encode(text)
+
+
+def tokenized_chat(
+    messages: Sequence[Message],
+    tokenizer: ChatTokenizer,
+    tools: Sequence[Mapping[str, object]] | None,
+    options: TemplateOptions,
+) -> tuple[str, Sequence[int]]:
+    """The text that the chat template makes of a conversation, and its token ids."""
+    text = tokenizer.apply_chat_template(messages, tools=tools, **options)
+    return text, tokenizer.encode(text, add_special_tokens=False)
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:

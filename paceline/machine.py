@@ -1,9 +1,12 @@
-"""The CPU of this machine."""
+"""The CPU of this machine, and its GPU if there is one that can be used."""
 
 from __future__ import annotations
 
 import platform
 import re
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 # names by part number: Arm systems report only numbers
@@ -13,6 +16,51 @@ ARM_PARTS = {
     "0xd49": "Arm Neoverse-N2",
     "0xd4f": "Arm Neoverse-V2",
 }
+
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")  # of NVIDIA's driver, and of a GPU in Windows' Linux
+LEAST_CAPABILITY = (8, 0)  # of a GPU with bfloat16, which the cuda backend computes in
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The first CUDA device, or why none can be used."""
+
+    name: str = ""  # empty: none
+    missing: str = ""  # what is missing; empty: nothing
+    facts: tuple[tuple[str, str], ...] = ()  # memory, versions
+
+    @property
+    def usable(self) -> bool:
+        return not self.missing
+
+
+@cache
+def find_gpu() -> Gpu:
+    """The GPU that the cuda backend can use. torch, which takes seconds, is imported only beside a driver."""
+    if not any(Path(path).exists() for path in GPU_FILES):
+        return Gpu(missing="no NVIDIA driver is loaded")
+    for package in ("torch", "triton"):
+        if find_spec(package) is None:
+            return Gpu(missing=f"{package} is not installed (pip install 'paceline[gpu]')")
+    import torch
+    import triton
+
+    if not torch.cuda.is_available():
+        return Gpu(missing=f"torch {torch.__version__} sees no CUDA device")
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    facts = (
+        ("memory", f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.1f} GiB"),
+        ("compute capability", ".".join(map(str, capability))),
+        ("CUDA", str(torch.version.cuda)),
+        ("torch", torch.__version__),
+        ("triton", triton.__version__),
+    )
+    if capability < LEAST_CAPABILITY:
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        return Gpu(
+            name, f"{name} has compute capability {capability[0]}.{capability[1]}, below {least}", facts
+        )
+    return Gpu(name, facts=facts)
 
 
 def cpu_name(cpuinfo: str | None = None) -> str:

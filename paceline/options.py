@@ -14,12 +14,26 @@ from paceline.errors import PacelineError
 Class = TypeVar("Class", bound=type[Any])
 
 
-def unknown_option(name: str, allowed: Iterable[str], where: str) -> str:
-    """The error message for an unknown option, with the closest known name."""
+MAX_LISTED = 16  # names in an error message, where they are documented elsewhere
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """ ": did you mean ...?" with the closest of the allowed names; empty if none is close."""
+    near = difflib.get_close_matches(name, sorted(allowed), n=1)
+    return f": did you mean {near[0]!r}?" if near else ""
+
+
+def unknown_option(name: str, allowed: Iterable[str], where: str, documented: str | None = None) -> str:
+    """The error message for an unknown option: the closest known name, or else all of them.
+
+    If they are many, `documented` says instead where they are described.
+    """
     names = sorted(allowed)
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown option {name!r} for {where}: {hint}The options are {', '.join(names)}."
+    hint = nearest(name, names)
+    others = f"The options are {', '.join(names)}."
+    if documented is not None and len(names) > MAX_LISTED:
+        others = documented
+    return f"unknown option {name!r} for {where}{hint or f'. {others}'}"
 
 
 def refuse_unknown(error: type[PacelineError]) -> Callable[[Class], Class]:

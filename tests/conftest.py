@@ -5,15 +5,25 @@ from __future__ import annotations
 import gc
 import io
 import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.internal.conjecture import providers
 
-from paceline import LLM
+from paceline import LLM, build
+from paceline.backends import load as loading
+from paceline.backends.base import Backend
+from paceline.backends.load import load_backend
+from paceline.backends.options import BackendOptions
 from paceline.cli import main
 from paceline.config import EngineConfig
+from paceline.engine import engine as engine_room
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.registry import ALIASES, DEFAULT_MODEL, model_path
 from paceline.terminal import chat as chat_room
 from paceline.terminal import generate as generate_room
 from tests.planted import Plant
@@ -50,6 +60,16 @@ def pytest_configure(config: pytest.Config) -> None:
         providers._get_local_constants = lambda: providers._local_constants
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The scheduler of tests/scheduling.py for `--dist loadfile`, as `make test` has it."""
+    if config.getvalue("dist") != "loadfile" or config.getoption("--hypothesis-profile", None) == "fuzz":
+        return None  # `make fuzz` has another order each round
+    from tests.scheduling import Scheduling
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
@@ -57,6 +77,39 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported_modules_stay_frozen() -> Iterator[None]:
+    """Engines unfreeze what others froze: each would search all modules for garbage, for half a second."""
+    collecting = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(engine_room, "gc", collecting)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def real_weights_are_packed_once() -> Iterator[None]:
+    """Engines in this process share the backends of the real model, as target and as draft model.
+
+    Engines of one model may: they take turns. Models that tests write are tiny, and each is loaded.
+    """
+    real_model, loaded = model_path(ALIASES[DEFAULT_MODEL]), dict[Any, Backend]()
+
+    def load_once(
+        checkpoint: Checkpoint, options: BackendOptions, max_rows: int, beside: Backend | None = None
+    ) -> Backend:
+        if checkpoint.source != real_model or options.name != "cpu":
+            return load_backend(checkpoint, options, max_rows, beside)
+        key = checkpoint.source, options, max_rows, beside
+        if key not in loaded:
+            loaded[key] = load_backend(checkpoint, options, max_rows, beside)
+        return loaded[key]
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(build, "load_backend", load_once)
+        patches.setattr(loading, "load_backend", load_once)
+        yield
 
 
 @pytest.fixture

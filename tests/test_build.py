@@ -47,6 +47,15 @@ def test_without_a_head_the_device_drafts_from_texts():
     assert {plan.drafter for plan in chosen.device_plans()} == {None, "suffix"}
 
 
+def test_shipped_names_the_head_that_is_shipped_for_the_target():
+    wanted = parse_speculative_config({"method": "eagle3", "model": "shipped"})
+    for spelling in ("shipped", "eagle3:shipped", {"model": "shipped"}, '{"model": "shipped"}'):
+        assert parse_speculative_config(spelling) == wanted
+    more = parse_speculative_config({"model": "shipped", "num_speculative_tokens": 3}).drafters["eagle3"]
+    assert (more.plan.budget, more.options.model) == (3, "shipped")
+    assert list(parse_speculative_config("auto,suffix,shipped").drafters) == ["suffix", "eagle3"]
+
+
 def test_share_suffix_cache_applies_to_the_drafters_of_auto():
     model = SimpleNamespace(backend=ToyBackend(), fingerprint="none")
     for given, heard in ((None, "responses"), ("prompts", "prompts"), ("off", "off")):

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
-from paceline import LLM, check_kernels
+from paceline import LLM, check_gpu, check_kernels
 from paceline import check as check_room
+from paceline.backends import options
 from paceline.backends.cpu.packing import choose_format
 from paceline.backends.cpu.tiles import FORMAT_NAMES
+from paceline.backends.load import load_backend
+from paceline.backends.options import BackendOptions
 from paceline.check import Outcome, Report, check
 from paceline.check_kernels import CASES, compare
 from paceline.cli import main
 from paceline.errors import BackendError
+from paceline.machine import Gpu
+from paceline.models.safetensors_writer import encode
 from tests.models.files import config_of, random_tensors, write_gguf
 
 
@@ -66,13 +72,47 @@ def test_a_kernel_whose_rows_depend_on_each_other_is_noticed(plant):
 
 def test_the_report_tells_machine_kernels_versions_and_models(empty_home, tmp_path):
     report = check()
-    assert set(report.facts) == {"machine", "kernels", "versions", "models"}
+    assert set(report.facts) == {"machine", "gpu", "kernels", "versions", "models"}
     assert report.facts["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert report.facts["models"]["home"] == str(tmp_path)
     assert report.facts["models"]["smollm2-135m"] == "not fetched"
     assert report.facts["kernels"]["cache"].startswith("cold")
-    assert [outcome.status for outcome in report.outcomes] == ["ok"] * len(CASES) + ["skipped"]
+    assert [outcome.status for outcome in report.outcomes] == ["ok"] * len(CASES) + ["skipped", "skipped"]
     assert report.passed
+
+
+def test_the_gpu_is_shown_and_tested_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(check_room, "find_gpu", lambda: Gpu("NVIDIA H200", facts=(("memory", "139.8 GiB"),)))
+    monkeypatch.setattr(options, "find_gpu", check_room.find_gpu)
+    monkeypatch.setattr(check_gpu, "compare_gpu", lambda: "logits within 1e-02 of torch")
+    assert check_room.gpu_facts() == {
+        "gpu": "NVIDIA H200",
+        "memory": "139.8 GiB",
+        "backend": "cuda: found NVIDIA H200",
+    }
+    assert check_room.gpu_outcome() == "logits within 1e-02 of torch"
+
+
+def test_the_gpu_test_compares_two_backends(monkeypatch):
+    def load(checkpoint, asked, rows):
+        return load_backend(checkpoint, BackendOptions(backend="cpu", quantization="none", threads=1), rows)
+
+    monkeypatch.setattr(check_gpu, "load_backend", load)  # the cpu backend stands in for both
+    assert "the same bits" in check_gpu.compare_gpu()
+
+
+def test_a_gpu_with_other_logits_is_noticed(monkeypatch):
+    def load(checkpoint, asked, rows):
+        tensors = dict(checkpoint.tensors)
+        if asked.backend == "cuda":
+            name = "model.layers.0.mlp.down_proj.weight"
+            tensors[name] = encode(-tensors[name].float32())
+        cpu = BackendOptions(backend="cpu", quantization="none", threads=1)
+        return load_backend(replace(checkpoint, tensors=tensors), cpu, rows)
+
+    monkeypatch.setattr(check_gpu, "load_backend", load)
+    with pytest.raises(BackendError, match="differ from torch"):
+        check_gpu.compare_gpu()
 
 
 def test_a_model_is_tested_alone_and_in_a_batch(tiny_model):

@@ -31,8 +31,41 @@ def test_version_and_help_name_every_command(paceline):
     assert paceline("--version") == (0, f"paceline {__version__}\n", "")
     code, out, _ = paceline("--help")
     assert code == 0
-    for command in ("generate", "chat", "check", "serve", "models", "bench", "train", "export"):
+    commands = (
+        "generate",
+        "chat",
+        "check",
+        "serve",
+        "models",
+        "bench",
+        "tune",
+        "readiness",
+        "train",
+        "export",
+    )
+    for command in commands:
         assert f"\n  {command} " in out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("serve", "generate", "chat", "bench run", "bench serve", "tune", "readiness", "simulate", "export"),
+        *("train eagle3", "train medusa", "train answers"),
+    ],
+)
+def test_help_shows_the_common_options_in_20_lines_and_the_others_by_topic(paceline, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out, _ = paceline(*command.split(), "--help")
+    assert code == 0
+    sections = re.split(r"(?m)^(\S.*):$", out)[1:]
+    titles, bodies = sections[::2], sections[1::2]
+    assert titles[:2] == ["Arguments", "Options"]
+    assert len(bodies[1].strip().splitlines()) <= 20
+    assert len(titles) == len(set(titles))
+    assert max(len(line) for line in out.splitlines()) <= 100
+    flags = re.findall(r"(?m)^  (--\S+)", out)
+    assert len(flags) == len(set(flags))
 
 
 @pytest.mark.parametrize(
@@ -100,6 +133,7 @@ def test_unknown_options_and_commands_are_errors(paceline, toy, arguments):
     ("arguments", "message"),
     [
         (("generate", "no-such-model", "--prompt", "a"), "There is no model 'no-such-model'"),
+        (("generate", "What is a paceline?"), "generate --prompt 'What is a paceline?'"),
         (("generate", "--prompt", "a", "--temperature", "nan"), "temperature must be a number"),
         (("generate", "--prompt", "a", "--backend", "tpu"), "backend must be one of auto, cpu, torch"),
         (("models", "pull", "smollm2"), "Did you mean 'smollm2-135m'?"),
@@ -198,7 +232,8 @@ def test_every_sampling_flag_reaches_the_request(monkeypatch, paceline, toy):
     flags = shlex.split("""--temperature 0.5 --top-k 7 --top-p 0.8 --min-p 0.1 --repetition-penalty 1.1
         --presence-penalty -0.5 --frequency-penalty 0.25 --seed 9 --stop x --stop y --stop-token-ids 5
         --stop-token-ids 6 --min-tokens 2 --max-tokens 9 --ignore-eos --no-skip-special-tokens
-        --include-stop-str-in-output --logit-bias '{"5": -100, "6": 1.5}'""")
+        --include-stop-str-in-output --logit-bias '{"5": -100, "6": 1.5}' --allowed-token-ids 7
+        --allowed-token-ids 8 --bad-words x --bad-words 'y z'""")
     with pytest.raises(ZeroDivisionError):
         paceline("generate", "--prompt", "a", *flags)
     assert seen == [
@@ -211,6 +246,8 @@ def test_every_sampling_flag_reaches_the_request(monkeypatch, paceline, toy):
             presence_penalty=-0.5,
             frequency_penalty=0.25,
             logit_bias={5: -100.0, 6: 1.5},
+            allowed_token_ids=[7, 8],
+            bad_words=["x", "y z"],
             seed=9,
             stop=["x", "y"],
             stop_token_ids=[5, 6],

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import sys
 
 import pytest
 
+from paceline import machine
+from paceline.backends import options as backend_options
 from paceline.config import EngineConfig
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import DraftSampling
 from paceline.errors import ConfigError
+from paceline.machine import Gpu
 
 
 def test_options_reach_the_slice_they_belong_to():
@@ -46,9 +51,44 @@ def test_share_suffix_cache_is_an_option_of_the_engine_or_of_the_method(method):
     assert shared({**entry, "share_suffix_cache": "prompts"}, share_suffix_cache="off") == "off"
 
 
-def test_auto_chooses_torch_if_the_cpu_backend_cannot_run():
-    assert EngineConfig.from_options(device="cuda").backend.name == "torch"
-    assert EngineConfig.from_options(dtype="bfloat16").backend.name == "torch"
+NO_GPU = Gpu(missing="no NVIDIA driver is loaded")
+H200 = Gpu("NVIDIA H200")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "name", "device", "why"),
+    [
+        (NO_GPU, {}, "cpu", "cpu", "no NVIDIA driver is loaded"),
+        (NO_GPU, {"dtype": "bfloat16"}, "torch", "cpu", "no NVIDIA driver.*only torch"),
+        (NO_GPU, {"device": "cuda"}, "cuda", "cuda", "device cuda was asked for"),
+        (NO_GPU, {"backend": "cuda"}, "cuda", "cuda", "as asked for"),
+        (NO_GPU, {"backend": "torch"}, "torch", "cpu", "as asked for"),
+        (H200, {}, "cuda", "cuda", "found NVIDIA H200"),
+        (H200, {"dtype": "bfloat16"}, "cuda", "cuda", "found NVIDIA H200"),
+        (H200, {"dtype": "float32"}, "cpu", "cpu", "float32"),
+        (H200, {"device": "cpu"}, "cpu", "cpu", "device cpu was asked for"),
+        (H200, {"device": "cuda:1"}, "cuda", "cuda:1", "device cuda:1 was asked for"),
+        (H200, {"backend": "cpu"}, "cpu", "cpu", "as asked for"),
+        (H200, {"backend": "torch", "device": "cuda"}, "torch", "cuda", "as asked for"),
+    ],
+)
+def test_backend_and_device_are_inferred_from_each_other(monkeypatch, gpu, options, name, device, why):
+    monkeypatch.setattr(backend_options, "find_gpu", lambda: gpu)
+    choice = EngineConfig.from_options(**options).backend.choice
+    assert (choice.name, choice.device) == (name, device)
+    assert re.search(why, choice.why)
+
+
+def test_without_a_driver_torch_is_not_imported_to_look_for_a_gpu(monkeypatch):
+    monkeypatch.setattr(machine, "GPU_FILES", ("/no/such/file",))
+    monkeypatch.setitem(sys.modules, "torch", None)  # an import would fail
+    assert machine.find_gpu.__wrapped__().missing == "no NVIDIA driver is loaded"
+
+
+def test_a_gpu_without_triton_is_not_used(monkeypatch):
+    monkeypatch.setattr(machine, "GPU_FILES", ("/",))
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name == "triton" else name)
+    assert "triton is not installed" in machine.find_gpu.__wrapped__().missing
 
 
 @pytest.mark.parametrize(
@@ -61,11 +101,11 @@ def test_auto_chooses_torch_if_the_cpu_backend_cannot_run():
         ({"max_num_batched_tokens": 8}, "at least max_num_seqs"),
         ({"backend": "tpu"}, "one of auto, cpu, torch"),
         ({"dtype": "int3"}, "dtype must be one of"),
-        ({"backend": "cpu", "device": "cuda"}, "backend='torch'"),
+        ({"backend": "cpu", "device": "cuda"}, "backend='cuda'"),
         ({"backend": "cpu", "dtype": "bfloat16"}, "quantization instead"),
         ({"backend": "torch", "quantization": "int8"}, "takes dtype"),
         ({"backend": "cuda", "device": "cuda", "quantization": "q2"}, "one of auto, none, native, fp8"),
-        ({"backend": "cuda"}, "use device='cuda'"),
+        ({"backend": "cuda", "device": "cpu"}, "use device='cuda'"),
         ({"dtype": "float16"}, "backend='cuda'"),
         ({"threads": 0}, "threads"),
         (
@@ -74,7 +114,6 @@ def test_auto_chooses_torch_if_the_cpu_backend_cannot_run():
         ),
         ({"exact": "yes"}, "True or False"),
         ({"exact": True, "backend": "torch"}, "always exact"),
-        ({"exact": True, "device": "cuda"}, "backend='cuda'"),  # auto: that is torch
         (
             {"exact": True, "speculative_config": {"method": "ngram", "verification": "block"}},
             "'block' keeps the distribution.*'pathwise'",
@@ -89,8 +128,16 @@ def test_auto_chooses_torch_if_the_cpu_backend_cannot_run():
         ({"seed": -1}, "seed"),
         ({"speculative_config": {"method": "guess"}}, "method must be one of ngram, suffix"),
         ({"speculative_config": {"num_speculative_tokens": 3}}, "method must be one of"),
-        ({"speculative_config": "guess"}, "'guess' names no drafting method. Use off, model:PATH"),
+        (
+            {"speculative_config": "guess"},
+            "'guess' names no drafting method. Use off, auto, model:PATH",
+        ),
         ({"speculative_config": "model:"}, "names no drafting method"),
+        (
+            {"speculative_config": "suffix:5"},
+            'suffix takes nothing after.*--draft .{"method": "suffix", "num_speculative_tokens": 5}',
+        ),
+        ({"speculative_config": "eagle3:3"}, "eagle3 takes PATH after the colon. If 3 is a length"),
         ({"speculative_config": 3}, "must be an object"),
         ({"speculative_config": []}, "must be an object"),
         ({"speculative_config": '{"method": '}, "is not JSON"),

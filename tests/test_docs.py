@@ -1,4 +1,4 @@
-"""Links between pages are valid, and guides name no moved command."""
+"""Links between pages are valid, every page is in an index, and guides name no moved command."""
 
 from __future__ import annotations
 
@@ -30,6 +30,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.exists(), f"{file} is not there"
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target), f"{file} has no heading #{anchor}"
+
+
+@pytest.mark.parametrize(
+    ("folder", "index"), [("guides", "index.md"), ("design", "index.md"), ("lab", "lab/README.md")]
+)
+def test_every_page_is_in_its_index(folder: str, index: str) -> None:
+    page = ROOT / "docs" / index
+    linked = {(page.parent / file).resolve() for file, _ in LINK.findall(page.read_text())}
+    pages = [file for file in sorted((ROOT / "docs" / folder).glob("*.md")) if file != page]
+    assert [file.name for file in pages if file.resolve() not in linked] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -21,7 +21,7 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 WITHOUT_TORCH = """
 import sys
-for name in ("torch", "triton", "transformers"):
+for name in ("torch", "triton", "transformers", "opentelemetry.exporter"):
     sys.modules[name] = None  # an import of it fails
 """
 
@@ -72,6 +72,8 @@ def test_what_needs_torch_says_which_extra_to_install(tmp_path: Path) -> None:
     lines = {
         f"paceline train eagle3 --out {tmp_path}/new": "`paceline train` needs the module torch: "
         "run `pip install 'paceline[train]'`.",
+        "paceline serve --otlp-endpoint http://localhost:4318": "`--otlp-endpoint` needs the module "
+        "opentelemetry.exporter.otlp: run `pip install 'paceline[otel]'`.",
         "benchmarks gpu": "`python -m benchmarks gpu` needs the module torch: "
         "run `pip install 'paceline[gpu]'`.",
     }
@@ -110,7 +112,7 @@ def test_torch_is_an_extra_that_others_imply() -> None:
     extras = project["optional-dependencies"]
     assert extras["torch"] == ["torch>=2.11"]
     assert all("paceline[torch]" in extras[name] for name in ("gpu", "train"))
-    assert "paceline[gpu,train]" in extras["dev"]
+    assert "paceline[gpu,train,otel]" in extras["dev"]
 
 
 def test_compilation_is_announced_before_it_begins(tmp_path: Path) -> None:

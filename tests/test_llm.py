@@ -57,6 +57,17 @@ def test_an_output_has_the_parts_that_vllm_users_read(llm):
     assert speculative.acceptance_histogram == []
 
 
+def test_a_drafter_that_is_not_loaded_is_a_warning_and_in_the_metrics(llm):
+    (expected,) = llm.generate("hello", GREEDY)
+    hinted = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, speculative="eagle3")
+    with pytest.warns(UserWarning, match="'eagle3', which is not loaded.*speculative_config"):
+        (output,) = llm.generate("hello", hinted)
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert output.metrics.speculative.unavailable_drafter == "eagle3"
+    with pytest.warns(UserWarning, match="eagle3"):
+        assert "".join(llm.stream("hello", hinted)) == expected.outputs[0].text
+
+
 def test_parameters_may_be_one_for_all_or_one_for_each(llm):
     short, long = SamplingParams(max_tokens=1, ignore_eos=True), SamplingParams(max_tokens=3, ignore_eos=True)
     assert [len(o.outputs[0].token_ids) for o in llm.generate(["a", "b"], [short, long])] == [1, 3]

@@ -1,21 +1,23 @@
-"""Tiny random checkpoints of every family, made on the fly by transformers' own classes.
+"""Tiny random checkpoints of every family, made by transformers' own classes.
 
-Sizes are odd on purpose: no dimension is a multiple of a tile, a vector register or a page.
+Sizes are odd on purpose: no dimension is a multiple of a tile, a vector register or a page. Checkpoints are
+kept between runs, and transformers, which takes seconds to import, is imported where its models are used.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
+import os
+import shutil
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.llama import LlamaConfig
-from transformers.models.mistral import MistralConfig
-from transformers.models.mixtral import MixtralConfig
-from transformers.models.qwen2 import Qwen2Config
-from transformers.models.qwen3 import Qwen3Config
-from transformers.models.qwen3_moe import Qwen3MoeConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 VOCAB_SIZE = 173
 
@@ -39,42 +41,62 @@ LLAMA3_ROPE = {
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}
 
+
+class Family(NamedTuple):
+    """A model's configuration, as transformers names it."""
+
+    kind: str  # the class of transformers
+    options: dict[str, Any]
+
+    def config(self) -> PretrainedConfig:
+        import transformers
+
+        made: PretrainedConfig = getattr(transformers, self.kind)(**SIZES, **self.options)
+        return made
+
+
 FAMILIES = {
-    "llama": LlamaConfig(**SIZES, head_dim=14, tie_word_embeddings=True),
-    "llama-attention-bias": LlamaConfig(**SIZES, attention_bias=True),
-    "llama-llama3-rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
-    "llama-linear-rope": LlamaConfig(**SIZES, rope_parameters=LINEAR_ROPE),
-    "mistral-window": MistralConfig(**SIZES, head_dim=14, sliding_window=9),
-    "qwen2": Qwen2Config(**SIZES),
-    "qwen2-some-windows": Qwen2Config(
-        **SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=1
+    "llama": Family("LlamaConfig", {"head_dim": 14, "tie_word_embeddings": True}),
+    "llama-attention-bias": Family("LlamaConfig", {"attention_bias": True}),
+    "llama-llama3-rope": Family("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-linear-rope": Family("LlamaConfig", {"rope_parameters": LINEAR_ROPE}),
+    "mistral-window": Family("MistralConfig", {"head_dim": 14, "sliding_window": 9}),
+    "qwen2": Family("Qwen2Config", {}),
+    "qwen2-some-windows": Family(
+        "Qwen2Config", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
     ),
-    "qwen3": Qwen3Config(**SIZES, head_dim=14, tie_word_embeddings=True),
-    "qwen3-moe": Qwen3MoeConfig(
-        **SIZES,
-        head_dim=14,
-        num_experts=5,
-        num_experts_per_tok=3,
-        moe_intermediate_size=37,
-        norm_topk_prob=True,
-        mlp_only_layers=[1],
+    "qwen3": Family("Qwen3Config", {"head_dim": 14, "tie_word_embeddings": True}),
+    "qwen3-moe": Family(
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 14,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 37,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
     ),
-    "qwen3-moe-raw-weights": Qwen3MoeConfig(
-        **SIZES,
-        head_dim=14,
-        num_experts=5,
-        num_experts_per_tok=2,
-        moe_intermediate_size=37,
-        norm_topk_prob=False,
+    "qwen3-moe-raw-weights": Family(
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 14,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 37,
+            "norm_topk_prob": False,
+        },
     ),
-    "mixtral": MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2),
+    "mixtral": Family("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
 }
 
 
 def random_model(family: str) -> PreTrainedModel:
     """A float32 model of the family in which every weight, norms and biases too, is random."""
-    model = AutoModelForCausalLM.from_config(
-        FAMILIES[family],
+    from transformers import AutoModelForCausalLM
+
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        FAMILIES[family].config(),
         dtype=torch.float32,
         experts_implementation="eager",  # the fused one wants even sizes
     ).eval()
@@ -89,5 +111,22 @@ def random_model(family: str) -> PreTrainedModel:
 
 def save_checkpoint(family: str, folder: Path) -> Path:
     """The folder, now holding a random safetensors checkpoint of the family and its config.json."""
-    random_model(family).save_pretrained(folder)
+    shutil.copytree(_kept(family), folder, dirs_exist_ok=True)
     return folder
+
+
+@cache
+def _kept(family: str) -> Path:
+    """The family's checkpoint, made once for these versions and this file; `make clean` deletes it."""
+    versions = [importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")]
+    made_of = "\0".join([*versions, Path(__file__).read_text()])
+    root = Path(__file__).parents[1] / ".pytest_cache" / "tiny"
+    kept = root / f"{family}-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
+    if not kept.exists():
+        made = root / f"{kept.name}.{os.getpid()}"
+        random_model(family).save_pretrained(made)
+        try:
+            made.rename(kept)  # whole or not at all
+        except OSError:  # another process was first
+            shutil.rmtree(made)
+    return kept

@@ -59,7 +59,6 @@ class ToyBackend(Backend):
     ) -> None:
         self.chooses = chooses or on_device
         self.supports_lookup = supports_lookup  # on the device
-        self.truncates_on_device = on_device
         self.on_device = on_device
         self.num_launched = 0  # passes that were launched on the device
         self.page_size = page_size

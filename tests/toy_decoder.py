@@ -11,7 +11,11 @@ import numpy as np
 from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, SlotInits
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch
+from paceline.core.logit_edits import LogitEdits
+from paceline.core.request import SamplingNeeds
 from paceline.core.truncation import NUM_FIELDS, Truncation
+from paceline.verify import logprobs
+from paceline.verify.kernels import log_normalizer
 from paceline.verify.reference import choose_token_reference
 from tests.draft.reference import host_draft_chain, ngram_chain
 
@@ -26,6 +30,32 @@ def reference_token(
     if temperature == 0:
         return -1 if np.isnan(logits).any() else int(logits.argmax())
     return choose_token_reference(logits, temperature, Truncation.from_row(truncation), seed, position)
+
+
+def edited(logits: Float32Array, edits: LogitEdits, since: Sequence[int], position: int) -> Float32Array:
+    """The logits of a token at `position` with the edits of a request that got tokens `since` it joined."""
+    logits, one = logits.copy(), np.float32(1)
+    logits[edits.bias_ids] += edits.bias
+    if position < edits.min_length:
+        logits[edits.ending_ids] = -np.inf
+    repetition, frequency, presence = (np.float32(penalty) for penalty in edits.penalties)
+    counts = dict(zip(edits.output_ids.tolist(), edits.output_counts.tolist(), strict=True))
+    for token in since:
+        counts[token] = counts.get(token, 0) + 1
+    for token in {*edits.seen_ids.tolist(), *counts}:
+        logits[token] = logits[token] / repetition if logits[token] > 0 else logits[token] * repetition
+    for token, count in counts.items():
+        logits[token] = logits[token] - frequency * np.float32(count) - presence * one
+    return logits
+
+
+def logprob_fields(logits: Float32Array, token: int) -> list[float]:
+    """The fields of verify/logprobs.py for a row."""
+    likely = np.argsort(-logits, kind="stable")[: logprobs.FIRST_LOGIT - logprobs.FIRST_ID]
+    missing = [-1] * (logprobs.FIRST_LOGIT - logprobs.FIRST_ID - len(likely))
+    rank = int((logits > logits[token]).sum()) + 1
+    own = [log_normalizer(logits, float(logits.max())), float(logits[token]), rank]
+    return [*own, *likely.tolist(), *missing, *logits[likely].tolist(), *missing]
 
 
 class ToyDecoder:
@@ -46,6 +76,10 @@ class ToyDecoder:
         self._truncation = np.zeros((slots, NUM_FIELDS))  # [slots, NUM_FIELDS]
         self._takes_drafts = np.ones(slots, dtype=np.bool_)  # [slots]
         self._texts: dict[int, list[int]] = {}  # slot: its tokens, if `join` had them
+        self._edits: dict[int, LogitEdits | None] = {}
+        self._since: dict[int, list[int]] = {}  # slot: tokens that it got since it joined
+        self._asks_logprobs: dict[int, bool] = {}
+        self._fields: dict[int, list[list[float]]] = {}  # slot: fields of its rows in this pass
         self._unread: deque[DecodeOutput] = deque()
         self._by_text = False  # whether it drafts without a head
         self._next_slot_pages: dict[
@@ -61,8 +95,14 @@ class ToyDecoder:
         self._next_slot_pages = {}
         for number, slot in enumerate(slots.tolist()):
             self._texts.pop(slot, None)
+            self._edits[slot], self._since[slot] = requests.edits[number], []
+            self._asks_logprobs[slot] = bool(requests.logprobs[number])
             if requests.texts is not None:
                 self._texts[slot] = requests.texts[number].tolist()
+
+    @property
+    def supported_sampling(self) -> SamplingNeeds:
+        return SamplingNeeds.TRUNCATION | SamplingNeeds.LOGIT_EDITS | SamplingNeeds.LOGPROBS
 
     @property
     def supports_lookup(self) -> bool:
@@ -78,7 +118,7 @@ class ToyDecoder:
         self._backend.num_launched += 1
         before, self._length = self._length, 0 if draft is None else draft.length
         given, found, lines = None, None, [None] * len(slots) if host_drafts is None else host_drafts.tolist()
-        self._by_text = draft is not None and draft.runner is None
+        self._by_text = draft is not None and draft.from_texts
         if draft is not None and self._by_text:
             assert (host_drafts is not None) == (draft.host_tokens > 0)
             given = np.full((len(slots), draft.length), -1, dtype=np.int32)  # matches no token
@@ -91,6 +131,7 @@ class ToyDecoder:
         starts = self._lengths.copy()
         tokens = np.full((len(slots), 1 + self._length), -999, dtype=np.int32)
         counts = np.zeros(len(slots), dtype=np.int32)
+        self._fields = {slot: [] for slot in slots}
         for level in range(1 + self._length):
             rows = [row for row, slot in enumerate(slots) if self._goes_on(slot, starts, level, tokens[row])]
             if given is not None and level:
@@ -103,7 +144,13 @@ class ToyDecoder:
                 first_slot = self._page(slot, index, page_tables) * self._backend.page_size
                 self._pool.tokens[first_slot + index % self._backend.page_size] = -999
         features = np.repeat(tokens.astype(np.float32), self._layers, axis=1) if self._layers else None
-        self._unread.append(DecodeOutput(tokens, counts, None if self._length else features, found))
+        fields = None
+        if any(self._asks_logprobs[slot] for slot in slots):
+            fields = np.full((len(slots), 1 + self._length, logprobs.NUM_FIELDS), np.nan)
+            for row, slot in enumerate(slots):
+                for level, line in enumerate(self._fields[slot]):
+                    fields[row, level] = line
+        self._unread.append(DecodeOutput(tokens, counts, None if self._length else features, found, fields))
         self._next_slot_pages = {slot: self._next_pages(slot, page_tables) for slot in slots}
 
     def _drafted(self, slot: int, draft: DeviceDraft, line: list[int] | None) -> list[int]:
@@ -144,10 +191,15 @@ class ToyDecoder:
         )
         self._lengths[slots] += 1
         options = self._temperatures, self._truncation, self._seeds, self._lengths
-        chosen = [
-            reference_token(logits, *(of_slots[slot].tolist() for of_slots in options))
-            for logits, slot in zip(output.logits, slots, strict=True)
-        ]
+        chosen = []
+        for logits, slot in zip(output.logits, slots, strict=True):
+            edits, raw = self._edits[slot], logits
+            if edits is not None:
+                logits = edited(raw, edits, self._since[slot], int(self._lengths[slot]))
+            chosen.append(reference_token(logits, *(of_slots[slot].tolist() for of_slots in options)))
+            self._since[slot].append(chosen[-1])
+            if self._asks_logprobs[slot] and chosen[-1] >= 0:
+                self._fields[slot].append(logprob_fields(raw, chosen[-1]))
         self._tokens[slots] = np.maximum(chosen, 0)
         for slot, token in zip(slots, self._tokens[slots].tolist(), strict=True):
             if slot in self._texts:

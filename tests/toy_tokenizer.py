@@ -16,6 +16,8 @@ class ToyTokenizer:
     bos_id = 1
     vocab_size = VOCAB
     chat_template = None
+    template_variables: frozenset[str] = frozenset()
+    special_tokens = {"bos_token": "<bos>", "eos_token": "<eos>"}  # noqa: RUF012
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         count = add_special_tokens + len(text)
@@ -41,6 +43,11 @@ class ToyTokenizer:
         return {"<eos>": 0, "<bos>": 1}.get(token)
 
     def apply_chat_template(
-        self, messages: Sequence[object], add_generation_prompt: bool = True, tools: object = None
+        self,
+        messages: Sequence[object],
+        add_generation_prompt: bool = True,
+        tools: object = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: object = None,
     ) -> str:
         return "".join(str(message) for message in messages)

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paceline.core.params import SamplingParams
+from paceline.core.stats import StepStats
 from paceline.errors import PacelineError
 from paceline.home import paceline_home
 from paceline.llm import LLM
+from paceline.terminal.chat_stats import ChatStats
 from paceline.terminal.flags import Options
 from paceline.terminal.session import Interrupt, load, note, sampling_params, show, stream
+from paceline.terminal.wrap import WordWrap
 
 HISTORY_LINES = 1000
 HELP = """\
 /system TEXT  tell the model what it is; without TEXT, take that back
 /undo         take back the last question and its answer
 /reset        start over; the system text stays
+/stats        speed, acceptance and drafters: of the last answer, and of all
 /save FILE    write the conversation to FILE as JSON
 /help         this
 /exit         leave, as Ctrl-D does
@@ -47,10 +52,12 @@ class Conversation:
         self._params = params
         self.system = system
         self.messages: list[dict[str, str]] = []  # user and assistant alternate
+        self._last, self._all = ChatStats(), ChatStats()  # of the last answer, and of all
         self._commands: dict[str, Callable[[str], None]] = {
             "/system": self._set_system,
             "/undo": self._undo,
             "/reset": self._reset,
+            "/stats": self._show_stats,
             "/save": self._save,
             "/help": lambda _: note(HELP),
         }
@@ -100,9 +107,17 @@ class Conversation:
                 "message was not sent. Make it shorter, take back earlier ones with /undo, or /reset."
             )
             return None
-        with Interrupt() as interrupt:
-            request = stream(self._llm, token_ids, self._params, show, lambda: interrupt.asked)
+        self._last = last = ChatStats()
+
+        def count(stats: StepStats) -> None:
+            last.step(stats)
+            self._all.step(stats)
+
+        with Interrupt() as interrupt, _wrapped() as write:
+            request = stream(self._llm, token_ids, self._params, write, lambda: interrupt.asked, count)
         show("\n")
+        for stats in (last, self._all):
+            stats.end(request)
         if request.finish_reason == "abort":
             note("[stopped]")
         elif request.finish_reason == "length" and len(request.token_ids) >= room:
@@ -110,6 +125,11 @@ class Conversation:
         elif request.finish_reason == "length":
             note(f"[stopped after {request.num_output} tokens: --max-tokens allows no more]")
         return request.detokenizer.text or None
+
+    def _show_stats(self, _: str) -> None:
+        note(
+            "\n".join(["last answer:", *self._last.lines(), f"all {self._all.answers}:", *self._all.lines()])
+        )
 
     def _set_system(self, text: str) -> None:
         self.system = text or None
@@ -137,6 +157,19 @@ class Conversation:
             note(f"error: {path} cannot be written: {error}")
         else:
             note(f"saved to {path}")
+
+
+@contextmanager
+def _wrapped() -> Iterator[Callable[[str], None]]:
+    """What shows pieces of an answer; on a terminal, lines break between words."""
+    if not sys.stdout.isatty():
+        yield show
+        return
+    wrap = WordWrap(show, shutil.get_terminal_size().columns)
+    try:
+        yield wrap.feed
+    finally:
+        wrap.flush()
 
 
 def typed_messages() -> Iterator[str]:

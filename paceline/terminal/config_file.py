@@ -51,6 +51,6 @@ ConfigFile = Annotated[
         metavar="FILE",
         callback=_take_defaults,
         is_eager=True,
-        help="Flags from a file of JSON, such as `paceline tune --out` writes; those given here count more.",
+        help="JSON file of flags, as `paceline tune --out` writes it.",
     ),
 ]

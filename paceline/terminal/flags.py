@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeAlias
 
@@ -36,11 +36,13 @@ class Flag:
     default: Any
     help: str
     spelling: str | None = None  # None: "--" and the name; a switch may have "--on/--off"; aliases: "--a --b"
+    topic: str = ""  # the section of the help page; empty: common, so it comes first
 
     def parameter(self) -> inspect.Parameter:
         """The flag as a parameter for typer."""
         spelling = self.spelling or "--" + self.name.replace("_", "-")
-        annotation = Annotated[self.kind, typer.Option(*spelling.split(), help=self.help)]  # type: ignore[name-defined]
+        option = typer.Option(*spelling.split(), help=self.help, rich_help_panel=self.topic or None)
+        annotation = Annotated[self.kind, option]  # type: ignore[name-defined]
         return inspect.Parameter(
             self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=annotation
         )
@@ -48,12 +50,16 @@ class Flag:
 
 Group: TypeAlias = tuple[Flag, ...]
 
+# the names of a file of prompts, in every command that takes one; the first is the one in its help's texts
+PROMPT_FILE = ("--data", "--workload")
+
 ENGINE: Group = (
     Flag(
         "backend",
         str,
         "auto",
-        "auto, cpu (compiled), torch (reference; also on CUDA) or cuda (GPU kernels).",
+        "auto (cuda if there is a GPU that it can use, else cpu), cpu (compiled), cuda (GPU kernels) or "
+        "torch (slow reference).",
     ),
     Flag("dtype", str, "auto", "torch: auto, float32 or bfloat16; cuda: auto, bfloat16 or float16."),
     Flag(
@@ -62,20 +68,35 @@ ENGINE: Group = (
         "auto",
         "native (the file's own blocks), int8 or none; cuda also fp8 and int4. auto: chosen for the backend.",
     ),
-    Flag("device", str, "cpu", "cpu, or cuda for the backends torch and cuda."),
+    Flag(
+        "device",
+        str,
+        "auto",
+        "auto (the backend's own), cpu, cuda or cuda:N. cuda alone selects the cuda backend.",
+    ),
     Flag("threads", int | None, None, "Number of CPU cores to use. Default: all."),
     Flag(
         "exact",
         bool,
         False,
-        "Refuse settings without byte-identical output (the torch backend, sampled verification rules).",
+        "Refuse settings that do not give byte-identical output: the torch backend, sampled verification.",
         "--exact",
     ),
-    Flag("tokenizer", str | None, None, "Use the tokenizer of another model."),
-    Flag("max_model_len", int | None, None, "Maximum tokens of prompt and output together."),
-    Flag("max_num_seqs", int, 16, "Maximum number of requests that run at once."),
+    Flag("tokenizer", str | None, None, "Model to take the tokenizer from. Default: the model itself."),
+    Flag(
+        "max_model_len",
+        int | None,
+        None,
+        "Maximum tokens of prompt and output. Default: the model's.",
+    ),
+    Flag("max_num_seqs", int, 16, "Maximum number of concurrent requests; others wait."),
     Flag("max_num_batched_tokens", int, 512, "Maximum number of tokens in one pass."),
-    Flag("kv_cache_memory_bytes", int | None, None, "Memory of the KV cache, in bytes."),
+    Flag(
+        "kv_cache_memory_bytes",
+        int | None,
+        None,
+        "Bytes for the KV cache. Default: by available memory.",
+    ),
     Flag("gpu_memory_utilization", float, 0.9, "Fraction of GPU memory to use (cuda backend only)."),
     Flag(
         "enable_prefix_caching",
@@ -88,47 +109,48 @@ ENGINE: Group = (
         "speculative_config",
         str,
         "auto",
-        "How to draft: auto (suffix and the model's shipped head, where they gain), off, ngram, "
-        "suffix, eagle3, model:PATH, or JSON such as "
-        '\'{"method": "suffix", "num_speculative_tokens": 8}\'.',
+        "Drafting: auto (whatever gains), off, ngram, suffix, shipped (the model's own head), eagle3:PATH, "
+        "model:PATH, or JSON as vLLM takes it.",
         "--speculative-config --draft",
     ),
     Flag(
         "log_decisions",
         str | None,
         None,
-        "With --draft auto: a file for the reasons of its decisions.",
+        "File to log each decision of --draft auto to, with its reason.",
     ),
     Flag(
         "share_suffix_cache",
         str | None,
         None,
-        "What suffix drafts from, within one cache_salt: past responses (responses, default), ends of "
-        "prompts too (prompts), or each request's own text only (off).",
+        "What suffix drafting copies from, besides the request's own text: responses (default) of the same "
+        "cache_salt, prompts (these and ends of prompts), or off.",
     ),
 )
 
 SAMPLING: Group = (
-    Flag("temperature", float, 1.0, "0 is greedy: always the likeliest token."),
+    Flag("temperature", float, 1.0, "Sampling temperature; 0 is greedy."),
     *(Flag(name, option.kind, getattr(KEEPS_ALL, name), option.help) for name, option in OPTIONS.items()),
     Flag("repetition_penalty", float, 1.0, "Above 1: tokens of prompt and output become less likely."),
-    Flag("presence_penalty", float, 0.0, "-2 to 2: subtracted from the logits of tokens in the output."),
-    Flag("frequency_penalty", float, 0.0, "-2 to 2: the same, times the number of occurrences."),
+    Flag("presence_penalty", float, 0.0, "From -2 to 2: subtracted from the logits of tokens in the output."),
+    Flag("frequency_penalty", float, 0.0, "From -2 to 2: the same, times the number of occurrences."),
     Flag("logit_bias", str | None, None, 'Added to the logits of token ids, as JSON: {"42": -100}.'),
-    Flag("seed", int | None, None, "The same seed gives the same text, whatever else runs."),
+    Flag("allowed_token_ids", list[int] | None, None, "Sample only this token id. May be repeated."),
+    Flag("bad_words", list[str] | None, None, "Never write this word. May be repeated."),
+    Flag("seed", int | None, None, "The same seed gives the same text, whatever else is running."),
     Flag("n", int, 1, "Number of outputs per prompt."),
-    Flag("stop", list[str] | None, None, "Stop before this text. May be repeated."),
+    Flag("stop", list[str] | None, None, "Stop at this text. May be repeated."),
     Flag("stop_token_ids", list[int] | None, None, "Stop at this token id. May be repeated."),
     Flag("min_tokens", int, 0, "Do not stop before this many tokens."),
     Flag("max_tokens", int | None, 16, "Stop after this many tokens."),
-    Flag("ignore_eos", bool, False, "Continue after the end-of-sequence token.", "--ignore-eos"),
+    Flag("ignore_eos", bool, False, "Do not stop at the end-of-sequence token.", "--ignore-eos"),
     Flag(
         "logprobs",
         int | None,
         None,
-        "Log-probabilities of each token and of this many likeliest tokens (--json).",
+        "Return log-probabilities of each token and of this many likeliest ones (with --json).",
     ),
-    Flag("prompt_logprobs", int | None, None, "The same for the tokens of the prompt (--json)."),
+    Flag("prompt_logprobs", int | None, None, "The same for the tokens of the prompt (with --json)."),
     Flag(
         "skip_special_tokens",
         bool,
@@ -145,27 +167,27 @@ SAMPLING: Group = (
     ),
 )
 
-SEED = Flag("seed", int, 0, "Seed of requests that set none.")
+SEED = Flag("seed", int, 0, "Seed of requests that have none.")
 
 SERVER: Group = (
-    Flag("host", str, "127.0.0.1", "Address to listen on; 0.0.0.0 for all interfaces."),
+    Flag("host", str, "127.0.0.1", "Address to listen on; 0.0.0.0: all."),
     Flag("port", int, 8000, "Port to listen on; 0 for any free port."),
     Flag(
         "api_key",
         list[str] | None,
         None,
-        "Clients must send this key. May be repeated; PACELINE_API_KEY adds one.",
+        "API key that clients must send. May be repeated; PACELINE_API_KEY adds one.",
     ),
     Flag(
         "share_cache_across_keys",
         bool,
         False,
-        "Let clients with different API keys share the prefix cache and past responses.",
+        "Share the prefix cache and past responses between API keys.",
         "--share-cache-across-keys",
     ),
-    Flag("served_model_name", list[str] | None, None, "Model name for clients. May be repeated."),
-    Flag("max_queue", int, 256, "Maximum number of waiting requests; more get 429."),
-    Flag("max_connections", int, 512, "Maximum number of connections; more get 503."),
+    Flag("served_model_name", list[str] | None, None, "Name of the model in the API. May be repeated."),
+    Flag("max_queue", int, 256, "Maximum number of waiting requests; others get 429."),
+    Flag("max_connections", int, 512, "Maximum number of connections; others get 503."),
     Flag(
         "max_body_bytes",
         int,
@@ -173,7 +195,12 @@ SERVER: Group = (
         "Maximum bytes of a request body; larger ones get 413.",
     ),
     Flag("request_timeout", float, 600.0, "Seconds until a request is aborted; 0: never."),
-    Flag("client_timeout", float, 60.0, "Seconds for a client to send a request or read the answer."),
+    Flag(
+        "client_timeout",
+        float,
+        60.0,
+        "Seconds for a client to send a request or read the answer.",
+    ),
     Flag("timeout_keep_alive", int, 30, "Seconds until an idle connection is closed."),
     Flag("drain_timeout", float, 30.0, "Seconds to finish running requests after SIGTERM."),
     Flag("stuck_timeout", float, 120.0, "Seconds without a finished step until /health returns 503."),
@@ -181,27 +208,73 @@ SERVER: Group = (
         "cors_origin",
         list[str] | None,
         None,
-        "Allow pages of this origin. May be repeated; * allows all.",
+        "Allow browsers on pages of this origin. May be repeated; * allows all.",
     ),
     Flag(
         "tool_call_parser",
         str | None,
         None,
-        "Format of the model's tool calls. Default: by template.",
+        "Format of the model's tool calls. Default: found in its chat template.",
     ),
-    Flag("max_segments", int, 32, "Maximum number of segments with their own metrics."),
-    Flag("root_path", str, "", "Path prefix under which a proxy serves this server."),
+    Flag("max_segments", int, 32, "Maximum number of traffic segments with metrics of their own."),
+    Flag(
+        "otlp_endpoint",
+        str | None,
+        None,
+        "Send OpenTelemetry traces to this OTLP/HTTP collector, such as http://localhost:4318.",
+        "--otlp-endpoint --otlp-traces-endpoint",
+    ),
+    Flag("root_path", str, "", "Path prefix that a proxy adds, such as /llm."),
     Flag("log_level", str, "info", "debug, info, warning or error."),
     Flag("log_format", str, "auto", "json, text, or auto: text on a terminal."),
 )
 
 STRUCTURE: Group = (
-    Flag("json_schema", str | None, None, "Answer with JSON of this schema, given as JSON or as a file."),
-    Flag("json_object", bool, False, "Answer with a JSON object.", "--json-object"),
-    Flag("regex", str | None, None, "Answer with a match of this regular expression."),
-    Flag("choice", list[str] | None, None, "Answer with one of these texts. May be repeated."),
-    Flag("grammar", str | None, None, "Answer by the Lark or GBNF grammar in this file."),
+    Flag("json_schema", str | None, None, "JSON schema of the answer: JSON, or a file."),
+    Flag("json_object", bool, False, "Answer with any JSON object.", "--json-object"),
+    Flag("regex", str | None, None, "Regular expression that the answer must match."),
+    Flag("choice", list[str] | None, None, "Text that the answer may be. May be repeated."),
+    Flag("grammar", str | None, None, "File with a Lark or GBNF grammar of the answer."),
 )
+
+
+def by_topic(group: Group, topics: Mapping[str, str]) -> Group:
+    """The group with a section of the help page for each topic, given the names of its flags; the others
+    are common. An empty topic makes flags common again."""
+    topic_of = {name: topic for topic, names in topics.items() for name in names.split()}
+    unknown = topic_of.keys() - {flag.name for flag in group}
+    assert not unknown, unknown
+    return tuple(replace(flag, topic=topic_of.get(flag.name, flag.topic)) for flag in group)
+
+
+ENGINE = by_topic(
+    ENGINE,
+    {
+        "Model and backend": "backend dtype quantization device threads exact tokenizer",
+        "Memory and batching": "max_model_len max_num_seqs max_num_batched_tokens kv_cache_memory_bytes "
+        "gpu_memory_utilization enable_prefix_caching",
+        "Speculation": "log_decisions share_suffix_cache",
+    },
+)
+SAMPLING = by_topic(
+    SAMPLING,
+    {
+        "Sampling": "top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
+        "allowed_token_ids bad_words n",
+        "Stopping": "stop stop_token_ids min_tokens ignore_eos include_stop_str_in_output",
+        "What is returned": "logprobs prompt_logprobs skip_special_tokens",
+    },
+)
+SERVER = by_topic(
+    SERVER,
+    {
+        "Clients": "share_cache_across_keys cors_origin tool_call_parser root_path",
+        "Limits and timeouts": "max_queue max_connections max_body_bytes request_timeout client_timeout "
+        "timeout_keep_alive drain_timeout stuck_timeout",
+        "Logs and metrics": "otlp_endpoint max_segments log_level log_format",
+    },
+)
+STRUCTURE = by_topic(STRUCTURE, {"Structured outputs": "json_schema json_object regex choice grammar"})
 
 
 def having(group: Group, **defaults: Any) -> Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -37,6 +38,11 @@ def generate(
         raise RequestError("--system is a message of a chat: add --chat, or put the text into the prompt.")
     if not as_json and (params.logprobs is not None or params.prompt_logprobs is not None):
         raise RequestError("log-probabilities are shown with --json only: add it, or leave them out.")
+    if not texts and not files and " " in model.strip() and not Path(model).exists():
+        raise RequestError(
+            f"{model[:80]!r} stands where the name of a model is expected. To continue that text: "
+            f"paceline generate --prompt {shlex.quote(model[:80])}"
+        )
     given = read_prompts(texts, files)
     llm = load(model, engine)
     tokenizer = llm.get_tokenizer()

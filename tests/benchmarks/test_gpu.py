@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import date
+
 import pytest
 import torch
 
 from benchmarks.gpu.command import DEFAULT_METHODS, DEFAULT_SHAPES, WORDS, gpu_result
+from benchmarks.gpu.peers import peer_milliseconds, peer_runs, peers_note
 from paceline.errors import BackendError, ConfigError
 
 
@@ -52,6 +55,20 @@ def test_the_more_rows_a_step_has_the_more_experts_it_reads() -> None:
     assert (
         weight_bytes(weights, 1) == (4 + 1 + 1) * 64 * 64 * 2 + expert
     )  # attention, head, router, one expert
+
+
+def test_peers_are_read_from_one_dated_file() -> None:
+    from benchmarks.gpu.plan import METHODS, SHAPES
+
+    assert peer_milliseconds("llama-3.1-8b", "eagle3", "none", 16) == 7.11
+    assert peer_milliseconds("llama-3.1-8b", "plain", "fp8", 1) == 3.47
+    assert peer_milliseconds("llama-3.1-8b", "plain", "int4", 1) is None
+    for run in peer_runs():
+        date.fromisoformat(run.measured)
+        for shape, method, _, _ in run.milliseconds:
+            assert shape in SHAPES
+            assert method in METHODS
+    assert peers_note() in gpu_result([]).notes
 
 
 def test_a_line_of_the_table() -> None:

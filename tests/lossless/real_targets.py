@@ -24,7 +24,8 @@ def logits_after(vocab: int, path: Path) -> np.ndarray:
 
 
 def new_sampler(options: dict[str, object]) -> Sampler:
-    return Sampler(SamplingParams(**options), seed=0, prompt=[0], ending_ids=[ENDING])
+    params = SamplingParams(**{name: value for name, value in options.items() if name != "bad_tokens"})
+    return Sampler(params, seed=0, prompt=[0], ending_ids=[ENDING], bad_words=options.get("bad_tokens", ()))
 
 
 def sampled_world(vocab: int, seed: int, options: dict[str, object]) -> World:

@@ -30,6 +30,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
         "repetition_penalty": 1.15,
         "frequency_penalty": 0.3,
         "logit_bias": {28: 1.5, 198: -1.0, 253: 2.0},
+        "bad_words": ["the", "of", "is a", "in the"],
     },
     "T 0, stop strings": {"temperature": 0, "stop": ["\n\n", " and ", "```"], "min_tokens": 3},
     "T 0.7, top_k, top_p": {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "seed": 1, "prompt_logprobs": 1},
@@ -42,7 +43,14 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     },
     "T 1, n 2": {"temperature": 1.0, "n": 2, "seed": 3},
     "T 1, min_p, bias": {"temperature": 1.0, "min_p": 0.05, "logit_bias": {28: -3.0, 198: 2.0}, "seed": 4},
-    "T 1, top_p, min_tokens": {"temperature": 1.0, "top_p": 0.8, "min_tokens": 16, "seed": 5},
+    "T 1, top_p, min_tokens, allowed ids": {
+        "temperature": 1.0,
+        "top_p": 0.8,
+        "min_tokens": 16,
+        "allowed_token_ids": range(4000),
+        "bad_words": ["and", "to the"],
+        "seed": 5,
+    },
 }
 
 MEDUSA_TOKENS = 2048  # of untrained heads: the most frequent ones have low ids

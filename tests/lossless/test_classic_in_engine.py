@@ -32,6 +32,7 @@ OPTIONS = [
     {"temperature": 0.9, "presence_penalty": 1.0, "frequency_penalty": 0.5},
     {"temperature": 1.0, "min_tokens": 10, "logit_bias": {0: 6.0}},
     {"temperature": 0.0, "frequency_penalty": 1.0},
+    {"temperature": 1.0, "allowed_token_ids": range(2, 60), "bad_words": ["A", "B", "CD", "HI", "IH"]},
 ]
 
 

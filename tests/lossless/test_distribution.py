@@ -94,6 +94,8 @@ def test_a_draft_may_stop_after_any_drawn_token_that_it_keeps(rule):
         {"top_p": 0.7, "min_p": 0.1},
         {"presence_penalty": 1.9, "frequency_penalty": 1.5, "repetition_penalty": 1.5},
         {"logit_bias": {0: 2.0, 2: -1.0}, "min_tokens": 2},
+        {"bad_tokens": [[0, 0], [0, 2, 1], [2, 0]]},
+        {"allowed_token_ids": [0, 2]},
     ],
 )
 def test_all_sampling_options_hold_along_every_path_and_texts_end(rule, options):

@@ -171,8 +171,8 @@ def test_a_text_that_goes_on_after_its_end(rule):
 
 
 @pytest.mark.parametrize("rule", CHAIN_RULES)
-def test_penalties_of_the_request_instead_of_the_nodes_path(rule, plant):
-    options = {"presence_penalty": 1.9}
+@pytest.mark.parametrize("options", [{"presence_penalty": 1.9}, {"bad_tokens": [[0, 2], [2, 0]]}])
+def test_options_of_the_request_instead_of_the_nodes_path(rule, options, plant):
     world, grow_case = sampled_world(3, 0, options), grow_through_samplers(options)
     assert error(world, drawn_chain(2), rule, grow_case) < 1e-12
     plant(Sampler, "branch", lambda self, tokens: self)

@@ -224,7 +224,7 @@ def test_a_request_may_not_ask_for_more_than_a_pass_holds() -> None:
 @pytest.mark.parametrize(
     ("speculative", "message"),
     [
-        ("suffix", r"'suffix', which this engine has not loaded. It has ngram"),
+        ({"method": "suffix", "strict": True}, r"'suffix', which this engine has not loaded. It has ngram"),
         ({"method": "ngram", "branching": 2}, "ngram drafts chains"),
         ({"method": "ngram", "length": 2}, "unknown option 'length'"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens must be an integer from 0"),

@@ -14,6 +14,7 @@ import pytest
 
 from paceline.build import LoadedModel
 from paceline.engine.engine import Engine
+from tests.large import repeated
 from tests.lossless.conftest import MODEL, TOKENS
 from tests.lossless.subject import PLANS, SAMPLINGS, Case, Configs, Outcome, Truth, drafters, make_engine, run
 
@@ -68,7 +69,8 @@ def test_each_method_alone(
     assert_something_happened(outcomes)
 
 
-@pytest.mark.parametrize("turn", [0, 3, 6])
+# 0 and 6 have every method; the tests below batch others of them
+@pytest.mark.parametrize("turn", [0, 6, *repeated(3)])
 def test_a_batch_of_eight_with_a_method_each(
     engine: Engine, truth: Truth, cases: list[Case], turn: int
 ) -> None:

@@ -9,12 +9,17 @@ import sys
 
 import pytest
 
-from paceline import SamplingParams
+from paceline import LLM, SamplingParams
+from paceline.control.controller import FixedController
+from paceline.core.trees import DraftPlan
+from paceline.draft.ngram import NgramDrafter
 from paceline.errors import BackendError
 from paceline.terminal import chat as chat_room
 from paceline.terminal import session
 from paceline.terminal.chat import Conversation, piped_messages
+from tests.toy import ToyTokenizer, toy_engine
 
+LONGER = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -129,3 +134,33 @@ def test_control_characters_of_an_answer_do_not_reach_a_terminal(monkeypatch, ca
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     session.show("a\x1b[31m\tb\n")
     assert capsys.readouterr().out == "a\ufffd[31m\tb\n"
+
+
+def test_stats_tell_speed_acceptance_and_drafter(capsys):
+    engine = toy_engine(
+        max_model_len=400,
+        drafter=NgramDrafter(NgramDrafter.Options()),
+        controller=FixedController(DraftPlan("ngram", 3)),
+    )
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    conversation = Conversation(LLM.from_engine(engine, ToyTokenizer()), params)
+    conversation.run(iter(["/stats"]))
+    assert "there is no answer yet" in capsys.readouterr().err
+    conversation.run(iter(["ababababab", "cdcdcdcd", "/stats"]))
+    lines = capsys.readouterr().err.splitlines()
+    last, every = lines.index("last answer:"), lines.index("all 2:")
+    assert "60 tokens, " in lines[last + 1]
+    assert "120 tokens, " in lines[every + 1]
+    assert "tokens/s, first token after " in lines[every + 1]
+    assert lines[every + 2].startswith("ngram: ")
+    assert "drafted tokens accepted" in lines[every + 2]
+
+
+def test_an_answer_on_a_terminal_breaks_between_words(monkeypatch, toy, capsys):
+    (expected,) = toy.chat([{"role": "user", "content": "one"}], LONGER)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "20")
+    Conversation(toy, LONGER).run(iter(["one"]))
+    lines = capsys.readouterr().out.rstrip("\n").split("\n")
+    assert "".join(lines).replace(" ", "") == expected.outputs[0].text.replace("\n", "").replace(" ", "")
+    assert all(len(line) <= 20 or " " not in line.strip() for line in lines)

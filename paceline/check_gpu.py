@@ -1,0 +1,96 @@
+"""The cuda backend compared with the torch reference on a small random model, for `paceline check`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from paceline.backends.base import Backend
+from paceline.backends.load import load_backend
+from paceline.backends.options import BackendOptions
+from paceline.core.arrays import Float32Array, Int32Array
+from paceline.core.forward import ForwardBatch, KVPool
+from paceline.errors import BackendError
+from paceline.models.checkpoint import Checkpoint, Tensor
+from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.layout import expected_tensors
+from paceline.models.safetensors_writer import encode
+
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=512,
+    hidden_size=256,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=512,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(10000.0),
+    max_position=256,
+    tie_embeddings=True,
+)
+TOKENS = 40  # of the prompt
+SPLIT = 13  # the second request gets its prompt in two chunks, the second beside another request
+TOLERANCE = 0.05  # relative to the largest logit: bfloat16 has 8 bits, and two layers add up their rounding
+
+
+def compare_gpu() -> str:
+    """A summary if the kernels agree with torch; BackendError that names the difference otherwise."""
+    checkpoint = Checkpoint(CONFIG, _random_tensors(np.random.default_rng(1)), Path("random"))
+    tokens = np.random.default_rng(2).integers(0, CONFIG.vocab_size, TOKENS).astype(np.int32)
+    ours = load_backend(checkpoint, BackendOptions(backend="cuda"), TOKENS)
+    reference = load_backend(checkpoint, BackendOptions(backend="torch", device="cuda"), TOKENS)
+    alone, expected = _alone(ours, tokens), _alone(reference, tokens)
+    error = float(np.abs(alone - expected).max() / np.abs(expected).max())
+    if not error <= TOLERANCE:  # written so that NaN fails too
+        raise BackendError(f"logits differ from torch by {error:.1e} of the largest")
+    if not np.array_equal(_in_chunks(ours, tokens), alone):
+        raise BackendError("a prompt in two chunks, beside another request, has other bits than alone")
+    return f"logits within {error:.0e} of torch; the same bits alone, in chunks and beside another request"
+
+
+def _random_tensors(random: np.random.Generator) -> dict[str, Tensor]:
+    """Random matrices that keep the size of what they multiply, and norms of ones."""
+    return {
+        name: encode(
+            random.standard_normal(shape, dtype=np.float32) / np.float32(np.sqrt(shape[-1]))
+            if len(shape) == 2
+            else np.ones(shape, dtype=np.float32)
+        )
+        for name, shape in expected_tensors(CONFIG)
+    }
+
+
+def _alone(backend: Backend, tokens: Int32Array) -> Float32Array:
+    """The logits of a prompt in one pass."""
+    pages = -(-len(tokens) // backend.page_size)
+    batch = _batch(backend.make_pool(pages), [(tokens, 0, 0)], pages)
+    return backend.forward(batch).logits.copy()
+
+
+def _in_chunks(backend: Backend, tokens: Int32Array) -> Float32Array:
+    """The same in two passes, the second of them beside another request."""
+    pages = -(-len(tokens) // backend.page_size)
+    pool = backend.make_pool(2 * pages)
+    first = backend.forward(_batch(pool, [(tokens[:SPLIT], 0, 0)], pages)).logits.copy()
+    other = tokens[::-1][:SPLIT].copy()
+    both = _batch(pool, [(other, 0, 1), (tokens[SPLIT:], SPLIT, 0)], pages)
+    return np.concatenate((first, backend.forward(both).logits[SPLIT:]))
+
+
+def _batch(pool: KVPool, parts: Sequence[tuple[Int32Array, int, int]], pages: int) -> ForwardBatch:
+    """A pass over `parts`: tokens, tokens before them, and the number of the request."""
+    counts = [len(tokens) for tokens, _, _ in parts]
+    return ForwardBatch(
+        tokens=np.concatenate([tokens for tokens, _, _ in parts]).astype(np.int32),
+        positions=np.concatenate([before + np.arange(len(t)) for t, before, _ in parts]).astype(np.int32),
+        parents=np.concatenate([np.arange(count) - 1 for count in counts]).astype(np.int32),
+        row_offsets=np.cumsum([0, *counts]).astype(np.int32),
+        context_lengths=np.array([before for _, before, _ in parts], dtype=np.int32),
+        page_tables=np.array([number * pages + np.arange(pages) for _, _, number in parts], dtype=np.int32),
+        logit_rows=np.arange(sum(counts), dtype=np.int32),
+        pool=pool,
+    )
