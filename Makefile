@@ -19,7 +19,7 @@ EVERYTHING := '.[serve,dev]'
 timed = @begin=$$(date +%s); ($(2)); status=$$?; \
 	printf '%-8s %5d s\n' $(1) $$(($$(date +%s) - begin)) >> $(TIMES); exit $$status
 
-.PHONY: install model serve test lint types check tests fuzz clean
+.PHONY: install model serve test test-large lint types check tests fuzz clean
 
 # what serving needs: no torch, nothing for tests
 $(SERVING): pyproject.toml constraints.txt
@@ -63,6 +63,10 @@ test:
 	@rm -f $(TIMES)
 	@($(MAKE) --jobs 2 install check && $(MAKE) --jobs 3 lint types tests); status=$$?; \
 		echo "time by part; some run beside each other:"; cat $(TIMES); exit $$status
+
+# and what only repeats: more pairs of methods and requests, and a larger model if it was pulled
+test-large: export PACELINE_TEST_LARGE := 1
+test-large: test
 
 # property tests with fresh seeds, until the time is up or one fails: `make fuzz MINUTES=60`
 fuzz: install model
