@@ -39,6 +39,15 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "beta_fast": 8.0,
+    "original_max_position_embeddings": 64,
+}
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.6}
+SLIDING, FULL = "sliding_attention", "full_attention"
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}
 
 
@@ -51,7 +60,7 @@ class Family(NamedTuple):
     def config(self) -> PretrainedConfig:
         import transformers
 
-        made: PretrainedConfig = getattr(transformers, self.kind)(**SIZES, **self.options)
+        made: PretrainedConfig = getattr(transformers, self.kind)(**(SIZES | self.options))
         return made
 
 
@@ -88,6 +97,60 @@ FAMILIES = {
         },
     ),
     "mixtral": Family("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "llama-yarn-rope": Family("LlamaConfig", {"rope_parameters": YARN_ROPE}),
+    "phi3": Family("Phi3Config", {"pad_token_id": 0}),
+    "ministral": Family(
+        "MinistralConfig", {"head_dim": 14, "sliding_window": 9, "layer_types": [SLIDING, FULL, SLIDING]}
+    ),
+}
+
+# families with blocks that only the torch backend has
+TORCH_FAMILIES = {
+    "phi3-partial-rope": Family("Phi3Config", {"pad_token_id": 0, "rope_parameters": PARTIAL_ROPE}),
+    "gemma2": Family(
+        "Gemma2Config",
+        {
+            "head_dim": 14,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 11,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": Family(
+        "Gemma3TextConfig",
+        {
+            "head_dim": 14,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 11,
+            "layer_types": [SLIDING, FULL, SLIDING],
+        },
+    ),
+    "olmo2": Family("Olmo2Config", {}),
+    "olmo3": Family(
+        "Olmo3Config",
+        {
+            "sliding_window": 9,
+            "layer_types": [SLIDING, FULL, SLIDING],
+            "rope_parameters": {FULL: YARN_ROPE, SLIDING: {"rope_type": "default", "rope_theta": 500.0}},
+        },
+    ),
+    "granite": Family(
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+            "attention_bias": True,
+        },
+    ),
+    "smollm3": Family("SmolLM3Config", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
+    "glm4": Family("Glm4Config", {"head_dim": 12, "pad_token_id": 0}),
+    "cohere2": Family(
+        "Cohere2Config",
+        {"sliding_window": 9, "layer_types": [SLIDING, FULL, SLIDING], "pad_token_id": 0, "logit_scale": 0.3},
+    ),
 }
 
 
@@ -96,7 +159,7 @@ def random_model(family: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        FAMILIES[family].config(),
+        (FAMILIES | TORCH_FAMILIES)[family].config(),
         dtype=torch.float32,
         experts_implementation="eager",  # the fused one wants even sizes
     ).eval()

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from paceline.models.transformer import MLP, Layer, RMSNorm, Transformer, rotate
+from paceline.models.transformer import MLP, Layer, Norm, RMSNorm, Rotation, Transformer, rotate
 
 
 class PlainDecode:
@@ -36,7 +36,7 @@ class PlainDecode:
         model = self.model
         hidden = F.embedding(self.tokens, model.embedding)
         visible = (self.columns <= self.position)[None, None, None, :]
-        rotation = model.rotation(self.position)
+        rotation = cast(Rotation, model.rotations(self.position)[model.config.rope])
         for index, layer in enumerate(model.layers):
             mixed = self._attention(index, layer, _norm(hidden, layer.attention_norm), rotation, visible)
             hidden = hidden + mixed
@@ -51,7 +51,7 @@ class PlainDecode:
         index: int,
         layer: Layer,
         normed: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         visible: torch.Tensor,
     ) -> torch.Tensor:
         attention = layer.attention
@@ -71,5 +71,6 @@ class PlainDecode:
         return F.linear(mixed.flatten(1), attention.output.weight)
 
 
-def _norm(hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+def _norm(hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
+    assert isinstance(norm, RMSNorm), "only llama's blocks are measured"
     return F.rms_norm(hidden, norm.weight.shape, norm.weight, norm.eps)

@@ -7,7 +7,8 @@ Names are those of Hugging Face checkpoints, for GGUF files too:
     model.layers.{i}.self_attn.{q,k,v}_proj.weight [heads * head_dim, hidden]   (.bias: [heads * head_dim])
     model.layers.{i}.self_attn.{q,k}_norm.weight   [head_dim]
     model.layers.{i}.self_attn.o_proj.weight       [hidden, heads * head_dim]
-    model.layers.{i}.post_attention_layernorm.weight
+    model.layers.{i}.post_attention_layernorm.weight        (before the MLP)
+    model.layers.{i}.{attention,feed_forward}_output_norm.weight    (families with norms there)
     model.layers.{i}.mlp.{gate,up}_proj.weight     [intermediate, hidden]
     model.layers.{i}.mlp.down_proj.weight          [hidden, intermediate]
     model.layers.{i}.mlp.gate.weight               [experts, hidden]            (router)

@@ -1,6 +1,7 @@
 """ModelConfig: the architecture of a model, as every backend reads it.
 
-Families differ only by the fields below; there is one transformer, not one per family.
+Families differ only by the fields below; there is one transformer, not one per family. The defaults are
+llama's. `beyond_llama` names the blocks of a model that not every backend has.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: the base and, for llama 3.x, its frequency scaling."""
+    """Rotary position embedding: the base and its frequency scaling, if any."""
 
     theta: float = 10000.0
-    scaling: str = "none"  # none | linear | llama3
+    scaling: str = "none"  # none | linear | llama3 | yarn
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
     # GGUF files carry llama3 scaling as ready divisors, one per frequency; empty when absent
     frequency_divisors: tuple[float, ...] = ()
+    dim: int = 0  # the first values of a head that are rotated; 0: all of them
+    beta_fast: float = 32.0  # yarn: rotations in the original context above which a frequency is kept
+    beta_slow: float = 1.0  # yarn: and below which it is divided by `factor`
+    attention_factor: float = 1.0  # yarn: factor of cosines and sines
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class MoeConfig:
 class ModelConfig:
     """Everything a backend must know to run a model."""
 
-    family: str  # llama | mistral | qwen2 | mimo | qwen3 | qwen3_moe | mixtral
+    family: str  # a key of families.FAMILIES
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -54,7 +59,39 @@ class ModelConfig:
     qk_norm: bool = False  # RMSNorm over head_dim on q and k, before rope
     sliding_windows: tuple[int | None, ...] = ()  # one per layer; () means full attention everywhere
     moe: MoeConfig | None = None
+    activation: str = "silu"  # of the MLP's gate: silu | gelu_tanh
+    norm: str = "rms"  # rms | layer: LayerNorm without a bias
+    # where norms are: before attention and MLP (pre), after them (post), both (sandwich), or one norm
+    # whose output both read (parallel)
+    norm_placement: str = "pre"
+    joint_qk_norm: bool = False  # RMSNorm over all heads of q, and of k, at once
+    layer_ropes: tuple[RopeConfig | None, ...] = ()  # one per layer; None: no rope; (): `rope` everywhere
+    attention_scale: float = 0.0  # factor of scores; 0: 1 / sqrt(head_dim)
+    attention_softcap: float = 0.0  # scores are cap * tanh(score / cap); 0: no cap
+    logits_softcap: float = 0.0  # likewise
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add to the residual stream
+    logits_scale: float = 1.0
 
     def window(self, layer: int) -> int | None:
         """The number of last positions, its own included, that a token of `layer` attends to; None: all."""
         return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """The rope of `layer`; None: its attention does not see positions."""
+        return self.layer_ropes[layer] if self.layer_ropes else self.rope
+
+    def beyond_llama(self) -> list[str]:
+        """The blocks of this model that only the torch backend has, in words."""
+        blocks = {
+            f"{self.activation} activations": self.activation != "silu",
+            "LayerNorm": self.norm != "rms",
+            f"{self.norm_placement} norms": self.norm_placement != "pre",
+            "a joint QK norm": self.joint_qk_norm,
+            "layers with different RoPE": bool(self.layer_ropes),
+            "partial RoPE": self.rope.dim not in (0, self.head_dim),
+            "a scaled attention": self.attention_scale != 0,
+            "soft-capped scores": bool(self.attention_softcap or self.logits_softcap),
+            "scaled residuals": (self.embedding_scale, self.residual_scale, self.logits_scale) != (1, 1, 1),
+        }
+        return [name for name, is_used in blocks.items() if is_used]

@@ -7,18 +7,37 @@ keys are those of Hugging Face; GGUF metadata is translated to them first, so th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
+from paceline.models.family_fields import (
+    Windows,
+    cohere2_blocks,
+    gemma2_blocks,
+    gemma3_blocks,
+    granite_blocks,
+    ministral_windows,
+    mistral_windows,
+    mixtral_experts,
+    no_windows,
+    olmo3_blocks,
+    pattern_windows,
+    qwen_experts,
+    qwen_moe_windows,
+    qwen_windows,
+    rope_config,
+    smollm3_blocks,
+    smollm3_windows,
+    windows_everywhere,
+)
 from paceline.models.fields import Fields
+from paceline.models.file_layouts import GLM_NORMS, LLAMA_FILES, POST_NORMS, SANDWICH_NORMS, FileLayout
 
 MAX_LAYERS = 10_000
-MAX_EXPERTS = 10_000
 MAX_CONTEXT = 1 << 24  # tokens; backends have tables of this size. The longest published is 10 million
-ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
-
-Windows = tuple[int | None, ...]
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> ours
 
 
 def model_config(values: Mapping[str, object], source: str) -> ModelConfig:
@@ -27,19 +46,20 @@ def model_config(values: Mapping[str, object], source: str) -> ModelConfig:
     `source` names the file in errors. An architecture or a feature that we do not run is an
     UnsupportedModelError; a missing or impossible number is a CheckpointError.
     """
-    fields = Fields(values, source)
+    fields = text_fields(Fields(values, source))
     name = fields.text("model_type")
     if name not in FAMILIES:
         raise UnsupportedModelError(
             f"{source}: model_type {name!r} is not supported. Supported are {', '.join(FAMILIES)}."
         )
     family = FAMILIES[name]
-    _refuse_unsupported(fields)
+    fields = Fields({**family.defaults, **fields.values}, fields.source)
+    _refuse_unsupported(fields, family)
     num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", family.default_kv_heads or num_heads)
-    head_dim = fields.integer("head_dim", family.default_head_dim or max(1, hidden_size // num_heads))
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    head_dim = fields.integer("head_dim", max(1, hidden_size // num_heads))
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"{source}: {num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly. "
@@ -47,8 +67,9 @@ def model_config(values: Mapping[str, object], source: str) -> ModelConfig:
         )
     if head_dim % 2:
         raise UnsupportedModelError(f"{source}: head_dim {head_dim} is odd; rotary embedding needs pairs.")
-    optional_bias = family.optional_bias and fields.flag("attention_bias", False)
-    return ModelConfig(
+    attention_bias = fields.flag("attention_bias", False)
+    rope = _with_partial_rope(rope_config(fields, 10000.0), fields, family, head_dim)
+    config = ModelConfig(
         family=name,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -57,28 +78,63 @@ def model_config(values: Mapping[str, object], source: str) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size"),
-        rms_norm_eps=fields.number("rms_norm_eps", family.default_eps),
-        rope=rope_config(fields, family.default_theta),
+        rms_norm_eps=fields.number(family.eps_name, 1e-6),
+        rope=rope,
         max_position=fields.integer("max_position_embeddings", most=MAX_CONTEXT),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
-        qkv_bias=family.qkv_bias or optional_bias,
-        output_bias=optional_bias,
+        qkv_bias=family.qkv_bias or (attention_bias and family.optional_bias != "none"),
+        output_bias=attention_bias and family.optional_bias == "qkvo",
         qk_norm=family.qk_norm,
         sliding_windows=family.windows(fields, num_layers),
         moe=family.moe(fields, num_layers) if family.moe else None,
+        activation=ACTIVATIONS[fields.text(family.activation_name, family.activation)],
+        norm=family.norm,
+        norm_placement=family.norm_placement,
+        joint_qk_norm=family.joint_qk_norm,
     )
+    return replace(config, **family.more(fields, config)) if family.more else config
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    """UnsupportedModelError for features that would silently change outputs if they were ignored."""
-    if (activation := fields.text("hidden_act", "silu")) != "silu":
+def text_fields(fields: Fields) -> Fields:
+    """The configuration of the language model, if the file describes other models beside it."""
+    text = fields.group("text_config")
+    if not text.values:
+        return fields
+    outer = {name: fields.values[name] for name in ("tie_word_embeddings",) if fields.has(name)}
+    return Fields({**outer, **text.values}, text.source)
+
+
+def _with_partial_rope(rope: RopeConfig, fields: Fields, family: Family, head_dim: int) -> RopeConfig:
+    """The rope of families that may rotate a part of each head only."""
+    share = _rotary_share(fields)
+    if share == 1:
+        return rope
+    if not family.partial_rope or not 0 < share < 1 or int(head_dim * share) % 2:
         raise UnsupportedModelError(
-            f"{fields.source}: hidden_act {activation!r} is not supported, only silu."
+            f"{fields.source}: partial rotary embedding ({share:g} of heads of {head_dim}) is not supported "
+            f"in this family. Use a model of another one."
+        )
+    return replace(rope, dim=int(head_dim * share))
+
+
+def _rotary_share(fields: Fields) -> float:
+    """The share of a head that is rotated."""
+    in_rope = fields.group("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
+    return in_rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+
+
+def _refuse_unsupported(fields: Fields, family: Family) -> None:
+    """UnsupportedModelError for features that would silently change outputs if they were ignored."""
+    activation = fields.text(family.activation_name, family.activation)
+    if activation != family.activation:
+        raise UnsupportedModelError(
+            f"{fields.source}: {family.activation_name} {activation!r} is not supported, only "
+            f"{family.activation}."
         )
     if fields.flag("mlp_bias", False):
         raise UnsupportedModelError(f"{fields.source}: mlp_bias is not supported; use a model without it.")
-    if fields.number("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(f"{fields.source}: partial rotary embedding is not supported.")
+    if fields.flag("use_bidirectional_attention", False):
+        raise UnsupportedModelError(f"{fields.source}: bidirectional attention is not supported.")
     if fields.has("quantization_config"):
         raise UnsupportedModelError(
             f"{fields.source}: quantized safetensors (quantization_config) are not supported. "
@@ -86,123 +142,108 @@ def _refuse_unsupported(fields: Fields) -> None:
         )
 
 
-def rope_config(fields: Fields, default_theta: float) -> RopeConfig:
-    """The RopeConfig. transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling."""
-    scaling = fields.group("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
-    rope_type = scaling.text("rope_type", scaling.text("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        raise UnsupportedModelError(
-            f"{fields.source}: rope scaling {rope_type!r} is not supported. "
-            f"Supported are {', '.join(ROPE_TYPES)}: use a model of one of these kinds."
-        )
-    theta = scaling.number("rope_theta", fields.number("rope_theta", default_theta))
-    if scaling.number("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(f"{fields.source}: partial rotary embedding is not supported.")
-    if rope_type == "linear":
-        return RopeConfig(theta, "linear", scaling.number("factor"))
-    if rope_type == "llama3":
-        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-        if high <= low:
-            raise scaling.wrong("high_freq_factor", f"a number above low_freq_factor, {low}")
-        original = scaling.integer("original_max_position_embeddings")
-        return RopeConfig(theta, "llama3", scaling.number("factor"), low, high, original)
-    return RopeConfig(theta)
-
-
-def _no_windows(fields: Fields, num_layers: int) -> Windows:
-    return ()
-
-
-def _windows_everywhere(fields: Fields, num_layers: int) -> Windows:
-    """The same window in every layer, if there is one."""
-    return (fields.integer("sliding_window"),) * num_layers if fields.has("sliding_window") else ()
-
-
-def _mistral_windows(fields: Fields, num_layers: int) -> Windows:
-    """The same window in every layer. A config without the key means 4096; null means none."""
-    return (
-        _windows_everywhere(fields, num_layers) if "sliding_window" in fields.values else (4096,) * num_layers
-    )
-
-
-def _qwen_moe_windows(fields: Fields, num_layers: int) -> Windows:
-    return _windows_everywhere(fields, num_layers) if fields.flag("use_sliding_window", False) else ()
-
-
-def _qwen_windows(fields: Fields, num_layers: int) -> Windows:
-    """A window in the layers from max_window_layers on, or in those that layer_types lists."""
-    if not fields.flag("use_sliding_window", False):
-        return ()
-    window = fields.integer("sliding_window", 4096)
-    first = fields.integer("max_window_layers", 28, least=0)
-    kinds = fields.values.get("layer_types")
-    if kinds is None:
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    window_of = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(str(k) in window_of for k in kinds):
-        raise fields.wrong("layer_types", f"{num_layers} entries, each full_attention or sliding_attention")
-    return tuple(window_of[kind] for kind in kinds)
-
-
-def _mixtral_experts(fields: Fields, num_layers: int) -> MoeConfig:
-    """Experts in every layer, their probabilities always normalized."""
-    experts = fields.integer("num_local_experts", 8, most=MAX_EXPERTS)
-    return MoeConfig(
-        num_experts=experts,
-        experts_per_token=fields.integer("num_experts_per_tok", 2, most=experts),
-        intermediate_size=fields.integer("intermediate_size"),
-        normalize_weights=True,
-        layers=frozenset(range(num_layers)),
-    )
-
-
-def _qwen_experts(fields: Fields, num_layers: int) -> MoeConfig:
-    """Experts in every decoder_sparse_step-th layer that is not listed in mlp_only_layers."""
-    experts_name = "num_experts" if fields.has("num_experts") else "num_local_experts"
-    experts = fields.integer(experts_name, most=MAX_EXPERTS)
-    step = fields.integer("decoder_sparse_step", 1)
-    dense = fields.values.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise fields.wrong("mlp_only_layers", "a list of layer numbers")
-    return MoeConfig(
-        num_experts=experts,
-        experts_per_token=fields.integer("num_experts_per_tok", 8, most=experts),
-        intermediate_size=fields.integer("moe_intermediate_size"),
-        normalize_weights=fields.flag("norm_topk_prob", False),
-        layers=frozenset(
-            layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0
-        ),
-    )
-
-
 @dataclass(frozen=True)
 class Family:
-    """A family's differences from llama. Defaults are those of transformers for keys that a config lacks."""
+    """A family's differences from llama."""
 
     qkv_bias: bool = False  # biases on q, k and v, always
-    optional_bias: bool = False  # biases on q, k, v and o if the config has attention_bias
+    optional_bias: str = "none"  # which projections have biases if there is attention_bias: none, qkv, qkvo
     qk_norm: bool = False
-    windows: Callable[[Fields, int], Windows] = _no_windows
+    joint_qk_norm: bool = False
+    norm: str = "rms"
+    norm_placement: str = "pre"
+    activation: str = "silu"  # as transformers names it
+    partial_rope: bool = False  # whether a model may rotate a part of each head only
+    windows: Callable[[Fields, int], Windows] = no_windows
     moe: Callable[[Fields, int], MoeConfig] | None = None
+    more: Callable[[Fields, ModelConfig], dict[str, Any]] | None = None  # further fields of ModelConfig
+    files: FileLayout = LLAMA_FILES
     mtp: str = ""  # prefix of the tensors of its block for multi-token prediction; empty: it has none
-    default_kv_heads: int | None = None  # None: as many as heads
-    default_head_dim: int | None = None  # None: hidden size / heads
-    default_eps: float = 1e-6
-    default_theta: float = 10000.0
+    activation_name: str = "hidden_act"
+    eps_name: str = "rms_norm_eps"
+    defaults: Mapping[str, object] = field(default_factory=dict)  # transformers' for keys that a config lacks
 
+
+_GEMMA_SIZES = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+}
+_GEMMA2 = Family(
+    optional_bias="qkvo",
+    norm_placement="sandwich",
+    activation="gelu_pytorch_tanh",
+    activation_name="hidden_activation",
+    windows=pattern_windows(2),
+    more=gemma2_blocks,
+    files=FileLayout(SANDWICH_NORMS, norm_offset=1.0),
+    defaults=_GEMMA_SIZES
+    | {"vocab_size": 256000, "max_position_embeddings": 8192}
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    qk_norm=True,
+    windows=pattern_windows(6),
+    more=gemma3_blocks,
+    files=FileLayout(SANDWICH_NORMS, norm_offset=1.0),
+    defaults=_GEMMA_SIZES | {"vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6},
+)
+_OLMO2 = Family(
+    optional_bias="qkvo",
+    joint_qk_norm=True,
+    norm_placement="post",
+    files=FileLayout(POST_NORMS),
+    defaults={"rms_norm_eps": 1e-5},
+)
 
 FAMILIES = {
-    "llama": Family(optional_bias=True),
-    "mistral": Family(windows=_mistral_windows, default_kv_heads=8),
-    "qwen2": Family(qkv_bias=True, windows=_qwen_windows),
-    "mimo": Family(qkv_bias=True, windows=_qwen_windows, mtp="model.mtp_layers."),
-    "qwen3": Family(optional_bias=True, qk_norm=True, windows=_qwen_windows, default_head_dim=128),
-    "qwen3_moe": Family(optional_bias=True, qk_norm=True, windows=_qwen_moe_windows, moe=_qwen_experts),
+    "llama": Family(optional_bias="qkvo"),
+    "mistral": Family(windows=mistral_windows, defaults={"num_key_value_heads": 8}),
+    "qwen2": Family(qkv_bias=True, windows=qwen_windows),
+    "mimo": Family(qkv_bias=True, windows=qwen_windows, mtp="model.mtp_layers."),
+    "qwen3": Family(optional_bias="qkvo", qk_norm=True, windows=qwen_windows, defaults={"head_dim": 128}),
+    "qwen3_moe": Family(optional_bias="qkvo", qk_norm=True, windows=qwen_moe_windows, moe=qwen_experts),
     "mixtral": Family(
-        windows=_windows_everywhere,
-        moe=_mixtral_experts,
-        default_kv_heads=8,
-        default_eps=1e-5,
-        default_theta=1e6,
+        windows=windows_everywhere,
+        moe=mixtral_experts,
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     ),
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA3,
+    "phi3": Family(windows=windows_everywhere, partial_rope=True, defaults={"rms_norm_eps": 1e-5}),
+    "olmo2": _OLMO2,
+    "olmo3": replace(
+        _OLMO2,
+        windows=pattern_windows(4),
+        more=olmo3_blocks,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
+    ),
+    "granite": Family(optional_bias="qkvo", more=granite_blocks),
+    "smollm3": Family(
+        optional_bias="qkvo",
+        windows=smollm3_windows,
+        more=smollm3_blocks,
+        defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
+    ),
+    "glm4": Family(
+        optional_bias="qkv",
+        norm_placement="sandwich",
+        partial_rope=True,
+        files=FileLayout(GLM_NORMS, interleaved_rope=True),
+        defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7}
+        | {"partial_rotary_factor": 0.5, "attention_bias": True},
+    ),
+    "cohere2": Family(
+        optional_bias="qkvo",
+        norm="layer",
+        norm_placement="parallel",
+        windows=pattern_windows(4),
+        more=cohere2_blocks,
+        files=FileLayout(interleaved_rope=True),
+        eps_name="layer_norm_eps",
+        defaults={"layer_norm_eps": 1e-5, "tie_word_embeddings": True},
+    ),
+    "ministral": Family(windows=ministral_windows, defaults={"num_key_value_heads": 8}),
 }

@@ -18,6 +18,7 @@ from paceline.models.fields import Fields
 from paceline.models.files import damaged
 from paceline.models.gguf import GgufFile, GgufTensor
 from paceline.models.layout import select_tensors
+from paceline.models.rope import yarn_attention_factor
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 
@@ -131,8 +132,17 @@ def _config(file: GgufFile) -> ModelConfig:
 
 def _rope_parameters(fields: Fields) -> dict[str, object]:
     kind = fields.text("rope.scaling.type", "none")
-    factor = fields.values.get("rope.scaling.factor")
-    return {"rope_type": "default" if kind == "none" else kind, "factor": factor}
+    names = {
+        "factor": "rope.scaling.factor",
+        "original_max_position_embeddings": "rope.scaling.original_context_length",
+        "beta_fast": "rope.scaling.yarn_beta_fast",
+        "beta_slow": "rope.scaling.yarn_beta_slow",
+    }
+    parameters = {key: fields.values.get(name) for key, name in names.items()}
+    if kind == "yarn" and fields.has("rope.scaling.attn_factor"):
+        usual = yarn_attention_factor(fields.number("rope.scaling.factor"))
+        parameters["attention_factor"] = usual * fields.number("rope.scaling.attn_factor")
+    return {"rope_type": "default" if kind == "none" else kind, **parameters}
 
 
 def _refuse_partial_heads(fields: Fields, config: ModelConfig) -> None:

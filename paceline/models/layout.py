@@ -12,6 +12,17 @@ from paceline.models.config import ModelConfig
 # written by some converters; we compute them
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.masked_bias")
 MAX_NAMES_IN_ERROR = 5
+NORMS = {  # of a layer, by ModelConfig.norm_placement
+    "pre": ("input_layernorm", "post_attention_layernorm"),
+    "post": ("attention_output_norm", "feed_forward_output_norm"),
+    "sandwich": (
+        "input_layernorm",
+        "attention_output_norm",
+        "post_attention_layernorm",
+        "feed_forward_output_norm",
+    ),
+    "parallel": ("input_layernorm",),
+}
 
 
 def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -28,8 +39,8 @@ def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
 def _layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, head_dim = config.hidden_size, config.head_dim
     query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    yield "input_layernorm.weight", (hidden,)
-    yield "post_attention_layernorm.weight", (hidden,)
+    for name in NORMS[config.norm_placement]:
+        yield f"{name}.weight", (hidden,)
     for projection, size in (("q", query_size), ("k", kv_size), ("v", kv_size)):
         yield f"self_attn.{projection}_proj.weight", (size, hidden)
         if config.qkv_bias:
@@ -37,9 +48,9 @@ def _layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple
     yield "self_attn.o_proj.weight", (hidden, query_size)
     if config.output_bias:
         yield "self_attn.o_proj.bias", (hidden,)
-    if config.qk_norm:
-        yield "self_attn.q_norm.weight", (head_dim,)
-        yield "self_attn.k_norm.weight", (head_dim,)
+    if config.qk_norm or config.joint_qk_norm:
+        yield "self_attn.q_norm.weight", (query_size if config.joint_qk_norm else head_dim,)
+        yield "self_attn.k_norm.weight", (kv_size if config.joint_qk_norm else head_dim,)
     if config.moe is None or layer not in config.moe.layers:
         yield from _mlp_tensors("mlp", hidden, config.intermediate_size)
         return

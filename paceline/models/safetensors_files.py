@@ -8,7 +8,6 @@ stay memory-mapped until a backend converts them. Nothing is ever unpickled.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +21,7 @@ import numpy.typing as npt
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.families import FAMILIES, model_config
+from paceline.models.file_layouts import converted, our_name
 from paceline.models.files import MAX_JSON_BYTES, damaged, map_file, parse_json, read_json
 from paceline.models.gguf_blocks import FORMATS, Bytes, dequantize
 from paceline.models.layout import select_tensors
@@ -31,10 +31,6 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_DIMENSIONS = 8  # of a tensor; multiplying very many forged lengths would take for ever
 KINDS = ("F32", "F16", "BF16")
 INTEGER_KINDS = {"I64": "<i8", "I32": "<i4", "BOOL": "|b1"}  # only where a reader asks for them
-
-# mixtral's names of experts -> ours
-MIXTRAL_EXPERT = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.weight")
-MIXTRAL_PARTS = {"1": "gate", "2": "down", "3": "up"}
 
 
 @dataclass(frozen=True)
@@ -61,16 +57,19 @@ class SafeTensor:
 
 def safetensors_checkpoint(folder: Path) -> Checkpoint:
     """The model in a folder, its config and tensors checked against each other."""
-    config = model_config(read_json(folder / "config.json"), f"{folder.name}/config.json")
-    tensors: dict[str, Tensor] = {}
+    values = read_json(folder / "config.json")
+    config = model_config(values, f"{folder.name}/config.json")
+    layout, tensors = FAMILIES[config.family].files, dict[str, Tensor]()
     for path, names in _files(folder).items():
         found = read_safetensors(path)
         for name in names if names is not None else found:
             if name not in found:
                 raise damaged(path, f"it lacks the tensor {name}, which {INDEX_FILE} says is in it")
-            if (our_name := _our_name(name)) in tensors:
+            if (ours := our_name(name, layout, "text_config" in values)) in tensors:
                 raise damaged(path, f"the tensor {name} is there twice")
-            tensors[our_name] = found[name]
+            if ours is not None:
+                tensors[ours] = found[name]
+    tensors = dict(converted(tensors, layout, config))
     prefix = FAMILIES[config.family].mtp
     mtp = {name: tensors.pop(name) for name in list(tensors) if prefix and name.startswith(prefix)}
     return Checkpoint(config, select_tensors(config, tensors, folder), folder, mtp)
@@ -194,10 +193,3 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:  # a name too long
         return False
-
-
-def _our_name(name: str) -> str:
-    """The name as in checkpoint.py of a tensor in a file."""
-    if match := MIXTRAL_EXPERT.fullmatch(name):
-        return f"{match[1]}.mlp.experts.{match[2]}.{MIXTRAL_PARTS[match[3]]}_proj.weight"
-    return name.replace(".block_sparse_moe.gate.", ".mlp.gate.")

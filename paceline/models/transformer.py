@@ -1,8 +1,8 @@
 """The transformer: one readable torch model for all families.
 
-Families differ only by what ModelConfig declares: biases, q/k norms, windows, rope, experts. A pass takes
-rows, not sequences: each row has its position, and a RowView has the keys that the rows of one request see.
-So prefill, decoding and draft trees are the same code.
+Families differ only by what ModelConfig declares: biases, norms and where they are, windows, rope, scales,
+experts. A pass takes rows, not sequences: each row has its position, and a RowView has the keys that the
+rows of one request see. So prefill, decoding and draft trees are the same code.
 
 The weights have the names and shapes of checkpoint.py; constructors take each of them once.
 """
@@ -17,13 +17,15 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from paceline.models.config import ModelConfig, MoeConfig
+from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
 from paceline.models.rope import rope_frequencies
 
 # The named tensor of the checkpoint, in the model's dtype and on its device.
 Take = Callable[[str], torch.Tensor]
-# Cosine and sine of every row's angles, each [rows, 1, head_dim // 2], the same for all heads.
+# Cosine and sine of every row's angles, each [rows, 1, rotated values // 2], the same for all heads.
 Rotation = tuple[torch.Tensor, torch.Tensor]
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and values
+Norm = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -83,16 +85,39 @@ class RMSNorm:
         return self.weight * normed.to(hidden.dtype)
 
 
-class MLP:
-    """The gated feed-forward block: down(silu(gate(x)) * up(x))."""
+class LayerNorm(RMSNorm):
+    """The same of the distance from the mean, without a bias."""
 
-    def __init__(self, take: Take, name: str) -> None:
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = hidden.float()
+        return super().__call__((wide - wide.mean(-1, keepdim=True)).to(hidden.dtype))
+
+
+def no_norm(hidden: torch.Tensor) -> torch.Tensor:
+    """In place of a norm that a family does not have."""
+    return hidden
+
+
+def gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
+    """GELU by its tanh approximation."""
+    return F.gelu(gate, approximate="tanh")
+
+
+NORMS = {"rms": RMSNorm, "layer": LayerNorm}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
+
+
+class MLP:
+    """The gated feed-forward block: down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, take: Take, name: str, activation: str = "silu") -> None:
+        self.activation = ACTIVATIONS[activation]
         self.gate = Linear(take, f"{name}.gate_proj")
         self.up = Linear(take, f"{name}.up_proj")
         self.down = Linear(take, f"{name}.down_proj")
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return self.down(self.activation(self.gate(hidden)) * self.up(hidden))
 
 
 class MixtureOfExperts:
@@ -125,51 +150,82 @@ class Attention:
         self.key = Linear(take, f"{name}.k_proj", config.qkv_bias)
         self.value = Linear(take, f"{name}.v_proj", config.qkv_bias)
         self.output = Linear(take, f"{name}.o_proj", config.output_bias)
-        self.query_norm = RMSNorm(take, f"{name}.q_norm", config.rms_norm_eps) if config.qk_norm else None
-        self.key_norm = RMSNorm(take, f"{name}.k_norm", config.rms_norm_eps) if config.qk_norm else None
+        has_norms = config.qk_norm or config.joint_qk_norm
+        self.query_norm = RMSNorm(take, f"{name}.q_norm", config.rms_norm_eps) if has_norms else no_norm
+        self.key_norm = RMSNorm(take, f"{name}.k_norm", config.rms_norm_eps) if has_norms else no_norm
 
-    def __call__(
-        self, hidden: torch.Tensor, rows: Rows, rotation: Rotation, cache: KeyValues
-    ) -> torch.Tensor:
-        heads_shape = (len(hidden), -1, self.config.head_dim)
-        query = self.query(hidden).view(heads_shape)  # [rows, heads, head_dim]
-        key = self.key(hidden).view(heads_shape)  # [rows, kv_heads, head_dim]
-        value = self.value(hidden).view(heads_shape)  # [rows, kv_heads, head_dim]
-        if self.query_norm and self.key_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
+    def heads(self, hidden: torch.Tensor, rotation: Rotation | None) -> Heads:
+        """Queries, keys and values of [..., hidden]: [..., heads, head_dim] each, with norms and rope."""
+        shape = (*hidden.shape[:-1], -1, self.config.head_dim)
+        query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
+        if self.config.joint_qk_norm:
+            query, key = self.query_norm(query).view(shape), self.key_norm(key).view(shape)
+        else:
+            query, key = self.query_norm(query.view(shape)), self.key_norm(key.view(shape))
+        return rotate(query, rotation), rotate(key, rotation), value.view(shape)
+
+    def attend_rows(self, heads: Heads, rows: Rows, cache: KeyValues) -> torch.Tensor:
+        """Store keys and values, and mix the values that each row sees: [rows, heads, head_dim]."""
+        query, key, value = heads
         keys, values = cache.keys[self.layer], cache.values[self.layer]
         # Written before anything is read: the rows of a request see each other through the cache.
-        keys[rows.slot_mapping] = rotate(key, rotation)
+        keys[rows.slot_mapping] = key
         values[rows.slot_mapping] = value
-        query = rotate(query, rotation)
         mixed = torch.empty_like(query)
         window = self.config.window(self.layer)
         for view in rows.views:
-            mixed[view.rows] = attend(
-                query[view.rows], keys[view.key_slots], values[view.key_slots], view.masks[window]
-            )
-        return self.output(mixed.flatten(1))
+            own = query[view.rows], keys[view.key_slots], values[view.key_slots], view.masks[window]
+            mixed[view.rows] = attend(*own, self.config.attention_scale, self.config.attention_softcap)
+        return mixed
 
 
 class Layer:
-    """Attention, then a feed-forward block, each on a normed copy and added back."""
+    """Attention, then a feed-forward block, each added to the residual stream."""
 
     def __init__(self, take: Take, config: ModelConfig, layer: int) -> None:
-        name = f"model.layers.{layer}"
-        self.attention_norm = RMSNorm(take, f"{name}.input_layernorm", config.rms_norm_eps)
+        name, placement = f"model.layers.{layer}", config.norm_placement
+        self.is_parallel, self.residual_scale = placement == "parallel", config.residual_scale
+
+        def norm(part: str, *placements: str) -> Norm:
+            """The norm of this name, if a family with these placements has it."""
+            has_it = placement in placements
+            return NORMS[config.norm](take, f"{name}.{part}", config.rms_norm_eps) if has_it else no_norm
+
+        self.attention_norm = norm("input_layernorm", "pre", "sandwich", "parallel")
         self.attention = Attention(take, f"{name}.self_attn", config, layer)
-        self.feed_forward_norm = RMSNorm(take, f"{name}.post_attention_layernorm", config.rms_norm_eps)
+        self.attention_output_norm = norm("attention_output_norm", "post", "sandwich")
+        self.feed_forward_norm = norm("post_attention_layernorm", "pre", "sandwich")
         self.feed_forward: FeedForward
         if config.moe and layer in config.moe.layers:
             self.feed_forward = MixtureOfExperts(take, f"{name}.mlp", config.moe)
         else:
-            self.feed_forward = MLP(take, f"{name}.mlp")
+            self.feed_forward = MLP(take, f"{name}.mlp", config.activation)
+        self.feed_forward_output_norm = norm("feed_forward_output_norm", "post", "sandwich")
 
     def __call__(
-        self, hidden: torch.Tensor, rows: Rows, rotation: Rotation, cache: KeyValues
+        self, hidden: torch.Tensor, rows: Rows, rotation: Rotation | None, cache: KeyValues
     ) -> torch.Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), rows, rotation, cache)
-        return hidden + self.feed_forward(self.feed_forward_norm(hidden))
+        return self.after(hidden, self.attention.attend_rows(self.before(hidden, rotation), rows, cache))
+
+    def before(self, hidden: torch.Tensor, rotation: Rotation | None) -> Heads:
+        """Queries, keys and values of [..., hidden]."""
+        return self.attention.heads(self.attention_norm(hidden), rotation)
+
+    def after(self, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """The layer's output, from its input and the mixed values [..., heads, head_dim]."""
+        attended = self.attention_output_norm(self.attention.output(mixed.flatten(-2)))
+        if self.is_parallel:
+            return hidden + attended + self._fed_forward(self.attention_norm(hidden))
+        hidden = self._add(hidden, attended)
+        fed = self._fed_forward(self.feed_forward_norm(hidden))
+        return self._add(hidden, self.feed_forward_output_norm(fed))
+
+    def _fed_forward(self, normed: torch.Tensor) -> torch.Tensor:
+        """The feed-forward block, over flat rows because experts select rows."""
+        return self.feed_forward(normed.flatten(0, -2)).view(normed.shape)
+
+    def _add(self, hidden: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        return hidden + (added if self.residual_scale == 1 else added * self.residual_scale)
 
 
 class Transformer:
@@ -179,10 +235,11 @@ class Transformer:
         self.config = config
         self.embedding = take("model.embed_tokens.weight")
         self.layers = [Layer(take, config, layer) for layer in range(config.num_layers)]
-        self.norm = RMSNorm(take, "model.norm", config.rms_norm_eps)
+        self.norm = NORMS[config.norm](take, "model.norm", config.rms_norm_eps)
         self.head = self.embedding if config.tie_embeddings else take("lm_head.weight")
-        frequencies = rope_frequencies(config.rope, config.head_dim)
-        self.frequencies = torch.from_numpy(frequencies).to(self.embedding.device)  # float32 [head_dim // 2]
+        ropes = {config.rope_of(layer) for layer in range(config.num_layers)} - {None}
+        # float32 [rotated values of a head // 2] each
+        self.frequencies = {rope: self._frequencies(rope) for rope in ropes if rope is not None}
 
     def first_layers(self, count: int) -> Transformer:
         """The model of the first `count` layers, with the same weights."""
@@ -198,41 +255,79 @@ class Transformer:
 
         Index 0 is the embedding's output, index i the output of layer i - 1.
         """
-        rotation = self.rotation(rows.positions)
-        hidden = self.embedding[rows.tokens]
+        rotations = self.rotations(rows.positions)
+        hidden = self.embed(rows.tokens)
         seen = {0: hidden}
-        for index, layer in enumerate(self.layers, start=1):
-            hidden = layer(hidden, rows, rotation, cache)
-            if index in wanted:
-                seen[index] = hidden
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, rows, rotations[self.config.rope_of(index)], cache)
+            if index + 1 in wanted:
+                seen[index + 1] = hidden
         return hidden, [seen[index] for index in wanted]
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The residual stream at the bottom [..., hidden] of token ids."""
+        hidden, scale = self.embedding[tokens], self.config.embedding_scale
+        # the factor is rounded first, as models were trained with it
+        return hidden if scale == 1 else hidden * torch.tensor(scale, dtype=hidden.dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores over the vocabulary [rows, vocab] of last hidden states [rows, hidden]."""
-        return F.linear(self.norm(hidden), self.head)
+        logits = F.linear(self.norm(hidden), self.head)
+        logits = logits if self.config.logits_scale == 1 else logits * self.config.logits_scale
+        return soft_cap(logits, self.config.logits_softcap)
 
-    def rotation(self, positions: torch.Tensor) -> Rotation:
-        """The rotation of each row, by its position."""
+    def rotations(self, positions: torch.Tensor) -> dict[RopeConfig | None, Rotation | None]:
+        """The rotation of each row by its position, for every rope that a layer has."""
+        return {None: None} | {rope: self._rotation(rope, positions) for rope in self.frequencies}
+
+    def _rotation(self, rope: RopeConfig, positions: torch.Tensor) -> Rotation:
         # Angles stay float32 in every dtype: bfloat16 cannot count positions above 256.
-        angles = (positions.float()[:, None] * self.frequencies)[:, None, :]
-        return angles.cos().to(self.embedding.dtype), angles.sin().to(self.embedding.dtype)
+        angles, dtype = (
+            (positions.float()[:, None] * self.frequencies[rope])[:, None, :],
+            self.embedding.dtype,
+        )
+        factor = rope.attention_factor
+        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+    def _frequencies(self, rope: RopeConfig) -> torch.Tensor:
+        return torch.from_numpy(rope_frequencies(rope, self.config.head_dim)).to(self.embedding.device)
 
 
-def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Heads [rows, heads, head_dim] rotated by their positions; element i pairs with i + head_dim // 2."""
+def rotate(heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+    """Heads [..., heads, head_dim] rotated by their positions.
+
+    Of the first `rotated` values, element i pairs with i + rotated // 2; the others stay as they are.
+    """
+    if rotation is None:
+        return heads
     cosine, sine = rotation
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    rotated = 2 * cosine.shape[-1]
+    first, second = heads[..., :rotated].chunk(2, dim=-1)
+    return torch.cat(
+        (first * cosine - second * sine, second * cosine + first * sine, heads[..., rotated:]), dim=-1
+    )
 
 
-def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def soft_cap(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """Scores kept between -cap and cap; a cap of 0 changes nothing."""
+    return cap * torch.tanh(scores / cap) if cap else scores
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float = 0.0,
+    cap: float = 0.0,
+) -> torch.Tensor:
     """Values mixed by softmax(query · key): [rows, heads, head_dim].
 
     query is [rows, heads, head_dim], keys and values [keys, kv_heads, head_dim], mask [rows, keys].
-    Neighbouring query heads share a key head.
+    Neighbouring query heads share a key head. `scale` and `cap`: see ModelConfig.
     """
     num_rows, num_heads, head_dim = query.shape
     grouped = query.view(num_rows, keys.shape[1], -1, head_dim)  # [rows, kv_heads, group, head_dim]
-    scores = torch.einsum("rhgd,khd->hgrk", grouped, keys) * head_dim**-0.5
-    weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(values.dtype)
+    scores = torch.einsum("rhgd,khd->hgrk", grouped, keys) * (scale or head_dim**-0.5)
+    weights = soft_cap(scores, cap).float().masked_fill(~mask, float("-inf")).softmax(-1).to(values.dtype)
     return torch.einsum("hgrk,khd->rhgd", weights, values).reshape(num_rows, num_heads, head_dim)

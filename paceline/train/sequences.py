@@ -13,14 +13,14 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.nn.functional as F
 
+from paceline.errors import UnsupportedModelError
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.transformer import Layer, Rotation, Transformer, rotate
+from paceline.models.transformer import Heads, Layer, Rotation, Transformer
 
 # From layer, queries [batch, tokens, heads, head_dim], keys and values [batch, tokens, kv_heads, head_dim]
 # to outputs in the shape of the queries.
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and values
-Before = Callable[[Layer, torch.Tensor, Rotation], Heads]
+Before = Callable[[Layer, torch.Tensor, Rotation | None], Heads]
 After = Callable[[Layer, torch.Tensor, torch.Tensor], torch.Tensor]
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -35,7 +35,12 @@ class TargetStates:
 
 
 def load_target(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """The checkpoint's transformer on a device."""
+    """The checkpoint's transformer on a device, if it has no blocks that training does not know."""
+    if blocks := checkpoint.config.beyond_llama():
+        raise UnsupportedModelError(
+            f"This {checkpoint.config.family} model has {', '.join(blocks)}, and heads are trained only for "
+            "models without them. Serve it with ngram, suffix or a draft model, which need no training."
+        )
 
     def take(name: str) -> torch.Tensor:
         return torch.from_numpy(checkpoint.tensors[name].float32()).to(device=device, dtype=dtype)
@@ -81,13 +86,15 @@ def run_layers(
     """
     # MoE layers index rows by expert, which torch.compile cannot fuse
     before, after = _stages(compiled=model.embedding.is_cuda and model.config.moe is None)
-    cosine, sine = model.rotation(positions.flatten())
     shape = (*positions.shape, 1, -1)
-    rotation = cosine.view(shape), sine.view(shape)
-    hidden = model.embedding[tokens]
+    rotations = {
+        rope: None if rotation is None else (rotation[0].view(shape), rotation[1].view(shape))
+        for rope, rotation in model.rotations(positions.flatten()).items()
+    }
+    hidden = model.embed(tokens)
     states = {0: hidden}
     for index, layer in enumerate(model.layers):
-        mixed = attend(index, *before(layer, hidden, rotation))
+        mixed = attend(index, *before(layer, hidden, rotations[model.config.rope_of(index)]))
         hidden = after(layer, hidden, mixed)
         if index + 1 in wanted:
             states[index + 1] = hidden
@@ -108,21 +115,4 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 @cache
 def _stages(compiled: bool) -> tuple[Before, After]:
     """The parts of a layer before and after its attention."""
-    return (fused(_before), fused(_after)) if compiled else (_before, _after)
-
-
-def _before(layer: Layer, hidden: torch.Tensor, rotation: Rotation) -> Heads:
-    """Queries, keys and values, with RoPE applied."""
-    attention, normed = layer.attention, layer.attention_norm(hidden)
-    shape = (*hidden.shape[:-1], -1, attention.config.head_dim)
-    query, key = attention.query(normed).view(shape), attention.key(normed).view(shape)
-    if attention.query_norm and attention.key_norm:
-        query, key = attention.query_norm(query), attention.key_norm(key)
-    return rotate(query, rotation), rotate(key, rotation), attention.value(normed).view(shape)
-
-
-def _after(layer: Layer, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-    """The layer's output."""
-    hidden = hidden + layer.attention.output(mixed.flatten(-2))
-    rows = layer.feed_forward_norm(hidden).flatten(0, -2)  # flat, because experts select rows
-    return hidden + layer.feed_forward(rows).view(hidden.shape)
+    return (fused(Layer.before), fused(Layer.after)) if compiled else (Layer.before, Layer.after)

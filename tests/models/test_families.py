@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,8 @@ from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.families import FAMILIES, model_config
 from tests.models.files import MODELS
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
 
 def config(model: str, **changes: Any) -> ModelConfig:
     """The config of a tiny model with some keys changed; a change to `...` removes the key."""
@@ -20,7 +23,9 @@ def config(model: str, **changes: Any) -> ModelConfig:
 
 
 def test_the_families_are_those_we_promise() -> None:
-    assert set(FAMILIES) == {"llama", "mistral", "qwen2", "mimo", "qwen3", "qwen3_moe", "mixtral"}
+    first = {"llama", "mistral", "ministral", "qwen2", "mimo", "qwen3", "qwen3_moe", "mixtral"}
+    later = {"gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "granite", "smollm3", "glm4", "cohere2"}
+    assert set(FAMILIES) == first | later
 
 
 def test_biases_and_norms_are_those_of_the_family() -> None:
@@ -70,6 +75,55 @@ def test_sliding_windows_are_per_layer() -> None:
     assert config("qwen2").window(1) is None
 
 
+def test_windows_and_ropes_follow_the_kinds_of_layers() -> None:
+    gemma2 = config("llama", model_type="gemma2", sliding_window=16)
+    assert gemma2.sliding_windows == (16, None)
+    assert gemma2.layer_ropes == ()
+    old = config("llama", model_type="gemma3_text", sliding_window=16, sliding_window_pattern=2)
+    assert old.sliding_windows == (16, None)
+    assert old.layer_ropes == (RopeConfig(10000.0), RopeConfig(5000.0))
+    both = {"full_attention": {"rope_theta": 7.0}, "sliding_attention": {"rope_theta": 3.0}}
+    kinds = ["full_attention", "sliding_attention"]
+    new = config(
+        "llama", model_type="gemma3_text", sliding_window=16, layer_types=kinds, rope_parameters=both
+    )
+    assert new.layer_ropes == (RopeConfig(7.0), RopeConfig(3.0))
+    smollm3 = config("llama", model_type="smollm3", no_rope_layer_interval=2)
+    assert smollm3.layer_ropes == (RopeConfig(5000.0), None)
+    cohere2 = config("llama", model_type="cohere2", sliding_window=16, sliding_window_pattern=2)
+    assert cohere2.layer_ropes == (RopeConfig(5000.0), None)
+    scaled = config("llama", model_type="olmo3", sliding_window=16, rope_scaling=YARN, layer_types=kinds)
+    assert [rope.scaling for rope in scaled.layer_ropes if rope] == ["yarn", "none"]
+
+
+def test_the_language_model_of_a_file_with_other_models() -> None:
+    text = MODELS["llama"] | {"model_type": "gemma3_text", "sliding_window": 16}
+    found = model_config({"model_type": "gemma3", "text_config": text, "vision_config": {}}, "config.json")
+    assert found == config("llama", model_type="gemma3_text", sliding_window=16)
+
+
+def test_yarn_has_the_factors_of_the_paper_unless_the_file_says_others() -> None:
+    found = config("llama", rope_scaling=YARN).rope
+    assert (found.scaling, found.factor, found.original_max_position) == ("yarn", 4.0, 64)
+    assert found.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    assert config("llama", rope_scaling=YARN | {"attention_factor": 0.5}).rope.attention_factor == 0.5
+    scales = {"mscale": 1.0, "mscale_all_dim": 1.0}
+    assert config("llama", rope_scaling=YARN | scales).rope.attention_factor == 1
+
+
+def test_blocks_that_only_the_torch_backend_has_are_named() -> None:
+    assert config("llama").beyond_llama() == config("llama", model_type="phi3").beyond_llama() == []
+    assert config("llama", rope_scaling=YARN).beyond_llama() == []
+    assert config(
+        "llama", model_type="granite", attention_multiplier=0.5, logits_scaling=2.0
+    ).beyond_llama() == [
+        "a scaled attention",
+        "scaled residuals",
+    ]
+    assert "sandwich norms" in config("llama", model_type="gemma2", sliding_window=16).beyond_llama()
+    assert config("llama", model_type="phi3", partial_rotary_factor=0.5).beyond_llama() == ["partial RoPE"]
+
+
 def test_experts_are_read_for_both_families() -> None:
     moe = config("mixtral").moe
     assert moe is not None
@@ -94,7 +148,9 @@ def test_experts_are_read_for_both_families() -> None:
         ({"model_type": "gpt2"}, "'gpt2' is not supported. Supported are llama, mistral"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn' is not supported. Supported are default"),
+        ({"rope_scaling": {"type": "longrope"}}, "'longrope' is not supported. Supported are default"),
+        ({"rope_scaling": YARN | {"truncate": False}}, "truncate"),
+        ({"use_bidirectional_attention": True}, "bidirectional"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
         ({"partial_rotary_factor": 0.5}, "partial"),
         ({"quantization_config": {"quant_method": "awq"}}, "GGUF"),

@@ -75,7 +75,7 @@ def test_linear_rope_scaling_is_read(tmp_path: Path) -> None:
     ("key", "value", "message"),
     [
         ("general.architecture", "gemma3", "architecture 'gemma3' is not supported. Supported are llama"),
-        ("llama.rope.scaling.type", "yarn", "yarn"),
+        ("llama.rope.scaling.type", "longrope", "longrope"),
         ("llama.rope.dimension_count", 4, "rope.dimension_count is 4"),
         ("llama.attention.value_length", 16, "value_length is 16"),
     ],

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import CheckpointError, PacelineError, UnsupportedModelError
+from paceline.models.families import model_config
 from paceline.models.safetensors_files import read_safetensors, safetensors_checkpoint
 from tests.models.files import MODELS, config_of, random_tensors, write_folder
 
@@ -43,6 +44,39 @@ def test_mixtral_experts_are_found_under_their_old_names(tmp_path: Path) -> None
     checkpoint = safetensors_checkpoint(write_folder(tmp_path, "mixtral", old))
     name = "model.layers.1.mlp.experts.2.down_proj.weight"
     np.testing.assert_array_equal(checkpoint.tensors[name].float32(), tensors[name])
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_the_language_model_of_a_folder_with_a_vision_model(tmp_path: Path, prefix: str) -> None:
+    tensors = random_tensors(config_of("llama"))
+    stored = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+    stored["vision_tower.encoder.weight"] = np.zeros((2, 2), dtype=np.float32)
+    write_folder(tmp_path, "llama", stored)
+    outer = {"model_type": "mistral3", "text_config": MODELS["llama"], "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    found = safetensors_checkpoint(tmp_path)
+    assert found.config == config_of("llama")
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(found.tensors[name].float32(), tensor)
+
+
+def test_joined_matrices_are_cut_and_their_blocks_too(tmp_path: Path) -> None:
+    values = MODELS["llama"] | {"model_type": "phi3", "tie_word_embeddings": False}
+    config = model_config(values, "config.json")
+    tensors = random_tensors(config)
+    stored = dict(tensors)
+    for layer in range(config.num_layers):
+        name = f"model.layers.{layer}."
+        joined = {"self_attn.qkv_proj": ("self_attn", "qkv"), "mlp.gate_up_proj": ("mlp", ("gate", "up"))}
+        for whole, (block, parts) in joined.items():
+            rows = [stored.pop(f"{name}{block}.{part}_proj.weight") for part in parts]
+            stored[f"{name}{whole}.weight"] = np.concatenate(rows)
+    write_folder(tmp_path, "llama", stored)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    found = safetensors_checkpoint(tmp_path)
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(found.tensors[name].float32(), tensor)
+        assert found.tensors[name].blocks().tobytes() == tensor.tobytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

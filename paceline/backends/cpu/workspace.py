@@ -147,7 +147,9 @@ class Workspace:
         job[fields.EPSILON_AT] = self._keep(np.array([config.rms_norm_eps], dtype=np.float32))
         self._norms = [self._norm(name) for name in names]  # addresses
         job[fields.NORMS_AT] = self._keep(np.array(self._norms, dtype=np.int64))
-        job[fields.COSINES_AT], job[fields.SINES_AT] = self._keep(np.cos(angles)), self._keep(np.sin(angles))
+        job[fields.COSINES_AT], job[fields.SINES_AT] = (
+            self._keep(table(angles) * np.float32(config.rope.attention_factor)) for table in (np.cos, np.sin)
+        )
         job[fields.WINDOWS_AT] = self._keep(np.array(windows, dtype=np.int64))
         job[fields.MATRICES_AT] = self._descriptors(_matrix_names(config))
         if config.qk_norm:

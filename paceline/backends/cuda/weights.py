@@ -104,7 +104,8 @@ def load_weights(
     frequencies = torch.from_numpy(rope_frequencies(config.rope, config.head_dim)).to(norm.device)
     angles = torch.arange(config.max_position, device=norm.device)[:, None].float() * frequencies
     head = table if config.tie_embeddings else _matrix(take("lm_head.weight"), None)
-    return Weights(config, table, layers, norm, head, (angles.cos(), angles.sin()))
+    factor = config.rope.attention_factor
+    return Weights(config, table, layers, norm, head, (angles.cos() * factor, angles.sin() * factor))
 
 
 def _load_layer(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.models.config import RopeConfig
-from paceline.models.families import rope_config
+from paceline.models.family_fields import rope_config
 from paceline.models.fields import Fields
 from paceline.models.heads.config import HeadConfig
 

@@ -1,0 +1,234 @@
+"""Readers of the parts of a config.json in which families differ: rope, windows, experts, scales.
+
+Each takes the configuration and gives fields of ModelConfig; families.py says which family uses which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from paceline.errors import UnsupportedModelError
+from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
+from paceline.models.fields import Fields
+from paceline.models.rope import yarn_attention_factor
+
+MAX_EXPERTS = 10_000
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers, as transformers names them
+
+Windows = tuple[int | None, ...]
+
+
+def rope_config(fields: Fields, default_theta: float) -> RopeConfig:
+    """The RopeConfig. transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling."""
+    scaling = fields.group("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
+    return scaled_rope(scaling, fields.number("rope_theta", default_theta), fields)
+
+
+def scaled_rope(scaling: Fields, default_theta: float, fields: Fields) -> RopeConfig:
+    """The RopeConfig of one object of rope parameters."""
+    rope_type = scaling.text("rope_type", scaling.text("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise UnsupportedModelError(
+            f"{fields.source}: rope scaling {rope_type!r} is not supported. "
+            f"Supported are {', '.join(ROPE_TYPES)}: use a model of one of these kinds."
+        )
+    theta = scaling.number("rope_theta", default_theta)
+    if rope_type == "linear":
+        return RopeConfig(theta, "linear", scaling.number("factor"))
+    if rope_type == "llama3":
+        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+        if high <= low:
+            raise scaling.wrong("high_freq_factor", f"a number above low_freq_factor, {low}")
+        original = scaling.integer("original_max_position_embeddings")
+        return RopeConfig(theta, "llama3", scaling.number("factor"), low, high, original)
+    if rope_type == "yarn":
+        return _yarn(scaling, theta)
+    return RopeConfig(theta)
+
+
+def _yarn(scaling: Fields, theta: float) -> RopeConfig:
+    if not scaling.flag("truncate", True):
+        raise UnsupportedModelError(f"{scaling.source}: yarn with truncate = false is not supported.")
+    factor, scales = scaling.number("factor"), ("mscale", "mscale_all_dim")
+    mscales = [scaling.number(name) if scaling.has(name) else 0.0 for name in scales]
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor,
+        original_max_position=scaling.integer("original_max_position_embeddings"),
+        beta_fast=scaling.number("beta_fast", 32.0),
+        beta_slow=scaling.number("beta_slow", 1.0),
+        attention_factor=scaling.number("attention_factor", yarn_attention_factor(factor, *mscales)),
+    )
+
+
+def no_windows(fields: Fields, num_layers: int) -> Windows:
+    return ()
+
+
+def windows_everywhere(fields: Fields, num_layers: int) -> Windows:
+    """The same window in every layer, if there is one."""
+    return (fields.integer("sliding_window"),) * num_layers if fields.has("sliding_window") else ()
+
+
+def mistral_windows(fields: Fields, num_layers: int) -> Windows:
+    """The same window in every layer. A config without the key means 4096; null means none."""
+    return (
+        windows_everywhere(fields, num_layers) if "sliding_window" in fields.values else (4096,) * num_layers
+    )
+
+
+def ministral_windows(fields: Fields, num_layers: int) -> Windows:
+    """As mistral's, in the layers that layer_types lists if it is there."""
+    windows, kinds = mistral_windows(fields, num_layers), layer_kinds(fields, num_layers)
+    if not windows or kinds is None:
+        return windows
+    return tuple(window if kind == SLIDING else None for window, kind in zip(windows, kinds, strict=True))
+
+
+def qwen_moe_windows(fields: Fields, num_layers: int) -> Windows:
+    return windows_everywhere(fields, num_layers) if fields.flag("use_sliding_window", False) else ()
+
+
+def qwen_windows(fields: Fields, num_layers: int) -> Windows:
+    """A window in the layers from max_window_layers on, or in those that layer_types lists."""
+    if not fields.flag("use_sliding_window", False):
+        return ()
+    window = fields.integer("sliding_window", 4096)
+    first = fields.integer("max_window_layers", 28, least=0)
+    kinds = layer_kinds(fields, num_layers)
+    if kinds is None:
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def layer_kinds(fields: Fields, num_layers: int) -> list[str] | None:
+    """The kind of attention of every layer, if the configuration lists them."""
+    kinds = fields.values.get("layer_types")
+    if kinds is None:
+        return None
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or not all(kind in (SLIDING, FULL) for kind in kinds)
+    ):
+        raise fields.wrong("layer_types", f"{num_layers} entries, each {FULL} or {SLIDING}")
+    return kinds
+
+
+def pattern_windows(every: int, default_window: int = 4096) -> Callable[[Fields, int], Windows]:
+    """Windows in the layers that layer_types lists; without it, in all but every `every`-th layer."""
+
+    def windows(fields: Fields, num_layers: int) -> Windows:
+        window = fields.integer("sliding_window", default_window)
+        pattern = fields.integer("sliding_window_pattern", every)
+        usual = [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in range(num_layers)]
+        kinds = layer_kinds(fields, num_layers) or usual
+        return tuple(window if kind == SLIDING else None for kind in kinds)
+
+    return windows
+
+
+def smollm3_windows(fields: Fields, num_layers: int) -> Windows:
+    """Windows in the layers with rope, if the configuration uses any."""
+    if not fields.flag("use_sliding_window", False):
+        return ()
+    return pattern_windows(fields.integer("no_rope_layer_interval", 4))(fields, num_layers)
+
+
+def gemma2_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Soft caps, the scale of attention and of embeddings."""
+    caps = {"attention_softcap": "attn_logit_softcapping", "logits_softcap": "final_logit_softcapping"}
+    read = {name: fields.number(key) for name, key in caps.items() if fields.has(key)}
+    return read | {
+        "attention_scale": fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        "embedding_scale": config.hidden_size**0.5,
+    }
+
+
+def gemma3_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Gemma 3 has another rope in the layers with a window."""
+    local = RopeConfig(fields.number("rope_local_base_freq", 10000.0))
+    return gemma2_blocks(fields, config) | _ropes_by_kind(fields, config, local)
+
+
+def olmo3_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Olmo 3 scales the rope of layers without a window only."""
+    return _ropes_by_kind(fields, config, RopeConfig(config.rope.theta))
+
+
+def _ropes_by_kind(fields: Fields, config: ModelConfig, local: RopeConfig) -> dict[str, Any]:
+    """The ropes of layers without and with a window.
+
+    transformers 5 writes both; 4 wrote that of layers without a window, and `local` is the other.
+    """
+    rope, both = config.rope, fields.group("rope_parameters")
+    if both.has(FULL) or both.has(SLIDING):
+        rope = scaled_rope(both.group(FULL), fields.number("rope_theta", config.rope.theta), fields)
+        local = scaled_rope(both.group(SLIDING), local.theta, fields)
+    return {
+        "rope": rope,
+        "layer_ropes": tuple(rope if window is None else local for window in config.sliding_windows),
+    }
+
+
+def granite_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    return {
+        "embedding_scale": fields.number("embedding_multiplier", 1.0),
+        "attention_scale": fields.number("attention_multiplier", 1.0),
+        "residual_scale": fields.number("residual_multiplier", 1.0),
+        "logits_scale": 1 / fields.number("logits_scaling", 1.0),
+    }
+
+
+def smollm3_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """No rope in every fourth layer, or in those that no_rope_layers marks with 0."""
+    every = fields.integer("no_rope_layer_interval", 4)
+    usual = [int((layer + 1) % every != 0) for layer in range(config.num_layers)]
+    marks = fields.values.get("no_rope_layers") or usual
+    if (
+        not isinstance(marks, list)
+        or len(marks) != config.num_layers
+        or not all(mark in (0, 1) for mark in marks)
+    ):
+        raise fields.wrong("no_rope_layers", f"{config.num_layers} entries, each 0 (no rope) or 1")
+    return {"layer_ropes": tuple(config.rope if mark else None for mark in marks)} if not all(marks) else {}
+
+
+def cohere2_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Only layers with a window have rope."""
+    ropes = tuple(None if window is None else config.rope for window in config.sliding_windows)
+    return {"logits_scale": fields.number("logit_scale", 0.0625), "layer_ropes": ropes}
+
+
+def mixtral_experts(fields: Fields, num_layers: int) -> MoeConfig:
+    """Experts in every layer, their probabilities always normalized."""
+    experts = fields.integer("num_local_experts", 8, most=MAX_EXPERTS)
+    return MoeConfig(
+        num_experts=experts,
+        experts_per_token=fields.integer("num_experts_per_tok", 2, most=experts),
+        intermediate_size=fields.integer("intermediate_size"),
+        normalize_weights=True,
+        layers=frozenset(range(num_layers)),
+    )
+
+
+def qwen_experts(fields: Fields, num_layers: int) -> MoeConfig:
+    """Experts in every decoder_sparse_step-th layer that is not listed in mlp_only_layers."""
+    experts_name = "num_experts" if fields.has("num_experts") else "num_local_experts"
+    experts = fields.integer(experts_name, most=MAX_EXPERTS)
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = fields.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise fields.wrong("mlp_only_layers", "a list of layer numbers")
+    return MoeConfig(
+        num_experts=experts,
+        experts_per_token=fields.integer("num_experts_per_tok", 8, most=experts),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        normalize_weights=fields.flag("norm_topk_prob", False),
+        layers=frozenset(
+            layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0
+        ),
+    )

@@ -1,0 +1,159 @@
+"""How a family's safetensors differ from llama's: names, matrices stored as one, norms, order of rope pairs.
+
+checkpoint.py has the names and the order of rows that backends read. A FileLayout says what a family's files
+have instead, and `converted` gives their tensors as backends read them, still mapped and not yet converted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.models.checkpoint import Tensor
+from paceline.models.config import ModelConfig
+from paceline.models.gguf_blocks import dequantize
+
+# mixtral's names of experts -> ours
+MIXTRAL_EXPERT = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.weight")
+MIXTRAL_PARTS = {"1": "gate", "2": "down", "3": "up"}
+# the language model of files that hold other models too, as transformers 5 and 4 name it
+TEXT_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+OTHER_MODELS = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\..*")
+# norms that are not in files under the names of checkpoint.py
+SANDWICH_NORMS = {
+    "post_attention_layernorm": "attention_output_norm",
+    "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "feed_forward_output_norm",
+}
+POST_NORMS = {
+    "post_attention_layernorm": "attention_output_norm",
+    "post_feedforward_layernorm": "feed_forward_output_norm",
+}
+GLM_NORMS = {
+    "post_self_attn_layernorm": "attention_output_norm",
+    "post_mlp_layernorm": "feed_forward_output_norm",
+}
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """What is different in a family's files."""
+
+    renamed: Mapping[str, str] = field(default_factory=dict)  # parts of a layer -> ours
+    norm_offset: float = 0.0  # what is missing in the stored weights of norms
+    interleaved_rope: bool = False  # the two parts of a rotated pair are neighbours
+
+
+LLAMA_FILES = FileLayout()
+
+
+@dataclass(frozen=True)
+class RowsOf:
+    """Some rows of a tensor; implements checkpoint.Tensor."""
+
+    tensor: Tensor
+    rows: npt.NDArray[np.intp]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.rows), *self.tensor.shape[1:])
+
+    @property
+    def kind(self) -> str:
+        return self.tensor.kind
+
+    def float32(self) -> npt.NDArray[np.float32]:
+        """The values as float32, a new array of `shape`."""
+        if len(self.shape) == 1:
+            return self.tensor.float32()[self.rows]
+        return dequantize(self.kind, self.blocks()).reshape(self.shape)
+
+    def blocks(self) -> npt.NDArray[np.uint8]:
+        """The stored bytes: uint8 [rows, bytes per row]."""
+        return self.tensor.blocks()[self.rows]
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """The weights of a norm, of which files hold the difference to `offset`; implements checkpoint.Tensor."""
+
+    tensor: Tensor
+    offset: float
+    kind: str = "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    def float32(self) -> npt.NDArray[np.float32]:
+        """The values as float32, a new array of `shape`."""
+        return self.tensor.float32() + np.float32(self.offset)
+
+    def blocks(self) -> npt.NDArray[np.uint8]:
+        """The stored bytes: uint8 [1, bytes]."""
+        return self.float32().view(np.uint8).reshape(1, -1)
+
+
+def our_name(name: str, layout: FileLayout, has_other_models: bool = False) -> str | None:
+    """The name as in checkpoint.py of a tensor in a file; None: it belongs to a vision model beside ours."""
+    if has_other_models:
+        if OTHER_MODELS.fullmatch(name):
+            return None
+        for prefix, ours in TEXT_PREFIXES:
+            name = ours + name.removeprefix(prefix) if name.startswith(prefix) else name
+    if match := MIXTRAL_EXPERT.fullmatch(name):
+        return f"{match[1]}.mlp.experts.{match[2]}.{MIXTRAL_PARTS[match[3]]}_proj.weight"
+    parts = [layout.renamed.get(part, part) for part in name.split(".")]
+    return ".".join(parts).replace(".block_sparse_moe.gate.", ".mlp.gate.")
+
+
+def converted(
+    tensors: Mapping[str, Tensor], layout: FileLayout, config: ModelConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file, already under our names, as backends read them."""
+    for name, tensor in tensors.items():
+        for own_name, part in _split(name, tensor, config):
+            if layout.norm_offset and own_name.rsplit(".", 2)[-2].endswith("norm"):
+                part = Shifted(part, layout.norm_offset)
+            if layout.interleaved_rope and re.search(r"\.[qk]_proj\.", own_name):
+                part = RowsOf(part, half_split_rows(part.shape[0], config))
+            yield own_name, part
+
+
+def _split(name: str, tensor: Tensor, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """The tensor, or, if it is several matrices stored as one, each of them."""
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    sizes = {
+        "qkv_proj": {"q_proj": query, "k_proj": key, "v_proj": key},
+        "gate_up_proj": {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
+    }
+    joined = next((part for part in name.split(".") if part in sizes), None)
+    if joined is None or sum(sizes[joined].values()) != tensor.shape[0]:
+        yield name, tensor  # a wrong size is reported by the check of names and shapes
+        return
+    begin = 0
+    for part, size in sizes[joined].items():
+        yield name.replace(joined, part), RowsOf(tensor, np.arange(begin, begin + size))
+        begin += size
+
+
+def half_split_rows(rows: int, config: ModelConfig) -> npt.NDArray[np.intp]:
+    """The stored row of each half-split row of q or k, whose rotated pairs are stored as neighbours.
+
+    The part of a head that is not rotated stays where it is:
+
+        stored       0a 0b 1a 1b  x y
+        half-split   0a 1a 0b 1b  x y
+    """
+    stored = np.arange(rows, dtype=np.intp).reshape(-1, config.head_dim)
+    rotated = config.rope.dim or config.head_dim
+    pairs = stored[:, :rotated].reshape(len(stored), rotated // 2, 2).swapaxes(1, 2)
+    return np.concatenate((pairs.reshape(len(stored), rotated), stored[:, rotated:]), axis=1).ravel()

@@ -1,0 +1,33 @@
+"""Models with blocks that a backend or training does not know are refused before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.backends.load import load_backend
+from paceline.backends.options import BackendOptions
+from paceline.errors import BackendError, UnsupportedModelError
+from paceline.models.registry import load_checkpoint
+from paceline.train.sequences import load_target
+from tests.tiny import TORCH_FAMILIES, save_checkpoint
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+@pytest.mark.parametrize("family", TORCH_FAMILIES)
+def test_backends_without_kernels_name_the_blocks_and_the_remedy(
+    family: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = load_checkpoint(save_checkpoint(family, tmp_path))
+    monkeypatch.setattr("paceline.backends.load._LOADERS", {})  # none is reached
+    blocks = ", ".join(checkpoint.config.beyond_llama())
+    with pytest.raises(BackendError, match=rf"has {blocks}, for which the {backend} .* --backend torch"):
+        load_backend(checkpoint, BackendOptions(backend), 16)
+
+
+def test_heads_are_not_trained_for_them(tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(save_checkpoint("gemma2", tmp_path))
+    with pytest.raises(UnsupportedModelError, match=r"gemma2 model has gelu_tanh activations, .* ngram"):
+        load_target(checkpoint, torch.device("cpu"), torch.float32)
