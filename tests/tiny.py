@@ -147,6 +147,30 @@ TORCH_FAMILIES = {
     ),
     "smollm3": Family("SmolLM3Config", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
     "glm4": Family("Glm4Config", {"head_dim": 12, "pad_token_id": 0}),
+    "glm4-moe": Family(
+        "Glm4MoeConfig",
+        {
+            "pad_token_id": 0,
+            "head_dim": 12,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "moe_intermediate_size": 37,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+        },
+    ),
+    "gpt-oss": Family(
+        "GptOssConfig",
+        {
+            "head_dim": 14,
+            "sliding_window": 9,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "rope_parameters": YARN_ROPE | {"truncate": False},
+        },
+    ),
     "cohere2": Family(
         "Cohere2Config",
         {"sliding_window": 9, "layer_types": [SLIDING, FULL, SLIDING], "pad_token_id": 0, "logit_scale": 0.3},
@@ -169,6 +193,9 @@ def random_model(family: str) -> PreTrainedModel:
             noise = torch.randn(parameter.shape, generator=generator)
             # scaled so that logits spread over several units: a wrong bias or mask shows at once
             parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.25 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.25 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

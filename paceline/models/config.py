@@ -24,6 +24,7 @@ class RopeConfig:
     dim: int = 0  # the first values of a head that are rotated; 0: all of them
     beta_fast: float = 32.0  # yarn: rotations in the original context above which a frequency is kept
     beta_slow: float = 1.0  # yarn: and below which it is divided by `factor`
+    truncate: bool = True  # yarn: the bounds between them are whole indices
     attention_factor: float = 1.0  # yarn: factor of cosines and sines
 
 
@@ -36,6 +37,23 @@ class MoeConfig:
     intermediate_size: int
     normalize_weights: bool  # divide the chosen experts' probabilities by their sum
     layers: frozenset[int]
+    scoring: str = "softmax"  # of the router's outputs: softmax | sigmoid
+    correction_bias: bool = False  # a bias of scores that decides which experts are chosen, not their weights
+    groups: int = 1  # experts are in groups, and only those of the best `chosen_groups` are chosen
+    chosen_groups: int = 1
+    weight_scale: float = 1.0  # factor of the chosen experts' weights
+    shared_intermediate_size: int = 0  # of an MLP that every row goes through beside its experts; 0: none
+    biases: bool = False  # of the router and of the experts' projections
+
+    def beyond_llama(self) -> list[str]:
+        """What of it only the torch backend has, in words."""
+        blocks = {
+            f"a {self.scoring} router": self.scoring != "softmax" or self.correction_bias or self.groups > 1,
+            "scaled experts": self.weight_scale != 1,
+            "shared experts": self.shared_intermediate_size > 0,
+            "experts with biases": self.biases,
+        }
+        return [name for name, is_used in blocks.items() if is_used]
 
 
 @dataclass(frozen=True)
@@ -59,7 +77,8 @@ class ModelConfig:
     qk_norm: bool = False  # RMSNorm over head_dim on q and k, before rope
     sliding_windows: tuple[int | None, ...] = ()  # one per layer; () means full attention everywhere
     moe: MoeConfig | None = None
-    activation: str = "silu"  # of the MLP's gate: silu | gelu_tanh
+    activation: str = "silu"  # of the MLP's gate: silu | gelu_tanh | clamped_silu
+    attention_sinks: bool = False  # a score per head that takes a share of attention and has no value
     norm: str = "rms"  # rms | layer: LayerNorm without a bias
     # where norms are: before attention and MLP (pre), after them (post), both (sandwich), or one norm
     # whose output both read (parallel)
@@ -92,6 +111,8 @@ class ModelConfig:
             "partial RoPE": self.rope.dim not in (0, self.head_dim),
             "a scaled attention": self.attention_scale != 0,
             "soft-capped scores": bool(self.attention_softcap or self.logits_softcap),
+            "attention sinks": self.attention_sinks,
             "scaled residuals": (self.embedding_scale, self.residual_scale, self.logits_scale) != (1, 1, 1),
         }
-        return [name for name, is_used in blocks.items() if is_used]
+        own = [name for name, is_used in blocks.items() if is_used]
+        return own + (self.moe.beyond_llama() if self.moe else [])

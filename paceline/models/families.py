@@ -17,6 +17,10 @@ from paceline.models.family_fields import (
     cohere2_blocks,
     gemma2_blocks,
     gemma3_blocks,
+    glm4_experts,
+    glm4_moe_blocks,
+    gpt_oss_blocks,
+    gpt_oss_experts,
     granite_blocks,
     ministral_windows,
     mistral_windows,
@@ -135,7 +139,8 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
         raise UnsupportedModelError(f"{fields.source}: mlp_bias is not supported; use a model without it.")
     if fields.flag("use_bidirectional_attention", False):
         raise UnsupportedModelError(f"{fields.source}: bidirectional attention is not supported.")
-    if fields.has("quantization_config"):
+    method = fields.group("quantization_config").text("quant_method", "none")
+    if fields.has("quantization_config") and method not in family.quantizations:
         raise UnsupportedModelError(
             f"{fields.source}: quantized safetensors (quantization_config) are not supported. "
             f"Use the unquantized model, or a GGUF file of it."
@@ -158,9 +163,12 @@ class Family:
     moe: Callable[[Fields, int], MoeConfig] | None = None
     more: Callable[[Fields, ModelConfig], dict[str, Any]] | None = None  # further fields of ModelConfig
     files: FileLayout = LLAMA_FILES
-    mtp: str = ""  # prefix of the tensors of its block for multi-token prediction; empty: it has none
+    # prefix of the tensors of its block for multi-token prediction, with {layers} for the number of layers;
+    # empty: it has none
+    mtp: str = ""
     activation_name: str = "hidden_act"
     eps_name: str = "rms_norm_eps"
+    quantizations: tuple[str, ...] = ()  # of its safetensors that are read, as quantization_config names them
     defaults: Mapping[str, object] = field(default_factory=dict)  # transformers' for keys that a config lacks
 
 
@@ -234,6 +242,24 @@ FAMILIES = {
         files=FileLayout(GLM_NORMS, interleaved_rope=True),
         defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7}
         | {"partial_rotary_factor": 0.5, "attention_bias": True},
+    ),
+    "glm4_moe": Family(
+        optional_bias="qkv",
+        partial_rope=True,
+        moe=glm4_experts,
+        more=glm4_moe_blocks,
+        mtp="model.layers.{layers}.",
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    ),
+    "gpt_oss": Family(
+        optional_bias="qkvo",
+        windows=pattern_windows(2, 128),
+        moe=gpt_oss_experts,
+        more=gpt_oss_blocks,
+        files=FileLayout({"router": "gate"}, stacked_experts=True),
+        quantizations=("mxfp4",),
+        defaults={"head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": True}
+        | {"num_local_experts": 128, "num_experts_per_tok": 4, "rope_theta": 150000.0},
     ),
     "cohere2": Family(
         optional_bias="qkvo",

@@ -6,6 +6,7 @@ Each takes the configuration and gives fields of ModelConfig; families.py says w
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from paceline.errors import UnsupportedModelError
@@ -49,8 +50,6 @@ def scaled_rope(scaling: Fields, default_theta: float, fields: Fields) -> RopeCo
 
 
 def _yarn(scaling: Fields, theta: float) -> RopeConfig:
-    if not scaling.flag("truncate", True):
-        raise UnsupportedModelError(f"{scaling.source}: yarn with truncate = false is not supported.")
     factor, scales = scaling.number("factor"), ("mscale", "mscale_all_dim")
     mscales = [scaling.number(name) if scaling.has(name) else 0.0 for name in scales]
     return RopeConfig(
@@ -60,6 +59,7 @@ def _yarn(scaling: Fields, theta: float) -> RopeConfig:
         original_max_position=scaling.integer("original_max_position_embeddings"),
         beta_fast=scaling.number("beta_fast", 32.0),
         beta_slow=scaling.number("beta_slow", 1.0),
+        truncate=scaling.flag("truncate", True),
         attention_factor=scaling.number("attention_factor", yarn_attention_factor(factor, *mscales)),
     )
 
@@ -136,6 +136,46 @@ def smollm3_windows(fields: Fields, num_layers: int) -> Windows:
     if not fields.flag("use_sliding_window", False):
         return ()
     return pattern_windows(fields.integer("no_rope_layer_interval", 4))(fields, num_layers)
+
+
+def gpt_oss_experts(fields: Fields, num_layers: int) -> MoeConfig:
+    """Experts with biases in every layer."""
+    return replace(mixtral_experts(fields, num_layers), biases=True)
+
+
+def glm4_experts(fields: Fields, num_layers: int) -> MoeConfig:
+    """Experts beside a shared one in all but the first layers, chosen by sigmoid scores."""
+    experts = fields.integer("n_routed_experts", 128, most=MAX_EXPERTS)
+    width = fields.integer("moe_intermediate_size", 1408)
+    groups = fields.integer("n_group", 1, most=experts)
+    if experts % groups:
+        raise fields.wrong("n_group", f"a divisor of the {experts} experts")
+    return MoeConfig(
+        num_experts=experts,
+        experts_per_token=fields.integer("num_experts_per_tok", 8, most=experts),
+        intermediate_size=width,
+        normalize_weights=fields.flag("norm_topk_prob", True),
+        layers=frozenset(range(fields.integer("first_k_dense_replace", 1, least=0), num_layers)),
+        scoring="sigmoid",
+        correction_bias=True,
+        groups=groups,
+        chosen_groups=fields.integer("topk_group", 1, most=groups),
+        weight_scale=fields.number("routed_scaling_factor", 1.0),
+        shared_intermediate_size=width * fields.integer("n_shared_experts", 1, least=0),
+    )
+
+
+def glm4_moe_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    return {"qk_norm": fields.flag("use_qk_norm", False)}
+
+
+def gpt_oss_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Sinks, and an MLP of which only one setting was ever published."""
+    if (fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)) != (1.702, 7.0):
+        raise UnsupportedModelError(
+            f"{fields.source}: only swiglu_alpha 1.702 with swiglu_limit 7 is supported."
+        )
+    return {"attention_sinks": True, "activation": "clamped_silu"}
 
 
 def gemma2_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from paceline.models.checkpoint import Tensor
 from paceline.models.config import ModelConfig
 from paceline.models.gguf_blocks import dequantize
+from paceline.models.stacked_experts import single_experts
 
 # mixtral's names of experts -> ours
 MIXTRAL_EXPERT = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.weight")
@@ -50,6 +51,7 @@ class FileLayout:
     renamed: Mapping[str, str] = field(default_factory=dict)  # parts of a layer -> ours
     norm_offset: float = 0.0  # what is missing in the stored weights of norms
     interleaved_rope: bool = False  # the two parts of a rotated pair are neighbours
+    stacked_experts: bool = False  # as gpt-oss has them
 
 
 LLAMA_FILES = FileLayout()
@@ -119,7 +121,8 @@ def converted(
     tensors: Mapping[str, Tensor], layout: FileLayout, config: ModelConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, already under our names, as backends read them."""
-    for name, tensor in tensors.items():
+    single = single_experts(tensors) if layout.stacked_experts else tensors.items()
+    for name, tensor in single:
         for own_name, part in _split(name, tensor, config):
             if layout.norm_offset and own_name.rsplit(".", 2)[-2].endswith("norm"):
                 part = Shifted(part, layout.norm_offset)

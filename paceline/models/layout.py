@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import Tensor
-from paceline.models.config import ModelConfig
+from paceline.models.config import ModelConfig, MoeConfig
 
 # written by some converters; we compute them
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.masked_bias")
@@ -51,18 +51,37 @@ def _layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple
     if config.qk_norm or config.joint_qk_norm:
         yield "self_attn.q_norm.weight", (query_size if config.joint_qk_norm else head_dim,)
         yield "self_attn.k_norm.weight", (kv_size if config.joint_qk_norm else head_dim,)
+    if config.attention_sinks:
+        yield "self_attn.sinks", (config.num_heads,)
     if config.moe is None or layer not in config.moe.layers:
         yield from _mlp_tensors("mlp", hidden, config.intermediate_size)
         return
-    yield "mlp.gate.weight", (config.moe.num_experts, hidden)
-    for expert in range(config.moe.num_experts):
-        yield from _mlp_tensors(f"mlp.experts.{expert}", hidden, config.moe.intermediate_size)
+    yield from _moe_tensors(config.moe, hidden)
 
 
-def _mlp_tensors(prefix: str, hidden: int, intermediate: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{prefix}.gate_proj.weight", (intermediate, hidden)
-    yield f"{prefix}.up_proj.weight", (intermediate, hidden)
-    yield f"{prefix}.down_proj.weight", (hidden, intermediate)
+def _moe_tensors(moe: MoeConfig, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "mlp.gate.weight", (moe.num_experts, hidden)
+    if moe.biases:
+        yield "mlp.gate.bias", (moe.num_experts,)
+    if moe.correction_bias:
+        yield "mlp.gate.e_score_correction_bias", (moe.num_experts,)
+    for expert in range(moe.num_experts):
+        yield from _mlp_tensors(f"mlp.experts.{expert}", hidden, moe.intermediate_size, moe.biases)
+    if moe.shared_intermediate_size:
+        yield from _mlp_tensors("mlp.shared_experts", hidden, moe.shared_intermediate_size)
+
+
+def _mlp_tensors(
+    prefix: str, hidden: int, intermediate: int, biases: bool = False
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for part, shape in (
+        ("gate", (intermediate, hidden)),
+        ("up", (intermediate, hidden)),
+        ("down", (hidden, intermediate)),
+    ):
+        yield f"{prefix}.{part}_proj.weight", shape
+        if biases:
+            yield f"{prefix}.{part}_proj.bias", shape[:1]
 
 
 def select_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:

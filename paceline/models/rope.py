@@ -47,8 +47,10 @@ def _yarn_frequencies(rope: RopeConfig, frequencies: Float32Array, head_dim: int
         wave = rope.original_max_position / (rotations * 2 * math.pi)
         return head_dim * math.log(wave) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(index_of(rope.beta_fast)), 0)
-    high = min(math.ceil(index_of(rope.beta_slow)), head_dim - 1)
+    low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 0.001)
     divided_share = np.clip(ramp, 0, 1)
     blended: Float32Array = (1 - divided_share) * frequencies + divided_share * frequencies / rope.factor

@@ -30,7 +30,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_DIMENSIONS = 8  # of a tensor; multiplying very many forged lengths would take for ever
 KINDS = ("F32", "F16", "BF16")
-INTEGER_KINDS = {"I64": "<i8", "I32": "<i4", "BOOL": "|b1"}  # only where a reader asks for them
+INTEGER_KINDS = {"I64": "<i8", "I32": "<i4", "U8": "|u1", "BOOL": "|b1"}  # only where a reader asks for them
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def safetensors_checkpoint(folder: Path) -> Checkpoint:
     config = model_config(values, f"{folder.name}/config.json")
     layout, tensors = FAMILIES[config.family].files, dict[str, Tensor]()
     for path, names in _files(folder).items():
-        found = read_safetensors(path)
+        found = read_safetensors(path, integers=layout.stacked_experts)
         for name in names if names is not None else found:
             if name not in found:
                 raise damaged(path, f"it lacks the tensor {name}, which {INDEX_FILE} says is in it")
@@ -70,7 +70,7 @@ def safetensors_checkpoint(folder: Path) -> Checkpoint:
             if ours is not None:
                 tensors[ours] = found[name]
     tensors = dict(converted(tensors, layout, config))
-    prefix = FAMILIES[config.family].mtp
+    prefix = FAMILIES[config.family].mtp.format(layers=config.num_layers)
     mtp = {name: tensors.pop(name) for name in list(tensors) if prefix and name.startswith(prefix)}
     return Checkpoint(config, select_tensors(config, tensors, folder), folder, mtp)
 

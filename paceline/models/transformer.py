@@ -98,47 +98,87 @@ def no_norm(hidden: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
-def gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
-    """GELU by its tanh approximation."""
-    return F.gelu(gate, approximate="tanh")
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up
+
+
+def geglu_tanh(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """With GELU by its tanh approximation."""
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """That of gpt-oss: both sides are kept within 7."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(gate * 1.702) * (up + 1)
 
 
 NORMS = {"rms": RMSNorm, "layer": LayerNorm}
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
+ACTIVATIONS = {"silu": swiglu, "gelu_tanh": geglu_tanh, "clamped_silu": clamped_swiglu}
 
 
 class MLP:
-    """The gated feed-forward block: down(activation(gate(x)) * up(x))."""
+    """The gated feed-forward block: down(activation(gate(x), up(x)))."""
 
-    def __init__(self, take: Take, name: str, activation: str = "silu") -> None:
+    def __init__(self, take: Take, name: str, activation: str = "silu", biases: bool = False) -> None:
         self.activation = ACTIVATIONS[activation]
-        self.gate = Linear(take, f"{name}.gate_proj")
-        self.up = Linear(take, f"{name}.up_proj")
-        self.down = Linear(take, f"{name}.down_proj")
+        self.gate = Linear(take, f"{name}.gate_proj", biases)
+        self.up = Linear(take, f"{name}.up_proj", biases)
+        self.down = Linear(take, f"{name}.down_proj", biases)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down(self.activation(self.gate(hidden)) * self.up(hidden))
+        return self.down(self.activation(self.gate(hidden), self.up(hidden)))
 
 
 class MixtureOfExperts:
-    """Each row goes through its most probable experts, weighted by the router."""
+    """Each row goes through its best experts, weighted by the router, and the shared one if there is any."""
 
-    def __init__(self, take: Take, name: str, moe: MoeConfig) -> None:
+    def __init__(self, take: Take, name: str, moe: MoeConfig, activation: str) -> None:
         self.moe = moe
-        self.router = Linear(take, f"{name}.gate")
-        self.experts = [MLP(take, f"{name}.experts.{expert}") for expert in range(moe.num_experts)]
+        self.router = Linear(take, f"{name}.gate", moe.biases)
+        self.correction = take(f"{name}.gate.e_score_correction_bias") if moe.correction_bias else None
+        self.experts = [
+            MLP(take, f"{name}.experts.{expert}", activation, moe.biases) for expert in range(moe.num_experts)
+        ]
+        self.shared = (
+            MLP(take, f"{name}.shared_experts", activation) if moe.shared_intermediate_size else None
+        )
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        probabilities = self.router(hidden).float().softmax(-1)  # [rows, experts]
-        weights, chosen = probabilities.topk(self.moe.experts_per_token)  # both [rows, experts_per_token]
-        if self.moe.normalize_weights:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self._route(hidden)
         output = torch.zeros_like(hidden)
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, rank = torch.where(chosen == expert)
             share = weights[rows, rank, None].to(hidden.dtype)
             output[rows] += share * self.experts[expert](hidden[rows])
-        return output
+        return output if self.shared is None else output + self.shared(hidden)
+
+    def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights and numbers of the chosen experts: [rows, experts_per_token] each."""
+        moe, scores = self.moe, self.router(hidden).float()  # [rows, experts]
+        scores = scores.softmax(-1) if moe.scoring == "softmax" else scores.sigmoid()
+        if self.correction is None and moe.groups == 1:
+            weights, chosen = scores.topk(moe.experts_per_token)
+        else:
+            chosen = self._preferences(scores).topk(moe.experts_per_token).indices
+            weights = scores.gather(1, chosen)
+        if moe.normalize_weights:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * moe.weight_scale, chosen
+
+    def _preferences(self, scores: torch.Tensor) -> torch.Tensor:
+        """What experts are chosen by [rows, experts]: corrected scores, of the best groups only.
+
+        A group is as good as its two best experts together.
+        """
+        moe = self.moe
+        corrected = scores if self.correction is None else scores + self.correction.float()
+        grouped = corrected.view(len(scores), moe.groups, -1)
+        best = grouped.topk(2).values.sum(-1).topk(moe.chosen_groups).indices  # [rows, chosen groups]
+        is_chosen = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter(
+            1, best, True
+        )
+        return grouped.masked_fill(~is_chosen[:, :, None], float("-inf")).view(scores.shape)
 
 
 class Attention:
@@ -153,6 +193,7 @@ class Attention:
         has_norms = config.qk_norm or config.joint_qk_norm
         self.query_norm = RMSNorm(take, f"{name}.q_norm", config.rms_norm_eps) if has_norms else no_norm
         self.key_norm = RMSNorm(take, f"{name}.k_norm", config.rms_norm_eps) if has_norms else no_norm
+        self.sinks = take(f"{name}.sinks") if config.attention_sinks else None
 
     def heads(self, hidden: torch.Tensor, rotation: Rotation | None) -> Heads:
         """Queries, keys and values of [..., hidden]: [..., heads, head_dim] each, with norms and rope."""
@@ -175,7 +216,8 @@ class Attention:
         window = self.config.window(self.layer)
         for view in rows.views:
             own = query[view.rows], keys[view.key_slots], values[view.key_slots], view.masks[window]
-            mixed[view.rows] = attend(*own, self.config.attention_scale, self.config.attention_softcap)
+            scale, cap = self.config.attention_scale, self.config.attention_softcap
+            mixed[view.rows] = attend(*own, scale, cap, self.sinks)
         return mixed
 
 
@@ -197,7 +239,7 @@ class Layer:
         self.feed_forward_norm = norm("post_attention_layernorm", "pre", "sandwich")
         self.feed_forward: FeedForward
         if config.moe and layer in config.moe.layers:
-            self.feed_forward = MixtureOfExperts(take, f"{name}.mlp", config.moe)
+            self.feed_forward = MixtureOfExperts(take, f"{name}.mlp", config.moe, config.activation)
         else:
             self.feed_forward = MLP(take, f"{name}.mlp", config.activation)
         self.feed_forward_output_norm = norm("feed_forward_output_norm", "post", "sandwich")
@@ -320,14 +362,19 @@ def attend(
     mask: torch.Tensor,
     scale: float = 0.0,
     cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Values mixed by softmax(query · key): [rows, heads, head_dim].
 
     query is [rows, heads, head_dim], keys and values [keys, kv_heads, head_dim], mask [rows, keys].
-    Neighbouring query heads share a key head. `scale` and `cap`: see ModelConfig.
+    Neighbouring query heads share a key head. `scale`, `cap` and `sinks` [heads]: see ModelConfig.
     """
     num_rows, num_heads, head_dim = query.shape
     grouped = query.view(num_rows, keys.shape[1], -1, head_dim)  # [rows, kv_heads, group, head_dim]
     scores = torch.einsum("rhgd,khd->hgrk", grouped, keys) * (scale or head_dim**-0.5)
-    weights = soft_cap(scores, cap).float().masked_fill(~mask, float("-inf")).softmax(-1).to(values.dtype)
+    scores = soft_cap(scores, cap).float().masked_fill(~mask, float("-inf"))
+    if sinks is not None:  # one key more, which is dropped after the softmax
+        sink = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = scores.softmax(-1)[..., : len(keys)].to(values.dtype)
     return torch.einsum("hgrk,khd->rhgd", weights, values).reshape(num_rows, num_heads, head_dim)

@@ -1,0 +1,103 @@
+"""The experts of gpt-oss files: those of a layer are stored as one tensor, in 16 bits or as MXFP4 blocks.
+
+    experts.gate_up_proj          [experts, hidden, 2 * intermediate]   gate and up columns alternate
+    experts.gate_up_proj_bias     [experts, 2 * intermediate]
+    experts.down_proj             [experts, intermediate, hidden]
+    experts.down_proj_bias        [experts, hidden]
+
+Files in MXFP4 have, instead of a matrix [experts, in, out], its transpose in groups of 32 values:
+
+    experts.gate_up_proj_blocks   uint8 [experts, out, groups, 16]     two 4-bit numbers per byte, low first
+    experts.gate_up_proj_scales   uint8 [experts, out, groups]         exponents of two, less 127
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.models.checkpoint import Tensor
+from paceline.models.gguf_blocks import dequantize
+
+STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks)?")
+MXFP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
+MXFP4_VALUES = np.concatenate((MXFP4_VALUES, -MXFP4_VALUES))  # the highest bit is the sign
+MXFP4_BIAS = 127
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """One expert's matrix or bias out of a stacked tensor; implements checkpoint.Tensor."""
+
+    stacked: Tensor  # [experts, in, out], or a bias: [experts, out]
+    expert: int
+    columns: slice  # of `out`
+    kind: str = "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *inputs, outputs = self.stacked.shape[1:]
+        return (len(range(*self.columns.indices(outputs))), *inputs)
+
+    def float32(self) -> npt.NDArray[np.float32]:
+        """The values as float32: a new array [out, in], or [out]."""
+        lines = 1 if len(self.stacked.shape) == 2 else self.stacked.shape[1]
+        own = self.stacked.blocks()[self.expert * lines : (self.expert + 1) * lines]
+        values = dequantize(self.stacked.kind, own).reshape(lines, -1)[:, self.columns]
+        return np.ascontiguousarray(values.T).reshape(self.shape)
+
+    def blocks(self) -> npt.NDArray[np.uint8]:
+        """The bytes of the values: uint8 [rows, bytes per row]."""
+        values = self.float32()
+        return values.reshape(-1, values.shape[-1]).view(np.uint8)
+
+
+@dataclass(frozen=True)
+class Mxfp4Part:
+    """One expert's matrix out of MXFP4 blocks; implements checkpoint.Tensor."""
+
+    packed: Tensor  # uint8 [experts, out, groups, 16]
+    scales: Tensor  # uint8 [experts, out, groups]
+    expert: int
+    rows: slice  # of `out`
+    kind: str = "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        _, outputs, groups, size = self.packed.shape
+        return (len(range(*self.rows.indices(outputs))), groups * size * 2)
+
+    def float32(self) -> npt.NDArray[np.float32]:
+        """The values as float32: a new array [out, in]."""
+        packed = self.packed.blocks().reshape(self.packed.shape)[self.expert, self.rows]
+        exponents = self.scales.blocks().reshape(self.scales.shape)[self.expert, self.rows].astype(np.int32)
+        pairs = np.stack((packed & 15, packed >> 4), axis=-1)  # [out, groups, 16, 2]
+        values = np.ldexp(MXFP4_VALUES[pairs], exponents[:, :, None, None] - MXFP4_BIAS)
+        return values.astype(np.float32).reshape(self.shape)
+
+    def blocks(self) -> npt.NDArray[np.uint8]:
+        """The bytes of the values: uint8 [out, bytes per row]."""
+        return self.float32().view(np.uint8)
+
+
+def single_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors with stacked experts one by one, under the names of checkpoint.py."""
+    for name, tensor in tensors.items():
+        match = STACKED.fullmatch(name)
+        if match is None:
+            if not re.fullmatch(r".*\.mlp\.experts\.\w+_scales", name):  # read with their blocks
+                yield name, tensor
+            continue
+        prefix, joined, kind = match.groups()
+        parts = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+        for part, columns in (parts if joined == "gate_up_proj" else {"down": slice(None)}).items():
+            for expert in range(tensor.shape[0]):
+                own = f"{prefix}.{expert}.{part}_proj.{'bias' if kind == '_bias' else 'weight'}"
+                if kind == "_blocks":
+                    yield own, Mxfp4Part(tensor, tensors[f"{prefix}.{joined}_scales"], expert, columns)
+                else:
+                    yield own, ExpertPart(tensor, expert, columns)
