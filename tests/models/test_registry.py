@@ -12,7 +12,6 @@ import textwrap
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -279,32 +278,6 @@ def test_a_name_that_means_nothing_is_reported(name: str, message: str) -> None:
 def test_only_aliases_are_pulled() -> None:
     with pytest.raises(ModelError, match=r"Did you mean 'smollm2-135m'.*Aliases are"):
         pull("smollm2")
-
-
-def test_a_hub_id_is_fetched_without_code_or_pickles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[tuple[str, list[str]]] = []
-
-    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
-        return str(tmp_path)
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
-    assert resolve("org/name") == tmp_path
-    name, patterns = asked[0]
-    assert name == "org/name"
-    assert all(pattern.endswith((".safetensors", ".json", ".jinja")) for pattern in patterns)
-
-
-def test_a_hub_that_cannot_be_reached_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
-        raise ConnectionError("no route")
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
-    with pytest.raises(ModelError, match="hub failed: no route"):
-        resolve("org/name")
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelError, match="pip install huggingface_hub"):
-        resolve("org/name")
 
 
 def test_files_and_folders_load_by_their_kind(tmp_path: Path) -> None:

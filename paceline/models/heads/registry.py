@@ -7,7 +7,8 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError
 from paceline.models.heads.shipped import DEFAULT_METHOD, SHIPPED, SHIPPED_HEAD, shipped_head
-from paceline.models.registry import HUB_ID, resolve
+from paceline.models.hub import HUB_NAME
+from paceline.models.registry import resolve
 
 METHODS = ("eagle3", "eagle", "medusa")  # that have heads in files of their own
 
@@ -29,7 +30,7 @@ def resolve_head(name: str, method: str = DEFAULT_METHOD, fingerprint: str | Non
     with suppress(OSError):  # a name too long for a path
         if path.exists():
             return path
-    if HUB_ID.fullmatch(name) and not name.startswith((".", "/", "~")):
+    if HUB_NAME.fullmatch(name) and not name.startswith((".", "/", "~")):
         return resolve(name)
     raise CheckpointError(
         f"There is no draft head {name!r}: no such file or folder exists. Give the folder of a head, a hub "

@@ -1,0 +1,132 @@
+"""Models of the Hugging Face hub: which files of a repository make a model, and their download.
+
+    org/name             the safetensors of the repository, or, if it has only GGUF files, the best known one
+    org/name:Q4_K_M      the GGUF file of this quantization
+    org/name:file.gguf   this file
+
+Files go to the hub client's own cache, which other tools share; it resumes broken downloads and shows their
+progress. Only weights, configuration and tokenizer are fetched, never code and never pickles.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ModelError
+from paceline.extras import needs_extra
+
+HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<wanted>[\w.-]+))?")
+FILES = ["model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json"]
+FILES += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+# of several GGUF files, if none is asked for: small and good first
+PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q6_K", "Q8_0", "BF16", "F16")
+QUANTIZATION = re.compile(r"(?:I?Q\d\w*|BF16|F16|F32|MXFP4\w*)(?=[.-]|$)", re.IGNORECASE)
+SPLIT = re.compile(r".*-\d{5}-of-\d{5}\.gguf")
+MAX_NAMES_IN_ERROR = 12
+WHOLE_FOLDER = "."
+UNREACHABLE = {"OfflineModeIsEnabled", "ConnectError", "ConnectionError", "ConnectTimeout"}
+# by the name of the client's exception, the narrower first: what to do
+REMEDIES = {
+    "GatedRepoError": "it needs its authors' permission. Ask for it at https://huggingface.co/{repository}, "
+    "then set HF_TOKEN to a token of your account",
+    "RepositoryNotFoundError": "there is no such repository, or it is private. Check its name; for a private "
+    "one set HF_TOKEN to a token of your account",
+    "LocalEntryNotFoundError": "it is not in the cache, and the hub cannot be reached. Check the network and "
+    "HF_ENDPOINT, or fetch it on another machine and give the folder",
+    "OfflineModeIsEnabled": "it is not in the cache, and HF_HUB_OFFLINE forbids to ask the hub. Unset it, or "
+    "fetch it first",
+}
+
+
+def fetch_from_hub(name: str) -> Path:
+    """The folder of safetensors, or the .gguf file, that this name means; downloaded if needed."""
+    match = HUB_NAME.fullmatch(name)
+    assert match is not None, "callers ask for names of this form only"
+    repository, wanted = match["repository"], match["wanted"]
+    with needs_extra("hub", f"fetching {name!r} from the hub", ModelError):
+        import huggingface_hub
+    try:
+        return _fetch(huggingface_hub, repository, wanted)
+    except ModelError:
+        raise
+    except Exception as error:  # the client raises many types, also those of its HTTP library
+        kinds = _kinds(error)
+        remedy = next((text for kind, text in REMEDIES.items() if kind in kinds), None)
+        what = remedy or f"{str(error)[:300]}. Check the name, the network and the disk"
+        what = what.replace("{repository}", repository)
+        raise ModelError(f"{repository} could not be fetched from the hub: {what}.") from error
+
+
+def _fetch(hub: Any, repository: str, wanted: str | None) -> Path:
+    try:
+        files = list(hub.HfApi().list_repo_files(repository))
+    except Exception as error:  # as above
+        folder = _cached(hub, repository) if UNREACHABLE & _kinds(error) else None
+        if folder is None:
+            raise
+        there = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        return folder / _choose(repository, there, wanted)
+    if _choose(repository, files, wanted) == WHOLE_FOLDER:
+        return Path(hub.snapshot_download(repository, allow_patterns=FILES))
+    return Path(hub.hf_hub_download(repository, _choose(repository, files, wanted)))
+
+
+def _choose(repository: str, files: Sequence[str], wanted: str | None) -> str:
+    """The GGUF file that is meant, or WHOLE_FOLDER for safetensors."""
+    is_whole = "config.json" in files and any(name.endswith(".safetensors") for name in files)
+    if wanted is None and is_whole:
+        return WHOLE_FOLDER
+    return choose_gguf(repository, [name for name in files if name.endswith(".gguf")], wanted)
+
+
+def _cached(hub: Any, repository: str) -> Path | None:
+    """The folder of the newest revision in the client's cache, if it has any."""
+    try:
+        cached = hub.scan_cache_dir().repos
+    except hub.errors.CacheNotFound:
+        return None
+    revisions = [own for repo in cached if repo.repo_id == repository for own in repo.revisions]
+    newest = max(revisions, key=lambda own: float(own.last_modified), default=None)
+    return None if newest is None else Path(newest.snapshot_path)
+
+
+def choose_gguf(repository: str, files: Sequence[str], wanted: str | None) -> str:
+    """The file of this name or quantization among a repository's GGUF files; without one, a good one."""
+    if not files:
+        raise ModelError(
+            f"{repository} has neither safetensors with a config.json nor GGUF files. Pickled weights can "
+            "hold code and are never loaded: choose a repository with safetensors or GGUF."
+        )
+    whole = [name for name in files if not SPLIT.fullmatch(name)]
+    kinds = {name: kind.upper() for name in whole if (kind := _quantization(name))}
+    if wanted is not None:
+        found = [name for name in whole if wanted == name or kinds.get(name) == wanted.upper()]
+    else:
+        known = (name for kind in PREFERRED for name in whole if kinds.get(name) == kind)
+        found = [next(known, *whole[:1])] if whole else []
+    if len(found) == 1:
+        return found[0]
+    names = sorted(set(kinds.values())) or sorted(whole)
+    there = ", ".join(names[:MAX_NAMES_IN_ERROR]) or "only files in several parts, which must be joined first"
+    problem = f"has several files of {wanted!r}: give a file's name" if found else f"has no {wanted!r}"
+    raise ModelError(
+        f"{repository} {problem}. It has {there}. Write {repository}:{names[0] if names else 'FILE'}."
+    )
+
+
+def _quantization(name: str) -> str | None:
+    """The quantization that a file's name ends with."""
+    found = QUANTIZATION.findall(Path(name).stem)
+    return found[-1] if found else None
+
+
+def _kinds(error: BaseException | None) -> set[str]:
+    """The names of the classes of an error and of its causes: those of the client's HTTP library too."""
+    kinds: set[str] = set()
+    while error is not None:
+        kinds |= {kind.__name__ for kind in type(error).__mro__}
+        error = error.__cause__ or error.__context__
+    return kinds

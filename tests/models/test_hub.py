@@ -1,0 +1,158 @@
+"""Models by the hub's names, against a server on this machine that speaks the hub's HTTP API."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+from urllib.parse import urlsplit
+
+import pytest
+
+from paceline.errors import ModelError
+from paceline.models.hub import choose_gguf
+from paceline.models.registry import load_checkpoint, resolve
+from tests.models.files import config_of, random_tensors, write_folder
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+Repositories = dict[str, dict[str, bytes]]
+
+
+class StandIn(BaseHTTPRequestHandler):
+    """The parts of the hub's API that the client uses. A gated repository answers as the hub does."""
+
+    repositories: ClassVar[Repositories]
+    asked: ClassVar[list[str]]
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def log_message(self, format: str, *values: object) -> None:
+        """Silence."""
+
+    def _answer(self, with_body: bool) -> None:
+        path = urlsplit(self.path).path.strip("/")
+        self.asked.append(path)
+        parts = path.removeprefix("api/models/").split("/")
+        repository, action, name = "/".join(parts[:2]), parts[2:3], "/".join(parts[4:])
+        files = self.repositories.get(repository)
+        if repository == "org/gated":
+            return self._send(403, b"", {"X-Error-Code": "GatedRepo"}, with_body)
+        if files is None:
+            return self._send(401, b"", {"X-Error-Code": "RepoNotFound"}, with_body)
+        if path.startswith("api/"):
+            listed = [{"type": "file", "path": own, "size": len(files[own]), "oid": own} for own in files]
+            info = {"id": repository, "sha": COMMIT, "siblings": [{"rfilename": own} for own in files]}
+            body = json.dumps(listed if action == ["tree"] else info).encode()
+            return self._send(200, body, {"Content-Type": "application/json"}, with_body)
+        content = files.get(name)
+        if content is None:
+            return self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body)
+        etag = hashlib.sha1(content).hexdigest()
+        return self._send(200, content, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}, with_body)
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str], with_body: bool) -> None:
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandIn]]:
+    from huggingface_hub import constants
+
+    class Server(StandIn):
+        repositories: ClassVar[Repositories] = {}
+        asked: ClassVar[list[str]] = []
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    yield Server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def model(hub: type[StandIn], tmp_path: Path) -> str:
+    """A repository with a model, and with files that must not be fetched."""
+    folder = tmp_path / "made"
+    folder.mkdir()
+    write_folder(folder, "llama", random_tensors(config_of("llama")))
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    hub.repositories["org/model"] = files | {"modeling.py": b"evil", "pytorch_model.bin": b"evil"}
+    return "org/model"
+
+
+def test_safetensors_are_fetched_without_code_or_pickles(hub: type[StandIn], model: str) -> None:
+    folder = resolve(model)
+    assert load_checkpoint(folder).config == config_of("llama")
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+    assert not [path for path in hub.asked if path.endswith((".py", ".bin"))]
+
+
+def test_a_fetched_model_is_served_from_the_cache_when_the_hub_is_away(
+    hub: type[StandIn], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    folder = resolve(model)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve(model) == folder
+    with pytest.raises(ModelError, match="not in the cache"):
+        resolve("org/other")
+
+
+def test_gguf_files_are_found_by_quantization_and_by_name(hub: type[StandIn]) -> None:
+    files = {f"Model-1B-{kind}.gguf": kind.encode() for kind in ("Q8_0", "Q4_K_M", "IQ4_XS", "BF16")}
+    hub.repositories["org/files"] = files | {"README.md": b""}
+    assert resolve("org/files").read_bytes() == b"Q4_K_M"
+    assert resolve("org/files:q8_0").read_bytes() == b"Q8_0"
+    assert resolve("org/files:Model-1B-IQ4_XS.gguf").read_bytes() == b"IQ4_XS"
+    with pytest.raises(
+        ModelError, match=r"has no 'Q2_K'. It has BF16, IQ4_XS, Q4_K_M, Q8_0. Write org/files:"
+    ):
+        resolve("org/files:Q2_K")
+
+
+def test_what_cannot_be_had_is_said_with_the_remedy(hub: type[StandIn]) -> None:
+    with pytest.raises(ModelError, match=r"permission. Ask for it at .*/org/gated, then set HF_TOKEN"):
+        resolve("org/gated")
+    with pytest.raises(ModelError, match="no such repository, or it is private"):
+        resolve("org/missing")
+    hub.repositories["org/pickles"] = {"config.json": b"{}", "pytorch_model.bin": b"evil"}
+    with pytest.raises(ModelError, match="never loaded: choose a repository with safetensors or GGUF"):
+        resolve("org/pickles")
+
+
+def test_without_the_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModelError, match=r"pip install 'paceline\[hub\]'"):
+        resolve("org/name")
+
+
+def test_of_several_files_one_must_be_meant() -> None:
+    assert choose_gguf("org/name", ["only.gguf"], None) == "only.gguf"
+    assert choose_gguf("org/name", ["b-Q2_K.gguf", "a-Q6_K.gguf"], None) == "a-Q6_K.gguf"
+    with pytest.raises(ModelError, match="has several files of 'Q6_K': give a file's name"):
+        choose_gguf("org/name", ["a-Q6_K.gguf", "b-Q6_K.gguf"], "Q6_K")
+    with pytest.raises(ModelError, match="several parts, which must be joined"):
+        choose_gguf("org/name", ["a-Q6_K-00001-of-00002.gguf", "a-Q6_K-00002-of-00002.gguf"], None)
