@@ -8,6 +8,7 @@ forged file is a CheckpointError, and memory use stays proportional to the file.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ MAX_ARRAY_DEPTH = 4
 MAX_DIMENSIONS = 4
 SMALLEST_ENTRY = 13  # bytes of a metadata entry: empty key, type, one-byte value
 SMALLEST_TENSOR_INFO = 32  # bytes: empty name, one dimension, type, offset
+SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+MAX_PARTS = 10_000
 SMALLEST_ITEM = {STRING_TYPE: 8, ARRAY_TYPE: 12}  # bytes of an empty string and of an empty array
 
 
@@ -76,16 +79,62 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """The metadata and the mapped tensors of the GGUF file at `path`, all sizes checked."""
+    """The metadata and the mapped tensors of the GGUF file at `path`, all sizes checked.
+
+    Of a file that was split, `path` is any part: the others lie beside it.
+    """
+    file = _read_part(path)
+    count = file.metadata.get("split.count", 1)
+    return _joined([_read_part(part) for part in _parts(path, count)]) if count != 1 else file
+
+
+def split_names(name: str) -> list[str]:
+    """The names of all parts of a split file, from the name of one; of another file, its own name."""
+    match = SPLIT_NAME.fullmatch(name)
+    count = int(match["count"]) if match else 1
+    if match is None or not 1 <= int(match["number"]) <= count <= MAX_PARTS:
+        return [name]
+    return [f"{match['stem']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+
+
+def _parts(path: Path, count: MetadataValue) -> list[Path]:
+    """The files of all parts of a split file, which must be there."""
+    names = split_names(path.name)
+    if len(names) != count:
+        raise CheckpointError(
+            f"{path.name} is one of {str(count)[:20]} parts of a split GGUF file, but its name is not "
+            f"NAME-00001-of-0000N.gguf. Give the parts the names that they were made with."
+        )
+    missing = [name for name in names if not (path.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{path.name} is one of {count} parts of a split GGUF file, and {', '.join(missing[:5])} "
+            f"{'is' if len(missing) == 1 else 'are'} not beside it. Fetch all parts into one folder."
+        )
+    return [path.parent / name for name in names]
+
+
+def _joined(parts: list[GgufFile]) -> GgufFile:
+    """The parts of a split file as one; the first has the metadata."""
+    tensors: dict[str, GgufTensor] = {}
+    for number, part in enumerate(parts):
+        if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, len(parts)):
+            raise damaged(part.path, f"it does not say that it is part {number + 1} of {len(parts)}")
+        if twice := tensors.keys() & part.tensors.keys():
+            raise damaged(part.path, f"another part has the tensor {min(twice)} too")
+        tensors |= part.tensors
+    first, total = parts[0], parts[0].metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise damaged(
+            first.path, f"it says that its parts have {total} tensors, but they have {len(tensors)}"
+        )
+    return GgufFile(first.path, first.metadata, tensors)
+
+
+def _read_part(path: Path) -> GgufFile:
     reader = _Reader(path, map_file(path))
     tensor_count, entry_count = _read_preamble(reader)
     metadata = _read_metadata(reader, entry_count)
-    split_count = metadata.get("split.count", 1)
-    if isinstance(split_count, int) and split_count > 1:
-        raise UnsupportedModelError(
-            f"{path.name} is one of {split_count} parts of a split GGUF file. "
-            f"Join them with `llama-gguf-split --merge` and give the joined file."
-        )
     infos = [_read_tensor_info(reader) for _ in range(tensor_count)]
     return GgufFile(path, metadata, _map_tensors(reader, metadata, infos))
 

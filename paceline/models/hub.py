@@ -17,6 +17,7 @@ from typing import Any
 
 from paceline.errors import ModelError
 from paceline.extras import needs_extra
+from paceline.models.gguf import split_names
 
 HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<wanted>[\w.-]+))?")
 FILES = ["model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json"]
@@ -24,7 +25,7 @@ FILES += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
 # of several GGUF files, if none is asked for: small and good first
 PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q6_K", "Q8_0", "BF16", "F16")
 QUANTIZATION = re.compile(r"(?:I?Q\d\w*|BF16|F16|F32|MXFP4\w*)(?=[.-]|$)", re.IGNORECASE)
-SPLIT = re.compile(r".*-\d{5}-of-\d{5}\.gguf")
+SPLIT = re.compile(r"-(\d{5})-of-\d{5}$")  # at the end of the names of parts, without .gguf
 MAX_NAMES_IN_ERROR = 12
 WHOLE_FOLDER = "."
 UNREACHABLE = {"OfflineModeIsEnabled", "ConnectError", "ConnectionError", "ConnectTimeout"}
@@ -71,7 +72,9 @@ def _fetch(hub: Any, repository: str, wanted: str | None) -> Path:
         return folder / _choose(repository, there, wanted)
     if _choose(repository, files, wanted) == WHOLE_FOLDER:
         return Path(hub.snapshot_download(repository, allow_patterns=FILES))
-    return Path(hub.hf_hub_download(repository, _choose(repository, files, wanted)))
+    names = split_names(_choose(repository, files, wanted))
+    paths = [Path(hub.hf_hub_download(repository, name)) for name in names]
+    return paths[0]
 
 
 def _choose(repository: str, files: Sequence[str], wanted: str | None) -> str:
@@ -100,27 +103,31 @@ def choose_gguf(repository: str, files: Sequence[str], wanted: str | None) -> st
             f"{repository} has neither safetensors with a config.json nor GGUF files. Pickled weights can "
             "hold code and are never loaded: choose a repository with safetensors or GGUF."
         )
-    whole = [name for name in files if not SPLIT.fullmatch(name)]
+    whole = [name for name in files if _part(name) == 1]  # of split files the first part
     kinds = {name: kind.upper() for name in whole if (kind := _quantization(name))}
     if wanted is not None:
         found = [name for name in whole if wanted == name or kinds.get(name) == wanted.upper()]
     else:
         known = (name for kind in PREFERRED for name in whole if kinds.get(name) == kind)
-        found = [next(known, *whole[:1])] if whole else []
+        found = [next(known, whole[0])]
     if len(found) == 1:
         return found[0]
     names = sorted(set(kinds.values())) or sorted(whole)
-    there = ", ".join(names[:MAX_NAMES_IN_ERROR]) or "only files in several parts, which must be joined first"
+    there = ", ".join(names[:MAX_NAMES_IN_ERROR])
     problem = f"has several files of {wanted!r}: give a file's name" if found else f"has no {wanted!r}"
-    raise ModelError(
-        f"{repository} {problem}. It has {there}. Write {repository}:{names[0] if names else 'FILE'}."
-    )
+    raise ModelError(f"{repository} {problem}. It has {there}. Write {repository}:{names[0]}.")
 
 
 def _quantization(name: str) -> str | None:
     """The quantization that a file's name ends with."""
-    found = QUANTIZATION.findall(Path(name).stem)
+    found = QUANTIZATION.findall(SPLIT.sub("", Path(name).stem))
     return found[-1] if found else None
+
+
+def _part(name: str) -> int:
+    """The number of a part of a split file; 1 for other files."""
+    match = SPLIT.search(Path(name).stem)
+    return int(match[1]) if match else 1
 
 
 def _kinds(error: BaseException | None) -> set[str]:

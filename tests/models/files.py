@@ -127,12 +127,20 @@ def gguf_tensors(model: str, tensors: Tensors) -> Tensors:
 
 
 def write_gguf(
-    path: Path, model: str, tensors: Tensors, kind: str = "F32", extra: Tensors | None = None
+    path: Path,
+    model: str,
+    tensors: Tensors,
+    kind: str = "F32",
+    extra: Tensors | None = None,
+    tensors_each: int = 0,
 ) -> Path:
-    """The path, holding the tensors (matrices as `kind`), the metadata and a byte-level tokenizer."""
+    """The path, holding the tensors (matrices as `kind`), the metadata and a byte-level tokenizer.
+
+    `tensors_each`: in parts of so many tensors, which have names of their own.
+    """
     values = MODELS[model]
     architecture = ARCHITECTURES[values["model_type"]]
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_each)
     writer.add_block_count(values["num_hidden_layers"])
     writer.add_context_length(values["max_position_embeddings"])
     writer.add_embedding_length(values["hidden_size"])

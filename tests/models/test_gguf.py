@@ -129,7 +129,9 @@ DAMAGE = {
     ),
     "unsupported type number 19": gguf_bytes([], [tensor_info("t", (256,), number=19)]),
     "not a power of two": gguf_bytes([entry("general.alignment", 4, struct.pack("<I", 48))], []),
-    "of a split GGUF file": gguf_bytes([entry("split.count", 2, struct.pack("<H", 3))], []),
+    "its name is not NAME-00001-of-0000N.gguf": gguf_bytes(
+        [entry("split.count", 2, struct.pack("<H", 3))], []
+    ),
 }
 
 

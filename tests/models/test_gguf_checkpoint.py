@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.gguf import GgufFile, read_gguf
 from paceline.models.gguf_checkpoint import gguf_checkpoint, interleaved_row_order
-from paceline.models.registry import resolve
+from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
 from tests.models.files import MODELS, config_of, interleave, random_tensors, write_gguf
 
 
@@ -35,6 +36,40 @@ def test_config_names_and_values_survive_the_conversion(tmp_path: Path, model: s
 
 
 @pytest.mark.parametrize("model", ["llama", "mixtral"])
+def parts_of(folder: Path) -> list[Path]:
+    """A llama model in parts, as gguf writes them."""
+    write_gguf(folder / "model.gguf", "llama", random_tensors(config_of("llama")), tensors_each=8)
+    return sorted(folder.glob("model-*-of-*.gguf"))
+
+
+def test_a_split_file_is_read_from_any_of_its_parts(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path)
+    assert len(parts) > 2
+    for part in (parts[0], parts[-1]):
+        checkpoint = load_checkpoint(part)
+        for name, tensor in random_tensors(config_of("llama")).items():
+            np.testing.assert_array_equal(checkpoint.tensors[name].float32(), tensor)
+    assert load_tokenizer(parts[1]).encode("abc")
+
+
+def test_parts_that_do_not_fit_together_are_reported(tmp_path: Path) -> None:
+    parts = parts_of(tmp_path)
+    alone = tmp_path / "part.gguf"
+    shutil.copy(parts[0], alone)
+    with pytest.raises(CheckpointError, match="its name is not NAME-00001-of-0000N"):
+        read_gguf(alone)
+    kept = parts[1].read_bytes()
+    shutil.copy(parts[2], parts[1])
+    with pytest.raises(CheckpointError, match="does not say that it is part 2 of"):
+        read_gguf(parts[0])
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match=f"{parts[1].name} is not beside it. Fetch all parts"):
+        read_gguf(parts[0])
+    parts[1].write_bytes(kept)
+    read_gguf(parts[0])
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_blocks_have_the_row_order_of_the_values(tmp_path: Path, model: str) -> None:
     checkpoint = gguf_checkpoint(converted(tmp_path, model, kind="Q4_1"))
     for name, tensor in checkpoint.tensors.items():

@@ -133,6 +133,14 @@ def test_gguf_files_are_found_by_quantization_and_by_name(hub: type[StandIn]) ->
         resolve("org/files:Q2_K")
 
 
+def test_all_parts_of_a_split_file_are_fetched(hub: type[StandIn]) -> None:
+    names = [f"q8/Model-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
+    hub.repositories["org/parts"] = {name: name.encode() for name in names}
+    first = resolve("org/parts:Q8_0")
+    assert first.read_bytes() == names[0].encode()
+    assert first.with_name(Path(names[1]).name).read_bytes() == names[1].encode()
+
+
 def test_what_cannot_be_had_is_said_with_the_remedy(hub: type[StandIn]) -> None:
     with pytest.raises(ModelError, match=r"permission. Ask for it at .*/org/gated, then set HF_TOKEN"):
         resolve("org/gated")
@@ -154,5 +162,5 @@ def test_of_several_files_one_must_be_meant() -> None:
     assert choose_gguf("org/name", ["b-Q2_K.gguf", "a-Q6_K.gguf"], None) == "a-Q6_K.gguf"
     with pytest.raises(ModelError, match="has several files of 'Q6_K': give a file's name"):
         choose_gguf("org/name", ["a-Q6_K.gguf", "b-Q6_K.gguf"], "Q6_K")
-    with pytest.raises(ModelError, match="several parts, which must be joined"):
-        choose_gguf("org/name", ["a-Q6_K-00001-of-00002.gguf", "a-Q6_K-00002-of-00002.gguf"], None)
+    parts = ["a-Q6_K-00002-of-00002.gguf", "a-Q6_K-00001-of-00002.gguf"]
+    assert choose_gguf("org/name", parts, None) == choose_gguf("org/name", parts, "Q6_K") == parts[1]
