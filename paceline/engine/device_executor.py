@@ -111,7 +111,10 @@ class DeviceExecutor:
         return not by_head or not self._passes or self._attached_plan.drafter == plan.drafter
 
     def host_plan(self, request: Request, plan: DraftPlan) -> DraftPlan:
-        """The plan of a request in a host pass beside device passes: these use the head, if it is by one."""
+        """The plan of a request in a host pass beside device passes: the same one, but plain if by a head.
+
+        A head's proposal runs on the device, behind the passes in flight, and the host would wait for it.
+        """
         return self._drafting.settled([request], [PLAIN])[0] if self._drafting.attaches(plan) else plan
 
     def fitting(self, plan: DraftPlan, requests: int) -> DraftPlan:

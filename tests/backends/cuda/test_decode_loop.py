@@ -234,15 +234,17 @@ def test_nothing_is_computed_at_a_limit(device: torch.device, dtype: torch.dtype
 def test_a_step_edits_logits_counts_its_tokens_and_gives_log_probabilities(
     device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Two steps with penalties, and one with log-probabilities, beside what the host makes of the logits."""
+    """Two steps with a bias and penalties, and one with log-probabilities, beside what the host computes.
+
+    The bias wins the first step. It loses the second, where the penalties of its token count.
+    """
     from paceline.backends.cuda.decode_loop import DecodeLoop
     from paceline.backends.cuda.kernels.logit_edits import make_edit_state
 
     case = Case(0.0, device, dtype)
     text = case.state.tokens[1, : LENGTH + 1].tolist()
-    params = SamplingParams(
-        temperature=0, repetition_penalty=2.0, frequency_penalty=2.0, presence_penalty=2.0
-    )
+    penalties = {"repetition_penalty": 20.0, "frequency_penalty": 2.0, "presence_penalty": 2.0}
+    params = SamplingParams(temperature=0, logit_bias={7: 50.0}, **penalties)
     sampler, workspace = Sampler(params, SEED, text[:-1], ()), Workspace(60)
     sampler.advance(text[-1])
     edits = make_edit_state(2, 60, device)
@@ -255,6 +257,8 @@ def test_a_step_edits_logits_counts_its_tokens_and_gives_log_probabilities(
         raw = plain_logits(case.weights, case.pool(), case.state, LENGTH + step)
         token = int(loop.output[0, 0])
         assert token == sampler.sample(raw, LENGTH + 1 + step, 1 + step, workspace)
+        assert raw.argmax() != 7
+        assert (token == 7) == (step == 0)
         sampler.advance(token)
         assert edits.history[1, token] & ~(1 << 30) == sampler.logit_edits().output_counts[-1]
     assert edits.history[0].sum() == 0
