@@ -21,7 +21,7 @@ from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, plan_ste
 from paceline.backends.cuda.graphs import Graphs
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.accept import accept_drafts, move_accepted
-from paceline.backends.cuda.kernels.attention import MAX_PATH, RowTables, UniformRows, tile_height
+from paceline.backends.cuda.kernels.attention import MAX_PATH, tile_height
 from paceline.backends.cuda.kernels.draft_sampling import (
     draft_candidates_for,
     score_draft_tokens,
@@ -30,6 +30,7 @@ from paceline.backends.cuda.kernels.draft_sampling import (
 from paceline.backends.cuda.kernels.features import store_features
 from paceline.backends.cuda.kernels.logit_edits import EditState, count_tokens
 from paceline.backends.cuda.kernels.prompt_lookup import prompt_lookup
+from paceline.backends.cuda.kernels.row_tables import RowTables, UniformRows
 from paceline.backends.cuda.kernels.step_rows import (
     CONTIGUOUS_UNTIL,
     LAST,

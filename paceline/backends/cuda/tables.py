@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.backends.cuda.kernels.attention import MAX_PATH, RowTables
+from paceline.backends.cuda.kernels.attention import MAX_PATH
+from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import Choices, ForwardBatch
 from paceline.errors import BackendError

@@ -34,7 +34,8 @@ import triton.language as tl
 
 from paceline.backends.cuda.kernels.fp8 import fp8_scales, scale_offset
 from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_wait, supports_pdl
-from paceline.backends.cuda.kernels.shared_prefix import SharedPrefixRows, attend_shared_prefix
+from paceline.backends.cuda.kernels.row_tables import RowTables
+from paceline.backends.cuda.kernels.shared_prefix import attend_shared_prefix
 from paceline.backends.cuda.kernels.softmax import BLOCK as BLOCK
 from paceline.backends.cuda.kernels.softmax import MAX_PATH as MAX_PATH
 from paceline.backends.cuda.kernels.softmax import MERGE_FAN_IN as MERGE_FAN_IN
@@ -57,31 +58,6 @@ STAGES = 5  # pipeline stages of the loop over blocks: two for page numbers, fro
 PROGRAMS = 264  # enough to occupy the device
 MAX_KV_SPLITS = MERGE_FAN_IN * MERGE_FAN_IN  # programs of a tile and KV head, at most
 _BLOCK, _MERGE_FAN_IN = tl.constexpr(BLOCK), tl.constexpr(MERGE_FAN_IN)
-
-
-@dataclass(frozen=True)
-class UniformRows:
-    """What is known before a pass in which every request has the same number of rows."""
-
-    tiles: int  # of each request
-    span: int  # most KV indices of a request that the step computes
-    settled: bool  # whether the context before a request's rows was written before the step
-
-
-@dataclass(frozen=True)
-class RowTables:
-    """The position, KV slot and visible KV indices of each row of a pass. All int32, on the device."""
-
-    positions: torch.Tensor  # [rows]
-    slot_mapping: torch.Tensor  # [rows] KV slot of its key and value; -1: the row is padding
-    contiguous_until: torch.Tensor  # [rows] positions below it are their own KV index
-    paths: torch.Tensor | None  # [rows, MAX_PATH] KV indices from `contiguous_until` on; None: no trees
-    tile_rows: torch.Tensor  # [tiles] the first row of each tile
-    tile_counts: torch.Tensor  # [tiles] its number of rows; 0: the tile is padding
-    tile_pages: torch.Tensor  # [tiles] offset of its request's page table in `pages`
-    pages: torch.Tensor  # [pages of all requests] page numbers
-    uniform: UniformRows | None = None  # None: requests have different numbers of rows
-    shared_prefix: SharedPrefixRows | None = None  # KV chunks that the shared-prefix kernel computes
 
 
 @dataclass(frozen=True)
