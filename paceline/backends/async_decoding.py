@@ -1,4 +1,4 @@
-"""Asynchronous decoding: what a backend's decoder is told and gives. See engine/device_executor.py."""
+"""Asynchronous decoding: the protocol of a backend's decoder. See engine/device_executor.py."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class DeviceDraft:
 
 @dataclass(frozen=True)
 class DecodeOutput:
-    """What a decode pass gave. The arrays are valid until the decoder's next but one."""
+    """The result of a decode pass. Its arrays are valid until the next but one is read."""
 
     tokens: Int32Array  # [slots, 1 + length of drafts] -1 where logits gave none
     counts: Int32Array  # [slots] how many of these are tokens
@@ -118,7 +118,7 @@ class AsyncDecoder(Protocol):
         ...
 
     def join(self, requests: SlotInits) -> None:
-        """Take over requests, or the present state of known ones."""
+        """Initialize the slots of requests, or overwrite the state of slots in use."""
         ...
 
     def launch(
@@ -141,20 +141,20 @@ class AsyncDecoder(Protocol):
         ...
 
     def read(self) -> DecodeOutput:
-        """What the oldest pass that was not read gave. Waits for it."""
+        """The result of the oldest pass that was not read. Waits for it."""
         ...
 
     def skip(self) -> None:
-        """Nobody will read the oldest pass that was not read."""
+        """Discard the oldest pass that was not read."""
         ...
 
     def drop(self) -> None:
-        """No pass that was launched until now will be read."""
+        """Discard all passes that were not read."""
         ...
 
     def prepare(self, draft: DeviceDraft | None) -> Mapping[int, float]:
-        """Have ready what the first passes would wait for.
+        """Warm up: capture and compile what the first passes would wait for.
 
-        Gives the seconds of passes by the number of their requests, for some numbers, if they were timed.
+        Returns the seconds of a pass by its number of requests, for some numbers; empty if none was timed.
         """
         ...

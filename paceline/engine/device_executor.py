@@ -116,7 +116,7 @@ class DeviceExecutor:
         return self._drafting.settled([request], [PLAIN])[0] if self._drafting.attaches(plan) else plan
 
     def fitting(self, plan: DraftPlan, requests: int) -> DraftPlan:
-        """This plan, or the plain one if its buffers are too small for so many requests."""
+        """This plan, or the plain one if its buffers are too small for this many requests."""
         draft = self.draft(plan)
         fits = draft is None or draft.max_requests is None or requests <= draft.max_requests
         return plan if fits else PLAIN

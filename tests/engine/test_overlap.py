@@ -259,7 +259,7 @@ def test_prefill_ahead_gets_the_requests_whose_prefill_ends_in_this_pass():
     drafter.truth |= {tuple(prompt(9, 20)): [], tuple(prompt(8, 6)): []}
     (late,) = engine.add_request(prompt(9, 20), params(9))
     drain(engine)
-    (early,) = engine.add_request(prompt(8, 6), params(9))  # nobody decodes
+    (early,) = engine.add_request(prompt(8, 6), params(9))  # no request decodes
     drain(engine)
     assert prefilled_ahead == [(late, 0), (early, 0)]
 

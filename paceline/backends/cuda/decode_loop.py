@@ -86,9 +86,10 @@ class DecodeLoop:
         """Steps of at most `max_rows` requests, plain if nothing drafts.
 
         With `given`, drafts have this shape: the host writes them to `drafted` before each step, or, for
-        chains, the step finds them by prompt lookup (`look_up`) or in `host_drafts` of so many tokens, as the
-        decoder's `launch` takes them. If no network drafts, `features` [rows of a pass, width] are the hidden
-        states of its rows at `feature_layers`; a head's pool stores them too, if `kept`.
+        chains, the step finds them by prompt lookup (`look_up`) or in the optimistic drafts of at most
+        `host_drafts` tokens that the decoder's `launch` takes. If no network drafts, `features` [rows of a
+        pass, width] are the hidden states of its rows at `feature_layers`; a head's pool stores them too, if
+        `kept`.
         """
         device, config = weights.device, weights.config
         self.weights, self.pool, self.requests, self.page_size = weights, pool, requests, page_size

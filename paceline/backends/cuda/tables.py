@@ -32,7 +32,7 @@ class Rows:
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A copy of an array on the device, made asynchronously: nobody waits for it."""
+    """A copy of an array on the device, made asynchronously: the host does not wait."""
     there = torch.from_numpy(values)
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.clone()
 

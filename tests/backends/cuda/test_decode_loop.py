@@ -81,7 +81,7 @@ class Case:
         return ModelNetwork(random_weights(self.device, self.dtype, 0.02), self.pool(), *room, 60)
 
     def run(self, draft: Any, least: int, given: Any = None, guess: int = 0) -> tuple[list[int], int]:
-        """At least so many tokens of the request if it does not end before, and the number of steps."""
+        """At least `least` tokens of the request if it does not end before, and the number of steps."""
         from paceline.backends.cuda.decode_loop import DecodeLoop
 
         loop = DecodeLoop(self.weights, self.pool(), self.state, ROWS, PAGE_SIZE, draft, given)

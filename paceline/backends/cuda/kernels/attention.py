@@ -78,7 +78,7 @@ def tile_height(heads: int, kv_heads: int) -> int:
 def attention_scratch(
     rows: int, heads: int, kv_heads: int, head_dim: int, longest: int, device: torch.device
 ) -> AttentionScratch:
-    """Scratch for passes of at most so many rows over contexts of at most `longest` tokens."""
+    """Scratch for passes of at most `rows` rows over contexts of at most `longest` tokens."""
     blocks = -(-longest // BLOCK)
     height = tile_height(heads, kv_heads)
     # the fewer tiles, the more programs split each, and each program stores a partial
@@ -318,7 +318,7 @@ def store_shared_partials(
     parts: int,
     earliest: int,
 ) -> None:
-    """Compute the shared KV chunks, as the first of so many partials of each row."""
+    """Compute the shared KV chunks, as the first of the `parts` partials of each row."""
     assert tables.shared_prefix is not None
     scale, partials_at = score_scale(query.shape[2]), (scratch.partial_acc, scratch.partial_stats, parts)
     attend_shared_prefix(
