@@ -109,11 +109,12 @@ class DeviceExecutor:
         return not by_head or not self._passes or self._head.is_by(plan)
 
     def host_plan(self, request: Request, plan: DraftPlan) -> DraftPlan:
-        """The plan of a request in a host pass beside device passes: the same one, but plain if by a head.
+        """The plan of a request in a host pass beside device passes: plain unless drafters only read texts.
 
-        A head's proposal runs on the device, behind the passes in flight, and the host would wait for it.
+        Others, such as a head, run on the device after the passes in flight, and the host would wait.
         """
-        return self._drafting.settled([request], [PLAIN])[0] if self._drafting.attaches(plan) else plan
+        drafting = self._drafting
+        return plan if drafting.only_reads_texts(plan) else drafting.settled([request], [PLAIN])[0]
 
     def fitting(self, plan: DraftPlan, requests: int) -> DraftPlan:
         """This plan, or the plain one if its buffers are too small for this many requests."""

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from paceline.control.controller import Controller, Load, StepPlan
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
-from paceline.core.trees import DraftPlan, DraftTrees
+from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
+from paceline.draft.base import DrafterNeeds, TextDrafts
 from paceline.engine.engine import Engine
 from tests.engine.test_exactness import prompt
 from tests.engine.test_overlap import alone, outcome, params
@@ -104,15 +106,52 @@ class Recording(ScriptedDrafter):
         self.asked += requests
         return DraftTrees.chains([[]] * len(requests))
 
+    def observe(self, requests: object, verdicts: object, features: object) -> None:
+        return
 
-def test_a_head_does_not_draft_on_the_host_beside_device_passes() -> None:
-    """The host would wait for its proposal, which runs on the device behind the passes in flight."""
-    drafter = Recording()
-    engine = toy_engine(ToyBackend(on_device=True), drafter=drafter, budget=3, branching=1)
-    others = add_device_requests(engine, 3, max_tokens=60)
+
+class FromTexts(Recording):
+    name = "texts"
+    needs = DrafterNeeds()
+    device = TextDrafts()
+
+
+class InTargetPages(Recording):
+    name = "deep"
+    needs = DrafterNeeds(target_pages=True)
+    device = None
+
+
+class ByNeeds(Controller):
+    """One plan for the request that needs the host, and plain decoding for the others."""
+
+    def __init__(self, plan: DraftPlan) -> None:
+        self._plan = plan
+
+    def plan(self, running: Sequence[Request], load: Load) -> StepPlan:
+        return StepPlan([self._plan if request.params.logprobs else PLAIN for request in running])
+
+
+@pytest.mark.parametrize(
+    ("plan", "asked"),
+    [
+        (DraftPlan("texts", 3), {"texts"}),
+        (DraftPlan("scripted", 3), set()),
+        (DraftPlan("deep", 3), set()),
+        (DraftPlan("texts", 3, otherwise=DraftPlan("scripted", 3), enough=9.0), set()),
+    ],
+    ids=["texts", "head", "target's pages", "cascade to a head"],
+)
+def test_only_drafters_that_read_texts_draft_on_the_host_beside_device_passes(plan, asked) -> None:
+    """The proposal of another runs on the device after the passes in flight, and the host would wait."""
+    backend, drafters = ToyBackend(on_device=True), [Recording(), FromTexts(), InTargetPages()]
+    engine = toy_engine(backend, drafters=drafters, controller=ByNeeds(plan))
+    others = add_device_requests(engine, 3)
     needy = params(3, max_tokens=9, ignore_eos=True, **NEEDS_HOST)
     (on_host,) = engine.add_request(prompt(3, 5), needy)
-    drain(engine)
+    while not on_host.finished:
+        engine.step()
+    assert {drafter.name for drafter in drafters if on_host in drafter.asked} == asked
     assert outcome(on_host) == alone(prompt(3, 5), needy)
-    assert sum(request.speculative.num_accepted_draft_tokens for request in others) > 20
-    assert on_host not in drafter.asked
+    assert backend.num_launched >= 8
+    assert not any(request.finished for request in others)

@@ -187,14 +187,6 @@ class DecodeLoop:
         """The features of the roots, with which a head begins: float32 [requests, width]."""
         return features.view(-1, self.nodes, features.shape[1])[:, 0]
 
-    @torch.inference_mode()
-    def last_features(self, rows: int) -> torch.Tensor:
-        """The target's features of each request's last computed token, for another `begin`."""
-        assert self.draft is not None, "plain decoding keeps no features"
-        assert self.draft.features is not None, "a draft model reads no features"
-        last = self._rows.lines[LAST, :rows] + self._plan.first_row(1) * rows
-        return self.draft.features[self._rows.lines[SOURCES][last.long()].long()]
-
     def drafted(self, rows: int) -> torch.Tensor:
         """The tokens of a step's nodes: int32 [rows, nodes]. The first is the root, the last known token."""
         return self._rows.lines[TOKENS, : rows * self.nodes].view(rows, self.nodes)
